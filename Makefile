@@ -1,0 +1,45 @@
+# Every target sets up what it needs: see scripts/setup.sh. `make train ARGS="--model 100m"` passes options on.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+ARGS   ?=
+
+BIN   := $(VENV)/bin
+READY := $(VENV)/.fp8booster-ready
+CODE  := fp8booster tests $(wildcard benchmarks)
+
+.PHONY: help setup train test test-gpu lint format doctor clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+$(READY): pyproject.toml constraints.txt scripts/setup.sh
+	PYTHON="$(PYTHON)" VENV="$(VENV)" TORCH="$(TORCH)" bash scripts/setup.sh
+	@touch $@
+
+setup: $(READY) ## make the virtual environment (PYTHON=, VENV=, TORCH= choose with what)
+
+train: $(READY) ## train a small LLaMA in BF16 and in FP8 and compare
+	$(BIN)/fp8booster train $(ARGS)
+
+test: $(READY) ## run the test suite on the CPU
+	$(BIN)/python -m pytest $(ARGS)
+
+test-gpu: $(READY) ## run the tests that need a GPU
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(READY) ## check style
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+format: $(READY) ## rewrite the code in the project's style
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+doctor: $(READY) ## say what this machine can do and what is missing
+	$(BIN)/fp8booster doctor $(ARGS)
+
+clean: ## remove the virtual environment, caches and build output; runs/ stays
+	rm -rf "$(VENV)" build dist *.egg-info .pytest_cache .ruff_cache
+	find fp8booster tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What fp8booster costs and gains on this machine, beside its peers, each benchmark one command."""

@@ -1,0 +1,41 @@
+"""Where the GPU's time goes in a piece of work, by torch's profiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+PARTS = {"products": ("gemm", "nvjet", "cutlass", "splitk"), "casts": ("amax", "cast")}
+"""What the names of kernels contain; nvjet is cuBLAS's family on Hopper. All else is "other"."""
+
+
+def kernel_us(run: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Microseconds on the GPU of each kernel in one run, the mean of `repeats`."""
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(repeats):
+            run()
+        torch.cuda.synchronize()
+    return {
+        event.key: event.self_device_time_total / repeats
+        for event in profiler.key_averages()
+        if event.device_type is DeviceType.CUDA
+    }
+
+
+def part_of(kernel: str) -> str:
+    """What a kernel does: "products", "casts" or "other"."""
+    lower = kernel.lower()
+    return next((part for part, marks in PARTS.items() if any(mark in lower for mark in marks)), "other")
+
+
+def by_part(kernels: Mapping[str, float]) -> dict[str, float]:
+    """The sum of each part."""
+    sums = dict.fromkeys((*PARTS, "other"), 0.0)
+    for kernel, microseconds in kernels.items():
+        sums[part_of(kernel)] += microseconds
+    return sums

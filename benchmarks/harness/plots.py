@@ -1,0 +1,37 @@
+"""Plots of results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def plot_lines(
+    path: Path,
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    x: Sequence[float],
+    lines: Mapping[str, Sequence[float]],
+) -> None:
+    """Write lines over sizes that double from one to the next, measured ones solid and rooflines dashed, as a PNG."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for name, values in lines.items():
+        floor = name.startswith("roofline")
+        axes.plot(x, values, label=name, linestyle="--" if floor else "-", marker="" if floor else "o")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(x, [f"{value:g}" for value in x])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set(title=title, xlabel=x_label, ylabel=y_label)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,0 +1,63 @@
+"""The ways to multiply that are measured, and operands for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fp8booster import formats
+from fp8booster.kernels.product import product
+from fp8booster.tensor import quantize
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to multiply."""
+
+    name: str
+    precision: str
+    left: torch.dtype = torch.bfloat16
+    fast_accumulation: bool = False
+    rowwise: bool = False
+
+
+BF16 = Kind("BF16", "BF16")
+FAST = Kind("E4M3 x E4M3 fast", "FP8", formats.E4M3, fast_accumulation=True)
+EXACT = Kind("E4M3 x E4M3", "FP8", formats.E4M3)
+GRADIENT = Kind("E5M2 x E4M3", "FP8", formats.E5M2)
+ROWWISE = Kind("E4M3 rowwise fast", "FP8", formats.E4M3, fast_accumulation=True, rowwise=True)
+KINDS = (BF16, FAST, EXACT, GRADIENT, ROWWISE)
+"""Without "fast", partial sums are promoted to FP32 on the way."""
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One input set: [rows, inner] and [columns, inner]."""
+
+    left: torch.Tensor
+    right: torch.Tensor
+
+    @classmethod
+    def random(cls, rows: int, inner: int, columns: int, device: torch.device) -> Operands:
+        """Normally distributed BF16."""
+        return cls(
+            torch.randn(rows, inner, device=device, dtype=torch.bfloat16),
+            torch.randn(columns, inner, device=device, dtype=torch.bfloat16),
+        )
+
+    def multiplication(self, kind: Kind) -> Callable[[], torch.Tensor]:
+        """A function that multiplies these operands, cast beforehand."""
+        if kind is BF16:
+            return lambda: self.left @ self.right.t()
+        left = quantize(self.left, kind.left, rowwise=kind.rowwise)
+        right = quantize(self.right, formats.E4M3, rowwise=kind.rowwise)
+        return lambda: product(
+            left.data,
+            right.data,
+            left.inverse_scale,
+            right.inverse_scale,
+            out_dtype=torch.bfloat16,
+            fast_accumulation=kind.fast_accumulation,
+        )

@@ -1,0 +1,149 @@
+"""How long variants of one piece of work take, measured in turns: A B C A B C ...
+
+A sample is a burst of calls between two CUDA events, with nothing that waits for the GPU inside. One call runs ahead of
+the first event, so that a sample sees the steady state of a training loop: where the host is slower than the GPU, its
+time is what counts. A variant with `graph` is replayed from a CUDA graph instead, which leaves the host out.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.harness.statistics import Samples
+
+WARM_UP_CALLS = 3
+LARGEST_BURST = 1000
+MOST_INPUT_SETS = 64
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to do the work that is measured."""
+
+    name: str
+    call: Callable[[int], object]
+    """`call(i)` does the work once, on input set i, and returns what it made."""
+
+    sets: int = 1
+    """Input sets to go through in turn, so that a call finds nothing of its input in the cache."""
+
+    graph: bool = False
+    """Measure the GPU alone, by replaying a CUDA graph of one call for each input set."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call."""
+
+    ms: Samples
+    """From the first event to the second, divided by the calls between them."""
+
+    host_ms: Samples
+    """What the host took to issue a call; of a graph, its share of a replay."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One call for each input set."""
+
+    run: Callable[[], None]
+    calls: int
+
+
+def input_sets(bytes_read: int, device: torch.device) -> int:
+    """How many input sets of `bytes_read` fill the GPU's L2 cache twice: none is still in it when it is read again.
+
+    One on the CPU, which is not measured in earnest.
+    """
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(MOST_INPUT_SETS, math.ceil(2 * cache / bytes_read))
+
+
+def time_in_turns(
+    variants: Sequence[Variant], *, device: torch.device, rounds: int, sample_ms: float
+) -> dict[str, Timing]:
+    """Time every variant once a round, in turns.
+
+    Args:
+        variants: what to time; each is warmed up first.
+        device: where the work runs.
+        rounds: samples of each variant; one round more runs first and is not counted.
+        sample_ms: a burst repeats its calls until it lasts about this long.
+
+    Returns:
+        name: timing, in the order of `variants`.
+    """
+    if device.type == "cuda":
+        gc.collect()  # what earlier measurements left in cycles, and the pools of their graphs
+        torch.cuda.empty_cache()
+    sample = _sample_cuda if device.type == "cuda" else _sample_cpu
+    bursts: dict[str, tuple[_Pass, int]] = {}
+    for variant in variants:
+        one_pass = _prepare(variant, device)
+        pass_ms, _ = sample(one_pass.run, 1)
+        bursts[variant.name] = one_pass, max(1, min(LARGEST_BURST, math.ceil(sample_ms / pass_ms)))
+
+    elapsed = {name: [] for name in bursts}
+    issued = {name: [] for name in bursts}
+    for counted in [False] + [True] * rounds:
+        for name, (one_pass, repeats) in bursts.items():
+            gpu_ms, host_ms = sample(one_pass.run, repeats)
+            if counted:
+                elapsed[name].append(gpu_ms / (repeats * one_pass.calls))
+                issued[name].append(host_ms / (repeats * one_pass.calls))
+    return {name: Timing(Samples.of(elapsed[name]), Samples.of(issued[name])) for name in bursts}
+
+
+def _prepare(variant: Variant, device: torch.device) -> _Pass:
+    def one_pass() -> None:
+        for index in range(variant.sets):
+            variant.call(index)
+
+    if not (variant.graph and device.type == "cuda"):
+        for _ in range(WARM_UP_CALLS):
+            one_pass()
+        return _Pass(one_pass, variant.sets)
+
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):  # a capture records no compilation and no creation of handles
+        for _ in range(WARM_UP_CALLS):
+            one_pass()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # alive together, so that every call writes to memory of its own
+        outputs = [variant.call(index) for index in range(variant.sets)]
+    del outputs
+    return _Pass(graph.replay, variant.sets)
+
+
+def _sample_cuda(run: Callable[[], None], repeats: int) -> tuple[float, float]:
+    """Milliseconds on the GPU and on the host."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    run()
+    start.record()
+    issue_start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    issue_ms = (time.perf_counter() - issue_start) * 1e3
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end), issue_ms
+
+
+def _sample_cpu(run: Callable[[], None], repeats: int) -> tuple[float, float]:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        run()
+    elapsed_ms = (time.perf_counter() - start) * 1e3
+    return elapsed_ms, elapsed_ms

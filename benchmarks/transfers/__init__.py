@@ -1,0 +1,1 @@
+"""What the benchmark of collectives measures: the calls, and how ranks take turns."""

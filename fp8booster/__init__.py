@@ -1,0 +1,23 @@
+"""FP8 training for Colossal-AI's Booster: real-time scaling, FP8 products and FP8 communication."""
+
+from fp8booster.config import FP8Config
+from fp8booster.nn import (
+    FP8Linear,
+    Report,
+    convert_to_fp8,
+    forget_weights,
+    fp8_linear,
+    refresh_weights,
+    report,
+)
+
+__all__ = [
+    "FP8Config",
+    "FP8Linear",
+    "Report",
+    "convert_to_fp8",
+    "forget_weights",
+    "fp8_linear",
+    "refresh_weights",
+    "report",
+]

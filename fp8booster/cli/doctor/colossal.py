@@ -1,0 +1,52 @@
+"""Whether Colossal-AI imports, and which of its defects are mended."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from dataclasses import dataclass
+
+PLUGINS = "colossalai.booster.plugin"
+"""Importing it imports the whole training path."""
+
+
+@dataclass(frozen=True)
+class MendRow:
+    """One repair of a defect of Colossal-AI."""
+
+    name: str
+    summary: str
+    place: str
+    needed_when: str
+    state: str
+
+
+@dataclass(frozen=True)
+class Colossal:
+    """What came of importing Colossal-AI."""
+
+    error: str | None
+    """What its import raised, or None."""
+    missing: str | None
+    """The package that it asked for and did not find."""
+    mends: list[MendRow]
+
+
+def import_colossal() -> Colossal:
+    """Put in the mends, import Colossal-AI's plugins, and list where each mend stands."""
+    from fp8booster.colossal import compat
+
+    error = missing = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # upstream advertises optional packages
+            importlib.import_module(PLUGINS)
+    except Exception as raised:  # an incompatible version fails with anything
+        error = f"{type(raised).__name__}: {raised}"
+        if isinstance(raised, ModuleNotFoundError):
+            missing = raised.name.partition(".")[0]
+    rows = [
+        MendRow(each.name, each.summary, each.place, each.needed_when, each.state.value)
+        for each in compat.mends()
+    ]
+    return Colossal(error, missing, rows)

@@ -1,0 +1,109 @@
+"""An examination as tables for a terminal."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fp8booster.cli.doctor.colossal import Colossal
+from fp8booster.cli.doctor.environment import Environment
+from fp8booster.cli.doctor.examination import Examination
+from fp8booster.cli.doctor.problems import Problem
+from fp8booster.cli.doctor.products import Check, Speed
+
+
+def show(examination: Examination, console: Console) -> None:
+    """Print the tables, the problems, and the answer to "can it train in FP8?"."""
+    console.print(_environment(examination.environment))
+    console.print(_checks(examination.checks))
+    if examination.speeds:
+        console.print(_speeds(examination.speeds))
+    console.print(_mends(examination.colossal))
+    for problem in examination.problems:
+        console.print(_problem(problem), soft_wrap=True)
+    if examination.can_train:
+        console.print("FP8 training can run here.", style="bold green")
+    else:
+        console.print("FP8 training cannot run here.", style="bold red")
+
+
+def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def _environment(environment: Environment) -> Table:
+    table = _table("Environment", "what", "found")
+    for name, version in environment.versions.items():
+        table.add_row(name, version or Text("not installed", style="dim"))
+    table.add_row("CUDA", environment.cuda or "none: PyTorch was built for the CPU")
+    table.add_row("driver", environment.driver or "none")
+    table.add_row("NCCL", environment.nccl or "none")
+    table.add_row("torch.distributed", ", ".join(environment.backends) or "none")
+    for gpu in environment.gpus:
+        table.add_row(
+            f"GPU {gpu.index}",
+            f"{gpu.name}, compute capability {gpu.capability}, {gpu.memory / 2**30:.0f} GiB",
+        )
+    if not environment.gpus:
+        table.add_row("GPU", "none visible")
+    return table
+
+
+def _checks(checks: list[Check]) -> Table:
+    table = _table("FP8 products", "device", "formats", "result")
+    for check in checks:
+        answer = (
+            Text(f"runs, {check.error:.2%} off the FP32 product", style="green")
+            if check.reason is None
+            else Text(check.reason, style="red")
+        )
+        table.add_row(check.device, check.formats, answer)
+    return table
+
+
+def _speeds(speeds: list[Speed]) -> Table:
+    table = _table(
+        "Products without casts, milliseconds (TFLOP/s)",
+        "device",
+        "tokens",
+        "in -> out",
+        "BF16",
+        "FP8",
+        "FP8, fast accumulation",
+        "BF16 / FP8",
+        right=("tokens", "BF16", "FP8", "FP8, fast accumulation", "BF16 / FP8"),
+    )
+    for speed in speeds:
+        cells = (
+            f"{each:.3f} ({speed.teraflops(each):.3g})" for each in (speed.bf16, speed.fp8, speed.fp8_fast)
+        )
+        gain = f"{speed.bf16 / speed.fp8:.2f}x, {speed.bf16 / speed.fp8_fast:.2f}x"
+        table.add_row(
+            speed.device, str(speed.tokens), f"{speed.features_in} -> {speed.features_out}", *cells, gain
+        )
+    if any(speed.device == "cpu" for speed in speeds):
+        table.caption = "The CPU's shapes are small and its times say nothing about a GPU."
+        table.caption_justify = "left"
+    return table
+
+
+def _mends(colossal: Colossal) -> Table:
+    table = _table("Mends of Colossal-AI", "state", "mend", "upstream place", "needed when")
+    for mend in colossal.mends:
+        table.add_row(mend.state, mend.summary, mend.place, mend.needed_when)
+    return table
+
+
+def _problem(problem: Problem) -> Text:
+    text = Text.assemble(
+        ("stops training: ", "bold red") if problem.stops_training else ("note: ", "bold yellow"),
+        problem.sentence,
+    )
+    if problem.mend is not None:
+        text.append("\n    mend: ").append(problem.mend, style="cyan")
+    return text

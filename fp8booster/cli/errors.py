@@ -1,0 +1,32 @@
+"""How the command line shows that it was used wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+from typer.core import TyperGroup
+
+ERRORS_OF_USE = (ValueError, TypeError, OSError)
+"""What the package raises when it is used wrongly, with a sentence that says what to do."""
+
+EXIT_CODE = 2
+
+
+class OneSentenceErrors(TyperGroup):
+    """A group of commands that reports an error of use as one sentence, and with `--debug` as a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; exit with 2 on an error of use."""
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:  # of the reader of our output
+            raise
+        except ERRORS_OF_USE as error:
+            if ctx.params["debug"]:
+                raise
+            sentence = Text.assemble(("error: ", "bold red"), str(error) or type(error).__name__)
+            Console(stderr=True, soft_wrap=True, highlight=False).print(sentence)
+            raise typer.Exit(EXIT_CODE) from None

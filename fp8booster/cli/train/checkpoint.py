@@ -1,0 +1,166 @@
+"""Checkpoints from which a run continues bit for bit.
+
+A folder `step-<step>` holds
+    model/       weights, config and tokenizer in Hugging Face's format (BF16)
+    optimizer/   the optimizer's states, as Colossal-AI's Booster saves them
+    masters/     FP32 master weights, one file a rank
+    random/      torch's random states, one file a rank
+    state.json   step, position in the data, options
+It is written under another name and renamed when whole, so a kill leaves the former one as it was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from .options import TrainOptions
+
+if TYPE_CHECKING:
+    from colossalai.booster import Booster
+    from colossalai.interface import ModelWrapper, OptimizerWrapper
+
+_STATE = "state.json"
+_MODEL_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Where a run stands."""
+
+    step: int
+    """Optimizer steps done."""
+    position: int
+    """Sequences that all ranks have taken from the data."""
+    world_size: int
+    precision: str
+    tokens: str
+    """Identity of the token file."""
+    options: TrainOptions
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is one checkpoint."""
+    return (folder / _STATE).is_file()
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint of the highest step in a folder of checkpoints."""
+    return max((path for path in folder.glob("step-*") if is_checkpoint(path)), default=None)
+
+
+def read_state(checkpoint: Path) -> State:
+    """Where the run stood when the checkpoint was written."""
+    values = json.loads((checkpoint / _STATE).read_text())
+    return State(**{**values, "options": TrainOptions.from_mapping(values["options"])})
+
+
+def save_checkpoint(
+    root: Path,
+    state: State,
+    booster: Booster,
+    model: ModelWrapper,
+    optimizer: OptimizerWrapper,
+    tokenizer: Path,
+) -> Path:
+    """Write the checkpoint of a step; every rank calls it. `root` is on a disk that all ranks share."""
+    from fp8booster.colossal.zero.master_weights import save_master_weights
+
+    final = root / f"step-{state.step:08d}"
+    partial = root / f".{final.name}.partial"
+    rank = dist.get_rank()
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        for name in ("model", "optimizer", "masters", "random"):
+            (partial / name).mkdir(parents=True)
+    dist.barrier()
+    booster.save_model(model, str(partial / "model"), shard=True, use_safetensors=True)
+    booster.save_optimizer(optimizer, str(partial / "optimizer"), shard=True)
+    save_master_weights(model.unwrap(), optimizer, partial / "masters")
+    torch.save(_random_state(), partial / "random" / f"rank-{rank:05d}.pt")
+    if rank == 0:
+        model.unwrap().config.save_pretrained(partial / "model")
+        shutil.copytree(tokenizer, partial / "model", dirs_exist_ok=True)
+        (partial / _STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
+    dist.barrier()
+    if rank == 0:
+        if final.exists():
+            final.rename(root / f".{final.name}.former")
+        partial.rename(final)
+        _prune(root, state.options.keep)
+    dist.barrier()
+    return final
+
+
+def load_checkpoint(
+    checkpoint: Path, tokens: str, booster: Booster, model: ModelWrapper, optimizer: OptimizerWrapper
+) -> State:
+    """Set model, masters, optimizer and random state to a checkpoint's; every rank calls it.
+
+    With another number of ranks than wrote it, weights and optimizer are spread anew and random states start from
+    the seed. Raises ValueError for a checkpoint of another model or of other data.
+    """
+    from fp8booster.colossal.zero.master_weights import load_master_weights
+
+    state = read_state(checkpoint)
+    if state.tokens != tokens:
+        raise ValueError(
+            f"The checkpoint {checkpoint} was trained on other text or with another tokenizer; "
+            "resume with the --data, --text-column and --vocabulary it was started with."
+        )
+    _check_shapes(checkpoint, model.unwrap())
+    booster.load_model(model, str(checkpoint / "model"))
+    booster.load_optimizer(optimizer, str(checkpoint / "optimizer"))
+    # Colossal-AI leaves "step" where the file was read (load_states_into_optimizer, checkpoint_io/utils.py:808);
+    # the fused AdamW wants it beside its parameter.
+    for parameter, values in optimizer.unwrap().state.items():
+        values["step"] = values["step"].to(parameter.device)
+    load_master_weights(model.unwrap(), optimizer, checkpoint / "masters")
+    if state.world_size == dist.get_world_size():
+        _set_random_state(torch.load(checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt"))
+    return state
+
+
+def _prune(root: Path, keep: int) -> None:
+    for unfinished in root.glob(".step-*"):
+        shutil.rmtree(unfinished)
+    if keep > 0:
+        for old in sorted(path for path in root.glob("step-*") if is_checkpoint(path))[:-keep]:
+            shutil.rmtree(old)
+
+
+def _check_shapes(checkpoint: Path, network: torch.nn.Module) -> None:
+    folder = checkpoint / "model"
+    files = set(json.loads((folder / _MODEL_INDEX).read_text())["weight_map"].values())
+    saved: dict[str, list[int]] = {}
+    for file in files:
+        with safe_open(folder / file, framework="pt") as tensors:
+            saved.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
+    here = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
+    for name in sorted({*saved, *here}):
+        if saved.get(name) != here.get(name):
+            raise ValueError(
+                f"The checkpoint {checkpoint} is of another shape: {name} is {saved.get(name, 'missing')} there and "
+                f"{here.get(name, 'missing')} here; resume with the --model it was started with."
+            )
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    state = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

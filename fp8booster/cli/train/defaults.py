@@ -1,0 +1,91 @@
+"""The values of the options that depend on the model and on the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .models import SIZES, is_folder
+from .options import TrainOptions
+
+CPU_PROCESSES = 2
+"""Processes on a machine without a GPU: the fewest that communicate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What one kind of run gets where the user says nothing."""
+
+    steps: int
+    batch: int
+    sequence: int
+    lr: float
+
+
+# On CPU, sized for two cores: FP8 products run at about 50 GFLOP/s a core there.
+_CPU = Recipe(steps=200, batch=8, sequence=128, lr=1e-3)
+_GPU = {
+    "tiny": Recipe(steps=500, batch=32, sequence=512, lr=2e-3),
+    "100m": Recipe(steps=500, batch=8, sequence=2048, lr=6e-4),
+    "1b": Recipe(steps=300, batch=4, sequence=4096, lr=3e-4),
+    "7b": Recipe(steps=200, batch=2, sequence=4096, lr=3e-4),
+    "13b": Recipe(steps=200, batch=1, sequence=4096, lr=3e-4),
+    "70b": Recipe(steps=200, batch=1, sequence=4096, lr=1.5e-4),
+}
+_GPU_FOLDER = Recipe(steps=200, batch=1, sequence=2048, lr=1e-4)
+_FOLDER_VOCABULARY = 32000
+
+
+def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
+    """`options` with every field set; `launched`: under torchrun, which brings the processes and needs `--out`.
+
+    Raises ValueError when the model is unknown, when launched processes are given no common folder, and for more
+    processes than GPUs.
+    """
+    from_folder = is_folder(options.model)
+    if torch.cuda.is_available():
+        recipe = _GPU_FOLDER if from_folder else _GPU[options.model]
+        processes = torch.cuda.device_count()
+    else:
+        recipe, processes = _CPU, CPU_PROCESSES
+    if options.out is None and launched:
+        raise ValueError("Under torchrun the processes need one folder for the run: give it with --out.")
+
+    if torch.cuda.is_available() and not launched and (options.nproc or 0) > processes:
+        raise ValueError(
+            f"--nproc is {options.nproc} and this machine has {processes} GPUs; give at most that many."
+        )
+
+    steps = options.steps or recipe.steps
+    lr = options.lr or recipe.lr
+    values = {
+        "steps": steps,
+        "batch": recipe.batch,
+        "sequence": recipe.sequence,
+        "lr": lr,
+        "warmup": max(1, steps // 10),
+        "decay": steps,
+        "min_lr": lr / 10,
+        "vocabulary": _folder_vocabulary(options.model) if from_folder else SIZES[options.model].vocabulary,
+        "nproc": processes,
+        "cache": str(cache_folder()),
+        "out": f"runs/{Path(options.model).name}-{options.precision}-{time.strftime('%Y%m%d-%H%M%S')}",
+    }
+    missing = {name: value for name, value in values.items() if getattr(options, name) is None}
+    return dataclasses.replace(options, **missing)
+
+
+def cache_folder() -> Path:
+    """Where tokenizers and token files are kept: $XDG_CACHE_HOME/fp8booster, by default ~/.cache/fp8booster."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8booster"
+
+
+def _folder_vocabulary(folder: str) -> int:
+    from transformers import AutoConfig
+
+    return min(_FOLDER_VOCABULARY, AutoConfig.from_pretrained(folder, local_files_only=True).vocab_size)

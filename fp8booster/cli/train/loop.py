@@ -1,0 +1,227 @@
+"""The training loop of one rank: build, boost, step, record, save."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+
+import fp8booster.colossal  # noqa: F401  isort: skip  (mends colossalai before it is imported)
+import colossalai
+import torch
+import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
+from colossalai.booster import Booster
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+
+from fp8booster import report
+from fp8booster.monitor.traffic import Traffic, count_traffic
+
+from .batches import Batches
+from .checkpoint import State, load_checkpoint, newest_checkpoint, save_checkpoint
+from .events import Events
+from .metrics import MetricsLog, StepMetrics
+from .models import build_model, is_folder, load_config
+from .plugins import build_plugin
+from .schedule import Schedule
+from .task import Task
+
+_BETAS = (0.9, 0.95)
+
+
+class NotFinite(ValueError):
+    """The loss or the gradient norm is NaN or infinite; raised before the weights take the step."""
+
+
+def train(task: Task, events: Events, stop_wanted: Callable[[], bool]) -> None:
+    """Run a task on this rank until its last step, or until one rank is asked to stop; then save."""
+    options = task.options
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first call
+        torch.use_deterministic_algorithms(True)
+    # Equal seeds: every rank draws the same initial weights, as ZeRO expects.
+    colossalai.launch_from_torch(seed=options.seed, verbose=False)
+    try:
+        with count_traffic() as traffic:
+            Trainer(task, events, stop_wanted, traffic).run()
+    finally:
+        dist.destroy_process_group()
+
+
+class Trainer:
+    """One rank's model, optimizer, data and records."""
+
+    def __init__(self, task: Task, events: Events, stop_wanted: Callable[[], bool], traffic: Traffic) -> None:
+        options = task.options
+        self._task = task
+        self._options = options
+        self._events = events
+        self._stop_wanted = stop_wanted
+        self._traffic = traffic
+        self._device = get_accelerator().get_current_device()
+        self._schedule = Schedule(
+            peak=options.lr, floor=options.min_lr, warmup=options.warmup, decay=options.decay
+        )
+        self._layout = options.layout(dist.get_world_size())
+        self._batches = Batches(task.tokens.open(), self._layout, dist.get_rank(), options.seed)
+        self._events.send("status", text=f"building the model {options.model}")
+        self._booster, self._model, self._optimizer = self._build()
+        self._step = self._position = 0
+        if task.resume is not None:
+            self._events.send("status", text=f"loading {task.resume}")
+            state = load_checkpoint(
+                Path(task.resume), task.tokens.identity, self._booster, self._model, self._optimizer
+            )
+            self._step, self._position = state.step, state.position
+        self._log = MetricsLog(task.folder, self._step) if dist.get_rank() == 0 else None
+
+    def run(self) -> None:
+        """Step until done, stopped or not finite. Raises NotFinite with a sentence in the last case."""
+        self._events.send("start", done=self._step, steps=self._options.steps)
+        saved = self._step
+        stopped = False
+        while self._step < self._options.steps and not stopped:
+            try:
+                stopped = self._take_step()
+            except NotFinite as error:
+                raise NotFinite(f"{error} {self._keep_last_good(saved)}") from None
+            due = self._options.save and self._step % self._options.save == 0
+            if due or stopped or self._step == self._options.steps:
+                self._save()
+                saved = self._step
+        if self._step == self._options.steps:
+            self._write_result()
+            self._events.send("done")
+        else:
+            self._events.send("stopped", step=self._step)
+        if self._log is not None:
+            self._log.close()
+
+    def _build(self) -> tuple[Booster, ModelWrapper, OptimizerWrapper]:
+        options, tokens = self._options, self._task.tokens
+        vocabulary = tokens.vocabulary if is_folder(options.model) else options.vocabulary
+        config = load_config(options.model, vocabulary, options.sequence)
+        plugin = build_plugin(options, use_fp8=self._task.precision == "fp8")
+        network = build_model(options.model, config, self._device, options.checkpointing)
+        # One group: ZeRO sends its bucket of gradients whenever the group changes, so a second one for the norms
+        # would cut every bucket at every norm.
+        optimizer = torch.optim.AdamW(
+            network.parameters(), lr=options.lr, betas=_BETAS, weight_decay=options.weight_decay, fused=True
+        )
+        booster = Booster(plugin=plugin)
+        model, optimizer, *_ = booster.boost(network, optimizer)
+        optimizer.unwrap().register_step_pre_hook(lambda *_: self._check_norm())
+        return booster, model, optimizer
+
+    def _take_step(self) -> bool:
+        """One optimizer step; returns whether a rank was asked to stop."""
+        began = time.perf_counter()
+        sent = self._traffic.sent
+        step = self._step + 1
+        rate = self._schedule.rate(step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        loss, stopped = self._over_ranks(self._forward_backward(), self._stop_wanted())
+        if not math.isfinite(loss):
+            raise NotFinite(f"The loss became {loss} at step {step}.")
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        self._step = step
+        self._position += self._layout.step_sequences
+        if self._log is not None:
+            metrics = StepMetrics(
+                step=step,
+                loss=loss,
+                lr=rate,
+                grad_norm=float(self._optimizer.get_grad_norm()),
+                tokens_per_second=self._layout.step_tokens / seconds,
+                seconds=seconds,
+                peak_memory=get_accelerator().max_memory_allocated(),
+                wire_bytes=self._traffic.sent - sent,
+            )
+            self._log.write(metrics)
+            self._events.send("step", **dataclasses.asdict(metrics))
+        return stopped
+
+    def _forward_backward(self) -> torch.Tensor:
+        """Gradients of one step; returns this rank's mean loss  []."""
+        total = torch.zeros((), device=self._device)
+        accumulate = self._options.accumulate
+        for micro, tokens in enumerate(self._batches.micro_batches(self._position)):
+            tokens = tokens.to(self._device, non_blocking=True)
+            last = micro == accumulate - 1
+            # Stage 2 keeps only shards of the gradients, so it reduces each micro-batch.
+            unsynchronized = not last and self._booster.plugin.support_no_sync()
+            with self._booster.no_sync(self._model, self._optimizer) if unsynchronized else nullcontext():
+                loss = self._model(input_ids=tokens, labels=tokens).loss / accumulate
+                self._booster.backward(loss, self._optimizer)
+            total += loss.detach()
+        return total
+
+    def _over_ranks(self, loss: torch.Tensor, stop: bool) -> tuple[float, bool]:
+        """The mean loss of all ranks, and whether any of them wants to stop, in one reduction."""
+        shared = torch.tensor([0.0, float(stop)], device=self._device)
+        shared[0] = loss
+        dist.all_reduce(shared)
+        total, stops = shared.tolist()
+        return total / self._layout.world_size, stops > 0
+
+    def _check_norm(self) -> None:
+        """Called by the inner optimizer before it changes the masters; the norm is the same on all ranks."""
+        norm = float(self._optimizer.get_grad_norm())
+        if not math.isfinite(norm):
+            raise NotFinite(f"The gradient norm became {norm} at step {self._step + 1}.")
+
+    def _keep_last_good(self, saved: int) -> str:
+        if self._step == 0:
+            return "That is the first step: look at the data and the learning rate (--lr, --warmup)."
+        if saved < self._step:
+            self._save()
+        checkpoint = newest_checkpoint(self._task.checkpoints) or self._task.resume
+        return (
+            f"The state before it is in {checkpoint}; resume from there with a lower --lr or another --seed."
+        )
+
+    def _save(self) -> None:
+        state = State(
+            step=self._step,
+            position=self._position,
+            world_size=self._layout.world_size,
+            precision=self._task.precision,
+            tokens=self._task.tokens.identity,
+            options=self._options,
+        )
+        self._events.send("status", text=f"saving step {self._step}")
+        folder = save_checkpoint(
+            self._task.checkpoints,
+            state,
+            self._booster,
+            self._model,
+            self._optimizer,
+            self._task.tokens.tokenizer,
+        )
+        self._events.send("checkpoint", folder=str(folder), step=self._step)
+
+    def _write_result(self) -> None:
+        """Keep what the summary needs beside the metrics, in `result.json`."""
+        peak = torch.tensor(get_accelerator().max_memory_allocated(), dtype=torch.int64, device=self._device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        if dist.get_rank() == 0:
+            layers = report(self._model.unwrap())
+            result = {
+                "step": self._step,
+                "world_size": self._layout.world_size,
+                "peak_memory": int(peak),
+                "parameters": sum(parameter.numel() for parameter in self._model.unwrap().parameters()),
+                "layers": [dataclasses.asdict(row) for row in layers.rows],
+                "traffic": self._traffic.rows(),
+            }
+            (self._task.folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,61 @@
+"""One line of figures for each step, kept as JSON lines and as TensorBoard scalars."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """What one optimizer step showed. Memory and bytes are those of rank 0."""
+
+    step: int
+    loss: float
+    """Mean over micro-batches and ranks."""
+    lr: float
+    grad_norm: float
+    """Before clipping."""
+    tokens_per_second: float
+    """Of all ranks together."""
+    seconds: float
+    peak_memory: int
+    """Bytes: the most allocated on the GPU, or the process's largest resident set on CPU."""
+    wire_bytes: int
+    """Bytes sent in this step (monitor.traffic)."""
+
+
+class MetricsLog:
+    """Writes `metrics.jsonl` and `tensorboard/` in a folder."""
+
+    def __init__(self, folder: Path, done: int) -> None:
+        """Lines of steps after `done`, which a former run may have left, are dropped."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        path = folder / "metrics.jsonl"
+        kept = [metrics for metrics in read_metrics(path) if metrics.step <= done] if path.exists() else []
+        self._stream = path.open("w", buffering=1)
+        for metrics in kept:
+            self._write_line(metrics)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._write_line(metrics)
+        for name, value in dataclasses.asdict(metrics).items():
+            if name != "step":
+                self._board.add_scalar(name, value, metrics.step)
+
+    def close(self) -> None:
+        self._stream.close()
+        self._board.close()
+
+    def _write_line(self, metrics: StepMetrics) -> None:
+        self._stream.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """The lines of a `metrics.jsonl`, a last one that a kill cut short left out."""
+    lines = path.read_text().split("\n")
+    return [StepMetrics(**json.loads(line)) for line in lines[:-1]]

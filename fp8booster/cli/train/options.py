@@ -1,0 +1,129 @@
+"""What a run is asked to do: `TrainOptions` and its checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .batches import Layout
+
+PRECISIONS = {"bf16": ("bf16",), "fp8": ("fp8",), "compare": ("bf16", "fp8")}
+"""The runs, in order, that each value of `--precision` stands for."""
+
+PROGRESS = ("auto", "bar", "lines", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """All settings of one run. A field that is None gets its value from the model and the machine (`defaults.py`)."""
+
+    model: str = "tiny"
+    """A size from `models.SIZES`, or a folder with a Hugging Face config or checkpoint."""
+    data: str | None = None
+    """A file, a folder or a saved dataset; None: the sources of Python's standard library."""
+    text_column: str = "text"
+    """Column that holds the text in JSON lines, Parquet and saved datasets."""
+    vocabulary: int | None = None
+    """Size of the tokenizer that is trained on the data when the model's folder brings none."""
+    cache: str | None = None
+    """Folder for tokenizers and token files; None: the user's cache folder."""
+    out: str | None = None
+    """Folder of the run."""
+    plugin: str = "low_level_zero"
+    """A name from `plugins.PLUGINS`."""
+    stage: int = 2
+    """ZeRO stage."""
+    plugin_options: tuple[str, ...] = ()
+    """`key=value` pairs for the plugin's constructor."""
+    fp8_options: tuple[str, ...] = ()
+    """`key=value` pairs for FP8Config."""
+    precision: str = "compare"
+    """A key of PRECISIONS."""
+    steps: int | None = None
+    """Optimizer steps."""
+    batch: int | None = None
+    """Sequences a process takes at once."""
+    accumulate: int = 1
+    """Micro-batches for each optimizer step."""
+    sequence: int | None = None
+    """Tokens of a sequence."""
+    lr: float | None = None
+    """Highest learning rate."""
+    warmup: int | None = None
+    """Steps of linear warm-up."""
+    decay: int | None = None
+    """Step at which the cosine reaches `min_lr`."""
+    min_lr: float | None = None
+    """Learning rate at the end of the decay."""
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+    """Gradients are clipped to this norm; 0: not clipped."""
+    seed: int = 0
+    nproc: int | None = None
+    """Processes on this machine, when the command starts them itself."""
+    save: int = 0
+    """Steps between checkpoints; 0: only at the end."""
+    keep: int = 2
+    """Newest checkpoints that stay on disk; 0: all."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    deterministic: bool = False
+    """Use deterministic kernels only."""
+    progress: str = "auto"
+    """One of PROGRESS."""
+
+    def __post_init__(self) -> None:
+        for name, is_allowed, requirement in _RULES:
+            value = getattr(self, name)
+            if value is not None and not is_allowed(value):
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag} is {value!r}; it must be {requirement}.")
+        if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
+            raise ValueError(f"--min-lr is {self.min_lr}, above --lr {self.lr}; give one at or below it.")
+
+    def layout(self, world_size: int) -> Layout:
+        """How a step is spread over `world_size` processes; for resolved options."""
+        return Layout(
+            sequence=self.sequence, batch=self.batch, accumulate=self.accumulate, world_size=world_size
+        )
+
+    @classmethod
+    def from_mapping(cls, values: dict[str, Any]) -> TrainOptions:
+        """Options from what `dataclasses.asdict` made of them, by way of JSON."""
+        return cls(
+            **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        )
+
+
+def _at_least(least: float) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value >= least, f"at least {least}"
+
+
+def _above(limit: float) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value > limit, f"above {limit}"
+
+
+def _one_of(allowed: Any) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value in allowed, "one of " + ", ".join(str(choice) for choice in allowed)
+
+
+_RULES = [
+    ("precision", *_one_of(PRECISIONS)),
+    ("progress", *_one_of(PROGRESS)),
+    ("stage", *_one_of((1, 2))),
+    ("steps", *_at_least(1)),
+    ("batch", *_at_least(1)),
+    ("accumulate", *_at_least(1)),
+    ("sequence", *_at_least(2)),
+    ("vocabulary", *_at_least(272)),
+    ("lr", *_above(0)),
+    ("min_lr", *_at_least(0)),
+    ("warmup", *_at_least(0)),
+    ("decay", *_at_least(1)),
+    ("weight_decay", *_at_least(0)),
+    ("max_norm", *_at_least(0)),
+    ("nproc", *_at_least(1)),
+    ("save", *_at_least(0)),
+    ("keep", *_at_least(0)),
+]

@@ -1,0 +1,134 @@
+"""The plugins that `--plugin` names, and what `--plugin-option` and `--fp8-option` set."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import inspect
+import io
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp8booster import FP8Config
+from fp8booster.formats import E4M3, E5M2
+from fp8booster.kernels.device import require_fp8
+
+from .options import PRECISIONS, TrainOptions
+
+if TYPE_CHECKING:
+    from colossalai.booster.plugin.plugin_base import Plugin
+
+PLUGINS = {"low_level_zero": "fp8booster.plugins:LowLevelZeroPlugin"}
+"""Name on the command line: module and class."""
+
+_OWN_FLAGS = {
+    "use_fp8": "--precision",
+    "precision": "--precision",
+    "stage": "--stage",
+    "max_norm": "--max-norm",
+    "fp8_config": "--fp8-option",
+}
+"""Arguments of plugins that another flag sets."""
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": E4M3, "e5m2": E5M2}
+
+
+def check_plugin(options: TrainOptions) -> None:
+    """Check the plugin's name, its options and those of FP8 before anything is started.
+
+    Raises ValueError or TypeError for one that does not exist, and for FP8 on a GPU that has no FP8 products.
+    """
+    if options.plugin not in PLUGINS:
+        raise ValueError(f"There is no plugin {options.plugin!r}; {_suggestion(options.plugin, PLUGINS)}")
+    if options.plugin_options:
+        with contextlib.redirect_stderr(io.StringIO()):  # what libraries say while they are imported
+            plugin_class = _plugin_class(options.plugin)
+        _plugin_arguments(options, plugin_class)
+    config = fp8_config(options)
+    if "fp8" in PRECISIONS[options.precision]:
+        require_fp8(torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.emulate)
+
+
+def build_plugin(options: TrainOptions, use_fp8: bool) -> Plugin:
+    """The plugin that the options ask for. It may make process groups, so torch.distributed must run by then."""
+    plugin_class = _plugin_class(options.plugin)
+    arguments = _plugin_arguments(options, plugin_class)
+    if use_fp8:
+        arguments |= {"use_fp8": True, "fp8_config": fp8_config(options)}
+    return plugin_class(stage=options.stage, precision="bf16", max_norm=options.max_norm, **arguments)
+
+
+def fp8_config(options: TrainOptions) -> FP8Config:
+    """The configuration that the `--fp8-option` pairs ask for.
+
+    Raises ValueError or TypeError for a field that does not exist and for a value that is not allowed.
+    """
+    fields = [field.name for field in dataclasses.fields(FP8Config) if field.name != "layers"]
+    return FP8Config(**_parse_pairs(options.fp8_options, "--fp8-option", "FP8Config", fields))
+
+
+def _plugin_arguments(options: TrainOptions, plugin_class: type[Plugin]) -> dict[str, Any]:
+    for pair in options.plugin_options:
+        key = pair.partition("=")[0]
+        if key in _OWN_FLAGS:
+            raise ValueError(f"The plugin's option {key!r} is set by {_OWN_FLAGS[key]}; use that.")
+    known = [name for name in _constructor_arguments(plugin_class) if name not in _OWN_FLAGS]
+    return _parse_pairs(options.plugin_options, "--plugin-option", f"The plugin {options.plugin}", known)
+
+
+def _constructor_arguments(plugin_class: type) -> list[str]:
+    """Named arguments of a constructor, and of those above it that it passes `**kwargs` to."""
+    names: list[str] = []
+    for ancestor in plugin_class.__mro__:
+        if "__init__" not in vars(ancestor):
+            continue
+        parameters = list(inspect.signature(ancestor.__init__).parameters.values())[1:]
+        names += [
+            each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        ]
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            break
+    return names
+
+
+def _parse_pairs(pairs: tuple[str, ...], flag: str, owner: str, known: list[str]) -> dict[str, Any]:
+    """`key=value` pairs as arguments: Python literals, names from _DTYPES, else strings.
+
+    Raises ValueError for a pair without `=` and for a key that is not known.
+    """
+    arguments = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{flag} {pair!r} has no '='; write it as key=value.")
+        if key not in known:
+            raise ValueError(f"{owner} has no option {key!r}; {_suggestion(key, known)}")
+        arguments[key] = _parse(text)
+    return arguments
+
+
+def _parse(text: str) -> Any:
+    if text in _DTYPES:
+        return _DTYPES[text]
+    if text in ("true", "false"):
+        return text == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _suggestion(wrong: str, names: Iterable[str]) -> str:
+    names = list(names)
+    close = difflib.get_close_matches(wrong, names, cutoff=0.5)
+    return f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}."
+
+
+def _plugin_class(name: str) -> type[Plugin]:
+    module, class_name = PLUGINS[name].split(":")
+    return getattr(importlib.import_module(module), class_name)

@@ -1,0 +1,150 @@
+"""One call of `fp8booster train`: prepare, train in each precision, sum up."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from rich.console import Console
+
+from .checkpoint import read_state
+from .defaults import resolve
+from .launch import Interrupts, is_launched, is_main, ranks, run_workers
+from .options import PRECISIONS, TrainOptions
+from .plot import plot_losses
+from .plugins import check_plugin
+from .progress import make_display
+from .resume import find_resume, write_run_file
+from .summary import layer_lines, machine, read_column, render, write_summary
+from .task import Task
+from .tokens import TokenFile, prepare_tokens
+
+INTERRUPTED = 130
+"""Exit status of a run that was stopped by a signal."""
+
+
+def run(given: dict[str, Any], resume: str | None, command: str) -> int:
+    """Train as the options `given` on the command line say; returns the exit status.
+
+    With `resume` the options of that run hold where none is given. Raises ValueError, TypeError or OSError with a
+    sentence for what the user can mend.
+    """
+    checkpoints: dict[str, str] = {}
+    if resume is None:
+        options = TrainOptions(**given)
+    else:
+        resumed = find_resume(resume)
+        options, checkpoints = _changed(resumed.options, given), resumed.checkpoints
+    check_plugin(options)
+    options = resolve(options, is_launched())
+    with _held(Path(options.out), new=resume is None) if is_main() else nullcontext():
+        return _run(options, checkpoints, command)
+
+
+@contextmanager
+def _held(out: Path, new: bool) -> Iterator[None]:
+    """Keep other commands out of a run's folder. Raises ValueError when it is not free."""
+    if new and any(out.glob("*/metrics.jsonl")):
+        raise ValueError(
+            f"{out} already holds a run; continue it with --resume {out}, or give another --out."
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(out / ".lock", blocking=False):
+            yield
+    except Timeout:
+        raise ValueError(
+            f"Another process is training in {out}; wait for it, or give another --out."
+        ) from None
+
+
+def _run(options: TrainOptions, checkpoints: dict[str, str], command: str) -> int:
+    out = Path(options.out)
+    display = make_display(options.progress if is_main() else "none")
+    display.begin("data")
+    try:
+        tokens = prepare_tokens(options, lambda text: display.show({"kind": "status", "text": text}))
+    finally:
+        display.end()
+    options.layout(ranks(options)).require(tokens.count)
+    if is_main():
+        write_run_file(options, {"command": command, **machine()})
+
+    with Interrupts().watched() as interrupts:
+        for index, precision in enumerate(PRECISIONS[options.precision]):
+            checkpoint = checkpoints.get(precision)
+            if checkpoint is not None and _is_finished(checkpoint, out / precision, options.steps):
+                continue
+            task = Task(options=options, precision=precision, tokens=tokens, resume=checkpoint)
+            display.begin(precision)
+            try:
+                outcome = run_workers(task, index, display.show, interrupts)
+            finally:
+                display.end()
+            if not outcome.finished:
+                if is_main():
+                    _tell_interrupted(out, outcome.checkpoint or checkpoint)
+                return INTERRUPTED
+    if is_main():
+        _sum_up(options, command, tokens)
+    return 0
+
+
+def _changed(options: TrainOptions, given: dict[str, Any]) -> TrainOptions:
+    """The options of a resumed run with those given anew."""
+    if "model" in given and given["model"] != options.model:
+        raise ValueError(
+            f"The run was started with --model {options.model}; resume it without another --model."
+        )
+    if "precision" in given and given["precision"] != options.precision:
+        raise ValueError(
+            f"What --resume names trained with --precision {options.precision}; leave --precision out. To train "
+            "its model in another precision, give the checkpoint's model folder as --model."
+        )
+    # a decay that ended with the run's steps goes on ending with them
+    if "steps" in given and "decay" not in given and options.decay == options.steps:
+        given = {**given, "decay": None}
+    return dataclasses.replace(options, **given)
+
+
+def _is_finished(checkpoint: str, folder: Path, steps: int) -> bool:
+    """Whether a run's folder already holds the result of its last step.
+
+    Raises ValueError when the checkpoint leaves no step to do and the folder has no steps to sum up.
+    """
+    step = read_state(Path(checkpoint)).step
+    if step > steps or (step == steps and not (folder / "metrics.jsonl").exists()):
+        raise ValueError(
+            f"{checkpoint} has done {step} steps and --steps is {steps}; give more --steps to go on."
+        )
+    return step == steps and (folder / "result.json").exists()
+
+
+def _tell_interrupted(out: Path, checkpoint: str | None) -> None:
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if checkpoint is None:
+        console.print("Stopped before the first step; nothing was saved.")
+    else:
+        console.print(f"Stopped. The state is in {checkpoint}.")
+    console.print(f"Continue with: fp8booster train --resume {shlex.quote(str(out))}")
+
+
+def _sum_up(options: TrainOptions, command: str, tokens: TokenFile) -> None:
+    out = Path(options.out)
+    read = [read_column(out, precision) for precision in PRECISIONS[options.precision]]
+    columns = [column for column, _ in read]
+    title = f"{options.model}, {columns[0].parameters / 1e6:,.1f} M parameters, {columns[0].steps} steps"
+    plot_losses({column.precision: metrics for column, metrics in read}, title, out / "loss.png")
+    write_summary(out, options, command, columns, f"{tokens.name}, {tokens.count:,} tokens")
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(render(columns, title))
+    for line in layer_lines(columns):
+        console.print(line)
+    console.print(
+        f"Kept in {out}: summary.md, summary.json, loss.png, metrics, TensorBoard logs and checkpoints."
+    )

@@ -1,0 +1,183 @@
+"""The end of a run: one column of figures for each precision, as a table, as Markdown and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from fp8booster.version import __version__
+
+from .metrics import StepMetrics, read_metrics
+from .options import TrainOptions
+
+_LAST = 0.05  # share of the steps whose mean is the final loss
+_NAMED = 4  # layers that a line names
+_PACKAGES = ("torch", "colossalai", "transformers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One precision's figures."""
+
+    precision: str
+    steps: int
+    final_loss: float
+    """Mean over the last twentieth of the steps."""
+    tokens_per_second: float
+    """Of all ranks together, at the median step."""
+    step_seconds: float
+    """Median."""
+    peak_memory: int
+    """Bytes, the most on one rank."""
+    step_bytes: int
+    """Bytes that rank 0 sends in the median step."""
+    parameters: int
+    world_size: int
+    layers: tuple[dict[str, Any], ...]
+    """Rows of `fp8booster.report`."""
+    traffic: tuple[dict[str, Any], ...]
+    """Rows of `monitor.traffic.Traffic`."""
+
+    @property
+    def fp8_layers(self) -> int:
+        return sum(row["precision"] == "FP8" for row in self.layers)
+
+    @property
+    def other_layers(self) -> list[str]:
+        """The layers that are not in FP8, those with one reason together."""
+        names: dict[str, list[str]] = defaultdict(list)
+        for row in self.layers:
+            if row["precision"] != "FP8":
+                names[row["notes"]].append(row["name"])
+        return [f"{_few(layers)} ({reason})" for reason, layers in names.items()]
+
+
+def read_column(folder: Path, precision: str) -> tuple[Column, list[StepMetrics]]:
+    """The figures and the metrics of a finished run in `folder`/`precision`."""
+    metrics = read_metrics(folder / precision / "metrics.jsonl")
+    result = json.loads((folder / precision / "result.json").read_text())
+    last = metrics[-max(1, round(len(metrics) * _LAST)) :]
+    column = Column(
+        precision=precision,
+        steps=metrics[-1].step,
+        final_loss=statistics.fmean(step.loss for step in last),
+        tokens_per_second=statistics.median(step.tokens_per_second for step in metrics),
+        step_seconds=statistics.median(step.seconds for step in metrics),
+        peak_memory=result["peak_memory"],
+        step_bytes=round(statistics.median(step.wire_bytes for step in metrics)),
+        parameters=result["parameters"],
+        world_size=result["world_size"],
+        layers=tuple(result["layers"]),
+        traffic=tuple(result["traffic"]),
+    )
+    return column, metrics
+
+
+def rows(columns: list[Column]) -> list[list[str]]:
+    """The table's lines: a title, a value for each column."""
+    first = columns[0]
+    table = [
+        ["final loss", *(f"{column.final_loss:.4f}" for column in columns)],
+        ["tokens/s", *(f"{column.tokens_per_second:,.0f}" for column in columns)],
+        ["ms a step", *(f"{1e3 * column.step_seconds:,.1f}" for column in columns)],
+        ["peak memory, MiB a rank", *(f"{column.peak_memory / 2**20:,.0f}" for column in columns)],
+        ["sent, MB a step and rank", *(f"{column.step_bytes / 1e6:,.2f}" for column in columns)],
+        ["linear layers in FP8", *(f"{column.fp8_layers} of {len(column.layers)}" for column in columns)],
+    ]
+    if len(columns) > 1:
+        difference = [f"{100 * (column.final_loss / first.final_loss - 1):+.2f} %" for column in columns[1:]]
+        table.insert(1, [f"difference from {first.precision.upper()}", "", *difference])
+    return table
+
+
+def render(columns: list[Column], title: str) -> Table:
+    """The table for a terminal."""
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("")
+    for column in columns:
+        table.add_column(column.precision.upper(), justify="right")
+    for row in rows(columns):
+        table.add_row(*row)
+    return table
+
+
+def layer_lines(columns: list[Column]) -> list[str]:
+    """Which layers are not in FP8, and why, for the runs that have some in FP8."""
+    return [
+        f"{column.precision.upper()} run, not in FP8: {layers}"
+        for column in columns
+        if column.fp8_layers
+        for layers in column.other_layers
+    ]
+
+
+def _few(names: list[str]) -> str:
+    if len(names) <= _NAMED:
+        return ", ".join(names)
+    return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
+
+
+def machine() -> dict[str, str]:
+    """Hardware, versions and date, for the head of a result."""
+    if torch.cuda.is_available():
+        hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+    else:
+        hardware = f"CPU, {platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    versions = ", ".join(
+        [f"fp8booster {__version__}", *(f"{package} {version(package)}" for package in _PACKAGES)]
+    )
+    return {
+        "hardware": hardware,
+        "versions": f"{versions}, Python {platform.python_version()}",
+        "date": time.strftime("%Y-%m-%d %H:%M %Z"),
+    }
+
+
+def write_summary(
+    folder: Path, options: TrainOptions, command: str, columns: list[Column], data: str
+) -> None:
+    """Write `summary.json` and `summary.md` in the run's folder."""
+    head = machine()
+    document = {
+        **head,
+        "command": command,
+        "data": data,
+        "options": dataclasses.asdict(options),
+        "columns": [dataclasses.asdict(column) for column in columns],
+    }
+    (folder / "summary.json").write_text(json.dumps(document, indent=1) + "\n")
+
+    first = columns[0]
+    lines = [
+        f"# {options.model}: {first.parameters / 1e6:,.1f} M parameters, {first.steps} steps",
+        "",
+        *(f"- {name}: {value}" for name, value in head.items()),
+        f"- command: `{command}`",
+        f"- data: {data}",
+        f"- each step: {first.world_size} processes x {options.accumulate} micro-batches x {options.batch} sequences "
+        f"x {options.sequence} tokens; {options.plugin}, stage {options.stage}; seed {options.seed}",
+        "",
+        "| | " + " | ".join(column.precision.upper() for column in columns) + " |",
+        "|---|" + "---:|" * len(columns),
+        *("| " + " | ".join(row) + " |" for row in rows(columns)),
+        "",
+        f"Final loss: mean of the last {_LAST:.0%} of the steps. Tokens/s: all processes together, median step. "
+        "Sent: bytes that leave rank 0, counted where collectives are called, for ring algorithms.",
+        "",
+        *(f"- {line}" for line in layer_lines(columns)),
+        "",
+        "![loss](loss.png)",
+    ]
+    (folder / "summary.md").write_text("\n".join(lines) + "\n")

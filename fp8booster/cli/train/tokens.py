@@ -1,0 +1,125 @@
+"""The token file of a run: made once for each pair of text and tokenizer, kept in the cache, read as a memory map."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+
+from .corpus import Corpus, open_corpus
+from .models import is_folder
+from .options import TrainOptions
+from .tokenizer import folder_has_tokenizer, folder_identity, load_tokenizer, train_tokenizer
+
+_BATCH_BYTES = 4 << 20  # text encoded at once
+_TRAINING_BYTES = 256 << 20  # text that a tokenizer is trained on at most
+_FORMAT = 1  # raised when what this module writes changes
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """Text as token ids, and the tokenizer that made them."""
+
+    folder: Path
+    name: str
+    """For people: where the text comes from."""
+    identity: str
+    """Digest of text and tokenizer."""
+    vocabulary: int
+    """Tokens that the tokenizer knows."""
+    count: int
+    """Tokens in the file."""
+
+    def open(self) -> np.ndarray:
+        """The ids  [count], mapped from disk."""
+        return np.memmap(
+            self.folder / "tokens.bin", dtype=_dtype(self.vocabulary), mode="r", shape=(self.count,)
+        )
+
+    @property
+    def tokenizer(self) -> Path:
+        """Folder with the tokenizer, in Hugging Face's format."""
+        return self.folder / "tokenizer"
+
+
+def prepare_tokens(options: TrainOptions, tell: Callable[[str], None]) -> TokenFile:
+    """The token file for the options' text and tokenizer, made now if the cache has none; `tell` says what is done.
+
+    Safe to call from many processes at once: one makes the file, the others wait for it.
+    """
+    cache = Path(options.cache)
+    tell("reading the text")
+    corpus = open_corpus(options.data, options.text_column, cache)
+    own = is_folder(options.model) and folder_has_tokenizer(options.model)
+    origin = folder_identity(options.model) if own else f"byte-level BPE {options.vocabulary}"
+    identity = hashlib.sha256(f"{_FORMAT} {corpus.identity} {origin}".encode()).hexdigest()[:24]
+    folder = cache / identity
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{identity}.lock"):
+        if not folder.exists():
+            partial = cache / f"{identity}.partial"
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+            _make(partial, corpus, options, own, tell)
+            partial.rename(folder)
+    facts = json.loads((folder / "tokens.json").read_text())
+    return TokenFile(folder, corpus.name, identity, facts["vocabulary"], facts["count"])
+
+
+def _make(
+    folder: Path, corpus: Corpus, options: TrainOptions, own: bool, tell: Callable[[str], None]
+) -> None:
+    if own:
+        tokenizer = load_tokenizer(options.model)
+        tokenizer.save_pretrained(folder / "tokenizer")
+    else:
+        tell(f"training a tokenizer of {options.vocabulary} tokens on {corpus.name}")
+        train_tokenizer(
+            _first_bytes(corpus.documents(), _TRAINING_BYTES), options.vocabulary, folder / "tokenizer"
+        )
+        tokenizer = load_tokenizer(str(folder / "tokenizer"))
+
+    count = done = 0
+    with (folder / "tokens.bin").open("wb") as stream:
+        for texts in _grouped(corpus.documents(), _BATCH_BYTES):
+            encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = np.concatenate([np.array([*document, tokenizer.eos_token_id]) for document in encoded])
+            stream.write(ids.astype(_dtype(len(tokenizer))).tobytes())
+            count += len(ids)
+            done += sum(map(len, texts))
+            tell(f"encoding {corpus.name}: {done / 1e6:.0f} of about {corpus.size / 1e6:.0f} MB")
+    (folder / "tokens.json").write_text(
+        json.dumps({"vocabulary": len(tokenizer), "count": count, "text": corpus.name}) + "\n"
+    )
+
+
+def _dtype(vocabulary: int) -> type[np.unsignedinteger]:
+    return np.uint16 if vocabulary <= 1 << 16 else np.uint32
+
+
+def _grouped(documents: Iterable[str], size: int) -> Iterator[list[str]]:
+    group: list[str] = []
+    held = 0
+    for document in documents:
+        group.append(document)
+        held += len(document)
+        if held >= size:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+def _first_bytes(documents: Iterable[str], limit: int) -> Iterator[str]:
+    held = 0
+    for document in documents:
+        yield document
+        held += len(document)
+        if held >= limit:
+            return

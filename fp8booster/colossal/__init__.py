@@ -1,0 +1,7 @@
+"""The seam to Colossal-AI. Importing it puts in the mends that colossalai needs to import and to train."""
+
+from __future__ import annotations
+
+from fp8booster.colossal import compat
+
+compat.apply()

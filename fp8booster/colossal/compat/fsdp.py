@@ -1,0 +1,72 @@
+"""Mends of Colossal-AI's TorchFSDPPlugin."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from fp8booster.colossal.compat.registry import Patch, mend
+
+_FSDP_PLUGIN = "colossalai.booster.plugin.torch_fsdp_plugin"
+
+
+@mend(
+    module=_FSDP_PLUGIN,
+    place="booster/plugin/torch_fsdp_plugin.py:553",
+    needed_when="an optimizer has defaults that its constructor does not take, as torch.optim.AdamW has",
+)
+def fsdp_makes_optimizers_anew(module: ModuleType, patch: Patch) -> None:
+    """TorchFSDPPlugin makes the optimizer anew from those of its defaults that its constructor takes.
+
+    Without it: TypeError: AdamW.__init__() got an unexpected keyword argument 'decoupled_weight_decay'. No longer
+    needed when the plugin boosts a model with torch.optim.AdamW.
+    """
+    if not _unknown_defaults(AdamW([torch.zeros(1)])):
+        return
+    upstream = module.TorchFSDPPlugin.configure
+
+    @functools.wraps(upstream)
+    def configure(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any, **named: Any
+    ) -> tuple:
+        if optimizer is not None:
+            for name in _unknown_defaults(optimizer):
+                del optimizer.defaults[name]  # its constructor sets it again
+        return upstream(self, model, optimizer, *others, **named)
+
+    patch.set(module.TorchFSDPPlugin, "configure", configure)
+
+
+def _unknown_defaults(optimizer: Optimizer) -> set[str]:
+    """The defaults of an optimizer that its constructor does not take."""
+    parameters = inspect.signature(type(optimizer)).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return set()
+    return optimizer.defaults.keys() - parameters.keys()
+
+
+@mend(
+    module=_FSDP_PLUGIN,
+    place="booster/plugin/torch_fsdp_plugin.py:533",
+    needed_when="no CUDA or NPU device",
+)
+def fsdp_runs_on_cpu(module: ModuleType, patch: Patch) -> None:
+    """TorchFSDPPlugin shards a model on the CPU where there is no GPU.
+
+    Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver). No longer
+    needed when the plugin boosts a model on a machine without a GPU.
+    """
+    from colossalai.accelerator import get_accelerator
+
+    if get_accelerator().name != "cpu":
+        return
+    # configure asks torch.cuda.current_device() itself: this module alone sees another torch.cuda
+    on_cpu = ModuleType("torch")
+    vars(on_cpu).update(vars(torch), cuda=SimpleNamespace(current_device=lambda: torch.device("cpu")))
+    patch.set(module, "torch", on_cpu)

@@ -1,0 +1,1 @@
+"""The seam to Colossal-AI's ZeRO, stages 1 and 2."""

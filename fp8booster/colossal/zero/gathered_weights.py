@@ -1,0 +1,160 @@
+"""The weights of FP8 layers, gathered in FP8 after the optimizer's step.
+
+Each rank's shard of the FP32 master is cast by the scale of the whole weight, and the bytes that are gathered are what
+the layer multiplies by: no 16-bit gather, no second rounding. The 16-bit working weight becomes the value of these
+bytes, so that whatever reads it sees the weight that the products used; a checkpoint gathers the masters themselves.
+
+Shards are those that LowLevelZeroOptimizer makes (_create_master_param_current_rank, low_level_optim.py:262), and the
+padded size of a weight is kept in its `_working_param_to_padded_working_param` (:176).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from colossalai.zero.low_level import LowLevelZeroOptimizer
+from torch import nn
+
+from fp8booster.comm.collectives import gather_bytes
+from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.kernels.cast import ALIGNMENT
+from fp8booster.kernels.shard_cast import cast_shard, unpack
+from fp8booster.nn import FP8Linear
+from fp8booster.tensor import QuantizedMatrix
+
+NAME = "weight gather"
+"""The row of `fp8booster.comm.statistics`: a call for each weight and group that it is gathered over."""
+
+_GATHER = "all_gather_into_tensor"
+
+
+@dataclass
+class GatheredWeight:
+    """One weight: the layer that multiplies by it, and the memory that its FP8 copy lives in."""
+
+    layer: FP8Linear
+    flat: torch.Tensor
+    """[shard size * ranks] FP8: the gathered shards, of which the first numel are the weight."""
+
+    quantized: QuantizedMatrix
+
+
+def why_in_16_bits(layer: FP8Linear, optimizer: LowLevelZeroOptimizer, readers: int) -> str | None:
+    """Why an FP8 layer's weight is not gathered in FP8, or None where it is.
+
+    Args:
+        layer: whose weight the optimizer trains.
+        optimizer: the ZeRO optimizer.
+        readers: modules that hold the weight.
+    """
+    if not optimizer._master_weights:
+        return "no master weights"  # the working weight is the master: it must not be rounded to FP8
+    if isinstance(optimizer.param_to_pg[layer.weight], tuple):
+        return "extra_dp_size"
+    if readers > 1:
+        return "shared with another module"
+    if layer.fp8_config.rowwise:
+        return "rowwise scales"
+    if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
+        return f"size no multiple of {ALIGNMENT}"
+    return None
+
+
+class GatheredWeights:
+    """The weights of a model that travel in FP8.
+
+    Args:
+        model: converted to FP8 layers.
+        optimizer: the ZeRO optimizer over its parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
+        self._optimizer = optimizer
+        self._weights: dict[int, GatheredWeight] = {}
+        self._reasons: dict[int, str] = {}
+        masters = optimizer.get_working_to_master_map()
+        readers = Counter(
+            id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
+        )
+        for module in model.modules():
+            if isinstance(module, FP8Linear) and id(module.weight) in masters:
+                reason = why_in_16_bits(module, optimizer, readers[id(module.weight)])
+                if reason is None:
+                    self._weights[id(module.weight)] = self._allocate(module)
+                else:
+                    self._reasons[id(module.weight)] = reason
+
+    def __contains__(self, working: nn.Parameter) -> bool:
+        return id(working) in self._weights
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def count_in_16_bits(self, working: nn.Parameter, shard: torch.Tensor) -> None:
+        """Count a gather of a working weight in 16 bits, with its reason, for `fp8booster.comm.statistics`."""
+        groups = self._optimizer.param_to_pg[working]
+        reason = "for a checkpoint" if working in self else "not the weight of an FP8 layer"
+        payload = shard.nbytes
+        for group in reversed(groups if isinstance(groups, tuple) else (groups,)):
+            ranks = dist.get_world_size(group)
+            count_plain(NAME, ranks, payload, self._reasons.get(id(working), reason), _GATHER)
+            payload *= ranks
+
+    def _allocate(self, layer: FP8Linear) -> GatheredWeight:
+        weight, dtype = layer.weight, layer.fp8_config.weight_format
+        flat = weight.new_empty(
+            self._optimizer._working_param_to_padded_working_param[weight].numel(), dtype=dtype
+        )
+        quantized = QuantizedMatrix(
+            flat[: weight.numel()].view(weight.shape),
+            weight.new_empty(weight.shape[::-1], dtype=dtype),
+            weight.new_empty((), dtype=torch.float32),
+            None,
+        )
+        return GatheredWeight(layer, flat, quantized)
+
+    @torch.no_grad()
+    def publish(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Cast, gather and hand to the layers the weights of this step.
+
+        Args:
+            masters: this rank's shard of each updated weight, on the weight's device.
+        """
+        by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        for working in masters:
+            by_group.setdefault(self._optimizer.param_to_pg[working], []).append(working)
+        for group, parameters in by_group.items():
+            amaxes = agree_on_amax([masters[working] for working in parameters], group)
+            for working, amax in zip(parameters, amaxes.unbind(), strict=True):
+                self._gather(self._weights[id(working)], masters[working], amax, group)
+
+    def _gather(
+        self, gathered: GatheredWeight, master: torch.Tensor, amax: torch.Tensor, group: dist.ProcessGroup
+    ) -> None:
+        layer, quantized = gathered.layer, gathered.quantized
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        own = gathered.flat.chunk(ranks)[rank]
+        cast_shard(master, amax, own, quantized.inverse_scale, layer.fp8_config.power_of_two)
+        message, part = gathered.flat.view(torch.uint8), own.view(torch.uint8)
+        sent = {_GATHER: part.nbytes, "all_reduce": amax.nbytes}
+        count_encoded(NAME, ranks, master.numel() * layer.weight.element_size(), sent, _GATHER)
+        gather_bytes(message, part, group)
+        unpack(quantized.data, quantized.inverse_scale, quantized.transpose, layer.weight.data)
+        # a graph that still holds the former values must not go backward with these
+        torch.autograd.graph.increment_version((*quantized[:3], layer.weight))
+        layer.fp8_weight.keep(layer.weight, quantized)
+
+
+def agree_on_amax(shards: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
+    """The largest magnitude of each tensor over all its shards: float32 [len(shards)], from one reduction.
+
+    A NaN counts as infinity, since a MAX reduction drops NaN; both make the scale NaN.
+    """
+    amaxes = torch.stack([norm.float() for norm in torch._foreach_norm(shards, float("inf"))])
+    amaxes.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+    dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+    return amaxes

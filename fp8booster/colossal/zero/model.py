@@ -1,0 +1,23 @@
+"""Colossal-AI's model wrapper for ZeRO, whose checkpoints hold the masters' values."""
+
+from __future__ import annotations
+
+from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroModel
+
+from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
+
+
+class FP8ZeroModel(LowLevelZeroModel):
+    """The model wrapper of a plugin that sends FP8."""
+
+    @classmethod
+    def take_over(cls, model: LowLevelZeroModel, optimizer: FP8ZeroOptimizer) -> None:
+        """Turn a model wrapper into this class in place."""
+        model.__class__ = cls
+        # past nn.Module's own attributes: the optimizer is no part of the model
+        model.__dict__["zero_optimizer"] = optimizer
+
+    def _force_wait_all_gather(self) -> None:
+        """Make the working weights ready to be saved; checkpoint IO calls it on every rank before it reads them."""
+        super()._force_wait_all_gather()
+        self.zero_optimizer.gather_working_weights()

@@ -1,0 +1,228 @@
+"""Colossal-AI's ZeRO optimizer with FP8 on the wire: gradients are reduced, and FP8 layers' weights gathered, in FP8.
+
+`LowLevelZeroOptimizer.step` (zero/low_level/low_level_optim.py:514) is one piece that ends by gathering every weight in
+16 bits, so it is written anew here over the same stores, with the same arithmetic. So is `_run_reduction` (:323), which
+reduces whole gradients on every rank in stage 1, where each rank needs its part alone. In every stage gradients enter
+the buckets as backward makes them, so that the blocks that share a scale, and with them the bits, are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
+from colossalai.zero.low_level import LowLevelZeroOptimizer
+from colossalai.zero.low_level._utils import (
+    all_gather_into_flat_tensor_nd,
+    calculate_global_norm_from_list,
+    release_param_grad,
+)
+from colossalai.zero.low_level.bookkeeping import BucketStore, TensorBucket
+from colossalai.zero.low_level.zero_hook import set_all_gather_handle
+from torch import nn
+from torch.distributed import ProcessGroup, ReduceOp
+
+from fp8booster import comm
+from fp8booster.colossal.zero.gathered_weights import GatheredWeights
+from fp8booster.comm import AutomaticScaling, Encoding
+
+Updated = list[tuple[nn.Parameter, torch.Tensor]]
+"""(working weight, this rank's master shard) of each parameter that got a gradient."""
+
+
+class FP8ZeroOptimizer(LowLevelZeroOptimizer):
+    """The ZeRO optimizer of stages 1 and 2, sending FP8."""
+
+    @classmethod
+    def take_over(cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, gradient_scaling: str) -> None:
+        """Turn a ZeRO optimizer into this class in place.
+
+        Args:
+            optimizer: made by the native plugin; no step taken yet.
+            model: what it trains, its linear layers converted.
+            gradient_scaling: `FP8Config.gradient_scaling`.
+        """
+        optimizer.__class__ = cls
+        optimizer.gathered_weights = GatheredWeights(model, optimizer)
+        optimizer.gradient_encoding = (
+            Encoding(block_size=None) if gradient_scaling == "tensor" else Encoding()
+        )
+        optimizer.automatic_scaling = (
+            AutomaticScaling(dist.get_world_size(), get_accelerator().get_current_device())
+            if gradient_scaling == "auto"
+            else None
+        )
+        for store in optimizer.pg_to_grad_store.values():
+            store._working_index = 0  # in stage 1 too, a rank keeps the gradients of its own part alone
+        if not optimizer.grad_handles:
+            optimizer._attach_reduction_hook()  # native has none in stage 1 without overlap
+
+    def _reduce_grad(self, partition_grad: bool) -> None:
+        """Reduce what the hooks left: the last bucket, and what earlier micro-batches alone gave (`no_sync`)."""
+        self._run_reduction()
+        for group_id, parameters in self._working_param_groups.items():
+            for working in parameters:
+                if working.grad is not None:
+                    self._add_to_bucket(working, group_id)
+        self._run_reduction()
+
+    def _run_reduction(self) -> None:
+        for bucket in self.pg_to_bucket_store.values():
+            if bucket.num_elements_in_bucket() > 0:
+                self._reduce_bucket(bucket)
+
+    def _reduce_bucket(self, bucket: BucketStore) -> None:
+        """Reduce-scatter a bucket's gradients and keep this rank's part of each."""
+        bucket.build_grad_in_bucket()
+        gradients = bucket.get_flatten_grad()
+        bucket.reset_num_elements_in_bucket()
+        accelerator = get_accelerator()
+        stream = accelerator.current_stream()
+        if self._overlap_communication and gradients.is_cuda:
+            stream = bucket.comm_stream
+            gradients.record_stream(stream)  # its memory outlives its last use on this stream
+            stream.wait_stream(accelerator.current_stream())
+        own = bucket.get_grad()[bucket.local_rank]
+        with accelerator.stream(stream):
+            received = gradients
+            if self._communication_dtype is not None:
+                received = received.to(self._communication_dtype)
+            groups = bucket.torch_pg if isinstance(bucket.torch_pg, tuple) else (bucket.torch_pg,)
+            for group, ranks in zip(groups, bucket.sizes, strict=True):
+                part = received.new_empty(received.numel() // ranks)
+                self._reduce_scatter(part, received, group, own)
+                received = part
+            self._update_partitoned_grad(
+                bucket, own, received.to(gradients.dtype), bucket.current_group_id, 1
+            )
+            bucket.reset()
+
+    def _reduce_scatter(
+        self, part: torch.Tensor, gradients: torch.Tensor, group: ProcessGroup, own: list[torch.Tensor]
+    ) -> None:
+        """Write this rank's part of the mean; `own` are the pieces of parameters of which a part is a multiple."""
+        if self.automatic_scaling is None:
+            comm.reduce_scatter_tensor(part, gradients, ReduceOp.AVG, group, encoding=self.gradient_encoding)
+        else:
+            sizes = [piece.numel() for piece in own]
+            sizes *= part.numel() // sum(sizes)
+            self.automatic_scaling.reduce_scatter_tensor(part, gradients, ReduceOp.AVG, group, sizes=sizes)
+
+    def step(self, closure: None = None) -> None:
+        """Update this rank's master shards and publish the new weights to all ranks.
+
+        Raises:
+            ValueError: a closure is given; gradients are reduced before the step, so it cannot be called again.
+        """
+        if closure is not None:
+            raise ValueError(
+                "ZeRO's step takes no closure: its gradients are reduced before; call step() without one"
+            )
+        if not self.require_grad_sync:
+            return
+        if self.automatic_scaling is not None:
+            self.automatic_scaling.step()
+        if self.mixed_precision_mixin is not None and self.mixed_precision_mixin.should_skip_step():
+            if self._verbose:
+                self._logger.info("Found overflow. Skip step")
+            self.zero_grad()
+            return
+        updated = {group_id: self._attach_gradients(group_id) for group_id in range(self.num_param_groups)}
+        self._clip(updated)
+        self.optim.step()
+        for group_id, masters in self._master_param_groups_of_current_rank.items():
+            release_param_grad(masters)
+            self.optim.param_groups[group_id]["params"] = masters
+        self._publish([pair for group in updated.values() for pair in group])
+
+    def _attach_gradients(self, group_id: int) -> Updated:
+        """Give each master shard its gradient; parameters without one, such as of a dropped layer, are left out."""
+        updated = []
+        pairs = zip(
+            self._working_param_groups[group_id],
+            self._master_param_groups_of_current_rank[group_id],
+            strict=True,
+        )
+        for working, master in pairs:
+            store = self.pid_to_grad_store[id(working)]
+            gradients = store.get_partitioned_gradients_by_param_id(group_id, id(working))
+            if gradients:
+                # without master weights the shard has the gradient's dtype
+                master.grad = gradients[0].to(master.device, master.dtype)
+                updated.append((working, master))
+        self.optim.param_groups[group_id]["params"] = [master for _, master in updated]
+        return updated
+
+    def _clip(self, updated: dict[int, Updated]) -> None:
+        """Undo the loss scale and clip by the norm over all ranks, as native does."""
+        norms = []
+        for group_id in updated:
+            norm = 0.0
+            for group, store in self.pg_to_grad_store.items():
+                norm += self._compute_grad_norm(group, store.get_working_grads_by_group_id(group_id))
+            norms.append(norm)
+        self._current_grad_norm = calculate_global_norm_from_list(norms)
+        gradients = [master.grad for group in updated.values() for _, master in group]
+        self._unscale_and_clip_grads(gradients, self._current_grad_norm)
+
+    def _publish(self, updated: Updated) -> None:
+        """Send the new weights to all ranks: those of FP8 layers in FP8, the others in the working dtype."""
+        device = get_accelerator().get_current_device()
+        in_fp8 = {
+            working: master.to(device) for working, master in updated if working in self.gathered_weights
+        }
+        self.gathered_weights.publish(in_fp8)
+        in_16_bits = [pair for pair in updated if pair[0] not in in_fp8]
+        self._gather(in_16_bits)
+        # a graph that still holds the former values must not go backward with these; native writes past torch's count
+        torch.autograd.graph.increment_version([working for working, _ in in_16_bits])
+
+    def publish_masters(self) -> None:
+        """Send every weight as a step would, after the masters were set from outside; every rank calls it."""
+        self._publish(
+            [
+                (working, self.working_to_master_param[id(working)])
+                for group in self._working_param_groups.values()
+                for working in group
+            ]
+        )
+
+    def gather_working_weights(self) -> None:
+        """Set every working weight to its master's value, rounded once; every rank calls it.
+
+        The working weights of FP8 layers hold the values of their FP8 copies between steps.
+        """
+        self._gather(
+            [
+                (working, self.working_to_master_param[id(working)])
+                for group in self._working_param_groups.values()
+                for working in group
+                if working in self.gathered_weights
+            ],
+            wait=True,
+        )
+
+    def _gather(self, pairs: Updated, wait: bool = False) -> None:
+        """Gather master shards into working weights, as native does at the end of its step (:590)."""
+        device = get_accelerator().get_current_device()
+        buckets = {group: TensorBucket(self._reduce_bucket_size) for group in self.pg_to_param_list}
+        for working, master in pairs:
+            shard = master.detach().to(device).to(self._dtype)
+            group = self.param_to_pg[working]
+            padded = self._working_param_to_padded_working_param[working]
+            self.gathered_weights.count_in_16_bits(working, shard)
+            # over two groups the second gather sends what the first received, which native does not wait for
+            if self._overlap_allgather and not wait and not isinstance(group, tuple):
+                set_all_gather_handle(
+                    working, all_gather_into_flat_tensor_nd(padded, shard, group, async_op=True)
+                )
+            elif shard.numel() > self._reduce_bucket_size:
+                all_gather_into_flat_tensor_nd(padded, shard, group)
+            else:
+                bucket = buckets[group]
+                if bucket.will_exceed_max_size(shard.numel()):
+                    bucket.all_gather(group)
+                bucket.add_to_bucket(shard, write_back_tensor=working)
+        for group, bucket in buckets.items():
+            if not bucket.is_empty():
+                bucket.all_gather(group)

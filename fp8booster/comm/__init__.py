@@ -1,0 +1,50 @@
+"""FP8 on the wire: the collectives of `torch.distributed`, and hooks for DDP and FSDP. Needs no Colossal-AI.
+
+import fp8booster.comm as dist_fp8
+dist_fp8.all_reduce(gradients, op=dist.ReduceOp.AVG)
+print(dist_fp8.statistics())
+"""
+
+from fp8booster.comm.automatic_scaling import AutomaticScaling
+from fp8booster.comm.collectives import (
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_single,
+    all_reduce,
+    all_to_all,
+    all_to_all_single,
+    broadcast,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+)
+from fp8booster.comm.ddp import DDPState, ddp_hook
+from fp8booster.comm.encoding import Encoding
+from fp8booster.comm.fsdp import compress_fsdp
+from fp8booster.comm.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from fp8booster.comm.statistics import Statistics, reset_statistics, statistics
+
+__all__ = [
+    "AutomaticScaling",
+    "DDPState",
+    "Encoding",
+    "P2POp",
+    "Statistics",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "batch_isend_irecv",
+    "broadcast",
+    "compress_fsdp",
+    "ddp_hook",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "reset_statistics",
+    "send",
+    "statistics",
+]

@@ -1,0 +1,166 @@
+"""FP8-LM's automatic scaling: gradients cast with scales that all ranks share, and added as FP8 (Peng et al., arXiv
+2310.18313, section 2.1).
+
+    g' = mu g                       mu, the same on all ranks, leaves room for the sum
+    s  = min over ranks of s'       s' = max(format) / amax, real-time, one for each tensor
+    g  = sum of FP8(s g')           in FP8, rounded after every addition; its scale is s mu (times ranks: the mean's)
+
+Where more than 0.001 % of the values sit at the format's largest, mu is halved for the next step; else it grows, to
+twice its value in 1000 steps. The paper applies s' to a gradient that mu has multiplied already; with a real-time s'
+mu would cancel, so here it multiplies s after amax is known.
+
+It saves no bytes over blocks (`collectives`), and a sum in FP8 rounds once more for every rank. It is an option because
+NCCL can run it as one collective, with nothing to decode in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from fp8booster import formats, scaling
+from fp8booster.comm import collectives
+from fp8booster.comm.collectives import Op, ReduceOp
+from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.threshold import why_plain
+from fp8booster.kernels.cast import saturate
+
+FORMAT = formats.E4M3
+SATURATED_AT_MOST = 1e-5
+"""Share of values at the format's largest from which mu is halved: the paper's 0.001 %."""
+
+GROWTH = 2.0 ** (1 / 1000)
+"""Of mu in a step without saturation."""
+
+_SIGN_CLEARED = 0x7F
+_LARGEST_BITS = int(torch.tensor(formats.MAX[FORMAT]).to(FORMAT).view(torch.uint8))
+
+
+class AutomaticScaling:
+    """What FP8-LM's scaling keeps between steps: mu, and how many values saturated since the last one.
+
+    It is not part of a checkpoint: a resumed run begins with the first mu again.
+    """
+
+    mu: torch.Tensor
+    """float32, shape []. It begins at 1 / ranks, where no sum can overflow."""
+
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        """`ranks`: how many gradients are added; `device`: where they lie."""
+        self.mu = torch.full((), 1.0 / ranks, device=device)
+        self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # saturated, cast
+
+    def reduce_scatter_tensor(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        op: Op = ReduceOp.SUM,
+        group: dist.ProcessGroup | None = None,
+        *,
+        sizes: Sequence[int] | None = None,
+        min_bytes: int | None = None,
+    ) -> None:
+        """`torch.distributed.reduce_scatter_tensor`: each rank's part of the sum or mean over ranks, added in FP8.
+
+        Args:
+            output, input, op, group, min_bytes: as in `collectives.reduce_scatter_tensor`.
+            sizes: values of each tensor in a part, which share a scale in all parts; None for one scale.
+
+        An infinity or a NaN arrives as NaN, with the tensor that shares its scale.
+        """
+        ranks = dist.get_world_size(group)
+        if why_plain("reduce_scatter_tensor", input, input.nbytes, group, min_bytes, op) is not None:
+            collectives.reduce_scatter_tensor(output, input, op, group, min_bytes=min_bytes)
+            return
+        sums, values = collectives.flat(output, "output"), collectives.flat(input, "input")
+        collectives.require_multiple(values, sums, ranks, "input", "output")
+        sizes = [sums.numel()] if sizes is None else list(sizes)
+        transport = "reduce_scatter_tensor" if input.is_cuda else "all_to_all_single"
+        wire = {"all_reduce": 4 * len(sizes), transport: values.numel()}
+        count_encoded("reduce_scatter_tensor", ranks, input.nbytes, wire)
+
+        values = values.view(ranks, -1)
+        amax = torch.stack([scaling.amax_of(tensor) for tensor in values.split(sizes, 1)])
+        amax = torch.where(amax.isnan(), torch.inf, amax)  # a maximum over ranks may drop NaN
+        dist.all_reduce(amax, ReduceOp.MAX, group)
+        scales, inverse_scales = scales_of(amax, self.mu)
+        encoded = cast_tensors(values, sizes, scales)
+        total = _sum_in_fp8(encoded, group)
+        self._count(encoded)
+        self._count(total)
+        factor = 1.0 / ranks if op == ReduceOp.AVG else 1.0
+        for part, inverse_scale, out in zip(
+            total.split(sizes), inverse_scales, sums.split(sizes), strict=True
+        ):
+            out.copy_(part.float() * (inverse_scale * factor))
+
+    def step(self, group: dist.ProcessGroup | None = None) -> None:
+        """Set mu for the next step from what saturated on any rank of `group` since the last call.
+
+        All of its ranks call this at once. Nothing waits for a GPU.
+        """
+        count_plain(
+            "gradient scale",
+            dist.get_world_size(group),
+            self._counts.nbytes,
+            "count of saturated",
+            "all_reduce",
+        )
+        dist.all_reduce(self._counts, group=group)
+        self._set_mu()
+        self._counts.zero_()
+
+    def _set_mu(self) -> None:
+        saturated, cast = self._counts.double()
+        factor = torch.where(saturated > SATURATED_AT_MOST * cast, 0.5, GROWTH)
+        self.mu *= torch.where(cast > 0, factor, 1.0)
+
+    def _count(self, encoded: torch.Tensor) -> None:
+        """Count the values at the format's largest magnitude. NaN is not among them: its step is bad, not its scale."""
+        largest = (encoded.view(torch.uint8) & _SIGN_CLEARED) == _LARGEST_BITS
+        self._counts[0] += largest.sum()
+        self._counts[1] += encoded.numel()
+
+
+def scales_of(amax: torch.Tensor, mu: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and inverse scales of tensors whose largest magnitudes over all ranks are `amax`, float32 [tensors]."""
+    scales, _ = scaling.scale_of(amax, FORMAT)
+    scales = (scales * mu).clamp(max=scaling.MAX_SCALE)
+    return scales, (1.0 / scales.double()).float()
+
+
+def cast_tensors(values: torch.Tensor, sizes: Sequence[int], scales: torch.Tensor) -> torch.Tensor:
+    """FP8 [parts, N] of values [parts, N], each part made of tensors of these sizes, a scale for each."""
+    encoded = torch.empty(values.shape, dtype=FORMAT, device=values.device)
+    for tensor, scale, out in zip(values.split(sizes, 1), scales, encoded.split(sizes, 1), strict=True):
+        out.copy_(saturate(tensor.float() * scale, FORMAT))
+    return encoded
+
+
+def _sum_in_fp8(encoded: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """This rank's part of the sum.
+
+    Args:
+        encoded: FP8 [ranks, N], the part for each rank.
+
+    Returns:
+        FP8 [N]. NCCL (2.24 and later, on sm90) adds FP8 itself. Elsewhere parts are exchanged and added from the first
+        rank to the last, rounded to FP8 after each addition as in a ring.
+    """
+    if encoded.is_cuda:
+        total = torch.empty(encoded.shape[1], dtype=FORMAT, device=encoded.device)
+        collectives.one_tensor("reduce_scatter")(total, encoded.view(-1), ReduceOp.SUM, group)
+        return total
+    received = torch.empty_like(encoded)
+    dist.all_to_all_single(received.view(torch.uint8), encoded.view(torch.uint8), group=group)
+    return add_in_fp8(received)
+
+
+def add_in_fp8(parts: torch.Tensor) -> torch.Tensor:
+    """The sum of FP8 [ranks, N] over ranks, first to last, rounded to FP8 and saturated after each addition."""
+    total, *others = parts
+    for part in others:
+        total = saturate(total.float() + part.float(), parts.dtype)
+    return total

@@ -1,0 +1,380 @@
+"""The collectives of `torch.distributed` with FP8 on the wire: same names, arguments and semantics.
+
+Two keyword arguments come on top: `encoding` (`Encoding`) and `min_bytes`, the smallest payload that is sent in FP8
+(`threshold`). All ranks of a call must give the same. What goes uncompressed, and why, is in `statistics`.
+
+Every value is rounded once on its way, and in `all_reduce` twice whatever the number of ranks: pieces are exchanged,
+added in FP32 from the first rank to the last, cast again and gathered. A rank decodes its own piece from the message as
+the others do, so all ranks hold the same bits, at every run.
+
+An infinity or a NaN arrives as NaN, with the block that shares its scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
+
+from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.threshold import why_plain
+from fp8booster.comm.work import FinishingWork, Transfer, run
+from fp8booster.kernels.block_cast import Layout
+from fp8booster.kernels.cast import aligned
+
+ReduceOp = dist.ReduceOp
+Op = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+def all_reduce(
+    tensor: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    encoding: Encoding = DEFAULT,
+    min_bytes: int | None = None,
+) -> Work | None:
+    """`torch.distributed.all_reduce`: the sum or mean over ranks, in place. Other reductions run plain."""
+    ranks = dist.get_world_size(group)
+    reason = why_plain("all_reduce", tensor, tensor.nbytes, group, min_bytes, op)
+    if reason is not None:
+        count_plain("all_reduce", ranks, tensor.nbytes, reason)
+        return _reduce_plainly(
+            lambda op: dist.all_reduce(tensor, op, group, async_op), tensor, op, ranks, async_op
+        )
+    values, rank = flat(tensor, "tensor"), dist.get_rank(group)
+    count = aligned(math.ceil(values.numel() / ranks))
+    layout, piece = encoding.even(count, ranks), encoding.even(count)
+    count_encoded(
+        "all_reduce",
+        ranks,
+        tensor.nbytes,
+        {"all_to_all_single": layout.bytes, "all_gather_into_tensor": piece.bytes},
+    )
+
+    def begin(asynchronous: bool) -> Transfer:
+        message, received = new_message(values, layout.bytes), new_message(values, layout.bytes)
+        encoding.encode(values, message, layout)
+        dist.all_to_all_single(received, message, group=group)
+        own = message[rank * piece.bytes : (rank + 1) * piece.bytes]
+        encoding.decode_sum_encode(received, own, layout, _factor(op, ranks))
+        work = gather_bytes(message, own, group, asynchronous)
+        return Transfer(work, lambda: encoding.decode(message, values, layout), (message,))
+
+    return run(begin, inputs=[values], outputs=[tensor], group=group, async_op=async_op)
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Op = ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    encoding: Encoding = DEFAULT,
+    min_bytes: int | None = None,
+) -> Work | None:
+    """`torch.distributed.reduce_scatter_tensor`: each rank's part of the sum or mean over ranks, rounded once."""
+    ranks = dist.get_world_size(group)
+    reason = why_plain("reduce_scatter_tensor", input, input.nbytes, group, min_bytes, op)
+    if reason is not None:
+        count_plain("reduce_scatter_tensor", ranks, input.nbytes, reason)
+        plain = one_tensor("reduce_scatter")
+        return _reduce_plainly(
+            lambda op: plain(output, input, op, group, async_op), output, op, ranks, async_op
+        )
+    sums, values = flat(output, "output"), flat(input, "input")
+    require_multiple(values, sums, ranks, "input", "output")
+    layout = encoding.even(sums.numel(), ranks)
+    count_encoded("reduce_scatter_tensor", ranks, input.nbytes, {"all_to_all_single": layout.bytes})
+
+    def begin(asynchronous: bool) -> Transfer:
+        message, received = new_message(values, layout.bytes), new_message(values, layout.bytes)
+        encoding.encode(values, message, layout)
+        work = dist.all_to_all_single(received, message, group=group, async_op=asynchronous)
+        factor = _factor(op, ranks)
+        return Transfer(
+            work, lambda: encoding.decode_sum(received, sums, layout, factor), (received, message)
+        )
+
+    return run(begin, inputs=[values], outputs=[output], group=group, async_op=async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    encoding: Encoding = DEFAULT,
+    min_bytes: int | None = None,
+) -> Work | None:
+    """`torch.distributed.all_gather_into_tensor`: every rank's tensor, in one."""
+    ranks = dist.get_world_size(group)
+    reason = why_plain("all_gather_into_tensor", input_tensor, output_tensor.nbytes, group, min_bytes)
+    if reason is not None:
+        count_plain("all_gather_into_tensor", ranks, input_tensor.nbytes, reason)
+        return one_tensor("all_gather")(output_tensor, input_tensor, group, async_op)
+    gathered, values = flat(output_tensor, "output_tensor"), flat(input_tensor, "input_tensor")
+    require_multiple(gathered, values, ranks, "output_tensor", "input_tensor")
+    layout, piece = encoding.even(values.numel(), ranks), encoding.even(values.numel())
+    count_encoded(
+        "all_gather_into_tensor", ranks, input_tensor.nbytes, {"all_gather_into_tensor": piece.bytes}
+    )
+
+    def begin(asynchronous: bool) -> Transfer:
+        message, work = _encode_and_gather(values, layout, piece, encoding, group, asynchronous)
+        return Transfer(work, lambda: encoding.decode(message, gathered, layout), (message,))
+
+    return run(begin, inputs=[values], outputs=[output_tensor], group=group, async_op=async_op)
+
+
+def all_gather(
+    tensor_list: list[torch.Tensor],
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    encoding: Encoding = DEFAULT,
+    min_bytes: int | None = None,
+) -> Work | None:
+    """`torch.distributed.all_gather`: every rank's tensor, in a list; sizes may differ where the backend allows it."""
+    ranks = dist.get_world_size(group)
+    payload = sum(gathered.nbytes for gathered in tensor_list)
+    reason = why_plain("all_gather", tensor, payload, group, min_bytes)
+    if reason is not None:
+        count_plain("all_gather", ranks, tensor.nbytes, reason)
+        return dist.all_gather(tensor_list, tensor, group, async_op)
+    values = flat(tensor, "tensor")
+    outputs = [flat(gathered, "tensor_list") for gathered in tensor_list]
+    layout = encoding.uneven([gathered.numel() for gathered in outputs])
+    piece = encoding.even(values.numel())
+    count_encoded("all_gather", ranks, tensor.nbytes, {"all_gather": piece.bytes})
+
+    def begin(asynchronous: bool) -> Transfer:
+        if layout.is_even:  # a list would be copied once more
+            message, work = _encode_and_gather(values, layout, piece, encoding, group, asynchronous)
+            parts = message.split(layout.sizes)
+        else:
+            own = new_message(values, piece.bytes)
+            encoding.encode(values, own, piece)
+            message = new_message(values, layout.bytes)
+            parts = message.split(layout.sizes)
+            work = dist.all_gather(list(parts), own, group, asynchronous)
+        return Transfer(work, lambda: _decode_each(parts, outputs, encoding), (message,))
+
+    return run(begin, inputs=[values], outputs=tensor_list, group=group, async_op=async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    encoding: Encoding = DEFAULT,
+    min_bytes: int | None = None,
+) -> Work | None:
+    """`torch.distributed.all_to_all_single`: to each rank its part; splits may be uneven and empty.
+
+    Goes in FP8 at any size: give `min_bytes` where all ranks have equal payloads.
+    """
+    ranks = dist.get_world_size(group)
+    reason = why_plain("all_to_all_single", input, input.nbytes, group, min_bytes)
+    if reason is not None:
+        count_plain("all_to_all_single", ranks, input.nbytes, reason)
+        return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+    arriving, values = flat(output, "output"), flat(input, "input")
+    received_layout = encoding.uneven(_split_counts(output, output_split_sizes, ranks, "output"))
+    layout = encoding.uneven(_split_counts(input, input_split_sizes, ranks, "input"))
+    count_encoded("all_to_all_single", ranks, input.nbytes, {"all_to_all_single": layout.bytes})
+
+    def begin(asynchronous: bool) -> Transfer:
+        message, received = new_message(values, layout.bytes), new_message(values, received_layout.bytes)
+        encoding.encode(values, message, layout)
+        work = dist.all_to_all_single(
+            received, message, received_layout.sizes, layout.sizes, group, asynchronous
+        )
+        return Transfer(
+            work, lambda: encoding.decode(received, arriving, received_layout), (received, message)
+        )
+
+    return run(begin, inputs=[values], outputs=[output], group=group, async_op=async_op)
+
+
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    encoding: Encoding = DEFAULT,
+    min_bytes: int | None = None,
+) -> Work | None:
+    """`torch.distributed.all_to_all`: to each rank its tensor; `min_bytes` as in `all_to_all_single`."""
+    ranks = dist.get_world_size(group)
+    payload = sum(tensor.nbytes for tensor in input_tensor_list)
+    reason = why_plain("all_to_all", input_tensor_list[0], payload, group, min_bytes)
+    if reason is not None:
+        count_plain("all_to_all", ranks, payload, reason)
+        return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+    outputs = [flat(tensor, "output_tensor_list") for tensor in output_tensor_list]
+    inputs = [flat(tensor, "input_tensor_list") for tensor in input_tensor_list]
+    received_layout = encoding.uneven([tensor.numel() for tensor in outputs])
+    layout = encoding.uneven([tensor.numel() for tensor in inputs])
+    count_encoded("all_to_all", ranks, payload, {"all_to_all_single": layout.bytes})
+
+    def begin(asynchronous: bool) -> Transfer:
+        message, received = (
+            new_message(inputs[0], layout.bytes),
+            new_message(inputs[0], received_layout.bytes),
+        )
+        for part, values in zip(message.split(layout.sizes), inputs, strict=True):
+            encoding.encode(values, part, encoding.even(values.numel()))
+        work = dist.all_to_all_single(
+            received, message, received_layout.sizes, layout.sizes, group, asynchronous
+        )
+        parts = received.split(received_layout.sizes)
+        return Transfer(work, lambda: _decode_each(parts, outputs, encoding), (received, message))
+
+    return run(begin, inputs=inputs, outputs=output_tensor_list, group=group, async_op=async_op)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+    *,
+    encoding: Encoding = DEFAULT,
+    min_bytes: int | None = None,
+) -> Work | None:
+    """`torch.distributed.broadcast`, but that the source's tensor is rounded too: all ranks hold the same bits."""
+    ranks = dist.get_world_size(group)
+    reason = why_plain("broadcast", tensor, tensor.nbytes, group, min_bytes)
+    if reason is not None:
+        count_plain("broadcast", ranks, tensor.nbytes, reason)
+        return dist.broadcast(tensor, src, group, async_op, group_src)
+    values = flat(tensor, "tensor")
+    is_source = dist.get_rank() == src if group_src is None else dist.get_rank(group) == group_src
+    layout = encoding.even(values.numel())
+    count_encoded("broadcast", ranks, tensor.nbytes, {"broadcast": layout.bytes})
+
+    def begin(asynchronous: bool) -> Transfer:
+        message = new_message(values, layout.bytes)
+        if is_source:
+            encoding.encode(values, message, layout)
+        work = dist.broadcast(message, src, group, asynchronous, group_src)
+        return Transfer(work, lambda: encoding.decode(message, values, layout), (message,))
+
+    return run(begin, inputs=[values], outputs=[tensor], group=group, async_op=async_op)
+
+
+all_gather_single = all_gather_into_tensor
+reduce_scatter_single = reduce_scatter_tensor
+"""Their names since torch 2.13."""
+
+
+def flat(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """A tensor's values in one dimension, without a copy.
+
+    Raises:
+        ValueError: they do not lie one after the other.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what} is not contiguous; call .contiguous() on it first")
+    return tensor.detach().view(-1)
+
+
+def new_message(beside: torch.Tensor, size: int) -> torch.Tensor:
+    """Memory for a message of `size` bytes, on the device of a tensor."""
+    return torch.empty(size, dtype=torch.uint8, device=beside.device)
+
+
+def gather_bytes(
+    message: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None, asynchronous: bool = False
+) -> Work | None:
+    """Gather every rank's bytes into `message`, as they are; the caller counts them."""
+    return one_tensor("all_gather")(message, own, group, asynchronous)
+
+
+def one_tensor(collective: str) -> Callable[..., Work | None]:
+    """`all_gather` or `reduce_scatter` of one tensor: torch 2.13 deprecates the name that torch before it has."""
+    old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[collective]
+    return getattr(dist, f"{collective}_single", None) or getattr(dist, old)
+
+
+def _encode_and_gather(
+    values: torch.Tensor,
+    layout: Layout,
+    piece: Layout,
+    encoding: Encoding,
+    group: dist.ProcessGroup | None,
+    asynchronous: bool,
+) -> tuple[torch.Tensor, Work | None]:
+    """Encode into this rank's place of the gathered message and gather the others' there."""
+    rank = dist.get_rank(group)
+    message = new_message(values, layout.bytes)
+    own = message[rank * piece.bytes : (rank + 1) * piece.bytes]
+    encoding.encode(values, own, piece)
+    return message, gather_bytes(message, own, group, asynchronous)
+
+
+def _decode_each(parts: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], encoding: Encoding) -> None:
+    for part, values in zip(parts, outputs, strict=True):
+        encoding.decode(part, values, encoding.even(values.numel()))
+
+
+def _reduce_plainly(
+    reduce: Callable[[Op], Work | None], output: torch.Tensor, op: Op, ranks: int, async_op: bool
+) -> Work | None:
+    """A plain reduction; gloo knows no mean, so on the CPU it is a sum that is divided."""
+    if op != ReduceOp.AVG or output.is_cuda:
+        return reduce(op)
+    work = reduce(ReduceOp.SUM)
+    if async_op and work is not None:
+        return FinishingWork(Transfer(work, lambda: output.div_(ranks)), [output])
+    output.div_(ranks)
+    return None
+
+
+def _factor(op: Op, ranks: int) -> float:
+    return 1.0 / ranks if op == ReduceOp.AVG else 1.0
+
+
+def require_multiple(
+    large: torch.Tensor, small: torch.Tensor, ranks: int, large_name: str, small_name: str
+) -> None:
+    """Raise ValueError where `large` has not `ranks` times as many values as `small`."""
+    if large.numel() != ranks * small.numel():
+        raise ValueError(
+            f"{large_name} has {large.numel()} values and {small_name} {small.numel()}; {large_name} must have "
+            f"{ranks} times as many, once for each rank"
+        )
+
+
+def _split_counts(
+    tensor: torch.Tensor, split_sizes: Sequence[int] | None, ranks: int, what: str
+) -> list[int]:
+    """Values that belong to each rank."""
+    rows = tensor.shape[0]
+    if not split_sizes:
+        if rows % ranks:
+            raise ValueError(
+                f"{what} has {rows} rows, which do not divide by {ranks} ranks; give {what}_split_sizes"
+            )
+        split_sizes = [rows // ranks] * ranks
+    if len(split_sizes) != ranks or sum(split_sizes) != rows:
+        raise ValueError(
+            f"{what}_split_sizes is {list(split_sizes)}; give {ranks} sizes, one for each rank, that add up to {rows}"
+        )
+    row = math.prod(tensor.shape[1:])
+    return [size * row for size in split_sizes]

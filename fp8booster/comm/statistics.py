@@ -1,0 +1,116 @@
+"""What the functions of `fp8booster.comm` sent, and what went uncompressed."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.table import Table
+
+from fp8booster.monitor.traffic import bytes_sent
+
+
+@dataclass
+class Row:
+    """One collective. Bytes are those that leave this process (`monitor.traffic.bytes_sent`)."""
+
+    calls: int = 0
+    raw_bytes: int = 0
+    """What the plain collective would have sent."""
+
+    wire_bytes: int = 0
+    """What was sent: values, scales and padding of what went in FP8, all bytes of what did not."""
+
+    uncompressed: Counter[str] = field(default_factory=Counter)
+    """Calls that went uncompressed, by reason."""
+
+    @property
+    def ratio(self) -> float:
+        """Wire bytes over raw bytes; 1 where nothing was sent."""
+        return self.wire_bytes / self.raw_bytes if self.raw_bytes else 1.0
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What was counted, by collective. `str()` gives a table."""
+
+    rows: dict[str, Row]
+
+    def __getitem__(self, collective: str) -> Row:
+        return self.rows.get(collective, Row())
+
+    def table(self) -> Table:
+        """The rows as a rich table."""
+        table = Table(title="FP8 communication")
+        table.add_column("collective")
+        for column in ("calls", "raw MiB", "wire MiB", "wire / raw"):
+            table.add_column(column, justify="right")
+        table.add_column("uncompressed")
+        for name, row in self.rows.items():
+            reasons = ", ".join(f"{count} {reason}" for reason, count in row.uncompressed.most_common())
+            table.add_row(
+                name,
+                str(row.calls),
+                f"{row.raw_bytes / 2**20:.2f}",
+                f"{row.wire_bytes / 2**20:.2f}",
+                f"{row.ratio:.3f}",
+                reasons,
+            )
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, no_color=True)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+
+_rows: dict[str, Row] = {}
+_lock = threading.Lock()
+
+
+def statistics() -> Statistics:
+    """What this process sent since it began, or since `reset_statistics`."""
+    with _lock:
+        return Statistics(copy.deepcopy(_rows))
+
+
+def reset_statistics() -> None:
+    """Count from zero."""
+    with _lock:
+        _rows.clear()
+
+
+def count_encoded(
+    name: str, ranks: int, payload: int, transports: dict[str, int], collective: str | None = None
+) -> None:
+    """Count a call that goes in FP8.
+
+    Args:
+        name: the row.
+        ranks: of its group.
+        payload: bytes that the plain collective would have been given.
+        transports: bytes given to each collective of torch.distributed that it uses.
+        collective: the plain one, where the row has another name.
+    """
+    wire = sum(bytes_sent(transport, given, ranks) for transport, given in transports.items())
+    _count(name, bytes_sent(collective or name, payload, ranks), wire, None)
+
+
+def count_plain(name: str, ranks: int, payload: int, reason: str, collective: str | None = None) -> None:
+    """Count a call that goes uncompressed; arguments as in `count_encoded`."""
+    sent = bytes_sent(collective or name, payload, max(ranks, 1))
+    _count(name, sent, sent, reason)
+
+
+def _count(name: str, raw: int, wire: int, reason: str | None) -> None:
+    with _lock:
+        row = _rows.setdefault(name, Row())
+        row.calls += 1
+        row.raw_bytes += raw
+        row.wire_bytes += wire
+        if reason is not None:
+            row.uncompressed[reason] += 1

@@ -1,0 +1,97 @@
+"""Which calls go uncompressed, and why.
+
+A message in FP8 costs two passes over memory and a kernel's launch for each. Below some size that takes longer than the
+bytes it saves, and the plain collective runs instead. Every rank must decide alike, so the decision uses only what all
+ranks of a call know: the size that they share, the dtype, the group.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import torch.distributed as dist
+
+from fp8booster import formats
+
+INSIDE_A_NODE = "inside a node"
+BETWEEN_NODES = "between nodes"
+ON_THE_CPU = "on the CPU"
+
+_KIB, _MIB = 2**10, 2**20
+
+COLLECTIVES = (
+    "all_reduce",
+    "reduce_scatter_tensor",
+    "all_gather_into_tensor",
+    "all_gather",
+    "broadcast",
+    "send",
+)
+"""Those whose ranks all know the payload."""
+
+MINIMUM_BYTES: dict[str, dict[str, int]] = {
+    INSIDE_A_NODE: dict.fromkeys(COLLECTIVES, 64 * _MIB),
+    BETWEEN_NODES: dict.fromkeys(COLLECTIVES, _MIB),
+    ON_THE_CPU: dict.fromkeys(COLLECTIVES, _KIB),
+}
+"""The payload from which FP8 is sent, in bytes of the plain collective's larger side, by topology class and collective.
+
+Inside a node (NVLink): the smallest of the sizes in benchmarks/results/h200 (4 H200) at which the median time in FP8 is
+under NCCL's in BF16; it is the same for all of them. Between nodes (tens of GB/s a GPU; not measured): where the bytes
+saved outweigh two kernel launches. On the CPU, where bytes are saved and not time: where scales and padding stay under
+a tenth of the message.
+
+An all-to-all has none: its sizes may differ by rank, so one rank cannot tell what the others decide. Give it
+`min_bytes` where they do not.
+"""
+
+
+def why_plain(
+    name: str,
+    tensor: torch.Tensor,
+    payload: int,
+    group: dist.ProcessGroup | None,
+    min_bytes: int | None,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> str | None:
+    """Why a call goes uncompressed, or None where it is sent in FP8.
+
+    Args:
+        name: the collective.
+        tensor: one of its tensors.
+        payload: bytes of its larger side.
+        group: its group.
+        min_bytes: the smallest payload to send in FP8; None takes `MINIMUM_BYTES`.
+        op: its reduction.
+    """
+    ranks = dist.get_world_size(group)
+    if ranks < 1:
+        return "not a member of the group"
+    if ranks == 1:
+        return "one rank"
+    if tensor.dtype not in formats.HIGH_PRECISION:
+        return str(tensor.dtype).removeprefix("torch.")
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        return f"reduction {getattr(op, 'name', 'with a factor')}"
+    if payload == 0 and name in COLLECTIVES:
+        return "empty"
+    if min_bytes is None:
+        min_bytes = MINIMUM_BYTES[topology(tensor.device, group)].get(name, 0)
+    return "small" if payload < min_bytes else None
+
+
+def topology(device: torch.device, group: dist.ProcessGroup | None) -> str:
+    """The topology class of a group: what its slowest link is."""
+    if device.type == "cpu":
+        return ON_THE_CPU
+    return _topology((group or dist.group.WORLD).group_name, tuple(dist.get_process_group_ranks(group)))
+
+
+@functools.cache
+def _topology(group_name: str, ranks: tuple[int, ...]) -> str:
+    # torchrun numbers the ranks of a node one after the other. A launcher that does not say how many a node has is
+    # taken to start several nodes: there fewer bytes always help.
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return INSIDE_A_NODE if len({rank // ranks_per_node for rank in ranks}) == 1 else BETWEEN_NODES

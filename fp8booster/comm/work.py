@@ -1,0 +1,145 @@
+"""How an encoded collective runs: on the caller's stream, or beside it with a `Work` whose `wait` decodes."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
+
+
+class Transfer(NamedTuple):
+    """What is on its way, and what makes the outputs of it once it is there."""
+
+    work: Work | None
+    """The last transport, where it was asked to be asynchronous."""
+
+    finish: Callable[[], None]
+    """Writes the outputs, on the current stream."""
+
+    messages: Sequence[torch.Tensor] = ()
+    """Memory that the transport and `finish` need until they have ended."""
+
+
+class FinishingWork(Work):
+    """Handle of an asynchronous collective, with the methods of `torch.distributed.Work`, that has something left to do
+    when the transport has ended: to decode.
+
+    That is done once, by the first of: `wait`, on the stream that calls it; `is_completed`, when the transport has
+    ended; the future, when it ends.
+    """
+
+    def __init__(self, transfer: Transfer, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._unfinished: Transfer | None = transfer
+        self._transport = transfer.work
+        self._outputs = list(outputs)
+        self._lock = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream (on the CPU, the caller) wait for the outputs.
+
+        Raises:
+            RuntimeError: torch's own, when a rank has failed or `timeout` has passed.
+        """
+        done = self._transport.wait() if timeout is None else self._transport.wait(timeout)
+        self._finish()
+        return done
+
+    def synchronize(self) -> None:
+        """`wait`, as in torch."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """`wait`, as in torch."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether the outputs are there, or will be in the order of the current stream.
+
+        Raises:
+            RuntimeError: torch's own, when a rank has failed.
+        """
+        if not self._transport.is_completed():
+            return False
+        return self.wait()
+
+    def is_success(self) -> bool:
+        """Whether the transport has ended without error."""
+        return self._transport.is_success()
+
+    def exception(self) -> BaseException | None:
+        """What went wrong in the transport."""
+        return self._transport.exception()
+
+    def source_rank(self) -> int:
+        """The rank that sent what was received."""
+        return self._transport._source_rank()
+
+    _source_rank = source_rank
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs."""
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the outputs."""
+        return self._transport.get_future().then(self._finish_then)
+
+    def _finish_then(self, ended: torch.futures.Future) -> list[torch.Tensor]:
+        ended.value()  # raises what went wrong
+        self._finish()
+        return self._outputs
+
+    def _finish(self) -> None:
+        with self._lock:
+            if self._unfinished is None:
+                return
+            self._unfinished.finish()
+            for message in self._unfinished.messages:
+                if message.is_cuda:  # made on another stream, whose next message must not overwrite it yet
+                    message.record_stream(torch.cuda.current_stream(message.device))
+            self._unfinished = None
+
+
+def run(
+    begin: Callable[[bool], Transfer],
+    *,
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    async_op: bool,
+) -> FinishingWork | None:
+    """Run an encoded collective as `torch.distributed` runs a plain one.
+
+    Args:
+        begin: encodes, starts the transports and returns what remains; told whether the last transport is to be
+            asynchronous. Nothing in it waits for a GPU. With gloo it returns when all but the last have ended.
+        inputs, outputs: the caller's tensors; at least one of either.
+        group: of the collective.
+        async_op: return a handle, and on a GPU let the caller's stream go on.
+    """
+    if not async_op:
+        begin(False).finish()
+        return None
+    device = (*inputs, *outputs)[0].device
+    if device.type != "cuda":
+        return FinishingWork(begin(True), outputs)
+    side = _side_stream(device, (group or dist.group.WORLD).group_name)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        transfer = begin(True)
+    for tensor in inputs:
+        tensor.record_stream(side)
+    return FinishingWork(transfer, outputs)
+
+
+@functools.cache
+def _side_stream(device: torch.device, group_name: str) -> torch.cuda.Stream:
+    """The stream of a group's asynchronous collectives: of high priority, so that messages leave early."""
+    return torch.cuda.Stream(device, priority=-1)

@@ -1,0 +1,128 @@
+"""What runs in FP8, and how: one frozen object, validated once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fp8booster import formats
+
+LayerPredicate = Callable[[str, nn.Module], bool]
+
+VOCABULARY_HEADS = ("lm_head", "embed_out")
+
+
+def all_but_vocabulary_heads(name: str, module: nn.Module) -> bool:
+    """True for every linear layer but the one that makes the logits, whose output is the most sensitive to rounding."""
+    return name.rpartition(".")[2] not in VOCABULARY_HEADS
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8Config:
+    """How linear layers compute in FP8.
+
+    The defaults are the field's "hybrid" recipe: E4M3 for what flows forward, E5M2 for gradients, one real-time scale a
+    tensor.
+
+    Raises:
+        ValueError: a field has a value that is not allowed; the message says which are.
+        TypeError: a field has the wrong type.
+    """
+
+    layers: LayerPredicate = all_but_vocabulary_heads
+    """`layers(name, module)` is True for each linear layer that shall compute in FP8; name is the module's path."""
+
+    input_format: torch.dtype = formats.E4M3
+    """Format of a layer's input."""
+
+    weight_format: torch.dtype = formats.E4M3
+    """Format of a layer's weight."""
+
+    gradient_format: torch.dtype | None = None
+    """Format of the gradient of a layer's output; None is E5M2 for tensorwise and E4M3 for rowwise scales."""
+
+    fast_accumulation_fprop: bool = True
+    """Let the forward product skip the promotion of partial sums to FP32: 7 % faster on an H200, fewer bits."""
+
+    fast_accumulation_dgrad: bool = False
+    """The same for the product that gives the input's gradient."""
+
+    fast_accumulation_wgrad: bool = False
+    """The same for the product that gives the weight's gradient, which sums over all tokens and suffers most."""
+
+    power_of_two: bool | None = None
+    """Round scales down to powers of two: exact to apply and undo, at a cost of up to one bit of range; None is False
+    for tensorwise and True for rowwise scales."""
+
+    granularity: str = "tensorwise"
+    """How many values share a scale: "tensorwise", one scale a tensor, or "rowwise", one for each token and for each
+    output feature (and, for the transposes that backward reads, for each feature)."""
+
+    always: bool = False
+    """Compute in FP8 also where a layer is so small that BF16 is faster on this GPU, by the model of `nn.choice`."""
+
+    communication: bool = True
+    """Send gradients and weights in FP8 too, where a plugin's `fp8_communication` does not say otherwise."""
+
+    gradient_scaling: str = "block"
+    """How the gradients that ZeRO reduces in FP8 are scaled: "block", one scale for each 256 values; "tensor", one for
+    each message; "auto", FP8-LM's automatic scaling (`comm.automatic_scaling`), which adds them in FP8."""
+
+    emulate: bool = False
+    """Compute the products in FP32 from the FP8 values, for GPUs without FP8 products: same rounding, no speed."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.layers):
+            raise TypeError(
+                f"FP8Config.layers is {self.layers!r}; give a function of a layer's name and module that returns True "
+                "where the layer shall compute in FP8"
+            )
+        defaults = _DEFAULTS_BY_GRANULARITY.get(self.granularity, {})
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        for name, allowed in _ALLOWED.items():
+            value = getattr(self, name)
+            if not any(type(value) is type(choice) and value == choice for choice in allowed):
+                choices = " or ".join(repr(choice) for choice in allowed)
+                raise ValueError(f"FP8Config.{name} is {value!r}; use {choices}")
+        for one, other in _MULTIPLIED:
+            if getattr(self, one) is formats.E5M2 and getattr(self, other) is formats.E5M2:
+                raise ValueError(
+                    f"FP8Config.{one} and FP8Config.{other} are both float8_e5m2, and the hardware multiplies E5M2 "
+                    f"only by E4M3; use torch.float8_e4m3fn for {other}"
+                )
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether each row has a scale of its own."""
+        return self.granularity == "rowwise"
+
+
+_SWITCH = (True, False)
+_DEFAULTS_BY_GRANULARITY = {
+    "tensorwise": {"gradient_format": formats.E5M2, "power_of_two": False},
+    "rowwise": {"gradient_format": formats.E4M3, "power_of_two": True},
+}
+_ALLOWED = {
+    "granularity": tuple(_DEFAULTS_BY_GRANULARITY),
+    "input_format": formats.FORMATS,
+    "weight_format": formats.FORMATS,
+    "gradient_format": formats.FORMATS,
+    "fast_accumulation_fprop": _SWITCH,
+    "fast_accumulation_dgrad": _SWITCH,
+    "fast_accumulation_wgrad": _SWITCH,
+    "power_of_two": _SWITCH,
+    "always": _SWITCH,
+    "communication": _SWITCH,
+    "gradient_scaling": ("block", "tensor", "auto"),
+    "emulate": _SWITCH,
+}
+_MULTIPLIED = (
+    ("input_format", "weight_format"),  # fprop
+    ("gradient_format", "weight_format"),  # dgrad
+    ("gradient_format", "input_format"),  # wgrad
+)

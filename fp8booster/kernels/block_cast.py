@@ -1,0 +1,236 @@
+"""FP8 messages: pieces of values with the inverse scales that undo the cast, one scale a block, in one buffer of bytes.
+
+    piece     [values: one byte each, padded to 16][inverse scales: float32, padded to 16 bytes]
+    message   the pieces, one after the other, nothing between them
+
+Each piece is whole in itself, so an all-to-all can send every rank its piece of one message and a receiver can decode
+what it got from each. `encode`, `decode`, `decode_sum` and `decode_sum_encode` are the entries; the `*_reference`
+functions define what they compute, run on every device and are what tests compare with.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+
+from fp8booster import scaling
+from fp8booster.kernels.cast import aligned, saturate
+from fp8booster.kernels.device import why_no_fp8
+
+SCALES_ALIGNMENT = 4
+"""Scales come in multiples of this, so that the piece behind them begins at a multiple of 16 bytes."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the pieces of a message lie.
+
+    Piece p holds `counts[p]` values, which follow those of piece p - 1 in the tensor. A tensor that ends before its
+    last pieces do is as if followed by zeros.
+    """
+
+    counts: tuple[int, ...]
+    """Values in each piece."""
+
+    block_size: int | None
+    """Values that share a scale; None for one scale over the whole tensor, repeated in each piece."""
+
+    @classmethod
+    def even(cls, count: int, pieces: int, block_size: int | None) -> Layout:
+        """Pieces of one size."""
+        return cls((count,) * pieces, block_size)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the pieces have one size."""
+        return len(set(self.counts)) == 1
+
+    def payload_bytes(self, count: int) -> int:
+        """Bytes of the values of a piece, padding included."""
+        return aligned(count)
+
+    def scale_count(self, count: int) -> int:
+        """Scales of a piece, padding included."""
+        blocks = min(count, 1) if self.block_size is None else math.ceil(count / self.block_size)
+        return math.ceil(blocks / SCALES_ALIGNMENT) * SCALES_ALIGNMENT
+
+    def piece_bytes(self, count: int) -> int:
+        """Bytes of a piece of `count` values."""
+        return self.payload_bytes(count) + 4 * self.scale_count(count)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each piece: the split sizes of an all-to-all."""
+        return [self.piece_bytes(count) for count in self.counts]
+
+    @property
+    def starts(self) -> list[int]:
+        """The first value of each piece in the tensor."""
+        return [0, *accumulate(self.counts)][:-1]
+
+    @property
+    def offsets(self) -> list[int]:
+        """The first byte of each piece in the message."""
+        return [0, *accumulate(self.sizes)][:-1]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the message."""
+        return sum(self.sizes)
+
+
+def encode(
+    values: torch.Tensor,
+    message: torch.Tensor,
+    layout: Layout,
+    dtype: torch.dtype,
+    power_of_two: bool = False,
+) -> None:
+    """Cast values to FP8 with real-time scales, into a message.
+
+    Args:
+        values: [N], contiguous, BF16, FP16 or FP32; N may be less than the layout's pieces hold.
+        message: uint8 [layout.bytes], at a multiple of 16 bytes; all of it is written.
+        layout: the pieces.
+        dtype: the FP8 format.
+        power_of_two: see `scaling.scale_of`.
+
+    A block with an infinity or a NaN arrives as NaN: its inverse scale is.
+    """
+    _implementation(values).encode(values, message, layout, dtype, power_of_two)
+
+
+def decode(message: torch.Tensor, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
+    """Write the values of a message that `encode` made, each rounded once to the dtype of `values`.
+
+    Args:
+        message: uint8 [layout.bytes].
+        values: [N], contiguous; N may be less than the layout's pieces hold.
+        layout, dtype: as in `encode`.
+    """
+    _implementation(values).decode(message, values, layout, dtype)
+
+
+def decode_sum(
+    messages: torch.Tensor, values: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float = 1.0
+) -> None:
+    """Add the pieces of a message in FP32, first to last, times `factor`.
+
+    Args:
+        messages: uint8 [layout.bytes], even pieces of N values.
+        values: [N], contiguous.
+        layout, dtype: as in `encode`.
+        factor: 1 for a sum, 1 / pieces for a mean.
+    """
+    _implementation(values).decode_sum(messages, values, layout, dtype, factor)
+
+
+def decode_sum_encode(
+    messages: torch.Tensor,
+    message: torch.Tensor,
+    layout: Layout,
+    dtype: torch.dtype,
+    power_of_two: bool = False,
+    factor: float = 1.0,
+) -> None:
+    """What `decode_sum` gives in FP32, cast again into a message of one piece.
+
+    Args:
+        messages, layout, dtype, factor: as in `decode_sum`.
+        message: uint8 [one piece's bytes].
+        power_of_two: see `scaling.scale_of`.
+    """
+    if layout.block_size is None:  # the scale needs the whole sum first
+        total = torch.empty(layout.counts[0], dtype=torch.float32, device=messages.device)
+        decode_sum(messages, total, layout, dtype, factor)
+        encode(total, message, Layout(layout.counts[:1], None), dtype, power_of_two)
+    else:
+        _implementation(messages).decode_sum_encode(messages, message, layout, dtype, power_of_two, factor)
+
+
+class Reference:
+    """The four functions in torch."""
+
+    @staticmethod
+    def encode(
+        values: torch.Tensor, message: torch.Tensor, layout: Layout, dtype: torch.dtype, power_of_two: bool
+    ) -> None:
+        """What `encode` computes."""
+        amax = scaling.amax_of(values) if layout.block_size is None else None
+        for start, count, offset, size in zip(
+            layout.starts, layout.counts, layout.offsets, layout.sizes, strict=True
+        ):
+            if count == 0:
+                continue
+            scales, payload = layout.scale_count(count), layout.payload_bytes(count)
+            block = layout.block_size or math.ceil(payload / scales)
+            part = values[start : start + count].float()
+            blocks = F.pad(part, (0, scales * block - part.numel())).view(scales, block)
+            if amax is None:
+                low, high = blocks.aminmax(dim=1)
+                block_amax = torch.maximum(-low, high)
+            else:
+                block_amax = amax.expand(scales)
+            scale, inverse_scale = scaling.scale_of(block_amax, dtype, power_of_two)
+            bits = saturate(blocks * scale[:, None], dtype).view(torch.uint8)
+            message[offset : offset + payload] = bits.view(-1)[:payload]
+            message[offset + payload : offset + size] = inverse_scale.view(torch.uint8)
+
+    @staticmethod
+    def decode(message: torch.Tensor, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
+        """What `decode` computes."""
+        for start, count, offset in zip(layout.starts, layout.counts, layout.offsets, strict=True):
+            part = values[start : start + count]
+            part.copy_(_piece(message, offset, count, layout, dtype)[: part.numel()])
+
+    @staticmethod
+    def decode_sum(
+        messages: torch.Tensor, values: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float
+    ) -> None:
+        """What `decode_sum` computes."""
+        values.copy_(_sum(messages, layout, dtype, factor))
+
+    @staticmethod
+    def decode_sum_encode(
+        messages: torch.Tensor,
+        message: torch.Tensor,
+        layout: Layout,
+        dtype: torch.dtype,
+        power_of_two: bool,
+        factor: float,
+    ) -> None:
+        """What `decode_sum_encode` computes for blocks."""
+        one = Layout(layout.counts[:1], layout.block_size)
+        Reference.encode(_sum(messages, layout, dtype, factor), message, one, dtype, power_of_two)
+
+
+def _piece(
+    message: torch.Tensor, offset: int, count: int, layout: Layout, dtype: torch.dtype
+) -> torch.Tensor:
+    """The values of one piece in FP32."""
+    payload, size = layout.payload_bytes(count), layout.piece_bytes(count)
+    bits = message[offset : offset + count].view(dtype).float()
+    inverse_scale = message[offset + payload : offset + size].view(torch.float32)
+    return bits * inverse_scale.repeat_interleave(layout.block_size or count)[:count]
+
+
+def _sum(messages: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float) -> torch.Tensor:
+    count = layout.counts[0]
+    total = torch.zeros(count, dtype=torch.float32, device=messages.device)
+    for offset in layout.offsets:
+        total += _piece(messages, offset, count, layout, dtype)
+    return total * factor
+
+
+def _implementation(tensor: torch.Tensor) -> ModuleType | type[Reference]:
+    if tensor.is_cuda and why_no_fp8(tensor.device) is None:
+        from fp8booster.kernels import block_cast_triton  # Triton is needed only here
+
+        return block_cast_triton
+    return Reference

@@ -1,0 +1,50 @@
+"""Which devices run FP8 products."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+MINIMUM_CAPABILITY = (8, 9)
+"""Compute capability of the first GPUs with FP8 products (Ada)."""
+
+
+def why_no_fp8(device: torch.device) -> str | None:
+    """Why a device cannot run FP8 products, or None where it can. The CPU always can."""
+    # a compiler traces through the examination, and would warn of the cache
+    return _examine(device) if torch.compiler.is_compiling() else _examined(device)
+
+
+def _examine(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return f"torch has no FP8 products for {device.type} devices; train on CUDA or on the CPU"
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) < MINIMUM_CAPABILITY:
+        have = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        need = ".".join(map(str, MINIMUM_CAPABILITY))
+        return (
+            f"{torch.cuda.get_device_name(device)} has compute capability {have} and FP8 products need {need}; train "
+            "in BF16, or set FP8Config(emulate=True) to have FP8's rounding without its speed"
+        )
+    return None
+
+
+_examined = functools.cache(_examine)
+
+
+def current_stream(tensor: torch.Tensor) -> int | None:
+    """The handle of the stream on which work on a tensor is being queued; None for the CPU."""
+    return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else None
+
+
+def require_fp8(device: torch.device, emulate: bool) -> None:
+    """Check that FP8 products can run on a device.
+
+    Raises:
+        ValueError: they cannot, and `emulate` is off.
+    """
+    reason = None if emulate else why_no_fp8(device)
+    if reason is not None:
+        raise ValueError(reason)

@@ -1,0 +1,62 @@
+"""The FP8 product: one place calls `torch._scaled_mm`."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+
+def product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverse_scale_a: torch.Tensor,
+    inverse_scale_b: torch.Tensor,
+    *,
+    out_dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    fast_accumulation: bool = False,
+    emulate: bool = False,
+) -> torch.Tensor:
+    """`(a @ b.T) * inverse_scale_a[:, None] * inverse_scale_b + bias`, summed in FP32 or what the hardware has for it.
+
+    Args:
+        a: [M, K] FP8, contiguous.
+        b: [N, K] FP8, contiguous: the layout in which Hopper reads its second operand.
+        inverse_scale_a, inverse_scale_b: float32, both of shape [], or [M] and [N].
+        out_dtype: BF16, FP16 or FP32.
+        bias: [N] of out_dtype.
+        fast_accumulation: do not promote partial sums to FP32 on the way.
+        emulate: multiply in FP32 instead.
+
+    Returns:
+        [M, N] of out_dtype. M, N and K are multiples of 16.
+    """
+    rowwise = inverse_scale_a.dim() == 1
+    if rowwise:
+        inverse_scale_a, inverse_scale_b = inverse_scale_a.view(-1, 1), inverse_scale_b.view(1, -1)
+    if emulate:
+        with _without_autocast(a.device.type):
+            exact = (a.float() @ b.float().t()) * inverse_scale_a * inverse_scale_b
+        return (exact if bias is None else exact + bias).to(out_dtype)
+    # on CUDA rowwise products come in BF16 alone, and a bias is added only to 16-bit results
+    product_dtype = torch.bfloat16 if rowwise and a.is_cuda else out_dtype
+    epilogue = bias if bias is not None and bias.dtype is product_dtype is not torch.float32 else None
+    with _without_autocast(a.device.type):
+        result = torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=inverse_scale_a,
+            scale_b=inverse_scale_b,
+            bias=epilogue,
+            out_dtype=product_dtype,
+            use_fast_accum=fast_accumulation,
+        ).to(out_dtype)
+    return result if bias is epilogue else result + bias
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager:
+    """Where operators keep their dtypes: autocast turns FP32 sums, the emulated product's and the CPU's, to 16 bits."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()

@@ -1,0 +1,138 @@
+"""The rowwise cast on a GPU: one launch finds the amax of every row and column, one casts and writes both layouts."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8booster import formats
+from fp8booster.kernels.cast import aligned
+from fp8booster.kernels.cast_triton import as_bytes, magnitude_bits, scale_from_bits, to_bits, widened
+from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.rowwise_cast import RowwiseCast
+
+
+@triton.jit
+def row_and_column_amax_kernel(
+    x,
+    row_amax,  # int32 [rows], zero: magnitude bits
+    column_amax,  # int32 [columns], zero
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    column_tiles,
+    BY_ROWS: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Each program raises the amax of the rows and columns of one tile. A maximum is the same in any order."""
+    tile = tl.program_id(0)
+    row = (tile // column_tiles).to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = (tile % column_tiles).to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    values = tl.load(x + row[:, None] * row_stride + column[None, :] * column_stride, mask=inside, other=0.0)
+    bits = magnitude_bits(values)
+    if BY_ROWS:
+        tl.atomic_max(row_amax + row, tl.max(bits, 1), mask=row < rows, sem="relaxed")
+    if BY_COLUMNS:
+        tl.atomic_max(column_amax + column, tl.max(bits, 0), mask=column < columns, sem="relaxed")
+
+
+@triton.jit
+def rowwise_cast_kernel(
+    x,
+    row_amax,  # int32 [out_rows]
+    column_amax,  # int32 [out_columns]
+    plain,  # FP8 [out_rows, out_columns]
+    transpose,  # FP8 [out_columns, out_rows]
+    inverse_scale,  # float32 [out_rows]
+    transpose_inverse_scale,  # float32 [out_columns]
+    rows,
+    columns,
+    row_stride,
+    column_stride,
+    out_rows,
+    out_columns,
+    column_tiles,
+    E4M3: tl.constexpr,
+    LIMIT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    PLAIN: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Each program casts one tile by its rows' scales and by its columns'; the first tiles store the inverse scales."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    row_tile, column_tile = tile // column_tiles, tile % column_tiles
+    row = row_tile.to(tl.int64) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = column_tile.to(tl.int64) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    values = tl.load(x + row[:, None] * row_stride + column[None, :] * column_stride, mask=inside, other=0.0)
+    values = values.to(tl.float32)
+    writable = (row < out_rows)[:, None] & (column < out_columns)[None, :]
+    if PLAIN:
+        amax = tl.load(row_amax + row, mask=row < out_rows, other=0)
+        scale, inverse = scale_from_bits(amax, LIMIT, POWER_OF_TWO)
+        bits = to_bits(values * scale[:, None], E4M3, LIMIT)
+        tl.store(as_bytes(plain) + row[:, None] * out_columns + column[None, :], bits, mask=writable)
+        tl.store(inverse_scale + row, inverse, mask=(row < out_rows) & (column_tile == 0))
+    if TRANSPOSED:
+        amax = tl.load(column_amax + column, mask=column < out_columns, other=0)
+        scale, inverse = scale_from_bits(amax, LIMIT, POWER_OF_TWO)
+        bits = to_bits(values * scale[None, :], E4M3, LIMIT)
+        place = as_bytes(transpose) + column[:, None] * out_rows + row[None, :]
+        tl.store(place, tl.trans(bits), mask=tl.trans(writable))
+        tl.store(transpose_inverse_scale + column, inverse, mask=(column < out_columns) & (row_tile == 0))
+
+
+def rowwise_cast_triton(
+    matrix: torch.Tensor, dtype: torch.dtype, *, plain: bool, transposed: bool, power_of_two: bool
+) -> RowwiseCast:
+    """What `kernels.rowwise_cast.rowwise_cast_reference` computes, byte for byte."""
+    if matrix.stride(1) != 1 and matrix.stride(0) == 1:  # a transposed view: cast what it is a view of
+        one, other, one_scale, other_scale = rowwise_cast_triton(
+            matrix.t(), dtype, plain=transposed, transposed=plain, power_of_two=power_of_two
+        )
+        return other, one, other_scale, one_scale
+    rows, columns = matrix.shape
+    out_rows, out_columns = aligned(rows), aligned(columns)
+    matrix, columns = widened(matrix), max(columns, 2)
+    row_amax, column_amax = matrix.new_zeros(out_rows + out_columns, dtype=torch.int32).split(
+        [out_rows, out_columns]
+    )
+    data = matrix.new_empty((out_rows, out_columns) if plain else 0, dtype=dtype)
+    transpose = matrix.new_empty((out_columns, out_rows) if transposed else 0, dtype=dtype)
+    inverse_scale = matrix.new_empty(out_rows if plain else 0, dtype=torch.float32)
+    transpose_inverse_scale = matrix.new_empty(out_columns if transposed else 0, dtype=torch.float32)
+    tile_rows, tile_columns = 64, 128
+    column_tiles = ceil_div(out_columns, tile_columns)
+    programs = column_tiles * ceil_div(out_rows, tile_rows)
+    sizes = (rows, columns, *matrix.stride())
+    launch(
+        row_and_column_amax_kernel,
+        programs,
+        (matrix, row_amax, column_amax),
+        (*sizes, column_tiles),
+        BY_ROWS=plain,
+        BY_COLUMNS=transposed,
+        TILE_ROWS=tile_rows,
+        TILE_COLUMNS=tile_columns,
+    )
+    launch(
+        rowwise_cast_kernel,
+        programs,
+        (matrix, row_amax, column_amax, data, transpose, inverse_scale, transpose_inverse_scale),
+        (*sizes, out_rows, out_columns, column_tiles),
+        E4M3=dtype is formats.E4M3,
+        LIMIT=formats.MAX[dtype],
+        POWER_OF_TWO=power_of_two,
+        PLAIN=plain,
+        TRANSPOSED=transposed,
+        TILE_ROWS=tile_rows,
+        TILE_COLUMNS=tile_columns,
+    )
+    return data, transpose, inverse_scale, transpose_inverse_scale

@@ -1,0 +1,78 @@
+"""The cast of a weight that is spread over ranks: each casts its shard, and what was gathered is unpacked.
+
+Each rank holds a part of a weight, finds its amax, and learns the largest over all ranks. It casts its part by the
+scale of that; once gathered, the parts are the FP8 weight, and its transpose and its 16-bit copy are made from these
+bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fp8booster import scaling
+from fp8booster.kernels.cast import saturate
+from fp8booster.kernels.device import why_no_fp8
+
+
+def cast_shard(
+    shard: torch.Tensor,
+    amax: torch.Tensor,
+    out: torch.Tensor,
+    inverse_scale: torch.Tensor,
+    power_of_two: bool = False,
+) -> None:
+    """Cast a flat part of a tensor by the scale of the whole tensor's amax.
+
+    Args:
+        shard: [n], BF16, FP16 or FP32, contiguous.
+        amax: float32, shape [], of the whole tensor.
+        out: [n] FP8, contiguous; written.
+        inverse_scale: float32, shape []; written.
+        power_of_two: see `scaling.scale_of`.
+    """
+    _pick(shard, "cast_shard")(shard, amax, out, inverse_scale, power_of_two)
+
+
+def cast_shard_reference(
+    shard: torch.Tensor,
+    amax: torch.Tensor,
+    out: torch.Tensor,
+    inverse_scale: torch.Tensor,
+    power_of_two: bool,
+) -> None:
+    """What `cast_shard` computes, in torch."""
+    scale, inverse = scaling.scale_of(amax, out.dtype, power_of_two)
+    out.view(torch.uint8).copy_(saturate(shard.float() * scale, out.dtype).view(torch.uint8))
+    inverse_scale.copy_(inverse)
+
+
+def unpack(
+    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor, weight: torch.Tensor
+) -> None:
+    """Write the transpose of an FP8 matrix, and its values in high precision.
+
+    Args:
+        matrix: [R, C] FP8, contiguous.
+        inverse_scale: float32, shape [].
+        transpose: [C, R] FP8, contiguous; written.
+        weight: [R, C], BF16, FP16 or FP32, contiguous; written.
+    """
+    _pick(matrix, "unpack")(matrix, inverse_scale, transpose, weight)
+
+
+def unpack_reference(
+    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor, weight: torch.Tensor
+) -> None:
+    """What `unpack` computes, in torch."""
+    transpose.view(torch.uint8).copy_(matrix.view(torch.uint8).t())
+    weight.copy_(matrix.float() * inverse_scale)
+
+
+def _pick(tensor: torch.Tensor, name: str) -> Callable[..., None]:
+    if tensor.is_cuda and why_no_fp8(tensor.device) is None:
+        from fp8booster.kernels import shard_cast_triton  # Triton is needed only here
+
+        return getattr(shard_cast_triton, f"{name}_triton")
+    return {"cast_shard": cast_shard_reference, "unpack": unpack_reference}[name]

@@ -1,0 +1,96 @@
+"""The cast of a shard, and the unpacking of gathered ones, on a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8booster import formats
+from fp8booster.kernels.cast_triton import as_bytes, magnitude_bits, scale_from_bits, to_bits
+from fp8booster.kernels.launch import ceil_div, launch
+
+_BLOCK = 4096
+_TILE = 64
+
+
+@triton.jit
+def cast_shard_kernel(
+    shard,
+    amax,
+    out,  # FP8 [count]
+    inverse_scale,
+    count,
+    E4M3: tl.constexpr,
+    LIMIT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program casts BLOCK values; the first stores the inverse scale."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(shard + index, mask=index < count, other=0.0)
+    scale, inverse = scale_from_bits(magnitude_bits(tl.load(amax)), LIMIT, POWER_OF_TWO)
+    tl.store(as_bytes(out) + index, to_bits(values.to(tl.float32) * scale, E4M3, LIMIT), mask=index < count)
+    if tl.program_id(0) == 0:
+        tl.store(inverse_scale, inverse)
+
+
+@triton.jit
+def unpack_kernel(
+    matrix,
+    inverse_scale,
+    transpose,
+    weight,
+    rows,
+    columns,
+    column_tiles,
+    E4M3: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Each program transposes and decodes one square."""
+    tile = tl.program_id(0)
+    row = (tile // column_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    column = (tile % column_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    inside = (row < rows) & (column < columns)
+    bits = tl.load(as_bytes(matrix) + row * columns + column, mask=inside, other=0)
+    tl.store(as_bytes(transpose) + tl.trans(column * rows + row), tl.trans(bits), mask=tl.trans(inside))
+    values = bits.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
+    values *= tl.load(inverse_scale)
+    tl.store(weight + row * columns + column, values.to(weight.dtype.element_ty), mask=inside)
+
+
+def cast_shard_triton(
+    shard: torch.Tensor,
+    amax: torch.Tensor,
+    out: torch.Tensor,
+    inverse_scale: torch.Tensor,
+    power_of_two: bool,
+) -> None:
+    """What `shard_cast.cast_shard_reference` computes, byte for byte."""
+    launch(
+        cast_shard_kernel,
+        ceil_div(shard.numel(), _BLOCK),
+        (shard, amax, out, inverse_scale),
+        (shard.numel(),),
+        num_warps=8,
+        E4M3=out.dtype is formats.E4M3,
+        LIMIT=formats.MAX[out.dtype],
+        POWER_OF_TWO=power_of_two,
+        BLOCK=_BLOCK,
+    )
+
+
+def unpack_triton(
+    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor, weight: torch.Tensor
+) -> None:
+    """What `shard_cast.unpack_reference` computes, byte for byte."""
+    rows, columns = matrix.shape
+    column_tiles = ceil_div(columns, _TILE)
+    launch(
+        unpack_kernel,
+        column_tiles * ceil_div(rows, _TILE),
+        (matrix, inverse_scale, transpose, weight),
+        (rows, columns, column_tiles),
+        E4M3=matrix.dtype is formats.E4M3,
+        TILE=_TILE,
+    )

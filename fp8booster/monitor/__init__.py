@@ -1,0 +1,1 @@
+"""What training does while it runs: the bytes it sends."""

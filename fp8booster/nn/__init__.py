@@ -1,0 +1,17 @@
+"""FP8 layers for any PyTorch model."""
+
+from fp8booster.nn.convert import convert_to_fp8
+from fp8booster.nn.functional import fp8_linear
+from fp8booster.nn.linear import FP8Linear, forget_weights
+from fp8booster.nn.refresh import refresh_weights
+from fp8booster.nn.report import Report, report
+
+__all__ = [
+    "FP8Linear",
+    "Report",
+    "convert_to_fp8",
+    "forget_weights",
+    "fp8_linear",
+    "refresh_weights",
+    "report",
+]

@@ -1,0 +1,135 @@
+"""All FP8 weights of a model cast at once, after an optimizer step, for those who ask for it.
+
+Without it each layer casts its weight when it first runs after a step: two launches a layer. Many small layers wait for
+these; `refresh_weights` casts all of them by two launches, into memory that stays where it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fp8booster.kernels.cast import ALIGNMENT
+from fp8booster.kernels.many_cast import ManyCast
+from fp8booster.nn.linear import FP8Linear
+from fp8booster.tensor import QuantizedMatrix
+
+
+class _Kind(NamedTuple):
+    """What the weights of one cast have in common."""
+
+    source: torch.dtype
+    device: torch.device
+    weight_format: torch.dtype
+    power_of_two: bool
+
+    @classmethod
+    def of(cls, layer: FP8Linear) -> _Kind:
+        """The kind of a layer's weight."""
+        config = layer.fp8_config
+        return cls(layer.weight.dtype, layer.weight.device, config.weight_format, config.power_of_two)
+
+
+@dataclass
+class _Plan:
+    """The cast of one kind of weights, for weights that stay where they are."""
+
+    casts: ManyCast
+    copies: list[QuantizedMatrix]  # one a weight
+
+    @classmethod
+    def of(cls, weights: list[torch.Tensor], kind: _Kind) -> _Plan:
+        """Allocate the FP8 copies of some weights, not yet filled."""
+        inverse_scales = torch.empty(len(weights), dtype=torch.float32, device=kind.device)
+        copies = [
+            QuantizedMatrix(
+                weight.new_empty(weight.shape, dtype=kind.weight_format),
+                weight.new_empty(weight.shape[::-1], dtype=kind.weight_format),
+                inverse_scale,
+                None,
+            )
+            for weight, inverse_scale in zip(weights, inverse_scales.unbind(), strict=True)
+        ]
+        casts = ManyCast(
+            weights,
+            [copy.data for copy in copies],
+            [copy.transpose for copy in copies],
+            inverse_scales,
+            kind.power_of_two,
+        )
+        return cls(casts, copies)
+
+    def serves(self, weights: list[torch.Tensor]) -> bool:
+        """Whether these are the weights that it was made for, where they were."""
+        return [(weight.data_ptr(), weight.shape) for weight in weights] == [
+            (matrix.data_ptr(), matrix.shape) for matrix in self.casts.matrices
+        ]
+
+
+_plans: weakref.WeakKeyDictionary[nn.Module, dict[_Kind, _Plan]] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def refresh_weights(model: nn.Module) -> int:
+    """Cast the weights of a model's FP8 layers at once, so that the next forward finds them cast.
+
+    Optional: call it after an optimizer step, on the stream that runs the model, where launches cost more than casts.
+    The values are those that the layers would make. They serve layers in training mode until the next change of their
+    weight or the next optimizer step; after that a layer casts its weight itself, unless this is called again.
+
+    The copies, two bytes a weight value, stay allocated as long as the model. Calling it between a forward and its
+    backward makes that backward raise, as a change of the weight itself does.
+
+    Code compiled or captured into a CUDA graph casts its weights itself and does not read these copies. Not for weights
+    that an engine still gathers when the step returns, as ZeRO does with `overlap_allgather`.
+
+    On a GPU its kernels have been compiled and interpreted, not yet run.
+
+    Args:
+        model: holds `FP8Linear` layers. Left out, and so cast when they run, are layers with rowwise scales, sizes
+            that are no multiple of 16, and weights that are parametrized, sharded or scattered in memory, begin at no
+            multiple of 16 bytes, or are cast by an engine.
+
+    Returns:
+        The number of layers served.
+    """
+    layers: dict[_Kind, list[FP8Linear]] = {}
+    for module in model.modules():
+        if isinstance(module, FP8Linear) and _can_be_served(module):
+            layers.setdefault(_Kind.of(module), []).append(module)
+    known = _plans.setdefault(model, {})
+    for kind in known.keys() - layers.keys():
+        del known[kind]
+    for kind, served in layers.items():
+        weights = list({id(layer.weight): layer.weight for layer in served}.values())  # a tied weight once
+        if kind not in known or not known[kind].serves(weights):
+            known.pop(kind, None)
+            for layer in served:
+                layer.fp8_weight.clear()  # first, so that the allocator can give the same memory again
+            known[kind] = _Plan.of(weights, kind)
+        plan = known[kind]
+        plan.casts.run()
+        copies = {id(weight): copy for weight, copy in zip(weights, plan.copies, strict=True)}
+        for layer in served:
+            layer.fp8_weight.put(layer.weight, layer.fp8_config, copies[id(layer.weight)])
+    return sum(map(len, layers.values()))
+
+
+def _can_be_served(layer: FP8Linear) -> bool:
+    weight = layer.weight
+    return (
+        type(weight) is nn.Parameter  # no shard, and not computed anew at each look
+        and not layer.fp8_config.rowwise
+        and not weight.is_inference()
+        and weight.device.type in ("cpu", "cuda")
+        and weight.dim() == 2
+        and weight.numel() > 0
+        and not any(size % ALIGNMENT for size in weight.shape)
+        and weight.is_contiguous()
+        and weight.data_ptr() % ALIGNMENT == 0
+        and not layer.fp8_weight.is_kept_by_engine(weight)
+    )

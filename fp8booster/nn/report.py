@@ -1,0 +1,98 @@
+"""What computes in FP8 and what does not: one row for every linear layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from fp8booster.nn.convert import kept_reason, linear_layers
+from fp8booster.nn.linear import FP8Linear
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One linear layer."""
+
+    name: str
+    """Path in the model."""
+
+    shape: tuple[int, int]
+    """(input features, output features)."""
+
+    precision: str
+    """"FP8", or the dtype of its weight, such as "BF16"."""
+
+    notes: str
+    """Why it is not in FP8, or what was padded."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The linear layers of a model, by what they compute in. `str()` gives the table."""
+
+    rows: tuple[LayerRow, ...]
+
+    @property
+    def fp8(self) -> tuple[LayerRow, ...]:
+        """Layers whose products run in FP8."""
+        return tuple(row for row in self.rows if row.precision == "FP8")
+
+    @property
+    def other(self) -> tuple[LayerRow, ...]:
+        """Layers whose products run in high precision."""
+        return tuple(row for row in self.rows if row.precision != "FP8")
+
+    def summary(self) -> str:
+        """One line: how many layers are in FP8, what is padded, and why the others are not."""
+        line = f"FP8: {len(self.fp8)} of {len(self.rows)} linear layers"
+        padded = sum("padded" in row.notes for row in self.fp8)
+        if padded:
+            line += f", {padded} padded to multiples of 16"
+        emulated = sum("emulated" in row.notes for row in self.fp8)
+        if emulated:
+            line += f", {emulated} emulated in FP32"
+        reasons = Counter((row.precision, row.notes) for row in self.other)
+        for (precision, reason), count in reasons.items():
+            line += f"; {count} in {precision} ({reason})"
+        return line
+
+    def table(self) -> Table:
+        """The rows as a rich table."""
+        table = Table("layer", "in x out", "precision", "notes", title=self.summary())
+        for row in self.rows:
+            table.add_row(row.name, "{} x {}".format(*row.shape), row.precision, row.notes)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=160, no_color=True)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+
+_SHORT_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}
+
+
+def report(model: nn.Module) -> Report:
+    """List every linear layer of a model with the precision of its products.
+
+    Args:
+        model: any module, boosted or not. Rows padded for the token count, and token counts for which a layer chose
+            BF16, appear once such a batch has run outside compiled code, which serves many layers with one graph and
+            so cannot tell which.
+    """
+    return Report(tuple(_row(name, module) for name, module in linear_layers(model)))
+
+
+def _row(name: str, module: nn.Linear) -> LayerRow:
+    shape = (module.in_features, module.out_features)
+    dtype = str(module.weight.dtype).removeprefix("torch.")
+    high_precision = _SHORT_NAMES.get(dtype, dtype)
+    if isinstance(module, FP8Linear):
+        never = module.in_fp8 and not any(module.in_fp8.values())
+        return LayerRow(name, shape, high_precision if never else "FP8", module.fp8_notes())
+    return LayerRow(name, shape, high_precision, kept_reason(module))

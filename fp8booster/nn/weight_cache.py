@@ -1,0 +1,126 @@
+"""The FP8 copy of a weight and its transpose, made once and used until the weight changes.
+
+A copy is fresh while no optimizer has stepped, and the weight is the same tensor object with the same storage and
+version counter. The object counts because a weight that is computed anew at each forward (spectral norm,
+`functional_call`) may lie where the last one lay. torch counts in-place changes of a tensor, but not those made through
+`.data`, as optimizers over sharded or flat parameters do; the count of optimizer steps sees these. A change through
+`.data` between two steps, made by hand, is seen by neither: call `forget_weights(model)` after it.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8booster.config import FP8Config
+from fp8booster.kernels.device import current_stream
+from fp8booster.nn.functional import quantize_weight
+from fp8booster.tensor import QuantizedMatrix
+
+
+class _Steps:
+    """Counts the steps of every optimizer in this process."""
+
+    count = 0
+
+    @classmethod
+    def add(cls, *_: object) -> None:
+        cls.count += 1
+
+
+register_optimizer_step_post_hook(_Steps.add)
+
+
+def reusable(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether casts of these tensors made earlier may be used again here.
+
+    Not in code that is being compiled or captured into a CUDA graph: it would keep the first copy for ever. Not for
+    tensors made in inference mode: torch does not count their changes.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or input.is_inference()
+        or weight.is_inference()
+        or (input.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _state(weight: torch.Tensor, config: FP8Config) -> tuple:
+    """What changes when a copy of the weight is no longer fresh."""
+    # another stream casts anew rather than read a copy that this one may not have finished
+    return (
+        weight.data_ptr(),
+        weight._version,
+        weight.dtype,
+        _Steps.count,
+        config,
+        current_stream(weight),
+    )
+
+
+class WeightCache:
+    """Holds one layer's FP8 weight. A copy or a pickle of it is empty."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def get(self, weight: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
+        """The FP8 weight, cast now unless a fresh copy with the layouts asked for is there.
+
+        Args:
+            weight: [N, K].
+            config: the weight's format and scaling.
+            transposed: the transpose is needed too.
+        """
+        if self.is_kept_by_engine(weight):
+            return self._quantized
+        fresh = (
+            self._source is not None
+            and self._source() is weight
+            and self._made_from == _state(weight, config)
+            and (self._quantized.transpose.numel() or not transposed)
+        )
+        if not fresh:
+            self.clear()  # first, so that the allocator can give the same memory again
+            self.put(weight, config, quantize_weight(weight, config, transposed=transposed))
+        return self._quantized
+
+    def put(self, weight: torch.Tensor, config: FP8Config, quantized: QuantizedMatrix) -> None:
+        """Hold a copy that was just made from a weight, as fresh as if `get` had made it.
+
+        Args:
+            weight, config: what it was made from and by.
+            quantized: the FP8 weight.
+        """
+        self.clear()
+        self._quantized, self._source = quantized, weakref.ref(weight)
+        self._made_from = _state(weight, config)
+
+    def keep(self, weight: torch.Tensor, quantized: QuantizedMatrix) -> None:
+        """Hold a copy that an engine makes together with the weight, until the weight is changed by someone else.
+
+        Args:
+            weight: the weight that it stands for.
+            quantized: the FP8 weight with its transpose; the engine writes later values to the same memory.
+        """
+        self._quantized, self._source = quantized, weakref.ref(weight)
+        self._kept_for = (weight.data_ptr(), weight._version)
+
+    def is_kept_by_engine(self, weight: torch.Tensor) -> bool:
+        """Whether an engine made the copy together with the weight as it is."""
+        return self._kept_for == (weight.data_ptr(), weight._version)
+
+    def clear(self) -> None:
+        """Forget the copy."""
+        self._kept_for: tuple[int, int] | None = None
+        self._source: weakref.ref | None = None
+        self._made_from: tuple | None = None
+        self._quantized: QuantizedMatrix | None = None
+
+    def __deepcopy__(self, memo: dict) -> WeightCache:
+        return WeightCache()
+
+    def __reduce__(self) -> tuple:
+        return WeightCache, ()

@@ -1,0 +1,61 @@
+"""Real-time scaling: from the largest magnitude of a tensor, as it is now, to the scale of its cast.
+
+    scale = max(format) / amax        multiplies before the cast
+    inverse scale = 1 / scale         multiplies the product after it
+
+Both come from one double-precision division each, rounded once to float32, so that eager code, compiled code and Triton
+kernels agree bit for bit (a float32 division is approximate in some compilers' fast paths).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8booster import formats
+
+MAX_SCALE = 2.0**126
+"""Cap of every scale. Its inverse, 2**-126, is the smallest normal float32: neither is flushed to zero or infinite.
+
+A tensor whose amax lies under 448 / 2**126 (5.3e-36) keeps fewer bits; BF16 and FP16 gradients end far above.
+"""
+
+_EXPONENT_BITS = 0x7F800000
+"""Of a float32: without its mantissa a positive number is the power of two below it."""
+
+
+def amax_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of a tensor, NaN where it holds a NaN.
+
+    Args:
+        tensor: any shape, floating point; no elements give 0.
+
+    Returns:
+        float32, shape [].
+    """
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=tensor.device)
+    low, high = tensor.detach().aminmax()
+    return torch.maximum(-low, high).float()
+
+
+def scale_of(
+    amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and inverse scale that bring `amax` to the largest finite value of `dtype`.
+
+    Args:
+        amax: float32, any shape, each entry the amax of one group of values.
+        dtype: the FP8 format of the cast.
+        power_of_two: round the scale down to a power of two. Such a scale is exact to apply and to undo, and costs
+            up to one bit of range (the bias of FP8-AMAX, Perez et al., arXiv 2309.17224, section 3).
+
+    Returns:
+        (scale, inverse scale), float32, of amax's shape. An amax of zero gives 1. An amax of infinity or NaN gives NaN,
+        so that all that is computed from the tensor is NaN and the bad step is seen.
+    """
+    scale = (formats.MAX[dtype] / amax.double()).clamp(max=MAX_SCALE).float()
+    if power_of_two:
+        scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    scale = torch.where(amax == 0, 1.0, scale)
+    scale = torch.where(torch.isfinite(amax), scale, torch.nan)
+    return scale, (1.0 / scale.double()).float()

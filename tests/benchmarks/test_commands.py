@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import cast, choice, gemm, linear
+from benchmarks.layers.layer import Layer
+from benchmarks.layers.records import summarize
+
+FAST = ["--device", "cpu", "--rounds", "2", "--sample-ms", "0.01"]
+
+
+def run(main: Callable[..., None], *arguments: str) -> object:
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+@pytest.mark.parametrize("main", [gemm.main, cast.main, choice.main, linear.main])
+def test_without_a_gpu_one_sentence_and_exit_code_2(main) -> None:
+    result = run(main)
+    assert result.exit_code == 2
+    assert "measures a CUDA GPU and torch finds none" in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_gemm(tmp_path) -> None:
+    result = run(
+        gemm.main,
+        *FAST,
+        "--models",
+        "tiny",
+        "--tokens",
+        "16",
+        "--square",
+        "16",
+        "--square",
+        "32",
+        "--out",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "gemm.json"),
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "gemm.json").read_text())
+    layers = found["tables"]["layers"]
+    assert {record["direction"] for record in layers} == {"fprop", "dgrad", "wgrad"}
+    for record in [*layers, *found["tables"]["squares"]]:
+        flops = 2 * record["rows"] * record["inner"] * record["columns"]
+        bf16 = record["BF16"]
+        assert bf16["tflops"] == pytest.approx(flops / bf16["ms"]["median"] / 1e9)
+        assert bf16["ratio"]["median"] == 1.0
+        assert bf16["fraction"] == pytest.approx(bf16["tflops"] / bf16["roofline_tflops"])
+    (markdown,) = tmp_path.glob("gemm_*.md")
+    (plot,) = tmp_path.glob("gemm_*.png")
+    assert plot.name in markdown.read_text()
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_cast(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # seconds for each
+    result = run(cast.main, *FAST, "--shape", "32x48", "--json", str(tmp_path / "cast.json"))
+    assert result.exit_code == 0, result.output
+    records = json.loads((tmp_path / "cast.json").read_text())["tables"]["casts"]
+    assert [record["work"] for record in records] == [kind.name for kind in cast.KINDS]
+    for record in records:
+        assert record["over_floor"] == pytest.approx(
+            record["copy_bytes_per_second"] / record["bytes_per_second"]
+        )
+        assert record["floor_ms"] == pytest.approx(1e3 * record["bytes"] / record["copy_bytes_per_second"])
+
+
+def test_a_shape_that_is_none() -> None:
+    result = run(cast.main, "--shape", "32")
+    assert result.exit_code == 2
+    assert "8192x4096" in result.output
+
+
+def test_linear_leaves_out_what_fails_and_what_is_missing(tmp_path, monkeypatch) -> None:
+    def fails(weight: torch.Tensor) -> None:
+        raise RuntimeError("no kernel\nmore")
+
+    monkeypatch.setitem(linear.LAYERS, "torchao", Layer("torchao", fails, is_peer=True))
+    monkeypatch.setitem(linear.LAYERS, "te", Layer("TE", fails, lambda: "it is not installed", is_peer=True))
+    names = ["--layer", "fp8booster", "--layer", "fp8booster-amax", "--layer", "torchao", "--layer", "te"]
+    result = run(
+        linear.main,
+        *FAST,
+        *names,
+        "--models",
+        "tiny",
+        "--tokens",
+        "16",
+        "--json",
+        str(tmp_path / "linear.json"),
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "linear.json").read_text())
+    assert found["left_out"]["TE"] == "it is not installed"
+    assert found["left_out"]["torchao, 16 x 64 -> 64"] == "it failed: RuntimeError: no kernel"
+    assert "left out" in result.output
+    for record in found["tables"]["shapes"]:
+        m, k, n = record["shape"]
+        products = sum(product["ms"]["median"] for product in record["products"].values())
+        casts = 1e3 * 6 * m * (k + n) / record["copy_bytes_per_second"]
+        ours, delivered = record["layers"]["fp8booster"], record["layers"]["fp8booster-amax"]
+        assert ours["roofline_ms"] == pytest.approx(products + casts)
+        assert ours["fraction"] == pytest.approx(ours["roofline_ms"] / ours["ms"]["median"])
+        assert products < delivered["roofline_ms"] < ours["roofline_ms"]
+
+
+def test_a_layer_of_ours_that_fails_ends_the_benchmark(monkeypatch) -> None:
+    def fails(weight: torch.Tensor) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setitem(linear.LAYERS, "fp8booster", Layer("fp8booster", fails))
+    result = run(linear.main, *FAST, "--layer", "fp8booster", "--models", "tiny", "--tokens", "16")
+    assert isinstance(result.exception, RuntimeError)
+
+
+def test_a_layer_that_is_none() -> None:
+    result = run(linear.main, "--layer", "megatron", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "megatron" in result.output
+
+
+def test_breakdown_accounts_for_the_whole_step(monkeypatch, tmp_path) -> None:
+    kernels = {"nvjet_x": 3.0, "amax_kernel": 1.0, "cast_kernel": 2.0, "memset": 0.5}
+    monkeypatch.setattr(linear, "kernel_us", lambda run, repeats: run() or kernels)
+    result = run(
+        linear.main,
+        *FAST,
+        "--layer",
+        "fp8booster",
+        "--profile",
+        "fp8booster",
+        "--models",
+        "tiny",
+        "--tokens",
+        "16",
+        "--json",
+        str(tmp_path / "linear.json"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "Where the microseconds of a step go" in result.output
+    tables = json.loads((tmp_path / "linear.json").read_text())["tables"]
+    for row, record in zip(tables["breakdown"], tables["shapes"], strict=True):
+        assert (row["products"], row["casts"], row["other"]) == (3.0, 3.0, 0.5)
+        step_us = 1e3 * record["layers"]["fp8booster"]["ms"]["median"]
+        assert row["idle"] + sum(kernels.values()) == pytest.approx(step_us)
+        assert row["products_alone"] + row["casts_floor"] == pytest.approx(
+            1e3 * record["layers"]["fp8booster"]["roofline_ms"]
+        )
+
+
+def test_summary_is_over_all_shapes() -> None:
+    records = [
+        {"layers": {"fp8booster": {"over_bf16": {"median": ratio}, "fraction": fraction}}}
+        for ratio, fraction in [(1.5, 0.9), (1.7, 0.95), (1.6, 0.99)]
+    ]
+    (row,) = summarize(records, ["fp8booster", "torchao"])
+    assert row == {
+        "name": "fp8booster",
+        "shapes": 3,
+        "over_bf16": {"median": 1.6, "least": 1.5, "most": 1.7},
+        "over_torchao": None,
+        "fraction": {"median": 0.95, "least": 0.9, "most": 0.99},
+    }
+
+
+def test_choice_shows_what_the_model_chooses() -> None:
+    slow, fast = (choice.record_of(1024, 512, 512, 10.0, fp8_us, 10.0 / fp8_us) for fp8_us in (20.0, 5.0))
+    assert [column.show(slow) for column in choice.COLUMNS][3:] == ["0.50", "0.50", "BF16"]
+    assert [column.show(fast) for column in choice.COLUMNS][3:] == ["2.00", "2.00", "FP8"]
+
+
+@pytest.mark.gpu
+def test_choice_measures() -> None:
+    record = choice.measure(4096, 4096, 4096, torch.device("cuda", 0), rounds=3)
+    assert record["speedup"] > 1

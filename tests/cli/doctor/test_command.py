@@ -1,0 +1,71 @@
+"""`fp8booster doctor`, run in full on this machine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fp8booster.cli.doctor import problems
+from fp8booster.cli.doctor.problems import COLOSSALAI, OLDEST_TORCH
+from fp8booster.cli.main import app
+from fp8booster.version import __version__
+
+
+@pytest.fixture(scope="module")
+def answer():
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_this_machine_can_train(answer):
+    assert answer["can_train"] is True
+    assert not any(problem["stops_training"] for problem in answer["problems"])
+
+
+def test_versions(answer):
+    versions = answer["environment"]["versions"]
+    assert versions["fp8booster"] == __version__
+    assert versions["torch"] == torch.__version__
+    assert versions["colossalai"] == COLOSSALAI
+    assert "gloo" in answer["environment"]["backends"]
+
+
+def test_both_kinds_of_product_ran_on_every_kind_of_device(answer):
+    ran = {(check["device"], check["formats"]) for check in answer["checks"]}
+    kinds = {"cpu"} | {device for device, _ in ran}
+    assert ran == {(device, formats) for device in kinds for formats in ("E4M3 x E4M3", "E5M2 x E4M3")}
+    for check in answer["checks"]:
+        # BF16 keeps 8 bits: its rounding error lies around 2**-9, and a result without any would be no BF16 result
+        assert 2**-11 < check["error"] < 2**-8
+
+
+def test_times_are_there_for_every_device(answer):
+    assert {speed["device"] for speed in answer["speeds"]} == {check["device"] for check in answer["checks"]}
+    assert all(speed[time] > 0 for speed in answer["speeds"] for time in ("bf16", "fp8", "fp8_fast"))
+
+
+def test_mends_of_colossalai_are_put_in(answer):
+    assert answer["colossal"]["error"] is None
+    mends = answer["colossal"]["mends"]
+    assert mends
+    assert all(mend["state"] in ("applied", "not needed here") for mend in mends)
+
+
+def test_tables_name_what_the_json_names():
+    result = CliRunner().invoke(app, ["doctor", "--no-speed"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    for words in (torch.__version__, "E5M2 x E4M3", "FP8 training can run here", "gloo"):
+        assert words in result.stdout
+    assert "TFLOP/s" not in result.stdout
+
+
+def test_a_problem_that_stops_training_gives_exit_code_1_and_its_reason(monkeypatch):
+    monkeypatch.setattr(problems, "OLDEST_TORCH", (OLDEST_TORCH[0] + 1, 0))
+    result = CliRunner().invoke(app, ["doctor", "--no-speed"], env={"COLUMNS": "200"})
+    assert result.exit_code == 1
+    assert f"stops training: PyTorch {torch.__version__} is older than 3.0." in result.stdout
+    assert "FP8 training cannot run here" in result.stdout

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8booster.cli.train.defaults import cache_folder, resolve
+from fp8booster.cli.train.models import SIZES
+from fp8booster.cli.train.options import TrainOptions
+
+
+@pytest.mark.parametrize("model", list(SIZES))
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_every_size_gets_all_its_settings_on_every_machine(monkeypatch, model, gpus):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    options = resolve(TrainOptions(model=model), launched=False)
+    assert options.nproc == (gpus or 2)
+    assert options.vocabulary == SIZES[model].vocabulary
+    assert options.sequence <= SIZES[model].sequence
+    assert 0 < options.min_lr < options.lr
+    assert 0 < options.warmup < options.decay == options.steps
+    assert options.out.startswith(f"runs/{model}-compare-")
+
+
+def test_what_is_given_stays():
+    options = resolve(TrainOptions(steps=30, warmup=0, lr=1.0, out="here", nproc=3), launched=False)
+    assert (options.steps, options.warmup, options.decay, options.min_lr) == (30, 0, 30, 0.1)
+    assert (options.out, options.nproc) == ("here", 3)
+
+
+def test_the_cache_lies_where_the_user_keeps_caches(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "fp8booster"
+
+
+def test_launched_processes_need_a_common_folder():
+    with pytest.raises(ValueError, match="give it with --out"):
+        resolve(TrainOptions(), launched=True)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match="--nproc is 2 and this machine has 1 GPUs"):
+        resolve(TrainOptions(nproc=2), launched=False)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8booster.cli.train.models import SIZES, build_model, is_folder, load_config
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    # Touvron et al. 2023, arXiv 2307.09288, and the counts of the published checkpoints
+    [("tiny", 0.00526), ("100m", 0.12), ("1b", 1.1), ("7b", 6.738), ("13b", 13.016), ("70b", 68.977)],
+)
+def test_sizes(name, billions):
+    config = load_config(name, SIZES[name].vocabulary, 512)
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(
+        billions, rel=0.01
+    )
+
+
+def test_equal_seeds_give_equal_weights_in_bf16():
+    config = load_config("tiny", 300, 64)
+    states = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        states.append(build_model("tiny", config, torch.device("cpu"), checkpointing=False).state_dict())
+    for name, weight in states[0].items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, states[1][name])
+
+
+def test_a_folder_with_weights_keeps_them(tmp_path):
+    config = load_config("tiny", 300, 64)
+    model = build_model("tiny", config, torch.device("cpu"), checkpointing=True)
+    assert model.is_gradient_checkpointing
+    model.save_pretrained(tmp_path)
+    again = build_model(
+        str(tmp_path), load_config(str(tmp_path), 300, 64), torch.device("cpu"), checkpointing=False
+    )
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, again.state_dict()[name])
+
+
+def test_what_does_not_fit_is_told(tmp_path):
+    with pytest.raises(ValueError, match="no model '3b': --model takes one of tiny, 100m"):
+        is_folder("3b")
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        is_folder(str(tmp_path))
+    load_config("tiny", 300, 64).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tokenizer has 5000 tokens and the model"):
+        load_config(str(tmp_path), 5000, 64)
+    with pytest.raises(ValueError, match="--sequence is 9999"):
+        load_config(str(tmp_path), 300, 9999)

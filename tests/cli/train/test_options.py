@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from fp8booster.cli.train.options import TrainOptions
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("precision", "fp16", "--precision is 'fp16'; it must be one of bf16, fp8, compare"),
+        ("stage", 3, "--stage is 3; it must be one of 1, 2"),
+        ("steps", 0, "--steps is 0; it must be at least 1"),
+        ("sequence", 1, "--sequence is 1; it must be at least 2"),
+        ("lr", 0.0, "--lr is 0.0; it must be above 0"),
+        ("vocabulary", 100, "--vocabulary is 100; it must be at least 272"),
+        ("max_norm", -1.0, "--max-norm is -1.0; it must be at least 0"),
+        ("progress", "loud", "--progress is 'loud'; it must be one of auto, bar, lines, none"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_is_allowed(field, value, says):
+    with pytest.raises(ValueError, match=says):
+        TrainOptions(**{field: value})
+
+
+def test_a_floor_above_the_peak_is_refused():
+    with pytest.raises(ValueError, match=r"--min-lr is 0\.1, above --lr 0\.01"):
+        TrainOptions(lr=0.01, min_lr=0.1)
+
+
+def test_options_survive_json():
+    options = TrainOptions(
+        model="1b", plugin_options=("verbose=True",), fp8_options=("power_of_two=true",), lr=1e-3
+    )
+    assert TrainOptions.from_mapping(json.loads(json.dumps(dataclasses.asdict(options)))) == options

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.plugins import build_plugin, check_plugin, fp8_config
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"plugin": "low_level_ero"}, r"no plugin 'low_level_ero'; did you mean low_level_zero\?"),
+        ({"plugin_options": ("overlap_comunication=1",)}, r"did you mean overlap_communication"),
+        ({"plugin_options": ("verbose",)}, "'verbose' has no '='; write it as key=value"),
+        ({"plugin_options": ("stage=1",)}, "'stage' is set by --stage"),
+        (
+            {"fp8_options": ("powr_of_two=true",)},
+            r"FP8Config has no option 'powr_of_two'; did you mean power_of_two\?",
+        ),
+        ({"fp8_options": ("power_of_two=3",)}, "FP8Config.power_of_two is 3; use True or False"),
+    ],
+)
+def test_a_wrong_option_is_told_with_close_ones(options, says):
+    with pytest.raises(ValueError, match=says):
+        check_plugin(TrainOptions(**options))
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_pairs_reach_the_plugin_and_the_config():
+    options = TrainOptions(
+        stage=1,
+        max_norm=0.5,
+        plugin_options=(
+            "reduce_bucket_size_in_m=3",
+            "overlap_communication=false",
+            "communication_dtype=fp32",
+        ),
+        fp8_options=("gradient_format=e4m3", "power_of_two=true"),
+    )
+    check_plugin(options)
+    plugin = build_plugin(options, use_fp8=True)
+    assert plugin.stage == 1
+    assert plugin.use_fp8
+    assert plugin.fp8_config == fp8_config(options)
+    assert plugin.fp8_config.gradient_format is torch.float8_e4m3fn
+    assert plugin.zero_optim_kwargs["reduce_bucket_size"] == 3 * 1024 * 1024
+    assert plugin.zero_optim_kwargs["overlap_communication"] is False
+    assert plugin.zero_optim_kwargs["communication_dtype"] is torch.float32
+    assert plugin.zero_optim_kwargs["clip_grad_norm"] == 0.5
+    assert not build_plugin(options, use_fp8=False).use_fp8

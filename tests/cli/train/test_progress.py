@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from fp8booster.cli.train.progress import make_display
+
+STEPS = 200
+FIGURES = {"loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9e3}
+
+
+def show(progress: str) -> None:
+    display = make_display(progress)
+    display.begin("fp8")
+    display.show({"kind": "status", "text": "building the model tiny"})
+    display.show({"kind": "start", "done": 0, "steps": STEPS})
+    for step in range(1, STEPS + 1):
+        display.show(
+            {
+                "kind": "step",
+                "step": step,
+                "loss": 2.5,
+                "lr": 1e-3,
+                "grad_norm": 1.0,
+                "tokens_per_second": 9e3,
+            }
+        )
+    display.show({"kind": "checkpoint", "folder": "run/step-200", "step": STEPS})
+    display.show({"kind": "status", "text": "saving"})
+    display.show({"kind": "done"})
+    display.end()
+
+
+def test_a_log_gets_about_twenty_lines(capsys):
+    show("lines")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "fp8: building the model tiny"
+    assert lines[-2:] == ["fp8: saved run/step-200", "fp8: saving"]
+    steps = [line for line in lines if "step " in line and "loss" in line]
+    assert len(steps) == 21  # the first and every tenth
+    assert steps[-1] == "fp8: step 200/200  loss 2.5000  lr 1.00e-03  norm 1.00  9,000 tokens/s"
+
+
+def test_auto_writes_lines_where_there_is_no_terminal(capsys):
+    show("auto")
+    assert len(capsys.readouterr().err.splitlines()) == 24
+
+
+def test_a_bar_ends_full(capsys):
+    show("bar")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "200/200" in last
+    assert "loss 2.5" in last  # the figures, not that the end was saved
+
+
+def test_none_is_silent(capsys):
+    show("none")
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.resume import find_resume, write_run_file
+from fp8booster.cli.train.run import run
+
+
+def checkpoint(folder: Path, step: int, options: dict) -> Path:
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    state = {
+        "step": step,
+        "position": 0,
+        "world_size": 2,
+        "precision": "fp8",
+        "tokens": "",
+        "options": options,
+    }
+    (path / "state.json").write_text(json.dumps(state))
+    return path
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    """A run in both precisions that has come to FP8's step 20."""
+    out = tmp_path / "run"
+    out.mkdir()
+    options = TrainOptions(out=str(out), steps=30, decay=30, batch=8)
+    write_run_file(options, {})
+    values = json.loads((out / "run.json").read_text())["options"]
+    for step in (10, 20):
+        checkpoint(out / "fp8" / "checkpoints", step, values)
+    (out / "fp8" / "checkpoints" / ".step-00000030.partial").mkdir()
+    return out
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_with_its_own_options(out):
+    resume = find_resume(str(out))
+    assert resume.options.batch == 8
+    assert resume.options.precision == "compare"
+    assert resume.checkpoints == {"fp8": str(out / "fp8" / "checkpoints" / "step-00000020")}
+
+
+def test_a_checkpoint_goes_on_in_its_own_precision_and_run(out):
+    path = out / "fp8" / "checkpoints" / "step-00000010"
+    resume = find_resume(str(path))
+    assert resume.options.precision == "fp8"
+    assert resume.options.out == str(out)
+    assert resume.checkpoints == {"fp8": str(path)}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"model": "1b"}, "started with --model tiny; resume it without another --model"),
+        ({"precision": "bf16"}, "trained with --precision compare; leave --precision out"),
+    ],
+)
+def test_what_cannot_change_is_told(out, given, says):
+    with pytest.raises(ValueError, match=says):
+        run(given, str(out), "fp8booster train")
+
+
+def test_a_folder_that_is_no_run_is_told(tmp_path):
+    with pytest.raises(ValueError, match="neither a run nor a checkpoint"):
+        find_resume(str(tmp_path))

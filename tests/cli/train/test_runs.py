@@ -1,0 +1,212 @@
+"""Real runs of `fp8booster train` on two gloo ranks, started as a person starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
+SMALL = ("--vocabulary", "512", "--batch", "2", "--sequence", "32", "--progress", "lines")
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "fp8booster", "train", *map(str, arguments)]
+
+
+def train(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+
+
+def succeed(*arguments: object) -> str:
+    done = train(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> dict[int, float]:
+    return {line["step"]: line["loss"] for line in metrics(folder)}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> tuple[object, ...]:
+    """Options that name a little real text and a cache that all runs of this file share."""
+    folder = tmp_path_factory.mktemp("data")
+    for name in ("argparse.py", "ast.py"):
+        shutil.copy(Path(sysconfig.get_paths()["stdlib"], name), folder)
+    return ("--data", folder, "--cache", tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory, data) -> tuple[Path, str]:
+    """A run in both precisions with a checkpoint in the middle, and what it printed."""
+    out = tmp_path_factory.mktemp("compared") / "run"
+    return out, succeed("--steps", 6, "--save", 3, "--out", out, *data, *SMALL)
+
+
+def test_a_run_in_both_precisions_ends_with_a_table_and_keeps_its_files(compared):
+    out, printed = compared
+    assert re.search(r"linear layers in FP8 +│ +0 of 29 +│ +28 of 29", printed)
+    assert "FP8 run, not in FP8: lm_head" in printed
+    bf16, fp8 = losses(out / "bf16"), losses(out / "fp8")
+    assert list(bf16) == list(fp8) == [1, 2, 3, 4, 5, 6]
+    # the same weights and batches: only FP8's rounding lies between the two, but it does lie there
+    assert fp8[1] == pytest.approx(bf16[1], rel=2e-3)
+    assert fp8[1] != bf16[1]
+    assert bf16[6] < bf16[1] - 0.1
+    assert fp8[6] == pytest.approx(bf16[6], rel=1e-2)
+    for name in ("summary.md", "summary.json", "loss.png", "run.json", "fp8/result.json"):
+        assert (out / name).stat().st_size > 0
+    assert any((out / "fp8" / "tensorboard").iterdir())
+    line = metrics(out / "bf16")[-1]
+    assert line["peak_memory"] > 100e6
+    # ZeRO-2 on two ranks: half of the BF16 gradients leave by reduce-scatter, half of the weights by all-gather
+    parameters = json.loads((out / "bf16" / "result.json").read_text())["parameters"]
+    assert line["wire_bytes"] == pytest.approx(2 * parameters, rel=1e-3)
+    assert line["grad_norm"] > 0
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(compared, tmp_path):
+    whole = compared[0] / "fp8"
+    succeed("--resume", whole / "checkpoints" / "step-00000003", "--out", tmp_path)
+    resumed = tmp_path / "fp8"
+    for was, now in zip(metrics(whole)[3:], metrics(resumed), strict=True):
+        for name in ("step", "loss", "lr", "grad_norm"):
+            assert was[name] == now[name]
+    last = Path("checkpoints", "step-00000006")
+    files = [*(whole / last / "masters").iterdir(), *(whole / last / "model").glob("*.safetensors")]
+    assert len(files) == 3
+    for file in files:
+        was, now = load_file(file), load_file(resumed / file.relative_to(whole))
+        assert was.keys() == now.keys()
+        assert all(was[name].equal(now[name]) for name in was)
+
+
+def test_a_checkpoint_resumes_on_another_number_of_processes(compared, tmp_path):
+    whole = compared[0] / "bf16"
+    checkpoint = whole / "checkpoints" / "step-00000003"
+    succeed("--resume", checkpoint, "--out", tmp_path, "--nproc", 1, "--accumulate", 2)
+    was, now = losses(whole), losses(tmp_path / "bf16")
+    # the same sequences a step; only the order of sums differs
+    assert [now[step] for step in (4, 5, 6)] == pytest.approx([was[step] for step in (4, 5, 6)], rel=1e-3)
+    assert now[4] != pytest.approx(was[5], rel=1e-4)
+
+
+def test_the_model_of_a_checkpoint_is_a_hugging_face_folder(compared):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = compared[0] / "fp8" / "checkpoints" / "step-00000006" / "model"
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+    tokens = AutoTokenizer.from_pretrained(folder)("import os", return_tensors="pt")
+    assert model(**tokens, labels=tokens["input_ids"]).loss < 20
+
+
+def test_torchrun_brings_the_processes(compared, data, tmp_path):
+    whole, _ = compared
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    arguments = command("--steps", 2, "--out", tmp_path, *data, *SMALL)
+    done = subprocess.run(
+        [sys.executable, *launcher, *arguments[1:]],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=ENVIRONMENT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("linear layers in FP8") == 1
+    for precision in ("bf16", "fp8"):
+        was = losses(whole / precision)
+        assert losses(tmp_path / precision) == {step: was[step] for step in (1, 2)}
+
+
+def begin(out: Path, *arguments: object) -> subprocess.Popen[str]:
+    """Start a long run and return when it has done two steps."""
+    process = subprocess.Popen(
+        command("--steps", 5000, "--out", out, *arguments, *SMALL),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    deadline = time.monotonic() + 120
+    while sum(len(path.read_text().splitlines()) for path in out.glob("*/metrics.jsonl")) < 2:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return process
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path, data):
+    out = tmp_path / "run"
+    process = begin(out, "--precision", "fp8", "--stage", 1, "--accumulate", 2, *data)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert f"Continue with: fp8booster train --resume {out}" in said
+    (checkpoint,) = (out / "fp8" / "checkpoints").iterdir()
+    step = int(checkpoint.name.removeprefix("step-"))
+    before = losses(out / "fp8")
+    assert list(before) == list(range(1, step + 1))
+
+    succeed("--resume", out, "--steps", step + 2)
+    after = losses(out / "fp8")
+    assert list(after) == list(range(1, step + 3))
+    assert {number: after[number] for number in before} == before
+
+
+def test_a_rank_that_dies_ends_the_run_with_its_name(tmp_path, data):
+    process = begin(tmp_path / "run", "--precision", "bf16", *data)
+    workers = psutil.Process(process.pid).children()
+    (second,) = (worker for worker in workers if worker.environ()["RANK"] == "1")
+    second.kill()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "Traceback" not in said
+    assert "error: Rank 1 was ended by signal SIGKILL" in said
+    assert not psutil.wait_procs(workers, timeout=1)[1]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_take_it(tmp_path, data):
+    out = tmp_path / "run"
+    done = train(
+        "--precision", "bf16", "--steps", 5, "--lr", 1e30, "--warmup", 0, "--out", out, *data, *SMALL
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    said = re.search(
+        r"error: The (loss|gradient norm) became (nan|inf) at step (\d)\. The state before it is in (\S+);",
+        done.stderr,
+    )
+    assert said, done.stderr
+    checkpoint = Path(said[4])
+    assert int(checkpoint.name.removeprefix("step-")) == int(said[3]) - 1
+
+
+def test_too_little_text_is_one_sentence_and_leaves_the_folder_free(tmp_path):
+    file = tmp_path / "short.txt"
+    file.write_text("too short")
+    done = train("--data", file, "--cache", tmp_path / "cache", "--out", tmp_path / "run", *SMALL)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert (
+        "tokens and one step takes 128 (2 processes x 1 micro-batches x 2 sequences x 32 tokens)"
+        in done.stderr
+    )
+    assert not list((tmp_path / "run").glob("*/*"))

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fp8booster.cli.train.metrics import StepMetrics, read_metrics
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.plot import plot_losses
+from fp8booster.cli.train.summary import layer_lines, read_column, rows, write_summary
+
+LAYERS = [
+    {"name": "q_proj", "shape": [16, 16], "precision": "FP8", "notes": ""},
+    {"name": "lm_head", "shape": [16, 64], "precision": "BF16", "notes": "left out"},
+]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A finished run of 40 steps whose FP8 losses lie 1 % above those of BF16."""
+    for precision, factor in (("bf16", 1.0), ("fp8", 1.01)):
+        folder = tmp_path / precision
+        folder.mkdir()
+        lines = [
+            {
+                "step": step,
+                "loss": factor * (10 - step / 10),
+                "lr": 1e-3,
+                "grad_norm": 1.0,
+                "tokens_per_second": 100.0 if step > 1 else 1.0,
+                "seconds": 0.5,
+                "peak_memory": 1 << 20,
+                "wire_bytes": 2_000_000,
+            }
+            for step in range(1, 41)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        layers = (
+            LAYERS if precision == "fp8" else [dict(row, precision="BF16", notes="off") for row in LAYERS]
+        )
+        result = {
+            "peak_memory": 3 << 20,
+            "parameters": 5_000_000,
+            "world_size": 2,
+            "layers": layers,
+            "traffic": [],
+        }
+        (folder / "result.json").write_text(json.dumps(result))
+    return tmp_path
+
+
+def test_figures_of_a_run(run):
+    read = [read_column(run, precision) for precision in ("bf16", "fp8")]
+    columns = [column for column, _ in read]
+    assert columns[0].final_loss == pytest.approx((6.1 + 6.0) / 2)  # a twentieth of 40 steps
+    assert columns[0].tokens_per_second == 100.0
+    table = {title: values for title, *values in rows(columns)}
+    assert table["difference from BF16"] == ["", "+1.00 %"]
+    assert table["peak memory, MiB a rank"] == ["3", "3"]
+    assert table["sent, MB a step and rank"] == ["2.00", "2.00"]
+    assert table["linear layers in FP8"] == ["0 of 2", "1 of 2"]
+    assert layer_lines(columns) == ["FP8 run, not in FP8: lm_head (left out)"]
+
+    write_summary(run, TrainOptions(batch=4, sequence=64), "fp8booster train", columns, "text, 9 tokens")
+    written = (run / "summary.md").read_text()
+    for line in ("- command: `fp8booster train`", "| difference from BF16 |  | +1.00 % |", "torch 2."):
+        assert line in written
+    assert json.loads((run / "summary.json").read_text())["columns"][1]["precision"] == "fp8"
+    plot_losses({column.precision: metrics for column, metrics in read}, "title", run / "loss.png")
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(run):
+    path = run / "bf16" / "metrics.jsonl"
+    with path.open("a") as stream:
+        stream.write('{"step": 41, "lo')
+    metrics = read_metrics(path)
+    assert len(metrics) == 40
+    assert isinstance(metrics[0], StepMetrics)

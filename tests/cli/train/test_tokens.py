@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.tokenizer import load_tokenizer
+from fp8booster.cli.train.tokens import prepare_tokens
+
+TEXT = "def area(radius):\n    return 3.14 * radius ** 2  # π r²\n" * 40
+
+
+@pytest.fixture
+def options(tmp_path) -> TrainOptions:
+    (tmp_path / "data").mkdir()
+    for name in ("a.py", "b.py"):
+        (tmp_path / "data" / name).write_text(f"# {name}\n{TEXT}", encoding="utf-8")
+    return TrainOptions(data=str(tmp_path / "data"), cache=str(tmp_path / "cache"), vocabulary=300)
+
+
+def prepare(options: TrainOptions) -> tuple:
+    said: list[str] = []
+    return prepare_tokens(options, said.append), said
+
+
+def test_tokens_decode_to_the_documents_each_with_an_end(options):
+    tokens, _ = prepare(options)
+    tokenizer = load_tokenizer(str(tokens.tokenizer))
+    ids = tokens.open()
+    assert len(ids) == tokens.count
+    assert tokens.vocabulary == len(tokenizer) <= 300
+    assert tokenizer.decode(ids) == f"# a.py\n{TEXT}<|endoftext|># b.py\n{TEXT}<|endoftext|>"
+
+
+def test_the_file_is_made_once_for_equal_text_and_vocabulary(options):
+    tokens, said = prepare(options)
+    assert any("training a tokenizer" in text for text in said)
+    again, said = prepare(options)
+    assert again == tokens
+    assert not any("training a tokenizer" in text for text in said)
+    other, _ = prepare(dataclasses.replace(options, vocabulary=320))
+    assert other.identity != tokens.identity
+    Path(options.data, "a.py").write_text(TEXT, encoding="utf-8")
+    changed, _ = prepare(options)
+    assert changed.identity != tokens.identity
+
+
+def test_a_model_folder_brings_its_tokenizer(options, tmp_path):
+    from fp8booster.cli.train.models import load_config
+
+    tokens, _ = prepare(options)
+    folder = tmp_path / "model"
+    load_tokenizer(str(tokens.tokenizer)).save_pretrained(folder)
+    load_config("tiny", tokens.vocabulary, 64).save_pretrained(folder)
+    own, said = prepare(dataclasses.replace(options, model=str(folder)))
+    assert not any("training a tokenizer" in text for text in said)
+    assert own.open().tolist() == tokens.open().tolist()
+
+
+def test_an_unfinished_file_is_made_anew(options):
+    tokens, _ = prepare(options)
+    partial = tokens.folder.with_name(f"{tokens.identity}.partial")
+    tokens.folder.rename(partial)
+    (partial / "tokens.bin").write_bytes(b"cut short")
+    again, _ = prepare(options)
+    assert len(again.open()) == tokens.count

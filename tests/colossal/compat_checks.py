@@ -1,0 +1,367 @@
+"""What `test_compat.py` does on each rank, once: importing colossalai takes seconds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8booster.colossal import compat
+from tests.colossal.models import tiny_llama, token_batch
+
+
+class Symptom(NamedTuple):
+    show: Callable[[], None]
+    """Raises, on every rank alike, when the mend is taken out."""
+    error: str
+    """What it then raises: part of `repr(error)`."""
+
+
+def run_checks(folder: str) -> dict[str, Any]:
+    """Train, save, load, and take out mend by mend; the parent's tests judge what comes back."""
+    import colossalai
+
+    logging.disable(logging.WARNING)
+    colossalai.launch_from_torch(verbose=False)
+    stages = (1, 2)
+    found = {
+        "backend": dist.get_backend(),
+        "world_size": dist.get_world_size(),
+        "losses": {stage: _train(*boosted(stage), steps=6) for stage in stages},
+        "checkpoints": {stage: _checkpoint_failures(stage, Path(folder)) for stage in stages},
+        "lora": {stage: _train_lora(stage, f"{folder}/lora_{stage}") for stage in stages},
+        "symptoms": {name: _judge(name, symptom.show) for name, symptom in SYMPTOMS.items()},
+        "stand_ins": _stand_ins(),
+    }
+    found["states"] = {mend.name: mend.state.value for mend in compat.mends()}
+    return found
+
+
+def boosted(stage: int, lora: Any = None) -> tuple[Any, nn.Module, Any]:
+    """Booster, model and optimizer of a native LowLevelZeroPlugin in BF16; `lora` goes to enable_lora."""
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import LowLevelZeroPlugin
+
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=stage, precision="bf16"))
+    model = tiny_llama()
+    if lora is not None:
+        model = booster.enable_lora(model, **lora)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return booster, model, optimizer
+
+
+def _train(booster: Any, model: nn.Module, optimizer: Any, steps: int) -> list[float]:
+    tokens = token_batch(dist.get_rank())
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+# ---- checkpoints ----
+
+
+def _checkpoint_failures(stage: int, folder: Path) -> dict[str, str | None]:
+    """For each way to save and load: None, or what differs after loading."""
+    booster, model, optimizer = boosted(stage)
+    _train(booster, model, optimizer, steps=2)
+    failures: dict[str, str | None] = {}
+    for shard in (False, True):
+        for low_cpu_mem_mode in (True, False):
+            for kind in ("bin", "safetensors", "async"):
+                case = f"model, shard={shard}, {kind}, low_cpu_mem_mode={low_cpu_mem_mode}"
+                path = str(folder / f"{stage} {case}")
+                if not shard:
+                    path += ".bin" if kind == "bin" else ".safetensors"
+                booster.save_model(
+                    model, path, shard=shard, use_safetensors=kind != "bin", use_async=kind == "async"
+                )
+                _wait_for_files(booster)
+                other, loaded, _ = boosted(stage)
+                _blank(loaded)
+                other.load_model(loaded, path, low_cpu_mem_mode=low_cpu_mem_mode)
+                failures[case] = _first_difference(
+                    dict(model.named_parameters()), dict(loaded.named_parameters())
+                )
+            for kind in ("bin", "async"):
+                case = f"optimizer, shard={shard}, {kind}, low_cpu_mem_mode={low_cpu_mem_mode}"
+                path = str(folder / f"{stage} {case}")
+                if not shard:
+                    path += ".bin" if kind == "bin" else ".safetensors"
+                booster.save_optimizer(optimizer, path, shard=shard, use_async=kind == "async")
+                _wait_for_files(booster)
+                other, _, loaded = boosted(stage)
+                other.load_optimizer(loaded, path, low_cpu_mem_mode=low_cpu_mem_mode)
+                failures[case] = _first_difference(_states(optimizer), _states(loaded))
+    return failures
+
+
+def _wait_for_files(booster: Any) -> None:
+    booster.checkpoint_io._sync_io()
+    dist.barrier()
+
+
+@torch.no_grad()
+def _blank(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.zero_()
+
+
+def _states(optimizer: Any) -> dict[str, torch.Tensor]:
+    parameters = [p for group in optimizer.optim.param_groups for p in group["params"]]
+    return {
+        f"{index}.{key}": value
+        for index, parameter in enumerate(parameters)
+        for key, value in optimizer.optim.state[parameter].items()
+    }
+
+
+def _first_difference(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str | None:
+    if expected.keys() != found.keys():
+        return f"keys differ: {sorted(expected.keys() ^ found.keys())}"
+    return next((name for name in expected if not torch.equal(expected[name], found[name])), None)
+
+
+def _train_lora(stage: int, folder: str) -> tuple[list[float], bool]:
+    import peft
+
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
+    booster, model, optimizer = boosted(stage, {"lora_config": config})
+    losses = _train(booster, model, optimizer, steps=4)
+    booster.save_lora_as_pretrained(model, folder)
+    dist.barrier()
+    _, loaded, _ = boosted(stage, {"pretrained_dir": folder})
+    expected = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    found = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
+    return losses, bool(expected) and _first_difference(expected, found) is None
+
+
+# ---- one symptom for each mend ----
+
+
+def _judge(name: str, show: Callable[[], None]) -> tuple[str, str | None, str | None]:
+    """State of the mend, the error with it in place, and the error when it is taken out."""
+    state = next(mend.state for mend in compat.mends() if mend.name == name)
+    with_mend, without_mend = _error(show), None
+    if state is compat.State.APPLIED:
+        with compat.taken_out(name):
+            without_mend = _error(show)
+    return state.value, with_mend, without_mend
+
+
+def _error(show: Callable[[], None]) -> str | None:
+    try:
+        show()
+    except Exception as error:
+        return repr(error)
+    return None
+
+
+def _quantize_without_bitsandbytes() -> None:
+    from colossalai.quantization import BnbQuantizationConfig, bnb
+
+    with pytest.raises(ImportError, match="pip install bitsandbytes"):
+        bnb.quantize_model(nn.Linear(4, 4), BnbQuantizationConfig(load_in_8bit=True))
+
+
+def _ask_for_hccl() -> None:
+    from colossalai.pipeline import p2p
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        # As in a PyTorch that was built without CUDA.
+        monkeypatch.setattr(p2p.c10d, "is_nccl_available", lambda: False)
+        assert not p2p._check_for_nccl_hccl_backend(None)
+
+
+def _count_ranks_of_a_node() -> None:
+    from colossalai.quantization import fp8
+
+    for variable, value, expected in (
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "2", True),
+        ("SLURM_TASKS_PER_NODE", "1(x2)", False),
+        ("UNRELATED", "", True),
+    ):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.delenv("LOCAL_WORLD_SIZE")
+            monkeypatch.setenv(variable, value)
+            assert fp8.process_group_is_intranode(None) is expected
+
+
+def _boost() -> None:
+    boosted(1)
+
+
+def _overlap_reductions() -> None:
+    _train(*boosted(1), steps=1)
+
+
+def _seed_tensor_parallel_layers() -> None:
+    from colossalai.shardformer.layer.utils import Randomizer
+
+    before = torch.get_rng_state()
+    with Randomizer(seed=3).fork_rng():
+        drawn = torch.rand(1)
+    assert drawn == torch.rand(1, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def _count_memory() -> None:
+    from colossalai.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    accelerator.empty_cache()
+    ballast = torch.ones(64 * 2**20, dtype=torch.uint8)
+    peak = accelerator.max_memory_allocated()
+    assert min(peak, accelerator.memory_allocated()) > ballast.nbytes
+    if Path("/proc/self/clear_refs").exists():
+        del ballast
+        accelerator.reset_peak_memory_stats()
+        assert accelerator.max_memory_allocated() < peak - 32 * 2**20
+
+
+def _save_in_background() -> None:
+    from colossalai.checkpoint_io import GeneralCheckpointIO
+
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        io = GeneralCheckpointIO()
+        io.save_model(model, f"{folder}/model.safetensors", use_safetensors=True, use_async=True)
+        io._sync_io()
+        io.load_model(nn.Linear(4, 4, dtype=torch.bfloat16), f"{folder}/model.safetensors")
+
+
+def _load_through_pinned_memory() -> None:
+    from colossalai.checkpoint_io import GeneralCheckpointIO
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(nn.Linear(4, 4).state_dict(), f"{folder}/model.bin")
+        GeneralCheckpointIO().load_model(nn.Linear(4, 4), f"{folder}/model.bin", low_cpu_mem_mode=False)
+
+
+def _gather_optimizer_states() -> None:
+    booster, model, optimizer = boosted(1)
+    _train(booster, model, optimizer, steps=1)
+    assert optimizer.state_dict({})["state"]
+    list(optimizer.state_dict_shard(pinned_state_dicts={}))
+
+
+def _save_config() -> None:
+    from colossalai.checkpoint_io import GeneralCheckpointIO
+
+    with tempfile.TemporaryDirectory() as folder:
+        GeneralCheckpointIO().save_model(tiny_llama(), folder, shard=True)
+        assert {"config.json", "generation_config.json"} <= set(os.listdir(folder)), "config.json is missing"
+
+
+def boosted_ddp(mixed_precision: str) -> tuple[Any, nn.Module, Any]:
+    """Booster, model and optimizer of a native TorchDDPPlugin."""
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import TorchDDPPlugin
+
+    booster = Booster(plugin=TorchDDPPlugin(), mixed_precision=mixed_precision)
+    model = tiny_llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return booster, model, optimizer
+
+
+def _train_ddp(mixed_precision: str, dtype: torch.dtype) -> None:
+    booster, model, optimizer = boosted_ddp(mixed_precision)
+    tokens = token_batch(dist.get_rank())
+    assert model(input_ids=tokens).logits.dtype == dtype
+    losses = _train(booster, model, optimizer, steps=6)
+    assert losses[-1] < 0.8 * losses[0], losses
+
+
+def _train_ddp_in_bf16() -> None:
+    _train_ddp("bf16", torch.bfloat16)
+
+
+def _train_ddp_in_fp16() -> None:
+    _train_ddp("fp16", torch.float16)
+
+
+def _ask_for_fp8_precision() -> None:
+    with pytest.raises(ValueError, match="'fp16' and 'bf16', and FP8 beside either by use_fp8=True"):
+        boosted_ddp("fp8")
+
+
+def _accumulate_under_mixed_precision() -> None:
+    booster, model, optimizer = boosted_ddp("bf16")
+    with booster.no_sync(model, optimizer):
+        assert not model.module.module.require_backward_grad_sync
+    assert model.module.module.require_backward_grad_sync
+
+
+def _load_shards_of_fp16_optimizer() -> None:
+    booster, model, optimizer = boosted_ddp("fp16")
+    _train(booster, model, optimizer, steps=1)
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    booster.save_optimizer(optimizer, folder[0], shard=True)
+    dist.barrier()
+    other, _, loaded = boosted_ddp("fp16")
+    other.load_optimizer(loaded, folder[0])
+
+
+def _train_fsdp() -> None:
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import TorchFSDPPlugin
+
+    booster = Booster(plugin=TorchFSDPPlugin())
+    model = tiny_llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1))
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert optimizer.defaults["decoupled_weight_decay"]
+    losses = _train(booster, model, optimizer, steps=6)
+    assert losses[-1] < 0.8 * losses[0], losses
+
+
+SYMPTOMS = {
+    "quantized_lora_names_bitsandbytes": Symptom(_quantize_without_bitsandbytes, "NameError"),
+    "hccl_is_unavailable": Symptom(_ask_for_hccl, "is_hccl_available"),
+    "ranks_of_a_node_are_counted": Symptom(_count_ranks_of_a_node, "KeyError('LOCAL_WORLD_SIZE')"),
+    "cpu_has_streams_and_devices": Symptom(_boost, "not supported for cpu accelerator"),
+    "cpu_has_random_generators": Symptom(_seed_tensor_parallel_layers, "get_rng_state() takes 0 positional"),
+    "cpu_counts_memory": Symptom(_count_memory, "not supported for cpu accelerator"),
+    "zero_runs_on_cpu": Symptom(_boost, "device is required"),
+    "zero_overlaps_without_streams": Symptom(_overlap_reductions, "unknown parameter type"),
+    "async_save_without_tensornvme": Symptom(_save_in_background, "AsyncFileWriter"),
+    "cpu_memory_is_not_pinned": Symptom(_load_through_pinned_memory, "Cannot access accelerator device"),
+    "cpu_optimizer_states_are_not_pinned": Symptom(_gather_optimizer_states, "pin_memory=True requires"),
+    "sharded_checkpoint_keeps_its_config": Symptom(_save_config, "config.json is missing"),
+    "bf16_autocasts": Symptom(_train_ddp_in_bf16, "abstract class BF16MixedPrecision"),
+    "cpu_autocasts": Symptom(_train_ddp_in_fp16, "context manager protocol"),
+    "no_sync_reaches_ddp_under_mixed_precision": Symptom(
+        _accumulate_under_mixed_precision, "Model is not boosted by TorchDDPPlugin"
+    ),
+    "empty_precisions_are_refused": Symptom(_ask_for_fp8_precision, "abstract class FP8MixedPrecision"),
+    "fsdp_makes_optimizers_anew": Symptom(_train_fsdp, "decoupled_weight_decay"),
+    "fsdp_runs_on_cpu": Symptom(
+        _train_fsdp, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
+    ),
+    "fp16_optimizer_is_unwrapped_wholly": Symptom(_load_shards_of_fp16_optimizer, "has no attribute 'state'"),
+}
+
+
+def _stand_ins() -> dict[str, Any]:
+    from colossalai.nn import optimizer
+    from transformers.utils import is_bitsandbytes_available
+
+    parameters = [nn.Parameter(torch.zeros(1))]
+    return {
+        "found by transformers": is_bitsandbytes_available(),
+        "GaLoreAdamW": _error(lambda: optimizer.GaLoreAdamW(parameters)),
+        "GaLoreAdamW8bit": _error(lambda: optimizer.GaLoreAdamW8bit(parameters)),
+    }

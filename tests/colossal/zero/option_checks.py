@@ -1,0 +1,229 @@
+"""The plugin's options with FP8 on the wire: stages 1 and 2 agree bit for bit and stay near 16 bits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8booster import FP8Config
+from tests.colossal.models import tiny_llama
+from tests.colossal.zero.runs import CLOSE, Layers, batch, features, gathered, masters, step, wire
+from tests.plugins.lora_checks import lora_config
+from tests.plugins.native_checks import FP16, OVERFLOWING
+from tests.plugins.registry import check, check_each
+from tests.plugins.training import (
+    STAGES,
+    Boosted,
+    assert_close,
+    assert_equal,
+    assert_trains_equally,
+    boost,
+    native,
+    train,
+)
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "no overlap": {"overlap_communication": False},
+    "late weights": {"overlap_allgather": True},
+    "masters on the host": {"cpu_offload": True},
+    "no masters": {"master_weights": False},
+    "FP32 before FP8": {"communication_dtype": torch.float32},
+    "FP16 before FP8": {"communication_dtype": torch.float16},
+    "clipping": {"max_norm": 0.1},
+    "small buckets": {"reduce_bucket_size_in_m": 0.01},
+    "fp16": FP16,
+    "overflow": OVERFLOWING,
+}
+WITHOUT_EFFECT = ("no overlap", "late weights", "masters on the host", "FP32 before FP8")
+
+
+@check_each(*OPTIONS)
+def both_stages_train_alike_and_near_16_bits(option: str) -> None:
+    runs = [boost(wire(stage=stage, **OPTIONS[option])) for stage in STAGES]
+    assert_trains_equally(*runs)
+    assert_equal(*map(masters, runs))
+    plain = boost(native(**OPTIONS[option]))
+    losses, in_16_bits = train(boost(wire(**OPTIONS[option]))), train(plain)
+    assert_close(in_16_bits, losses, CLOSE)
+    assert losses != in_16_bits
+
+
+@check_each(*WITHOUT_EFFECT)
+def what_only_moves_work_changes_no_bit(option: str) -> None:
+    for stage in STAGES:
+        assert_trains_equally(boost(wire(stage=stage)), boost(wire(stage=stage, **OPTIONS[option])))
+
+
+@check
+def without_masters_small_updates_are_kept() -> None:
+    run, plain = (boost(plugin(master_weights=False), lr=1e-4) for plugin in (wire, native))
+    before = run.parameters()
+    train(run, steps=8)
+    train(plain, steps=8)
+    name = "model.layers.0.mlp.up_proj.weight"
+    moved, expected = (after.parameters()[name].float() - before[name].float() for after in (run, plain))
+    # rounded to FP8, a weight of 0.02 moves by 0.001 or not at all
+    assert (moved - expected).norm() < 0.5 * expected.norm()
+
+
+@check_each(*STAGES)
+def an_overflow_skips_the_step_on_every_rank(stage: int) -> None:
+    run = boost(wire(stage=stage, **OVERFLOWING | {"backoff_factor": 2.0**-16}))
+    before, weights = masters(run), run.parameters()
+    run.step(batch())
+    assert_equal(before, masters(run))
+    assert_equal(weights, run.parameters())
+    assert_close(train(boost(native(stage=stage, **FP16))), train(run), CLOSE)
+
+
+@check
+def gradients_accumulate_by_no_sync_and_by_several_backwards() -> None:
+    in_16_bits = train(boost(native(stage=1)), micro_batches=3, no_sync=True)
+    for overlap in (True, False):
+        run = boost(wire(stage=1, overlap_communication=overlap))
+        assert_close(in_16_bits, train(run, micro_batches=3, no_sync=True), CLOSE)
+    assert_trains_equally(*(boost(wire(stage=stage)) for stage in STAGES), micro_batches=3)
+    assert_close(in_16_bits, train(boost(wire(stage=2)), micro_batches=3), CLOSE)
+
+
+@check_each(True, False)
+def a_layer_that_only_the_first_micro_batch_used_is_trained(overlap: bool) -> None:
+    run = boost(wire(stage=1, overlap_communication=overlap), Layers(64, 64, 64))
+    before = masters(run)
+    with run.booster.no_sync(run.model, run.optimizer):
+        run.booster.backward(run.model(features()), run.optimizer)
+    run.model.unwrap().dropped = {1}
+    step(run, features())
+    after = masters(run)
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+@check_each(*STAGES)
+def the_norm_that_clips_is_near_that_of_16_bits(stage: int) -> None:
+    norms = []
+    for plugin in (native(stage=stage), wire(stage=stage)):
+        run = boost(plugin)
+        train(run, steps=1)
+        norms.append(run.optimizer.get_grad_norm())
+    assert_close(norms[:1], norms[1:], 0.02)
+
+
+@check
+def each_parameter_group_keeps_its_own_rate() -> None:
+    from colossalai.booster import Booster
+
+    runs = []
+    for plugin in (*(wire(stage=stage) for stage in STAGES), native()):
+        model = tiny_llama()
+        matrices = [value for value in model.parameters() if value.dim() > 1]
+        vectors = [value for value in model.parameters() if value.dim() == 1]
+        groups = [{"params": matrices, "lr": 1e-2}, {"params": vectors, "lr": 0.0}]
+        booster = Booster(plugin=plugin)
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(groups))
+        runs.append(Boosted(booster, model.train(), optimizer))
+    before = masters(runs[0])
+    assert_trains_equally(*runs[:2])
+    after = masters(runs[0])
+    for name in before:
+        assert torch.equal(before[name], after[name]) == (before[name].dim() == 1), name
+    losses = train(boost(wire()))
+    assert_close(train(runs[2]), losses, 3 * CLOSE)
+
+
+@check_each(*STAGES)
+def a_dropped_layer_keeps_its_weight_and_trains_when_it_returns(stage: int) -> None:
+    run = boost(wire(stage=stage), Layers(64, 64, 64, 64))
+    network = run.model.unwrap()
+    steps = [masters(run)]
+    for dropped in (set(), {1}, set()):
+        network.dropped = dropped
+        step(run, features())
+        steps.append(masters(run))
+    changed = [
+        [
+            not torch.equal(one[f"layers.{number}.weight"], other[f"layers.{number}.weight"])
+            for number in range(3)
+        ]
+        for one, other in pairwise(steps)
+    ]
+    assert changed == [[True] * 3, [True, False, True], [True] * 3]
+
+
+@check_each(*STAGES)
+def a_frozen_layer_stays_and_needs_no_gather(stage: int) -> None:
+    model = Layers(64, 64, 64)
+    model.layers[0].requires_grad_(False)
+    frozen = model.layers[0].weight.detach().bfloat16()
+    run = boost(wire(stage=stage), model)
+    losses = [step(run, features()) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert torch.equal(frozen, run.model.unwrap().layers[0].weight)
+    assert [name for name, _ in gathered(run)] == ["layers.1.weight"]
+
+
+@check_each(*STAGES)
+def adapters_train_over_a_frozen_base(stage: int) -> None:
+    runs = []
+    for plugin in (wire(stage=stage), native(stage=stage)):
+        torch.manual_seed(0)
+        runs.append(boost(plugin, lora={"lora_config": lora_config()}))
+    before = runs[0].parameters()
+    losses, in_16_bits = map(train, runs)
+    assert_close(in_16_bits, losses, CLOSE)
+    after = runs[0].parameters()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "lora_" in name}
+
+
+def _everything(**options: Any) -> FP8Config:
+    return FP8Config(layers=lambda name, module: True, **options)
+
+
+NOT_GATHERED = {
+    "odd sizes": lambda: (wire(), Layers(64, 72, 64), "size no multiple of 16"),
+    "rowwise": lambda: (
+        wire(fp8_config=FP8Config(granularity="rowwise")),
+        Layers(64, 64, 64),
+        "rowwise scales",
+    ),
+    "no masters": lambda: (wire(master_weights=False), Layers(64, 64, 64), "no master weights"),
+}
+
+
+@check_each(*NOT_GATHERED)
+def weights_that_do_not_travel_in_fp8_train_and_are_counted_with_the_reason(case: str) -> None:
+    from fp8booster import comm, report
+
+    plugin, model, reason = NOT_GATHERED[case]()
+    run = boost(plugin, model)
+    assert len(report(run.model).fp8) == 2
+    assert len(run.optimizer.gathered_weights) == 0
+    comm.reset_statistics()
+    losses = [step(run, features()) for _ in range(4)]
+    row = comm.statistics()["weight gather"]
+    assert row.uncompressed == {reason: 8, "not the weight of an FP8 layer": 8}
+    assert row.wire_bytes == row.raw_bytes
+    assert losses[-1] < losses[0]
+
+
+@check
+def a_head_in_fp8_that_an_embedding_shares_is_gathered_in_16_bits() -> None:
+    from fp8booster import comm
+
+    def tied() -> nn.Module:
+        return tiny_llama(tie_word_embeddings=True)
+
+    for overlap in (False, True):
+        run = boost(wire(fp8_config=_everything(), overlap_allgather=overlap), tied())
+        head = run.model.unwrap().lm_head
+        assert head.weight is run.model.unwrap().model.embed_tokens.weight
+        assert head.weight not in run.optimizer.gathered_weights
+        assert len(run.optimizer.gathered_weights) == 14
+        comm.reset_statistics()
+        losses = train(run)
+        assert comm.statistics()["weight gather"].uncompressed["shared with another module"] == 3
+        assert_close(train(boost(native(), tied())), losses, 3 * CLOSE)

@@ -1,0 +1,531 @@
+"""What every rank runs: each function checks one property of `fp8booster.comm` against `torch.distributed`."""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import torch
+import torch.distributed as dist
+
+from fp8booster import comm, formats
+from fp8booster.comm import Encoding
+from fp8booster.kernels.cast import aligned
+from fp8booster.monitor.traffic import count_traffic
+from tests.comm.bounds import assert_within, block_amax, rounding_bound
+
+CHECKS: dict[str, Callable[[], None]] = {}
+SIZES = (1, 2, 15, 17, 100, 255, 1000, 4099)
+ENCODINGS = (
+    Encoding(),
+    Encoding(format=formats.E5M2, block_size=32),
+    Encoding(block_size=None),
+    Encoding(block_size=1024, power_of_two=True),
+)
+LARGE = 1 << 18
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    """Register a check."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run_checks(device: str = "cpu") -> dict[str, str | None]:
+    """Run the checks on this rank, up to the first that fails: name to None, or to what went wrong.
+
+    A rank that stops closes its connections, so that the others, which may wait for it, fail at once.
+    """
+    global DEVICE
+    DEVICE = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    outcomes: dict[str, str | None] = dict.fromkeys(CHECKS, "not run: a check before it failed")
+    for name, function in CHECKS.items():
+        torch.manual_seed(1000 + dist.get_rank())
+        comm.reset_statistics()
+        try:
+            function()
+            dist.barrier()
+            outcomes[name] = None
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+            # at once: over NCCL the other ranks may wait for this one until they are killed
+            sys.stderr.write(f"rank {dist.get_rank()}: {name}\n{outcomes[name]}\n")
+            break
+    return outcomes
+
+
+DEVICE = torch.device("cpu")
+
+
+def spread(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of both signs over several orders of magnitude, as gradients are."""
+    return (torch.randn(count) * torch.exp(torch.randn(count))).to(dtype).to(DEVICE)
+
+
+def of_all_ranks(values: torch.Tensor) -> list[torch.Tensor]:
+    """Each rank's values, exactly."""
+    gathered: list[torch.Tensor | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, values.double().cpu())
+    return [each.to(DEVICE) for each in gathered]
+
+
+def assert_same_on_all_ranks(values: torch.Tensor) -> None:
+    """Bit for bit."""
+    gathered: list[torch.Tensor | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, values.cpu())
+    for other in gathered:
+        assert torch.equal(bits(other), bits(values.cpu()))
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """What is stored, so that NaN equals NaN."""
+    return values.view({2: torch.int16, 4: torch.int32}[values.element_size()])
+
+
+def finish(work: object) -> None:
+    """Wait for what may be a handle."""
+    if work is not None:
+        work.wait()
+
+
+def cases() -> Iterator[tuple[int, torch.dtype, Encoding, bool]]:
+    """(size, dtype, encoding, asynchronous): every pair of settings at some size, every size with some settings."""
+    for (size, dtype), (encoding, asynchronous) in zip(
+        product(SIZES, formats.HIGH_PRECISION), product(ENCODINGS * 3, (False, True)), strict=True
+    ):
+        yield size, dtype, encoding, asynchronous
+
+
+def sent_bound(
+    values: torch.Tensor, encoding: Encoding, pieces: int = 1, count: int | None = None
+) -> torch.Tensor:
+    """`rounding_bound` of values sent in even pieces."""
+    counts = [count or math.ceil(values.numel() / pieces)] * pieces
+    return rounding_bound(values, block_amax(values, counts, encoding.block_size), encoding)
+
+
+def assert_reduced(
+    actual: torch.Tensor,
+    everyone: list[torch.Tensor],
+    encoding: Encoding = comm.Encoding(),  # noqa: B008 (frozen)
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> None:
+    """What all_reduce gives lies within one rounding of each rank's values and one of their sum."""
+    ranks = len(everyone)
+    counts = [aligned(math.ceil(everyone[0].numel() / ranks))] * ranks
+    factor = 1 / ranks if op == dist.ReduceOp.AVG else 1
+    exact = sum(everyone) * factor
+    first = sum(sent_bound(each, encoding, ranks, counts[0]) for each in everyone) * factor
+    largest = exact.abs() + first
+    # with one scale a tensor, each rank's piece of the sum has its own
+    amax = block_amax(largest, counts, encoding.block_size or counts[0])
+    assert_within(actual, exact, first + rounding_bound(largest, amax, encoding))
+
+
+@check
+def all_reduce_is_within_two_roundings() -> None:
+    for (size, dtype, encoding, asynchronous), op in product(cases(), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
+        values = spread(size, dtype)
+        everyone = of_all_ranks(values)
+        finish(comm.all_reduce(values, op, async_op=asynchronous, encoding=encoding, min_bytes=0))
+        assert_reduced(values, everyone, encoding, op)
+        assert_same_on_all_ranks(values)
+
+
+@check
+def all_reduce_of_many_dimensions_and_of_a_parameter() -> None:
+    parameter = torch.nn.Parameter(spread(6 * 35).view(6, 5, 7))
+    everyone = of_all_ranks(parameter.detach().view(-1))
+    comm.all_reduce(parameter, min_bytes=0)
+    assert parameter.shape == (6, 5, 7)
+    assert_reduced(parameter.detach().view(-1), everyone)
+
+
+@check
+def results_repeat_bit_for_bit() -> None:
+    values = spread(5003, torch.bfloat16)
+    first = values.clone()
+    comm.all_reduce(first, min_bytes=0)
+    for _ in range(10):
+        again = values.clone()
+        comm.all_reduce(again, min_bytes=0)
+        assert torch.equal(again, first)
+
+
+@check
+def reduce_scatter_is_within_one_rounding_of_each_rank() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for (size, dtype, encoding, asynchronous), op in product(cases(), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
+        values = spread(size * ranks, dtype)
+        everyone = of_all_ranks(values)
+        factor = 1 / ranks if op == dist.ReduceOp.AVG else 1
+        exact = sum(everyone) * factor
+        bound = sum(sent_bound(each, encoding, ranks) for each in everyone) * factor
+        output = torch.empty(size, dtype=dtype, device=DEVICE)
+        finish(
+            comm.reduce_scatter_tensor(
+                output, values, op, async_op=asynchronous, encoding=encoding, min_bytes=0
+            )
+        )
+        mine = slice(rank * size, (rank + 1) * size)
+        assert_within(output, exact[mine], bound[mine])
+
+
+@check
+def all_gather_into_tensor_is_within_one_rounding() -> None:
+    ranks = dist.get_world_size()
+    for size, dtype, encoding, asynchronous in cases():
+        values = spread(size, dtype)
+        everyone = of_all_ranks(values)
+        before = values.clone()
+        output = torch.empty(ranks, size, dtype=dtype, device=DEVICE)
+        finish(
+            comm.all_gather_into_tensor(output, values, async_op=asynchronous, encoding=encoding, min_bytes=0)
+        )
+        for got, exact in zip(output, everyone, strict=True):
+            assert_within(got, exact, sent_bound(exact, encoding))
+        assert_same_on_all_ranks(output)
+        assert torch.equal(values, before)
+
+
+@check
+def all_gather_into_tensor_works_in_place() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    output = spread(ranks * 700)
+    own = output.view(ranks, 700)[rank]
+    everyone = of_all_ranks(own)
+    comm.all_gather_into_tensor(output, own, min_bytes=0)
+    for got, exact in zip(output.view(ranks, 700), everyone, strict=True):
+        assert_within(got, exact, sent_bound(exact, Encoding()))
+
+
+@check
+def all_gather_is_within_one_rounding() -> None:
+    for size, dtype, encoding, asynchronous in cases():
+        values = spread(size, dtype)
+        everyone = of_all_ranks(values)
+        outputs = [torch.empty_like(values) for _ in everyone]
+        finish(comm.all_gather(outputs, values, async_op=asynchronous, encoding=encoding, min_bytes=0))
+        for got, exact in zip(outputs, everyone, strict=True):
+            assert_within(got, exact, sent_bound(exact, encoding))
+            assert_same_on_all_ranks(got)
+
+
+@check
+def all_to_all_single_with_even_splits_is_within_one_rounding() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for size, dtype, encoding, asynchronous in cases():
+        values = spread(ranks * size * 3, dtype).view(ranks * size, 3)
+        everyone = of_all_ranks(values)
+        output = torch.empty_like(values)
+        finish(comm.all_to_all_single(output, values, async_op=asynchronous, encoding=encoding))
+        for sender, got in enumerate(output.chunk(ranks)):
+            sent = everyone[sender].view(-1)
+            bound = sent_bound(sent, encoding, ranks).chunk(ranks)[rank]
+            assert_within(got.reshape(-1), sent.chunk(ranks)[rank], bound)
+
+
+def split_sizes(sender: int, ranks: int, largest: int) -> list[int]:
+    """Uneven, some of them empty."""
+    return [(sender * 7 + receiver * 11) % 4 * largest // 3 for receiver in range(ranks)]
+
+
+@check
+def all_to_all_single_with_uneven_and_empty_splits_is_within_one_rounding() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for size, dtype, encoding, asynchronous in cases():
+        sends = [split_sizes(sender, ranks, size) for sender in range(ranks)]
+        values = spread(2 * sum(sends[rank]), dtype).view(-1, 2)
+        receives = [sends[sender][rank] for sender in range(ranks)]
+        output = torch.empty(sum(receives), 2, dtype=dtype, device=DEVICE)
+        everyone = of_all_ranks(values)
+        finish(
+            comm.all_to_all_single(
+                output, values, receives, sends[rank], async_op=asynchronous, encoding=encoding
+            )
+        )
+        for sender, got in enumerate(output.split(receives)):
+            counts = [2 * rows for rows in sends[sender]]
+            sent = everyone[sender].view(-1)
+            if not sent.numel():
+                continue
+            bound = rounding_bound(sent, block_amax(sent, counts, encoding.block_size), encoding)
+            assert_within(got.reshape(-1), sent.split(counts)[rank], bound.split(counts)[rank])
+
+
+@check
+def all_to_all_of_nothing_at_all() -> None:
+    ranks = dist.get_world_size()
+    output = torch.empty(0, 4, device=DEVICE)
+    comm.all_to_all_single(output, torch.empty(0, 4, device=DEVICE), [0] * ranks, [0] * ranks)
+    assert output.shape == (0, 4)
+
+
+@check
+def all_to_all_is_within_one_rounding() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for size, dtype, encoding, asynchronous in cases():
+        sends = [split_sizes(sender, ranks, size) for sender in range(ranks)]
+        inputs = [spread(count, dtype) for count in sends[rank]]
+        outputs = [torch.empty(sends[sender][rank], dtype=dtype, device=DEVICE) for sender in range(ranks)]
+        everyone = of_all_ranks(torch.cat(inputs))
+        finish(comm.all_to_all(outputs, inputs, async_op=asynchronous, encoding=encoding))
+        for sender, got in enumerate(outputs):
+            sent = everyone[sender].split(sends[sender])[rank]
+            if sent.numel():
+                assert_within(got, sent, sent_bound(sent, encoding))
+
+
+@check
+def broadcast_gives_all_ranks_the_same_bits() -> None:
+    ranks = dist.get_world_size()
+    for index, (size, dtype, encoding, asynchronous) in enumerate(cases()):
+        values = spread(size, dtype)
+        source = index % ranks
+        exact = of_all_ranks(values)[source]
+        where = {"src": source} if index % 2 else {"group_src": source}
+        finish(comm.broadcast(values, async_op=asynchronous, encoding=encoding, min_bytes=0, **where))
+        assert_within(values, exact, sent_bound(exact, encoding))
+        assert_same_on_all_ranks(values)
+
+
+@check
+def point_to_point_around_the_ring() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    to, source = (rank + 1) % ranks, (rank - 1) % ranks
+    for size, dtype, encoding, blocking in cases():
+        options = {"encoding": encoding, "min_bytes": 0}
+        values, output = spread(size, dtype), torch.empty(size, dtype=dtype, device=DEVICE)
+        exact = of_all_ranks(values)[source]
+        if blocking and rank % 2 == 0:
+            comm.send(values, to, **options)
+            assert comm.recv(output, source, **options) == source
+        elif blocking:
+            waiting = comm.irecv(output, source, **options)
+            comm.send(values, to, **options)
+            waiting.wait()
+        else:
+            # two ranks that both send first would wait for each other over NCCL
+            sending = comm.isend(values, to, **options) if rank % 2 else None
+            comm.irecv(output, source, **options).wait()
+            (sending or comm.isend(values, to, **options)).wait()
+        assert_within(output, exact, sent_bound(exact, encoding))
+
+
+@check
+def batched_point_to_point_around_the_ring() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    to, source = (rank + 1) % ranks, (rank - 1) % ranks
+    for size, dtype, encoding, _ in cases():
+        options = {"encoding": encoding, "min_bytes": 0}
+        values, output = spread(size, dtype), torch.empty(size, dtype=dtype, device=DEVICE)
+        number, arrived = torch.tensor([rank], device=DEVICE), torch.tensor([-1], device=DEVICE)
+        exact = of_all_ranks(values)[source]
+        works = comm.batch_isend_irecv(
+            [
+                comm.P2POp(comm.isend, values, to, **options),
+                comm.P2POp(comm.irecv, output, source, **options),
+                comm.P2POp(comm.isend, number, to),
+                comm.P2POp(comm.irecv, arrived, source),
+            ]
+        )
+        for work in works:
+            work.wait()
+        assert_within(output, exact, sent_bound(exact, encoding))
+        assert arrived.item() == source
+
+
+@check
+def infinity_and_nan_arrive_as_nan() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    for bad, encoding in product((math.inf, -math.inf, math.nan), ENCODINGS):
+        values = torch.ones(5000, device=DEVICE)
+        if rank == ranks - 1:
+            values[4321] = bad
+        comm.all_reduce(values, encoding=encoding, min_bytes=0)
+        assert values[4321].isnan()
+        if encoding.block_size == 32:
+            assert values[:4000].isfinite().all()
+        output = torch.empty(ranks, 2, device=DEVICE)
+        comm.all_gather_into_tensor(
+            output, torch.tensor([bad, 1.0], device=DEVICE), encoding=encoding, min_bytes=0
+        )
+        assert output[:, 0].isnan().all()
+
+
+@check
+def zeros_stay_zeros_and_tiny_values_survive() -> None:
+    values = torch.zeros(3000, device=DEVICE)
+    values[2999] = 1e-30
+    comm.all_reduce(values, min_bytes=0)
+    assert not values[:2500].any()
+    assert abs(values[2999].item() / (dist.get_world_size() * 1e-30) - 1) < 2**-3
+
+
+@check
+def several_in_flight_are_finished_in_any_order() -> None:
+    ranks = dist.get_world_size()
+    tensors = [spread(2000 + 100 * index) for index in range(6)]
+    everyone = [of_all_ranks(values) for values in tensors]
+    outputs = [torch.empty(ranks, 300, device=DEVICE) for _ in range(3)]
+    inputs = [spread(300) for _ in outputs]
+    gathered = [of_all_ranks(values) for values in inputs]
+    works = [comm.all_reduce(values, async_op=True, min_bytes=0) for values in tensors]
+    gathers = [
+        comm.all_gather_into_tensor(output, values, async_op=True, min_bytes=0)
+        for output, values in zip(outputs, inputs, strict=True)
+    ]
+    for work in reversed(works + gathers):
+        work.wait()
+        work.wait()  # a second time changes nothing
+        assert work.is_completed()
+    for values, expected in zip(tensors, everyone, strict=True):
+        assert_reduced(values, expected)
+    for output, expected in zip(outputs, gathered, strict=True):
+        for got, sent in zip(output, expected, strict=True):
+            assert_within(got, sent, sent_bound(sent, Encoding()))
+
+
+@check
+def the_future_holds_the_outputs() -> None:
+    values = spread(3000)
+    expected = values.clone()
+    comm.all_reduce(expected, min_bytes=0)
+    future = comm.all_reduce(values, async_op=True, min_bytes=0).get_future()
+    (output,) = future.wait()
+    assert output is values
+    assert torch.equal(values, expected)
+
+
+@check
+def polling_ends_with_the_outputs_written() -> None:
+    values = spread(3000)
+    expected = values.clone()
+    comm.all_reduce(expected, min_bytes=0)
+    work = comm.all_reduce(values, async_op=True, min_bytes=0)
+    while not work.is_completed():
+        pass
+    assert torch.equal(values, expected)
+
+
+@check
+def sub_groups_reduce_among_themselves() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    members = list(range(1, ranks))
+    group = dist.new_group(members)
+    values = spread(1000, torch.bfloat16)
+    everyone = of_all_ranks(values)
+    before = values.clone()
+    if rank in members:
+        comm.all_reduce(values, group=group, min_bytes=0)
+        if len(members) > 1:
+            assert_reduced(values, [everyone[member] for member in members])
+            source = torch.full((64,), float(rank), device=DEVICE)
+            comm.broadcast(source, group_src=1, group=group, min_bytes=0)
+            assert source.tolist() == [2.0] * 64
+        else:
+            assert torch.equal(values, before)
+            assert comm.statistics()["all_reduce"].uncompressed == {"one rank": 1}
+    dist.destroy_process_group(group)
+
+
+@check
+def what_is_not_compressed_is_plain_and_counted() -> None:
+    ranks = dist.get_world_size()
+    integers = torch.full((5000,), 3, device=DEVICE)
+    comm.all_reduce(integers)
+    assert integers.eq(3 * ranks).all()
+    largest = torch.full((5000,), float(dist.get_rank()), device=DEVICE)
+    comm.all_reduce(largest, dist.ReduceOp.MAX)
+    assert largest.eq(ranks - 1).all()
+    small = torch.full((4,), 0.1, device=DEVICE)
+    for asynchronous in (False, True):
+        mean = small.clone()
+        finish(comm.all_reduce(mean, dist.ReduceOp.AVG, async_op=asynchronous, min_bytes=1000))
+        torch.testing.assert_close(mean, small)
+    comm.all_reduce(torch.ones(400, dtype=torch.bfloat16, device=DEVICE), min_bytes=801)
+    row = comm.statistics()["all_reduce"]
+    assert row.calls == 5
+    assert row.uncompressed == {"int64": 1, "reduction MAX": 1, "small": 3}
+    assert row.wire_bytes == row.raw_bytes
+    for call in (
+        lambda: comm.all_gather_into_tensor(torch.empty(ranks, device=DEVICE), torch.ones(1, device=DEVICE)),
+        lambda: comm.broadcast(torch.ones(3, device=DEVICE), 0),
+        lambda: comm.all_gather(
+            [torch.empty(1, device=DEVICE) for _ in range(ranks)], torch.ones(1, device=DEVICE)
+        ),
+        lambda: comm.reduce_scatter_tensor(
+            torch.empty(2, device=DEVICE), torch.ones(2 * ranks, device=DEVICE)
+        ),
+    ):
+        call()
+    counted = comm.statistics()
+    for name in ("all_gather_into_tensor", "broadcast", "all_gather", "reduce_scatter_tensor"):
+        assert counted[name].uncompressed == {"small": 1}
+        assert name in str(counted)
+
+
+def large_calls(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
+    """Each collective on large tensors, by the plain one's name."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    values = spread(LARGE * ranks, dtype)
+    part = values[:LARGE].clone()
+    parts = list(values.clone().chunk(ranks))
+    to, source = (rank + 1) % ranks, (rank - 1) % ranks
+
+    def ring(module: object) -> None:
+        sent = module.P2POp(module.isend, part, to)
+        received = module.P2POp(module.irecv, part.clone(), source)
+        for work in module.batch_isend_irecv([sent, received]):
+            work.wait()
+
+    return {
+        "all_reduce": lambda m: m.all_reduce(values.clone()),
+        "reduce_scatter_tensor": lambda m: m.reduce_scatter_tensor(part.clone(), values),
+        "all_gather_into_tensor": lambda m: m.all_gather_into_tensor(values.clone(), part),
+        "all_gather": lambda m: m.all_gather(parts, part),
+        "all_to_all_single": lambda m: m.all_to_all_single(values.clone(), values),
+        "all_to_all": lambda m: m.all_to_all([p.clone() for p in parts], parts),
+        "broadcast": lambda m: m.broadcast(part.clone(), 0),
+        "send": ring,
+    }
+
+
+@check
+def wire_bytes_are_half_of_bf16_and_a_quarter_of_fp32() -> None:
+    for dtype, largest in ((torch.bfloat16, 0.52), (torch.float32, 0.26)):
+        for name, call in large_calls(dtype).items():
+            with count_traffic() as plain:
+                call(dist)
+            comm.reset_statistics()
+            with count_traffic() as ours:
+                call(comm)
+            assert {key[1] for key in ours.counts} == {torch.uint8}, name
+            assert ours.sent <= largest * plain.sent, (name, dtype, ours.sent / plain.sent)
+            row = comm.statistics()[name]
+            assert row.calls == 1, name
+            assert abs(row.raw_bytes - plain.sent) < dist.get_world_size(), (
+                name
+            )  # each tensor's share is rounded
+            assert row.wire_bytes == ours.sent, name
+
+
+@check
+def mistakes_raise_before_anything_is_sent() -> None:
+    ranks = dist.get_world_size()
+    values = torch.ones(ranks * 8, device=DEVICE)
+    for call in (
+        lambda: comm.all_reduce(torch.ones(8, 8, device=DEVICE).t(), min_bytes=0),
+        lambda: comm.reduce_scatter_tensor(values.clone(), values, min_bytes=0),
+        lambda: comm.all_gather_into_tensor(values.clone(), values, min_bytes=0),
+        lambda: comm.all_to_all_single(values.clone(), values, None, [1] * ranks),
+        lambda: comm.all_to_all_single(values.clone(), torch.ones(ranks * 8 + 1, device=DEVICE)),
+    ):
+        try:
+            call()
+        except ValueError:
+            continue
+        raise AssertionError("no ValueError")

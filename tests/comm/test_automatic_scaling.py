@@ -1,0 +1,221 @@
+"""FP8-LM's automatic scaling on 2 and 3 ranks, started once for all checks of a number."""
+
+from __future__ import annotations
+
+import functools
+import math
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fp8booster import comm
+from fp8booster.comm import AutomaticScaling, Encoding
+from fp8booster.monitor.traffic import count_traffic
+from tests.comm.bounds import assert_within, rounding_bound
+from tests.distributed import run_ranks
+
+CHECKS: list[Callable[[torch.device], None]] = []
+SIZES = [1000, 7, 3001]
+"""Of three tensors in a rank's part."""
+
+
+def check(function: Callable[[torch.device], None]) -> Callable[[torch.device], None]:
+    """Register a check."""
+    CHECKS.append(function)
+    return function
+
+
+def reduce(scaling: AutomaticScaling, values: torch.Tensor, sizes: list[int] | None = None) -> torch.Tensor:
+    """This rank's part of the mean."""
+    output = values.new_empty(values.numel() // dist.get_world_size())
+    scaling.reduce_scatter_tensor(output, values, dist.ReduceOp.AVG, sizes=sizes, min_bytes=0)
+    return output
+
+
+def gathered(values: torch.Tensor) -> torch.Tensor:
+    """[ranks, N]: the values of all ranks."""
+    every = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, values)
+    return torch.stack(every)
+
+
+def gradients(device: torch.device) -> torch.Tensor:
+    """Three tensors of very different size of value, in a part for each rank; ranks differ by a factor."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    parts = [
+        torch.cat([torch.randn(size, generator=generator) * 10.0**-power for power, size in enumerate(SIZES)])
+        for _ in range(dist.get_world_size())
+    ]
+    return (torch.cat(parts) * (1 + dist.get_rank())).to(device)
+
+
+@check
+def the_sum_lies_within_what_casts_and_additions_round(device: torch.device) -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    values = gradients(device)
+    found = reduce(AutomaticScaling(ranks, device), values, SIZES)
+    every = gathered(values).view(ranks, ranks, -1)
+    ratios = []
+    for tensor, got in zip(every.split(SIZES, 2), found.split(SIZES), strict=True):
+        amax = tensor.double().abs().max() * ranks  # mu is 1 / ranks
+        mine = tensor[:, rank].double()
+        bound = sum(rounding_bound(values, amax, Encoding()) for values in mine)
+        for partial in mine.abs().cumsum(0)[
+            1:
+        ]:  # each addition rounds; 1.1: what was rounded before may be larger
+            bound = bound + rounding_bound(1.1 * partial, amax, Encoding())
+        assert_within(got, mine.mean(0), bound / ranks)
+        ratios.append(((got - mine.mean(0)).abs() / (bound / ranks)).max().item())
+    assert max(ratios) > 0.3, ratios
+
+
+@check
+def ranks_share_the_scale_of_the_one_with_the_largest_values(device: torch.device) -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    values = torch.full((ranks,), 3e-6, device=device)
+    if rank == 1:
+        values *= 2.0**14
+    found = reduce(AutomaticScaling(ranks, device), values)
+    # under the scale of rank 1 the others' values are flushed
+    torch.testing.assert_close(found, torch.full_like(found, 3e-6 * 2.0**14 / ranks), rtol=2.0**-4, atol=0.0)
+    alone = gathered(found).flatten()
+    assert bool((alone == alone[0]).all())
+
+
+@check
+def mu_is_halved_from_0_001_percent_of_saturated_values(device: torch.device) -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    part = 100_000
+    cast = ranks * (ranks + 1) * part
+    for over, factor in ((0, comm.automatic_scaling.GROWTH), (1, 0.5)):
+        scaling = AutomaticScaling(1, device)  # mu is 1: the largest value is cast to the format's largest
+        values = torch.zeros(ranks * part, device=device)
+        if rank == 0:
+            values[: cast // 200_000 + over] = -0.5  # each once sent and once in the sum
+        reduce(scaling, values)
+        scaling.step()
+        assert math.isclose(scaling.mu.item(), factor, rel_tol=1e-6), (over, scaling.mu)
+        assert bool((gathered(scaling.mu) == scaling.mu).all())
+        before = scaling.mu.clone()
+        scaling.step()  # nothing was reduced
+        assert torch.equal(scaling.mu, before)
+
+
+@check
+def mu_grows_to_twice_its_value_in_1000_steps(device: torch.device) -> None:
+    ranks = dist.get_world_size()
+    scaling = AutomaticScaling(8, device)
+    values = torch.ones(ranks, device=device)
+    for steps, expected in ((500, 2**0.5 / 8), (500, 0.25)):
+        for _ in range(steps):
+            reduce(scaling, values)
+            scaling.step()
+        assert math.isclose(scaling.mu.item(), expected, rel_tol=1e-3), scaling.mu
+
+
+@check
+def sums_beyond_the_format_saturate_and_shrink_mu_until_they_fit(device: torch.device) -> None:
+    ranks = dist.get_world_size()
+    scaling = AutomaticScaling(1, device)
+    values = torch.ones(ranks * 64, device=device)
+    assert bool((reduce(scaling, values) < 0.6).all())
+    for _ in range(4):
+        reduce(scaling, values)
+        scaling.step()
+    torch.testing.assert_close(
+        reduce(scaling, values), torch.ones(64, device=device), rtol=2.0**-4 * ranks, atol=0.0
+    )
+
+
+@check
+def an_infinity_or_nan_of_one_rank_arrives_as_nan_and_spares_other_tensors(device: torch.device) -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    values = gradients(device)
+    good = reduce(AutomaticScaling(ranks, device), values, SIZES)
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        spoiled = values.clone()
+        if rank == ranks - 1:
+            spoiled[SIZES[0] + 2] = bad  # in the second tensor of the first rank's part
+        scaling = AutomaticScaling(ranks, device)
+        first, second, third = reduce(scaling, spoiled, SIZES).split(SIZES)
+        assert bool(second.isnan().all())
+        assert torch.equal(first, good.split(SIZES)[0])
+        assert torch.equal(third, good.split(SIZES)[2])
+        scaling.step()
+        assert bool(scaling.mu.isfinite())
+
+
+@check
+def statistics_agree_with_what_is_seen_at_torch_distributed(device: torch.device) -> None:
+    values = gradients(device).bfloat16()
+    scaling = AutomaticScaling(dist.get_world_size(), device)
+    comm.reset_statistics()
+    with count_traffic() as counted:
+        reduce(scaling, values, SIZES)
+        scaling.step()
+    rows = comm.statistics().rows
+    assert sum(row.wire_bytes for row in rows.values()) == counted.sent
+    assert 0.5 < rows["reduce_scatter_tensor"].ratio < 0.52
+
+
+@check
+def small_ones_go_uncompressed(device: torch.device) -> None:
+    comm.reset_statistics()
+    values = torch.arange(2.0 * dist.get_world_size(), device=device) / 7
+    output = values.new_empty(2)
+    AutomaticScaling(dist.get_world_size(), device).reduce_scatter_tensor(output, values)
+    expected = values.view(-1, 2)[dist.get_rank()] * dist.get_world_size()
+    torch.testing.assert_close(output, expected)
+    assert comm.statistics()["reduce_scatter_tensor"].uncompressed == {"small": 1}
+
+
+def run_checks(device: str) -> dict[str, str | None]:
+    """Name to None, or to what went wrong; what follows a failure is not run."""
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_node_local_rank())
+    names = [function.__name__ for function in CHECKS]
+    outcomes: dict[str, str | None] = dict.fromkeys(names, "not run: a check before it failed")
+    try:
+        for name, function in zip(names, CHECKS, strict=True):
+            running = name
+            function(torch.device(device))
+            dist.barrier()
+            outcomes[name] = None
+    except Exception:
+        outcomes[running] = traceback.format_exc()
+    return outcomes
+
+
+def run_over_nccl() -> dict[str, str | None]:
+    """The checks on GPUs."""
+    dist.init_process_group("nccl")
+    try:
+        return run_checks("cuda")
+    finally:
+        dist.destroy_process_group()
+
+
+@functools.cache
+def outcomes(ranks: int) -> list[dict[str, str | None]]:
+    """What each rank found."""
+    return run_ranks(run_checks, ranks, "cpu", timeout=240)
+
+
+@pytest.mark.parametrize("name", [function.__name__ for function in CHECKS])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_gloo(ranks: int, name: str) -> None:
+    for rank, outcome in enumerate(outcomes(ranks)):
+        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
+
+
+@pytest.mark.gpu
+def test_on_nccl() -> None:
+    """NCCL's own sum of FP8. Not yet run on a GPU."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for rank, outcome in enumerate(run_ranks(run_over_nccl, 2, initialize=False, timeout=240)):
+        failed = {name: trace for name, trace in outcome.items() if trace is not None}
+        assert not failed, f"rank {rank}: {failed}"

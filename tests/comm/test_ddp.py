@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8booster import comm, formats
+from fp8booster.comm import DDPState, Encoding
+from fp8booster.monitor.traffic import count_traffic
+from tests.comm.training import batches, losses_of, small_model, worst_difference
+from tests.distributed import run_ranks
+
+
+def train_plain_and_in_fp8() -> dict[str, object]:
+    model = small_model()
+    other = copy.deepcopy(model)
+    plain = losses_of(DistributedDataParallel(model))
+    hooked = DistributedDataParallel(other)
+    hooked.register_comm_hook(DDPState(min_bytes=4096), comm.ddp_hook)
+    with count_traffic() as traffic:
+        ours = losses_of(hooked)
+    return {
+        "plain": plain,
+        "ours": ours,
+        "parameters": [parameter.detach() for parameter in other.parameters()],
+        "dtypes": {dtype for _, dtype in traffic.counts},
+        "statistics": comm.statistics()["all_reduce"],
+        "gradients": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+def test_the_loss_follows_that_of_plain_ddp_on_two_ranks() -> None:
+    ranks = run_ranks(train_plain_and_in_fp8, 2)
+    for rank in ranks:
+        assert rank["ours"][-1] < 0.5 * rank["ours"][0]
+        assert worst_difference(rank["ours"], rank["plain"]) < 0.02
+        assert rank["ours"] != rank["plain"]
+        assert rank["statistics"].ratio < 0.27
+        assert torch.uint8 in rank["dtypes"]
+    for one, other in zip(ranks[0]["parameters"], ranks[1]["parameters"], strict=True):
+        assert torch.equal(one, other)
+
+
+def average_a_gradient() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(64, 64, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(0.01)
+    hooked = DistributedDataParallel(model)
+    encoding = Encoding(format=formats.E5M2, block_size=64)
+    hooked.register_comm_hook(DDPState(encoding=encoding, min_bytes=0), comm.ddp_hook)
+    x = torch.randn(32, 64)
+    hooked(x).square().sum().backward()
+    exact = 2 * (x @ torch.full((64, 64), 0.01)).t() @ x
+    dist.all_reduce(exact)
+    return model.weight.grad, exact / dist.get_world_size()
+
+
+def test_settings_reach_the_wire_and_the_result_is_the_mean() -> None:
+    (gradient, exact), (other, _), _ = run_ranks(average_a_gradient, 3)
+    assert torch.equal(gradient, other)
+    noise = (gradient - exact).norm() / exact.norm()
+    assert 2**-6 < noise < 2**-3  # E5M2 twice, not E4M3, not nothing
+    assert math.isfinite(noise)
+
+
+def test_batches_differ_between_ranks() -> None:
+    assert not torch.equal(next(batches(0))[0], next(batches(1))[0])

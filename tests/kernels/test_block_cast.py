@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+
+from fp8booster import formats
+from fp8booster.kernels import block_cast
+from fp8booster.kernels.block_cast import Layout, Reference
+from fp8booster.kernels.cast import saturate
+from fp8booster.scaling import scale_of
+from tests.distributed import run_ranks
+
+PIECES = [
+    ((7,), 7),
+    ((1,), 1),
+    ((64, 64, 64), 190),
+    ((64, 64, 64), 100),
+    ((2500, 2500), 5000),
+    ((0, 3, 1000, 17), 1020),
+    ((5, 0, 300), 305),
+    ((32, 4096, 0, 1600), 5728),
+    ((4096, 4096, 4096), 9000),
+]
+BLOCKS = (32, 256, 1024, None)
+SETTINGS = list(product(formats.FORMATS, (False, True)))
+
+
+def gradient_like(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(count) * torch.exp(2 * torch.randn(count))).to(dtype)
+
+
+def encoded(
+    implementation: object, values: torch.Tensor, layout: Layout, dtype: torch.dtype, power_of_two: bool
+) -> torch.Tensor:
+    message = torch.full((layout.bytes,), 0xAA, dtype=torch.uint8, device=values.device)
+    implementation.encode(values, message, layout, dtype, power_of_two)
+    return message
+
+
+def expected_piece(
+    values: torch.Tensor, layout: Layout, piece: int, dtype: torch.dtype, power_of_two: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """FP8 values and inverse scales of a piece, block by block from the definition."""
+    count, start = layout.counts[piece], layout.starts[piece]
+    part = torch.zeros(count)
+    inside = values[start : start + count].float()
+    part[: inside.numel()] = inside
+    bits, inverse_scales = [], []
+    for block in part.split(layout.block_size or max(count, 1)):
+        amax = (values if layout.block_size is None else block).float().abs().max()
+        scale, inverse_scale = scale_of(amax, dtype, power_of_two)
+        bits.append(saturate(block * scale, dtype).view(torch.uint8))
+        inverse_scales.append(inverse_scale)
+    return torch.cat(bits), torch.stack(inverse_scales)
+
+
+def test_pieces_follow_each_other_and_begin_at_multiples_of_sixteen() -> None:
+    for (counts, _), block in product(PIECES, BLOCKS):
+        layout = Layout(counts, block)
+        assert layout.offsets == [sum(layout.sizes[:piece]) for piece in range(len(counts))]
+        assert layout.starts == [sum(counts[:piece]) for piece in range(len(counts))]
+        assert layout.bytes == sum(layout.sizes)
+        for count, size in zip(counts, layout.sizes, strict=True):
+            assert size % 16 == 0
+            scales = 0 if count == 0 else 1 if block is None else math.ceil(count / block)
+            assert count + 4 * scales <= size < count + 4 * scales + 32
+
+
+@pytest.mark.parametrize(("dtype", "power_of_two"), SETTINGS)
+@pytest.mark.parametrize("source", formats.HIGH_PRECISION)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_message_holds_each_block_cast_by_its_own_scale(block, source, dtype, power_of_two) -> None:
+    torch.manual_seed(0)
+    for counts, total in PIECES:
+        layout = Layout(counts, block)
+        values = gradient_like(total, source)
+        message = encoded(Reference, values, layout, dtype, power_of_two)
+        decoded = torch.full((total,), 7.0)
+        block_cast.decode(message, decoded, layout, dtype)
+        for piece, count in enumerate(counts):
+            if count == 0:
+                continue
+            bits, inverse_scales = expected_piece(values, layout, piece, dtype, power_of_two)
+            offset, start = layout.offsets[piece], layout.starts[piece]
+            payload = offset + layout.payload_bytes(count)
+            assert torch.equal(message[offset : offset + count], bits)
+            stored = message[payload : offset + layout.sizes[piece]].view(torch.float32)
+            assert torch.equal(stored[: inverse_scales.numel()], inverse_scales)
+            exact = bits.view(dtype).float() * inverse_scales.repeat_interleave(block or count)[:count]
+            assert torch.equal(decoded[start : start + count], exact[: max(0, total - start)])
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_pieces_are_added_in_fp32_in_order_and_cast_again(block) -> None:
+    torch.manual_seed(0)
+    layout = Layout.even(1000, 3, block)
+    message = encoded(Reference, gradient_like(3000), layout, formats.E4M3, False)
+    decoded = torch.empty(3, 1000)
+    block_cast.decode(message, decoded.view(-1), layout, formats.E4M3)
+    expected = ((decoded[0] + decoded[1]) + decoded[2]) * torch.tensor(1 / 3)
+    mean = torch.empty(1000)
+    block_cast.decode_sum(message, mean, layout, formats.E4M3, 1 / 3)
+    assert torch.equal(mean, expected)
+    half = torch.empty(1000, dtype=torch.bfloat16)
+    block_cast.decode_sum(message, half, layout, formats.E4M3, 1 / 3)
+    assert torch.equal(half, expected.bfloat16())
+    one = Layout.even(1000, 1, block)
+    again = torch.full((one.bytes,), 0x55, dtype=torch.uint8)
+    block_cast.decode_sum_encode(message, again, layout, formats.E4M3, factor=1 / 3)
+    assert torch.equal(again, encoded(Reference, expected, one, formats.E4M3, False))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", formats.FORMATS)
+def test_a_bad_value_makes_its_block_nan_and_no_other(dtype, bad, device) -> None:
+    values = torch.ones(1000, device=device)
+    values[300] = bad
+    layout = Layout.even(500, 2, 32)
+    message = encoded(block_cast, values, layout, dtype, False)
+    decoded = torch.empty(1000, device=device)
+    block_cast.decode(message, decoded, layout, dtype)
+    assert decoded[288:320].isnan().all()
+    assert torch.equal(decoded[:288], values[:288])
+    assert torch.equal(decoded[320:], values[320:])
+    total = torch.empty(500, device=device)
+    block_cast.decode_sum(message, total, layout, dtype)
+    assert total[288:320].isnan().all()
+    assert total[:288].eq(2).all()
+    one = Layout.even(500, 1, 32)
+    again = torch.empty(one.bytes, dtype=torch.uint8, device=device)
+    block_cast.decode_sum_encode(message, again, layout, dtype)
+    block_cast.decode(again, total, one, dtype)
+    assert total[288:320].isnan().all()
+    assert total[:288].eq(2).all()
+
+
+def test_zeros_have_scale_one_and_the_smallest_values_survive(device) -> None:
+    values = torch.zeros(64, device=device)
+    values[40] = 2.0**-120
+    layout = Layout.even(64, 1, 32)
+    message = encoded(block_cast, values, layout, formats.E4M3, False)
+    inverse_scales = message[64:].view(torch.float32)
+    assert inverse_scales[0] == 1
+    decoded = torch.empty(64, device=device)
+    block_cast.decode(message, decoded, layout, formats.E4M3)
+    torch.testing.assert_close(decoded, values, rtol=2**-20, atol=0)
+
+
+def interpreted_kernels_agree() -> list[str]:
+    """What differs where the interpreter rounds as the hardware does: on values that FP8 holds exactly."""
+    from fp8booster.kernels import block_cast_triton
+
+    torch.manual_seed(0)
+    wrong = []
+    settings = [(formats.E4M3, False, torch.bfloat16), (formats.E5M2, True, torch.float32)]
+    for (counts, total), block, (dtype, power_of_two, source) in product(PIECES, (32, 1024, None), settings):
+        layout = Layout(counts, block)
+        # three bits each, beside the largest value of the format or alone: exact at any power of two
+        values = (torch.randint(-7, 8, (total,)) * 8.0).to(source)
+        values[:: block or total] = formats.MAX[dtype]
+        ours = encoded(block_cast_triton, values, layout, dtype, True)
+        reference = encoded(Reference, values, layout, dtype, True)
+        case = f"{counts} {block} {dtype} {power_of_two} {source}"
+        if not torch.equal(ours, reference):
+            wrong.append(f"encode {case}")
+        outputs = [torch.full((total,), fill, dtype=torch.float32) for fill in (1.0, 2.0)]
+        block_cast_triton.decode(reference, outputs[0], layout, dtype)
+        Reference.decode(reference, outputs[1], layout, dtype)
+        if not torch.equal(*outputs):
+            wrong.append(f"decode {case}")
+        random = gradient_like(total, source)
+        ours = encoded(block_cast_triton, random, layout, dtype, power_of_two)
+        reference = encoded(Reference, random, layout, dtype, power_of_two)
+        for offset, count, size in zip(layout.offsets, layout.counts, layout.sizes, strict=True):
+            scales = slice(offset + layout.payload_bytes(count), offset + size)
+            if not torch.equal(ours[scales], reference[scales]):
+                wrong.append(f"scales {case}")
+        if layout.is_even:
+            sums = [torch.full((counts[0],), fill) for fill in (1.0, 2.0)]
+            for implementation, output in zip((block_cast_triton, Reference), sums, strict=True):
+                implementation.decode_sum(reference, output, layout, dtype, 1 / 3)
+            if not torch.equal(*sums):
+                wrong.append(f"decode_sum {case}")
+        if layout.is_even and block is not None:
+            exact = encoded(Reference, values, layout, dtype, True)
+            one = Layout(counts[:1], block)
+            again = [torch.full((one.bytes,), fill, dtype=torch.uint8) for fill in (0x55, 0xAA)]
+            for implementation, message in zip((block_cast_triton, Reference), again, strict=True):
+                implementation.decode_sum_encode(exact, message, layout, dtype, True, 2.0 ** -len(counts))
+            if len(counts) == 1 and not torch.equal(*again):
+                wrong.append(f"decode_sum_encode {case}")
+            scales = slice(layout.payload_bytes(counts[0]), one.bytes)
+            if not torch.equal(again[0][scales], again[1][scales]):
+                wrong.append(f"scales of decode_sum_encode {case}")
+    return wrong
+
+
+def test_the_kernels_interpreted_agree_with_the_reference() -> None:
+    (wrong,) = run_ranks(
+        interpreted_kernels_agree, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, timeout=300
+    )
+    assert wrong == []
+
+
+def same_bytes(one: torch.Tensor, other: torch.Tensor, layout: Layout, dtype: torch.dtype) -> bool:
+    """Equal byte for byte, where one NaN is as good as another."""
+    differing = (one != other).nonzero().view(-1)
+    if differing.numel() == 0:
+        return True
+    for offset, count, size in zip(layout.offsets, layout.counts, layout.sizes, strict=True):
+        payload = offset + layout.payload_bytes(count)
+        for part, kind in ((slice(offset, payload), dtype), (slice(payload, offset + size), torch.float32)):
+            a, b = one[part].view(kind).float(), other[part].view(kind).float()
+            if not torch.equal(a.nan_to_num(12345.0), b.nan_to_num(12345.0)) or not torch.equal(
+                a.isnan(), b.isnan()
+            ):
+                return False
+    return True
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "power_of_two"), SETTINGS)
+@pytest.mark.parametrize("source", formats.HIGH_PRECISION)
+def test_the_kernels_have_the_bytes_of_the_reference_every_time(source, dtype, power_of_two) -> None:
+    from fp8booster.kernels import block_cast_triton
+
+    torch.manual_seed(0)
+    edges = torch.tensor(
+        [0.0, -0.0, 1e-45, 1e-38, -1e-30, 65504.0, 3e38, math.inf, -math.inf, math.nan, 448, 57344]
+    )
+    for (counts, total), block in product([*PIECES, ((100_000,) * 4, 399_999)], (*BLOCKS, 4096)):
+        layout = Layout(counts, block)
+        values = gradient_like(total)
+        values[:: max(1, total // 37)] = 0
+        if total > 5000:
+            values[2000 : 2000 + edges.numel()] = edges
+        values = values.to(source).cuda()
+        reference = encoded(Reference, values, layout, dtype, power_of_two)
+        decoded = torch.empty_like(values)
+        Reference.decode(reference, decoded, layout, dtype)
+        for _ in range(50):
+            assert same_bytes(
+                encoded(block_cast_triton, values, layout, dtype, power_of_two), reference, layout, dtype
+            )
+            output = torch.full_like(values, 3)
+            block_cast_triton.decode(reference, output, layout, dtype)
+            assert torch.equal(output.nan_to_num(7), decoded.nan_to_num(7))
+        if not layout.is_even:
+            continue
+        total_of_pieces, output = (torch.empty(counts[0], dtype=source, device="cuda") for _ in range(2))
+        Reference.decode_sum(reference, total_of_pieces, layout, dtype, 1 / 3)
+        block_cast_triton.decode_sum(reference, output, layout, dtype, 1 / 3)
+        assert torch.equal(output.nan_to_num(7), total_of_pieces.nan_to_num(7))
+        if block is not None:
+            one = Layout(counts[:1], block)
+            expected, again = (torch.zeros(one.bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+            Reference.decode_sum_encode(reference, expected, layout, dtype, power_of_two, 1 / 3)
+            block_cast_triton.decode_sum_encode(reference, again, layout, dtype, power_of_two, 1 / 3)
+            assert same_bytes(again, expected, one, dtype)

@@ -1,0 +1,95 @@
+"""The kernels of FP8 messages compile for Hopper, which takes no GPU, and move whole vectors where they should."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from fp8booster import formats  # noqa: E402
+from fp8booster.kernels import block_cast_triton as kernels  # noqa: E402
+
+TYPES = {
+    "partials": "*fp32",
+    "partial_count": "i32",
+    "message": "*u8",
+    "scales": "*fp32",
+    "table": "*i64",
+    "total": "i64",
+    "count": "i32",
+    "size": "i32",
+    "out_message": "*u8",
+    "out_scales": "*fp32",
+    "factor": "fp32",
+}
+UNSPECIALIZED = {"partial_count", "factor", "partials", "table"}
+FORMAT = {"E4M3": True, "LIMIT": formats.MAX[formats.E4M3], "POWER_OF_TWO": False}
+BLOCKS = {"TENSORWISE": False, "BLOCK": 256, "TILE_BLOCKS": 16}
+ONE_SCALE = {"TENSORWISE": True, "BLOCK": 1024, "TILE_BLOCKS": 4}
+EVEN = {"EVEN": True, "UNIT": 16, "table": None}
+UNEVEN = {"EVEN": False, "UNIT": 16}
+
+
+def ptx_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = True) -> str:
+    """Compile for sm_90, with every count a multiple of 16 or of nothing; pieces always begin at one."""
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    signature = {name: "constexpr" if name in constants else (TYPES | {"x": x})[name] for name in names}
+    specialized = [
+        name
+        for name in names
+        if name not in constants and name not in UNSPECIALIZED and (aligned or name not in ("total", "count"))
+    ]
+    source = ASTSource(
+        kernel,
+        signature,
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in specialized},
+    )
+    options = {"num_warps": kernels.WARPS, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+def narrow_accesses(ptx: str) -> list[str]:
+    """Loads and stores of global memory that move one value."""
+    return re.findall(r"\b(?:ld|st)\.global\.b(?:8|16)\b", ptx)
+
+
+@pytest.mark.parametrize("x", ["*bf16", "*fp16", "*fp32"])
+@pytest.mark.parametrize("pieces", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize("scales", [BLOCKS, ONE_SCALE], ids=["blocks", "one scale"])
+def test_encode_and_decode_move_whole_vectors(scales, pieces, x) -> None:
+    given = {**FORMAT, **scales, **pieces, "PARTIALS_BLOCK": 1024}
+    if not scales["TENSORWISE"]:
+        given |= {"partials": None, "PARTIALS_BLOCK": 1}
+    for kernel in (kernels.encode_kernel, kernels.decode_kernel):
+        ptx = ptx_of(kernel, given, x)
+        assert "ld.global.v4.b32" in ptx
+        assert "st.global.v4.b32" in ptx
+        assert narrow_accesses(ptx) == []
+
+
+@pytest.mark.parametrize("encode", [False, True])
+@pytest.mark.parametrize("pieces", [2, 8])
+def test_the_sum_moves_whole_vectors_and_rounds_each_product(pieces, encode) -> None:
+    given = {**FORMAT, **BLOCKS, "PIECES": pieces, "ENCODE": encode}
+    given |= {"x": None} if encode else {"out_message": None, "out_scales": None}
+    ptx = ptx_of(kernels.sum_kernel, given, "*bf16")
+    assert "ld.global.v4.b32" in ptx
+    assert narrow_accesses(ptx) == []
+    assert "fma.rn.f32" not in ptx  # the reference rounds the product before it adds
+
+
+def test_sizes_that_are_multiples_of_nothing_compile() -> None:
+    for scales in (BLOCKS, ONE_SCALE):
+        given = {**FORMAT, **scales, **UNEVEN, "UNIT": 1, "PARTIALS_BLOCK": 1024}
+        ptx_of(kernels.encode_kernel, given, "*bf16", aligned=False)
+        ptx_of(kernels.decode_kernel, given, "*bf16", aligned=False)
+        sums = {**given, "PIECES": 3, "ENCODE": False, "out_message": None, "out_scales": None}
+        ptx = ptx_of(kernels.sum_kernel, sums, "*bf16", aligned=False)
+        assert "ld.global.b8" not in ptx  # messages are padded, so that they are read whole

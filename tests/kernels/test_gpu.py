@@ -1,0 +1,166 @@
+"""The kernels of casts on a GPU: the bytes of their references, at every run, up to more than 2**31 values."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from fp8booster import formats
+from fp8booster.kernels.cast import cast, cast_reference, saturate
+from fp8booster.kernels.many_cast import ManyCast
+from fp8booster.kernels.rowwise_cast import rowwise_cast, rowwise_cast_reference
+from fp8booster.kernels.shard_cast import cast_shard, cast_shard_reference, unpack, unpack_reference
+from fp8booster.scaling import amax_of, scale_of
+from tests.kernels.matrices import SHAPES, VIEWS, same, special, spread
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+REPEATS = 50
+LAYOUTS = [(True, False), (False, True), (True, True)]
+
+formats_and_scales = pytest.mark.parametrize(
+    ("dtype", "power_of_two"), [(dtype, exact) for dtype in formats.FORMATS for exact in (False, True)]
+)
+sources = pytest.mark.parametrize("source", formats.HIGH_PRECISION)
+
+
+@functools.cache
+def matrices(source: torch.dtype) -> dict[str, torch.Tensor]:
+    """Random shapes, views and edge values."""
+    torch.manual_seed(0)
+    sizes = random.Random(0)
+    shapes = [*SHAPES, *((sizes.randint(1, 700), sizes.randint(1, 700)) for _ in range(10)), (4113, 4100)]
+    return {
+        **{str(shape): spread(shape, source).to(DEVICE) for shape in shapes},
+        **{name: view(spread((129, 300), source).to(DEVICE)) for name, view in VIEWS.items()},
+        **{name: matrix.to(DEVICE) for name, matrix in special(source)},
+    }
+
+
+def assert_same_every_time(
+    case: str, run: Callable[[], tuple[torch.Tensor, ...]], expected: tuple[torch.Tensor, ...]
+) -> None:
+    """Check the first run against the reference, and all others against the first."""
+    first = run()
+    for index, (one, other) in enumerate(zip(first, expected, strict=True)):
+        assert same(one, other), f"{case}: output {index}"
+    for _ in range(REPEATS - 1):
+        for index, (one, other) in enumerate(zip(run(), first, strict=True)):
+            assert same(one, other), f"{case}: output {index} of another run"
+
+
+@sources
+@formats_and_scales
+@pytest.mark.parametrize(("plain", "transposed"), LAYOUTS)
+def test_a_cast_is_its_reference(plain, transposed, dtype, power_of_two, source) -> None:
+    options = {"plain": plain, "transposed": transposed, "power_of_two": power_of_two}
+    for case, matrix in matrices(source).items():
+        for amax in (None, 0.5 * amax_of(matrix).expand(3)):
+            assert_same_every_time(
+                case,
+                lambda matrix=matrix, amax=amax: cast(matrix, dtype, amax=amax, **options),
+                cast_reference(matrix, dtype, amax=amax, **options),
+            )
+
+
+@sources
+@formats_and_scales
+@pytest.mark.parametrize(("plain", "transposed"), LAYOUTS)
+def test_a_rowwise_cast_is_its_reference(plain, transposed, dtype, power_of_two, source) -> None:
+    options = {"plain": plain, "transposed": transposed, "power_of_two": power_of_two}
+    for case, matrix in matrices(source).items():
+        assert_same_every_time(
+            case,
+            lambda matrix=matrix: rowwise_cast(matrix, dtype, **options),
+            rowwise_cast_reference(matrix, dtype, **options),
+        )
+
+
+@sources
+@formats_and_scales
+def test_a_shard_cast_and_its_unpacking_are_their_references(dtype, power_of_two, source) -> None:
+    for case, matrix in matrices(source).items():
+        shard, amax = matrix.reshape(-1), amax_of(matrix)
+
+        def cast_it(implementation=cast_shard, shard=shard, amax=amax) -> tuple[torch.Tensor, torch.Tensor]:
+            out = torch.full(shard.shape, 0x55, dtype=torch.uint8, device=DEVICE).view(dtype)
+            inverse_scale = torch.full((), -1.0, device=DEVICE)
+            implementation(shard, amax, out, inverse_scale, power_of_two)
+            return out, inverse_scale
+
+        expected = cast_it(cast_shard_reference)
+        assert_same_every_time(case, cast_it, expected)
+        packed, inverse_scale = expected[0].view(matrix.shape), expected[1]
+
+        def unpack_it(
+            implementation=unpack, packed=packed, inverse_scale=inverse_scale
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            transpose = torch.full(packed.shape[::-1], 0x55, dtype=torch.uint8, device=DEVICE).view(dtype)
+            weight = torch.full(packed.shape, -1.0, dtype=source, device=DEVICE)
+            implementation(packed, inverse_scale, transpose, weight)
+            return transpose, weight.float()
+
+        assert_same_every_time(case, unpack_it, unpack_it(unpack_reference))
+
+
+@pytest.fixture(scope="module")
+def huge() -> Iterator[torch.Tensor]:
+    """More than 2**31 values, the largest in the last place."""
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("a matrix of 2**31 values and its casts take up to 24 GiB")
+    torch.manual_seed(0)
+    matrix = torch.empty(2**19 + 16, 4096, dtype=torch.bfloat16, device=DEVICE).normal_()
+    matrix[-1, -1] = 1000.0
+    yield matrix
+    del matrix
+    torch.cuda.empty_cache()
+
+
+def test_a_cast_reaches_beyond_two_billion_values(huge) -> None:
+    data, transpose, inverse_scale = cast(huge, formats.E4M3, transposed=True)
+    scale, expected = scale_of(torch.tensor(1000.0, device=DEVICE), formats.E4M3)
+    assert torch.equal(inverse_scale, expected)
+    rows, columns = huge.shape
+    for row in (0, rows // 2, rows - 64 - 16, rows - 64):
+        for column in (0, columns - 128):
+            there = slice(row, row + 64), slice(column, column + 128)
+            tile = saturate(huge[there].float() * scale, formats.E4M3)
+            assert same(data[there], tile)
+            assert same(transpose[there[::-1]], tile.t())
+
+
+def test_a_rowwise_cast_reaches_beyond_two_billion_values(huge) -> None:
+    data, transpose, inverse_scale, transpose_inverse_scale = rowwise_cast(
+        huge, formats.E4M3, transposed=True
+    )
+    for rows in (slice(0, 16), slice(-32, -16), slice(-16, None)):
+        expected, _, scales, _ = rowwise_cast_reference(
+            huge[rows], formats.E4M3, plain=True, transposed=False, power_of_two=True
+        )
+        assert same(data[rows], expected)
+        assert torch.equal(inverse_scale[rows], scales)
+    for columns in (slice(0, 16), slice(-16, None)):
+        _, expected, _, scales = rowwise_cast_reference(
+            huge[:, columns], formats.E4M3, plain=False, transposed=True, power_of_two=True
+        )
+        assert same(transpose[columns], expected)
+        assert torch.equal(transpose_inverse_scale[columns], scales)
+
+
+def test_a_cast_of_many_reaches_beyond_two_billion_values(huge) -> None:
+    small = torch.randn(32, 48, dtype=torch.bfloat16, device=DEVICE)
+    both = [huge, small]
+    plains = [torch.empty(matrix.shape, dtype=formats.E4M3, device=DEVICE) for matrix in both]
+    transposes = [torch.empty(matrix.shape[::-1], dtype=formats.E4M3, device=DEVICE) for matrix in both]
+    inverse_scales = torch.empty(2, device=DEVICE)
+    ManyCast(both, plains, transposes, inverse_scales).run()
+    for index, matrix in enumerate(both):
+        data, transpose, inverse_scale = cast(matrix, formats.E4M3, transposed=True)
+        assert torch.equal(plains[index].view(torch.uint8), data.view(torch.uint8))
+        assert torch.equal(transposes[index].view(torch.uint8), transpose.view(torch.uint8))
+        assert torch.equal(inverse_scales[index], inverse_scale)

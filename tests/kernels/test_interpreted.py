@@ -1,0 +1,169 @@
+"""The kernels of casts in Triton's interpreter: which values they read, which they write and where, without a GPU.
+
+The interpreter's own rounding to FP8 is not that of the hardware, so bytes are compared for values that FP8 holds
+exactly, and scales for all but BF16 subnormals, which it widens wrongly (seen with Triton 3.6).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+import torch
+
+from fp8booster import formats
+from fp8booster.kernels.cast import cast_reference
+from fp8booster.kernels.rowwise_cast import rowwise_cast_reference
+from fp8booster.kernels.shard_cast import cast_shard_reference, unpack_reference
+from fp8booster.scaling import amax_of
+from tests.distributed import run_ranks
+from tests.kernels.matrices import VIEWS, exact, same, special, spread
+
+pytest.importorskip("triton")
+
+SHAPES = [(1, 1), (1, 300), (300, 1), (17, 5), (33, 130), (70, 300)]
+"""One value, one row, one column, less than a tile, more than one."""
+
+LAYOUTS = [(True, False), (False, True), (True, True)]
+SETTINGS = [
+    (formats.E4M3, False, torch.bfloat16),
+    (formats.E5M2, True, torch.float32),
+    (formats.E4M3, True, torch.float16),
+]
+
+
+def compare(case: str, ours: tuple, reference: tuple) -> Iterator[str]:
+    """The case with each output that differs."""
+    for index, (one, other) in enumerate(zip(ours, reference, strict=True)):
+        if not same(one, other):
+            yield f"{case}: output {index}"
+
+
+def matrix_casts_differ() -> Iterator[str]:
+    from fp8booster.kernels.cast_triton import cast_triton
+    from fp8booster.kernels.rowwise_cast_triton import rowwise_cast_triton
+
+    def both(case: str, matrix: torch.Tensor, dtype: torch.dtype, power_of_two: bool, **layouts: bool):
+        options = {"power_of_two": power_of_two, **layouts}
+        ours, reference = (f(matrix, dtype, amax=None, **options) for f in (cast_triton, cast_reference))
+        yield "cast " + case, ours, reference
+        options["power_of_two"] = True
+        ours, reference = (f(matrix, dtype, **options) for f in (rowwise_cast_triton, rowwise_cast_reference))
+        yield "rowwise cast " + case, ours, reference
+
+    for (dtype, power_of_two, source), shape in product(SETTINGS, SHAPES):
+        for (name, view), (plain, transposed) in product(VIEWS.items(), LAYOUTS):
+            if name != "as it lies" and (shape != (33, 130) or not (plain and transposed)):
+                continue
+            matrix = view(exact(shape, formats.MAX[dtype], source))
+            case = f"{name} {shape} {dtype} {source} {plain} {transposed}"
+            for what in both(case, matrix, dtype, power_of_two, plain=plain, transposed=transposed):
+                yield from compare(*what)
+    for dtype, power_of_two, source in SETTINGS:
+        for name, matrix in [*special(source), ("random", spread((65, 130), source))]:
+            if source is torch.bfloat16 and "subnormal" in name:
+                continue
+            case = f"scales of {name} {dtype} {source}"
+            for what, ours, reference in both(case, matrix, dtype, power_of_two, plain=True, transposed=True):
+                yield from compare(what, ours[2:], reference[2:])
+    matrix, partials = exact((40, 70), 7 * 2.0**4, torch.float32), torch.tensor([3.0, 1e9, 448.0, 1e9])[::2]
+    options = {"plain": True, "transposed": True, "power_of_two": False, "amax": partials}
+    ours, reference = (f(matrix, formats.E4M3, **options) for f in (cast_triton, cast_reference))
+    yield from compare("cast by a given amax", ours, reference)
+
+
+def amaxes_differ() -> Iterator[str]:
+    from fp8booster.kernels.cast_triton import amax_partials
+
+    for source, shape, (name, view) in product(
+        formats.HIGH_PRECISION, [(1, 1), (33, 130), (3, 9000)], VIEWS.items()
+    ):
+        matrix = view(spread(shape, source))
+        if not torch.equal(amax_partials(matrix).amax(), amax_of(matrix)):
+            yield f"amax {name} {shape} {source}"
+
+
+def shard_casts_differ() -> Iterator[str]:
+    from fp8booster.kernels.shard_cast_triton import cast_shard_triton, unpack_triton
+
+    def filled(shape: tuple[int, ...], fill: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(shape, fill, dtype=torch.uint8).view(dtype)
+
+    for (dtype, power_of_two, source), count in product(SETTINGS, (1, 255, 4096, 4097, 9000)):
+        shard = exact((1, count), formats.MAX[dtype], source).view(-1)
+        results = []
+        for function in (cast_shard_triton, cast_shard_reference):
+            out, inverse_scale = filled((count + 1,), 0x55, dtype), torch.tensor(-1.0)
+            function(shard, amax_of(shard), out[:count], inverse_scale, power_of_two)
+            results.append((out, inverse_scale))
+        yield from compare(f"shard {count} {dtype} {source}", *results)
+    for (dtype, _, target), shape in product(SETTINGS, SHAPES):
+        rows, columns = shape
+        matrix = (exact(shape, 7.0, torch.float32)).to(dtype)
+        results = []
+        for function in (unpack_triton, unpack_reference):
+            transpose, weight = filled((columns, rows), 0x55, dtype), torch.full(shape, -1.0).to(target)
+            function(matrix, torch.tensor(2.0**-3), transpose, weight)
+            results.append((transpose, weight.float()))
+        yield from compare(f"unpack {shape} {dtype} {target}", *results)
+
+
+def many_casts_differ() -> Iterator[str]:
+    from fp8booster.kernels.many_cast import ManyCast, many_cast_reference
+    from fp8booster.kernels.many_cast_triton import Launches
+
+    shapes = [(16, 16), (64, 128), (80, 144), (16, 272), (144, 16)]
+    for dtype, power_of_two, source in SETTINGS:
+        matrices = [exact(shape, formats.MAX[dtype], source) for shape in shapes]
+        casts = [
+            ManyCast(
+                matrices,
+                [torch.full_like(matrix, fill).to(dtype) for matrix in matrices],
+                [torch.full_like(matrix, fill).t().contiguous().to(dtype) for matrix in matrices],
+                torch.full((len(shapes),), -1.0),
+                power_of_two,
+            )
+            for fill in (3.0, 5.0)
+        ]
+        launches = Launches(casts[0])
+        for factor in (1.0, 2.0**-4):  # the second over what the first left
+            for index, matrix in enumerate(matrices):
+                matrix.mul_(factor * 2.0**-index)
+            launches.run()
+            many_cast_reference(casts[1])
+            for index, shape in enumerate(shapes):
+                yield from compare(
+                    f"many {factor} {shape} {dtype} {source}",
+                    *((c.plains[index], c.transposes[index], c.inverse_scales[index]) for c in casts),
+                )
+        for matrix, value in zip(
+            matrices, (0.0, math.inf, math.nan, torch.finfo(source).max, -3.0), strict=True
+        ):
+            matrix[-2:] = value
+        launches.run()
+        many_cast_reference(casts[1])
+        if not same(casts[0].inverse_scales, casts[1].inverse_scales):
+            yield f"scales of many {dtype} {source}"
+
+
+CHECKS: tuple[Callable[[], Iterator[str]], ...] = (
+    amaxes_differ,
+    matrix_casts_differ,
+    shard_casts_differ,
+    many_casts_differ,
+)
+
+
+def what_differs() -> dict[str, list[str]]:
+    """By check, the cases where a kernel does not give what its reference does."""
+    torch.manual_seed(0)
+    return {check.__name__: list(check()) for check in CHECKS}
+
+
+def test_the_kernels_interpreted_agree_with_their_references() -> None:
+    (differing,) = run_ranks(
+        what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, timeout=300
+    )
+    assert differing == {check.__name__: [] for check in CHECKS}

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8booster import formats
+from fp8booster.kernels.product import product
+
+E4M3, E5M2 = formats.E4M3, formats.E5M2
+
+
+def whole_numbers(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Small whole numbers: every format and every accumulator holds them and their sums exactly."""
+    return torch.randint(-3, 4, shape, device=device).float().to(dtype)
+
+
+def scalar(value: float, device: torch.device) -> torch.Tensor:
+    return torch.tensor(value, device=device)
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+@pytest.mark.parametrize("fast_accumulation", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("out_dtype", formats.HIGH_PRECISION)
+@pytest.mark.parametrize(
+    "pair", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=["e4m3", "e5m2xe4m3", "e4m3xe5m2"]
+)
+def test_whole_numbers_multiply_exactly(
+    pair, out_dtype, with_bias, fast_accumulation, emulate, device
+) -> None:
+    a = whole_numbers(32, 64, dtype=pair[0], device=device)
+    b = whole_numbers(48, 64, dtype=pair[1], device=device)
+    bias = torch.arange(48, device=device).to(out_dtype) if with_bias else None
+    result = product(
+        a,
+        b,
+        scalar(0.5, device),
+        scalar(0.25, device),
+        out_dtype=out_dtype,
+        bias=bias,
+        fast_accumulation=fast_accumulation,
+        emulate=emulate,
+    )
+    exact = a.double() @ b.double().t() / 8 + (0 if bias is None else bias.double())
+    assert result.dtype is out_dtype
+    assert torch.equal(result, exact.to(out_dtype))
+
+
+@pytest.mark.parametrize("out_dtype", formats.HIGH_PRECISION)
+def test_emulation_gives_what_the_product_gives(out_dtype, device) -> None:
+    a = torch.randn(64, 256, device=device).mul(50).to(E4M3)
+    b = torch.randn(32, 256, device=device).mul(50).to(E4M3)
+    scales = scalar(0.013, device), scalar(0.0007, device)
+    real = product(a, b, *scales, out_dtype=out_dtype)
+    emulated = product(a, b, *scales, out_dtype=out_dtype, emulate=True)
+    # beside the output's rounding, what a Hopper GPU drops in its accumulator of about 14 bits
+    summands = (a.double().abs() @ b.double().abs().t()) * scales[0] * scales[1]
+    lost = summands.max().item() * (2.0**-13 if device.type == "cuda" else 2.0**-22)
+    torch.testing.assert_close(emulated, real, rtol=torch.finfo(out_dtype).eps, atol=lost)
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_no_product(autocast_dtype, emulate, device) -> None:
+    a = torch.randn(32, 512, device=device).mul(50).to(E4M3)
+    scales = scalar(0.013, device), scalar(0.0007, device)
+    for out_dtype in formats.HIGH_PRECISION:
+        expected = product(a, a, *scales, out_dtype=out_dtype, emulate=emulate)
+        with torch.autocast(device.type, autocast_dtype):
+            result = product(a, a, *scales, out_dtype=out_dtype, emulate=emulate)
+        assert torch.equal(result, expected)
+
+
+def test_a_nan_scale_makes_the_product_nan(device) -> None:
+    ones = torch.ones(16, 16, device=device).to(E4M3)
+    for emulate in (False, True):
+        result = product(
+            ones,
+            ones,
+            scalar(float("nan"), device),
+            scalar(1.0, device),
+            out_dtype=torch.bfloat16,
+            emulate=emulate,
+        )
+        assert result.isnan().all()

@@ -1,0 +1,29 @@
+"""Counters of what FP8 layers do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8booster.kernels import cast as cast_module
+from fp8booster.nn import choice
+from tests.nn.reference import count_calls
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> list:
+    """(matrix, format) of every cast that ran, in compiled code too."""
+    return count_calls(monkeypatch, cast_module, "_cast")
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list:
+    """(first, second operand) of every FP8 product that eager code ran."""
+    return count_calls(monkeypatch, torch, "_scaled_mm")
+
+
+@pytest.fixture(autouse=True)
+def every_size_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU too, where the layers of tests are so small that BF16 would be chosen."""
+    monkeypatch.setattr(choice, "_look_up", lambda device: None)
+    monkeypatch.setattr(choice, "_looked_up", lambda device: None)

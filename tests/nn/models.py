@@ -1,0 +1,21 @@
+"""Models that tests of layers share."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+def tiny_llama(**options: object) -> LlamaForCausalLM:
+    """Two LLaMA layers over 128 tokens, the same at every call."""
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    return LlamaForCausalLM(LlamaConfig(**sizes | options))

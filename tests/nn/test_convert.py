@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
+from tests.nn.models import tiny_llama
+
+
+class Doubled(nn.Linear):
+    """A linear layer with a product of its own."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_parameters_modules_and_hooks_stay() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    modules, parameters, state = list(model.modules()), list(model.parameters()), list(model.state_dict())
+    calls = []
+    model[0].register_forward_hook(lambda *_: calls.append("hook"))
+    assert convert_to_fp8(model) is model
+    assert all(one is other for one, other in zip(modules, model.modules(), strict=True))
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    assert list(model.state_dict()) == state
+    assert [type(layer) for layer in model] == [FP8Linear, FP8Linear]
+    model(torch.randn(16, 32))
+    assert calls == ["hook"]
+
+
+def test_the_model_may_itself_be_a_linear_layer() -> None:
+    layer = nn.Linear(32, 32)
+    convert_to_fp8(layer)
+    assert type(layer) is FP8Linear
+
+
+def test_the_predicate_decides_by_name_and_module() -> None:
+    model = tiny_llama()
+    config = FP8Config(layers=lambda name, module: "mlp" in name and module.in_features == 64)
+    convert_to_fp8(model, config)
+    chosen = {
+        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, FP8Linear)
+    }
+    assert chosen == {"gate_proj", "up_proj"}
+    rows = {row.name: row for row in report(model).rows}
+    assert rows["model.layers.0.mlp.down_proj"].notes == "FP8Config.layers leaves it out"
+
+
+def test_every_projection_of_a_llama_is_converted_and_the_head_is_not() -> None:
+    model = convert_to_fp8(tiny_llama())
+    kinds = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert kinds.pop("lm_head") is nn.Linear
+    assert len(kinds) == 2 * 7
+    assert set(kinds.values()) == {FP8Linear}
+
+
+def test_the_head_is_converted_when_asked_for() -> None:
+    model = convert_to_fp8(tiny_llama(), FP8Config(layers=lambda name, module: True))
+    assert type(model.lm_head) is FP8Linear
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: Doubled(32, 32), "Doubled is a subclass of nn.Linear"),
+        (
+            lambda: parametrizations.weight_norm(nn.Linear(32, 32)),
+            "ParametrizedLinear is a subclass of nn.Linear",
+        ),
+        (
+            lambda: nn.Linear(32, 17),
+            "32 x 17 features, rounded up to multiples of 16, would make its products 1.88",
+        ),
+        (lambda: nn.Linear(8, 32), "8 x 32 features, .* would make its products 2.00 times larger"),
+        (lambda: nn.Linear(32, 0), "it has no weights"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_what_stays_as_it_was_says_why(make, reason) -> None:
+    kept = make()
+    kind, before = type(kept), kept(torch.ones(2, kept.in_features))
+    model = convert_to_fp8(nn.ModuleList([nn.Linear(32, 32), kept]))
+    assert type(kept) is kind
+    assert torch.equal(kept(torch.ones(2, kept.in_features)), before)
+    (row,) = report(model).other
+    assert (row.name, row.precision) == ("1", "FP32")
+    assert re.match(reason, row.notes)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "converted"), [(300, 256, True), (250, 250, True), (100, 100, False)]
+)
+def test_padding_is_taken_where_it_is_cheap(inputs, outputs, converted) -> None:
+    model = nn.ModuleList([nn.Linear(16, 16), nn.Linear(inputs, outputs)])
+    convert_to_fp8(model)
+    assert isinstance(model[1], FP8Linear) is converted
+
+
+def test_the_output_of_multihead_attention_stays_as_it_was() -> None:
+    model = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+    convert_to_fp8(model)
+    assert type(model.linear1) is type(model.linear2) is FP8Linear
+    assert not isinstance(model.self_attn.out_proj, FP8Linear)
+    model(torch.randn(2, 8, 32)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_shared_module_is_converted_once_and_a_tied_weight_stays_tied() -> None:
+    shared = nn.Linear(32, 32)
+    model = nn.Sequential(shared, nn.GELU(), shared, nn.Linear(32, 32))
+    model[3].weight = shared.weight
+    convert_to_fp8(model)
+    assert model[0] is model[2]
+    assert model[3].weight is model[0].weight
+    assert [row.name for row in report(model).rows] == ["0", "3"]
+
+
+def test_converting_again_applies_the_new_configuration() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    convert_to_fp8(model)
+    model(torch.randn(16, 32))
+    config = FP8Config(layers=lambda name, module: name == "1", power_of_two=True)
+    convert_to_fp8(model, config)
+    assert type(model[0]) is nn.Linear
+    assert model[0].__dict__.keys() - nn.Linear(1, 1).__dict__.keys() == {"_fp8booster_kept"}
+    assert model[1].fp8_config is config
+    convert_to_fp8(model)
+    assert [type(layer) for layer in model] == [FP8Linear, FP8Linear]
+    assert not report(model).other
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "message"),
+    [
+        (nn.Sequential(nn.Conv1d(3, 3, 1), nn.GELU()), FP8Config(), "it has no linear layers"),
+        (nn.Sequential(nn.Linear(3, 5)), FP8Config(), "3 x 5 features"),
+        (
+            nn.Sequential(nn.Linear(32, 32)),
+            FP8Config(layers=lambda *_: False),
+            "FP8Config.layers leaves it out",
+        ),
+    ],
+)
+def test_a_model_with_nothing_to_convert_is_refused(model, config, message) -> None:
+    with pytest.raises(ValueError, match=rf"no layer of the model would compute in FP8: {message}.*use_fp8"):
+        convert_to_fp8(model, config)
+
+
+def test_lora_over_frozen_layers(device, products) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny_llama(), peft.LoraConfig(r=16, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
+    ).to(device)
+    convert_to_fp8(model)
+    rows = {row.name: row for row in report(model).rows}
+    assert all(row.precision == "FP8" for name, row in rows.items() if "lm_head" not in name)
+    assert sum("lora_" in name for name in rows) == 2 * 2 * 2
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    tokens = torch.randint(0, 128, (2, 32), device=device)
+    losses = []
+    for _ in range(8):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.05
+    base = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer
+    assert base.weight.grad is None
+    products.clear()
+    loss = model(input_ids=tokens, labels=tokens).loss
+    forward = len(products)
+    loss.backward()
+    adapters, frozen = 8, 14
+    assert forward == adapters + frozen
+    # weight gradients of the adapters; input gradients of all but the five that read the embedding
+    assert len(products) - forward == adapters + (adapters - 2) + (frozen - 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_llama_trains_as_it_does_in_high_precision(dtype, device) -> None:
+    plain = tiny_llama().to(device, dtype)
+    fp8 = convert_to_fp8(copy.deepcopy(plain))
+    tokens = torch.randint(0, 128, (4, 32), device=device)
+    curves = []
+    for model in (plain, fp8):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        curve = []
+        for _ in range(15):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        curves.append(curve)
+    assert curves[0][-1] < curves[0][0] - 0.5
+    torch.testing.assert_close(curves[1], curves[0], rtol=0.01, atol=0)
+    assert curves[1] != curves[0]

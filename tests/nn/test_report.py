@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fp8booster import FP8Config, convert_to_fp8, report
+from tests.nn.models import tiny_llama
+
+
+def test_one_row_for_every_linear_layer() -> None:
+    result = report(convert_to_fp8(tiny_llama()))
+    assert len(result.rows) == 15
+    assert len(result.fp8) == 14
+    (head,) = result.other
+    assert (head.name, head.shape, head.precision) == ("lm_head", (64, 128), "FP32")
+    assert head.notes == "FP8Config.layers leaves it out"
+    assert result.summary() == "FP8: 14 of 15 linear layers; 1 in FP32 (FP8Config.layers leaves it out)"
+
+
+def test_a_model_that_was_not_converted_says_so() -> None:
+    result = report(
+        nn.Sequential(nn.Linear(16, 16, dtype=torch.bfloat16), nn.Linear(16, 16, dtype=torch.float64))
+    )
+    assert [(row.precision, row.notes) for row in result.rows] == [
+        ("BF16", "use_fp8 is off"),
+        ("float64", "use_fp8 is off"),
+    ]
+    assert (
+        result.summary()
+        == "FP8: 0 of 2 linear layers; 1 in BF16 (use_fp8 is off); 1 in float64 (use_fp8 is off)"
+    )
+
+
+def test_padded_sizes_are_listed_and_so_are_token_counts_once_seen() -> None:
+    model = convert_to_fp8(nn.Sequential(nn.Linear(250, 256), nn.Linear(256, 256)))
+    assert [row.notes for row in report(model).rows] == ["padded: in 250->256", ""]
+    for rows in (32, 17, 5, 17):
+        model(torch.randn(rows, 250))
+    assert [row.notes for row in report(model).rows] == [
+        "padded: in 250->256, tokens 5->16, tokens 17->32",
+        "padded: tokens 5->16, tokens 17->32",
+    ]
+    assert report(model).summary() == "FP8: 2 of 2 linear layers, 2 padded to multiples of 16"
+
+
+def test_token_counts_of_three_dimensions_are_rows_of_the_product() -> None:
+    model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32)))
+    model(torch.randn(2, 8, 32))
+    assert report(model).rows[0].notes == ""
+    model(torch.randn(3, 5, 32))
+    model(torch.randn(32))
+    assert report(model).rows[0].notes == "padded: tokens 1->16, tokens 15->16"
+
+
+def test_emulation_is_not_silent() -> None:
+    model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32)), FP8Config(emulate=True))
+    assert report(model).rows[0].notes == "emulated in FP32"
+    assert report(model).summary() == "FP8: 1 of 1 linear layers, 1 emulated in FP32"
+
+
+def test_the_table_holds_every_row() -> None:
+    result = report(convert_to_fp8(tiny_llama()))
+    table = str(result)
+    assert result.summary() in table
+    for row in result.rows:
+        assert row.name in table
+    assert "64 x 160" in table

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights, fp8_linear
+from fp8booster.nn.weight_cache import WeightCache
+
+
+@pytest.fixture
+def layer(device) -> FP8Linear:
+    return FP8Linear(48, 32, bias=False, device=device)
+
+
+@pytest.fixture
+def x(device) -> torch.Tensor:
+    return torch.randn(16, 48, device=device)
+
+
+def weight_casts(casts: list, layer: nn.Linear) -> int:
+    return sum(matrix.data_ptr() == layer.weight.data_ptr() for matrix, _ in casts)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_weight_is_cast_once_per_optimizer_step(optimizer_class, device, casts) -> None:
+    model = nn.Sequential(FP8Linear(48, 32, device=device), FP8Linear(32, 48, device=device))
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    for step in range(1, 4):
+        for _ in range(3):
+            model(torch.randn(16, 48, device=device)).sum().backward()
+        assert [weight_casts(casts, layer) for layer in model] == [step, step]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_gradients_accumulate_to_the_sum_of_the_micro_batches(layer, device) -> None:
+    batches = [torch.randn(16, 48, device=device) for _ in range(3)]
+    for batch in batches:
+        layer(batch).sum().backward()
+    weight = layer.weight.detach().clone().requires_grad_()
+    for batch in batches:
+        fp8_linear(batch, weight).sum().backward()
+    assert torch.equal(layer.weight.grad, weight.grad)
+
+
+def step_through_data(layer: nn.Linear) -> None:
+    """As ZeRO does: the optimizer steps on another tensor, which is copied through `.data`."""
+    master = nn.Parameter(layer.weight.detach().clone())
+    master.grad = torch.ones_like(master)
+    torch.optim.SGD([master], lr=0.5).step()
+    layer.weight.data.copy_(master)
+
+
+def change_through_data_and_forget(layer: nn.Linear) -> None:
+    layer.weight.data.mul_(2)
+    forget_weights(layer)
+
+
+@torch.no_grad()
+def change_in_place(layer: nn.Linear) -> None:
+    layer.weight.mul_(2)
+
+
+def load(layer: nn.Linear, **options: bool) -> None:
+    layer.load_state_dict({"weight": torch.randn_like(layer.weight)}, **options)
+
+
+def replace(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(torch.randn_like(layer.weight))
+
+
+def swap_data(layer: nn.Linear) -> None:
+    layer.weight.data = torch.randn_like(layer.weight)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        step_through_data,
+        change_through_data_and_forget,
+        change_in_place,
+        load,
+        lambda layer: load(layer, assign=True),
+        replace,
+        swap_data,
+        lambda layer: layer.bfloat16().float(),  # lies where it lay, rounded
+    ],
+    ids=[
+        "step",
+        "forget",
+        "in place",
+        "load",
+        "load by assignment",
+        "replace",
+        "swap data",
+        "dtype and back",
+    ],
+)
+def test_a_changed_weight_is_cast_anew(change, layer, x) -> None:
+    before = layer(x)
+    change(layer)
+    y = layer(x)
+    assert torch.equal(y, fp8_linear(x, layer.weight))
+    assert not torch.equal(y, before)
+
+
+def test_a_move_to_another_dtype_drops_the_copy_at_once(layer, x) -> None:
+    layer(x)
+    assert layer.fp8_weight._quantized is not None
+    layer.bfloat16()
+    assert layer.fp8_weight._quantized is None
+    assert layer(x.bfloat16()).dtype is torch.bfloat16
+
+
+@pytest.mark.gpu
+def test_a_layer_can_move_between_devices() -> None:
+    layer, x = FP8Linear(48, 32), torch.randn(16, 48)
+    expected = layer(x)
+    torch.testing.assert_close(layer.cuda()(x.cuda()).cpu(), expected, rtol=1e-2, atol=1e-3)
+    assert torch.equal(layer.cpu()(x), expected)
+
+
+def test_another_configuration_casts_anew(layer, x) -> None:
+    layer(x)
+    layer.fp8_config = FP8Config(power_of_two=True)
+    assert torch.equal(layer(x), fp8_linear(x, layer.weight, config=layer.fp8_config))
+
+
+def test_evaluation_casts_at_every_call_and_keeps_nothing(layer, x, casts) -> None:
+    layer(x)
+    casts.clear()
+    layer.eval()
+    with torch.no_grad():
+        for _ in range(2):
+            layer(x)
+    assert weight_casts(casts, layer) == 2
+    assert layer.fp8_weight._quantized is None
+    layer.weight.data.mul_(2)  # nobody has to be told
+    assert torch.equal(layer(x), fp8_linear(x, layer.weight))
+
+
+def test_a_forward_without_gradients_makes_the_copy_that_training_reads(layer, x, casts) -> None:
+    with torch.no_grad():
+        layer(x)
+    layer(x.requires_grad_()).sum().backward()
+    assert weight_casts(casts, layer) == 1
+
+
+def test_another_weight_at_the_same_address_is_cast_anew(device) -> None:
+    memory = torch.ones(32, 48, device=device)
+
+    def weight_there() -> torch.Tensor:
+        return torch.empty(0, device=device).set_(memory.untyped_storage(), 0, memory.shape)
+
+    cache = WeightCache()
+    first = weight_there()
+    before = cache.get(first, FP8Config(), transposed=True)
+    memory.mul_(2)
+    second = weight_there()
+    assert (second.data_ptr(), second._version) == (first.data_ptr(), first._version)
+    after = cache.get(second, FP8Config(), transposed=True)
+    assert torch.equal(after.inverse_scale, 2 * before.inverse_scale)
+
+
+def test_a_deep_copy_starts_without_a_copy_of_the_weight(layer, x) -> None:
+    layer(x)
+    assert copy.deepcopy(layer).fp8_weight._quantized is None
+
+
+def test_tied_weights_stay_tied(device) -> None:
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.GELU(), nn.Linear(32, 32, bias=False)).to(device)
+    model[2].weight = model[0].weight
+    convert_to_fp8(model)
+    assert model[2].weight is model[0].weight
+    x = torch.randn(16, 32, device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        y = model(x)
+        hidden = nn.functional.gelu(fp8_linear(x, model[0].weight))
+        assert torch.equal(y, fp8_linear(hidden, model[0].weight))
+        y.sum().backward()
+        optimizer.step()

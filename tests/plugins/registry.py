@@ -1,0 +1,71 @@
+"""Checks that every rank runs, in one start for all of them; the tests of the parent judge one each."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+Check = Callable[..., None]
+CHECKS: dict[str, Check] = {}
+_shared = Path()
+
+
+def check(function: Check) -> Check:
+    """Register a check under its name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def check_each(*cases: Any) -> Callable[[Check], Check]:
+    """Register `function(case)` for each case, as name[case]."""
+
+    def register(function: Check) -> Check:
+        for case in cases:
+            CHECKS[f"{function.__name__}[{case}]"] = partial(function, case)
+        return function
+
+    return register
+
+
+def names(module: str) -> list[str]:
+    """The checks that a module registers."""
+    import_module(module)
+    return [
+        name for name, function in CHECKS.items() if getattr(function, "func", function).__module__ == module
+    ]
+
+
+def shared_folder(name: str) -> Path:
+    """A folder that all ranks see."""
+    folder = _shared / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def run_checks(modules: list[str], folder: str) -> dict[str, str | None]:
+    """Run the checks of modules on this rank: name to None, or to the traceback."""
+    import colossalai
+
+    global _shared
+    _shared = Path(folder)
+    logging.disable(logging.WARNING)
+    colossalai.launch_from_torch(verbose=False)
+    outcomes = {}
+    for name in [name for module in modules for name in names(module)]:
+        torch.manual_seed(0)
+        outcomes[name] = None
+        try:
+            CHECKS[name]()
+        except (Exception, pytest.fail.Exception):
+            outcomes[name] = traceback.format_exc()
+        dist.barrier()
+    return outcomes

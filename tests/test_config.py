@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from fp8booster import FP8Config
+from fp8booster.config import all_but_vocabulary_heads
+
+SWITCHES = (
+    "fast_accumulation_fprop",
+    "fast_accumulation_dgrad",
+    "fast_accumulation_wgrad",
+    "power_of_two",
+    "communication",
+    "emulate",
+)
+
+
+def test_defaults_are_the_hybrid_recipe() -> None:
+    config = FP8Config()
+    assert (config.input_format, config.weight_format) == (torch.float8_e4m3fn, torch.float8_e4m3fn)
+    assert config.gradient_format is torch.float8_e5m2
+    assert config.fast_accumulation_fprop
+    assert not config.fast_accumulation_dgrad
+    assert not config.fast_accumulation_wgrad
+
+
+@pytest.mark.parametrize("field", ["input_format", "weight_format", "gradient_format"])
+@pytest.mark.parametrize("value", [torch.bfloat16, torch.float8_e4m3fnuz, "float8_e4m3fn", 8])
+def test_a_wrong_format_names_the_two_allowed(field, value) -> None:
+    with pytest.raises(
+        ValueError, match=rf"FP8Config.{field} is .*; use torch.float8_e4m3fn or torch.float8_e5m2"
+    ):
+        FP8Config(**{field: value})
+
+
+@pytest.mark.parametrize("field", SWITCHES)
+@pytest.mark.parametrize("value", [1, 0, "yes", torch.ones(2)])
+def test_a_switch_takes_only_true_or_false(field, value) -> None:
+    with pytest.raises(ValueError, match=rf"FP8Config.{field} is .*; use True or False"):
+        FP8Config(**{field: value})
+    for allowed in (True, False):
+        assert getattr(FP8Config(**{field: allowed}), field) is allowed
+
+
+@pytest.mark.parametrize("value", ["blockwise", "TENSORWISE", None, 128])
+def test_a_wrong_granularity_names_the_allowed(value) -> None:
+    with pytest.raises(ValueError, match=r"FP8Config.granularity is .*; use 'tensorwise'"):
+        FP8Config(granularity=value)
+
+
+@pytest.mark.parametrize("value", ["lm_head", None, True, ["q_proj"]])
+def test_layers_has_to_be_a_function(value) -> None:
+    with pytest.raises(
+        TypeError, match=r"FP8Config.layers is .*; give a function of a layer's name and module"
+    ):
+        FP8Config(layers=value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("input_format", "weight_format"),
+        ("gradient_format", "weight_format"),
+        ("gradient_format", "input_format"),
+    ],
+)
+def test_two_e5m2_operands_of_one_product_are_refused(one, other) -> None:
+    formats = dict.fromkeys(("input_format", "weight_format", "gradient_format"), torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=f"FP8Config.{one} and FP8Config.{other} are both float8_e5m2"):
+        FP8Config(**formats | {one: torch.float8_e5m2, other: torch.float8_e5m2})
+
+
+def test_it_is_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FP8Config().power_of_two = True
+    with pytest.raises(TypeError):
+        FP8Config(all_but_vocabulary_heads)
+    with pytest.raises(TypeError, match=r"rounding"):
+        FP8Config(rounding="stochastic")
+
+
+def test_equal_fields_make_equal_configurations_through_pickle_too() -> None:
+    config = FP8Config(power_of_two=True)
+    assert pickle.loads(pickle.dumps(config)) == config == FP8Config(power_of_two=True)
+    assert len({config, FP8Config(power_of_two=True), FP8Config()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "chosen"),
+    [
+        ("lm_head", False),
+        ("model.lm_head", False),
+        ("embed_out", False),
+        ("layers.0.q_proj", True),
+        ("lm_head.proj", True),
+        ("", True),
+    ],
+)
+def test_the_vocabulary_head_is_left_out_by_default(name, chosen) -> None:
+    assert FP8Config().layers(name, nn.Linear(1, 1)) is chosen
