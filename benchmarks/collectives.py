@@ -21,7 +21,7 @@ import typer
 from benchmarks.harness import command, environment
 from benchmarks.harness.plots import plot_lines
 from benchmarks.harness.results import Column, Record, Result, Table, spread
-from benchmarks.transfers.calls import COLLECTIVES, ENCODED, KEPT, PLAIN, Bench, calls, errors
+from benchmarks.transfers.calls import COLLECTIVES, ENCODED, KEPT, ONE_SIDED, PLAIN, Bench, calls, errors
 from benchmarks.transfers.turns import time_ranks_in_turns
 from fp8booster import comm, formats
 from fp8booster.comm import Encoding
@@ -51,6 +51,13 @@ def join(device: str) -> tuple[torch.device, environment.Gpu]:
             "nccl" if cuda else "gloo", timeout=timedelta(minutes=2), device_id=target if cuda else None
         )
     return target, gpu
+
+
+def one_sided_group(mib: float) -> dist.ProcessGroup:
+    """A group of all ranks that reads messages of this BF16 payload from peers."""
+    group = dist.new_group()
+    comm.use_one_sided(group, capacity=int(mib * 2**20))  # of which a message takes little more than half
+    return group
 
 
 def sent_by_plain(collective: str, payload: int, ranks: int) -> int:
@@ -124,7 +131,7 @@ def plot(result: Result, records: list[Record], folder: Path) -> str:
     sizes = sorted({record["mib"] for record in records})
     lines = {}
     for collective in dict.fromkeys(record["collective"] for record in records):
-        for variant in (ENCODED, KEPT):
+        for variant in (ENCODED, ONE_SIDED, KEPT):
             chosen = [r for r in records if r["collective"] == collective and r["variant"] == variant]
             if chosen:
                 label = collective if variant == ENCODED else f"{collective}, {variant}"
@@ -148,6 +155,9 @@ def main(
     mib: Annotated[list[float], typer.Option(help="BF16 payloads in MiB; repeat the option.")] = SIZES_MIB,
     format: Annotated[str, typer.Option(help="e4m3 or e5m2.")] = "e4m3",
     block_size: Annotated[int, typer.Option(help="Values that share a scale; 0 for one scale.")] = 256,
+    one_sided: Annotated[
+        bool, typer.Option(help="Measure comm.use_one_sided too; for GPUs of one node.")
+    ] = False,
     rounds: Annotated[int, typer.Option(help="Samples of each variant.")] = 11,
     sample_ms: Annotated[float, typer.Option(help="Milliseconds a sample lasts at least.")] = 20.0,
     quick: command.Quick = False,
@@ -165,6 +175,7 @@ def main(
         dist.get_rank(),
         target,
         Encoding(format=FORMATS[format], block_size=block_size or None),
+        one_sided_group(max(mib)) if one_sided else None,
     )
     records = [
         record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -15,6 +15,7 @@ from fp8booster.comm import Encoding
 PLAIN = "BF16"
 ENCODED = "FP8"
 KEPT = "FP8, not decoded"
+ONE_SIDED = "FP8, one-sided"
 
 Call = Callable[[], torch.Tensor]
 """Runs the collective once and returns what it wrote."""
@@ -28,6 +29,10 @@ class Bench:
     rank: int
     device: torch.device
     encoding: Encoding
+    one_sided: dist.ProcessGroup | None = None
+    """All ranks, with `comm.use_one_sided`, where that is measured too."""
+    group: dist.ProcessGroup | None = None
+    """The ranks of an encoded call; None is all, by NCCL or gloo."""
 
     @property
     def mean(self) -> dist.ReduceOp.RedOpType:
@@ -42,7 +47,9 @@ class Bench:
 
     def options(self, module: ModuleType) -> dict[str, object]:
         """What `fp8booster.comm` takes on top of torch's arguments: FP8 at any size."""
-        return {} if module is dist else {"encoding": self.encoding, "min_bytes": 0}
+        if module is dist:
+            return {}
+        return {"encoding": self.encoding, "min_bytes": 0, "group": self.group}
 
 
 def _all_reduce(module: ModuleType, bench: Bench, count: int, dtype: torch.dtype) -> Call:
@@ -129,6 +136,9 @@ COLLECTIVES: dict[str, Callable[[ModuleType, Bench, int, torch.dtype], Call]] = 
 }
 """By the name under which `fp8booster.comm.statistics` counts them; "send" is a ring of batched sends and receives."""
 
+READ_FROM_PEERS = tuple(COLLECTIVES)[:4]
+"""Those that `comm.use_one_sided` changes."""
+
 
 def gather_without_decoding(bench: Bench, count: int) -> Call:
     """Encode and gather, as where the gathered values stay in FP8: weights, for instance."""
@@ -153,6 +163,8 @@ def calls(collective: str, bench: Bench, count: int) -> dict[str, Call]:
         PLAIN: build(dist, bench, count, torch.bfloat16),
         ENCODED: build(comm, bench, count, torch.bfloat16),
     }
+    if bench.one_sided is not None and collective in READ_FROM_PEERS:
+        variants[ONE_SIDED] = build(comm, replace(bench, group=bench.one_sided), count, torch.bfloat16)
     if collective == "all_gather_into_tensor":
         variants[KEPT] = gather_without_decoding(bench, count)
     return variants

@@ -20,6 +20,7 @@ from fp8booster.comm.collectives import (
 from fp8booster.comm.ddp import DDPState, ddp_hook
 from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.fsdp import compress_fsdp
+from fp8booster.comm.one_sided import stop_one_sided, use_one_sided
 from fp8booster.comm.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from fp8booster.comm.statistics import Statistics, reset_statistics, statistics
 
@@ -47,4 +48,6 @@ __all__ = [
     "reset_statistics",
     "send",
     "statistics",
+    "stop_one_sided",
+    "use_one_sided",
 ]

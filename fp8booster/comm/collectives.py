@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.comm.one_sided import mailbox_of, transfer
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.threshold import why_plain
 from fp8booster.comm.work import FinishingWork, Transfer, run
@@ -56,8 +57,12 @@ def all_reduce(
         tensor.nbytes,
         {"all_to_all_single": layout.bytes, "all_gather_into_tensor": piece.bytes},
     )
+    mailbox = mailbox_of(group, values, layout.bytes)
 
     def begin(asynchronous: bool) -> Transfer:
+        if mailbox is not None:
+            mailbox.all_reduce(values, layout, piece, encoding, _factor(op, ranks))
+            return transfer(asynchronous, [tensor])
         message, received = new_message(values, layout.bytes), new_message(values, layout.bytes)
         encoding.encode(values, message, layout)
         dist.all_to_all_single(received, message, group=group)
@@ -92,8 +97,12 @@ def reduce_scatter_tensor(
     require_multiple(values, sums, ranks, "input", "output")
     layout = encoding.even(sums.numel(), ranks)
     count_encoded("reduce_scatter_tensor", ranks, input.nbytes, {"all_to_all_single": layout.bytes})
+    mailbox = mailbox_of(group, values, layout.bytes)
 
     def begin(asynchronous: bool) -> Transfer:
+        if mailbox is not None:
+            mailbox.reduce_scatter(values, sums, layout, encoding, _factor(op, ranks))
+            return transfer(asynchronous, [output])
         message, received = new_message(values, layout.bytes), new_message(values, layout.bytes)
         encoding.encode(values, message, layout)
         work = dist.all_to_all_single(received, message, group=group, async_op=asynchronous)
@@ -126,8 +135,12 @@ def all_gather_into_tensor(
     count_encoded(
         "all_gather_into_tensor", ranks, input_tensor.nbytes, {"all_gather_into_tensor": piece.bytes}
     )
+    mailbox = mailbox_of(group, values, piece.bytes)
 
     def begin(asynchronous: bool) -> Transfer:
+        if mailbox is not None:
+            mailbox.all_gather(values, gathered, layout, piece, encoding)
+            return transfer(asynchronous, [output_tensor])
         message, work = _encode_and_gather(values, layout, piece, encoding, group, asynchronous)
         return Transfer(work, lambda: encoding.decode(message, gathered, layout), (message,))
 
@@ -195,8 +208,13 @@ def all_to_all_single(
     received_layout = encoding.uneven(_split_counts(output, output_split_sizes, ranks, "output"))
     layout = encoding.uneven(_split_counts(input, input_split_sizes, ranks, "input"))
     count_encoded("all_to_all_single", ranks, input.nbytes, {"all_to_all_single": layout.bytes})
+    even = not (output_split_sizes or input_split_sizes)  # known to all ranks
+    mailbox = mailbox_of(group, values, layout.bytes) if even else None
 
     def begin(asynchronous: bool) -> Transfer:
+        if mailbox is not None:
+            mailbox.all_to_all(values, arriving, layout, encoding)
+            return transfer(asynchronous, [output])
         message, received = new_message(values, layout.bytes), new_message(values, received_layout.bytes)
         encoding.encode(values, message, layout)
         work = dist.all_to_all_single(

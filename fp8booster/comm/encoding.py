@@ -9,7 +9,7 @@ import torch
 
 from fp8booster import formats
 from fp8booster.kernels import block_cast
-from fp8booster.kernels.block_cast import Layout
+from fp8booster.kernels.block_cast import Layout, Message
 
 SMALLEST_BLOCK = 32
 LARGEST_BLOCK = 4096
@@ -55,18 +55,18 @@ class Encoding:
         """`block_cast.encode`."""
         block_cast.encode(values, message, layout, self.format, self.power_of_two)
 
-    def decode(self, message: torch.Tensor, values: torch.Tensor, layout: Layout) -> None:
+    def decode(self, message: Message, values: torch.Tensor, layout: Layout) -> None:
         """`block_cast.decode`."""
         block_cast.decode(message, values, layout, self.format)
 
     def decode_sum(
-        self, messages: torch.Tensor, values: torch.Tensor, layout: Layout, factor: float = 1.0
+        self, messages: Message, values: torch.Tensor, layout: Layout, factor: float = 1.0
     ) -> None:
         """`block_cast.decode_sum`."""
         block_cast.decode_sum(messages, values, layout, self.format, factor)
 
     def decode_sum_encode(
-        self, messages: torch.Tensor, message: torch.Tensor, layout: Layout, factor: float = 1.0
+        self, messages: Message, message: torch.Tensor, layout: Layout, factor: float = 1.0
     ) -> None:
         """`block_cast.decode_sum_encode`."""
         block_cast.decode_sum_encode(messages, message, layout, self.format, self.power_of_two, factor)

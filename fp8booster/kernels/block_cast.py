@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from types import ModuleType
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +86,23 @@ class Layout:
         return sum(self.sizes)
 
 
+class Peers(NamedTuple):
+    """Pieces that lie in the memory of other GPUs, for kernels that read them there."""
+
+    addresses: torch.Tensor | None
+    """int64 [pieces], on the GPU that reads: where the memory of each piece's holder begins; None: nowhere."""
+
+    shift: int
+    """Bytes from there to the piece, a multiple of 16."""
+
+    own: int
+    """The piece that the GPU holds itself."""
+
+
+Message: TypeAlias = torch.Tensor | Peers
+"""Pieces to decode: uint8 [layout.bytes], or, on a GPU, even pieces that peers hold."""
+
+
 def encode(
     values: torch.Tensor,
     message: torch.Tensor,
@@ -106,11 +124,11 @@ def encode(
     _implementation(values).encode(values, message, layout, dtype, power_of_two)
 
 
-def decode(message: torch.Tensor, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
+def decode(message: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
     """Write the values of a message that `encode` made, each rounded once to the dtype of `values`.
 
     Args:
-        message: uint8 [layout.bytes].
+        message: the pieces.
         values: [N], contiguous; N may be less than the layout's pieces hold.
         layout, dtype: as in `encode`.
     """
@@ -118,12 +136,12 @@ def decode(message: torch.Tensor, values: torch.Tensor, layout: Layout, dtype: t
 
 
 def decode_sum(
-    messages: torch.Tensor, values: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float = 1.0
+    messages: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float = 1.0
 ) -> None:
     """Add the pieces of a message in FP32, first to last, times `factor`.
 
     Args:
-        messages: uint8 [layout.bytes], even pieces of N values.
+        messages: even pieces of N values.
         values: [N], contiguous.
         layout, dtype: as in `encode`.
         factor: 1 for a sum, 1 / pieces for a mean.
@@ -132,7 +150,7 @@ def decode_sum(
 
 
 def decode_sum_encode(
-    messages: torch.Tensor,
+    messages: Message,
     message: torch.Tensor,
     layout: Layout,
     dtype: torch.dtype,
@@ -147,11 +165,11 @@ def decode_sum_encode(
         power_of_two: see `scaling.scale_of`.
     """
     if layout.block_size is None:  # the scale needs the whole sum first
-        total = torch.empty(layout.counts[0], dtype=torch.float32, device=messages.device)
+        total = torch.empty(layout.counts[0], dtype=torch.float32, device=message.device)
         decode_sum(messages, total, layout, dtype, factor)
         encode(total, message, Layout(layout.counts[:1], None), dtype, power_of_two)
     else:
-        _implementation(messages).decode_sum_encode(messages, message, layout, dtype, power_of_two, factor)
+        _implementation(message).decode_sum_encode(messages, message, layout, dtype, power_of_two, factor)
 
 
 class Reference:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from fp8booster import formats
-from fp8booster.kernels.block_cast import SCALES_ALIGNMENT, Layout
+from fp8booster.kernels.block_cast import SCALES_ALIGNMENT, Layout, Message, Peers
 from fp8booster.kernels.cast import ALIGNMENT
 from fp8booster.kernels.cast_triton import (
     amax_partials,
@@ -21,15 +21,15 @@ from fp8booster.kernels.cast_triton import (
     scale_from_bits,
     to_bits,
 )
+from fp8booster.kernels.launch import ceil_div
 
 PAYLOAD_ALIGNMENT = tl.constexpr(ALIGNMENT)
 SLOTS_ALIGNMENT = tl.constexpr(SCALES_ALIGNMENT)
 
 
 @triton.jit
-def piece_place(table, count, size, EVEN: tl.constexpr, UNIT: tl.constexpr):
-    """(first value, values, first byte) of the piece that the program handles; the first two multiples of UNIT."""
-    piece = tl.program_id(1).to(tl.int64)
+def piece_place(piece, table, count, size, EVEN: tl.constexpr, UNIT: tl.constexpr):
+    """(first value, values, first byte) of a piece; the first two multiples of UNIT."""
     if EVEN:
         start, length, offset = piece * count, count, piece * size
     else:
@@ -40,9 +40,17 @@ def piece_place(table, count, size, EVEN: tl.constexpr, UNIT: tl.constexpr):
 
 
 @triton.jit
-def tile_place(BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr):
-    """(blocks [TILE_BLOCKS], values [TILE_BLOCKS, BLOCK]) that the program handles, counted from the piece's first."""
-    block = tl.program_id(0).to(tl.int64) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
+def peer_message(peers, piece, shift):
+    """The message of the peer that holds a piece, as bytes and as float32."""
+    address = tl.load(peers + piece) + shift
+    message = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
+    return message, tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+
+
+@triton.jit
+def tile_place(tile, BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr):
+    """(blocks [TILE_BLOCKS], values [TILE_BLOCKS, BLOCK]) of a tile, counted from the piece's first."""
+    block = tile.to(tl.int64) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
     return block, block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
@@ -126,8 +134,8 @@ def encode_kernel(
     TILE_BLOCKS: tl.constexpr,
 ):
     """Each program casts one tile of one piece."""
-    start, count, offset = piece_place(table, count, size, EVEN, UNIT)
-    block, within = tile_place(BLOCK, TILE_BLOCKS)
+    start, count, offset = piece_place(tl.program_id(1).to(tl.int64), table, count, size, EVEN, UNIT)
+    block, within = tile_place(tl.program_id(0), BLOCK, TILE_BLOCKS)
     inside = (within < count) & (start + within < total)
     values = tl.load(x + start + within, mask=inside, other=0.0).to(tl.float32)
     if TENSORWISE:
@@ -159,19 +167,30 @@ def decode_kernel(
     scales,
     x,
     table,
+    peers,  # int64 [PEERS], where PEERS: see `Peers`
+    shift,
+    own,
     total,
     count,
     size,
     E4M3: tl.constexpr,
     EVEN: tl.constexpr,
     UNIT: tl.constexpr,
+    PEERS: tl.constexpr,
     TENSORWISE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ):
     """Each program decodes one tile of one piece."""
-    start, count, offset = piece_place(table, count, size, EVEN, UNIT)
-    block, within = tile_place(BLOCK, TILE_BLOCKS)
+    if PEERS:  # neighbours read from different peers, and the GPUs begin with different ones: no link waits for another
+        tile = tl.program_id(0) // PEERS
+        piece = ((tl.program_id(0) + own) % PEERS).to(tl.int64)
+        message, scales = peer_message(peers, piece, shift)
+        start, offset = piece * count, tl.full([], 0, tl.int64)
+    else:
+        tile = tl.program_id(0)
+        start, count, offset = piece_place(tl.program_id(1).to(tl.int64), table, count, size, EVEN, UNIT)
+    block, within = tile_place(tile, BLOCK, TILE_BLOCKS)
     values = load_piece(message, scales, offset, count, block, within, E4M3, TENSORWISE, BLOCK)
     inside = (within < count) & (start + within < total)
     tl.store(x + start + within, values.to(x.dtype.element_ty), mask=inside)
@@ -184,6 +203,8 @@ def sum_kernel(
     x,  # of the dtype of the result, where not ENCODE
     out_message,  # uint8, where ENCODE
     out_scales,
+    peers,  # int64 [PIECES], where PEERS: see `Peers`
+    shift,
     total,
     count,
     size,
@@ -192,16 +213,21 @@ def sum_kernel(
     LIMIT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     PIECES: tl.constexpr,
+    PEERS: tl.constexpr,
     ENCODE: tl.constexpr,
     TENSORWISE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ):
     """Each program adds the same tile of every piece, first piece to last, and stores the values or their message."""
-    block, within = tile_place(BLOCK, TILE_BLOCKS)
+    block, within = tile_place(tl.program_id(0), BLOCK, TILE_BLOCKS)
     values = tl.zeros([TILE_BLOCKS, BLOCK], tl.float32)
     for piece in tl.static_range(PIECES):
-        offset = tl.full([], piece, tl.int64) * size
+        if PEERS:
+            message, scales = peer_message(peers, piece, shift)
+            offset = tl.full([], 0, tl.int64)
+        else:
+            offset = tl.full([], piece, tl.int64) * size
         values += load_piece(message, scales, offset, count, block, within, E4M3, TENSORWISE, BLOCK)
     values *= factor
     if ENCODE:
@@ -232,6 +258,8 @@ SUM_WARPS = 8
 TENSORWISE_BLOCK = 1024
 """Row of a tile where one scale serves all blocks."""
 
+_NO_PEERS = Peers(None, 0, 0)
+
 
 def _tile(layout: Layout, warps: int = WARPS) -> dict[str, int | bool]:
     block = layout.block_size or TENSORWISE_BLOCK
@@ -253,7 +281,7 @@ def _grid(layout: Layout) -> tuple[int, int]:
         else layout.payload_bytes(longest)
     )
     tile = _tile(layout)
-    return triton.cdiv(values, tile["BLOCK"] * tile["TILE_BLOCKS"]), len(layout.counts)
+    return ceil_div(values, tile["BLOCK"] * tile["TILE_BLOCKS"]), len(layout.counts)
 
 
 def _unit(layout: Layout) -> int:
@@ -292,39 +320,52 @@ def encode(
         POWER_OF_TWO=power_of_two,
         EVEN=layout.is_even,
         UNIT=_unit(layout),
-        PARTIALS_BLOCK=triton.next_power_of_2(partial_count),
+        PARTIALS_BLOCK=1 << (partial_count - 1).bit_length(),
         **_tile(layout),
     )
 
 
-def decode(message: torch.Tensor, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
+def _places(message: Message) -> tuple[torch.Tensor | None, torch.Tensor | None, Peers]:
+    """The arguments that say where a message's pieces lie: its bytes, the same as float32, and the peers."""
+    if isinstance(message, Peers):
+        return None, None, message
+    return message, message.view(torch.float32), _NO_PEERS
+
+
+def decode(message: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
     """What `block_cast.Reference.decode` computes, byte for byte."""
     if layout.bytes == 0:
         return
-    decode_kernel[_grid(layout)](
-        message,
-        message.view(torch.float32),
+    tiles, pieces = _grid(layout)
+    in_bytes, in_floats, (peers, shift, own) = _places(message)
+    decode_kernel[(tiles, pieces) if peers is None else (tiles * pieces,)](
+        in_bytes,
+        in_floats,
         values,
         _table(layout, values.device),
+        peers,
+        shift,
+        own,
         values.numel(),
         layout.counts[0],
         layout.sizes[0],
         E4M3=dtype is formats.E4M3,
         EVEN=layout.is_even,
         UNIT=_unit(layout),
+        PEERS=0 if peers is None else pieces,
         **_tile(layout),
     )
 
 
 def decode_sum(
-    messages: torch.Tensor, values: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float
+    messages: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float
 ) -> None:
     """What `block_cast.Reference.decode_sum` computes, byte for byte."""
     _sum(messages, values, None, layout, dtype, False, factor)
 
 
 def decode_sum_encode(
-    messages: torch.Tensor,
+    messages: Message,
     message: torch.Tensor,
     layout: Layout,
     dtype: torch.dtype,
@@ -336,7 +377,7 @@ def decode_sum_encode(
 
 
 def _sum(
-    messages: torch.Tensor,
+    messages: Message,
     values: torch.Tensor | None,
     message: torch.Tensor | None,
     layout: Layout,
@@ -345,12 +386,15 @@ def _sum(
     factor: float,
 ) -> None:
     tiles, pieces = _grid(layout)
+    in_bytes, in_floats, (peers, shift, _) = _places(messages)
     sum_kernel[(tiles,)](
-        messages,
-        messages.view(torch.float32),
+        in_bytes,
+        in_floats,
         values,
         message,
         None if message is None else message.view(torch.float32),
+        peers,
+        shift,
         0 if values is None else values.numel(),
         layout.counts[0],
         layout.sizes[0],
@@ -359,6 +403,7 @@ def _sum(
         LIMIT=formats.MAX[dtype],
         POWER_OF_TWO=power_of_two,
         PIECES=pieces,
+        PEERS=peers is not None,
         ENCODE=message is not None,
         **_tile(layout, SUM_WARPS),
     )

@@ -1,4 +1,4 @@
-"""The checks of `tests.comm.checks` over NCCL, one rank a GPU.
+"""The checks of `tests.comm.checks` over NCCL and, in one node, by one-sided reads; one rank a GPU.
 
 pytest -m gpu tests/comm/test_gpu.py        starts two ranks where there are two GPUs
 torchrun --nproc-per-node 8 -m tests.comm.test_gpu
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fp8booster import comm
 from tests.comm.checks import CHECKS, check, run_checks, spread
 from tests.distributed import run_ranks
 
@@ -24,15 +25,18 @@ def run_on_gpu() -> dict[str, str | None]:
     dist.init_process_group("nccl", device_id=device)
     check(streams_do_not_disturb_each_other)
     try:
-        return run_checks("cuda")
+        outcomes = run_checks("cuda")
+        if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] and None in outcomes.values():
+            comm.use_one_sided(capacity=16 * 2**20)
+            outcomes |= {f"{name}, one-sided": outcome for name, outcome in run_checks("cuda").items()}
+            comm.stop_one_sided()
+        return outcomes
     finally:
         dist.destroy_process_group()
 
 
 def streams_do_not_disturb_each_other() -> None:
     """Many asynchronous calls from several streams, whose memory is given back and taken again at once."""
-    from fp8booster import comm
-
     streams = [torch.cuda.Stream() for _ in range(4)]
     for _ in range(10):
         inputs = [spread(3_000_000, torch.bfloat16) for _ in range(8)]

@@ -26,13 +26,18 @@ TYPES = {
     "out_message": "*u8",
     "out_scales": "*fp32",
     "factor": "fp32",
+    "peers": "*i64",
+    "shift": "i64",
+    "own": "i32",
 }
-UNSPECIALIZED = {"partial_count", "factor", "partials", "table"}
+UNSPECIALIZED = {"partial_count", "factor", "partials", "table", "peers", "own"}
 FORMAT = {"E4M3": True, "LIMIT": formats.MAX[formats.E4M3], "POWER_OF_TWO": False}
 BLOCKS = {"TENSORWISE": False, "BLOCK": 256, "TILE_BLOCKS": 16}
 ONE_SCALE = {"TENSORWISE": True, "BLOCK": 1024, "TILE_BLOCKS": 4}
 EVEN = {"EVEN": True, "UNIT": 16, "table": None}
 UNEVEN = {"EVEN": False, "UNIT": 16}
+HERE = {"PEERS": 0, "peers": None}
+WITH_PEERS = {"PEERS": 4, "message": None, "scales": None}
 
 
 def ptx_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = True) -> str:
@@ -64,7 +69,7 @@ def narrow_accesses(ptx: str) -> list[str]:
 @pytest.mark.parametrize("pieces", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("scales", [BLOCKS, ONE_SCALE], ids=["blocks", "one scale"])
 def test_encode_and_decode_move_whole_vectors(scales, pieces, x) -> None:
-    given = {**FORMAT, **scales, **pieces, "PARTIALS_BLOCK": 1024}
+    given = {**FORMAT, **scales, **pieces, **HERE, "PARTIALS_BLOCK": 1024}
     if not scales["TENSORWISE"]:
         given |= {"partials": None, "PARTIALS_BLOCK": 1}
     for kernel in (kernels.encode_kernel, kernels.decode_kernel):
@@ -74,10 +79,18 @@ def test_encode_and_decode_move_whole_vectors(scales, pieces, x) -> None:
         assert narrow_accesses(ptx) == []
 
 
+@pytest.mark.parametrize("scales", [BLOCKS, ONE_SCALE], ids=["blocks", "one scale"])
+def test_pieces_of_peers_are_read_in_whole_vectors(scales) -> None:
+    ptx = ptx_of(kernels.decode_kernel, {**FORMAT, **scales, **EVEN, **WITH_PEERS}, "*bf16")
+    assert "ld.global.v4.b32" in ptx
+    assert narrow_accesses(ptx) == []
+
+
 @pytest.mark.parametrize("encode", [False, True])
+@pytest.mark.parametrize("holder", [HERE, WITH_PEERS], ids=["here", "peers"])
 @pytest.mark.parametrize("pieces", [2, 8])
-def test_the_sum_moves_whole_vectors_and_rounds_each_product(pieces, encode) -> None:
-    given = {**FORMAT, **BLOCKS, "PIECES": pieces, "ENCODE": encode}
+def test_the_sum_moves_whole_vectors_and_rounds_each_product(pieces, holder, encode) -> None:
+    given = {**FORMAT, **BLOCKS, **holder, "PIECES": pieces, "ENCODE": encode}
     given |= {"x": None} if encode else {"out_message": None, "out_scales": None}
     ptx = ptx_of(kernels.sum_kernel, given, "*bf16")
     assert "ld.global.v4.b32" in ptx
@@ -87,7 +100,7 @@ def test_the_sum_moves_whole_vectors_and_rounds_each_product(pieces, encode) -> 
 
 def test_sizes_that_are_multiples_of_nothing_compile() -> None:
     for scales in (BLOCKS, ONE_SCALE):
-        given = {**FORMAT, **scales, **UNEVEN, "UNIT": 1, "PARTIALS_BLOCK": 1024}
+        given = {**FORMAT, **scales, **UNEVEN, **HERE, "UNIT": 1, "PARTIALS_BLOCK": 1024}
         ptx_of(kernels.encode_kernel, given, "*bf16", aligned=False)
         ptx_of(kernels.decode_kernel, given, "*bf16", aligned=False)
         sums = {**given, "PIECES": 3, "ENCODE": False, "out_message": None, "out_scales": None}

@@ -1,0 +1,212 @@
+"""Collectives inside a node without NCCL: each GPU reads its peers' messages over NVLink and decodes what it reads.
+
+A rank encodes into memory that its peers can read (torch.distributed's symmetric memory), all meet at a barrier, and
+each then reads what it needs: one kernel is transport, decoding and sum at once, where NCCL writes a message to memory
+that another kernel has to read again. No multicast is used.
+
+    use_one_sided(group, capacity=256 * 2**20)   # every rank of the group; two such buffers a rank
+    comm.all_reduce(gradients, group=group)      # goes this way if its message fits
+
+Off unless asked for: the kernels that read from peers have been interpreted and compiled for Hopper, not yet run there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Work
+
+from fp8booster.comm.encoding import Encoding
+from fp8booster.comm.threshold import INSIDE_A_NODE, topology
+from fp8booster.comm.work import Transfer
+from fp8booster.kernels.block_cast import Layout, Peers
+
+CAPACITY_UNIT = 2**21
+"""The driver maps memory for peers in pages of this many bytes."""
+
+
+class Mailbox:
+    """Memory of a group in which each rank leaves messages for the others to read.
+
+    Two regions are written by turns, so one barrier an exchange is enough: who writes a region has passed the barrier
+    of the exchange in between, which every rank reaches only after it has read what the region held before.
+
+    Args:
+        group: its ranks, of one node.
+        device: this rank's GPU.
+        capacity: bytes of a region.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, capacity: int) -> None:
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        self.capacity = -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT
+        self._rank = dist.get_rank(group)
+        # memory of its own: two groups whose messages shared an allocation would share the barrier's flags
+        self._buffer = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p(
+            (2 * self.capacity,), (1,), torch.uint8, device
+        )
+        self._handle = symmetric_memory.rendezvous(self._buffer, group)
+        views = [
+            self._handle.get_buffer(rank, (2 * self.capacity,), torch.uint8)
+            for rank in range(dist.get_world_size(group))
+        ]
+        self._addresses = torch.tensor([view.data_ptr() for view in views], device=device)
+        self._timeout = group._get_backend(device).options._timeout // timedelta(milliseconds=1)
+        self._region = 0
+        self._idle = torch.cuda.Event()
+
+    def all_reduce(
+        self, values: torch.Tensor, layout: Layout, piece: Layout, encoding: Encoding, factor: float
+    ) -> None:
+        """Sum `values` [N] over ranks in place; `piece` is the layout of one piece of `layout`."""
+        with self._call():
+            with self._exchange(layout.bytes) as message:
+                encoding.encode(values, message, layout)
+            parts = self._left_by_all(self._rank * piece.bytes)
+            with self._exchange(piece.bytes) as message:
+                encoding.decode_sum_encode(parts, message, layout, factor)
+            encoding.decode(self._left_by_all(), values, layout)
+
+    def reduce_scatter(
+        self, values: torch.Tensor, sums: torch.Tensor, layout: Layout, encoding: Encoding, factor: float
+    ) -> None:
+        """Write this rank's part of the sum of `values` over ranks to `sums`."""
+        with self._call():
+            with self._exchange(layout.bytes) as message:
+                encoding.encode(values, message, layout)
+            parts = self._left_by_all(self._rank * layout.sizes[0])
+            encoding.decode_sum(parts, sums, layout, factor)
+
+    def all_gather(
+        self, values: torch.Tensor, gathered: torch.Tensor, layout: Layout, piece: Layout, encoding: Encoding
+    ) -> None:
+        """Write every rank's `values` to `gathered`."""
+        with self._call():
+            with self._exchange(piece.bytes) as message:
+                encoding.encode(values, message, piece)
+            encoding.decode(self._left_by_all(), gathered, layout)
+
+    def all_to_all(
+        self, values: torch.Tensor, arriving: torch.Tensor, layout: Layout, encoding: Encoding
+    ) -> None:
+        """Write the part of every rank's `values` that is for this rank to `arriving`; even parts."""
+        with self._call():
+            with self._exchange(layout.bytes) as message:
+                encoding.encode(values, message, layout)
+            encoding.decode(self._left_by_all(self._rank * layout.sizes[0]), arriving, layout)
+
+    @contextmanager
+    def _call(self) -> Iterator[None]:
+        """One collective, after the last one, whichever streams they run on."""
+        torch.cuda.current_stream().wait_event(self._idle)
+        yield
+        self._idle.record()
+
+    @contextmanager
+    def _exchange(self, size: int) -> Iterator[torch.Tensor]:
+        """Give this rank's memory for a message; at the end all ranks' messages can be read."""
+        self._region = self.capacity - self._region
+        yield self._buffer[self._region : self._region + size]
+        self._handle.barrier(timeout_ms=self._timeout)
+
+    def _left_by_all(self, shift: int = 0) -> Peers:
+        """What every rank left in the last exchange, from byte `shift` on."""
+        return Peers(self._addresses, self._region + shift, self._rank)
+
+
+class QueuedWork(Work):
+    """Handle of work that the current stream has been given, with the methods of `torch.distributed.Work`."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        stream = torch.cuda.current_stream()
+        for output in outputs:
+            output.record_stream(stream)
+        self._done = stream.record_event()
+        self._future = torch.futures.Future(devices=[outputs[0].device])
+        self._future.set_result(list(outputs))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Make the current stream wait; the barrier has the group's timeout."""
+        torch.cuda.current_stream().wait_event(self._done)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the GPU has done it."""
+        return self._done.query()
+
+    is_success = is_completed
+
+    def exception(self) -> None:
+        """None: a GPU's errors are raised by the next call that waits for it."""
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the outputs."""
+        return self._future
+
+
+def transfer(asynchronous: bool, outputs: Sequence[torch.Tensor]) -> Transfer:
+    """What `work.run` is given of a collective that the current stream has been given whole."""
+    return Transfer(QueuedWork(outputs) if asynchronous else None, _nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
+_mailboxes: dict[str, Mailbox] = {}
+
+
+def use_one_sided(
+    group: dist.ProcessGroup | None = None, *, capacity: int, device: torch.device | None = None
+) -> None:
+    """Let the encoded collectives of a group inside a node read from their peers, where their messages fit.
+
+    All ranks of the group call it. Where a job has several such groups, all its ranks must call it in step, each for
+    its own: PyTorch's rendezvous counts calls over all groups (pytorch issue 196082).
+
+    Args:
+        group: the ranks; None is all.
+        capacity: bytes of the largest message; each rank allocates twice as much, for good. A message has one byte a
+            value and 1.6 % for scales.
+        device: this rank's GPU; None is the current one.
+
+    Raises:
+        ValueError: the group is not on GPUs of one node, or `capacity` is not positive.
+        RuntimeError: torch's own, where these GPUs cannot read each other's memory.
+    """
+    if capacity <= 0:
+        raise ValueError(f"capacity is {capacity}; give the bytes of the largest message")
+    group = group or dist.group.WORLD
+    if not torch.cuda.is_available():
+        raise ValueError("use_one_sided is for GPUs, and torch sees none; leave it out")
+    device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    if topology(device, group) != INSIDE_A_NODE:
+        raise ValueError(
+            "use_one_sided is for groups inside one node, whose GPUs can read each other's memory; call it with such a "
+            "group or leave it out (torchrun says by LOCAL_WORLD_SIZE how many ranks a node has)"
+        )
+    stop_one_sided(group)
+    if dist.get_world_size(group) > 1:
+        _mailboxes[group.group_name] = Mailbox(group, device, capacity)
+
+
+def stop_one_sided(group: dist.ProcessGroup | None = None) -> None:
+    """Let a group's collectives go by NCCL again, and give back the memory. All ranks of the group call it."""
+    group = group or dist.group.WORLD
+    if _mailboxes.pop(group.group_name, None) is not None:
+        torch.cuda.synchronize()  # peers may still be reading
+        dist.barrier(group)
+
+
+def mailbox_of(group: dist.ProcessGroup | None, tensor: torch.Tensor, size: int) -> Mailbox | None:
+    """The mailbox that a message of `size` bytes of each rank goes by, if it goes by one."""
+    if not (_mailboxes and tensor.is_cuda):
+        return None
+    mailbox = _mailboxes.get((group or dist.group.WORLD).group_name)
+    return mailbox if mailbox is not None and size <= mailbox.capacity else None
