@@ -9,7 +9,6 @@ from fp8booster import comm
 from fp8booster.comm.one_sided import mailbox_of
 from tests.distributed import run_ranks
 
-
 SENTENCES = ("capacity is 0; give", "is for GPUs, and torch sees none", "groups inside one node")
 
 
