@@ -2,11 +2,13 @@
 
 from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.functional import fp8_linear
-from fp8booster.nn.linear import FP8Linear, forget_weights
+from fp8booster.nn.layer import FP8Layer, forget_weights
+from fp8booster.nn.linear import FP8Linear
 from fp8booster.nn.refresh import refresh_weights
 from fp8booster.nn.report import Report, report
 
 __all__ = [
+    "FP8Layer",
     "FP8Linear",
     "Report",
     "convert_to_fp8",

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple
+
 from torch import nn
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.cast import aligned
+from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
 
 PADDING_LIMIT = 1.125
 """A layer whose features, rounded up to multiples of 16, make its products larger than this stays in BF16."""
 
 _KEPT = "_fp8booster_kept"
-"""Attribute that says, on a linear layer left alone, why."""
+"""Attribute of a linear layer left alone, that holds a `_Kept`."""
 
 
-def convert_to_fp8(model: nn.Module, config: FP8Config | None = None) -> nn.Module:
+class _Kept(NamedTuple):
+    reason: str
+    features: tuple[int, int]
+
+
+Kinds = Mapping[type[nn.Module], type[FP8Layer]]
+"""For each class of linear layers, the class that computes its products in FP8."""
+
+KINDS: Kinds = {nn.Linear: FP8Linear}
+
+
+def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: Kinds = KINDS) -> nn.Module:
     """Turn a model's linear layers into FP8 layers, in place.
 
     Parameters, their names, state dict keys and module identities stay as they are. Layers that stay in high precision
@@ -24,6 +39,7 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None) -> nn.Modu
     Args:
         model: any module.
         config: which layers, and how; None is `FP8Config()`.
+        kinds: which classes of layers, and what they turn into.
 
     Returns:
         The model.
@@ -32,17 +48,19 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None) -> nn.Modu
         ValueError: no linear layer is left to compute in FP8.
     """
     config = FP8Config() if config is None else config
-    linears = list(linear_layers(model))
+    linears = [
+        (name, module) for name, module in model.named_modules() if is_linear(module) or type(module) in kinds
+    ]
     for name, module in linears:
-        reason = why_kept(name, module, config)
+        reason = why_kept(name, module, config, kinds)
         if reason is None:
             module.__dict__.pop(_KEPT, None)
-            FP8Linear.take_over(module, config)
+            kinds[_original(module)].take_over(module, config)
         else:
-            if type(module) is FP8Linear:
+            if type(module) in kinds.values():
                 module.give_back()
-            module.__dict__[_KEPT] = reason
-    if not any(isinstance(module, FP8Linear) for _, module in linears):
+            module.__dict__[_KEPT] = _Kept(reason, product_features(module, kinds))
+    if not any(isinstance(module, FP8Layer) for _, module in linears):
         reasons = sorted({kept_reason(module) for _, module in linears})
         raise ValueError(
             "no layer of the model would compute in FP8: "
@@ -52,18 +70,36 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None) -> nn.Modu
     return model
 
 
-def linear_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: nn.Linear, an FP8 layer, or what looks like them."""
+    weight = module._parameters.get("weight")
+    return isinstance(module, nn.Linear | FP8Layer) or (
+        weight is not None
+        and weight.dim() == 2
+        and hasattr(module, "in_features")
+        and hasattr(module, "out_features")
+    )
+
+
+def linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Every linear layer once, with its path in the model."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if is_linear(module) or _KEPT in module.__dict__
+    ]
 
 
-def why_kept(name: str, module: nn.Linear, config: FP8Config) -> str | None:
+def why_kept(name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KINDS) -> str | None:
     """Why a linear layer stays in high precision under a configuration, or None if it computes in FP8."""
-    if type(module) not in (nn.Linear, FP8Linear):
-        return f"{type(module).__name__} is a subclass of nn.Linear that may compute its product otherwise"
+    original = _original(module)
+    if original not in kinds:
+        if issubclass(original, nn.Linear):
+            return f"{original.__name__} is a subclass of nn.Linear that may compute its product otherwise"
+        return f"{original.__name__} has no FP8 form"
     if not config.layers(name, module):
         return "FP8Config.layers leaves it out"
-    inputs, outputs = module.in_features, module.out_features
+    inputs, outputs = product_features(module, kinds)
     if inputs * outputs == 0:
         return "it has no weights"
     growth = aligned(inputs) * aligned(outputs) / (inputs * outputs)
@@ -75,6 +111,22 @@ def why_kept(name: str, module: nn.Linear, config: FP8Config) -> str | None:
     return None
 
 
-def kept_reason(module: nn.Linear) -> str:
+def product_features(module: nn.Module, kinds: Kinds = KINDS) -> tuple[int, int]:
+    """(input, output features) of a linear layer's products: of this rank's shard where its weight is sharded."""
+    if isinstance(module, FP8Layer):
+        return module.product_features
+    if _KEPT in module.__dict__:
+        return module.__dict__[_KEPT].features
+    kind = kinds.get(type(module), FP8Linear)
+    rows, columns = module.weight.shape
+    return (rows, columns) if kind.weight_is_transposed else (columns, rows)
+
+
+def _original(module: nn.Module) -> type[nn.Module]:
+    """The class of a layer before it computed in FP8."""
+    return type(module).__dict__.get("original", type(module))
+
+
+def kept_reason(module: nn.Module) -> str:
     """Why a linear layer of a converted or unconverted model is not in FP8."""
-    return module.__dict__.get(_KEPT, "use_fp8 is off")
+    return module.__dict__[_KEPT].reason if _KEPT in module.__dict__ else "use_fp8 is off"

@@ -12,6 +12,10 @@ and backward live the FP8 transposes of x and w: one byte a value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from math import prod
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
@@ -20,9 +24,16 @@ from fp8booster import formats
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
+from fp8booster.nn.exchange import Exchange
 from fp8booster.tensor import QuantizedMatrix, quantize
 
 DEFAULT_CONFIG = FP8Config()
+
+Defer = Callable[[Callable[[], torch.Tensor]], None]
+"""Takes what computes a weight's gradient, to call it once, later, and add what it returns to the gradient."""
+
+LateWeight = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+"""Gives backward the FP8 transpose of the weight, [K16, N16], and its inverse scale."""
 
 
 class _Linear(torch.autograd.Function):
@@ -32,7 +43,7 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
         input: torch.Tensor,  # [..., K], M rows in all
-        weight: torch.Tensor,  # [N, K]
+        weight: torch.Tensor,  # [N, K], or [K, N] where it is transposed
         bias: torch.Tensor | None,  # [N]
         x8: torch.Tensor,  # [M16, K16]
         x8_transpose: torch.Tensor,  # [K16, M16]
@@ -45,21 +56,27 @@ class _Linear(torch.autograd.Function):
         out_dtype: torch.dtype,
         config: FP8Config,
         gradient_amax: torch.Tensor | None,
+        defer: Defer | None,
+        exchange: Exchange | None,
+        weight_is_transposed: bool,
+        late_weight: LateWeight | None,
     ) -> torch.Tensor:  # [..., N]
         x = QuantizedMatrix(x8, x8_transpose, x_inverse_scale, x_transpose_inverse_scale)
         w = QuantizedMatrix(w8, w8_transpose, w_inverse_scale, w_transpose_inverse_scale)
         for_input, for_weight = ctx.needs_input_grad[:2]
+        save_w = for_input and late_weight is None
         ctx.save_for_backward(
             x.transpose if for_weight else None,
             x.scale_of_transpose() if for_weight else None,
-            w.transpose if for_input else None,
-            w.scale_of_transpose() if for_input else None,
+            w.transpose if save_w else None,
+            w.scale_of_transpose() if save_w else None,
         )
-        ctx.config, ctx.gradient_amax = config, gradient_amax
-        ctx.input_shape, ctx.input_dtype, ctx.weight_dtype = input.shape, input.dtype, weight.dtype
+        ctx.config, ctx.gradient_amax, ctx.defer, ctx.late_weight = config, gradient_amax, defer, late_weight
+        ctx.exchange, ctx.weight_is_transposed = exchange, weight_is_transposed
+        ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        outputs, inputs = weight.shape
-        rows = input.numel() // inputs
+        outputs = weight.shape[1] if weight_is_transposed else weight.shape[0]
+        ctx.shape = shape = input.shape if exchange is None else exchange.shape(input.shape)
         if bias is not None:
             bias = F.pad(bias.detach().to(out_dtype), (0, w.data.shape[0] - outputs))
         y = product(
@@ -72,20 +89,22 @@ class _Linear(torch.autograd.Function):
             fast_accumulation=config.fast_accumulation_fprop,
             emulate=config.emulate,
         )
-        return _crop(y, rows, outputs).view(*input.shape[:-1], outputs)
+        y = _crop(y, prod(shape[:-1]), outputs).view(*shape[:-1], outputs)
+        return y if exchange is None else exchange.output(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:  # [..., N]
         x8_transpose, x_inverse_scale, w8_transpose, w_inverse_scale = ctx.saved_tensors
-        config = ctx.config
-        gradient = gradient.reshape(-1, gradient.shape[-1])
-        (rows, outputs), inputs = gradient.shape, ctx.input_shape[-1]
+        config, exchange = ctx.config, ctx.exchange
+        rows, outputs, inputs = prod(ctx.shape[:-1]), gradient.shape[-1], ctx.shape[-1]
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
-        if for_input or for_weight:
+        if (for_input or for_weight) and exchange is not None:
+            dy = exchange.output_gradient(gradient, config, plain=for_input, transposed=for_weight)
+        elif for_input or for_weight:
             dy = quantize(
-                gradient,
+                gradient.reshape(-1, outputs),
                 config.gradient_format,
                 plain=for_input,
                 transposed=for_weight,
@@ -94,6 +113,8 @@ class _Linear(torch.autograd.Function):
                 amax=ctx.gradient_amax,
             )
         if for_input:
+            if ctx.late_weight is not None:
+                w8_transpose, w_inverse_scale = ctx.late_weight()
             dx = product(
                 dy.data,
                 w8_transpose,
@@ -103,21 +124,54 @@ class _Linear(torch.autograd.Function):
                 fast_accumulation=config.fast_accumulation_dgrad,
                 emulate=config.emulate,
             )
-            dx = _crop(dx, rows, inputs).view(ctx.input_shape)
+            dx = _crop(dx, rows, inputs).view(ctx.shape)
+            if exchange is not None:
+                dx_arrives = exchange.input_gradient(dx)
         if for_weight:
-            dw = product(
+            wgrad = partial(
+                _wgrad,
                 dy.transpose,
                 x8_transpose,
                 dy.scale_of_transpose(),
                 x_inverse_scale,
-                out_dtype=ctx.weight_dtype,
-                fast_accumulation=config.fast_accumulation_wgrad,
-                emulate=config.emulate,
+                (outputs, inputs),
+                ctx.weight_dtype,
+                config,
+                ctx.weight_is_transposed,
             )
-            dw = _crop(dw, outputs, inputs)
+            if ctx.defer is None:
+                dw = wgrad()
+            else:
+                ctx.defer(wgrad)
         if for_bias:
-            db = gradient.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return dx, dw, db, *(None,) * 11
+            db = gradient.reshape(-1, outputs).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        if for_input and exchange is not None:
+            dx = dx_arrives()
+        return dx, dw, db, *(None,) * 15
+
+
+def _wgrad(
+    dy8_transpose: torch.Tensor,  # [N16, M16]
+    x8_transpose: torch.Tensor,  # [K16, M16]
+    dy_inverse_scale: torch.Tensor,
+    x_inverse_scale: torch.Tensor,
+    shape: tuple[int, int],
+    out_dtype: torch.dtype,
+    config: FP8Config,
+    transposed: bool,
+) -> torch.Tensor:  # [N, K], or [K, N] where it is transposed
+    operands = (dy8_transpose, x8_transpose), (dy_inverse_scale, x_inverse_scale), shape
+    (a, b), (scale_a, scale_b), shape = (pair[::-1] for pair in operands) if transposed else operands
+    dw = product(
+        a,
+        b,
+        scale_a,
+        scale_b,
+        out_dtype=out_dtype,
+        fast_accumulation=config.fast_accumulation_wgrad,
+        emulate=config.emulate,
+    )
+    return _crop(dw, *shape)
 
 
 def _crop(padded: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -164,6 +218,10 @@ def linear_from_quantized(
     w: QuantizedMatrix,
     config: FP8Config,
     gradient_amax: torch.Tensor | None = None,
+    defer: Defer | None = None,
+    exchange: Exchange | None = None,
+    weight_is_transposed: bool = False,
+    late_weight: LateWeight | None = None,
 ) -> torch.Tensor:
     """The linear layer, its input and weight already cast.
 
@@ -176,13 +234,19 @@ def linear_from_quantized(
         config: accumulation and the gradient's format.
         gradient_amax: float32, whose largest entry is the amax of the output's gradient by the time backward reads it;
             what makes the gradient fills it. None computes it there. For tensorwise scales.
+        defer: backward gives it what computes the weight's gradient from the FP8 transposes of x and dy, and autograd
+            none; until that is called it holds the two. None computes the gradient in backward.
+        exchange: what ranks exchange around the products; its `input` made x. None is nothing.
+        weight_is_transposed: the weight, and so its gradient, lies as [K, N]; w is a matrix of [N, K] all the same.
+        late_weight: backward asks it for the weight's transpose, and holds none itself; None keeps that of `w`.
 
     Returns:
         [..., N] of the input's dtype, or of autocast's.
     """
     device = input.device.type
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-    return _Linear.apply(input, weight, bias, *x, *w, out_dtype, config, gradient_amax)
+    how = out_dtype, config, gradient_amax, defer, exchange, weight_is_transposed, late_weight
+    return _Linear.apply(input, weight, bias, *x, *w, *how)
 
 
 def fp8_linear(
@@ -235,11 +299,14 @@ def quantize_input(
     )
 
 
-def quantize_weight(weight: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
+def quantize_weight(
+    weight: torch.Tensor, config: FP8Config, *, transposed: bool, plain: bool = True
+) -> QuantizedMatrix:
     """Cast a layer's weight, [N, K]."""
     return quantize(
         weight.detach(),
         config.weight_format,
+        plain=plain,
         transposed=transposed,
         rowwise=config.rowwise,
         power_of_two=config.power_of_two,

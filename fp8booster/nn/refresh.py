@@ -15,7 +15,7 @@ from torch import nn
 
 from fp8booster.kernels.cast import ALIGNMENT
 from fp8booster.kernels.many_cast import ManyCast
-from fp8booster.nn.linear import FP8Linear
+from fp8booster.nn.layer import FP8Layer
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -28,7 +28,7 @@ class _Kind(NamedTuple):
     power_of_two: bool
 
     @classmethod
-    def of(cls, layer: FP8Linear) -> _Kind:
+    def of(cls, layer: FP8Layer) -> _Kind:
         """The kind of a layer's weight."""
         config = layer.fp8_config
         return cls(layer.weight.dtype, layer.weight.device, config.weight_format, config.power_of_two)
@@ -90,16 +90,16 @@ def refresh_weights(model: nn.Module) -> int:
     On a GPU its kernels have been compiled and interpreted, not yet run.
 
     Args:
-        model: holds `FP8Linear` layers. Left out, and so cast when they run, are layers with rowwise scales, sizes
+        model: holds FP8 layers. Left out, and so cast when they run, are layers with rowwise scales, sizes
             that are no multiple of 16, and weights that are parametrized, sharded or scattered in memory, begin at no
             multiple of 16 bytes, or are cast by an engine.
 
     Returns:
         The number of layers served.
     """
-    layers: dict[_Kind, list[FP8Linear]] = {}
+    layers: dict[_Kind, list[FP8Layer]] = {}
     for module in model.modules():
-        if isinstance(module, FP8Linear) and _can_be_served(module):
+        if isinstance(module, FP8Layer) and _can_be_served(module):
             layers.setdefault(_Kind.of(module), []).append(module)
     known = _plans.setdefault(model, {})
     for kind in known.keys() - layers.keys():
@@ -115,11 +115,12 @@ def refresh_weights(model: nn.Module) -> int:
         plan.casts.run()
         copies = {id(weight): copy for weight, copy in zip(weights, plan.copies, strict=True)}
         for layer in served:
-            layer.fp8_weight.put(layer.weight, layer.fp8_config, copies[id(layer.weight)])
+            copy = layer.quantized_from(copies[id(layer.weight)])
+            layer.fp8_weight.put(layer.weight, layer.fp8_config, copy)
     return sum(map(len, layers.values()))
 
 
-def _can_be_served(layer: FP8Linear) -> bool:
+def _can_be_served(layer: FP8Layer) -> bool:
     weight = layer.weight
     return (
         type(weight) is nn.Parameter  # no shard, and not computed anew at each look

@@ -9,8 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from fp8booster.nn.convert import kept_reason, linear_layers
-from fp8booster.nn.linear import FP8Linear
+from fp8booster.nn.convert import kept_reason, linear_layers, product_features
+from fp8booster.nn.layer import FP8Layer
+
+
+PASSES = ("fprop", "dgrad", "wgrad")
 
 
 @dataclass(frozen=True)
@@ -21,10 +24,13 @@ class LayerRow:
     """Path in the model."""
 
     shape: tuple[int, int]
-    """(input features, output features)."""
+    """(input features, output features) of its products: of this rank's shard where tensors are parallel."""
 
     precision: str
     """"FP8", or the dtype of its weight, such as "BF16"."""
+
+    passes: tuple[str, str, str]
+    """What fprop, dgrad and wgrad compute in; "none" for the gradient of a weight that is not trained."""
 
     notes: str
     """Why it is not in FP8, or what was padded."""
@@ -62,9 +68,9 @@ class Report:
 
     def table(self) -> Table:
         """The rows as a rich table."""
-        table = Table("layer", "in x out", "precision", "notes", title=self.summary())
+        table = Table("layer", "in x out", *PASSES, "notes", title=self.summary())
         for row in self.rows:
-            table.add_row(row.name, "{} x {}".format(*row.shape), row.precision, row.notes)
+            table.add_row(row.name, "{} x {}".format(*row.shape), *row.passes, row.notes)
         return table
 
     def __str__(self) -> str:
@@ -88,11 +94,13 @@ def report(model: nn.Module) -> Report:
     return Report(tuple(_row(name, module) for name, module in linear_layers(model)))
 
 
-def _row(name: str, module: nn.Linear) -> LayerRow:
-    shape = (module.in_features, module.out_features)
+def _row(name: str, module: nn.Module) -> LayerRow:
     dtype = str(module.weight.dtype).removeprefix("torch.")
-    high_precision = _SHORT_NAMES.get(dtype, dtype)
-    if isinstance(module, FP8Linear):
+    precision = _SHORT_NAMES.get(dtype, dtype)
+    if isinstance(module, FP8Layer):
         never = module.in_fp8 and not any(module.in_fp8.values())
-        return LayerRow(name, shape, high_precision if never else "FP8", module.fp8_notes())
-    return LayerRow(name, shape, high_precision, kept_reason(module))
+        precision, notes = precision if never else "FP8", module.fp8_notes()
+    else:
+        notes = kept_reason(module)
+    passes = (precision, precision, precision if module.weight.requires_grad else "none")
+    return LayerRow(name, product_features(module), precision, passes, notes)

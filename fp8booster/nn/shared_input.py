@@ -14,6 +14,7 @@ import torch
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import current_stream
+from fp8booster.nn.exchange import Exchange
 from fp8booster.nn.functional import quantize_input
 from fp8booster.tensor import QuantizedMatrix
 
@@ -40,13 +41,29 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def share_input(input: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
-    """The FP8 copy of a layer's input, the newest one if it was made from this very tensor, unchanged.
+def cast_input(
+    input: torch.Tensor, config: FP8Config, *, transposed: bool, exchange: Exchange | None = None
+) -> QuantizedMatrix:
+    """The FP8 copy of a layer's input, made now.
 
     Args:
         input: [..., K].
         config: the input's format and scaling.
         transposed: the transpose is needed too.
+        exchange: what ranks exchange around the layer; it may gather the input.
+    """
+    if exchange is None:
+        return quantize_input(input, config, transposed=transposed)
+    return exchange.input(input, config, transposed=transposed)
+
+
+def share_input(
+    input: torch.Tensor, config: FP8Config, *, transposed: bool, exchange: Exchange | None = None
+) -> QuantizedMatrix:
+    """The FP8 copy of a layer's input, the newest one if it was made from this very tensor, unchanged.
+
+    Args:
+        input, config, transposed, exchange: as in `cast_input`.
     """
     made_from = (
         input._version,
@@ -54,6 +71,7 @@ def share_input(input: torch.Tensor, config: FP8Config, *, transposed: bool) -> 
         config.granularity,
         config.power_of_two,
         current_stream(input),
+        None if exchange is None else exchange.of_input,
     )
     newest = _thread.newest
     if (
@@ -63,7 +81,7 @@ def share_input(input: torch.Tensor, config: FP8Config, *, transposed: bool) -> 
         and (newest.quantized.transpose.numel() or not transposed)
     ):
         return newest.quantized
-    newest.quantized = quantize_input(input, config, transposed=transposed)
+    newest.quantized = cast_input(input, config, transposed=transposed, exchange=exchange)
     newest.made_from = made_from
     newest.source = weakref.ref(input, newest.forget)
     return newest.quantized

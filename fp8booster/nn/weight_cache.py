@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import current_stream
-from fp8booster.nn.functional import quantize_weight
+from fp8booster.nn.functional import LateWeight, quantize_weight
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -66,13 +66,16 @@ class WeightCache:
     def __init__(self) -> None:
         self.clear()
 
-    def get(self, weight: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
-        """The FP8 weight, cast now unless a fresh copy with the layouts asked for is there.
+    def get(
+        self, weight: torch.Tensor, config: FP8Config, *, transposed: bool, is_transposed: bool = False
+    ) -> QuantizedMatrix:
+        """The FP8 weight as a matrix of [N, K], cast now unless a fresh copy with the layouts asked for is there.
 
         Args:
             weight: [N, K].
             config: the weight's format and scaling.
             transposed: the transpose is needed too.
+            is_transposed: the weight lies as [K, N].
         """
         if self.is_kept_by_engine(weight):
             return self._quantized
@@ -84,7 +87,8 @@ class WeightCache:
         )
         if not fresh:
             self.clear()  # first, so that the allocator can give the same memory again
-            self.put(weight, config, quantize_weight(weight, config, transposed=transposed))
+            matrix = weight.t() if is_transposed else weight
+            self.put(weight, config, quantize_weight(matrix, config, transposed=transposed))
         return self._quantized
 
     def put(self, weight: torch.Tensor, config: FP8Config, quantized: QuantizedMatrix) -> None:
@@ -112,6 +116,10 @@ class WeightCache:
         """Whether an engine made the copy together with the weight as it is."""
         return self._kept_for == (weight.data_ptr(), weight._version)
 
+    def in_backward(self, weight: torch.Tensor, config: FP8Config) -> LateWeight | None:
+        """Where backward shall get the weight's transpose; None: autograd keeps that which `get` gave."""
+        return None
+
     def clear(self) -> None:
         """Forget the copy."""
         self._kept_for: tuple[int, int] | None = None
@@ -120,7 +128,7 @@ class WeightCache:
         self._quantized: QuantizedMatrix | None = None
 
     def __deepcopy__(self, memo: dict) -> WeightCache:
-        return WeightCache()
+        return type(self)()
 
     def __reduce__(self) -> tuple:
-        return WeightCache, ()
+        return type(self), ()

@@ -1,0 +1,179 @@
+"""What every layer whose products run in FP8 has in common, whatever class of layer it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from fp8booster.config import FP8Config
+from fp8booster.kernels.cast import ALIGNMENT, aligned
+from fp8booster.kernels.device import require_fp8
+from fp8booster.nn.choice import fp8_pays
+from fp8booster.nn.exchange import Exchange
+from fp8booster.nn.functional import (
+    Defer,
+    check_operands,
+    linear_from_quantized,
+    quantize_weight,
+)
+from fp8booster.nn.shared_input import cast_input, share_input
+from fp8booster.nn.weight_cache import WeightCache, reusable
+from fp8booster.tensor import QuantizedMatrix
+
+
+class FP8Layer(nn.Module):
+    """A linear layer in FP8: a mixin before the class that the layer was.
+
+    A layer turns into a class of these in place (`take_over`) and back (`give_back`): its parameters, hooks and
+    identity stay. In training mode the FP8 weight and its transpose are made once per optimizer step, whatever the
+    number of micro-batches, and layers that read one input share its cast. In evaluation mode the weight is cast at
+    every call. Where `nn.choice` finds BF16 faster for the number of tokens, the layer computes in that, unless
+    `config.always`.
+    """
+
+    original: ClassVar[type[nn.Module]]
+    """The class that the layer was, and is again after `give_back`."""
+
+    weight_is_transposed: ClassVar[bool] = False
+    """The weight lies as [input features, output features], not as nn.Linear's does."""
+
+    weight: nn.Parameter
+    fp8_config: FP8Config
+    fp8_weight: WeightCache
+    in_fp8: dict[int, bool]
+    """For each token count seen so far, whether the products run in FP8."""
+
+    @classmethod
+    def take_over(cls, module: nn.Module, config: FP8Config) -> None:
+        """Turn a layer into this class in place: its parameters, hooks and identity stay."""
+        module.__class__ = cls
+        module._start_fp8(config)
+
+    def give_back(self) -> None:
+        """Turn the layer into what it was, in place."""
+        del self.fp8_config, self.fp8_weight, self.in_fp8
+        self.__class__ = self.original
+
+    def _start_fp8(self, config: FP8Config) -> None:
+        self.fp8_config = config
+        self.fp8_weight = WeightCache()
+        self.in_fp8 = {}
+
+    @property
+    def product_features(self) -> tuple[int, int]:
+        """(input, output features) of this layer's products: of this rank's shard where the weight is sharded."""
+        rows, columns = self.weight.shape
+        return (rows, columns) if self.weight_is_transposed else (columns, rows)
+
+    def quantized_from(self, as_it_lies: QuantizedMatrix) -> QuantizedMatrix:
+        """The FP8 weight as the products read it, [output, input features], from a cast of the weight as it lies."""
+        if not self.weight_is_transposed:
+            return as_it_lies
+        data, transpose, inverse_scale, transpose_inverse_scale = as_it_lies
+        if transpose_inverse_scale is None:
+            return QuantizedMatrix(transpose, data, inverse_scale, None)
+        return QuantizedMatrix(transpose, data, transpose_inverse_scale, inverse_scale)
+
+    def fp8_product(
+        self,
+        input: torch.Tensor,
+        bias: torch.Tensor | None,
+        exchange: Exchange | None = None,
+        defer: Defer | None = None,
+    ) -> torch.Tensor | None:
+        """The layer's product in FP8, or None where it is to be computed in high precision.
+
+        Args:
+            input: [..., input features].
+            bias: [output features], added to the product; None adds none.
+            exchange: what ranks exchange before and after the products; None is nothing.
+            defer: see `linear_from_quantized`.
+        """
+        if input.numel() == 0:
+            return None
+        config, weight = self.fp8_config, self.weight
+        matrix = weight.t() if self.weight_is_transposed else weight
+        rows = input.numel() // input.shape[-1]
+        if exchange is not None:
+            rows *= exchange.growth
+        again = reusable(input, weight)
+        if not again:
+            in_fp8 = self._pays(rows, matrix)
+        elif rows in self.in_fp8:
+            in_fp8 = self.in_fp8[rows]
+        else:
+            in_fp8 = self.in_fp8[rows] = self._pays(rows, matrix)
+        if not in_fp8:
+            return None
+        check_operands(input, matrix, bias)
+        require_fp8(input.device, config.emulate)
+        gradients = torch.is_grad_enabled()
+        cast = share_input if again else cast_input
+        x = cast(input, config, transposed=gradients and weight.requires_grad, exchange=exchange)
+        if again and (self.training or self.fp8_weight.is_kept_by_engine(weight)):
+            # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
+            w = self.fp8_weight.get(weight, config, transposed=True, is_transposed=self.weight_is_transposed)
+        else:
+            if again:
+                self.fp8_weight.clear()
+            w = quantize_weight(matrix, config, transposed=gradients and input.requires_grad)
+        return linear_from_quantized(
+            input,
+            weight,
+            bias,
+            x,
+            w,
+            config,
+            defer=defer,
+            late_weight=self.fp8_weight.in_backward(matrix, config),
+            exchange=exchange,
+            weight_is_transposed=self.weight_is_transposed,
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FP8Layer:
+        # the parameters move to another device or dtype: the copy goes, and what was found to pay there
+        self.fp8_weight.clear()
+        self.in_fp8.clear()
+        return super()._apply(fn, recurse)
+
+    def _pays(self, rows: int, matrix: torch.Tensor) -> bool:
+        config = self.fp8_config
+        outputs, inputs = matrix.shape
+        return config.always or config.emulate or fp8_pays(rows, inputs, outputs, matrix.device)
+
+    def fp8_notes(self) -> str:
+        """What the report says beside the precision: emulation, sizes padded as "from->to", token counts in BF16."""
+        inputs, outputs = self.product_features
+        padded = [
+            f"{what} {size}->{aligned(size)}"
+            for what, sizes in (
+                ("in", [inputs]),
+                ("out", [outputs]),
+                ("tokens", sorted(rows for rows, in_fp8 in self.in_fp8.items() if in_fp8)),
+            )
+            for size in sizes
+            if size % ALIGNMENT
+        ]
+        notes = ["emulated in FP32"] if self.fp8_config.emulate else []
+        if padded:
+            notes.append("padded: " + ", ".join(padded))
+        slower = sorted(rows for rows, in_fp8 in self.in_fp8.items() if not in_fp8)
+        if slower:
+            counts = ", ".join(map(str, slower))
+            notes.append(
+                f"not in FP8 for {counts} tokens, where it would take longer; FP8Config(always=True) does it"
+            )
+        return "; ".join(notes)
+
+
+def forget_weights(model: nn.Module) -> None:
+    """Drop every FP8 weight copy of a model, so that the next forward casts anew.
+
+    Needed only after a change through `.data` that no optimizer step follows.
+    """
+    for module in model.modules():
+        if isinstance(module, FP8Layer):
+            module.fp8_weight.clear()
