@@ -7,14 +7,13 @@ that what the amax launch read last is still in the L2 cache.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from fp8booster import formats, scaling
+from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast import aligned
 from fp8booster.kernels.launch import ceil_div, launch
 
@@ -158,12 +157,6 @@ _AMAX_PROGRAMS_PER_PROCESSOR = 8
 _LARGE = 2**26
 
 
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU; 1 for the CPU, where Triton's interpreter runs."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
 def amax_partials(matrix: torch.Tensor) -> torch.Tensor:
     """Partial maxima of a matrix's magnitudes: float32 [P], the largest of which is its amax."""
     rows, columns = matrix.shape
@@ -175,7 +168,7 @@ def amax_partials(matrix: torch.Tensor) -> torch.Tensor:
     column_tiles = ceil_div(columns, tile_columns)
     tile_count = column_tiles * ceil_div(rows, tile_rows)
     programs = min(tile_count, processors(matrix.device) * _AMAX_PROGRAMS_PER_PROCESSOR)
-    partials = torch.empty(programs, dtype=torch.float32, device=matrix.device)
+    partials = new_partials(programs, matrix)
     launch(
         amax_kernel,
         programs,

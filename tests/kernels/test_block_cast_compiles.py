@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
-from fp8booster import formats  # noqa: E402
-from fp8booster.kernels import block_cast_triton as kernels  # noqa: E402
+from fp8booster import formats
+from fp8booster.kernels import block_cast_triton as kernels
+from tests.kernels import compiled
+from tests.kernels.compiled import narrow_accesses
 
 TYPES = {
     "partials": "*fp32",
@@ -41,28 +38,10 @@ WITH_PEERS = {"PEERS": 4, "message": None, "scales": None}
 
 
 def ptx_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = True) -> str:
-    """Compile for sm_90, with every count a multiple of 16 or of nothing; pieces always begin at one."""
-    names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
-    signature = {name: "constexpr" if name in constants else (TYPES | {"x": x})[name] for name in names}
-    specialized = [
-        name
-        for name in names
-        if name not in constants and name not in UNSPECIALIZED and (aligned or name not in ("total", "count"))
-    ]
-    source = ASTSource(
-        kernel,
-        signature,
-        {(names.index(name),): value for name, value in constants.items()},
-        {(names.index(name),): [["tt.divisibility", 16]] for name in specialized},
-    )
+    """Compile with every count a multiple of 16 or of nothing; pieces always begin at one."""
+    unspecialized = UNSPECIALIZED | (set() if aligned else {"total", "count"})
     options = {"num_warps": kernels.WARPS, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-
-
-def narrow_accesses(ptx: str) -> list[str]:
-    """Loads and stores of global memory that move one value."""
-    return re.findall(r"\b(?:ld|st)\.global\.b(?:8|16)\b", ptx)
+    return compiled.ptx_of(kernel, TYPES | {"x": x}, constants, unspecialized=unspecialized, **options)
 
 
 @pytest.mark.parametrize("x", ["*bf16", "*fp16", "*fp32"])

@@ -1,0 +1,112 @@
+"""RMS normalisation (Zhang and Sennrich, arXiv 1910.07467, equation 4) with the residual's addition before it.
+
+    h = x + residual                     rounded to their dtype, as the next block adds to it
+    y = h / rms(h) * weight              rms(h) = sqrt(mean(h**2) + eps), in FP32, rounded once
+
+`rms_norm` and `rms_norm_backward` are the entries; the `*_reference` functions define what they compute. On a GPU each
+is one launch that reads and writes every tensor once and delivers the amax of what it makes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fp8booster.kernels.device import runs_triton
+
+
+class Normalized(NamedTuple):
+    """What `rms_norm` gives for M rows."""
+
+    y: torch.Tensor
+    """[M, K]"""
+
+    h: torch.Tensor
+    """[M, K]: x plus the residual, or x itself without one."""
+
+    inverse_rms: torch.Tensor
+    """float32 [M], for the backward."""
+
+    amax: torch.Tensor | None
+    """float32, whose largest entry is the amax of y; None where it was not found on the way."""
+
+
+class NormGradients(NamedTuple):
+    """What `rms_norm_backward` gives."""
+
+    dx: torch.Tensor
+    """[M, K]: of x, and of the residual."""
+
+    dweight: torch.Tensor
+    """[K], of the weight's dtype."""
+
+    amax: torch.Tensor | None
+    """float32, whose largest entry is the amax of dx; None where it was not found on the way."""
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> Normalized:
+    """Normalise the rows of `x + residual`.
+
+    Args:
+        x: [M, K], contiguous, BF16, FP16 or FP32.
+        weight: [K].
+        eps: added to the mean square.
+        residual: as x, or None.
+    """
+    if runs_triton(x):
+        from fp8booster.kernels.rms_norm_triton import rms_norm_triton
+
+        return rms_norm_triton(x, weight, eps, residual)
+    return rms_norm_reference(x, weight, eps, residual)
+
+
+def rms_norm_backward(
+    dy: torch.Tensor,
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    dh: torch.Tensor | None = None,
+) -> NormGradients:
+    """Gradients of what `rms_norm` was given.
+
+    Args:
+        dy: [M, K], contiguous: the gradient of y.
+        h, weight, inverse_rms: as there.
+        dh: the gradient of h from elsewhere, contiguous, or None.
+    """
+    if runs_triton(dy):
+        from fp8booster.kernels.rms_norm_triton import rms_norm_backward_triton
+
+        return rms_norm_backward_triton(dy, h, weight, inverse_rms, dh)
+    return rms_norm_backward_reference(dy, h, weight, inverse_rms, dh)
+
+
+def rms_norm_reference(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> Normalized:
+    """What `rms_norm` computes, in torch."""
+    h = x if residual is None else x + residual
+    values = h.float()
+    inverse_rms = 1.0 / (values.square().mean(-1) + eps).sqrt()
+    y = (values * inverse_rms[:, None] * weight.float()).to(x.dtype)
+    return Normalized(y, h, inverse_rms, None)
+
+
+def rms_norm_backward_reference(
+    dy: torch.Tensor,
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    dh: torch.Tensor | None = None,
+) -> NormGradients:
+    """What `rms_norm_backward` computes, in torch."""
+    normal = h.float() * inverse_rms[:, None]
+    weighted = dy.float() * weight.float()
+    dx = inverse_rms[:, None] * (weighted - normal * (weighted * normal).mean(-1, keepdim=True))
+    if dh is not None:
+        dx = dx + dh.float()
+    dweight = (dy.float() * normal).sum(0).to(weight.dtype)
+    return NormGradients(dx.to(h.dtype), dweight, None)

@@ -1,0 +1,141 @@
+"""RMS normalisation on a GPU: a row is held in registers, so every tensor is read and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8booster.kernels.amax_partials import new_partials, processors
+from fp8booster.kernels.cast_triton import magnitude_bits
+from fp8booster.kernels.launch import launch
+from fp8booster.kernels.rms_norm import Normalized, NormGradients
+
+FORWARD_PROGRAMS = 8
+BACKWARD_PROGRAMS = 2
+"""A processor. Backward leaves one partial sum of the weight's gradient a program, so it has fewer."""
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,
+    residual,
+    weight,
+    y,
+    h,
+    inverse_rms,
+    partials,
+    rows,
+    columns,
+    EPS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program normalises every num_programs-th row."""
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    largest = tl.zeros([BLOCK], tl.int32)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        place = (tl.zeros([1], tl.int64) + row) * columns + column
+        values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            total = values + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+            rounded = total.to(h.dtype.element_ty)
+            tl.store(h + place, rounded, mask=inside)
+            values = rounded.to(tl.float32)
+        inverse = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / columns + EPS)
+        out = (values * inverse * factors).to(y.dtype.element_ty)
+        tl.store(y + place, out, mask=inside)
+        tl.store(inverse_rms + row, inverse)
+        largest = tl.maximum(largest, magnitude_bits(out))
+    tl.store(partials + tl.program_id(0), tl.max(largest, 0).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def rms_norm_backward_kernel(
+    dy,
+    h,
+    weight,
+    inverse_rms,
+    dh,
+    dx,
+    dweights,  # float32 [programs, columns]
+    partials,
+    rows,
+    columns,
+    RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program takes every num_programs-th row and sums the weight's gradient over them."""
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros([BLOCK], tl.float32)
+    largest = tl.zeros([BLOCK], tl.int32)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        place = (tl.zeros([1], tl.int64) + row) * columns + column
+        gradient = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
+        inverse = tl.load(inverse_rms + row)
+        normal = tl.load(h + place, mask=inside, other=0.0).to(tl.float32) * inverse
+        weighted = gradient * factors
+        dweight += gradient * normal
+        values = inverse * (weighted - normal * (tl.sum(weighted * normal, 0) / columns))
+        if RESIDUAL:
+            values += tl.load(dh + place, mask=inside, other=0.0).to(tl.float32)
+        out = values.to(dx.dtype.element_ty)
+        tl.store(dx + place, out, mask=inside)
+        largest = tl.maximum(largest, magnitude_bits(out))
+    tl.store(dweights + tl.program_id(0).to(tl.int64) * columns + column, dweight, mask=inside)
+    tl.store(partials + tl.program_id(0), tl.max(largest, 0).to(tl.float32, bitcast=True))
+
+
+def _block(columns: int) -> dict[str, int]:
+    block = 1 << (columns - 1).bit_length()
+    return {"num_warps": min(16, max(4, block // 512)), "BLOCK": block}
+
+
+def rms_norm_triton(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+) -> Normalized:
+    """What `rms_norm.rms_norm_reference` computes, up to the order of the sum over a row."""
+    rows, columns = x.shape
+    programs = min(rows, FORWARD_PROGRAMS * processors(x.device))
+    partials = new_partials(programs, x)
+    y = torch.empty_like(x)
+    h = x if residual is None else torch.empty_like(x)
+    inverse_rms = x.new_empty(rows, dtype=torch.float32)
+    launch(
+        rms_norm_kernel,
+        programs,
+        (x, x if residual is None else residual, weight, y, h, inverse_rms, partials),
+        (rows, columns),
+        EPS=eps,
+        RESIDUAL=residual is not None,
+        **_block(columns),
+    )
+    return Normalized(y, h, inverse_rms, partials)
+
+
+def rms_norm_backward_triton(
+    dy: torch.Tensor,
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    dh: torch.Tensor | None,
+) -> NormGradients:
+    """What `rms_norm.rms_norm_backward_reference` computes, up to the order of sums."""
+    rows, columns = h.shape
+    programs = min(rows, BACKWARD_PROGRAMS * processors(h.device))
+    partials = new_partials(programs, h)
+    dx = torch.empty_like(h)
+    dweights = h.new_empty((programs, columns), dtype=torch.float32)
+    launch(
+        rms_norm_backward_kernel,
+        programs,
+        (dy, h, weight, inverse_rms, dy if dh is None else dh, dx, dweights, partials),
+        (rows, columns),
+        RESIDUAL=dh is not None,
+        **_block(columns),
+    )
+    return NormGradients(dx, dweights.sum(0).to(weight.dtype), partials)

@@ -1,0 +1,144 @@
+"""The kernels of a decoder layer's pointwise parts: for each, cases on which two implementations are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from fp8booster.kernels import rms_norm, rope, swiglu
+from fp8booster.scaling import amax_of
+
+Outputs = list[torch.Tensor]
+Case = tuple[str, Callable[[], tuple[Outputs, torch.Tensor | None]], Callable[[], Outputs]]
+"""Name; the kernel's outputs and the amax it delivers of the first; the reference's outputs."""
+
+ROUNDINGS = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-22}
+"""Relative: half a unit in the last place, or what sums in another order and the hardware's exponential leave."""
+
+
+def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.randn(shape, device=device).to(dtype)
+
+
+def norm_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[Case]:
+    """RMS norm, forward and backward, with and without a residual."""
+    for (rows, columns), dtype in zip(shapes, _dtypes(len(shapes)), strict=True):
+        # in eighths, whose sums need no rounding: the interpreter rounds FP32 to BF16 otherwise than the hardware
+        x, other = (torch.randint(-16, 17, (rows, columns), device=device).div(8).to(dtype) for _ in range(2))
+        dy = _random(rows, columns, dtype=dtype, device=device)
+        weight = 1 + 0.1 * _random(columns, dtype=dtype, device=device)
+        for residual in (None, other):
+            name = f"{rows} x {columns} {dtype} residual {residual is not None}"
+
+            def forward(x=x, weight=weight, residual=residual):
+                made = _triton("rms_norm").rms_norm_triton(x, weight, 1e-5, residual)
+                return [made.y, made.h, made.inverse_rms], made.amax
+
+            def forward_reference(x=x, weight=weight, residual=residual):
+                return list(rms_norm.rms_norm_reference(x, weight, 1e-5, residual)[:3])
+
+            yield f"rms norm {name}", forward, forward_reference
+            h, inverse = x, rms_norm.rms_norm_reference(x, weight, 1e-5).inverse_rms
+
+            def backward(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual):
+                made = _triton("rms_norm").rms_norm_backward_triton(dy, h, weight, inverse, dh)
+                return [made.dx, made.dweight], made.amax
+
+            def backward_reference(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual):
+                return list(rms_norm.rms_norm_backward_reference(dy, h, weight, inverse, dh)[:2])
+
+            yield f"rms norm's backward {name}", backward, backward_reference
+
+
+def swiglu_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[Case]:
+    """SwiGLU, forward and backward, of two tensors and of two halves of one."""
+    for (rows, columns), dtype in zip(shapes, _dtypes(len(shapes)), strict=True):
+        both = 3 * _random(rows, 2 * columns, dtype=dtype, device=device)
+        dy = _random(rows, columns, dtype=dtype, device=device)
+        halves = both.chunk(2, 1)
+        for name, (gate, up) in (("halves", halves), ("two", [half.contiguous() for half in halves])):
+            name = f"{rows} x {columns} {dtype} {name}"
+
+            def forward(gate=gate, up=up):
+                y, amax = _triton("swiglu").swiglu_triton(gate, up)
+                return [y], amax
+
+            yield f"SwiGLU {name}", forward, lambda gate=gate, up=up: [swiglu.swiglu_reference(gate, up)]
+
+            def backward(dy=dy, gate=gate, up=up):
+                dx, amax = _triton("swiglu").swiglu_backward_triton(dy, gate, up)
+                return [dx], amax
+
+            yield (
+                f"SwiGLU's backward {name}",
+                backward,
+                lambda dy=dy, gate=gate, up=up: [swiglu.swiglu_backward_reference(dy, gate, up)],
+            )
+
+
+def rope_cases(device: torch.device, shapes: list[tuple[int, ...]]) -> Iterator[Case]:
+    """Rotary embedding, forward and backward: (batch, sequence, query heads, key heads, head size)."""
+    for (batch, sequence, queries, keys, size), dtype in zip(shapes, _dtypes(len(shapes)), strict=True):
+        name = f"{batch} {sequence} {queries}+{keys} heads of {size} {dtype}"
+        for angle_batch in {1, batch}:
+            angle = _random(angle_batch, sequence, size, dtype=torch.float32, device=device)
+            cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+            qkv = _random(batch, sequence, queries + 2 * keys, size, dtype=dtype, device=device)
+
+            def rotated(rotate, qkv=qkv, cos=cos, sin=sin, heads=queries + keys):
+                out = qkv.clone()
+                rotate(out, cos, sin, heads)
+                return [out]
+
+            yield (
+                f"rope {name}",
+                lambda rotated=rotated: (rotated(_triton("rope").rotate_triton), None),
+                lambda rotated=rotated: rotated(rope.rotate_reference),
+            )
+            # as attention gives them: [B, H, S, D] in memory
+            dq, dk, dv = (
+                _random(batch, heads, sequence, size, dtype=dtype, device=device).transpose(1, 2)
+                for heads in (queries, keys, keys)
+            )
+
+            def back(dq=dq, dk=dk, dv=dv, cos=cos, sin=sin):
+                dqkv, amax = _triton("rope").rotate_back_triton(dq, dk, dv, cos, sin)
+                return [dqkv], amax
+
+            yield (
+                f"rope's backward {name}",
+                back,
+                lambda dq=dq, dk=dk, dv=dv, cos=cos, sin=sin: [
+                    rope.rotate_back_reference(dq, dk, dv, cos, sin)
+                ],
+            )
+
+
+def differences(cases: Iterator[Case]) -> Iterator[str]:
+    """What is wrong with each case: an output beyond rounding of its reference, or an amax that is not the output's."""
+    for name, ours, reference in cases:
+        (outputs, amax), expected = ours(), reference()
+        for index, (output, right) in enumerate(zip(outputs, expected, strict=True)):
+            if not within_rounding(output, right):
+                yield f"{name}: output {index}"
+        if amax is not None and not torch.equal(amax.amax(), amax_of(outputs[0])):
+            yield f"{name}: amax"
+
+
+def within_rounding(output: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether values are equal but for two roundings, of themselves or beside the largest that were added."""
+    if output.shape != right.shape or output.dtype != right.dtype:
+        return False
+    bound = 2 * ROUNDINGS[right.dtype] * right.double().abs() + 2**-20 * right.double().abs().amax()
+    return bool(((output.double() - right.double()).abs() <= bound).all())
+
+
+def _dtypes(count: int) -> list[torch.dtype]:
+    return [list(ROUNDINGS)[index % 3] for index in range(count)]
+
+
+def _triton(kernel: str):
+    from importlib import import_module  # Triton looks at TRITON_INTERPRET when it is imported
+
+    return import_module(f"fp8booster.kernels.{kernel}_triton")

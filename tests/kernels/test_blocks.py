@@ -1,0 +1,86 @@
+"""The kernels of a decoder layer's pointwise parts against their references, interpreted and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8booster.kernels import rms_norm, rope, swiglu
+from tests.distributed import run_ranks
+from tests.kernels.blocks import differences, norm_cases, rope_cases, swiglu_cases
+
+
+def what_differs() -> dict[str, list[str]]:
+    """The small cases, by the interpreter."""
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    return {
+        "norm": list(differences(norm_cases(device, [(3, 16), (5, 100), (2, 1040), (1, 1)]))),
+        "swiglu": list(differences(swiglu_cases(device, [(3, 16), (5, 1100), (1, 2048), (4, 7)]))),
+        "rope": list(differences(rope_cases(device, [(1, 3, 2, 2, 16), (2, 2, 6, 2, 8), (2, 3, 33, 1, 96)]))),
+    }
+
+
+def test_the_kernels_interpreted_agree_with_their_references() -> None:
+    pytest.importorskip("triton")
+    (differing,) = run_ranks(
+        what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, timeout=300
+    )
+    assert differing == {"norm": [], "swiglu": [], "rope": []}
+
+
+@pytest.mark.gpu
+def test_the_kernels_agree_with_their_references_every_time() -> None:
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    matrices = [(1, 1), (7, 100), (130, 4096), (8192, 4096), (300, 5120), (64, 11008), (1000, 8192)]
+    heads = [(1, 3, 2, 2, 16), (2, 100, 32, 32, 128), (2, 64, 64, 8, 128), (2, 65, 33, 1, 96)]
+    for _ in range(5):
+        assert list(differences(norm_cases(device, matrices))) == []
+        assert list(differences(swiglu_cases(device, matrices))) == []
+        assert list(differences(rope_cases(device, heads))) == []
+
+
+def test_the_references_are_what_autograd_derives() -> None:
+    torch.manual_seed(0)
+    x, residual, dy, dh = (torch.randn(6, 40, dtype=torch.float64) for _ in range(4))
+    weight = torch.randn(40, dtype=torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in (x, residual, weight)]
+    h = x + residual
+    y = h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    dx, _, dweight = torch.autograd.grad([y, h], leaves, [dy, dh])
+    made = rms_norm.rms_norm(x.detach().float(), weight.detach().float(), 1e-5, residual.detach().float())
+    torch.testing.assert_close(made.y.double(), y.detach(), rtol=1e-5, atol=1e-5)
+    gradients = rms_norm.rms_norm_backward(
+        dy.float(), made.h, weight.detach().float(), made.inverse_rms, dh.float()
+    )
+    torch.testing.assert_close(gradients.dx.double(), dx, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradients.dweight.double(), dweight, rtol=1e-5, atol=1e-5)
+
+    gate, up, dy = (torch.randn(6, 40, dtype=torch.float64) for _ in range(3))
+    leaves = [gate.requires_grad_(), up.requires_grad_()]
+    y = torch.nn.functional.silu(gate) * up
+    expected = torch.cat(torch.autograd.grad(y, leaves, dy), 1)
+    halves = [half.detach().float() for half in leaves]
+    torch.testing.assert_close(swiglu.swiglu(*halves)[0].double(), y.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        swiglu.swiglu_backward(dy.float(), *halves)[0].double(), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_rope_is_that_of_transformers_and_its_backward_what_autograd_derives() -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    torch.manual_seed(0)
+    qkv = torch.randn(2, 5, 8, 16)
+    angle = torch.randn(1, 5, 8).repeat(1, 1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    q, k, v = (part.clone().requires_grad_() for part in qkv.split([4, 2, 2], 2))
+    right = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    rotated = qkv.clone()
+    rope.rotate(rotated, cos, sin, 6)
+    torch.testing.assert_close(rotated, torch.cat([*right, v], 2).detach())
+    gradients = [torch.randn_like(part) for part in (q, k, v)]
+    expected = torch.autograd.grad([*right, v * 1], [q, k, v], gradients)
+    dqkv, _ = rope.rotate_back(*gradients, cos, sin)
+    torch.testing.assert_close(dqkv, torch.cat(expected, 2))

@@ -1,0 +1,44 @@
+"""The kernels of a decoder layer's pointwise parts compile for Hopper and move whole vectors at LLaMA's sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from fp8booster.kernels import rms_norm_triton, rope_triton, swiglu_triton
+from tests.kernels.compiled import narrow_accesses, ptx_of
+
+FLOATS = ("inverse_rms", "partials", "dweights")
+
+
+class Types(dict):
+    """Sums and maxima are FP32; what else a kernel reads or writes is BF16; sizes and strides are numbers."""
+
+    def __missing__(self, name: str) -> str:
+        tensor = (
+            name in FLOATS
+            or len(name) <= 2
+            or name in ("residual", "weight", "gate", "qkv", "cos", "sin", "dqkv")
+        )
+        return ("*fp32" if name in FLOATS else "*bf16") if tensor else "i32"
+
+
+CASES = {
+    "norm": (rms_norm_triton.rms_norm_kernel, {"EPS": 1e-5, "RESIDUAL": True, "BLOCK": 4096}, 8),
+    "norm of 5120": (rms_norm_triton.rms_norm_kernel, {"EPS": 1e-5, "RESIDUAL": False, "BLOCK": 8192}, 16),
+    "norm's backward": (rms_norm_triton.rms_norm_backward_kernel, {"RESIDUAL": True, "BLOCK": 4096}, 8),
+    "SwiGLU": (swiglu_triton.swiglu_kernel, {"TILE_ROWS": 2, "TILE_COLUMNS": 1024}, 4),
+    "SwiGLU's backward": (swiglu_triton.swiglu_backward_kernel, {"TILE_ROWS": 2, "TILE_COLUMNS": 1024}, 4),
+    "rope": (rope_triton.rotate_kernel, {"HALF": 64, "HEADS": 32}, 4),
+    "rope's backward": (rope_triton.rotate_back_kernel, {"HALF": 64, "HEADS": 32}, 4),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whole_vectors_are_moved(case: str) -> None:
+    kernel, constants, warps = CASES[case]
+    ptx = ptx_of(kernel, Types(), constants, num_warps=warps)
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert narrow_accesses(ptx) == []
