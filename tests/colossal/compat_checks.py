@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster.colossal import compat
+from tests.colossal import pipeline_symptoms
 from tests.colossal.models import tiny_llama, token_batch
-
-
-class Symptom(NamedTuple):
-    show: Callable[[], None]
-    """Raises, on every rank alike, when the mend is taken out."""
-    error: str
-    """What it then raises: part of `repr(error)`."""
+from tests.colossal.symptom import Symptom
 
 
 def run_checks(folder: str) -> dict[str, Any]:
@@ -352,6 +347,7 @@ SYMPTOMS = {
         _train_fsdp, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
     ),
     "fp16_optimizer_is_unwrapped_wholly": Symptom(_load_shards_of_fp16_optimizer, "has no attribute 'state'"),
+    **pipeline_symptoms.SYMPTOMS,
 }
 
 

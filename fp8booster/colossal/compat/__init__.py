@@ -13,6 +13,7 @@ from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registe
     fsdp,
     huggingface,
     missing_packages,
+    pipeline,
     precision,
 )
 from fp8booster.colossal.compat.registry import Mend, State, apply, mends, taken_out
