@@ -99,6 +99,9 @@ def why_kept(name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KIN
         return f"{original.__name__} has no FP8 form"
     if not config.layers(name, module):
         return "FP8Config.layers leaves it out"
+    reason = kinds[original].why_not(module)
+    if reason is not None:
+        return reason
     inputs, outputs = product_features(module, kinds)
     if inputs * outputs == 0:
         return "it has no weights"

@@ -13,9 +13,8 @@ from fp8booster.tensor import QuantizedMatrix, quantize
 class Exchange:
     """The points of a linear layer at which ranks may communicate; every method may be overridden.
 
-    x -- input --> fprop -- output --> y
-    dx <-- input_gradient -- dgrad <-- output_gradient -- dy
-                             wgrad <--
+    fprop reads what `input` gives, and its result passes `output`. In backward dgrad and wgrad read what
+    `output_gradient` gives; `input_gradient` begins before wgrad runs, and is waited for after it.
     """
 
     growth: int = 1

@@ -62,6 +62,11 @@ class FP8Layer(nn.Module):
         self.fp8_weight = WeightCache()
         self.in_fp8 = {}
 
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str | None:
+        """Why a layer of the class `original` cannot turn into this class, or None where it can."""
+        return None
+
     @property
     def product_features(self) -> tuple[int, int]:
         """(input, output features) of this layer's products: of this rank's shard where the weight is sharded."""

@@ -12,7 +12,6 @@ from torch import nn
 from fp8booster.nn.convert import kept_reason, linear_layers, product_features
 from fp8booster.nn.layer import FP8Layer
 
-
 PASSES = ("fprop", "dgrad", "wgrad")
 
 

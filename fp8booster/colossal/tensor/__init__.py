@@ -1,0 +1,8 @@
+"""Tensor and sequence parallelism in FP8: shardformer's layers and what they exchange."""
+
+from __future__ import annotations
+
+from fp8booster.colossal.tensor.collectives import compress_groups
+from fp8booster.colossal.tensor.convert import convert_sharded_to_fp8
+
+__all__ = ["compress_groups", "convert_sharded_to_fp8"]

@@ -1,0 +1,143 @@
+"""Colossal-AI's `*_fp8` collectives, led to `fp8booster.comm` for the groups that ask for it.
+
+With `fp8_communication` shardformer calls `all_reduce_fp8`, `reduce_scatter_fp8`, `all_gather_fp8`, `all_to_all_fp8`
+and `all_to_all_single_fp8` of quantization/fp8.py, of which the first two never compress, and the others only between
+nodes. For the process groups given to `compress_groups` they compress by size (`comm.threshold`), and count what they
+send; for all others they stay what they are, so that a native plugin with `fp8_communication=True` is not changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.quantization import fp8 as native
+
+from fp8booster import comm
+from fp8booster.colossal.compat.registry import Patch
+from fp8booster.comm.threshold import MINIMUM_BYTES, topology
+
+_compressed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def compress_groups(*groups: dist.ProcessGroup | None) -> None:
+    """Let what Colossal-AI sends over some groups by its `*_fp8` collectives go through `fp8booster.comm`.
+
+    Args:
+        groups: None is left out, so that a mode's groups can be given as they are. A group stays registered as long as
+            it lives.
+    """
+    _install()
+    _compressed.update(group for group in groups if group is not None)
+
+
+@functools.cache
+def _install() -> None:
+    """Put the dispatchers in the place of the native functions, wherever a module of colossalai holds one."""
+    patch = Patch()
+    for ours in (all_reduce_fp8, reduce_scatter_fp8, all_gather_fp8, all_to_all_fp8, all_to_all_single_fp8):
+        patch.set_function(native, ours.__name__, _dispatching(getattr(native, ours.__name__), ours))
+
+
+def _dispatching(theirs: Callable, ours: Callable) -> Callable:
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group") or next(
+            (argument for argument in args if isinstance(argument, dist.ProcessGroup)), None
+        )
+        return (ours if group in _compressed else theirs)(*args, **kwargs)
+
+    return call
+
+
+# Signatures as in quantization/fp8.py. Its formats are not used: with a scale for each block E4M3 has the range.
+
+
+def all_reduce_fp8(
+    tensor: torch.Tensor,
+    fp8_format: str = "e4m3",
+    op: Any = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """In place."""
+    if tensor.is_contiguous():
+        return comm.all_reduce(tensor, op, group, async_op)
+    values = tensor.contiguous()
+    comm.all_reduce(values, op, group)
+    tensor.copy_(values)
+    return None
+
+
+def reduce_scatter_fp8(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    fp8_format: str = "e5m2",
+    async_op: bool = False,
+) -> Any:
+    """The sum of what the ranks hold for this one."""
+    return comm.reduce_scatter_tensor(output, torch.stack(list(input_list)), group=group, async_op=async_op)
+
+
+def all_gather_fp8(
+    output_list: list[torch.Tensor],
+    input_: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    fp8_format: str = "e5m2",
+    async_op: bool = False,
+) -> Any:
+    """Every rank's tensor, in a list."""
+    return comm.all_gather(output_list, input_.contiguous(), group, async_op)
+
+
+def all_to_all_fp8(
+    output_list: list[torch.Tensor],
+    input_list: list[torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+    fp8_format: str = "e5m2",
+    async_op: bool = False,
+) -> Any:
+    """To each rank its tensor."""
+    inputs = [tensor.contiguous() for tensor in input_list]
+    return comm.all_to_all(
+        output_list, inputs, group, async_op, min_bytes=_if_even(inputs, output_list, group)
+    )
+
+
+def all_to_all_single_fp8(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    fp8_format: str = "e5m2",
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+) -> Any:
+    """To each rank its rows."""
+    even = not (output_split_sizes or input_split_sizes)
+    return comm.all_to_all_single(
+        output,
+        input.contiguous(),
+        output_split_sizes,
+        input_split_sizes,
+        group,
+        async_op,
+        min_bytes=_minimum(input, group) if even else None,
+    )
+
+
+def _if_even(
+    inputs: list[torch.Tensor], outputs: list[torch.Tensor], group: dist.ProcessGroup | None
+) -> int | None:
+    """The smallest payload to compress where all ranks have equal ones, as shardformer's do; else None, which is any."""
+    sizes = {tensor.numel() for tensor in (*inputs, *outputs)}
+    return _minimum(inputs[0], group) if len(sizes) == 1 else None
+
+
+def _minimum(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> int:
+    return MINIMUM_BYTES[topology(tensor.device, group)]["all_gather"]

@@ -1,0 +1,83 @@
+"""FP8 forms of shardformer's fused linear layers, of nn.Linear's layout and of GPT-2's (qkv_fused_linear.py).
+
+GPT-2's Conv1D holds its weight as [input features, output features]; sequence parallelism there lies in dimension 1.
+"""
+
+from __future__ import annotations
+
+import torch
+from colossalai.shardformer.layer.qkv_fused_linear import (
+    FusedLinear,
+    FusedLinear1D_Col,
+    FusedLinear1D_Row,
+    GPT2FusedLinearConv,
+    GPT2FusedLinearConv1D_Col,
+    GPT2FusedLinearConv1D_Row,
+    gather_forward_split_backward_fused_qkv,
+    split_forward_gather_backward_fused_qkv,
+)
+
+from fp8booster.colossal.tensor.layers import ColumnLayer, LayerOutput, RowLayer, WholeLayer
+
+
+class _FusedColumnLayer(ColumnLayer):
+    """Its output features are those of several layers, each spread over the group."""
+
+    def _gather_output(self, output: torch.Tensor) -> torch.Tensor:
+        return gather_forward_split_backward_fused_qkv(output, self.split_sizes, self.process_group)
+
+
+class FP8FusedLinear1DCol(_FusedColumnLayer, FusedLinear1D_Col):
+    """Column parallel."""
+
+    original = FusedLinear1D_Col
+
+
+class FP8FusedLinear1DRow(RowLayer, FusedLinear1D_Row):
+    """Row parallel."""
+
+    original = FusedLinear1D_Row
+
+    def _split_input(self, input_: torch.Tensor) -> torch.Tensor:
+        return split_forward_gather_backward_fused_qkv(input_, self.split_sizes, self.process_group)
+
+
+class FP8FusedLinear(WholeLayer, FusedLinear):
+    """Not parallel."""
+
+    original = FusedLinear
+
+
+class _GPT2Layer:
+    """Refuses, as natively, the modes of sequence parallelism that GPT-2 does not have."""
+
+    weight_is_transposed = True
+    modes = (None, "split_gather", "ring", "ring_attn")
+
+    def forward(self, input_: torch.Tensor) -> LayerOutput:
+        """As that of the class it is mixed into."""
+        if self.seq_parallel_mode not in self.modes:
+            raise ValueError(
+                f"sequence_parallelism_mode={self.seq_parallel_mode!r} is not there for GPT-2's layers; use "
+                + " or ".join(repr(mode) for mode in self.modes if mode)
+            )
+        return super().forward(input_)
+
+
+class FP8GPT2FusedLinearConv1DCol(_GPT2Layer, _FusedColumnLayer, GPT2FusedLinearConv1D_Col):
+    """Column parallel."""
+
+    original = GPT2FusedLinearConv1D_Col
+
+
+class FP8GPT2FusedLinearConv1DRow(_GPT2Layer, RowLayer, GPT2FusedLinearConv1D_Row):
+    """Row parallel."""
+
+    original = GPT2FusedLinearConv1D_Row
+
+
+class FP8GPT2FusedLinearConv(_GPT2Layer, WholeLayer, GPT2FusedLinearConv):
+    """Not parallel."""
+
+    original = GPT2FusedLinearConv
+    modes = (None, "ring_attn")

@@ -1,0 +1,110 @@
+"""Forward passes of FP8 layers that take the place of shardformer's: column parallel, row parallel and whole.
+
+Options mean what they mean natively (shardformer/layer/linear.py, qkv_fused_linear.py). Where `fp8_product` gives
+nothing, because the layer is too small for FP8 to pay, the native forward runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from colossalai.shardformer.layer._operation import (
+    gather_forward_split_backward,
+    split_forward_gather_backward,
+)
+from colossalai.shardformer.layer.utils import is_share_sp_tp
+
+from fp8booster.colossal.pipeline import defer_weight_gradient
+from fp8booster.nn import FP8Layer
+from fp8booster.nn.exchange import Exchange
+from fp8booster.nn.functional import Defer
+from fp8booster.nn.parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
+
+LayerOutput = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
+"""The output, or with `skip_bias_add` output and bias."""
+
+
+class ShardedLayer(FP8Layer):
+    """What FP8 layers of shardformer share."""
+
+    skip_bias_add: bool
+    use_zbv: bool
+
+    alone: ClassVar[type[Exchange] | None] = None
+    along_sequence: ClassVar[type[Exchange] | None] = None
+
+    def _exchange(self) -> Exchange | None:
+        """What the ranks of the layer's group exchange: natively with `seq_parallel_mode` and without."""
+        if dist.get_world_size(self.process_group) == 1:
+            return None
+        if is_share_sp_tp(self.seq_parallel_mode):
+            dimension = getattr(self, "seq_parallel_dim", 1)
+            return self.along_sequence(self.process_group, dimension, communication=self.fp8_communication)
+        return self.alone(self.process_group, communication=self.fp8_communication)
+
+    def _defer(self) -> Defer | None:
+        return defer_weight_gradient(self.weight) if self.use_zbv else None
+
+
+class WholeLayer(ShardedLayer):
+    """A layer whose weight every rank holds whole."""
+
+    def forward(self, input_: torch.Tensor) -> LayerOutput:
+        """[..., in_features] to [..., out_features]."""
+        output = self.fp8_product(input_, None if self.skip_bias_add else self.bias, defer=self._defer())
+        if output is None:
+            return super().forward(input_)
+        return (output, self.bias) if self.skip_bias_add else output
+
+
+class ColumnLayer(ShardedLayer):
+    """A layer whose output features are spread over a group."""
+
+    alone = ColumnParallel
+    along_sequence = SequenceColumn
+
+    def forward(self, input_: torch.Tensor) -> LayerOutput:
+        """[..., in_features] to this rank's output features, or to all with `gather_output`."""
+        bias = None if self.skip_bias_add else self.bias
+        output = self.fp8_product(input_, bias, self._exchange(), self._defer())
+        if output is None:
+            return super().forward(input_)
+        if self.gather_output:
+            output = self._gather_output(output)
+        return (output, self.bias) if self.skip_bias_add else output
+
+    def _gather_output(self, output: torch.Tensor) -> torch.Tensor:
+        return gather_forward_split_backward(
+            output, dim=-1, process_group=self.process_group, fp8_communication=self.fp8_communication
+        )
+
+
+class RowLayer(ShardedLayer):
+    """A layer whose input features are spread over a group. Its bias is added once, after the reduction."""
+
+    alone = RowParallel
+    along_sequence = SequenceRow
+
+    def forward(self, input_: torch.Tensor) -> LayerOutput:
+        """This rank's input features, or with `parallel_input` off all of them, to [..., out_features]."""
+        part = input_ if self.parallel_input else self._split_input(input_)
+        output = self.fp8_product(part, None, self._exchange(), self._defer())
+        if output is None:
+            return super().forward(input_)
+        if self.skip_bias_add:
+            return output, self.bias
+        return output if self.bias is None else output + self.bias
+
+    def _split_input(self, input_: torch.Tensor) -> torch.Tensor:
+        return split_forward_gather_backward(
+            input_, dim=-1, process_group=self.process_group, fp8_communication=self.fp8_communication
+        )
+
+    @classmethod
+    def why_not(cls, module: Any) -> str | None:
+        """Why a layer cannot turn into this class."""
+        if getattr(module, "stream_chunk_num", 1) > 1:
+            return "stream_chunk_num > 1 serves inference alone"
+        return None
