@@ -19,6 +19,7 @@ from fp8booster.comm.collectives import (
 )
 from fp8booster.comm.ddp import DDPState, ddp_hook
 from fp8booster.comm.encoding import Encoding
+from fp8booster.comm.flat_fsdp import FlatFSDPState, flat_fsdp_hook, reduce_flat_fsdp
 from fp8booster.comm.fsdp import compress_fsdp
 from fp8booster.comm.one_sided import stop_one_sided, use_one_sided
 from fp8booster.comm.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
@@ -28,6 +29,7 @@ __all__ = [
     "AutomaticScaling",
     "DDPState",
     "Encoding",
+    "FlatFSDPState",
     "P2POp",
     "Statistics",
     "all_gather",
@@ -40,9 +42,11 @@ __all__ = [
     "broadcast",
     "compress_fsdp",
     "ddp_hook",
+    "flat_fsdp_hook",
     "irecv",
     "isend",
     "recv",
+    "reduce_flat_fsdp",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "reset_statistics",

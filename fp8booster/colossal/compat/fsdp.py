@@ -70,3 +70,33 @@ def fsdp_runs_on_cpu(module: ModuleType, patch: Patch) -> None:
     on_cpu = ModuleType("torch")
     vars(on_cpu).update(vars(torch), cuda=SimpleNamespace(current_device=lambda: torch.device("cpu")))
     patch.set(module, "torch", on_cpu)
+
+
+@mend(
+    module=_FSDP_PLUGIN,
+    place="booster/plugin/torch_fsdp_plugin.py:414",
+    needed_when="gradients are clipped by norm",
+)
+def fsdp_clips_by_the_whole_norm(module: ModuleType, patch: Patch) -> None:
+    """FSDP's optimizer clips by the norm of the whole gradient, the same on every rank.
+
+    Without it each rank clips its part of the gradient by that part's norm. No longer needed when
+    `optimizer.clip_grad_by_norm` returns the same norm on all ranks.
+    """
+    if "clip_grad_by_norm" in vars(module.FSDPOptimizerWrapper):
+        return
+
+    def clip_grad_by_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *_: Any,
+        **__: Any,
+    ) -> torch.Tensor:
+        norm = self.model.module.clip_grad_norm_(max_norm, norm_type)
+        if error_if_nonfinite and not torch.isfinite(norm):
+            raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped by it")
+        return norm
+
+    patch.set(module.FSDPOptimizerWrapper, "clip_grad_by_norm", clip_grad_by_norm)

@@ -1,0 +1,24 @@
+"""Amaxes that ranks agree on, for tensors that are spread over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+
+def agree_on_amax(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The largest magnitude of each tensor over all its shards: float32 [len(shards)], from one reduction.
+
+    A NaN counts as infinity, since a MAX reduction drops NaN; both make the scale NaN.
+
+    Args:
+        shards: this rank's part of each tensor, in the same order on every rank; empty where it has none of it.
+        group: the ranks that hold the parts.
+    """
+    filled = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
+    amaxes = torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
+    amaxes.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+    dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+    return amaxes
