@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fp8booster.kernels.device import runs_triton
+from fp8booster.scaling import amax_of
 
 
 class Normalized(NamedTuple):
@@ -28,8 +29,8 @@ class Normalized(NamedTuple):
     inverse_rms: torch.Tensor
     """float32 [M], for the backward."""
 
-    amax: torch.Tensor | None
-    """float32, whose largest entry is the amax of y; None where it was not found on the way."""
+    amax: torch.Tensor
+    """float32, whose largest entry is the amax of y."""
 
 
 class NormGradients(NamedTuple):
@@ -41,8 +42,8 @@ class NormGradients(NamedTuple):
     dweight: torch.Tensor
     """[K], of the weight's dtype."""
 
-    amax: torch.Tensor | None
-    """float32, whose largest entry is the amax of dx; None where it was not found on the way."""
+    amax: torch.Tensor
+    """float32, whose largest entry is the amax of dx."""
 
 
 def rms_norm(
@@ -92,7 +93,7 @@ def rms_norm_reference(
     values = h.float()
     inverse_rms = 1.0 / (values.square().mean(-1) + eps).sqrt()
     y = (values * inverse_rms[:, None] * weight.float()).to(x.dtype)
-    return Normalized(y, h, inverse_rms, None)
+    return Normalized(y, h, inverse_rms, amax_of(y))
 
 
 def rms_norm_backward_reference(
@@ -109,4 +110,5 @@ def rms_norm_backward_reference(
     if dh is not None:
         dx = dx + dh.float()
     dweight = (dy.float() * normal).sum(0).to(weight.dtype)
-    return NormGradients(dx.to(h.dtype), dweight, None)
+    dx = dx.to(h.dtype)
+    return NormGradients(dx, dweight, amax_of(dx))

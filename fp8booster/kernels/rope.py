@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from fp8booster.kernels.device import runs_triton
+from fp8booster.scaling import amax_of
 
 
 def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
@@ -34,7 +35,7 @@ def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) 
 
 def rotate_back(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of `qkv` from those of what it was split into after `rotate`.
 
     Args:
@@ -43,13 +44,13 @@ def rotate_back(
         cos, sin: as in `rotate`.
 
     Returns:
-        ([B, S, Hq + 2 Hkv, D], its amax as float32 partial maxima or None where it was not found on the way).
+        ([B, S, Hq + 2 Hkv, D]; float32, whose largest entry is its amax).
     """
     if runs_triton(dq):
         from fp8booster.kernels.rope_triton import rotate_back_triton
 
         return rotate_back_triton(dq, dk, dv, cos, sin)
-    return rotate_back_reference(dq, dk, dv, cos, sin), None
+    return rotate_back_reference(dq, dk, dv, cos, sin)
 
 
 def rotate_reference(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
@@ -63,10 +64,11 @@ def rotate_reference(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, he
 
 def rotate_back_reference(
     dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What `rotate_back` computes, in torch."""
     d1, d2 = torch.cat([dq, dk], 2).float().chunk(2, -1)
     cos1, cos2 = cos.float().unsqueeze(2).chunk(2, -1)
     sin1, sin2 = sin.float().unsqueeze(2).chunk(2, -1)
     rotated = torch.cat([d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1], -1)
-    return torch.cat([rotated.to(dq.dtype), dv], 2)
+    dqkv = torch.cat([rotated.to(dq.dtype), dv], 2)
+    return dqkv, amax_of(dqkv)

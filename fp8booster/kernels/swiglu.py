@@ -11,27 +11,28 @@ from __future__ import annotations
 import torch
 
 from fp8booster.kernels.device import runs_triton
+from fp8booster.scaling import amax_of
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The activation.
 
     Args:
         gate, up: [M, F], each row contiguous, BF16, FP16 or FP32.
 
     Returns:
-        (y [M, F], its amax as float32 partial maxima or None where it was not found on the way).
+        (y [M, F]; float32, whose largest entry is its amax).
     """
     if runs_triton(gate):
         from fp8booster.kernels.swiglu_triton import swiglu_triton
 
         return swiglu_triton(gate, up)
-    return swiglu_reference(gate, up), None
+    return swiglu_reference(gate, up)
 
 
 def swiglu_backward(
     dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of gate and up, side by side.
 
     Args:
@@ -45,19 +46,23 @@ def swiglu_backward(
         from fp8booster.kernels.swiglu_triton import swiglu_backward_triton
 
         return swiglu_backward_triton(dy, gate, up)
-    return swiglu_backward_reference(dy, gate, up), None
+    return swiglu_backward_reference(dy, gate, up)
 
 
-def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What `swiglu` computes, in torch."""
     values = gate.float()
-    return (values / (1 + (-values).exp()) * up.float()).to(gate.dtype)
+    y = (values / (1 + (-values).exp()) * up.float()).to(gate.dtype)
+    return y, amax_of(y)
 
 
-def swiglu_backward_reference(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def swiglu_backward_reference(
+    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What `swiglu_backward` computes, in torch."""
     gradient, values = dy.float(), gate.float()
     sigmoid = 1 / (1 + (-values).exp())
     silu = values * sigmoid
     dgate = gradient * up.float() * (sigmoid + silu * (1 - sigmoid))
-    return torch.cat([dgate, gradient * silu], 1).to(gate.dtype)
+    dx = torch.cat([dgate, gradient * silu], 1).to(gate.dtype)
+    return dx, amax_of(dx)

@@ -24,6 +24,7 @@ from fp8booster import formats
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
+from fp8booster.nn.delivered_amax import delivered_amax
 from fp8booster.nn.exchange import Exchange
 from fp8booster.tensor import QuantizedMatrix, quantize
 
@@ -110,7 +111,7 @@ class _Linear(torch.autograd.Function):
                 transposed=for_weight,
                 rowwise=config.rowwise,
                 power_of_two=config.power_of_two,
-                amax=ctx.gradient_amax,
+                amax=delivered_amax(gradient) if ctx.gradient_amax is None else ctx.gradient_amax,
             )
         if for_input:
             if ctx.late_weight is not None:
@@ -233,7 +234,8 @@ def linear_from_quantized(
         w: the weight, with its transpose if the input needs a gradient.
         config: accumulation and the gradient's format.
         gradient_amax: float32, whose largest entry is the amax of the output's gradient by the time backward reads it;
-            what makes the gradient fills it. None computes it there. For tensorwise scales.
+            what makes the gradient fills it. None takes what was delivered with the gradient (`delivered_amax`), or
+            computes it there. For tensorwise scales.
         defer: backward gives it what computes the weight's gradient from the FP8 transposes of x and dy, and autograd
             none; until that is called it holds the two. None computes the gradient in backward.
         exchange: what ranks exchange around the products; its `input` made x. None is nothing.

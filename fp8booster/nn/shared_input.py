@@ -14,6 +14,7 @@ import torch
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import current_stream
+from fp8booster.nn.delivered_amax import delivered_amax
 from fp8booster.nn.exchange import Exchange
 from fp8booster.nn.functional import quantize_input
 from fp8booster.tensor import QuantizedMatrix
@@ -53,7 +54,7 @@ def cast_input(
         exchange: what ranks exchange around the layer; it may gather the input.
     """
     if exchange is None:
-        return quantize_input(input, config, transposed=transposed)
+        return quantize_input(input, config, transposed=transposed, amax=delivered_amax(input))
     return exchange.input(input, config, transposed=transposed)
 
 

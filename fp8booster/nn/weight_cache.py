@@ -47,7 +47,7 @@ def reusable(input: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
-def _state(weight: torch.Tensor, config: FP8Config) -> tuple:
+def state_of(weight: torch.Tensor, config: FP8Config) -> tuple:
     """What changes when a copy of the weight is no longer fresh."""
     # another stream casts anew rather than read a copy that this one may not have finished
     return (
@@ -82,7 +82,7 @@ class WeightCache:
         fresh = (
             self._source is not None
             and self._source() is weight
-            and self._made_from == _state(weight, config)
+            and self._made_from == state_of(weight, config)
             and (self._quantized.transpose.numel() or not transposed)
         )
         if not fresh:
@@ -100,7 +100,7 @@ class WeightCache:
         """
         self.clear()
         self._quantized, self._source = quantized, weakref.ref(weight)
-        self._made_from = _state(weight, config)
+        self._made_from = state_of(weight, config)
 
     def keep(self, weight: torch.Tensor, quantized: QuantizedMatrix) -> None:
         """Hold a copy that an engine makes together with the weight, until the weight is changed by someone else.

@@ -64,7 +64,7 @@ def swiglu_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterato
                 y, amax = _triton("swiglu").swiglu_triton(gate, up)
                 return [y], amax
 
-            yield f"SwiGLU {name}", forward, lambda gate=gate, up=up: [swiglu.swiglu_reference(gate, up)]
+            yield f"SwiGLU {name}", forward, lambda gate=gate, up=up: [swiglu.swiglu_reference(gate, up)[0]]
 
             def backward(dy=dy, gate=gate, up=up):
                 dx, amax = _triton("swiglu").swiglu_backward_triton(dy, gate, up)
@@ -73,7 +73,7 @@ def swiglu_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterato
             yield (
                 f"SwiGLU's backward {name}",
                 backward,
-                lambda dy=dy, gate=gate, up=up: [swiglu.swiglu_backward_reference(dy, gate, up)],
+                lambda dy=dy, gate=gate, up=up: [swiglu.swiglu_backward_reference(dy, gate, up)[0]],
             )
 
 
@@ -110,7 +110,7 @@ def rope_cases(device: torch.device, shapes: list[tuple[int, ...]]) -> Iterator[
                 f"rope's backward {name}",
                 back,
                 lambda dq=dq, dk=dk, dv=dv, cos=cos, sin=sin: [
-                    rope.rotate_back_reference(dq, dk, dv, cos, sin)
+                    rope.rotate_back_reference(dq, dk, dv, cos, sin)[0]
                 ],
             )
 

@@ -1,0 +1,180 @@
+"""Decoder layers of transformers' LLaMA, Mistral and Qwen2 with their pointwise parts fused around FP8 products.
+
+In place, by class: parameters, their names, hooks and `isinstance` stay as they were. A fused layer computes
+
+    y, h = norm(x)                      one kernel; h is x
+    q, k, v = rotate(qkv product of y)  one product, one kernel
+    y, h = norm(attention, h)           one kernel: residual, norm
+    x = h + down(swiglu(gate-up product of y))
+
+and every kernel delivers the amax of what it makes, so that the casts before the products read their input once. Where
+a case is not covered (a cache, returned attention weights, another activation, layers that are not plain FP8 layers)
+that part runs as transformers wrote it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8booster.nn.fused.merged import MergedLayers
+from fp8booster.nn.fused.rms_norm import rms_norm
+from fp8booster.nn.fused.rope import split_and_rotate
+from fp8booster.nn.fused.swiglu import swiglu
+from fp8booster.nn.layer import FP8Layer
+
+FAMILIES = ("Llama", "Mistral", "Qwen2")
+"""Prefixes of the classes, which share one structure; in `transformers.models.<family in lower case>`."""
+
+Embeddings = tuple[torch.Tensor, torch.Tensor]
+
+
+class FusedRMSNorm(nn.Module):
+    """Mixin of a norm."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None, *, both: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The norm of `hidden_states + residual`; with `both`, that sum too."""
+        y, h = rms_norm(hidden_states, self.weight, self.variance_epsilon, residual)
+        return (y, h) if both else y
+
+
+class FusedAttention(nn.Module):
+    """Mixin of a self-attention."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: Embeddings,
+        attention_mask: torch.Tensor | None = None,
+        past_key_value: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As transformers', with one product for q, k and v."""
+        cos, sin = position_embeddings
+        qkv = None
+        if (
+            past_key_value is None
+            and self.config._attn_implementation == "sdpa"
+            and not kwargs.get("output_attentions")
+            and cos.shape[-1] == self.head_dim
+        ):
+            qkv = self.fp8_qkv(hidden_states)
+        if qkv is None:
+            return super().forward(
+                hidden_states, position_embeddings, attention_mask, past_key_value, *args, **kwargs
+            )
+        config, (batch, sequence, _) = self.config, hidden_states.shape
+        heads = split_and_rotate(
+            qkv, cos, sin, query_heads=config.num_attention_heads, key_heads=config.num_key_value_heads
+        )
+        attended = F.scaled_dot_product_attention(
+            *(each.transpose(1, 2) for each in heads),
+            attn_mask=None if attention_mask is None else attention_mask[..., :sequence],
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            is_causal=attention_mask is None and sequence > 1,
+            scale=self.scaling,
+            enable_gqa=self.num_key_value_groups > 1,
+        )
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, sequence, -1)), None
+
+
+class FusedMLP(nn.Module):
+    """Mixin of a feed-forward block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As transformers', with one product for gate and up."""
+        gate_up = self.fp8_gate_up(x)
+        return super().forward(x) if gate_up is None else self.down_proj(swiglu(gate_up))
+
+
+class FusedDecoderLayer(nn.Module):
+    """Mixin of a decoder layer whose norms are fused."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_value: Any = None,
+        output_attentions: bool | None = False,
+        use_cache: bool | None = False,
+        cache_position: torch.Tensor | None = None,
+        position_embeddings: Embeddings | None = None,
+        **kwargs: Any,
+    ) -> tuple:
+        """As transformers', with the residual's addition in the second norm."""
+        hidden_states, residual = self.input_layernorm(hidden_states, both=True)
+        hidden_states, weights = self.self_attn(
+            hidden_states=hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_value=past_key_value,
+            output_attentions=output_attentions,
+            use_cache=use_cache,
+            cache_position=cache_position,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual, both=True)
+        hidden_states = residual + self.mlp(hidden_states)
+        return (hidden_states, weights) if output_attentions else (hidden_states,)
+
+
+def fuse_blocks(model: nn.Module) -> int:
+    """Fuse the decoder layers of a model whose linear layers were converted to FP8, in place.
+
+    Args:
+        model: any module; what is no decoder layer of `FAMILIES` (as transformers 4.51 writes them) is left alone.
+
+    Returns:
+        The number of decoder layers fused.
+    """
+    fused = 0
+    for module in list(model.modules()):
+        family = _family(module)
+        role = type(module).__name__.removeprefix(family or "")
+        if role == "RMSNorm":
+            _mix(FusedRMSNorm, module)
+        elif role == "Attention" and _in_fp8(module.q_proj, module.k_proj, module.v_proj):
+            _mix(FusedAttention, module)
+            module.__dict__["fp8_qkv"] = MergedLayers([module.q_proj, module.k_proj, module.v_proj])
+        elif (
+            role == "MLP" and isinstance(module.act_fn, nn.SiLU) and _in_fp8(module.gate_proj, module.up_proj)
+        ):
+            _mix(FusedMLP, module)
+            module.__dict__["fp8_gate_up"] = MergedLayers([module.gate_proj, module.up_proj])
+        elif role == "DecoderLayer":
+            _mix(FusedDecoderLayer, module)
+            fused += 1
+    return fused
+
+
+def _family(module: nn.Module) -> str | None:
+    """The family of a module of transformers that is as it was written."""
+    for family in FAMILIES:
+        lower = family.lower()
+        if type(module).__module__ == f"transformers.models.{lower}.modeling_{lower}":
+            return family
+    return None
+
+
+def _in_fp8(*layers: nn.Module) -> bool:
+    return all(isinstance(layer, FP8Layer) for layer in layers)
+
+
+_mixed: dict[tuple[type, type], type] = {}
+
+
+def _mix(mixin: type[nn.Module], module: nn.Module) -> None:
+    """Put a mixin before a module's class."""
+    original = type(module)
+    key = mixin, original
+    if key not in _mixed:
+        _mixed[key] = type(f"Fused{original.__name__}", (mixin, original), {"__doc__": mixin.__doc__})
+    module.__class__ = _mixed[key]

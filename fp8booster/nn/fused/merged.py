@@ -1,0 +1,122 @@
+"""Several linear layers that read one input, as one product: q, k and v, or gate and up.
+
+The layers keep their parameters. Their FP8 weights lie one below the other under one scale, so that forward is one
+product, backward's dgrad adds up what the layers give by itself, and one wgrad gives all their gradients.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from fp8booster.kernels.device import require_fp8
+from fp8booster.nn.choice import fp8_pays
+from fp8booster.nn.functional import linear_from_quantized, quantize_weight
+from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.linear import FP8Linear
+from fp8booster.nn.shared_input import share_input
+from fp8booster.nn.weight_cache import reusable, state_of
+from fp8booster.tensor import QuantizedMatrix
+
+
+class MergedLayers:
+    """Linear layers of one input whose products are computed as one where that is right.
+
+    Args:
+        layers: in the order of their outputs.
+    """
+
+    def __init__(self, layers: Sequence[FP8Layer]) -> None:
+        self.layers = tuple(layers)
+        self._forget()
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
+        """All outputs side by side, [..., sum of output features], or None: call the layers one by one.
+
+        They are, where one of them is no plain FP8 layer of the others' configuration or has hooks that must run; where
+        BF16 is faster; in evaluation; and in compiled code, where the compiler sees the layers themselves.
+        """
+        if not self._can_merge(input):
+            return None
+        first, weights = self.layers[0], [layer.weight for layer in self.layers]
+        config = first.fp8_config
+        rows = input.numel() // input.shape[-1]
+        in_fp8 = (
+            config.always
+            or config.emulate
+            or fp8_pays(rows, input.shape[-1], sum(map(len, weights)), input.device)
+        )
+        if not in_fp8:
+            return None
+        for layer in self.layers:
+            layer.in_fp8[rows] = True
+        require_fp8(input.device, config.emulate)
+        x = share_input(
+            input,
+            config,
+            transposed=torch.is_grad_enabled() and any(weight.requires_grad for weight in weights),
+        )
+        biases = [layer.bias for layer in self.layers]
+        return linear_from_quantized(
+            input,
+            _SideBySide.apply(*weights),
+            None if biases[0] is None else torch.cat(biases),
+            x,
+            self._weight(weights),
+            config,
+        )
+
+    def _can_merge(self, input: torch.Tensor) -> bool:
+        first = self.layers[0]
+        return (
+            input.numel() > 0
+            and reusable(input, first.weight)
+            and all(
+                type(layer) is FP8Linear
+                and layer.training
+                and layer.fp8_config == first.fp8_config
+                and layer.weight.dtype == input.dtype
+                and (layer.bias is None) == (first.bias is None)
+                and not (layer._forward_pre_hooks or layer._forward_hooks)
+                and not layer.fp8_weight.is_kept_by_engine(layer.weight)
+                and layer.fp8_weight.in_backward(layer.weight, layer.fp8_config) is None
+                for layer in self.layers
+            )
+            and not first.fp8_config.rowwise
+            and not torch.is_autocast_enabled(input.device.type)
+        )
+
+    def _weight(self, weights: list[torch.Tensor]) -> QuantizedMatrix:
+        """The FP8 weight, cast once per optimizer step as `weight_cache` does for one layer."""
+        config = self.layers[0].fp8_config
+        made_from = [state_of(weight, config) for weight in weights]
+        fresh = self._made_from == made_from and all(
+            source() is weight for source, weight in zip(self._sources, weights, strict=True)
+        )
+        if not fresh:
+            self._forget()  # first, so that the allocator can give the same memory again
+            whole = torch.cat([weight.detach() for weight in weights])
+            self._quantized = quantize_weight(whole, config, transposed=True)
+            self._made_from = made_from
+            self._sources = [weakref.ref(weight) for weight in weights]
+        return self._quantized
+
+    def _forget(self) -> None:
+        self._quantized: QuantizedMatrix | None = None
+        self._made_from: list[tuple] = []
+        self._sources: list[weakref.ref] = []
+
+
+class _SideBySide(torch.autograd.Function):
+    """Stands for weights one below the other, without their values: what it is for is to hand on their gradients."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.rows = [len(weight) for weight in weights]
+        return weights[0].new_zeros(()).expand(sum(ctx.rows), weights[0].shape[1])
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        return gradient.split(ctx.rows)

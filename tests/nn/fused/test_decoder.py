@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from fp8booster import FP8Config, convert_to_fp8, report
+from fp8booster.nn.fused import fuse_blocks
+from tests.nn.fused.models import FAMILIES, batch, build
+from tests.plugins.census_checks import Census, products
+
+
+def fused(model: nn.Module, config: FP8Config | None = None) -> nn.Module:
+    convert_to_fp8(model, config)
+    assert fuse_blocks(model) == 2
+    return model
+
+
+def step(model: nn.Module, **options: object) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss, and the gradients by name."""
+    model.zero_grad()
+    ids = batch()
+    loss = model(input_ids=ids, labels=ids, **options).loss
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def sqnr(values: torch.Tensor, exact: torch.Tensor) -> float:
+    """Signal over noise, in dB."""
+    noise = (values.double() - exact.double()).square().sum()
+    return (10 * torch.log10(exact.double().square().sum() / noise)).item()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_model_computes_what_the_model_does(family: str) -> None:
+    exact = build(family, torch.float32)
+    model = copy.deepcopy(exact)
+    names = [name for name, _ in model.named_parameters()]
+    state = model.state_dict()
+    fused(model, FP8Config())
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(torch.equal(model.state_dict()[name], state[name]) for name in state)
+    assert isinstance(model.model.layers[0], type(exact.model.layers[0]))
+    plain = convert_to_fp8(copy.deepcopy(exact))
+    (right, right_gradients), (loss, gradients), (of_plain, plain_gradients) = map(
+        step, (exact, model, plain)
+    )
+    assert loss == pytest.approx(right, rel=2e-3)
+    assert of_plain == pytest.approx(right, rel=2e-3)
+    for name, gradient in right_gradients.items():
+        # no less exact than FP8 layers alone: the merged weights share a scale
+        assert sqnr(gradients[name], gradient) > min(18, sqnr(plain_gradients[name], gradient) - 1.5), name
+
+
+def test_q_k_v_and_gate_up_are_one_product_each_way() -> None:
+    model = fused(build())
+    with Census() as counted:
+        step(model)
+    rows = batch().numel()
+    layer = model.model.layers[0]
+    merged = [
+        nn.Linear(64, sum(projection.out_features for projection in projections), device="meta")
+        for projections in (
+            (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
+            (layer.mlp.gate_proj, layer.mlp.up_proj),
+        )
+    ]
+    eligible = 2 * [*merged, layer.self_attn.o_proj, layer.mlp.down_proj]
+    assert counted.fp8 == sum(products(eligible, rows).values(), Counter())
+    assert counted.other == sum(products([model.lm_head], rows).values(), Counter())
+    assert all(row.precision == "FP8" for row in report(model).rows if "lm_head" not in row.name)
+
+
+def test_casts_take_the_amax_that_the_kernels_deliver(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8booster.kernels import cast as kernel
+
+    model = fused(build())
+    step(model)  # casts the weights
+    given: list[bool] = []
+    reference = kernel.cast_reference
+
+    def counting(matrix, dtype, *, amax, **options):
+        if amax is not None:  # what is delivered is right
+            assert amax.amax() == matrix.detach().abs().amax()
+        given.append(amax is not None)
+        return reference(matrix, dtype, amax=amax, **options)
+
+    monkeypatch.setattr(kernel, "cast_reference", counting)
+    step(model)
+    # a layer casts four inputs and four gradients; attention's output, and the gradient that it gets, come from torch
+    assert len(given) == 2 * 8
+    assert given.count(False) == 2 * 1
+
+
+def test_the_weights_are_cast_once_a_step_and_again_after_it() -> None:
+    model = fused(build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first, _ = step(model)
+    merged = model.model.layers[0].self_attn.fp8_qkv
+    held = merged._quantized
+    assert step(model)[0] == first
+    assert merged._quantized is held
+    optimizer.step()
+    assert step(model)[0] < first
+    assert merged._quantized is not held
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["cache", "attentions", "evaluation", "hook", "mixed configuration", "mask"],
+)
+def test_what_is_not_covered_runs_as_written(change: str) -> None:
+    torch.manual_seed(0)
+    model = build(attn_implementation="eager" if change == "attentions" else "sdpa")
+    plain = convert_to_fp8(copy.deepcopy(model))
+    fused(model)
+    options: dict[str, object] = {}
+    if change == "cache":
+        options["use_cache"] = True
+    elif change == "attentions":
+        options["output_attentions"] = True
+    elif change == "evaluation":
+        model.eval(), plain.eval()
+    elif change == "hook":
+        for each in model.model.layers:
+            each.self_attn.k_proj.register_forward_pre_hook(lambda module, args: None)
+            each.mlp.up_proj.register_forward_hook(lambda module, args, output: None)
+    elif change == "mixed configuration":
+        for each in model.model.layers:
+            for layer in (each.self_attn.k_proj, each.mlp.up_proj):
+                layer.fp8_config = FP8Config(fast_accumulation_fprop=False)
+    elif change == "mask":
+        options["attention_mask"] = torch.ones_like(batch()).index_fill_(1, torch.arange(4), 0)
+    ids = batch()
+    outputs = [each(input_ids=ids, labels=ids, **options) for each in (model, plain)]
+    assert outputs[0].loss.item() == pytest.approx(outputs[1].loss.item(), rel=5e-3)
+    if change == "cache":
+        assert outputs[0].past_key_values.get_seq_length() == ids.shape[1]
+    if change == "attentions":
+        torch.testing.assert_close(outputs[0].attentions[0], outputs[1].attentions[0], rtol=0.1, atol=0.02)
+    outputs[0].loss.backward()
+
+
+def test_checkpointed_layers_give_the_same_gradients() -> None:
+    model = fused(build())
+    loss, gradients = step(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again, recomputed = step(model)
+    assert again == loss
+    assert all(torch.equal(recomputed[name], gradient) for name, gradient in gradients.items())
+
+
+def test_frozen_layers_and_a_second_backward() -> None:
+    model = fused(build())
+    model.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
+    ids = batch()
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward(retain_graph=True)
+    first = {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    assert "model.layers.0.self_attn.k_proj.weight" not in first
+    model.zero_grad()
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        if name in first:
+            assert torch.equal(parameter.grad, first[name]), name
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    model = fused(build())
+    loss, _ = step(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert step(model)[0] == loss
+    assert step(other)[0] != loss
+    attention = other.model.layers[0].self_attn
+    assert attention.fp8_qkv.layers[0] is attention.q_proj
+
+
+def test_another_model_is_left_alone() -> None:
+    model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
+    assert fuse_blocks(model) == 0
+    assert (
+        fuse_blocks(build(hidden_act="gelu")) == 2
+    )  # norms alone: nothing was converted, and its MLP has another activation
