@@ -1,0 +1,69 @@
+"""Cross entropy of rows of logits, and its gradient written over them.
+
+    loss = log(sum(exp(logits))) - logits[target]            of a row, in FP32
+    gradient = (softmax(logits) - onehot(target)) * factor   in FP32, rounded once to the logits' dtype
+
+A row whose target is `ignore_index` has a loss and a gradient of zero, whatever its logits are. A row whose target is
+no column has NaN in both: on a GPU nobody could be told otherwise without waiting for it. NaN in a row's logits makes
+its loss and gradient NaN, and so does infinity.
+
+`cross_entropy` is the one entry. `cross_entropy_reference` defines what it computes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8booster.kernels.device import runs_triton
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int,
+    factor: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The loss of every row; with a factor, the gradient takes the place of the logits.
+
+    Args:
+        logits: [R, V], each row contiguous, BF16, FP16 or FP32.
+        targets: int64 [R], the column of each row's right token.
+        ignore_index: the target of rows that do not count.
+        factor: float32, one value, that multiplies the gradient; None leaves the logits as they are.
+
+    Returns:
+        (losses, float32 [R]; the gradient's amax as float32 partial maxima, or None where it was not found on the
+        way).
+    """
+    if runs_triton(logits):
+        from fp8booster.kernels.cross_entropy_triton import cross_entropy_triton  # Triton is needed only here
+
+        return cross_entropy_triton(logits, targets, ignore_index=ignore_index, factor=factor)
+    return cross_entropy_reference(logits, targets, ignore_index=ignore_index, factor=factor), None
+
+
+def cross_entropy_reference(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ignore_index: int,
+    factor: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What `cross_entropy` computes, in torch: the losses."""
+    kept = targets != ignore_index
+    inside = (targets >= 0) & (targets < logits.shape[1])
+    place = torch.where(inside, targets, 0)[:, None]
+    values = logits.float()
+    largest = values.amax(1, keepdim=True)
+    # a row of minus infinity alone has no largest value to subtract; its sum is zero and its softmax NaN
+    exponentials = (values - torch.where(largest == -torch.inf, 0.0, largest)).exp_()
+    total = exponentials.sum(1, keepdim=True)
+    losses = total.log() + (largest - values.gather(1, place))
+    losses = torch.where(kept, torch.where(inside, losses[:, 0], torch.nan), 0.0)
+    if factor is not None:
+        gradient = exponentials.div_(total)
+        gradient.scatter_(1, place, gradient.gather(1, place) - 1).mul_(factor)
+        gradient.masked_fill_((kept & ~inside)[:, None], torch.nan).masked_fill_(~kept[:, None], 0.0)
+        logits.copy_(gradient)
+    return losses

@@ -1,0 +1,197 @@
+"""The loss of transformers' causal language models over chunks of logits, in place of their native forward.
+
+Written for LLaMA, Mistral and Qwen2 as transformers 4.51.3 has them (modeling_llama.py:769: body, head, loss).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8booster import formats
+from fp8booster.nn.choice import fp8_pays
+from fp8booster.nn.fused.loss import linear_cross_entropy
+from fp8booster.nn.linear import FP8Linear
+from fp8booster.nn.weight_cache import WeightCache, reusable
+
+if TYPE_CHECKING:  # seconds to import, and there where there is a model
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+MODELS = {
+    f"transformers.models.{name.lower()}.modeling_{name.lower()}": f"{name}ForCausalLM"
+    for name in ("Llama", "Mistral", "Qwen2")
+}
+"""Module and name of the classes whose forward this knows."""
+
+
+def use_fused_loss(model: nn.Module) -> bool:
+    """Let a causal language model compute its loss over chunks of logits, which are then never whole.
+
+    The model, or the one inside a wrapper such as PEFT's, keeps its class, parameters and hooks; its `forward` is
+    replaced. In training mode, when labels are given, it returns a `CausalLMOutputWithPast` whose `loss` is that of the
+    native forward (shifted labels, `num_items_in_batch`, `shift_labels` and `ignore_index` included) and whose `logits`
+    is None. The native forward runs, logits and all, in evaluation mode, without labels, when `logits_to_keep` asks for
+    some of them (the sequence's length asks for all), for `return_dict=False`, with a loss function of one's own, and
+    wherever `why_not_fused` finds a reason. `use_native_loss` undoes it.
+
+    Args:
+        model: any module.
+
+    Returns:
+        Whether the loss will be computed so; if not, the model is as it was and `why_not_fused` says why.
+    """
+    if why_not_fused(model) is not None:
+        return False
+    language_model = _language_model(model)
+    language_model.forward = types.MethodType(_forward_like(type(language_model).forward), language_model)
+    return True
+
+
+def use_native_loss(model: nn.Module) -> None:
+    """Undo `use_fused_loss`."""
+    for module in model.modules():
+        if _is_ours(module.__dict__.get("forward")):
+            del module.forward
+
+
+def why_not_fused(model: nn.Module) -> str | None:
+    """Why a model's loss cannot be computed over chunks of logits, or None if it can."""
+    language_model = _language_model(model)
+    if language_model is None:
+        return f"{type(model).__name__} is no {', '.join(MODELS.values())} of transformers"
+    forward = language_model.__dict__.get("forward")
+    if forward is not None and not _is_ours(forward):
+        return "its forward was replaced, as Colossal-AI does it for tensor, sequence or pipeline parallelism"
+    return _why_not_through(language_model)
+
+
+def _language_model(model: nn.Module) -> nn.Module | None:
+    """The module whose forward is one of those known."""
+    for module in model.modules():
+        for base in type(module).__mro__:
+            if MODELS.get(base.__module__) == base.__name__:
+                return module if type(module).forward is base.forward else None
+    return None
+
+
+def _why_not_through(language_model: nn.Module) -> str | None:
+    """What stands against reading the head's weight past its forward, as it is now."""
+    head = language_model.lm_head
+    if type(head) not in (nn.Linear, FP8Linear):
+        return f"its lm_head is a {type(head).__name__}, whose product may be another than that of nn.Linear"
+    if type(head._parameters.get("weight")) is not nn.Parameter:
+        kind = type(head.weight).__name__
+        return (
+            f"the weight of its lm_head is a {kind}: sharded, or gathered when an operator of torch reads it"
+        )
+    if head._forward_pre_hooks or head._forward_hooks or head._backward_hooks or head._backward_pre_hooks:
+        return "its lm_head has hooks, which would not run"
+    if head.weight.dtype not in formats.HIGH_PRECISION:
+        return f"the weight of its lm_head is {head.weight.dtype}"
+    if type(head) is FP8Linear and type(head.fp8_weight) is not WeightCache:
+        return "the weight of its lm_head is whole only while the layer runs"
+    if "forward" in head.__dict__:
+        return "the forward of its lm_head was replaced"
+    if head.weight.shape[0] != language_model.config.vocab_size:
+        return (
+            f"its lm_head makes {head.weight.shape[0]} logits and its config has a vocab_size of "
+            f"{language_model.config.vocab_size}"
+        )
+    return None
+
+
+def _is_ours(forward: object) -> bool:
+    return hasattr(forward, "_fp8booster_native")
+
+
+@functools.cache
+def _forward_like(native: Callable) -> Callable:
+    """Our forward, with the signature of the native one, which trainers read."""
+    signature = inspect.signature(native)
+
+    @functools.wraps(native)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast | tuple:
+        bound = signature.bind(self, *args, **kwargs)
+        arguments = {**bound.arguments, **bound.kwargs}
+        if not _computes_loss_alone(self, arguments):
+            return native(self, *args, **kwargs)
+        return _forward_to_loss(self, arguments)
+
+    forward._fp8booster_native = native
+    return forward
+
+
+def _computes_loss_alone(model: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether this call trains and reads no logits, so far as its arguments tell."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    kept = arguments.get("logits_to_keep", 0), arguments.get("num_logits_to_keep", 0)
+    return (
+        model.training
+        and arguments.get("labels") is not None
+        and all(isinstance(number, int) and number == 0 for number in kept)
+        and arguments.get("return_dict") is not False
+        and model.config.use_return_dict
+        and model.loss_function is ForCausalLMLoss
+        and _why_not_through(model) is None
+    )
+
+
+def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOutputWithPast:
+    """Body and loss, as the native forward has them."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    not_for_body = ("self", "kwargs", "labels", "logits_to_keep", "num_logits_to_keep", "return_dict")
+    for_body = {name: value for name, value in arguments.items() if name not in not_for_body}
+    outputs = model.model(**for_body)
+    targets = arguments.get("shift_labels")
+    ignore_index = arguments.get("ignore_index", -100)
+    if targets is None:
+        targets = F.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
+    hidden = outputs.last_hidden_state
+    items = arguments.get("num_items_in_batch")
+    loss = _head_loss(
+        model.lm_head,
+        hidden,
+        targets,
+        ignore_index=ignore_index,
+        reduction="mean" if items is None else "sum",
+    )
+    return CausalLMOutputWithPast(
+        loss=loss if items is None else loss / items,
+        logits=None,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )
+
+
+def _head_loss(
+    head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, reduction: str
+) -> torch.Tensor:
+    """The loss through a head, in FP8 where the head is an FP8 layer for which that pays."""
+    fp8 = {}
+    if isinstance(head, FP8Linear) and hidden.numel():
+        config, tokens = head.fp8_config, hidden.numel() // hidden.shape[-1]
+        in_fp8 = config.always or config.emulate or fp8_pays(tokens, *head.product_features, hidden.device)
+        head.in_fp8[tokens] = in_fp8
+        if in_fp8:
+            fp8["config"] = config
+            if reusable(hidden, head.weight):
+                fp8["quantized_weight"] = head.fp8_weight.get(head.weight, config, transposed=True)
+    return linear_cross_entropy(
+        hidden.flatten(0, -2),
+        head.weight,
+        targets.flatten().to(hidden.device),
+        bias=head.bias,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        **fp8,
+    )

@@ -1,0 +1,260 @@
+"""Cross entropy of a language model over chunks of tokens: the logits are never whole, and never in FP32.
+
+For each chunk: the head's product makes logits in 16 bits; one kernel finds their losses in FP32 and writes their
+gradient over them; two products take that to the hidden states' gradient and add it to the weight's. So forward makes
+the gradients too, and backward only multiplies them by the gradient of the loss. Between the two live the gradients of
+hidden states and weight, which backward would have made anyway.
+
+In 16 bits the logits' gradient is rounded once, as where torch computes the loss in FP32 and casts its gradient. BF16
+gradients carry the 1 / count of a mean from the start. FP16 could not hold them so small without the loss scale, which
+only backward knows: there the gradients are those of the sum, the weight's in FP32, and backward brings in the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fp8booster.config import FP8Config
+from fp8booster.kernels.cast import aligned
+from fp8booster.kernels.cross_entropy import cross_entropy
+from fp8booster.kernels.device import require_fp8
+from fp8booster.kernels.multiply import multiply_
+from fp8booster.nn.delivered_amax import delivered_amax
+from fp8booster.nn.functional import check_operands, quantize_weight
+from fp8booster.nn.fused.head_products import FP8HeadProducts, HeadProducts
+from fp8booster.tensor import QuantizedMatrix
+
+CHUNK_BYTES = 512 * 2**20
+"""Logits of a chunk by default: 8192 tokens of 32000 in 16 bits are one chunk, 16384 tokens of 128256 are eight."""
+
+ROWS = 128
+"""Chunks are multiples of this many tokens, whole tiles of the products."""
+
+CHUNKS_IN_16_BITS = 16
+"""A weight's gradient of more chunks is added up in FP32: each chunk adds one rounding of the sum to 16 bits."""
+
+SPENT = (
+    "the gradients of this loss were given away by its first backward pass; add up all losses before one backward "
+    "pass, or compute the loss again for each"
+)
+
+
+def default_chunk(tokens: int, vocabulary: int, bytes_each: int) -> int:
+    """Tokens a chunk: chunks of one size whose logits stay within `CHUNK_BYTES`, or of `ROWS` tokens if those do not.
+
+    Args:
+        tokens: in all.
+        vocabulary: logits a token.
+        bytes_each: of a logit.
+    """
+    most = max(ROWS, CHUNK_BYTES // (aligned(vocabulary) * bytes_each) // ROWS * ROWS)
+    chunks = max(1, -(-tokens // most))
+    return -(-tokens // (chunks * ROWS)) * ROWS
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss, float32 []."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        hidden: torch.Tensor,  # [M, K]
+        weight: torch.Tensor,  # [V, K]
+        bias: torch.Tensor | None,  # [V]
+        targets: torch.Tensor,  # [M]
+        products: HeadProducts,
+        dtype: torch.dtype,
+        ignore_index: int,
+        chunk: int,
+        mean: bool,
+        wanted: tuple[bool, bool, bool],
+    ) -> torch.Tensor:
+        tokens = hidden.shape[0]
+        in_fp16 = dtype is torch.float16
+        one = torch.ones((), dtype=torch.float32, device=hidden.device)
+        count = (targets != ignore_index).sum() if mean else one
+        share = one / count.clamp(min=1)
+        factor = (one if in_fp16 else share) if any(wanted) else None
+        losses, hidden_gradients = [], []
+        weight_gradient = bias_gradient = None
+        for start in range(0, tokens, chunk):
+            part = hidden[start : start + chunk].to(dtype)
+            logits = products.logits(part)
+            loss, amax = cross_entropy(
+                logits, targets[start : start + chunk], ignore_index=ignore_index, factor=factor
+            )
+            losses.append(loss)
+            if wanted[2]:
+                part_of_bias = logits.sum(0, dtype=torch.float32)
+                bias_gradient = part_of_bias if bias_gradient is None else bias_gradient.add_(part_of_bias)
+            if wanted[0] or wanted[1]:
+                part_of_hidden, weight_gradient = products.gradients(part, logits, amax, weight_gradient)
+                hidden_gradients.append(part_of_hidden)
+            del logits  # before the next chunk's are made
+        gradients = [None, weight_gradient, bias_gradient]
+        if wanted[0]:
+            one_piece = len(hidden_gradients) == 1
+            gradients[0] = hidden_gradients[0].contiguous() if one_piece else torch.cat(hidden_gradients)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
+        if not in_fp16:
+            gradients = [
+                None if gradient is None else gradient.to(of)
+                for gradient, of in zip(gradients, ctx.dtypes, strict=True)
+            ]
+        # an attribute, not saved tensors: what is given away must have no other holder, or autograd would copy it
+        ctx.gradients, ctx.share = gradients, share if in_fp16 else None
+        total = torch.cat(losses).sum()
+        return total / count if mean else total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        if ctx.gradients is None:
+            raise RuntimeError(SPENT)
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = gradient.float() if ctx.share is None else gradient.float() * ctx.share
+        for index, (each, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
+            if each is not None:
+                gradients[index] = multiply_(each, factor).to(dtype)
+        return *gradients, *(None,) * 7
+
+
+def _check(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    chunk_tokens: int | None,
+    reduction: str,
+) -> None:
+    check_operands(hidden, weight, bias)
+    if hidden.dim() != 2:
+        raise ValueError(f"hidden has shape {tuple(hidden.shape)}; give a matrix of [tokens, features]")
+    if targets.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)}; give {hidden.shape[0]} values, one for each token"
+        )
+    if targets.dtype is not torch.int64:
+        raise TypeError(f"targets is {targets.dtype}; cast it to int64")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; use 'mean' or 'sum'")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None for the default")
+    if targets.device.type == "cpu":
+        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= weight.shape[0]))]
+        if wrong.numel():
+            raise ValueError(
+                f"targets holds {wrong[0].item()}, which is no token of a vocabulary of {weight.shape[0]}; tokens that "
+                f"do not count are {ignore_index}"
+            )
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    chunk_tokens: int | None = None,
+    reduction: str = "mean",
+    config: FP8Config | None = None,
+    quantized_weight: QuantizedMatrix | None = None,
+) -> torch.Tensor:
+    """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)` with one chunk's logits alive at a time.
+
+    Memory: the logits of `chunk_tokens` tokens in the dtype of `hidden` (or autocast's), with `config` as much again
+    for the FP8 copies of their gradient; then, from forward to backward, the gradients of hidden states, weight and
+    bias. Where gradients are not recorded, the logits alone. The first backward pass gives the gradients away; a second
+    one over the same loss is refused. Compiled code leaves its graph for it.
+
+    Args:
+        hidden: [M, K], BF16, FP16 or FP32.
+        weight: [V, K] of the same dtype, or any of the three under autocast.
+        targets: int64 [M]: the token that each hidden state is to predict. On a GPU one that is neither in [0, V) nor
+            `ignore_index` makes the loss NaN; on the CPU it is refused.
+        bias: [V] or None.
+        ignore_index: the target of tokens that do not count.
+        chunk_tokens: tokens a chunk; None takes `default_chunk`. More than `CHUNKS_IN_16_BITS` chunks add the weight's
+            gradient up in FP32, in memory of its own.
+        reduction: "mean" over the tokens that count (NaN where there are none, as in torch), or "sum".
+        config: compute the head's three products in FP8; None computes them in the dtype of `hidden`.
+        quantized_weight: with `config`, the FP8 weight and its transpose, if they are there already.
+
+    Returns:
+        float32, shape [].
+
+    Raises:
+        ValueError: sizes or values that do not fit, or FP8 on a device without FP8 products.
+        TypeError: dtypes that do not fit.
+        RuntimeError: in a second backward pass over one loss.
+    """
+    function = _linear_cross_entropy
+    if torch.compiler.is_compiling():  # no decorator: the compiler takes seconds to import
+        function = torch.compiler.disable(function)
+    return function(
+        hidden, weight, targets, bias, ignore_index, chunk_tokens, reduction, config, quantized_weight
+    )
+
+
+def _linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int,
+    chunk_tokens: int | None,
+    reduction: str,
+    config: FP8Config | None,
+    quantized_weight: QuantizedMatrix | None,
+) -> torch.Tensor:
+    _check(hidden, weight, targets, bias, ignore_index, chunk_tokens, reduction)
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    tokens, (vocabulary, features) = hidden.shape[0], weight.shape
+    chunk = default_chunk(tokens, vocabulary, dtype.itemsize) if chunk_tokens is None else chunk_tokens
+    wanted = tuple(
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+        for tensor in (hidden, weight, bias)
+    )
+    if tokens == 0:  # torch's result for no tokens, with gradients of zero
+        nothing = sum(
+            tensor.flatten()[:0].float().sum() for tensor in (hidden, weight, bias) if tensor is not None
+        )
+        return nothing + torch.nan if reduction == "mean" else nothing
+    in_16_bits = dtype is not torch.float16 and -(-tokens // chunk) <= CHUNKS_IN_16_BITS
+    sum_dtype = weight.dtype if in_16_bits else torch.float32
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        head_bias = None if bias is None else bias.to(dtype)
+        if config is None:
+            products = HeadProducts(weight.to(dtype), head_bias, wanted[:2], sum_dtype)
+        else:
+            require_fp8(hidden.device, config.emulate)
+            if quantized_weight is None:
+                quantized_weight = quantize_weight(weight, config, transposed=wanted[0])
+            elif wanted[0] and not quantized_weight.transpose.numel():
+                raise ValueError("quantized_weight has no transpose, which the gradient of hidden needs")
+            products = FP8HeadProducts(
+                quantized_weight,
+                (vocabulary, features),
+                head_bias,
+                wanted[:2],
+                sum_dtype,
+                config,
+                delivered_amax(hidden),
+            )
+    with torch.autocast(device, enabled=False):
+        return _LinearCrossEntropy.apply(
+            hidden,
+            weight,
+            bias,
+            targets,
+            products,
+            dtype,
+            ignore_index,
+            chunk,
+            reduction == "mean",
+            wanted,
+        )
