@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fp8booster.cli.instructions import avoid_trapping_instructions
+
+avoid_trapping_instructions()  # before any product, here and in the processes that tests start
+torch.set_num_threads(1)  # the tensors are small, and two threads on a busy machine wait for each other
+
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:

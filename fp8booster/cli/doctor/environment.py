@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import distributed
 
+from fp8booster.cli.instructions import avoid_trapping_instructions
 from fp8booster.version import __version__
 
 PACKAGES = ("triton", "transformers", "tokenizers", "peft", "colossalai", "datasets", "torchao")
@@ -41,6 +42,8 @@ class Environment:
     gpus: list[GPU]
     backends: list[str]
     """What torch.distributed can communicate with."""
+    instructions: str | None = None
+    """What is wrong with the CPU's instructions, and was done about it in this process."""
 
 
 def look_around() -> Environment:
@@ -58,6 +61,7 @@ def look_around() -> Environment:
         driver=_driver(),
         nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
         gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
+        instructions=avoid_trapping_instructions(),
         backends=[name for name in ("nccl", "gloo", "mpi") if distributed.is_backend_available(name)],
     )
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from fp8booster.cli.doctor.colossal import Colossal
 from fp8booster.cli.doctor.environment import Environment
 from fp8booster.cli.doctor.products import Check
+from fp8booster.cli.instructions import BEFORE_AMX, VARIABLE
 
 OLDEST_TORCH = (2, 11)
 COLOSSALAI = "0.5.0"
@@ -30,6 +31,7 @@ def find_problems(environment: Environment, checks: list[Check], colossal: Colos
     found = [
         *_of_torch(environment),
         *_of_products(environment, checks),
+        *_of_instructions(environment),
         *_of_colossal(environment, colossal),
         *_of_packages(environment),
     ]
@@ -74,6 +76,15 @@ def _of_products(environment: Environment, checks: list[Check]) -> Iterator[Prob
             f"FP8 products ({check.formats}) do not run on {device}: {check.reason}.",
             None,
             device.startswith(trains_on),
+        )
+
+
+def _of_instructions(environment: Environment) -> Iterator[Problem]:
+    if environment.instructions is not None:
+        yield Problem(
+            f"{environment.instructions} `fp8booster train` does the same; other programs need the variable.",
+            f"export {VARIABLE}={BEFORE_AMX}",
+            False,
         )
 
 

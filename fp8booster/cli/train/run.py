@@ -9,8 +9,11 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
+
+from fp8booster.cli.instructions import avoid_trapping_instructions
 
 from .checkpoint import read_state
 from .defaults import resolve
@@ -40,6 +43,9 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     else:
         resumed = find_resume(resume)
         options, checkpoints = _changed(resumed.options, given), resumed.checkpoints
+    trapping = None if torch.cuda.is_available() else avoid_trapping_instructions()
+    if trapping is not None and is_main():
+        Console(stderr=True, soft_wrap=True, highlight=False).print(trapping)
     check_plugin(options)
     options = resolve(options, is_launched())
     with _held(Path(options.out), new=resume is None) if is_main() else nullcontext():

@@ -52,6 +52,12 @@ def test_a_healthy_machine_has_no_problem():
     assert find_problems(HEALTHY, RUNS, IMPORTS) == []
 
 
+def test_a_cpu_that_traps_is_a_note_with_its_variable():
+    problem = only_problem(replace(HEALTHY, instructions="This CPU traps."))
+    assert problem.mend == "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
+    assert not problem.stops_training
+
+
 @pytest.mark.parametrize(
     ("versions", "mend", "stops"),
     [

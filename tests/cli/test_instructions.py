@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import pytest
+
+from fp8booster.cli import instructions
+from fp8booster.cli.instructions import BEFORE_AMX, VARIABLE
+
+
+@pytest.mark.parametrize(
+    ("advertised", "exit_code", "held"),
+    [(True, -signal.SIGILL, True), (True, 0, False), (True, 1, False), (False, -signal.SIGILL, False)],
+)
+def test_products_are_held_back_only_where_amx_traps(monkeypatch, advertised, exit_code, held) -> None:
+    monkeypatch.setenv(VARIABLE, "")  # so that monkeypatch puts back what was there
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(instructions, "_advertises_amx", lambda: advertised)
+    ended = subprocess.CompletedProcess([], exit_code)
+    monkeypatch.setattr(instructions.subprocess, "run", lambda *args, **options: ended)
+    sentence = instructions.avoid_trapping_instructions.__wrapped__()
+    assert instructions.os.environ.get(VARIABLE) == (BEFORE_AMX if held else None)
+    assert (sentence is not None) == held
+    assert sentence is None or VARIABLE in sentence
+
+
+def test_what_the_user_chose_stays(monkeypatch) -> None:
+    monkeypatch.setenv(VARIABLE, "AVX2")
+    assert instructions.avoid_trapping_instructions.__wrapped__() is None
+    assert instructions.os.environ[VARIABLE] == "AVX2"
+
+
+def test_the_held_instructions_multiply_in_both_precisions() -> None:
+    program = (
+        "import torch; a = torch.ones(32, 32).bfloat16(); assert (a @ a)[0, 0] == 32; one = torch.ones(());"
+        "b = a.to(torch.float8_e4m3fn); c = a.to(torch.float8_e5m2);"
+        "multiply = lambda x: torch._scaled_mm(x, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16);"
+        "assert multiply(b)[0, 0] == multiply(c)[0, 0] == 32"
+    )
+    environment = {**instructions.os.environ, VARIABLE: BEFORE_AMX}
+    subprocess.run([instructions.sys.executable, "-c", program], env=environment, check=True)
