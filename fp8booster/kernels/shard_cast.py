@@ -56,7 +56,7 @@ def unpack(
     Args:
         matrix: [R, C] FP8, contiguous.
         inverse_scale: float32, shape [].
-        transpose: [C, R] FP8, contiguous; written.
+        transpose: [C, R] FP8, each row contiguous; written.
         weight: [R, C], BF16, FP16 or FP32, contiguous; written.
     """
     _pick(matrix, "unpack")(matrix, inverse_scale, transpose, weight)

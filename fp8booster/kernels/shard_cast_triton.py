@@ -43,6 +43,7 @@ def unpack_kernel(
     weight,
     rows,
     columns,
+    transpose_stride,
     column_tiles,
     E4M3: tl.constexpr,
     TILE: tl.constexpr,
@@ -53,7 +54,8 @@ def unpack_kernel(
     column = (tile % column_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < rows) & (column < columns)
     bits = tl.load(as_bytes(matrix) + row * columns + column, mask=inside, other=0)
-    tl.store(as_bytes(transpose) + tl.trans(column * rows + row), tl.trans(bits), mask=tl.trans(inside))
+    place = as_bytes(transpose) + tl.trans(column * transpose_stride + row)
+    tl.store(place, tl.trans(bits), mask=tl.trans(inside))
     values = bits.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
     values *= tl.load(inverse_scale)
     tl.store(weight + row * columns + column, values.to(weight.dtype.element_ty), mask=inside)
@@ -90,7 +92,7 @@ def unpack_triton(
         unpack_kernel,
         column_tiles * ceil_div(rows, _TILE),
         (matrix, inverse_scale, transpose, weight),
-        (rows, columns, column_tiles),
+        (rows, columns, transpose.stride(0), column_tiles),
         E4M3=matrix.dtype is formats.E4M3,
         TILE=_TILE,
     )

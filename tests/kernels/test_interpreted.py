@@ -104,9 +104,9 @@ def shard_casts_differ() -> Iterator[str]:
         matrix = (exact(shape, 7.0, torch.float32)).to(dtype)
         results = []
         for function in (unpack_triton, unpack_reference):
-            transpose, weight = filled((columns, rows), 0x55, dtype), torch.full(shape, -1.0).to(target)
-            function(matrix, torch.tensor(2.0**-3), transpose, weight)
-            results.append((transpose, weight.float()))
+            beside, weight = filled((columns, rows + 6), 0x55, dtype), torch.full(shape, -1.0).to(target)
+            function(matrix, torch.tensor(2.0**-3), beside[:, 2 : rows + 2], weight)
+            results.append((beside, weight.float()))
         yield from compare(f"unpack {shape} {dtype} {target}", *results)
 
 

@@ -89,11 +89,13 @@ def test_unpacking_transposes_the_bytes_and_rounds_their_values_once(shape, targ
     rows, columns = shape
     matrix = torch.randint(0, 256, shape, dtype=torch.uint8)
     inverse_scale = torch.tensor(0.0123)
-    transpose, weight = torch.empty(columns, rows, dtype=dtype), torch.empty(shape, dtype=target)
-    unpack(matrix.view(dtype), inverse_scale, transpose, weight)
-    for row, column in product(range(0, rows, 5), range(columns)):
-        assert transpose.view(torch.uint8)[column, row] == matrix[row, column]
-    assert same(weight, (matrix.view(dtype).float() * inverse_scale).to(target))
+    beside, weight = torch.zeros(columns, rows + 6, dtype=torch.uint8), torch.empty(shape, dtype=target)
+    for transpose in (torch.empty(columns, rows, dtype=torch.uint8), beside[:, 2 : rows + 2]):
+        unpack(matrix.view(dtype), inverse_scale, transpose.view(dtype), weight)
+        assert torch.equal(transpose, matrix.t())
+        assert same(weight, (matrix.view(dtype).float() * inverse_scale).to(target))
+    assert not beside[:, :2].any()
+    assert not beside[:, rows + 2 :].any()
 
 
 @pytest.mark.gpu
@@ -128,7 +130,7 @@ def test_triton_unpacks_the_bytes_of_the_reference(shape, target, dtype) -> None
     for scale in (0.0123, 1.0, 2.0**-20, math.nan):
         results = []
         for implementation, device in ((unpack_reference, "cpu"), (unpack_triton, "cuda")):
-            transpose = torch.empty(columns, rows, dtype=dtype, device=device)
+            transpose = torch.empty(columns, rows + 32, dtype=dtype, device=device)[:, 16 : rows + 16]
             weight = torch.empty(shape, dtype=target, device=device)
             implementation(matrix.to(device), torch.tensor(scale, device=device), transpose, weight)
             results.append((transpose.view(torch.uint8).cpu(), weight.cpu()))
