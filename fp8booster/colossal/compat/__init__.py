@@ -11,6 +11,7 @@ from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registe
     cpu,
     distributed,
     fsdp,
+    gemini,
     huggingface,
     missing_packages,
     pipeline,

@@ -1,0 +1,251 @@
+"""Mends of Gemini."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from time import time
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+
+from fp8booster.colossal.compat.distributed import _local_world_size
+from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.optim import HybridAdam
+
+_GEMINI = "colossalai.zero.gemini"
+
+
+def get_accelerator() -> Any:
+    """colossalai's, once it can be imported."""
+    from colossalai.accelerator import get_accelerator
+
+    return get_accelerator()
+
+
+@mend(
+    module=f"{_GEMINI}.gemini_optimizer",
+    place="zero/gemini/gemini_optimizer.py:43",
+    needed_when="colossalai's optimizers cannot be compiled",
+)
+def gemini_takes_an_uncompiled_optimizer(module: ModuleType, patch: Patch) -> None:
+    """Gemini accepts `fp8booster.optim.HybridAdam` beside FusedAdam, CPUAdam and HybridAdam.
+
+    Without it: AssertionError: You should use an optimizer in the available list, all of which need a compiler for the
+    machine's GPU and processor. No longer needed when one of them runs without.
+    """
+    patch.set(module, "_AVAIL_OPTIM_LIST", {*module._AVAIL_OPTIM_LIST, HybridAdam})
+
+
+@mend(
+    module="colossalai.nn.optimizer.hybrid_adam",
+    place="nn/optimizer/hybrid_adam.py:126",
+    needed_when="Gemini offloads the optimizer in BF16",
+)
+def offloaded_gradients_are_scaled(module: ModuleType, patch: Patch) -> None:
+    """colossalai's HybridAdam divides BF16 gradients on the host by `div_scale`, as it does all others.
+
+    Without it clipping does nothing to them. No longer needed when `HybridAdam.step(div_scale=2.0)` halves such a
+    gradient.
+    """
+    upstream = module.HybridAdam.step
+
+    @functools.wraps(upstream)
+    def step(self, closure: Any = None, div_scale: float = -1) -> Any:
+        if div_scale > 0:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    gradient = parameter.grad
+                    if gradient is not None and (gradient.device.type, gradient.dtype) == (
+                        "cpu",
+                        torch.bfloat16,
+                    ):
+                        gradient.data.div_(div_scale)
+        return upstream(self, closure, div_scale)
+
+    patch.set(module.HybridAdam, "step", step)
+
+
+@mend(
+    module=f"{_GEMINI}.gemini_optimizer",
+    place="zero/gemini/gemini_optimizer.py:240-247",
+    needed_when="Gemini accumulates gradients in FP16",
+)
+def gemini_forgets_gradients_that_overflowed(module: ModuleType, patch: Patch) -> None:
+    """A skipped step ends the accumulation of gradients, as any other step does.
+
+    Without it the next backward adds to gradients that are infinite, so that every step from then on is skipped. No
+    longer needed when `chunk_manager.accumulating_grads` is False after a step that was skipped.
+    """
+    upstream = module.GeminiOptimizer.step
+
+    @functools.wraps(upstream)
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        result = upstream(self, *args, **kwargs)
+        self.module.chunk_manager.accumulating_grads = False
+        return result
+
+    patch.set(module.GeminiOptimizer, "step", step)
+
+
+class _Stream(torch.cpu.Stream):
+    """The CPU's only stream, on which all work has ended when a call returns."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _Accelerator:
+    """The CPU's accelerator, told from the host by its name and by its device's index."""
+
+    name = "cuda"
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def get_current_device(self) -> torch.device:
+        return torch.device("cpu", 0)
+
+    def Stream(self, *args: Any, **kwargs: Any) -> _Stream:
+        return _Stream()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+
+@mend(
+    module=_GEMINI,
+    place="zero/gemini/chunk/chunk.py:201,304,329,369",
+    needed_when="no CUDA or NPU device",
+)
+def gemini_runs_on_cpu(module: ModuleType, patch: Patch) -> None:
+    """Gemini keeps apart what lies on the accelerator and what is offloaded where both are the CPU's memory.
+
+    It decides by the device's type. Without it: RuntimeError: pin_memory=True requires a CUDA or other accelerator
+    backend, and shards that were offloaded are not found again. No longer needed when GeminiPlugin trains
+    on a machine without a GPU.
+    """
+    if get_accelerator().name != "cpu":
+        return
+    chunk_module = sys.modules[f"{_GEMINI}.chunk.chunk"]
+    accelerator = _Accelerator(get_accelerator())
+    for name, other in list(sys.modules.items()):
+        if name.startswith(_GEMINI) and hasattr(other, "get_accelerator"):
+            patch.set(other, "get_accelerator", lambda: accelerator)
+
+    chunk_class, manager_class = chunk_module.Chunk, sys.modules[f"{_GEMINI}.chunk.manager"].ChunkManager
+    construct, close = chunk_class.__init__, chunk_class.close_chunk
+    shard_move, move_chunk = chunk_class.shard_move, manager_class.move_chunk
+
+    @functools.wraps(construct)
+    def __init__(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> None:
+        construct(self, *args, pin_memory=False, **kwargs)
+
+    @functools.wraps(close)
+    def close_chunk(self) -> None:
+        close(self)
+        if self.shard_device.index is not None and not self.keep_gathered:
+            self.cuda_shard, self.cpu_shard = self.cpu_shard, None
+
+    @functools.wraps(shard_move)
+    def move_shard(self, device: torch.device, force_copy: bool = False, non_blocking: bool = False) -> None:
+        if device.index is None:
+            shard_move(self, device, force_copy, non_blocking)
+        elif not self.optim_sync_flag:
+            self._Chunk__paired_shard_move()
+            self.optim_sync_flag = True
+        elif self.cuda_shard is None:
+            self.cuda_shard, self.cpu_shard = self.cpu_shard.clone(), None
+
+    @functools.wraps(move_chunk)
+    def move(
+        self, chunk: Any, device: torch.device, force_copy: bool = False, async_move: bool = False
+    ) -> None:
+        on_host = chunk.device_type == "cpu"
+        if chunk.can_move and on_host != (device.index is None):
+            self._ChunkManager__sub_memory_usage(chunk.memory_usage)
+            chunk.shard_move(device, force_copy)
+            self._ChunkManager__add_memory_usage(chunk.memory_usage)
+
+    patch.set(chunk_class, "__init__", __init__)
+    patch.set(chunk_class, "close_chunk", close_chunk)
+    patch.set(chunk_class, "shard_move", move_shard)
+    patch.set(manager_class, "move_chunk", move)
+
+
+@mend(
+    module=_GEMINI,
+    place="zero/gemini/gemini_ddp.py:929,950; zero/gemini/gemini_optimizer.py:838",
+    needed_when="no CUDA or NPU device",
+)
+def gemini_states_are_not_pinned(module: ModuleType, patch: Patch) -> None:
+    """Gemini saves in the background (`use_async=True`) from plain memory where there is no device to pin it for.
+
+    Without it: RuntimeError: pin_memory=True requires a CUDA or other accelerator backend. No longer needed when
+    `GeminiDDP.state_dict_shard(pinned_state_dicts={})` yields on a machine without a GPU.
+    """
+    if get_accelerator().name != "cpu":
+        return
+
+    def without_pinning(upstream: Callable[..., Iterator]) -> Callable[..., Iterator]:
+        @functools.wraps(upstream)
+        def shards(self, *args: Any, pinned_state_dicts: dict | None = None, **kwargs: Any) -> Iterator:
+            return upstream(self, *args, **kwargs)
+
+        return shards
+
+    patch.set(module.GeminiDDP, "state_dict_shard", without_pinning(module.GeminiDDP.state_dict_shard))
+    patch.set(module.GeminiOptimizer, "state_shard", without_pinning(module.GeminiOptimizer.state_shard))
+
+
+@mend(
+    module=f"{_GEMINI}.memory_tracer.memory_monitor",
+    place="zero/gemini/memory_tracer/memory_monitor.py:130-148",
+    needed_when="no CUDA or NPU device",
+)
+def gemini_measures_memory_on_cpu(module: ModuleType, patch: Patch) -> None:
+    """placement_policy="auto" asks the accelerator, not CUDA, for the peak of its memory.
+
+    Without it CUDA's absence raises. No longer needed when `SyncCudaMemoryMonitor().start()` returns on a machine
+    without a GPU.
+    """
+    accelerator = get_accelerator()
+    if accelerator.name != "cpu":
+        return
+
+    def start(self) -> None:
+        accelerator.reset_peak_memory_stats()
+
+    def finish(self) -> int:
+        self.time_stamps.append(time())
+        self.mem_stats.append(accelerator.max_memory_allocated())
+        return self.mem_stats[-1]
+
+    patch.set(module.SyncCudaMemoryMonitor, "start", start)
+    patch.set(module.SyncCudaMemoryMonitor, "finish", finish)
+
+
+@mend(
+    module="colossalai.legacy.utils.memory",
+    place="legacy/utils/memory.py:110",
+    needed_when="no CUDA or NPU device",
+)
+def memory_of_the_cpu_is_shared(module: ModuleType, patch: Patch) -> None:
+    """The capacity of a rank on the CPU is its part of the machine's memory.
+
+    Without it the number of processes is the -1 that nothing has set, and placement_policy="auto" finds that it has less
+    than no memory. No longer needed when `colo_device_memory_capacity(torch.device("cpu"))` is positive.
+    """
+    upstream = module.colo_device_memory_capacity
+    if module.gpc.num_processes_on_current_node != -1:
+        return
+
+    def colo_device_memory_capacity(device: torch.device) -> float:
+        if device.type != "cpu":
+            return upstream(device)
+        return psutil.virtual_memory().total / _local_world_size()
+
+    patch.set_function(module, "colo_device_memory_capacity", colo_device_memory_capacity)

@@ -1,0 +1,5 @@
+"""Optimizers over FP32 master weights. Needs no Colossal-AI and no compiled extension."""
+
+from fp8booster.optim.hybrid_adam import HybridAdam
+
+__all__ = ["HybridAdam"]

@@ -1,0 +1,197 @@
+"""Adam and AdamW over FP32 shards with 16-bit gradients, on GPU and host, in PyTorch's own fused operators.
+
+It stands where Colossal-AI's HybridAdam does (nn/optimizer/hybrid_adam.py), which needs compiled extensions: the same
+arguments, `step(div_scale=...)`, the same states. Gradients are widened to FP32 a bounded number of values at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.optim import Adam, AdamW, Optimizer
+
+VALUES_AT_ONCE = 2**26
+"""How many gradient values are held in FP32 at a time; a shard is never split."""
+
+_INFINITE = float("inf")
+
+
+class HybridAdam(Optimizer):
+    """Adam over parameters that hold FP32 values, wherever they lie, with gradients of 16 or 32 bits.
+
+    The arithmetic is that of `torch.optim.AdamW(fused=True)`, in FP32. `state["step"]` is an int, and every other state
+    has the parameter's size, as Colossal-AI's Gemini needs it.
+
+    Args:
+        model_params: parameters or parameter groups.
+        lr, betas, eps, weight_decay: as in `torch.optim.Adam`.
+        bias_correction: divide the moments by what they have yet to collect.
+        adamw_mode: decay the weights themselves (AdamW), not by way of the gradient (Adam with L2).
+        amsgrad, maximize: as in `torch.optim.Adam`.
+
+    Raises:
+        ValueError: a rate, beta, eps or decay outside its range.
+    """
+
+    num_fp32_shards_per_param = 4
+    """Weight, gradient and two moments: what Gemini counts when it looks whether masters fit on the GPU."""
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+    ) -> None:
+        for name, value, limit in (
+            ("lr", lr, _INFINITE),
+            ("eps", eps, _INFINITE),
+            ("weight_decay", weight_decay, _INFINITE),
+            ("betas[0]", betas[0], 1.0),
+            ("betas[1]", betas[1], 1.0),
+        ):
+            if not 0.0 <= value < limit:
+                raise ValueError(f"{name} is {value!r}; it must be at least 0 and less than {limit:g}")
+        super().__init__(
+            model_params,
+            {
+                "lr": lr,
+                "betas": tuple(betas),
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "bias_correction": bias_correction,
+                "decoupled_weight_decay": adamw_mode,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+            },
+        )
+
+    @classmethod
+    def take_over(cls, optimizer: Adam) -> None:
+        """Turn a `torch.optim.Adam` or `AdamW` into this class in place, with its hyperparameters.
+
+        Its parameter groups stay the same objects, so that a learning rate schedule made for it goes on reaching them.
+
+        Raises:
+            TypeError: another optimizer, or a subclass of these.
+            ValueError: it is differentiable, or has taken steps.
+        """
+        if type(optimizer) not in (Adam, AdamW):
+            raise TypeError(
+                f"{type(optimizer).__name__} cannot train shards of master weights; give torch.optim.AdamW, "
+                "torch.optim.Adam or fp8booster.optim.HybridAdam"
+            )
+        if optimizer.state:
+            raise ValueError("the optimizer has taken steps; boost it before it takes the first")
+        if any(group["differentiable"] for group in optimizer.param_groups):
+            raise ValueError("the optimizer is differentiable; make it with differentiable=False")
+        scheduled = optimizer.__dict__.pop("step", None)
+        optimizer.__class__ = cls
+        optimizer._patch_step_function()  # for hooks, as torch does for a new class
+        if scheduled is not None:
+            optimizer.step = _tell_schedule(optimizer)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, div_scale: float = -1) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss anew, and is what this returns.
+            div_scale: gradients are divided by it; -1 divides by nothing. Those of FP32 are divided in place.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameters in self._batches(group):
+                self._update(parameters, group, div_scale)
+        return loss
+
+    def _batches(self, group: dict[str, Any]) -> Iterator[list[torch.nn.Parameter]]:
+        """The parameters with a gradient, those that one call of an operator can update together."""
+        kinds: dict[tuple, list[torch.nn.Parameter]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.numel() > 0:
+                kind = parameter.device, parameter.dtype, parameter.grad.dtype
+                kinds.setdefault(kind, []).append(parameter)
+        for parameters in kinds.values():
+            batch, values = [], 0
+            for parameter in parameters:
+                if batch and values + parameter.numel() > VALUES_AT_ONCE:
+                    yield batch
+                    batch, values = [], 0
+                batch.append(parameter)
+                values += parameter.numel()
+            yield batch
+
+    def _state_of(self, parameter: torch.nn.Parameter, amsgrad: bool) -> dict[str, Any]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])):
+                state[name] = torch.zeros_like(parameter.data)
+        state["step"] += 1
+        return state
+
+    def _update(self, parameters: list[torch.nn.Parameter], group: dict[str, Any], div_scale: float) -> None:
+        """Update parameters of one device and dtype."""
+        device, dtype = parameters[0].device, parameters[0].dtype
+        amsgrad = group.get("amsgrad", False)
+        states = [self._state_of(parameter, amsgrad) for parameter in parameters]
+
+        def scalar(value: float) -> torch.Tensor:
+            return torch.full((), value, dtype=torch.float32, device=device)
+
+        # a correction for infinitely many steps is none
+        corrected = group.get("bias_correction", True)
+        steps = {state["step"]: scalar(state["step"] if corrected else _INFINITE) for state in states}
+        decoupled = group.get("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
+        operator = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        lr = group["lr"]
+        if isinstance(lr, torch.Tensor):
+            lr = lr.to(device) if device.type == "cuda" else lr.item()
+        operator(
+            [parameter.data for parameter in parameters],
+            [parameter.grad.data.to(dtype) for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["max_exp_avg_sq"] for state in states] if amsgrad else [],
+            [steps[state["step"]] for state in states],
+            lr=lr,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=amsgrad,
+            maximize=group.get("maximize", False),
+            grad_scale=None if div_scale == -1 else scalar(div_scale),
+            found_inf=None,
+        )
+
+
+def _tell_schedule(optimizer: HybridAdam) -> Callable[..., Any]:
+    """The optimizer's `step` with what a learning rate schedule left on the one it had.
+
+    A schedule warns unless it finds its mark on `step`, and `_opt_called` set by it
+    (torch/optim/lr_scheduler.py: patch_track_step_called).
+    """
+    step = type(optimizer).step
+
+    @functools.wraps(step)
+    def call(self: HybridAdam, *args: Any, **kwargs: Any) -> Any:
+        self._opt_called = True
+        return step(self, *args, **kwargs)
+
+    call._wrapped_by_lr_sched = True
+    return MethodType(call, optimizer)

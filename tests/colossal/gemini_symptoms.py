@@ -1,0 +1,112 @@
+"""What goes wrong in Gemini without each mend of `compat/gemini.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.colossal.symptom import Symptom
+
+
+def boosted(**arguments: Any) -> tuple[Any, nn.Module, Any]:
+    """Booster, model and optimizer of a native GeminiPlugin in BF16, with chunks small enough to be sharded."""
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import GeminiPlugin
+
+    from fp8booster.optim import HybridAdam
+
+    small = {"precision": "bf16", "min_chunk_size_m": 2**-10, "search_range_m": 0, "hidden_dim": 64}
+    booster = Booster(plugin=GeminiPlugin(**small | arguments))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
+    return booster, model, optimizer
+
+
+def _step(booster: Any, model: nn.Module, optimizer: Any) -> None:
+    booster.backward(model(torch.full((4, 64), 1.0 + dist.get_rank())).square().sum(), optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _boost_with_an_uncompiled_optimizer() -> None:
+    boosted()
+
+
+def _train() -> None:
+    _step(*boosted())
+
+
+def _clip_an_offloaded_gradient() -> None:
+    from colossalai.nn.optimizer.hybrid_adam import HybridAdam
+    from colossalai.nn.optimizer.nvme_optimizer import NVMeOptimizer
+
+    moments = []
+    for div_scale in (-1, 2.0):
+        optimizer = HybridAdam.__new__(
+            HybridAdam
+        )  # past its constructor, which compiles what is not used here
+        defaults = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "bias_correction": True}
+        parameter = nn.Parameter(torch.zeros(4))
+        NVMeOptimizer.__init__(optimizer, [parameter], defaults)
+        optimizer.adamw_mode = True
+        # as Gemini gives it: the gradient has another dtype than the parameter
+        parameter.data = torch.ones(4, dtype=torch.bfloat16)
+        parameter.grad = parameter.data
+        parameter.data = torch.zeros(4)
+        optimizer.step(div_scale=div_scale)
+        moments.append(optimizer.state[parameter]["exp_avg"])
+    assert torch.equal(moments[0], 2 * moments[1]), "div_scale is ignored"
+
+
+def _accumulate_past_an_overflow() -> None:
+    booster, model, optimizer = boosted(
+        precision="fp16", initial_scale=2.0**30, enable_gradient_accumulation=True
+    )
+    before = model.state_dict(only_rank_0=False)
+    _step(booster, model, optimizer)
+    after = model.state_dict(only_rank_0=False)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert not model.chunk_manager.accumulating_grads, "it goes on accumulating"
+
+
+def _yield_states() -> None:
+    booster, model, optimizer = boosted()
+    _step(booster, model, optimizer)
+    assert list(model.state_dict_shard(pinned_state_dicts={}))
+    assert list(optimizer.state_shard(pinned_state_dicts={}))
+
+
+def _measure_memory() -> None:
+    from colossalai.legacy.utils.memory import colo_get_cpu_memory_capacity
+    from colossalai.zero.gemini.memory_tracer.memory_monitor import SyncCudaMemoryMonitor
+
+    monitor = SyncCudaMemoryMonitor()
+    monitor.start()
+    assert 0 < monitor.finish() < colo_get_cpu_memory_capacity()
+
+
+def _ask_for_capacity() -> None:
+    from colossalai.legacy.utils.memory import colo_device_memory_capacity
+
+    assert colo_device_memory_capacity(torch.device("cpu")) > 0, "less than no memory"
+
+
+SYMPTOMS = {
+    "gemini_takes_an_uncompiled_optimizer": Symptom(
+        _boost_with_an_uncompiled_optimizer, "You should use an optimizer in the available list"
+    ),
+    "offloaded_gradients_are_scaled": Symptom(_clip_an_offloaded_gradient, "div_scale is ignored"),
+    "gemini_forgets_gradients_that_overflowed": Symptom(
+        _accumulate_past_an_overflow, "it goes on accumulating"
+    ),
+    "gemini_runs_on_cpu": Symptom(_train, "pin_memory=True requires"),
+    "gemini_states_are_not_pinned": Symptom(_yield_states, "pin_memory=True requires"),
+    "gemini_measures_memory_on_cpu": Symptom(
+        _measure_memory, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
+    ),
+    "memory_of_the_cpu_is_shared": Symptom(_ask_for_capacity, "less than no memory"),
+}

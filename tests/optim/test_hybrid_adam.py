@@ -1,0 +1,221 @@
+"""HybridAdam computes what torch's fused AdamW and Adam do, from gradients of 16 or 32 bits, divided by a scale."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
+from fp8booster.optim import HybridAdam, hybrid_adam
+
+SIZES = (7, 1, 300, 64)
+STEPS = 4
+
+
+def shards(device: torch.device) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(size).to(device)) for size in SIZES]
+
+
+def give_gradients(
+    parameters: list[nn.Parameter], step: int, dtype: torch.dtype = torch.float32, factor: float = 1.0
+) -> None:
+    """Gradients that 16 bits hold exactly, in a dtype that the parameter need not have, as Gemini gives them."""
+    torch.manual_seed(100 + step)
+    for parameter in parameters:
+        gradient = torch.randn(parameter.numel()).to(torch.bfloat16).clamp(-4, 4)
+        values = parameter.data
+        parameter.data = (gradient * factor).to(parameter.device, dtype)
+        parameter.grad = parameter.data
+        parameter.data = values
+
+
+def train(
+    optimizer: Any, parameters: list[nn.Parameter], steps: range = range(STEPS), **gradients: Any
+) -> None:
+    factor = gradients.get("factor", 1.0)
+    scale = {"div_scale": factor} if factor != 1.0 else {}
+    for step in steps:
+        give_gradients(parameters, step, **gradients)
+        optimizer.step(**scale)
+        optimizer.zero_grad(set_to_none=True)
+
+
+CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
+    "AdamW": (AdamW, {}, {"weight_decay": 0.01}),
+    "decay": (AdamW, {"weight_decay": 0.3}, {"weight_decay": 0.3}),
+    "Adam with decay": (Adam, {"weight_decay": 0.3}, {"weight_decay": 0.3, "adamw_mode": False}),
+    "amsgrad": (AdamW, {"amsgrad": True}, {"amsgrad": True, "weight_decay": 0.01}),
+    "maximize": (AdamW, {"maximize": True}, {"maximize": True, "weight_decay": 0.01}),
+    "betas": (
+        Adam,
+        {"betas": (0.5, 0.7), "eps": 1e-3},
+        {"betas": (0.5, 0.7), "eps": 1e-3, "adamw_mode": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_torchs_fused_optimizer_bit_for_bit(case, dtype, device) -> None:
+    reference, theirs, ours = CASES[case]
+    expected, found = shards(device), shards(device)
+    train(reference(expected, lr=0.1, fused=True, **theirs), expected)
+    optimizer = HybridAdam(found, lr=0.1, **ours)
+    train(optimizer, found, dtype=dtype)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+    # the unfused one rounds in another order
+    slow = shards(device)
+    train(reference(slow, lr=0.1, foreach=False, **theirs), slow)
+    for one, other in zip(slow, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_are_divided_by_the_scale(dtype, device) -> None:
+    expected, found = shards(device), shards(device)
+    train(HybridAdam(expected, lr=0.1), expected)
+    train(HybridAdam(found, lr=0.1), found, dtype=dtype, factor=64.0)
+    for one, other in zip(expected, found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_bias_correction_the_moments_are_taken_as_they_are(device) -> None:
+    parameter = nn.Parameter(torch.zeros(3, device=device))
+    optimizer = HybridAdam([parameter], lr=1.0, bias_correction=False, eps=0.0)
+    parameter.grad = torch.ones(3, device=device)
+    optimizer.step()
+    expected = -(1 - 0.9) / (1 - 0.999) ** 0.5
+    torch.testing.assert_close(parameter.data, torch.full_like(parameter.data, expected))
+
+
+def test_states_are_what_gemini_saves(device) -> None:
+    parameters = shards(device)
+    optimizer = HybridAdam(parameters)
+    train(optimizer, parameters)
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+        assert (type(state["step"]), state["step"]) == (int, STEPS)
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert state[name].shape == parameter.shape
+            assert state[name].dtype is torch.float32
+
+
+def test_parameters_without_gradient_or_values_are_left_out(device) -> None:
+    used, unused, empty = (nn.Parameter(torch.ones(size, device=device)) for size in (3, 3, 0))
+    optimizer = HybridAdam([used, unused, empty], lr=0.1)
+    used.grad, empty.grad = torch.ones_like(used), torch.ones_like(empty)
+    optimizer.step()
+    assert used.ne(1).all() and unused.eq(1).all()
+    assert set(optimizer.state) == {used}
+    # from here on the two are at different steps
+    unused.grad = torch.ones_like(unused)
+    optimizer.step()
+    assert [optimizer.state[one]["step"] for one in (used, unused)] == [2, 1]
+    assert torch.allclose(unused, torch.full_like(unused, 0.9))
+
+
+def test_shards_that_share_a_call_change_nothing(device, monkeypatch) -> None:
+    runs = []
+    for at_once in (1, 8, 2**26):
+        monkeypatch.setattr(hybrid_adam, "VALUES_AT_ONCE", at_once)
+        parameters = shards(device)
+        train(HybridAdam(parameters, lr=0.1), parameters, dtype=torch.bfloat16)
+        runs.append(parameters)
+    for others in runs[1:]:
+        assert all(map(torch.equal, runs[0], others))
+
+
+def test_groups_keep_their_own_settings(device) -> None:
+    fast, slow = (nn.Parameter(torch.ones(4, device=device)) for _ in range(2))
+    optimizer = HybridAdam([{"params": [fast]}, {"params": [slow], "lr": torch.tensor(0.0)}], lr=0.1)
+    for parameter in (fast, slow):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert fast.ne(1).all() and slow.eq(1).all()
+
+
+def test_a_closure_gives_what_step_returns() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = HybridAdam([parameter], lr=0.1)
+
+    def closure() -> float:
+        loss = parameter.square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert optimizer.step(closure) == 2.0
+    assert parameter.ne(1).all()
+
+
+def test_values_out_of_range_are_refused() -> None:
+    parameters = shards(torch.device("cpu"))
+    for name, value in {"lr": -1.0, "eps": -1.0, "weight_decay": -1.0, "betas": (0.9, 1.0)}.items():
+        with pytest.raises(ValueError, match=name):
+            HybridAdam(parameters, **{name: value})
+
+
+@pytest.mark.parametrize("kind", [AdamW, Adam])
+def test_torchs_optimizer_turns_into_it_with_its_settings(kind, device) -> None:
+    settings = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.2}
+    expected, found = shards(device), shards(device)
+    train(kind(expected, fused=True, **settings), expected)
+    optimizer = kind(found, **settings)
+    groups = optimizer.param_groups[0]
+    HybridAdam.take_over(optimizer)
+    assert type(optimizer) is HybridAdam
+    assert optimizer.param_groups[0] is groups
+    train(optimizer, found, dtype=torch.bfloat16)
+    assert all(map(torch.equal, expected, found))
+
+
+def test_a_schedule_made_before_goes_on_without_a_warning() -> None:
+    runs = []
+    for turned in (False, True):
+        parameters = shards(torch.device("cpu"))
+        optimizer = AdamW(parameters, lr=0.1, fused=True)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        if turned:
+            HybridAdam.take_over(optimizer)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in range(3):
+                train(optimizer, parameters, range(step, step + 1))
+                schedule.step()
+        assert optimizer.param_groups[0]["lr"] == 0.0125
+        runs.append(parameters)
+    assert all(map(torch.equal, *runs))
+
+
+def test_hooks_on_the_step_are_called() -> None:
+    parameters = shards(torch.device("cpu"))
+    optimizer = AdamW(parameters)
+    HybridAdam.take_over(optimizer)
+    calls = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    train(optimizer, parameters)
+    assert len(calls) == STEPS
+
+
+def test_what_cannot_turn_is_refused_with_what_to_give() -> None:
+    parameters = shards(torch.device("cpu"))
+
+    class Own(AdamW):
+        pass
+
+    for other in (SGD(parameters, lr=0.1), Own(parameters)):
+        with pytest.raises(TypeError, match=r"give torch.optim.AdamW, torch.optim.Adam or fp8booster"):
+            HybridAdam.take_over(other)
+    used = AdamW(parameters)
+    train(copy.copy(used), parameters, range(1))
+    with pytest.raises(ValueError, match="has taken steps"):
+        HybridAdam.take_over(used)
+    with pytest.raises(ValueError, match="differentiable=False"):
+        HybridAdam.take_over(AdamW(parameters, differentiable=True))
