@@ -1,0 +1,251 @@
+"""Gemini's chunks with FP8 on the wire: 16-bit chunks whose gradients are reduced in FP8, and chunks of FP8 weights.
+
+A chunk of FP8 weights holds bytes. Its shard is cast from the FP32 masters after each optimizer step, and what is
+gathered is what the products read: one byte a value in memory and on the wire, and no 16-bit copy. Its gradients have a
+16-bit chunk of their own (`Chunk.init_grad_chunk`), made by backward and dropped by the step.
+
+Methods whose names begin with `_Chunk__` take the place of Chunk's private ones (zero/gemini/chunk/chunk.py:514-563).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from colossalai.zero.gemini.chunk import Chunk, TensorState
+from colossalai.zero.gemini.chunk.chunk import alloc_storage, free_storage
+from torch.distributed import ReduceOp
+
+from fp8booster import comm
+from fp8booster.comm import Encoding
+from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.kernels.transpose import gathered_layouts
+from fp8booster.tensor import QuantizedMatrix
+
+NAME = "chunk gather"
+"""The row of `fp8booster.comm.statistics` for the gathers of chunks."""
+
+_GATHER = "all_gather_into_tensor"
+
+
+class ReducedChunk(Chunk):
+    """A 16-bit chunk whose gradients, in its own memory or in its gradient chunk's, are averaged in FP8."""
+
+    encoding: Encoding
+    """Of the gradients."""
+
+    why_in_16_bits: str
+    """Why its values are gathered in 16 bits."""
+
+    earlier: torch.Tensor | None = None
+    """This rank's part of what earlier micro-batches gave, for a gradient chunk that accumulates."""
+
+    @classmethod
+    def take_over(cls, chunk: Chunk, encoding: Encoding, why_in_16_bits: str) -> None:
+        """Turn a chunk into this class in place."""
+        chunk.__class__ = cls
+        chunk.encoding, chunk.why_in_16_bits = encoding, why_in_16_bits
+
+    def reduce(self, async_op: bool = False) -> None:
+        """Average the gradients over all ranks; each rank keeps its shard, or all where the chunk is kept gathered.
+
+        Runs in the order of the current stream. The sum is divided before it is rounded, so callers divide by nothing.
+        """
+        gradients = self.cuda_global_chunk
+        gradients[self.utilized_size :].zero_()  # what lies there shares a scale with the last values
+        if self.keep_gathered:
+            for group in (self.torch_pg, self.extra_dp_group):
+                self._average(gradients, group)
+            own = gradients
+        else:
+            own = torch.empty(self.shard_size, dtype=self.dtype, device=gradients.device)
+            if self.pg_size > 1:
+                comm.reduce_scatter_tensor(
+                    own, gradients, ReduceOp.AVG, self.torch_pg, encoding=self.encoding
+                )
+            else:
+                own.copy_(gradients)
+            self._average(own, self.extra_dp_group)
+            if gradients.is_cuda:  # made on another stream, which must not overwrite it yet
+                gradients.record_stream(torch.cuda.current_stream(gradients.device))
+            free_storage(gradients)
+            self.cuda_shard, self.is_gathered = own, False
+        if self.earlier is not None:
+            own.add_(self.earlier.to(own.device))
+            self.earlier = None
+        self._Chunk__update_tensors_state(TensorState.HOLD)
+
+    def _average(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        if group is not None and dist.get_world_size(group) > 1:
+            comm.all_reduce(values, ReduceOp.AVG, group, encoding=self.encoding)
+
+    def set_l2_norm(self) -> None:
+        """Note the square of the norm of this rank's gradients, on the device."""
+        own = self.cuda_global_chunk[: self.utilized_size] if self.is_gathered else None
+        own = self.cuda_shard[: self.valid_end] if own is None else own
+        self.l2_norm = own.float().square().sum()
+
+    def init_grad_chunk(self) -> Chunk:
+        """The memory for gradients beside the weights, gathered and empty."""
+        earlier = self.grad_chunk is None
+        gradients = super().init_grad_chunk()
+        if earlier:
+            ReducedChunk.take_over(gradients, self.encoding, "gradients")
+        return gradients
+
+    def _Chunk__gather(self, async_op: bool = False) -> dist.Work | None:
+        if not self.is_gathered:
+            count_plain(NAME, self.pg_size, self.cuda_shard.nbytes, self.why_in_16_bits, _GATHER)
+        return super()._Chunk__gather(async_op)
+
+
+class FP8Chunk(ReducedChunk):
+    """A chunk of weights that exist in FP8 alone, beside their masters.
+
+    Each parameter's own memory is one NaN, seen through its shape: whatever reads it past the hooks shows.
+    """
+
+    gradient_dtype: torch.dtype
+    weight_format: torch.dtype
+    power_of_two: bool
+
+    changes: int
+    """How often the weights were cast anew."""
+
+    inverse_scales: torch.Tensor
+    """float32 [tensors], in the order of `tensors_info`."""
+
+    @classmethod
+    def take_over(
+        cls, chunk: Chunk, encoding: Encoding, weight_format: torch.dtype, power_of_two: bool
+    ) -> None:
+        """Turn a closed chunk into this class in place; its values are lost until the first cast."""
+        ReducedChunk.take_over(chunk, encoding, "")
+        chunk.__class__ = cls
+        chunk.gradient_dtype, chunk.weight_format, chunk.power_of_two = (
+            chunk.dtype,
+            weight_format,
+            power_of_two,
+        )
+        chunk.changes = 0
+        device, dtype = chunk.cuda_global_chunk.device, torch.uint8
+        chunk.dtype, chunk.chunk_mem, chunk.shard_mem = dtype, chunk.chunk_size, chunk.shard_size
+        free_storage(chunk.cuda_global_chunk)
+        chunk.cuda_global_chunk = torch.zeros(chunk.chunk_size, dtype=dtype, device=device)
+        if chunk.cuda_shard is not None:
+            chunk.cuda_shard = torch.zeros(chunk.shard_size, dtype=dtype, device=device)
+        if chunk.cpu_shard is not None:
+            chunk.cpu_shard = torch.zeros(chunk.shard_size, dtype=dtype, pin_memory=chunk.pin_memory)
+        chunk.inverse_scales = torch.ones(len(chunk.tensors_info), dtype=torch.float32, device=device)
+        nothing = torch.full((), torch.nan, dtype=chunk.gradient_dtype, device=device)
+        chunk._quantized, chunk._decoded = {}, {}
+        for (parameter, info), inverse_scale in zip(
+            chunk.tensors_info.items(), chunk.inverse_scales.unbind(), strict=True
+        ):
+            data = chunk.cuda_global_chunk[info.offset : info.end].view(weight_format).view(parameter.shape)
+            empty = data.new_empty(0)
+            chunk._quantized[parameter] = QuantizedMatrix(data, empty, inverse_scale, None)
+            parameter.data = nothing.expand(parameter.shape)
+        chunk._nothing = nothing
+        if not chunk.is_gathered:
+            free_storage(chunk.cuda_global_chunk)
+
+    def quantized(self, parameter: torch.nn.Parameter) -> QuantizedMatrix:
+        """A weight as it lies, without its transpose; its values are there while the chunk is gathered."""
+        return self._quantized[parameter]
+
+    def transpose(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """The FP8 transpose of a weight as it lies, made now from the gathered chunk."""
+        data = self._quantized[parameter].data
+        as_bytes = data.view(torch.uint8).unsqueeze(0)
+        return gathered_layouts(as_bytes, 1, plain=False, transposed=True)[1].view(data.dtype)
+
+    def own_values(self) -> torch.Tensor:
+        """The bytes that this rank casts: its shard, or all where the chunk is kept gathered."""
+        if self.keep_gathered:
+            return self.cuda_global_chunk
+        return self.cpu_shard if self.cuda_shard is None else self.cuda_shard
+
+    def own_range(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
+        """The part of `own_values` that belongs to a weight; empty where the end is not behind the begin."""
+        info = self.tensors_info[parameter]
+        if self.keep_gathered:
+            return info.offset, info.end
+        return max(0, info.offset - self.shard_begin), min(self.shard_size, info.end - self.shard_begin)
+
+    def publish(self) -> None:
+        """Make what `own_values` and `inverse_scales` now hold the weights; every rank calls it."""
+        self.changes += 1
+        self.cpu_vis_flag = self.cuda_shard is None
+        self.forget_decoded()
+        if self.is_gathered and not self.keep_gathered:
+            self._gather_bytes()
+
+    def drop_gradients(self) -> None:
+        """Free the gradients after a step; memory of the host that is pinned stays."""
+        gradients = self.grad_chunk
+        if gradients is None:
+            return
+        if gradients.is_gathered:
+            free_storage(gradients.cuda_global_chunk)
+        gradients.is_gathered, gradients.cuda_shard = False, None
+        if not gradients.pin_memory:
+            gradients.cpu_shard = None
+
+    def decode(self, parameter: torch.nn.Parameter) -> None:
+        """Give a parameter its values in 16 bits until the chunk is released, for what reads it outside its layer."""
+        if parameter.data.data_ptr() != self._nothing.data_ptr():
+            return
+        matrix = self._quantized[parameter]
+        if parameter not in self._decoded:
+            self._decoded[parameter] = torch.empty(
+                parameter.shape, dtype=self.gradient_dtype, device=matrix.data.device
+            )
+        else:
+            alloc_storage(self._decoded[parameter])
+        self._decoded[parameter].copy_(matrix.data.float() * matrix.inverse_scale)
+        parameter.data = self._decoded[parameter]
+
+    def forget_decoded(self) -> None:
+        """Free what `decode` made."""
+        for parameter, decoded in self._decoded.items():
+            free_storage(decoded)
+            parameter.data = self._nothing.expand(parameter.shape)
+
+    def optim_update(self) -> None:
+        """Nothing: `publish_masters` casts the weights of all chunks at once."""
+
+    def init_grad_chunk(self) -> Chunk:
+        """The 16-bit memory for gradients, gathered and empty."""
+        self.dtype, own = self.gradient_dtype, self.dtype
+        try:
+            return super().init_grad_chunk()
+        finally:
+            self.dtype = own
+
+    def _gather_bytes(self, async_op: bool = False) -> dist.Work | None:
+        count_encoded(
+            NAME,
+            self.pg_size,
+            self.shard_size * self.gradient_dtype.itemsize,
+            {_GATHER: self.shard_size},
+            _GATHER,
+        )
+        return dist.all_gather_into_tensor(
+            self.cuda_global_chunk, self.cuda_shard, self.torch_pg, async_op=async_op
+        )
+
+    def _Chunk__gather(self, async_op: bool = False) -> dist.Work | None:
+        if self.is_gathered:
+            return None
+        alloc_storage(self.cuda_global_chunk)
+        self.is_gathered = True
+        return self._gather_bytes(async_op)  # the shard stays: it is what the chunk is released to
+
+    def _Chunk__scatter(self) -> None:
+        self.forget_decoded()
+        if self.is_gathered and not self.keep_gathered:
+            free_storage(self.cuda_global_chunk)
+            self.is_gathered = False
+
+    def _Chunk__update_tensors_ptr(self) -> None:
+        pass  # parameters have no 16-bit values to point to

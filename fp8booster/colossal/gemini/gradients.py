@@ -1,0 +1,107 @@
+"""What happens to a gradient when backward has made it: into its chunk, and the chunk to all ranks once it is full.
+
+Stands in the place of `GeminiDDP.grad_handle` (zero/gemini/gemini_ddp.py:359), which takes one way for all chunks. Here
+the gradients of 16-bit weights take the weights' place where nothing accumulates, as there, and those of FP8 weights
+have memory of their own. Earlier micro-batches are added to after the reduction, so that a sum is not rounded again and
+again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from colossalai.accelerator import get_accelerator
+from colossalai.utils import free_storage
+from colossalai.zero.gemini.chunk import TensorState
+from torch import nn
+
+from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk
+from fp8booster.colossal.gemini.groups import GroupedChunkManager
+
+if TYPE_CHECKING:
+    from fp8booster.colossal.gemini.model import FP8GeminiDDP
+
+
+def takes_the_weights_place(chunk: ReducedChunk, manager: GroupedChunkManager) -> bool:
+    """Whether a chunk's gradients are written over its weights."""
+    return manager.reuse_fp16_chunk and not isinstance(chunk, FP8Chunk)
+
+
+def gradient_chunk(chunk: ReducedChunk, manager: GroupedChunkManager) -> ReducedChunk | None:
+    """The chunk that holds the gradients of a chunk of weights; None before the first."""
+    return chunk if takes_the_weights_place(chunk, manager) else chunk.grad_chunk
+
+
+def keep_gradient(gradient: torch.Tensor, *, model: FP8GeminiDDP, parameter: nn.Parameter) -> torch.Tensor:
+    """Put a gradient into its chunk, and reduce the chunk if that was the last one missing.
+
+    Args:
+        gradient: of the parameter, in this backward.
+        model, parameter: what it belongs to.
+
+    Returns:
+        A gradient of the same shape without memory, for autograd.
+
+    Raises:
+        RuntimeError: something read the parameter past Gemini's hooks.
+    """
+    parameter._gemini_reduced = True
+    placeholder = torch.empty_like(gradient)
+    free_storage(placeholder)
+    with torch._C.DisableTorchFunction():
+        manager = model.chunk_manager
+        chunk = manager.get_chunk(parameter)
+        if chunk.tensors_info[parameter].state != TensorState.HOLD_AFTER_BWD:
+            raise RuntimeError(
+                f"the gradient of `{model.param2name[parameter]}` came while its chunk was in use: an operator read the "
+                "parameter where Gemini does not see it; read it by torch functions alone"
+            )
+        instead = takes_the_weights_place(chunk, manager)
+        target = chunk if instead else _open(chunk, manager)
+        if not instead:
+            target.tensor_trans_state(parameter, TensorState.COMPUTE)
+            target.tensor_trans_state(parameter, TensorState.HOLD_AFTER_BWD)
+            chunk.tensor_trans_state(parameter, TensorState.READY_FOR_REDUCE)
+            chunk.tensor_trans_state(parameter, TensorState.HOLD)
+        target.tensor_trans_state(parameter, TensorState.READY_FOR_REDUCE)
+        target.copy_tensor_to_chunk_slice(parameter, gradient, update_ptr=instead)
+        if not target.can_reduce:
+            return placeholder
+        if not instead:
+            if chunk.keep_gathered:
+                manager.fake_release_chunk(chunk)
+            else:
+                manager.release_chunk(chunk)
+        stream = model.async_reduce_stream
+        if stream is not None:
+            stream.wait_stream(get_accelerator().current_stream())
+        with get_accelerator().stream(stream):
+            _reduce(target, chunk, model, parameter)
+    return placeholder
+
+
+def _open(chunk: ReducedChunk, manager: GroupedChunkManager) -> ReducedChunk:
+    """The chunk for the gradients of this backward, with what earlier micro-batches gave beside it."""
+    target = chunk.grad_chunk
+    if target is not None and target in manager.accessed_chunks:
+        return target
+    earlier = None
+    if manager.accumulating_grads and target is not None:
+        earlier = target.payload.clone() if target.is_gathered else target.payload
+    target = manager.init_grad_chunk(chunk)
+    target.earlier = earlier
+    return target
+
+
+def _reduce(target: ReducedChunk, chunk: ReducedChunk, model: FP8GeminiDDP, parameter: nn.Parameter) -> None:
+    """Average the gradients over the ranks, look at them, and move them to where the optimizer steps."""
+    manager, device = model.chunk_manager, model.grads_device[parameter]
+    manager.reduce_chunk(target)
+    manager.overflow_counter += target.has_inf_or_nan
+    if chunk.l2_norm_flag:
+        target.l2_norm = None
+        target.set_l2_norm()
+    manager.move_chunk(target, device, force_copy=True, async_move=model.enable_async_reduce)
+    if target is not chunk and model.offloads_weights:
+        manager.move_chunk(chunk, device, force_copy=True, async_move=model.enable_async_reduce)

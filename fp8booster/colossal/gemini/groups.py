@@ -1,0 +1,158 @@
+"""Which parameters share chunks, and the chunk manager that keeps them apart.
+
+    weights     weights of FP8 layers that travel in FP8: chunks of bytes
+    resident    vectors: norms' weights and biases. Every layer reads some, and together they are small, so they stay
+                gathered; else each would drive the chunk of weights beside it out and in again
+    others      matrices in 16 bits: embeddings, the head, layers that are not in FP8
+
+With tensor parallelism parameters that are sharded over its ranks have chunks of their own, so that a norm over all
+gradients can count each value once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from colossalai.tensor.d_tensor import is_customized_distributed_tensor, is_distributed_tensor
+from colossalai.utils import is_ddp_ignored
+from colossalai.zero.gemini.chunk import ChunkManager
+from torch import nn
+
+from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk
+from fp8booster.comm import Encoding
+from fp8booster.config import FP8Config
+from fp8booster.kernels.cast import ALIGNMENT
+from fp8booster.nn import FP8Layer
+
+NOT_FP8 = "not the weight of an FP8 layer"
+RESIDENT = "resident"
+WEIGHTS = "weights"
+OTHERS = "others"
+
+
+class Group(NamedTuple):
+    """What parameters must have in common to share a chunk."""
+
+    kind: str
+    tensor_parallel: bool
+    """Sharded over the ranks of tensor parallelism."""
+
+
+class Plan:
+    """The group of each parameter of a model.
+
+    Args:
+        model: converted to FP8 layers, and sharded where it shall be.
+        config: of the FP8 layers.
+        master_weights: there are FP32 masters to cast from.
+    """
+
+    def __init__(self, model: nn.Module, config: FP8Config, master_weights: bool) -> None:
+        self.config = config
+        self.reasons: dict[nn.Parameter, str] = {}
+        """Why the weight of an FP8 layer is gathered in 16 bits."""
+
+        readers = Counter(
+            id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
+        )
+        weights = set()
+        for module in model.modules():
+            if isinstance(module, FP8Layer) and module.weight.requires_grad:
+                reason = _why_in_16_bits(module, master_weights, readers[id(module.weight)])
+                if reason is None:
+                    weights.add(id(module.weight))
+                else:
+                    self.reasons[module.weight] = reason
+        self.groups = {
+            parameter: Group(_kind(parameter, weights), _is_tensor_parallel(parameter))
+            for parameter in model.parameters()
+            if parameter.requires_grad and not is_ddp_ignored(parameter)
+        }
+        self.sizes: Counter[Group] = Counter()
+        """Values in each group."""
+
+        for parameter, group in self.groups.items():
+            self.sizes[group] += parameter.numel()
+
+
+def _why_in_16_bits(layer: FP8Layer, master_weights: bool, readers: int) -> str | None:
+    if not master_weights:
+        return "no master weights"  # the weight is its own master: it must not be rounded to FP8
+    if readers > 1:
+        return "shared with another module"
+    if layer.fp8_config.rowwise:
+        return "rowwise scales"
+    if any(size % ALIGNMENT for size in layer.weight.shape):
+        return f"size no multiple of {ALIGNMENT}"
+    return None
+
+
+def _kind(parameter: nn.Parameter, weights: set[int]) -> str:
+    if id(parameter) in weights:
+        return WEIGHTS
+    return OTHERS if parameter.dim() > 1 else RESIDENT
+
+
+def _is_tensor_parallel(parameter: nn.Parameter) -> bool:
+    return is_distributed_tensor(parameter) or is_customized_distributed_tensor(parameter)
+
+
+class GroupedChunkManager(ChunkManager):
+    """Gemini's chunk manager, where only parameters of one group share a chunk."""
+
+    @classmethod
+    def take_over(cls, manager: ChunkManager, plan: Plan, encoding: Encoding, ranks: int) -> None:
+        """Turn a manager that has no chunks yet into this class in place.
+
+        Args:
+            manager: of a model.
+            plan: for the model.
+            encoding: of gradients.
+            ranks: that chunks are sharded over.
+        """
+        manager.__class__ = cls
+        manager._plan, manager._encoding = plan, encoding
+        size, arguments = manager.dp_degree_chunk_size_dict[ranks], manager.kwargs_config[ranks]
+        for group, values in plan.sizes.items():
+            gathered = group.kind == RESIDENT or arguments.get("keep_gathered", False)
+            manager.kwargs_config[group] = arguments | {"keep_gathered": gathered}
+            needed = values if gathered else min(size, values)
+            part = ranks * ALIGNMENT  # so that shards begin at multiples of 16 bytes
+            manager.dp_degree_chunk_size_dict[group] = math.ceil(needed / part) * part
+
+    def register_tensor(
+        self, tensor: torch.Tensor, group_type: str, config_key: int, *args: Any, **kwargs: Any
+    ) -> None:
+        """Append a parameter, or the master of the parameter that came before it, to a chunk of its group."""
+        if group_type != "fp32_param":
+            self._newest = self._plan.groups[tensor]
+        super().register_tensor(tensor, group_type, self._newest, *args, **kwargs)
+
+    def close_all_groups(self) -> None:
+        """Close all chunks, and make those of FP8 weights chunks of bytes."""
+        super().close_all_groups()
+        config = self._plan.config
+        for group in self._plan.sizes:
+            for chunk in self.chunk_groups.get(f"fp16_param_{group}", ()):
+                chunk.tensor_parallel = group.tensor_parallel
+                if group.kind != WEIGHTS:
+                    ReducedChunk.take_over(chunk, self._encoding, self._why_in_16_bits(chunk))
+                    continue
+                self._ChunkManager__sub_memory_usage(chunk.memory_usage)
+                FP8Chunk.take_over(chunk, self._encoding, config.weight_format, config.power_of_two)
+                self._ChunkManager__add_memory_usage(chunk.memory_usage)
+
+    def _why_in_16_bits(self, chunk: ReducedChunk) -> str:
+        reasons = {self._plan.reasons.get(parameter, NOT_FP8) for parameter in chunk.tensors_info}
+        return ", ".join(sorted(reasons))
+
+    def drop_weight_gradients(self, chunks: list[FP8Chunk]) -> None:
+        """Free the gradients of FP8 weights after a step."""
+        for chunk in chunks:
+            if chunk.grad_chunk is not None:
+                self._ChunkManager__sub_memory_usage(chunk.grad_chunk.memory_usage)
+                chunk.drop_gradients()
+                self._ChunkManager__add_memory_usage(chunk.grad_chunk.memory_usage)

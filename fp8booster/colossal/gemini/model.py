@@ -1,0 +1,126 @@
+"""Gemini's model wrapper with FP8 chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
+from colossalai.utils import is_ddp_ignored
+from colossalai.zero.gemini import GeminiDDP
+from colossalai.zero.gemini.chunk import Chunk
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from fp8booster.colossal.gemini.chunks import FP8Chunk
+from fp8booster.colossal.gemini.gradients import keep_gradient
+from fp8booster.colossal.gemini.groups import GroupedChunkManager, Plan
+from fp8booster.colossal.gemini.hook import FP8GeminiHook
+from fp8booster.colossal.gemini.layers import gather_for_layers
+from fp8booster.colossal.gemini.masters import publish_masters
+from fp8booster.comm import Encoding
+from fp8booster.config import FP8Config
+
+
+class GatheringGeminiDDP(GeminiDDP):
+    """GeminiDDP over FP8 layers, with native chunks: everything travels in 16 bits."""
+
+    def __init__(self, module: nn.Module, **arguments: Any) -> None:
+        super().__init__(module, **arguments)
+        gather_for_layers(module, self.chunk_manager)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+        if not torch.is_inference_mode_enabled():
+            return super().forward(*args, **kwargs)
+        # chunks that are made in inference mode can never be changed again
+        with torch.inference_mode(False), torch.no_grad():
+            args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+            return super().forward(*args, **kwargs)
+
+
+class FP8GeminiDDP(GatheringGeminiDDP):
+    """GeminiDDP whose FP8 layers' weights live and travel in FP8, and whose gradients are reduced in FP8.
+
+    Args:
+        module: converted to FP8 layers, and sharded where it shall be.
+        config: of these layers.
+        arguments: of GeminiDDP, its own FP8 off.
+    """
+
+    def __init__(self, module: nn.Module, config: FP8Config, **arguments: Any) -> None:
+        self._plan = Plan(module, config, arguments["master_weights"])
+        self._encoding = Encoding(block_size=None) if config.gradient_scaling == "tensor" else Encoding()
+        policy, frac = arguments["placement_policy"], arguments["offload_param_frac"]
+        self.offloads_weights = policy != "static" or frac > 0
+        """Weights wait on the host for the next step, as their gradients do."""
+
+        super().__init__(module, **arguments)
+        self.param_op_hook.__class__ = FP8GeminiHook
+        for parameter in module.parameters():
+            if parameter.requires_grad and not is_ddp_ignored(parameter):
+                parameter._grad_handle.remove()
+                parameter._grad_handle = parameter.register_hook(
+                    partial(keep_gradient, model=self, parameter=parameter)
+                )
+
+    def _init_chunks(self, *args: Any, **kwargs: Any) -> None:
+        ranks = dist.get_world_size(self.zero_group)
+        GroupedChunkManager.take_over(self.chunk_manager, self._plan, self._encoding, ranks)
+        super()._init_chunks(*args, **kwargs)
+        self.fp8_chunks = [
+            chunk for chunk in self.chunk_manager.get_chunks(self.fp16_params) if isinstance(chunk, FP8Chunk)
+        ]
+        self.publish_masters()
+
+    def publish_masters(self) -> None:
+        """Cast all FP8 weights from their masters; every rank calls it."""
+        publish_masters(self.fp8_chunks)
+
+    def count_weights(self) -> tuple[int, int]:
+        """(weights that travel in FP8, all trained parameters)."""
+        return sum(len(chunk.tensors_info) for chunk in self.fp8_chunks), len(self.fp16_params)
+
+    def _post_backward(self) -> None:
+        asynchronous, stream = self.enable_async_reduce, self.async_reduce_stream
+        if asynchronous and not any(device.type == "cpu" for device in self.grads_device.values()):
+            # native waits on the host, which only what lies there needs
+            get_accelerator().current_stream().wait_stream(stream)
+            self.enable_async_reduce = False
+        try:
+            super()._post_backward()
+        finally:
+            self.enable_async_reduce = asynchronous
+
+    @contextmanager
+    def _masters_are_the_weights(self) -> Iterator[None]:
+        """Checkpoints read and write the masters, as native's do where gradients take the weights' place."""
+        manager = self.chunk_manager
+        reuse = manager.reuse_fp16_chunk
+        manager.reuse_fp16_chunk = self.master_weights
+        try:
+            yield
+        finally:
+            manager.reuse_fp16_chunk = reuse
+
+    def _get_chunk_to_save_data(self, chunk: Chunk, only_rank_0: bool) -> dict:
+        data = super()._get_chunk_to_save_data(chunk, only_rank_0)
+        return {parameter: value.to(self.mixed_precision) for parameter, value in data.items()}
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._masters_are_the_weights():
+            super()._save_to_state_dict(*args, **kwargs)
+
+    def state_dict_shard(self, *args: Any, **kwargs: Any) -> Iterator[tuple[dict, int]]:
+        """The weights in parts, rounded from the masters."""
+        with self._masters_are_the_weights():
+            yield from super().state_dict_shard(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        with self._masters_are_the_weights():
+            super()._load_from_state_dict(*args, **kwargs)
+        self.publish_masters()

@@ -1,0 +1,68 @@
+"""Gemini's optimizer wrapper over FP8 chunks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
+from colossalai.zero.gemini import GeminiOptimizer
+
+from fp8booster.colossal.gemini.gradients import gradient_chunk
+from fp8booster.colossal.gemini.model import FP8GeminiDDP
+
+
+class FP8GeminiOptimizer(GeminiOptimizer):
+    """GeminiOptimizer for a `FP8GeminiDDP`."""
+
+    module: FP8GeminiDDP
+
+    def _set_grad_ptr(self) -> None:
+        for group in self.param_groups:
+            for shard in group["params"]:
+                chunk = self.param_to_chunk16[shard]
+                begin, end = self.param_to_range[shard]
+                # first the gradient as the value, so that it may have another dtype than the value has
+                shard.data = gradient_chunk(chunk, self.chunk_manager).payload[begin:end]
+                shard.grad = shard.data
+                updated = chunk.paired_chunk if self.module.master_weights else chunk
+                shard.data = updated.payload[begin:end]
+
+    def _update_fp16_params(self) -> None:
+        super()._update_fp16_params()
+        self.module.publish_masters()
+
+    def _maybe_move_fp32_params(self) -> None:
+        super()._maybe_move_fp32_params()
+        for chunk in self.module.fp8_chunks:
+            gradients, masters = chunk.grad_chunk, chunk.paired_chunk
+            if gradients is not None and gradients.device_type == "cpu" != masters.device_type:
+                self.chunk_manager.move_chunk(gradients, get_accelerator().get_current_device())
+
+    def _clear_global_norm(self) -> None:
+        for chunk in self.chunk16_set:
+            gradients = gradient_chunk(chunk, self.chunk_manager)
+            if gradients is not None:
+                gradients.l2_norm = None
+
+    def _calc_global_norm(self) -> float:
+        """The norm over all ranks, each value counted once: native leaves out those of other tensor parallel ranks."""
+        squares = torch.zeros(2, 2, device=get_accelerator().get_current_device())
+        """[kept gathered or sharded by ZeRO, whole or sharded by tensor parallelism]"""
+        for chunk in self.chunk_manager.get_chunks(self.module.fp16_params):
+            gradients = gradient_chunk(chunk, self.chunk_manager)
+            squares[int(not chunk.keep_gathered), int(chunk.tensor_parallel)] += gradients.l2_norm
+            gradients.l2_norm = None
+        dist.all_reduce(squares[1], group=self.module.zero_group)
+        whole, sharded = squares.sum(0)
+        if self.tp_group is not None:
+            dist.all_reduce(sharded, group=self.tp_group)
+        return math.sqrt((whole + sharded).item())
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Update the masters and cast the weights of the next forward from them."""
+        result = super().step(*args, **kwargs)
+        self.chunk_manager.drop_weight_gradients(self.module.fp8_chunks)
+        return result
