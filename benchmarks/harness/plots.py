@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -32,6 +33,24 @@ def plot_lines(
     axes.set(title=title, xlabel=x_label, ylabel=y_label)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def plot_bars(
+    path: Path, *, title: str, y_label: str, values: Mapping[str, float], captions: Mapping[str, str]
+) -> None:
+    """Write one bar for each name, its caption above it, as a PNG."""
+    figure, axes = plt.subplots(figsize=(max(5, 1.6 * len(values) + 1), 4.5), layout="constrained")
+    colors = [f"C{index}" for index in range(len(values))]
+    bars = axes.bar([textwrap.fill(name, 16) for name in values], list(values.values()), color=colors)
+    axes.bar_label(bars, [captions[name] for name in values], padding=3, fontsize="small")
+    axes.margins(y=0.15)
+    axes.set(title=title, ylabel=y_label)
+    axes.tick_params(axis="x", labelsize="small")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)

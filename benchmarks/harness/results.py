@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import rich.markup
+import rich.table
+
 Record = dict[str, Any]
 
 
@@ -40,6 +43,15 @@ class Table:
         rows = [[column.show(record) for column in self.columns] for record in self.records]
         lines = ["| " + " | ".join(cells) + " |" for cells in (titles, rules, *rows)]
         return "\n\n".join(part for part in (f"## {self.title}", self.note, "\n".join(lines)) if part)
+
+    def rich(self) -> rich.table.Table:
+        """The rows for a terminal, the first column aligned left."""
+        table = rich.table.Table(title=self.title)
+        for index, column in enumerate(self.columns):
+            table.add_column(column.title, justify="right" if index else "left")
+        for record in self.records:
+            table.add_row(*(rich.markup.escape(column.show(record)) for column in self.columns))
+        return table
 
 
 @dataclass(frozen=True)

@@ -49,18 +49,25 @@ def torchao(weight: nn.Parameter) -> Forward:
 def colossalai(weight: nn.Parameter) -> Forward:
     """Colossal-AI's native FP8 linear function, repaired; it casts the weight each step.
 
-    Two repairs. `torch._scaled_mm` gave a pair until torch 2.5, and colossalai 0.5.0 takes its first element
-    (quantization/fp8.py:801-838). It compiles with max-autotune, where inductor then fails on the scales' shape: here
-    it is compiled with inductor's defaults.
+    Native compiles it with max-autotune, where inductor then fails on the scales' shape: here it is compiled with
+    inductor's defaults.
     """
-    from colossalai.quantization import fp8
+    fp8 = repaired_native_fp8()
+    layer = torch.compile(lambda x: fp8._LinearFp8.apply(x, weight, None), dynamic=False)
+    return lambda x, inputs: layer(x)
 
-    import fp8booster.colossal  # noqa: F401 (mends what keeps colossalai from being imported)
+
+def repaired_native_fp8() -> types.ModuleType:
+    """`colossalai.quantization.fp8`, whose product takes the first element of what `torch._scaled_mm` gives.
+
+    That was a pair until torch 2.5 (quantization/fp8.py:801-838).
+    """
+    import fp8booster.colossal  # noqa: F401  isort: skip  (mends what keeps colossalai from being imported)
+    from colossalai.quantization import fp8
 
     if fp8.torch is torch:
         fp8.torch = _torch_before_2_5()
-    layer = torch.compile(lambda x: fp8._LinearFp8.apply(x, weight, None), dynamic=False)
-    return lambda x, inputs: layer(x)
+    return fp8
 
 
 def _torch_before_2_5() -> types.ModuleType:

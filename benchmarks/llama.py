@@ -1,0 +1,346 @@
+"""How fast language models train: fp8booster beside Colossal-AI's own plugins, FSDP2 and torchao, in one run.
+
+    python -m benchmarks.llama --model 7b --against colossal-low_level_zero --against torchao --out results
+    torchrun --nproc-per-node 8 -m benchmarks.llama --model 7b --profile --out results
+    python -m benchmarks.llama --one-layer
+    python -m benchmarks.llama scaling 1.json 2.json 4.json 8.json
+
+Started without torchrun, it starts itself under it on the GPUs of this machine.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks.harness import command, environment
+from benchmarks.harness.plots import plot_bars
+from benchmarks.harness.results import Result
+from benchmarks.training.engines import ENGINES, PEERS, PRECISIONS, chosen
+from benchmarks.training.job import PLUGINS, Job
+from benchmarks.training.launch import Crew, Turn, is_launched, start_torchrun
+from benchmarks.training.models import MODELS
+from benchmarks.training.records import Setting, engine_records, loss_records
+from benchmarks.training.rounds import Findings, take_rounds
+from benchmarks.training.tables import loss_table, profile_tables, step_table, wire_tables
+from fp8booster.cli.train.defaults import cache_folder
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
+
+NONE: list[str] = []
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, invoke_without_command=True)
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a result goes."""
+
+    folder: Path | None
+    json_file: Path | None
+    commit: str | None
+
+
+@app.callback()
+def main(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help=f"{', '.join(MODELS)}.")] = "7b",
+    layers: Annotated[int | None, typer.Option(help="Layers, where not as many as the model has.")] = None,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    micro_batch: Annotated[int, typer.Option(help="Sequences a replica takes at once.")] = 2,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step: accumulated, or piped.")] = 1,
+    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
+    plugin: Annotated[str, typer.Option(help=f"fp8booster's: {', '.join(PLUGINS)}.")] = "low_level_zero",
+    zero: Annotated[int | None, typer.Option(help="ZeRO stage (default: 2; hybrid 1).")] = None,
+    tp: Annotated[int, typer.Option(help="Tensor parallel ranks.")] = 1,
+    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
+    sp: Annotated[int, typer.Option(help="Sequence parallel ranks of their own.")] = 1,
+    sp_mode: Annotated[
+        str | None, typer.Option(help="split_gather, ring, all_to_all or ring_attn (default: none).")
+    ] = None,
+    lazy: Annotated[bool, typer.Option(help="Make weights where they are sharded.")] = False,
+    plugin_option: Annotated[
+        list[str], typer.Option(help="key=value for the plugin, ours and native's; repeat the option.")
+    ] = NONE,
+    fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config; repeat the option.")] = NONE,
+    precision: Annotated[str, typer.Option(help=f"fp8booster's: {', '.join(PRECISIONS)}.")] = "both",
+    against: Annotated[
+        list[str], typer.Option(help=f"Peers: {', '.join(PEERS)}, or all; repeat the option.")
+    ] = NONE,
+    baseline: Annotated[
+        str | None, typer.Option(help="The engine that ratios are over (default: the first).")
+    ] = None,
+    warm_up: Annotated[int, typer.Option(help="Steps that are not timed.")] = 4,
+    steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 2,
+    limit: Annotated[float, typer.Option(help="Seconds after which a turn has failed.")] = 900.0,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="Text to train on, as `fp8booster train --data`, or python (default: random tokens)."
+        ),
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="Column with the text in tables.")] = "text",
+    lr: Annotated[
+        float, typer.Option(help="Highest learning rate; a tenth of the steps lead up to it.")
+    ] = 1e-4,
+    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Profile a step of each engine: a trace, and where time goes.")
+    ] = False,
+    one_layer: Annotated[
+        bool, typer.Option("--one-layer", help="One decoder layer on one GPU instead of training.")
+    ] = False,
+    sample_ms: Annotated[float, typer.Option(help="With --one-layer: what a sample lasts at least.")] = 200.0,
+    # torchrun would take --nproc and --logs, though they come after the module, for short forms of its own options
+    processes: Annotated[
+        int | None, typer.Option(help="Processes, when not under torchrun (default: one a GPU).")
+    ] = None,
+    engine_logs: Annotated[Path | None, typer.Option(help="Folder for what the engines print.")] = None,
+    json: command.JsonFile = None,
+    out: command.Folder = None,
+    commit: command.Commit = None,
+    device: command.DeviceName = "cuda",
+) -> None:
+    """Time training steps of fp8booster and its peers, in turns."""
+    if context.invoked_subcommand is not None:
+        return
+    if device == "cuda" and not torch.cuda.is_available():
+        refuse("this benchmark measures CUDA GPUs and torch finds none; run it on a machine that has some")
+    try:
+        job = Job(
+            model=model,
+            layers=layers,
+            sequence=sequence,
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+            checkpointing=checkpointing,
+            warm_up=warm_up,
+            steps=steps,
+            plugin=plugin,
+            zero=zero,
+            tp=tp,
+            pp=pp,
+            sp=sp,
+            sp_mode=sp_mode,
+            lazy=lazy,
+            plugin_options=tuple(plugin_option),
+            fp8_options=tuple(fp8_option),
+            lr=lr,
+            seed=seed,
+            device=device,
+        )
+        engines = chosen(precision, list(PEERS) if "all" in against else against)
+        baseline = baseline or engines[0]
+        if baseline not in engines:
+            raise ValueError(f"--baseline is {baseline!r}; it must be measured: one of {', '.join(engines)}")
+    except ValueError as error:
+        refuse(str(error))
+    output = Output(out, json, commit)
+    if one_layer:
+        measure_one_layer(job, rounds=rounds, sample_ms=sample_ms, output=output)
+        return
+    if not is_launched():
+        raise typer.Exit(start_torchrun("benchmarks.llama", sys.argv[1:], processes=processes, device=device))
+    crew = Crew()
+    if data is not None:
+        job = replace(job, tokens=tokens_of(data, text_column, job))
+    findings = compare(crew, job, engines, rounds, limit, baseline, profile, engine_logs, output)
+    crew.close()
+    raise typer.Exit(0 if any(found.outcomes for found in findings.values()) else 1)
+
+
+def compare(
+    crew: Crew,
+    job: Job,
+    engines: Sequence[str],
+    rounds: int,
+    limit: float,
+    baseline: str,
+    profile: bool,
+    logs: Path | None,
+    output: Output,
+) -> dict[str, Findings]:
+    """Give the engines their turns; rank 0 shows them and writes the result after each round."""
+    first = crew.rank == 0
+    console = Console(stderr=True, highlight=False, quiet=not first)
+    setting = Setting(job, crew.size, gpu_facts(job.device) if first else None)
+    traces = (output.folder or Path.cwd()).resolve()
+
+    def turn(number: int, name: str) -> Turn:
+        console.print(f"round {number + 1} of {rounds}: {ENGINES[name].label}")
+        trace = str(traces / f"llama-{job.model}-{name}.trace.json.gz") if profile and number == 0 else None
+        taken = crew.take_turn(
+            {"engine": name, "job": job.as_record(), "trace": trace}, limit_s=limit, log=logs
+        )
+        if taken.outcome is None:
+            console.print(f"  failed: {taken.reason}", markup=False)
+        return taken
+
+    def after_round(findings: dict[str, Findings]) -> None:
+        if first:
+            deliver(findings, setting, baseline, output)
+
+    return take_rounds(
+        engines,
+        rounds=rounds,
+        missing={name: reason for name in engines if (reason := ENGINES[name].why_missing()) is not None},
+        turn=turn,
+        after_round=after_round,
+    )
+
+
+def deliver(findings: dict[str, Findings], setting: Setting, baseline: str, output: Output) -> None:
+    """Show the main table and write everything."""
+    job = setting.job
+    records = engine_records(findings, setting, baseline)
+    reference = "fp8booster-bf16" if "fp8booster-bf16" in findings else baseline
+    tables = [
+        step_table(records, baseline),
+        *profile_tables(records),
+        loss_table(loss_records(findings, reference), reference),
+        *wire_tables(records),
+    ]
+    head = environment.head(setting.gpu, commit=output.commit) | {
+        "ranks": str(setting.ranks),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if job.device == "cuda" else "gloo",
+        "training": describe(job),
+    }
+    head |= {f"in FP8, {record['label']}": record["layers"] for record in records if record.get("layers")}
+    where = f"{setting.ranks} {'GPUs' if job.device == 'cuda' else 'ranks'}"
+    title = f"{job.architecture.label}, {job.architecture.size.layers} layers, trained on {where}"
+    result = Result(
+        f"llama-{job.model}-{setting.ranks}",
+        title,
+        head,
+        tables,
+        {record["label"]: record["failed"] for record in records if record["failed"] is not None},
+    )
+    measured = [record for record in records if "ms" in record]
+    if output.folder is not None and measured:
+        name = f"{result.stem}.png"
+        plot_bars(
+            output.folder / name,
+            title=title,
+            y_label="tokens/s/GPU",
+            values={record["label"]: record["tokens_per_second_per_gpu"] for record in measured},
+            captions={record["label"]: _caption(record, baseline) for record in measured},
+        )
+        result = replace(result, plots=[name])
+    show(result)
+    for path in result.write(folder=output.folder, json_file=output.json_file):
+        typer.echo(f"wrote {path}", err=True)
+
+
+def show(result: Result) -> None:
+    """Print the first two tables, in full width where the output is no terminal."""
+    console = Console() if sys.stdout.isatty() else Console(width=240)
+    for table in result.tables[:2]:
+        console.print(table.rich())
+    for name, reason in result.left_out.items():
+        console.print(f"Left out: {name}: {reason}", markup=False)
+
+
+def _caption(record: dict[str, Any], baseline: str) -> str:
+    number = f"{record['tokens_per_second_per_gpu']:.0f}"
+    if record["over_baseline"] is None or record["engine"] == baseline:
+        return number
+    return f"{number}\n{100 * (record['over_baseline']['median'] - 1):+.0f} %"
+
+
+def describe(job: Job) -> str:
+    """What is trained, for the head: equal for runs that differ in the number of GPUs alone."""
+    shown = {
+        key: value
+        for key, value in job.as_record().items()
+        if value not in (None, (), False) and key not in ("tokens", "device", "layers", "steps", "warm_up")
+    }
+    text = "random tokens" if job.tokens is None else f"text of {job.tokens.name}"
+    shown["layers"] = job.architecture.size.layers
+    return ", ".join(f"{key} {value}" for key, value in shown.items()) + f", {text}"
+
+
+def gpu_facts(device: str) -> environment.Gpu:
+    """Of the first GPU, asked in a process that ends, so that this one holds no memory there."""
+    if device == "cpu":
+        return environment.gpu_of(torch.device("cpu"))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(environment.gpu_of, torch.device("cuda", 0)).result()
+
+
+def tokens_of(data: str, text_column: str, job: Job) -> TokenFile:
+    """The text as tokens, of a tokenizer with at most as many as the model has embeddings; made once a machine."""
+    options = TrainOptions(
+        model="7b",  # a size, so the tokenizer is trained on the text
+        data=None if data == "python" else data,
+        text_column=text_column,
+        vocabulary=min(job.architecture.size.vocabulary, 32000),
+        cache=str(cache_folder()),
+    )
+    return prepare_tokens(options, lambda text: None)
+
+
+def measure_one_layer(job: Job, *, rounds: int, sample_ms: float, output: Output) -> None:
+    """Time one decoder layer and write the result."""
+    from benchmarks.training.one_layer import layer_table, measure_layers
+
+    target, gpu = command.measured_device(job.device)
+    records, left_out = measure_layers(
+        job.architecture,
+        batch=job.micro_batch,
+        sequence=job.sequence,
+        device=target,
+        rounds=rounds,
+        sample_ms=sample_ms,
+    )
+    title = f"One decoder layer of {job.architecture.label}, {job.micro_batch} x {job.sequence} tokens"
+    result = Result(
+        f"layer-{job.model}",
+        title,
+        environment.head(gpu, commit=output.commit),
+        [layer_table(records, "Forward and backward")],
+        left_out,
+    )
+    show(result)
+    for path in result.write(folder=output.folder, json_file=output.json_file):
+        typer.echo(f"wrote {path}", err=True)
+
+
+@app.command()
+def scaling(
+    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="What --json wrote.")],
+    json: command.JsonFile = None,
+    out: command.Folder = None,
+) -> None:
+    """Print weak scaling from the results of runs on different numbers of GPUs."""
+    from benchmarks.training.scaling import read_runs, scaling_records, scaling_table
+
+    try:
+        runs = read_runs(files)
+    except ValueError as error:
+        refuse(str(error))
+    head = runs[-1]["head"] | {"command": environment.command_line()}
+    head["ranks"] = ", ".join(run["head"]["ranks"] for run in runs)
+    head["dates"] = ", ".join(run["head"]["date"] for run in runs)
+    result = Result("llama-scaling", "Weak scaling", head, [scaling_table(scaling_records(runs))])
+    show(result)
+    for path in result.write(folder=out, json_file=json):
+        typer.echo(f"wrote {path}", err=True)
+
+
+def refuse(sentence: str) -> NoReturn:
+    """Say what the user can mend and exit with 2."""
+    typer.echo(f"error: {sentence}", err=True)
+    raise typer.Exit(2)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,53 @@
+"""What the engines are fed: the same tokens for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.training.job import Job
+from fp8booster.cli.train.batches import Batches, Layout
+
+RANDOM_BATCHES = 2
+"""Batches of random tokens, taken in turn."""
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Which of the model's replicas a rank belongs to; ranks of one replica read the same tokens."""
+
+    index: int
+    count: int
+
+
+def batches(job: Job, replica: Replica, device: torch.device) -> Callable[[int], torch.Tensor]:
+    """A function from the number of a step, counted from 0, to this replica's tokens of it.
+
+    Tokens are  [micro_batches * micro_batch, sequence], int64, on `device`.
+
+    Raises:
+        ValueError: the text is too short for one step, or has more tokens than the model has embeddings.
+    """
+    rows = job.micro_batches * job.micro_batch
+    vocabulary = job.architecture.size.vocabulary
+    if job.tokens is None:
+        generator = torch.Generator().manual_seed(job.seed + replica.index)
+        held = [
+            torch.randint(0, vocabulary, (rows, job.sequence), generator=generator).to(device)
+            for _ in range(RANDOM_BATCHES)
+        ]
+        return lambda step: held[step % RANDOM_BATCHES]
+    if job.tokens.vocabulary > vocabulary:
+        raise ValueError(
+            f"the text has {job.tokens.vocabulary} kinds of tokens and --model {job.model} embeddings for {vocabulary}"
+        )
+    layout = Layout(
+        sequence=job.sequence,
+        batch=job.micro_batch,
+        accumulate=job.micro_batches,
+        world_size=replica.count,
+    )
+    text = Batches(job.tokens.open(), layout, replica.index, job.seed)
+    return lambda step: torch.cat(list(text.micro_batches(step * layout.step_sequences))).to(device)

@@ -1,0 +1,116 @@
+"""What is compared: fp8booster, and the peers by the names that `--against` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from benchmarks.training.job import Job
+from benchmarks.training.trainer import Trainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """One way to train the job's model."""
+
+    label: str
+    """For tables."""
+
+    build: str
+    """module:function under `benchmarks.training`, imported where it runs: not all can be imported everywhere."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """For that function."""
+
+    needs: tuple[str, ...] = ()
+    """Packages."""
+
+    def why_missing(self) -> str | None:
+        """Why it cannot run here, or None."""
+        missing = [package for package in self.needs if find_spec(package) is None]
+        return f"{', '.join(missing)} is not installed" if missing else None
+
+    def load(self) -> Callable[[Job, torch.device], Trainer]:
+        """The function that builds it on a rank where torch.distributed runs.
+
+        To be called before the GPU is touched: colossalai sets CUDA_DEVICE_MAX_CONNECTIONS when it is imported
+        (initialize.py:10), and CUDA reads that once.
+        """
+        module, function = self.build.split(":")
+        return partial(getattr(import_module(f"benchmarks.training.{module}"), function), **self.options)
+
+
+_COLOSSAL = ("colossalai",)
+_TORCHAO = ("torchao",)
+
+
+def _native(label: str, plugin: str, **options: Any) -> Engine:
+    return Engine(
+        label=f"Colossal-AI {label}",
+        build="colossal:native",
+        options={"plugin": plugin, **options},
+        needs=_COLOSSAL,
+    )
+
+
+def _torch(label: str, *needs: str, **options: Any) -> Engine:
+    return Engine(label=label, build="fsdp2:fsdp2", options=options, needs=needs)
+
+
+OURS = {
+    "fp8booster-bf16": Engine(
+        label="fp8booster, BF16", build="colossal:ours", options={"use_fp8": False}, needs=_COLOSSAL
+    ),
+    "fp8booster-fp8": Engine(
+        label="fp8booster, FP8", build="colossal:ours", options={"use_fp8": True}, needs=_COLOSSAL
+    ),
+}
+PEERS = {
+    "colossal-low_level_zero": _native("LowLevelZero, BF16", "low_level_zero"),
+    "colossal-gemini": _native("Gemini, BF16", "gemini"),
+    "colossal-hybrid": _native("HybridParallel, BF16", "hybrid"),
+    "colossal-ddp": _native("DDP, BF16", "ddp"),
+    "colossal-fsdp": _native("FSDP, BF16", "fsdp"),
+    "colossal-low_level_zero-fp8": _native(
+        "LowLevelZero, native FP8 repaired", "low_level_zero", use_fp8=True
+    ),
+    "fsdp2": _torch("FSDP2, BF16"),
+    "fsdp2-compile": _torch("FSDP2, BF16, compiled", compiled=True),
+    "torchao": _torch(
+        "torchao tensorwise, FP8 all-gather, FSDP2, compiled",
+        *_TORCHAO,
+        compiled=True,
+        float8="tensorwise",
+    ),
+    "torchao-rowwise": _torch("torchao rowwise, FSDP2, compiled", *_TORCHAO, compiled=True, float8="rowwise"),
+}
+ENGINES = {**PEERS, **OURS}
+"""By name, in the order of the turns and of the tables."""
+
+PRECISIONS = {
+    "bf16": ("fp8booster-bf16",),
+    "fp8": ("fp8booster-fp8",),
+    "both": ("fp8booster-bf16", "fp8booster-fp8"),
+}
+"""The engines that each value of `--precision` stands for."""
+
+
+def chosen(precision: str, against: list[str]) -> list[str]:
+    """Names of the engines of one run, in the order of `ENGINES`.
+
+    Raises:
+        ValueError: a name that none has.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"--precision is {precision!r}; use one of {', '.join(PRECISIONS)}")
+    for name in against:
+        if name not in PEERS:
+            raise ValueError(f"no peer is called {name!r}; --against takes {', '.join(PEERS)}")
+    wanted = {*PRECISIONS[precision], *against}
+    return [name for name in ENGINES if name in wanted]

@@ -1,0 +1,93 @@
+"""PyTorch's own way, for comparison: FSDP2, with torch.compile, and with torchao's FP8 layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.profiler import record_function
+
+from benchmarks.training.data import Replica
+from benchmarks.training.job import Job
+from benchmarks.training.models import build
+from benchmarks.training.trainer import OPTIMIZER_RANGE, Trainer
+
+_DEVIATION = 0.02  # of the initial weights, as Hugging Face's default
+
+
+def fsdp2(job: Job, device: torch.device, *, compiled: bool = False, float8: str | None = None) -> Trainer:
+    """Masters in FP32, weights gathered and products in BF16, gradients reduced in FP32, each layer a unit.
+
+    Args:
+        job: what to train; its plugin and parallel sizes are not used.
+        device: of this rank.
+        compiled: each decoder layer by torch.compile.
+        float8: torchao's "tensorwise", with weights gathered in FP8, or "rowwise".
+    """
+    config = job.architecture.config(job.sequence)
+    model = build(config, dtype=torch.float32, device=torch.device("meta"), checkpointing=job.checkpointing)
+    if float8 is not None:
+        _to_float8(model, float8)
+    layers = model.model.layers
+    if compiled:
+        for index, layer in enumerate(layers):
+            layers[index] = torch.compile(layer)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    _fill(model, job, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr, fused=True)
+
+    def step(tokens: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for micro, part in enumerate(tokens.split(job.micro_batch), 1):
+            model.set_requires_gradient_sync(micro == job.micro_batches)
+            loss = model(input_ids=part, labels=part).loss / job.micro_batches
+            loss.backward()
+            losses.append(loss.detach())
+        with record_function(OPTIMIZER_RANGE):
+            nn.utils.clip_grad_norm_(model.parameters(), job.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            if float8 == "tensorwise":
+                from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+                precompute_float8_dynamic_scale_for_fsdp(model)
+        return torch.stack(losses).sum()
+
+    return Trainer(
+        model=model,
+        optimizer=optimizer,
+        step=step,
+        replica=Replica(dist.get_rank(), dist.get_world_size()),
+    )
+
+
+def _to_float8(model: nn.Module, recipe: str) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = (
+        Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        if recipe == "tensorwise"
+        else Float8LinearConfig.from_recipe_name(recipe)
+    )
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: "lm_head" not in name
+    )
+
+
+def _fill(model: nn.Module, job: Job, device: torch.device) -> None:
+    """Give a sharded model from the meta device memory and random weights."""
+    model.to_empty(device=device)
+    model.tie_weights()
+    torch.manual_seed(job.seed + dist.get_rank())  # a rank draws its shard alone
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0, _DEVIATION)
+    rotary = model.model.rotary_emb  # its buffers are computed, not drawn
+    model.model.rotary_emb = type(rotary)(config=model.config, device=device)

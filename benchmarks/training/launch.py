@@ -1,0 +1,176 @@
+"""Processes for the engines: torchrun for the whole command, and fresh ones for each engine's turn.
+
+Under torchrun every rank runs the command, and its process starts a child in each turn that stands for it. The children
+of one turn meet at a store of their own. If one fails or is late, the others, which may wait for it in a collective,
+are ended too, and the next engine has its turn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness.environment import REPOSITORY
+
+_POLL = 0.2  # seconds between looks at a child
+_LOG_LINES = 1  # of a log that a reason quotes
+CPU_PROCESSES = 2
+
+
+def is_launched() -> bool:
+    """Whether this process is a rank that torchrun, or srun with the same variables, has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def start_torchrun(module: str, arguments: Sequence[str], *, processes: int | None, device: str) -> int:
+    """Run this command again, under torchrun on this machine; returns its exit status.
+
+    Args:
+        module: as `python -m` takes it.
+        arguments: of the command.
+        processes: one for each rank; None: one a GPU, or 2 without GPUs.
+        device: "cuda" or "cpu".
+    """
+    count = processes or (torch.cuda.device_count() if device == "cuda" else CPU_PROCESSES)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    environment = dict(os.environ)
+    if device == "cpu":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would look up the host's name
+    return subprocess.call(
+        [sys.executable, *torchrun, "--nproc-per-node", str(count), "-m", module, *arguments], env=environment
+    )
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one turn of an engine gave."""
+
+    outcome: dict[str, Any] | None
+    """Rank 0's `measure.Outcome`, on every rank; None if the turn failed."""
+
+    reason: str | None
+    """Why it failed."""
+
+
+class Crew:
+    """This rank among those that torchrun started; all of them call the same functions in the same order."""
+
+    def __init__(self, worker: str = "benchmarks.training.worker") -> None:
+        """`worker`: the module that a child runs."""
+        self._worker = worker
+        self._store, self.rank, self.size = next(dist.rendezvous("env://"))
+        self._turns = 0
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a child is ended with it
+
+    def take_turn(self, task: dict[str, Any], *, limit_s: float, log: Path | None) -> Turn:
+        """Do a task (`worker.run`) in one child for each rank.
+
+        Args:
+            task: with the engine, the job and where a trace goes.
+            limit_s: seconds after which the turn has failed.
+            log: folder for what the children print; None throws it away.
+        """
+        turn = f"turn {self._turns}"
+        self._turns += 1
+        server = None
+        if self.rank == 0:
+            server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store.set(f"{turn}/port", str(server.port))
+        port = self._store.get(f"{turn}/port").decode()
+        with tempfile.TemporaryDirectory() as folder:
+            verdict = self._run_child(task, turn, port, Path(folder), limit_s, log)
+        self._store.set(f"{turn}/verdict {self.rank}", json.dumps(verdict))
+        verdicts = [
+            json.loads(self._store.get(f"{turn}/verdict {rank}").decode()) for rank in range(self.size)
+        ]
+        del server
+        failed = [each for each in verdicts if "failed" in each]
+        if failed:  # the others follow from the first
+            return Turn(None, min(failed, key=lambda each: each["at"])["failed"])
+        return Turn(verdicts[0], None)
+
+    def close(self) -> None:
+        """Wait until every rank is done with the store, which rank 0 may hold."""
+        self._store.set(f"left {self.rank}", "")
+        if self.rank == 0:
+            self._store.wait([f"left {rank}" for rank in range(self.size)])
+
+    def _run_child(
+        self, task: dict[str, Any], turn: str, port: str, folder: Path, limit_s: float, log: Path | None
+    ) -> dict[str, Any]:
+        """This rank's outcome, or why it failed and when."""
+        outcome = folder / "outcome.json"
+        printed = (log or folder) / f"{task['engine']}-{turn.replace(' ', '-')}-rank-{self.rank}.log"
+        printed.parent.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {
+            "MASTER_PORT": port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0's command serves the store
+            # the child must find what this process has found, whatever the folder it was started in
+            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(
+                os.pathsep
+            ),
+        }
+        with printed.open("wb") as stream:
+            child = subprocess.Popen(
+                [sys.executable, "-m", self._worker],
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=stream,
+                env=environment,
+            )
+        try:
+            child.stdin.write(
+                (json.dumps(task | {"outcome": str(outcome), "limit_s": limit_s}) + "\n").encode()
+            )
+            child.stdin.flush()
+            reason = self._watch(child, turn, limit_s)
+        except BrokenPipeError:
+            child.wait()
+            reason = None
+        finally:
+            child.kill()
+            child.wait()
+            child.stdin.close()
+        if outcome.exists() and (found := _read(outcome)) is not None:
+            verdict = found
+        else:
+            verdict = {"failed": reason or self._ending(child.returncode, printed), "at": time.time()}
+        if "failed" in verdict:
+            self._store.set(f"{turn}/failed", "")
+        return verdict
+
+    def _watch(self, child: subprocess.Popen, turn: str, limit_s: float) -> str | None:
+        """Wait for a child; the reason, where it is to be ended."""
+        deadline = time.monotonic() + limit_s
+        while child.poll() is None:
+            if time.monotonic() > deadline:
+                return f"it did not finish within {limit_s:g} s"
+            if self._store.check([f"{turn}/failed"]):
+                return "another rank failed"
+            time.sleep(_POLL)
+        return None
+
+    def _ending(self, code: int, log: Path) -> str:
+        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        lines = log.read_text(errors="replace").strip().splitlines()[-_LOG_LINES:]
+        return f"rank {self.rank} ended {how}" + (f": {' '.join(lines)}" if lines else "")
+
+
+def _read(outcome: Path) -> dict[str, Any] | None:
+    """The outcome; None where the child was ended while it wrote."""
+    try:
+        return json.loads(outcome.read_text())
+    except json.JSONDecodeError:
+        return None

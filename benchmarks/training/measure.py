@@ -1,0 +1,149 @@
+"""What one engine's steps take: timed, counted and profiled on every rank of its own processes."""
+
+from __future__ import annotations
+
+import gc
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.training.data import batches
+from benchmarks.training.job import Job
+from benchmarks.training.trace import breakdown
+from benchmarks.training.trainer import Trainer
+from fp8booster import comm
+from fp8booster.cli.train.schedule import Schedule
+from fp8booster.monitor.traffic import count_traffic
+
+Outcome = dict[str, Any]
+"""What one turn of an engine found; plain values for JSON, equal on all ranks but for "parts" and "wire"."""
+
+
+def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None) -> Outcome:
+    """Warm up, time the steps one by one, then count what one sends and, with `trace`, profile one.
+
+    Every rank calls it. A step begins when all ranks have met and their GPUs are done, and ends when this rank's GPU
+    is.
+
+    Returns:
+        "step_ms": each timed step, of the slowest rank; "rank_ms": the median of each rank; "losses": of all steps, the
+        mean of the replicas; "peak_bytes" and "reserved_bytes": of the rank that needs most, while timed; "wire":
+        `wire_of`; "replicas"; "parts": `trace.breakdown` of rank 0's profiled step, or None.
+    """
+    feed = batches(job, trainer.replica, device)
+    total = job.total_steps
+    schedule = Schedule(peak=job.lr, floor=job.lr / 10, warmup=max(1, total // 10), decay=total)
+    seconds, losses = [], []
+    for number in range(total):
+        if number == job.warm_up:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = schedule.rate(number + 1)
+        tokens = feed(number)
+        _meet(device)
+        began = time.perf_counter()
+        loss = trainer.step(tokens)
+        _finish(device)
+        seconds.append(time.perf_counter() - began)
+        losses.append(loss)
+    peak, reserved = _memory(device)
+    rank_ms = _of_all_ranks([1e3 * value for value in seconds[job.warm_up :]], device)
+    tokens = feed(total)
+    return {
+        "step_ms": rank_ms.amax(0).tolist(),
+        "rank_ms": rank_ms.median(1).values.tolist(),
+        "losses": _mean_losses(losses, device),
+        "peak_bytes": peak,
+        "reserved_bytes": reserved,
+        "replicas": trainer.replica.count,
+        "wire": wire_of(trainer, tokens, device),
+        "parts": None if trace is None else _profile(trainer, tokens, device, trace),
+    }
+
+
+def wire_of(trainer: Trainer, tokens: torch.Tensor, device: torch.device) -> Outcome:
+    """Bytes that leave a rank in one step.
+
+    Returns:
+        "bytes": mean over the ranks; "most": of the rank that sends most; "unseen": the part of them that was computed,
+        not counted; "rows": rank 0's, by collective and dtype; "fp8": rank 0's rows of `comm.statistics`.
+    """
+    comm.reset_statistics()
+    with count_traffic() as traffic:
+        trainer.step(tokens)
+        _finish(device)
+    sent = _of_all_ranks([float(traffic.sent + trainer.unseen_bytes)], device)
+    return {
+        "bytes": sent.mean().item(),
+        "most": sent.max().item(),
+        "unseen": trainer.unseen_bytes,
+        "rows": traffic.rows(),
+        "fp8": [
+            {"collective": name, **asdict(row), "uncompressed": dict(row.uncompressed)}
+            for name, row in comm.statistics().rows.items()
+        ],
+    }
+
+
+def _profile(trainer: Trainer, tokens: torch.Tensor, device: torch.device, trace: Path) -> Outcome | None:
+    first = dist.get_rank() == 0
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
+    _meet(device)
+    with profile(activities=activities) if first else nullcontext() as profiler:
+        trainer.step(tokens)
+        _finish(device)
+    found = None
+    if first:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
+        found = breakdown(trace)
+    dist.barrier()
+    return found
+
+
+def _meet(device: torch.device) -> None:
+    _finish(device)
+    dist.barrier()
+    _finish(device)
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Peak bytes allocated and reserved, of the rank with most; nothing is counted on the CPU."""
+    if device.type != "cuda":
+        return 0, 0
+    most = _of_all_ranks(
+        [float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved())], device
+    ).amax(0)
+    return int(most[0]), int(most[1])
+
+
+def _of_all_ranks(values: list[float], device: torch.device) -> torch.Tensor:
+    """float64  [ranks, values], on the CPU."""
+    here = torch.tensor(values, dtype=torch.float64, device=device)
+    gathered = [torch.empty_like(here) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, here)
+    return torch.stack(gathered).cpu()
+
+
+def _mean_losses(losses: list[torch.Tensor | None], device: torch.device) -> list[float]:
+    """The mean over the ranks that have a loss, step by step; a pipeline's last stage alone has one."""
+    here = torch.zeros(2, len(losses), dtype=torch.float64, device=device)
+    for step, loss in enumerate(losses):
+        if loss is not None:
+            here[0, step] = loss.detach()
+            here[1, step] = 1
+    dist.all_reduce(here)
+    return (here[0] / here[1]).tolist()

@@ -1,0 +1,234 @@
+"""Forward and backward of one decoder layer on one GPU, engines in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.harness.results import Column, Record, Table, spread
+from benchmarks.harness.timing import Timing, Variant, time_in_turns
+from benchmarks.training.models import Architecture, build
+from fp8booster import FP8Config, convert_to_fp8, forget_weights
+from fp8booster.nn.fused import fuse_blocks
+
+BASELINE = "hf-bf16"
+INPUT_SETS = 2
+
+
+class Missing(RuntimeError):
+    """Something that a layer needs is not there."""
+
+
+Forward = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A model of one decoder layer."""
+
+    model: nn.Module
+    positions: tuple[torch.Tensor, torch.Tensor]
+    """Cosines and sines of the rotary embedding."""
+
+    @classmethod
+    def of(cls, architecture: Architecture, sequence: int, device: torch.device) -> Decoder:
+        """In BF16, with random weights, always the same."""
+        torch.manual_seed(0)
+        model = build(
+            architecture.shortened(1).config(sequence),
+            dtype=torch.bfloat16,
+            device=device,
+            checkpointing=False,
+        )
+        probe = torch.empty(1, sequence, architecture.size.hidden, dtype=torch.bfloat16, device=device)
+        positions = model.model.rotary_emb(probe, torch.arange(sequence, device=device)[None])
+        return cls(model, positions)
+
+    def forward(self, layer: Callable | None = None) -> Forward:
+        """A function of x  [batch, sequence, hidden]: the layer, or `layer` in its place."""
+        called = self.model.model.layers[0] if layer is None else layer
+
+        def run(x: torch.Tensor) -> torch.Tensor:
+            y = called(x, position_embeddings=self.positions)
+            return y[0] if isinstance(y, tuple) else y
+
+        return run
+
+
+def plain(decoder: Decoder) -> Forward:
+    """Hugging Face's layer."""
+    return decoder.forward()
+
+
+def compiled(decoder: Decoder) -> Forward:
+    """The same under torch.compile."""
+    return decoder.forward(torch.compile(decoder.model.model.layers[0], dynamic=False))
+
+
+def fp8(decoder: Decoder) -> Forward:
+    """Its linear layers in FP8, weights cast once, as within one optimizer step."""
+    convert_to_fp8(decoder.model, FP8Config())
+    return decoder.forward()
+
+
+def fp8_cold(decoder: Decoder) -> Forward:
+    """The same with the weights cast at each step, as after an optimizer's."""
+    return _cold(decoder, fp8(decoder))
+
+
+def _cold(decoder: Decoder, run: Forward) -> Forward:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        forget_weights(decoder.model)
+        return run(x)
+
+    return forward
+
+
+def fused(decoder: Decoder) -> Forward:
+    """`fp8` with its norms, rotary embedding and SwiGLU fused, q, k, v as one product and gate, up as one.
+
+    Raises:
+        Missing: a layer of this kind has no fused form.
+    """
+    run = fp8(decoder)
+    if not fuse_blocks(decoder.model):
+        raise Missing(f"no fused form of {type(decoder.model.model.layers[0]).__name__}")
+    return run
+
+
+def fused_cold(decoder: Decoder) -> Forward:
+    """The same with the weights cast at each step."""
+    return _cold(decoder, fused(decoder))
+
+
+def torchao(decoder: Decoder) -> Forward:
+    """Its linear layers by torchao, tensorwise, under torch.compile; they cast the weights at each step.
+
+    Raises:
+        Missing: torchao is not installed.
+    """
+    if find_spec("torchao") is None:
+        raise Missing("torchao is not installed")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(
+        decoder.model,
+        config=Float8LinearConfig(),
+        module_filter_fn=lambda module, name: "lm_head" not in name,
+    )
+    return compiled(decoder)
+
+
+LAYERS: Mapping[str, tuple[str, Callable[[Decoder], Forward]]] = {
+    BASELINE: ("Hugging Face, BF16", plain),
+    "hf-bf16-compile": ("Hugging Face, BF16, compiled", compiled),
+    "torchao": ("torchao tensorwise, compiled", torchao),
+    "fp8booster": ("fp8booster, FP8", fp8),
+    "fp8booster-cold": ("fp8booster, FP8, weights cast each step", fp8_cold),
+    "fp8booster-fused": ("fp8booster, FP8, fused blocks", fused),
+    "fp8booster-fused-cold": ("fp8booster, FP8, fused blocks, weights cast each step", fused_cold),
+}
+"""Name: label, and how it is built."""
+
+
+def measure_layers(
+    architecture: Architecture,
+    *,
+    batch: int,
+    sequence: int,
+    device: torch.device,
+    rounds: int,
+    sample_ms: float,
+) -> tuple[list[Record], dict[str, str]]:
+    """Time every layer that can be built, in turns.
+
+    Returns:
+        records, and label: reason of those that could not.
+    """
+    shape = (batch, sequence, architecture.size.hidden)
+    inputs = [
+        tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
+        for _ in range(INPUT_SETS)
+    ]
+    variants: list[Variant] = []
+    left_out: dict[str, str] = {}
+    for name, (label, make) in LAYERS.items():
+        found = _variant_or_reason(name, make, architecture, sequence, inputs, device)
+        if isinstance(found, Variant):
+            variants.append(found)
+        else:
+            left_out[label] = found
+    timings = time_in_turns(variants, device=device, rounds=rounds, sample_ms=sample_ms)
+    return layer_records(timings), left_out
+
+
+def _variant_or_reason(name: str, make: Callable[[Decoder], Forward], *how: Any) -> Variant | str:
+    try:
+        return _variant(name, make, *how)
+    except Missing as error:
+        return str(error)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        return f"it failed: {type(error).__name__}: {reason}"
+
+
+def _variant(
+    name: str,
+    make: Callable[[Decoder], Forward],
+    architecture: Architecture,
+    sequence: int,
+    inputs: list[tuple[torch.Tensor, ...]],
+    device: torch.device,
+) -> Variant:
+    decoder = Decoder.of(architecture, sequence, device)
+    forward = make(decoder)
+
+    def step(index: int) -> None:
+        for parameter in decoder.model.parameters():
+            parameter.grad = None
+        x, dy = inputs[index]
+        # a new tensor object each time, so that no layer can keep a cast of it
+        forward(x.detach().requires_grad_()).backward(dy)
+
+    step(0)  # compiles what compiles, and fails here if it does
+    return Variant(name, step, INPUT_SETS)
+
+
+def layer_records(timings: Mapping[str, Timing]) -> list[Record]:
+    """One record for each layer; "speed" is the baseline's time over its own, round by round."""
+    baseline = timings.get(BASELINE)
+    return [
+        {
+            "layer": name,
+            "label": LAYERS[name][0],
+            "ms": timing.ms.as_record(),
+            "host_ms": timing.host_ms.as_record(),
+            "speed": None if baseline is None else baseline.ms.over(timing.ms).as_record(),
+        }
+        for name, timing in timings.items()
+    ]
+
+
+def layer_table(records: list[Record], title: str) -> Table:
+    """One row for each layer."""
+    return Table(
+        "layers",
+        title,
+        [
+            Column("layer", lambda r: r["label"]),
+            Column("ms", lambda r: spread(r["ms"], 3)),
+            Column("host ms", lambda r: f"{r['host_ms']['median']:.3f}"),
+            Column(
+                f"speed over {LAYERS[BASELINE][0]}",
+                lambda r: "-" if r["speed"] is None else spread(r["speed"], 2),
+            ),
+        ],
+        records,
+        "Forward and backward through autograd, called from Python: median [10th-90th percentile] of the rounds, "
+        "the layers in turns. No optimizer steps, so weights cast once stay cast, except where it says otherwise.",
+    )

@@ -1,0 +1,128 @@
+"""What the turns found, as one record for each engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.harness.environment import Gpu
+from benchmarks.harness.results import Record
+from benchmarks.harness.roofline import peak_flops
+from benchmarks.harness.statistics import Samples
+from benchmarks.training.arithmetic import model_flops, native_flops
+from benchmarks.training.engines import ENGINES, OURS
+from benchmarks.training.job import Job
+from benchmarks.training.rounds import Findings
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all engines of a run share."""
+
+    job: Job
+    ranks: int
+    gpu: Gpu
+
+
+def engine_records(findings: Mapping[str, Findings], setting: Setting, baseline: str) -> list[Record]:
+    """A record for each engine, in the order of `findings`; one that failed has its reason and what it found before.
+
+    Ratios compare the throughputs of the rounds that both engines finished, round by round.
+    """
+    records = [_record(name, found, setting) for name, found in findings.items()]
+    by_name = {record["engine"]: record for record in records}
+    ours = next((name for name in reversed(OURS) if name in by_name), None)
+    for record in records:
+        record["baseline"] = baseline
+        record["over_baseline"] = _ratio(record, by_name.get(baseline))
+        record["ours_over"] = _ratio(by_name.get(ours), record)
+    return records
+
+
+def loss_records(findings: Mapping[str, Findings], reference: str) -> list[Record]:
+    """The losses of each engine's first round; the last one is the mean of the last tenth of the steps.
+
+    "difference" is that to `reference`'s last, over it.
+    """
+    curves = {
+        name: next(iter(found.outcomes.values()))["losses"]
+        for name, found in findings.items()
+        if found.outcomes
+    }
+    last = {name: float(np.mean(losses[-max(1, len(losses) // 10) :])) for name, losses in curves.items()}
+    return [
+        {
+            "engine": name,
+            "label": ENGINES[name].label,
+            "first": losses[0],
+            "last": last[name],
+            "difference": last[name] / last[reference] - 1 if reference in last else None,
+            "losses": losses,
+        }
+        for name, losses in curves.items()
+    ]
+
+
+def part_records(records: Sequence[Record], rows: Sequence[str]) -> list[Record]:
+    """One record for each row of the breakdown, with the milliseconds of every engine whose kernels were profiled."""
+    profiled = {
+        record["engine"]: record["profile"]["ms"]
+        for record in records
+        if record.get("profile") and record["profile"]["kernels"]
+    }
+    return [{"part": row, "ms": {name: ms[row] for name, ms in profiled.items()}} for row in rows]
+
+
+def _record(name: str, found: Findings, setting: Setting) -> Record:
+    record: Record = {"engine": name, "label": ENGINES[name].label, "failed": found.reason}
+    if not found.outcomes:
+        return record
+    job, model = setting.job, setting.job.architecture
+    outcomes = found.outcomes
+    steps = [ms for outcome in outcomes.values() for ms in outcome["step_ms"]]
+    ranks = np.median([outcome["rank_ms"] for outcome in outcomes.values()], axis=0)
+    first = next(iter(outcomes.values()))
+    tokens = first["replicas"] * job.micro_batches * job.micro_batch * job.sequence
+    ms = Samples.of(steps)
+    throughput = 1e3 * tokens / ms.median / setting.ranks
+    flops = model_flops(model, sequence=job.sequence) * throughput
+    return record | {
+        "rounds": list(outcomes),
+        "ms": ms.as_record(),
+        "rank_ms": ranks.tolist(),
+        "slowest_rank": int(ranks.argmax()),
+        "tokens": tokens,
+        "tokens_per_second_per_gpu": throughput,
+        "by_round": {
+            str(number): 1e3 * tokens / float(np.median(outcome["step_ms"])) / setting.ranks
+            for number, outcome in outcomes.items()
+        },
+        "model_tflops": 1e-12 * flops,
+        "utilisation": {
+            precision: None if peak is None else flops / peak
+            for precision in ("FP8", "BF16")
+            for peak in (peak_flops(setting.gpu, precision),)
+        },
+        "native_tflops": 1e-12 * native_flops(model, checkpointing=job.checkpointing) * throughput,
+        "peak_bytes": max(outcome["peak_bytes"] for outcome in outcomes.values()),
+        "reserved_bytes": max(outcome["reserved_bytes"] for outcome in outcomes.values()),
+        "wire": first["wire"],
+        "layers": first["layers"],
+        "profile": first["parts"],
+        "build_s": [outcome["build_s"] for outcome in outcomes.values()],
+    }
+
+
+def _ratio(one: Record | None, other: Record | None) -> Record | None:
+    if one is None or other is None or "by_round" not in one or "by_round" not in other:
+        return None
+    both = [number for number in one["by_round"] if number in other["by_round"]]
+    if not both:
+        return None
+    return (
+        Samples.of([one["by_round"][number] for number in both])
+        .over(Samples.of([other["by_round"][number] for number in both]))
+        .as_record()
+    )

@@ -1,0 +1,175 @@
+"""How the records of whole training steps are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from benchmarks.harness.results import Column, Record, Table, spread
+from benchmarks.training.arithmetic import FORMULA
+from benchmarks.training.engines import ENGINES
+from benchmarks.training.records import part_records
+from benchmarks.training.trace import NOTE as TRACE_NOTE
+from benchmarks.training.trace import ROWS
+
+_KERNEL_WIDTH = 90
+STEP_NOTE = (
+    "Each step begins when all ranks have met and ends when the slowest rank's GPU is done: median [10th-90th "
+    "percentile] over the timed steps of all rounds. Engines take turns, each in processes of its own; ratios are "
+    "of tokens a second, round by round. Memory is the peak of torch's allocator in the timed steps, on the rank "
+    "with most. Wire bytes leave a rank in a step, the mean of the ranks, counted at torch.distributed by the "
+    "algorithm that sends fewest; where DDP's own reducer sends, computed. "
+)
+
+
+def step_table(records: Sequence[Record], baseline: str) -> Table:
+    """One row for each engine."""
+    ours = "fp8booster over it"
+    return Table(
+        "engines",
+        "A training step",
+        [
+            Column("engine", _name),
+            Column("ms", _of("ms", lambda ms: spread(ms, 1))),
+            Column("slowest rank", _or_dash("slowest_rank", _slowest)),
+            Column("tokens/s/GPU", _of("tokens_per_second_per_gpu", "{:.0f}".format)),
+            Column(f"over {ENGINES[baseline].label}", _of("over_baseline", lambda ratio: spread(ratio, 2))),
+            Column(ours, _of("ours_over", lambda ratio: spread(ratio, 2))),
+            Column("model TFLOP/s", _of("model_tflops", "{:.0f}".format)),
+            Column("of FP8 peak", _of("utilisation", lambda of: _percent(of["FP8"]))),
+            Column("of BF16 peak", _of("utilisation", lambda of: _percent(of["BF16"]))),
+            Column("native's TFLOPS", _of("native_tflops", "{:.0f}".format)),
+            Column("peak GiB", _of("peak_bytes", lambda size: f"{size / 2**30:.1f}" if size else "-")),
+            Column("wire MiB", _of("wire", lambda wire: f"{wire['bytes'] / 2**20:.1f}")),
+            Column("rounds", _of("rounds", lambda rounds: str(len(rounds)))),
+        ],
+        records,
+        STEP_NOTE + FORMULA,
+    )
+
+
+def wire_tables(records: Sequence[Record]) -> list[Table]:
+    """What was sent, by collective, and what fp8booster says of it."""
+    sent = [
+        {"label": record["label"], **row}
+        for record in records
+        if "wire" in record
+        for row in record["wire"]["rows"]
+    ]
+    encoded = [
+        {"label": record["label"], **row}
+        for record in records
+        if "wire" in record
+        for row in record["wire"]["fp8"]
+    ]
+    tables = [
+        Table(
+            "wire",
+            "What rank 0 sends in a step",
+            [
+                Column("engine", lambda r: r["label"]),
+                Column("collective", lambda r: r["collective"]),
+                Column("dtype", lambda r: r["dtype"]),
+                Column("calls", lambda r: str(r["calls"])),
+                Column("sent MiB", lambda r: f"{r['sent_bytes'] / 2**20:.2f}"),
+            ],
+            sent,
+        ),
+        Table(
+            "fp8_communication",
+            "What fp8booster compressed",
+            [
+                Column("engine", lambda r: r["label"]),
+                Column("collective", lambda r: r["collective"]),
+                Column("calls", lambda r: str(r["calls"])),
+                Column("MiB uncompressed", lambda r: f"{r['raw_bytes'] / 2**20:.2f}"),
+                Column("MiB sent", lambda r: f"{r['wire_bytes'] / 2**20:.2f}"),
+                Column("calls in 16 bits, and why", _uncompressed),
+            ],
+            encoded,
+        ),
+    ]
+    return [table for table in tables if table.records]
+
+
+def loss_table(records: Sequence[Record], reference: str) -> Table:
+    """How the losses compare."""
+    return Table(
+        "losses",
+        "Loss",
+        [
+            Column("engine", lambda r: r["label"]),
+            Column("steps", lambda r: str(len(r["losses"]))),
+            Column("first", lambda r: f"{r['first']:.4f}"),
+            Column("last tenth", lambda r: f"{r['last']:.4f}"),
+            Column(
+                f"over {ENGINES[reference].label}",
+                lambda r: "-" if r["difference"] is None else f"{100 * r['difference']:+.2f} %",
+            ),
+        ],
+        records,
+        "Mean of all replicas, in the first round, warm-up included. Peers that draw their weights shard by shard "
+        "begin from others.",
+    )
+
+
+def profile_tables(records: Sequence[Record]) -> list[Table]:
+    """Where the time goes, a column for each engine whose kernels were profiled, and the longest kernels of each."""
+    parts = part_records(records, [*ROWS, "step", "hidden communication"])
+    names = list(parts[0]["ms"])
+    if not names:
+        return []
+    longest = [
+        {"label": record["label"], **kernel}
+        for record in records
+        if record["engine"] in names
+        for kernel in record["profile"]["longest"]
+    ]
+    return [
+        Table(
+            "profile",
+            "Where a step's time goes",
+            [Column("part", lambda r: r["part"])]
+            + [Column(ENGINES[name].label, lambda r, name=name: f"{r['ms'][name]:.1f}") for name in names],
+            parts,
+            TRACE_NOTE,
+        ),
+        Table(
+            "kernels",
+            "The longest kernels",
+            [
+                Column("engine", lambda r: r["label"]),
+                Column("kernel", lambda r: f"`{r['kernel'][:_KERNEL_WIDTH].replace('|', '/')}`"),
+                Column("part", lambda r: r["part"]),
+                Column("ms", lambda r: f"{r['ms']:.2f}"),
+            ],
+            longest,
+            "All calls of a step together. Work that runs at once counts in full here.",
+        ),
+    ]
+
+
+def _name(record: Record) -> str:
+    if record["failed"] is None:
+        return record["label"]
+    return f"{record['label']} (left out{' later' if 'rounds' in record else ''})"
+
+
+def _of(key: str, show: Callable) -> Callable[[Record], str]:
+    return lambda record: "-" if record.get(key) is None else show(record[key])
+
+
+def _or_dash(key: str, show: Callable[[Record], str]) -> Callable[[Record], str]:
+    return lambda record: "-" if record.get(key) is None else show(record)
+
+
+def _slowest(record: Record) -> str:
+    rank = record["slowest_rank"]
+    return f"{rank} ({record['rank_ms'][rank]:.1f})"
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f} %"
+
+
+def _uncompressed(record: Record) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in record["uncompressed"].items()) or "none"

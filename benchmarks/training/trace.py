@@ -1,0 +1,154 @@
+"""Where the time of one step goes, from a trace of torch's profiler: every microsecond belongs to one part."""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import json
+import re
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.training.trainer import OPTIMIZER_RANGE
+
+COMMUNICATION = "communication"
+OPTIMIZER = "optimizer"
+POINTWISE = "norms and pointwise"
+PARTS = ("products", "attention", "casts", POINTWISE, "loss", OPTIMIZER, "copies")
+EXPOSED, IDLE = "exposed communication", "idle"
+ROWS = (*PARTS, EXPOSED, IDLE)
+"""What a step is made of: the parts, communication with nothing beside it, and time in which no kernel runs."""
+
+_NAMES = (
+    (COMMUNICATION, r"nccl|one_sided|nvshmem"),
+    ("attention", r"flash|fmha|sdpa|attention|attn"),
+    ("products", r"gemm|nvjet|cutlass|split_?k|xmma|cublas|gemv"),
+    (POINTWISE, r"triton_.*fused.*(rsqrt|silu|sigmoid)"),
+    (
+        "casts",
+        r"amax|cast_kernel|cast_shard|(en|de)code_kernel|^(sum|unpack)_kernel|fp8|float8|e4m3|e5m2|quant",
+    ),
+    ("casts", r"triton_.*fused.*clamp"),
+    ("loss", r"softmax|nll_loss|cross_entropy"),
+    (OPTIMIZER, r"adam|fusedoptimizer|multi_tensor_apply"),
+    ("copies", r"memcpy|memset|copy_kernel|catarray"),
+)
+_PATTERNS = [(part, re.compile(pattern, re.IGNORECASE)) for part, pattern in _NAMES]
+NOTE = (
+    "Of one step on rank 0, profiled apart from the timed ones, in milliseconds. Kernels are told apart by name: "
+    "products (cuBLAS, CUTLASS), attention (SDPA's), casts (amax, FP8 casts, encoding of what is sent), loss "
+    "(softmax, negative log-likelihood), copies (memory copies and concatenation); what is left is the optimizer's "
+    "if it was launched in the optimizer's step, else norms and pointwise. Where kernels run at once, the time is "
+    "shared equally among their parts, and communication counts only while nothing else runs: it is exposed. So "
+    "the rows add up to the step. Hidden communication runs beside computation."
+)
+_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One piece of work on the GPU; times in microseconds."""
+
+    name: str
+    start: float
+    end: float
+    in_optimizer: bool = False
+    """Launched in the optimizer's step."""
+
+
+def part_of(name: str, *, in_optimizer: bool = False) -> str:
+    """What a kernel does: one of `PARTS`, or "communication"."""
+    part = next((part for part, pattern in _PATTERNS if pattern.search(name)), POINTWISE)
+    return OPTIMIZER if in_optimizer and part in (POINTWISE, "copies") else part
+
+
+def breakdown(trace: Path) -> dict[str, Any]:
+    """`attribute`, in milliseconds, and the longest kernels, of a chrome trace (gzip)."""
+    with gzip.open(trace, "rt") as stream:
+        kernels = kernels_of(json.load(stream)["traceEvents"])
+    sums: Counter[str] = Counter()
+    for kernel in kernels:
+        sums[kernel.name] += kernel.end - kernel.start
+    return {
+        "ms": {row: 1e-3 * time for row, time in attribute(kernels).items()},
+        "longest": [
+            {"kernel": name, "ms": 1e-3 * time, "part": part_of(name)} for name, time in sums.most_common(20)
+        ],
+        "kernels": len(kernels),
+    }
+
+
+def kernels_of(events: Sequence[dict[str, Any]]) -> list[Kernel]:
+    """The GPU's work in the events of a trace."""
+    ranges = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "user_annotation" and event.get("name") == OPTIMIZER_RANGE
+    )
+    launched = {
+        event["args"]["correlation"]: event["ts"]
+        for event in events
+        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
+    }
+
+    def in_optimizer(event: dict[str, Any]) -> bool:
+        moment = launched.get(event.get("args", {}).get("correlation"))
+        if moment is None:
+            return False
+        index = bisect_right(ranges, (moment, float("inf"))) - 1
+        return index >= 0 and moment <= ranges[index][1]
+
+    return [
+        Kernel(event["name"], event["ts"], event["ts"] + event["dur"], in_optimizer(event))
+        for event in events
+        if event.get("cat") in _GPU and event.get("ph") == "X"
+    ]
+
+
+def attribute(kernels: Sequence[Kernel]) -> dict[str, float]:
+    """Give each moment from the first kernel's start to the last one's end to what runs in it.
+
+    Returns:
+        microseconds for each of `ROWS`, their sum as "step", and "hidden communication", which is in no other row.
+    """
+    sums = dict.fromkeys(ROWS, 0.0)
+    hidden = 0.0
+    running: Counter[str] = Counter()
+    ends: list[tuple[float, str]] = []
+    now = 0.0
+
+    def advance(to: float) -> None:
+        nonlocal now, hidden
+        passed, now = to - now, to
+        busy = [part for part in PARTS if running[part]]
+        if busy:
+            kernels_running = sum(running[part] for part in busy)
+            for part in busy:
+                sums[part] += passed * running[part] / kernels_running
+            if running[COMMUNICATION]:
+                hidden += passed
+        else:
+            sums[EXPOSED if running[COMMUNICATION] else IDLE] += passed
+
+    ordered = sorted(kernels, key=lambda kernel: kernel.start)
+    if ordered:
+        now = ordered[0].start
+    for kernel in ordered:
+        while ends and ends[0][0] <= kernel.start:
+            end, part = heapq.heappop(ends)
+            advance(end)
+            running[part] -= 1
+        advance(kernel.start)
+        part = part_of(kernel.name, in_optimizer=kernel.in_optimizer)
+        running[part] += 1
+        heapq.heappush(ends, (kernel.end, part))
+    while ends:
+        end, part = heapq.heappop(ends)
+        advance(end)
+        running[part] -= 1
+    return sums | {"step": sum(sums.values()), "hidden communication": hidden}

@@ -1,0 +1,35 @@
+"""What an engine gives to be measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from benchmarks.training.data import Replica
+
+OPTIMIZER_RANGE = "optimizer step"
+"""Name of the profiler's range around clipping and the optimizer's step."""
+
+
+class Step(Protocol):
+    """One optimizer step."""
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Take `tokens`  [micro_batches * micro_batch, sequence]; return the mean loss  [], where this rank has it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainer:
+    """A model on this rank, ready to train."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    """Whose groups hold the learning rate."""
+
+    step: Step
+    replica: Replica
+    unseen_bytes: int = 0
+    """Bytes a step that this rank sends past `torch.distributed`'s Python functions."""

@@ -1,0 +1,90 @@
+"""One rank of one engine's turn: `python -m benchmarks.training.worker` reads its task from standard input."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.training.engines import ENGINES
+from benchmarks.training.job import Job
+from benchmarks.training.measure import measure
+
+
+def run(task: dict[str, Any]) -> dict[str, Any]:
+    """Build the task's engine and measure it; every rank does it at once."""
+    job = Job.from_record(task["job"])
+    build = ENGINES[task["engine"]].load()
+    cuda = job.device == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    began = time.perf_counter()
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=task["limit_s"]))
+    trainer = build(job, device)
+    built = time.perf_counter()
+    trace = None if task["trace"] is None else Path(task["trace"])
+    outcome = measure(trainer, job, device, trace)
+    return outcome | {
+        "layers": _layers(trainer.model),
+        "build_s": built - began,
+        "measure_s": time.perf_counter() - built,
+    }
+
+
+def _layers(model: torch.nn.Module) -> str | None:
+    """What computes in FP8, where fp8booster's layers do."""
+    from fp8booster import report
+
+    found = report(model)
+    return found.summary() if found.fp8 else None
+
+
+def reason_of(error: BaseException) -> str:
+    """An error as one line."""
+    first = (str(error).strip() or "no message").splitlines()[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of GPU memory: {first.partition('. ')[0]}"
+    return f"{type(error).__name__}: {first}"
+
+
+def main() -> int:
+    """Measure and write the outcome, or the reason why there is none; returns the exit status."""
+    faulthandler.enable()
+    task = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    outcome = Path(task["outcome"])
+    warnings.filterwarnings("ignore", message="Please install")  # colossalai's advertisements
+    try:
+        outcome.write_text(json.dumps(run(task)))
+    except BaseException as error:
+        traceback.print_exception(error)
+        outcome.write_text(json.dumps({"failed": reason_of(error), "at": time.time()}))
+        return 1
+    return 0
+
+
+def _end_with_parent() -> None:
+    """The other end of standard input closes when the process that started this one is gone."""
+    sys.stdin.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(
+        status
+    )  # without the orderly exit of process groups, which may hang where another rank has failed
