@@ -6,6 +6,7 @@ print(dist_fp8.statistics())
 """
 
 from fp8booster.comm.automatic_scaling import AutomaticScaling
+from fp8booster.comm.coalesced import all_reduce_coalesced
 from fp8booster.comm.collectives import (
     all_gather,
     all_gather_into_tensor,
@@ -36,6 +37,7 @@ __all__ = [
     "all_gather_into_tensor",
     "all_gather_single",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
     "all_to_all_single",
     "batch_isend_irecv",

@@ -7,11 +7,13 @@ Unlike torch's own compression hooks, this one adds in FP32: a gradient is round
 """
 # No `from __future__ import annotations`: DDP compares the hook's annotations with classes.
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from fp8booster.comm.coalesced import copy_parts
 from fp8booster.comm.collectives import all_reduce
 from fp8booster.comm.encoding import DEFAULT, Encoding
 
@@ -29,6 +31,10 @@ class DDPState:
     min_bytes: int | None = None
     """The smallest bucket that is sent in FP8; None takes `threshold.MINIMUM_BYTES`."""
 
+    apart: Callable[[torch.Tensor], bool] | None = None
+    """Whether a parameter's gradient goes in a message that it shares with others of these alone: those of a parameter
+    that ranks outside the group hold too, and whose rounding must not depend on theirs, which differ."""
+
 
 def ddp_hook(state: DDPState | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of gradients over the ranks, in FP8.
@@ -39,12 +45,32 @@ def ddp_hook(state: DDPState | None, bucket: dist.GradBucket) -> torch.futures.F
             under the threshold go uncompressed.
     """
     state = state or DDPState()
-    work = all_reduce(
-        bucket.buffer(),
+    gradients = [
+        gradient
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        if state.apart is not None and state.apart(parameter)
+    ]
+    if not gradients:
+        return _average(bucket.buffer(), state).get_future().then(lambda future: future.value()[0])
+    message = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    torch._foreach_zero_(gradients)
+    first, second = _average(message, state), _average(bucket.buffer(), state)
+
+    def put_back(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+        (buffer,) = future.value()
+        first.wait()
+        copy_parts(gradients, message)
+        return buffer
+
+    return second.get_future().then(put_back)
+
+
+def _average(tensor: torch.Tensor, state: DDPState) -> dist.Work:
+    return all_reduce(
+        tensor,
         dist.ReduceOp.AVG,
         state.group,
         async_op=True,
         encoding=state.encoding,
         min_bytes=state.min_bytes,
     )
-    return work.get_future().then(lambda future: future.value()[0])

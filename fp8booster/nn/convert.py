@@ -49,7 +49,9 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
     """
     config = FP8Config() if config is None else config
     linears = [
-        (name, module) for name, module in model.named_modules() if is_linear(module) or type(module) in kinds
+        (name, module)
+        for name, module in model.named_modules()
+        if (is_linear(module) or type(module) in kinds) and not _is_elsewhere(module)
     ]
     for name, module in linears:
         reason = why_kept(name, module, config, kinds)
@@ -86,8 +88,13 @@ def linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (name, module)
         for name, module in model.named_modules()
-        if is_linear(module) or _KEPT in module.__dict__
+        if (is_linear(module) or _KEPT in module.__dict__) and not _is_elsewhere(module)
     ]
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    """Whether a layer is a shell, whose weight another pipeline stage holds."""
+    return "weight" in module._parameters and module._parameters["weight"] is None
 
 
 def why_kept(name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KINDS) -> str | None:

@@ -43,3 +43,15 @@ def require_config(config: FP8Config | None) -> FP8Config:
     if not isinstance(config, FP8Config):
         raise TypeError(f"fp8_config is {config!r}; give an fp8booster.FP8Config")
     return config
+
+
+FP8_PRECISIONS = ("bf16", "fp16")
+
+
+def require_16_bits(precision: str) -> None:
+    """Raise ValueError where what is not in FP8 would not be in 16 bits."""
+    if precision not in FP8_PRECISIONS:
+        raise ValueError(
+            f"use_fp8 goes with precision {' or '.join(map(repr, FP8_PRECISIONS))}, not {precision!r}: what is not in "
+            "FP8 needs a 16-bit type"
+        )

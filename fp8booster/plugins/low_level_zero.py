@@ -19,9 +19,7 @@ from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
-from fp8booster.plugins.arguments import bind, require_config
-
-FP8_PRECISIONS = ("bf16", "fp16")
+from fp8booster.plugins.arguments import bind, require_16_bits, require_config
 
 FP8_BUCKET_SIZE_IN_M = 64
 """Default of `reduce_bucket_size_in_m` where gradients travel in FP8, against native's 12: inside a node, messages
@@ -51,12 +49,8 @@ class LowLevelZeroPlugin(NativeLowLevelZeroPlugin):
         use_fp8 = arguments.pop("use_fp8", False)
         fp8_communication = arguments.pop("fp8_communication", None)
         self.fp8_config = require_config(fp8_config)
-        precision = arguments.get("precision", "fp16")
-        if use_fp8 and precision not in FP8_PRECISIONS:
-            raise ValueError(
-                f"use_fp8 goes with precision {' or '.join(map(repr, FP8_PRECISIONS))}, not {precision!r}: what is not "
-                "in FP8 needs a 16-bit type"
-            )
+        if use_fp8:
+            require_16_bits(arguments.get("precision", "fp16"))
         if fp8_communication is None:
             fp8_communication = use_fp8 and self.fp8_config.communication
         self.fp8_communication = fp8_communication

@@ -23,7 +23,7 @@ from fp8booster.comm.collectives import gather_bytes
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.cast import ALIGNMENT
 from fp8booster.kernels.shard_cast import cast_shard, unpack
-from fp8booster.nn import FP8Linear
+from fp8booster.nn.layer import FP8Layer
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "weight gather"
@@ -36,14 +36,14 @@ _GATHER = "all_gather_into_tensor"
 class GatheredWeight:
     """One weight: the layer that multiplies by it, and the memory that its FP8 copy lives in."""
 
-    layer: FP8Linear
+    layer: FP8Layer
     flat: torch.Tensor
     """[shard size * ranks] FP8: the gathered shards, of which the first numel are the weight."""
 
     quantized: QuantizedMatrix
 
 
-def why_in_16_bits(layer: FP8Linear, optimizer: LowLevelZeroOptimizer, readers: int) -> str | None:
+def why_in_16_bits(layer: FP8Layer, optimizer: LowLevelZeroOptimizer, readers: int) -> str | None:
     """Why an FP8 layer's weight is not gathered in FP8, or None where it is.
 
     Args:
@@ -59,7 +59,7 @@ def why_in_16_bits(layer: FP8Linear, optimizer: LowLevelZeroOptimizer, readers: 
         return "shared with another module"
     if layer.fp8_config.rowwise:
         return "rowwise scales"
-    if layer.in_features % ALIGNMENT or layer.out_features % ALIGNMENT:
+    if any(size % ALIGNMENT for size in layer.weight.shape):
         return f"size no multiple of {ALIGNMENT}"
     return None
 
@@ -80,8 +80,11 @@ class GatheredWeights:
         readers = Counter(
             id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
         )
+        for by_stage in getattr(optimizer, "shared_params", ()):
+            # other pipeline stages hold it too
+            readers.update(id(parameter) for parameter in by_stage.values())
         for module in model.modules():
-            if isinstance(module, FP8Linear) and id(module.weight) in masters:
+            if isinstance(module, FP8Layer) and id(module.weight) in masters:
                 reason = why_in_16_bits(module, optimizer, readers[id(module.weight)])
                 if reason is None:
                     self._weights[id(module.weight)] = self._allocate(module)
@@ -104,7 +107,7 @@ class GatheredWeights:
             count_plain(NAME, ranks, payload, self._reasons.get(id(working), reason), _GATHER)
             payload *= ranks
 
-    def _allocate(self, layer: FP8Linear) -> GatheredWeight:
+    def _allocate(self, layer: FP8Layer) -> GatheredWeight:
         weight, dtype = layer.weight, layer.fp8_config.weight_format
         flat = weight.new_empty(
             self._optimizer._working_param_to_padded_working_param[weight].numel(), dtype=dtype
@@ -146,7 +149,7 @@ class GatheredWeights:
         unpack(quantized.data, quantized.inverse_scale, quantized.transpose, layer.weight.data)
         # a graph that still holds the former values must not go backward with these
         torch.autograd.graph.increment_version((*quantized[:3], layer.weight))
-        layer.fp8_weight.keep(layer.weight, quantized)
+        layer.fp8_weight.keep(layer.weight, layer.quantized_from(quantized))
 
 
 def agree_on_amax(shards: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:

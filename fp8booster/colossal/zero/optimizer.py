@@ -1,5 +1,7 @@
 """Colossal-AI's ZeRO optimizer with FP8 on the wire: gradients are reduced, and FP8 layers' weights gathered, in FP8.
 
+Subclasses of the native optimizer have a class here that is both: `class FP8...(FP8ZeroOptimizer, Native...)`.
+
 `LowLevelZeroOptimizer.step` (zero/low_level/low_level_optim.py:514) is one piece that ends by gathering every weight in
 16 bits, so it is written anew here over the same stores, with the same arithmetic. So is `_run_reduction` (:323), which
 reduces whole gradients on every rank in stage 1, where each rank needs its part alone. In every stage gradients enter
@@ -8,8 +10,9 @@ the buckets as backward makes them, so that the blocks that share a scale, and w
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
-import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from colossalai.zero.low_level._utils import (
@@ -33,6 +36,10 @@ Updated = list[tuple[nn.Parameter, torch.Tensor]]
 class FP8ZeroOptimizer(LowLevelZeroOptimizer):
     """The ZeRO optimizer of stages 1 and 2, sending FP8."""
 
+    reduces_during_backward: ClassVar[bool] = True
+    """Gradients are reduced as backward makes them where native would wait for its end too. Not where ranks may differ
+    in which parameters get a gradient."""
+
     @classmethod
     def take_over(cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, gradient_scaling: str) -> None:
         """Turn a ZeRO optimizer into this class in place.
@@ -48,23 +55,30 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
             Encoding(block_size=None) if gradient_scaling == "tensor" else Encoding()
         )
         optimizer.automatic_scaling = (
-            AutomaticScaling(dist.get_world_size(), get_accelerator().get_current_device())
+            AutomaticScaling(
+                max(store.world_size for store in optimizer.pg_to_grad_store.values()),
+                get_accelerator().get_current_device(),
+            )
             if gradient_scaling == "auto"
             else None
         )
         for store in optimizer.pg_to_grad_store.values():
             store._working_index = 0  # in stage 1 too, a rank keeps the gradients of its own part alone
-        if not optimizer.grad_handles:
+        if cls.reduces_during_backward and not optimizer.grad_handles:
             optimizer._attach_reduction_hook()  # native has none in stage 1 without overlap
 
     def _reduce_grad(self, partition_grad: bool) -> None:
         """Reduce what the hooks left: the last bucket, and what earlier micro-batches alone gave (`no_sync`)."""
         self._run_reduction()
-        for group_id, parameters in self._working_param_groups.items():
-            for working in parameters:
-                if working.grad is not None:
-                    self._add_to_bucket(working, group_id)
-        self._run_reduction()
+        self._sync_grad()
+
+    def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
+        bucket = self.pid_to_bucket_store[id(param)]
+        waiting = bucket.num_elements_in_bucket()
+        full = waiting + param.numel() > self._reduce_bucket_size
+        if waiting and (full or group_id != bucket.current_group_id):
+            self._reduce_bucket(bucket)  # this one alone: others may still fill
+        bucket.add_param_grad(group_id, param, self.get_param_padding_size(param))
 
     def _run_reduction(self) -> None:
         for bucket in self.pg_to_bucket_store.values():

@@ -1,0 +1,79 @@
+"""Colossal-AI's model wrapper for hybrid parallelism, whose gradients are reduced in FP8.
+
+Where native sends each parameter's gradient alone, these go side by side in large messages. A gradient that pipeline
+stages share is averaged over data parallel ranks first and added over the stages then, not in the opposite order: so
+all of these stages hold the same bits of it, whatever lay beside it in the messages of each.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelModule
+from colossalai.interface import OptimizerWrapper
+from torch.nn.parallel import DistributedDataParallel
+
+from fp8booster import comm
+from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated, shared_between_stages
+from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
+
+
+class FP8HybridParallelModule(HybridParallelModule):
+    """The model wrapper of a plugin that sends gradients in FP8."""
+
+    @classmethod
+    def take_over(cls, model: HybridParallelModule, optimizer: OptimizerWrapper | None) -> None:
+        """Turn a model wrapper into this class in place.
+
+        Args:
+            model: made by the native plugin.
+            optimizer: what trains it; None where nothing does.
+        """
+        model.__class__ = cls
+        # past nn.Module's own attributes: the optimizer is no part of the model
+        model.__dict__["zero_optimizer"] = optimizer if isinstance(optimizer, FP8ZeroOptimizer) else None
+        model.partial_sums = gradients_to_sum(model)
+        model.stage_sums = shared_between_stages(model)
+        ranks = dist.get_world_size(model.dp_group)
+        if isinstance(model.module, DistributedDataParallel) and ranks > 1:
+            apart = is_replicated if dist.get_world_size(model.tp_group) > 1 else None
+            model.module.register_comm_hook(comm.DDPState(group=model.dp_group, apart=apart), comm.ddp_hook)
+
+    def _force_wait_all_gather(self) -> None:
+        """Make the working weights ready to be saved; checkpoint IO calls it on every rank before it reads them."""
+        super()._force_wait_all_gather()
+        if self.zero_optimizer is not None:
+            self.zero_optimizer.gather_working_weights()
+
+    def spread_sums(self) -> None:
+        """Prepare gradients that are sums over ranks for a backward that adds to them."""
+        for parameters, sums in (*self.partial_sums, *self.stage_sums):
+            sums.spread(_gradients(parameters))
+
+    def sync_sp_grads(self, grads: list[torch.Tensor] | None = None) -> None:
+        """Add, over the ranks of sequence parallelism, gradients of which each has a part."""
+        if grads is not None:
+            comm.all_reduce_coalesced(grads, dist.ReduceOp.SUM, self.tp_group)
+            return
+        for parameters, sums in self.partial_sums:
+            sums.sum(_gradients(parameters))
+
+    def sync_shared_params(self) -> None:
+        """Nothing: pipeline stages add the gradients that they share at the end of `sync_dp_grads`."""
+
+    def sync_dp_grads(self) -> None:
+        """Average gradients over data parallel ranks, then add those that pipeline stages share."""
+        if dist.get_world_size(self.dp_group) > 1:
+            trained = [parameter for parameter in self.module.parameters() if parameter.grad is not None]
+            for replicated in (True, False):
+                comm.all_reduce_coalesced(
+                    [parameter.grad for parameter in trained if is_replicated(parameter) is replicated],
+                    dist.ReduceOp.AVG,
+                    self.dp_group,
+                )
+        for parameters, sums in self.stage_sums:
+            sums.sum(_gradients(parameters))
+
+
+def _gradients(parameters: list[torch.nn.Parameter]) -> dict[torch.Tensor, torch.Tensor | None]:
+    return {parameter: parameter.grad for parameter in parameters}
