@@ -104,8 +104,8 @@ def cross_entropy_kernel(
                     out = gradient_of(values, tail, place, base, inverse_total, scale)
                     out = out.to(logits.dtype.element_ty)
                     tl.store(x + tail, out, mask=tail < columns)
-                    bits = tl.where(tail < columns, magnitude_bits(out), 0)
-                    amax_bits = tl.maximum(amax_bits, tl.max(bits, 1))
+                    # beyond the last column minus infinity was read: the gradient there is zero, or NaN as in all
+                    amax_bits = tl.maximum(amax_bits, tl.max(magnitude_bits(out), 1))
                 for back in tl.range(0, blocks):
                     column = (blocks - 1 - back) * BLOCK + lane
                     values = tl.load(x + column).to(tl.float32)

@@ -31,8 +31,10 @@ CHUNK_BYTES = 512 * 2**20
 ROWS = 128
 """Chunks are multiples of this many tokens, whole tiles of the products."""
 
-CHUNKS_IN_16_BITS = 16
-"""A weight's gradient of more chunks is added up in FP32: each chunk adds one rounding of the sum to 16 bits."""
+CHUNKS_IN_16_BITS = 8
+"""The weight's gradient of more chunks is added up in FP32, in memory of its own. In BF16 each chunk after the first
+rounds the sum once more: of 8192 tokens, 0.19 % of the gradient's norm in one chunk (as natively) or in FP32, and in
+BF16 0.22 % in 2, 0.28 % in 4, 0.35 % in 8 and 0.49 % in 16 chunks."""
 
 SPENT = (
     "the gradients of this loss were given away by its first backward pass; add up all losses before one backward "

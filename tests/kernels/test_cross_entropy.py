@@ -1,0 +1,218 @@
+"""Cross entropy of rows of logits: the reference against torch, the kernel against the reference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from fp8booster import formats
+from fp8booster.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from fp8booster.kernels.multiply import multiply_, multiply_reference_
+from fp8booster.scaling import amax_of
+from tests.distributed import run_ranks
+from tests.kernels.blocks import within_rounding
+from tests.kernels.matrices import same
+
+SHAPES = [(3, 16), (9, 100), (2, 2048), (3, 4096), (2, 2049), (5, 5000), (1, 1)]
+"""Less than a block, whole blocks, a tail; fewer rows than programs and more."""
+
+IGNORED = -100
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal bit for bit, NaN too."""
+    return one.dtype == other.dtype and same(one.float(), other.float())
+
+
+def logits_of(
+    rows: int, columns: int, dtype: torch.dtype, device: torch.device, pad: int = 0
+) -> torch.Tensor:
+    """Rows of logits that lie `pad` columns apart."""
+    return (3 * torch.randn(rows, columns + pad, device=device)).to(dtype)[:, :columns]
+
+
+def targets_of(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """Every third row is ignored; one each has its target in the first and in the last column."""
+    targets = torch.randint(0, columns, (rows,), device=device)
+    targets[0], targets[-1] = 0, columns - 1
+    targets[1::3] = IGNORED
+    return targets
+
+
+def special_logits(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is no number, or a row without a finite one, in the first block, the last, and everywhere."""
+    for value in (math.nan, math.inf, -math.inf):
+        for where in (slice(0, 1), slice(2100, None), slice(None)):
+            logits = logits_of(3, 2200, dtype, device)
+            logits[1, where] = value
+            yield f"{value} at {where}", logits
+    yield "the largest", torch.full((3, 40), torch.finfo(dtype).max, dtype=dtype, device=device)
+
+
+def both(
+    logits: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor | None, ignore_index: int = IGNORED
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], torch.Tensor | None]:
+    """(losses, what lies in the logits' place) of kernel and reference, and the kernel's amax."""
+    from fp8booster.kernels.cross_entropy_triton import cross_entropy_triton
+
+    options_of_memory = {"dtype": logits.dtype, "device": logits.device}
+    written = torch.empty_strided(logits.shape, logits.stride(), **options_of_memory).copy_(logits)
+    reference = logits.clone()
+    options = {"ignore_index": ignore_index, "factor": factor}
+    losses, amax = cross_entropy_triton(written, targets, **options)
+    return (losses, written), (cross_entropy_reference(reference, targets, **options), reference), amax
+
+
+def kernel_differs(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[str]:
+    """What is wrong with the kernel's results."""
+    factor = torch.tensor(0.37, device=device)
+    for dtype in formats.HIGH_PRECISION:
+        for rows, columns in shapes:
+            for pad in (0, 3) if columns in (100, 5000) else (0,):
+                logits = logits_of(rows, columns, dtype, device, pad)
+                for ignore_index, targets in (
+                    (IGNORED, targets_of(rows, columns, device)),
+                    (IGNORED, torch.full((rows,), IGNORED, device=device)),
+                    (min(5, columns - 1), torch.randint(0, min(columns, 8), (rows,), device=device)),
+                ):
+                    case = f"{rows} x {columns} + {pad} {dtype} ignoring {ignore_index}"
+                    ours, right, amax = both(logits, targets, factor, ignore_index)
+                    if not all(within_rounding(*pair) for pair in zip(ours, right, strict=True)):
+                        yield case
+                    if not torch.equal(amax.amax(), amax_of(ours[1])):
+                        yield f"{case}: amax"
+                    ours, right, amax = both(logits, targets, None, ignore_index)
+                    if (
+                        not within_rounding(ours[0], right[0])
+                        or not same_values(ours[1], logits)
+                        or amax is not None
+                    ):
+                        yield f"{case}: losses alone"
+        for name, logits in special_logits(dtype, device):
+            targets = torch.tensor([1, 2, 3], device=device)
+            ours, right, amax = both(logits, targets, factor)
+            for one, other in zip(ours, right, strict=True):
+                finite = other.isfinite()
+                if (
+                    not torch.equal(finite, one.isfinite())
+                    or not torch.equal(one.isnan(), other.isnan())
+                    or not within_rounding(one[finite], other[finite])
+                ):
+                    yield f"{name} {dtype}"
+            if not same(amax.amax(), amax_of(ours[1])):
+                yield f"{name} {dtype}: amax"
+        outside = torch.tensor([3000, -1, 7, -2], device=device)
+        ours, right, _ = both(logits_of(4, 3000, dtype, device), outside, factor)
+        if not all(torch.equal(one.isnan(), other.isnan()) for one, other in zip(ours, right, strict=True)):
+            yield f"targets outside {dtype}"
+    ours, right, amax = both(logits_of(0, 50, torch.float32, device), outside[:0], factor)
+    if not same(ours[0], right[0]) or amax.amax() != 0:
+        yield "no rows"
+
+
+def multiplication_differs(device: torch.device, sizes: list[int]) -> Iterator[str]:
+    """The same for the multiplication by one number."""
+    from fp8booster.kernels.multiply_triton import multiply_triton_
+
+    for dtype in formats.HIGH_PRECISION:
+        for size in sizes:
+            for number in (1.0, 0.5, 0.3, math.nan):
+                tensor, factor = (
+                    torch.randn(size, device=device).to(dtype),
+                    torch.tensor(number, device=device),
+                )
+                if number == 0.3 and device.type == "cpu" and dtype is torch.bfloat16:
+                    continue  # the interpreter rounds FP32 to BF16 otherwise than the hardware
+                right = multiply_reference_(tensor.clone(), factor)
+                if not same_values(multiply_triton_(tensor.clone(), factor), right):
+                    yield f"{size} {dtype} by {number}"
+
+
+def what_differs() -> list[str]:
+    """By the interpreter."""
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    return [*kernel_differs(device, SHAPES), *multiplication_differs(device, [0, 1, 4096, 40000])]
+
+
+def test_the_kernels_interpreted_agree_with_their_references() -> None:
+    pytest.importorskip("triton")
+    (differing,) = run_ranks(
+        what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, timeout=300
+    )
+    assert differing == []
+
+
+@pytest.mark.gpu
+def test_the_kernels_agree_with_their_references_every_time() -> None:
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    shapes = [*SHAPES, (2000, 32000), (300, 128256), (70, 50257), (1000, 151936)]
+    for _ in range(5):
+        assert list(kernel_differs(device, shapes)) == []
+        assert list(multiplication_differs(device, [0, 1, 4096, 70000, 2**24 + 5])) == []
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_billion_values_are_reached() -> None:
+    device = torch.device("cuda")
+    logits = torch.randn(70000, 32000, dtype=torch.bfloat16, device=device)
+    targets = torch.randint(0, 32000, (70000,), device=device)
+    factor = torch.tensor(1.0, device=device)
+    last = logits[-8:].clone()
+    losses, _ = cross_entropy(logits, targets, ignore_index=IGNORED, factor=factor)
+    right = cross_entropy_reference(last, targets[-8:], ignore_index=IGNORED, factor=factor)
+    assert within_rounding(losses[-8:], right)
+    assert within_rounding(logits[-8:], last)
+
+
+@pytest.mark.parametrize("dtype", formats.HIGH_PRECISION)
+def test_loss_and_gradient_are_those_of_torch_in_double_precision(dtype: torch.dtype, device) -> None:
+    logits, targets = logits_of(33, 130, dtype, device), targets_of(33, 130, device)
+    exact = logits.double().requires_grad_()
+    losses = F.cross_entropy(exact, targets, reduction="none")
+    losses.sum().mul(0.25).backward()
+    ours, amax = cross_entropy(
+        logits, targets, ignore_index=IGNORED, factor=torch.tensor(0.25, device=device)
+    )
+    torch.testing.assert_close(ours.double(), losses.detach(), rtol=1e-5, atol=1e-5)
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(logits.double(), exact.grad, rtol=rounding, atol=1e-6)
+    if amax is not None:
+        assert torch.equal(amax.amax(), amax_of(logits))
+
+
+def test_a_right_and_certain_prediction_keeps_its_small_gradient(device) -> None:
+    logits = torch.tensor([[16.0, 0.0]], device=device)
+    losses, _ = cross_entropy(
+        logits, torch.tensor([0], device=device), ignore_index=IGNORED, factor=torch.ones((), device=device)
+    )
+    small = math.exp(-16)
+    torch.testing.assert_close(losses, torch.tensor([small], device=device), rtol=0.1, atol=0)
+    torch.testing.assert_close(logits, torch.tensor([[-small, small]], device=device), rtol=0.1, atol=0)
+
+
+def test_an_ignored_row_counts_for_nothing_whatever_it_holds(device) -> None:
+    logits = torch.full((2, 40), math.nan, device=device)
+    losses, _ = cross_entropy(
+        logits,
+        torch.tensor([IGNORED, 3], device=device),
+        ignore_index=IGNORED,
+        factor=torch.tensor(math.inf, device=device),
+    )
+    assert losses[0] == 0
+    assert losses[1].isnan()
+    assert torch.equal(logits[0], torch.zeros(40, device=device))
+    assert logits[1].isnan().all()
+
+
+def test_a_multiplication_by_one_leaves_every_bit_and_another_rounds_once(device) -> None:
+    tensor = torch.randn(1000, device=device).to(torch.bfloat16)
+    tensor[3] = math.nan
+    one, third = torch.tensor(1.0, device=device), torch.tensor(1 / 3, device=device)
+    assert same_values(multiply_(tensor.clone(), one), tensor)
+    assert same_values(multiply_(tensor.clone(), third), (tensor.float() * third).to(torch.bfloat16))
