@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -28,6 +29,16 @@ Kinds = Mapping[type[nn.Module], type[FP8Layer]]
 """For each class of linear layers, the class that computes its products in FP8."""
 
 KINDS: Kinds = {nn.Linear: FP8Linear}
+"""Those of PyTorch; `known_kinds` adds those of libraries that are imported."""
+
+
+def known_kinds(kinds: Kinds = KINDS) -> Kinds:
+    """`kinds`, and transformers' Conv1D where a model may hold one: transformers need not be installed."""
+    if "transformers.pytorch_utils" not in sys.modules:
+        return kinds
+    from fp8booster.nn.conv1d import FP8Conv1D
+
+    return {FP8Conv1D.original: FP8Conv1D, **kinds}
 
 
 def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: Kinds = KINDS) -> nn.Module:
@@ -48,6 +59,7 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
         ValueError: no linear layer is left to compute in FP8.
     """
     config = FP8Config() if config is None else config
+    kinds = known_kinds(kinds)
     linears = [
         (name, module)
         for name, module in model.named_modules()
@@ -75,7 +87,7 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer: nn.Linear, an FP8 layer, or what looks like them."""
     weight = module._parameters.get("weight")
-    return isinstance(module, nn.Linear | FP8Layer) or (
+    return isinstance(module, (nn.Linear, FP8Layer, *known_kinds())) or (
         weight is not None
         and weight.dim() == 2
         and hasattr(module, "in_features")
@@ -127,7 +139,7 @@ def product_features(module: nn.Module, kinds: Kinds = KINDS) -> tuple[int, int]
         return module.product_features
     if _KEPT in module.__dict__:
         return module.__dict__[_KEPT].features
-    kind = kinds.get(type(module), FP8Linear)
+    kind = known_kinds(kinds).get(type(module), FP8Linear)
     rows, columns = module.weight.shape
     return (rows, columns) if kind.weight_is_transposed else (columns, rows)
 
