@@ -12,7 +12,8 @@ from torch import nn
 
 from fp8booster import FP8Config
 from fp8booster.kernels.cast import cast_reference
-from fp8booster.nn import linear, weight_cache
+from fp8booster.nn import layer as fp8_layer
+from fp8booster.nn import weight_cache
 from tests.colossal.zero.runs import (
     Layers,
     assert_same_on_all_ranks,
@@ -85,7 +86,7 @@ def no_weight_is_cast_after_the_first_step(stage: int) -> None:
     run = boost(wire(stage=stage))
     with pytest.MonkeyPatch.context() as monkeypatch:
         casts = count_calls(monkeypatch, weight_cache, "quantize_weight")
-        evaluation_casts = count_calls(monkeypatch, linear, "quantize_weight")
+        evaluation_casts = count_calls(monkeypatch, fp8_layer, "quantize_weight")
         products = count_calls(monkeypatch, torch, "_scaled_mm")
         run.step(batch())
         assert len(casts) == LAYERS
