@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 import torch
 
 from fp8booster.config import FP8Config
+from fp8booster.nn.delivered_amax import delivered_amax
 from fp8booster.tensor import QuantizedMatrix, quantize
 
 
@@ -62,4 +63,5 @@ def _quantize(
         transposed=transposed,
         rowwise=config.rowwise,
         power_of_two=config.power_of_two,
+        amax=delivered_amax(tensor),
     )

@@ -15,7 +15,7 @@ rounded once, as in one process. What is reduced travels by `fp8booster.comm`, w
 The ring of sequence parallelism (Colossal-AI's mode "ring") gathers piece by piece, multiplying what is there; the
 result is the same, and these classes serve it by one gather.
 
-Shapes as in `nn.functional`; in the sequence parallel ones x has the sequence in `dimension`, a part of it on each rank.
+Shapes as in `nn.functional`. In the sequence parallel ones x has the sequence in `dimension`, a part on each rank.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from fp8booster.comm.collectives import gather_bytes
 from fp8booster.comm.statistics import count_encoded
 from fp8booster.config import FP8Config
 from fp8booster.kernels.transpose import gathered_layouts
+from fp8booster.nn.delivered_amax import delivered_amax
 from fp8booster.nn.exchange import Exchange
 from fp8booster.tensor import QuantizedMatrix, quantize
 
@@ -38,7 +39,7 @@ GRADIENT_GATHER = "sequence gather of gradients"
 """Rows of `fp8booster.comm.statistics`."""
 
 _GATHER = "all_gather_into_tensor"
-_16_BITS = 2**62
+_NOTHING_IN_FP8 = 2**62
 """As `min_bytes`: more than any payload, so that all goes uncompressed and is counted."""
 
 
@@ -57,7 +58,7 @@ class _Parallel(Exchange):
 
     @property
     def _min_bytes(self) -> int | None:
-        return None if self.communication else _16_BITS
+        return None if self.communication else _NOTHING_IN_FP8
 
 
 class ColumnParallel(_Parallel):
@@ -76,7 +77,7 @@ class ColumnParallel(_Parallel):
 
 
 class RowParallel(_Parallel):
-    """The weight's input features are spread, and so are those of the input. A bias is added after it, by the caller."""
+    """The weight's input features are spread, and so are the input's. A bias is added after it, by the caller."""
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
@@ -103,8 +104,8 @@ class _SequenceParallel(_Parallel):
         sequence = self.dimension % dimensions
         if sequence == dimensions - 1:
             raise ValueError(
-                f"the sequence lies in dimension {self.dimension} of a tensor of {dimensions} dimensions, which is that "
-                "of its features; give another"
+                f"the sequence lies in dimension {self.dimension} of {dimensions}, which is that of the features; give "
+                "another"
             )
         return sequence
 
@@ -123,8 +124,7 @@ class _SequenceParallel(_Parallel):
         transposed: bool,
     ) -> QuantizedMatrix:
         """A tensor of which each rank has a part of the sequence, in FP8, as a matrix of its last dimension."""
-        part = part.detach()
-        matrix = part.reshape(-1, part.shape[-1])
+        matrix = part.detach().reshape(-1, part.shape[-1])
         if config.rowwise or not self.communication:
             # each layout of a matrix with rowwise scales is a cast of its own, which needs all of the matrix
             return quantize(
@@ -135,8 +135,9 @@ class _SequenceParallel(_Parallel):
                 rowwise=config.rowwise,
                 power_of_two=config.power_of_two,
             )
-        amax = scaling.amax_of(matrix)
-        amax.nan_to_num_(nan=float("inf"), posinf=float("inf"))  # a MAX reduction drops NaN
+        amax = delivered_amax(part)
+        amax = scaling.amax_of(matrix) if amax is None else amax.max()
+        amax = amax.nan_to_num(nan=float("inf"), posinf=float("inf"))  # a MAX reduction drops NaN
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
         data, _, inverse_scale, _ = quantize(matrix, dtype, power_of_two=config.power_of_two, amax=amax)
         own = data[: matrix.shape[0]].view(torch.uint8)  # without the rows that fill up to 16
@@ -148,9 +149,9 @@ class _SequenceParallel(_Parallel):
         return QuantizedMatrix(*(layout.view(dtype) for layout in layouts), inverse_scale, None)
 
     def _gather_values(self, part: torch.Tensor) -> torch.Tensor:
-        part = part.contiguous()
+        part = part.detach().contiguous()
         gathered = part.new_empty((self.ranks, *part.shape))
-        comm.all_gather_into_tensor(gathered, part, self.group, min_bytes=self._min_bytes)
+        comm.all_gather_into_tensor(gathered.view(-1), part.view(-1), self.group, min_bytes=self._min_bytes)
         sequence = self._sequence(part.dim())
         return gathered.movedim(0, sequence).reshape(self._gathered_shape(part.shape))
 
@@ -168,7 +169,7 @@ class _SequenceParallel(_Parallel):
         )
         own = torch.empty_like(parts[0])
         work = comm.reduce_scatter_tensor(
-            own, parts, group=self.group, async_op=True, min_bytes=self._min_bytes
+            own.view(-1), parts.view(-1), group=self.group, async_op=True, min_bytes=self._min_bytes
         )
 
         def wait() -> torch.Tensor:

@@ -14,8 +14,10 @@ from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registe
     gemini,
     huggingface,
     missing_packages,
+    moe,
     pipeline,
     precision,
+    tensor_parallel,
 )
 from fp8booster.colossal.compat.registry import Mend, State, apply, mends, taken_out
 

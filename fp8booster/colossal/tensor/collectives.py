@@ -35,6 +35,11 @@ def compress_groups(*groups: dist.ProcessGroup | None) -> None:
     _compressed.update(group for group in groups if group is not None)
 
 
+def is_compressed(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group was given to `compress_groups`."""
+    return group is not None and group in _compressed
+
+
 @functools.cache
 def _install() -> None:
     """Put the dispatchers in the place of the native functions, wherever a module of colossalai holds one."""
@@ -49,7 +54,7 @@ def _dispatching(theirs: Callable, ours: Callable) -> Callable:
         group = kwargs.get("group") or next(
             (argument for argument in args if isinstance(argument, dist.ProcessGroup)), None
         )
-        return (ours if group in _compressed else theirs)(*args, **kwargs)
+        return (ours if is_compressed(group) else theirs)(*args, **kwargs)
 
     return call
 
@@ -134,7 +139,7 @@ def all_to_all_single_fp8(
 def _if_even(
     inputs: list[torch.Tensor], outputs: list[torch.Tensor], group: dist.ProcessGroup | None
 ) -> int | None:
-    """The smallest payload to compress where all ranks have equal ones, as shardformer's do; else None, which is any."""
+    """The smallest payload to compress where all ranks have equal ones, as shardformer's do; None is any."""
     sizes = {tensor.numel() for tensor in (*inputs, *outputs)}
     return _minimum(inputs[0], group) if len(sizes) == 1 else None
 

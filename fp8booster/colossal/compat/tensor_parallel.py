@@ -1,0 +1,253 @@
+"""Mends of shardformer: tensor and sequence parallelism, attention and normalization."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fp8booster.colossal.compat.registry import Patch, mend
+
+_ATTENTION = "colossalai.shardformer.layer.attn"
+
+
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+@mend(
+    module="torch.cuda",
+    place="shardformer/modeling/gpt2.py:258, opt.py:208, t5.py:177",
+    needed_when="no CUDA device",
+)
+def a_cpu_is_no_cuda_device_to_set(module: ModuleType, patch: Patch) -> None:
+    """`torch.cuda.set_device` leaves the device as it is when given a CPU.
+
+    Without it GPT-2, OPT and T5 raise ValueError: Expected a cuda device, but got: cpu. No longer needed when
+    shardformer's models do not call it.
+    """
+    if module.is_available():
+        return
+    upstream = module.set_device
+
+    @functools.wraps(upstream)
+    def set_device(device: Any) -> None:
+        if not (isinstance(device, torch.device) and device.type == "cpu"):
+            upstream(device)
+
+    patch.set(module, "set_device", set_device)
+
+
+@mend(
+    module="colossalai.shardformer.layer._operation",
+    place="shardformer/layer/_operation.py:483",
+    needed_when='sequence_parallelism_mode="ring"',
+)
+def ring_gathers_what_others_hold(module: ModuleType, patch: Patch) -> None:
+    """The ring of sequence parallelism gathers every rank's part of the input for the weight's gradient.
+
+    Without it the gathered input holds this rank's part in other ranks' places, and weight gradients of column parallel
+    layers are wrong. No longer needed when `_ring_as_gather` gives the inputs that an all-gather gives.
+    """
+    names = module._ring_as_gather.__code__.co_varnames
+    if "input_tensors" not in names:
+        return
+    upstream = module._ring_as_gather
+
+    @functools.wraps(upstream)
+    def _ring_as_gather(
+        func: Any,
+        input_to_gather: dict[str, torch.Tensor],
+        input_local: dict[str, torch.Tensor],
+        process_group: dist.ProcessGroup | None = None,
+        gather_dim: int = 1,
+        keep_item: bool = False,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        inputs: list[dict[str, torch.Tensor]] = []
+
+        def apply(**tensors: torch.Tensor) -> torch.Tensor:
+            inputs.append({name: tensors[name].clone() for name in input_to_gather})
+            return func(**tensors)
+
+        output, _ = upstream(apply, input_to_gather, input_local, process_group, gather_dim, keep_item)
+        # the first is this rank's, and the next ranks' follow
+        ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        in_order = [inputs[(index - rank) % ranks] for index in range(ranks)]
+        gathered = {
+            name: torch.cat([part[name] for part in in_order], gather_dim) for name in input_to_gather
+        }
+        return output, gathered
+
+    patch.set_function(module, "_ring_as_gather", _ring_as_gather)
+
+
+@mend(
+    module="colossalai.shardformer.modeling.llama",
+    place="shardformer/modeling/llama.py:143,576",
+    needed_when="sequence parallelism with enable_flash_attention=False",
+)
+def llama_is_causal_along_a_sequence(module: ModuleType, patch: Patch) -> None:
+    """LLaMA's attention under sequence parallelism is causal: it runs as with enable_flash_attention.
+
+    Without it, and with transformers' "sdpa" attention, whose mask is None where is_causal would do, every token
+    attends to those that follow. No longer needed when logits under split_gather do not change with later tokens.
+    """
+    upstream = module.get_llama_flash_attention_forward
+
+    @functools.wraps(upstream)
+    def get_llama_flash_attention_forward(shard_config: Any, sp_mode: str | None = None, *args: Any) -> Any:
+        if sp_mode is not None:
+            shard_config.enable_flash_attention = True
+        return upstream(shard_config, sp_mode, *args)
+
+    patch.set_function(module, "get_llama_flash_attention_forward", get_llama_flash_attention_forward)
+
+
+@mend(
+    module=_ATTENTION,
+    place="shardformer/layer/attn.py:182; kernel/extensions/pybind/flash_attention/flash_attention_sdpa_cuda.py:41",
+    needed_when="flash-attn is not installed",
+)
+def attention_needs_no_mask(module: ModuleType, patch: Patch) -> None:
+    """Causal attention without padding runs through PyTorch's is_causal, on the CPU too.
+
+    Without it a mask of [batch, 1, length, length] is made and is_causal not used, so that PyTorch cannot take its
+    flash or cuDNN kernels; on a CPU no kernel is found (AssertionError: No usable kernel found for
+    FlashAttentionLoader). No longer needed when `ColoAttention.prepare_attn_kwargs` makes no mask for causal attention.
+    """
+    if _has_flash_attn():
+        return
+    attention, kinds = module.ColoAttention, module.AttnMaskType
+    prepare = attention.prepare_attn_kwargs
+
+    def prepare_attn_kwargs(
+        shape_4d: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        q_padding_mask: torch.Tensor | None = None,
+        kv_padding_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+        invert: bool = True,
+    ) -> dict[str, Any]:
+        padded = any(mask is not None and not mask.bool().all() for mask in (q_padding_mask, kv_padding_mask))
+        if is_causal and not padded:
+            # an empty mask says, as natively for long sequences, that the type is all there is
+            return {
+                "attention_mask_type": kinds.CAUSAL,
+                "attention_mask": torch.empty(0, dtype=dtype, device=device),
+            }
+        prepared = prepare(shape_4d, dtype, device, q_padding_mask, kv_padding_mask, is_causal, invert)
+        if padded and not prepared["attention_mask"].numel():
+            raise ValueError(
+                f"padded sequences of {shape_4d[-1]} tokens need the flash-attn package; install it, or pack the "
+                "sequences"
+            )
+        return prepared
+
+    def _dispatch_kernel(dtype: torch.dtype, mask_type: Any, size: int) -> Any:
+        return _sdpa
+
+    patch.set(attention, "prepare_attn_kwargs", staticmethod(prepare_attn_kwargs))
+    patch.set(attention, "_dispatch_kernel", staticmethod(_dispatch_kernel))
+
+
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    attention_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    """PyTorch's attention; what is empty is no mask."""
+    if attention_mask is not None and not attention_mask.numel():
+        attention_mask = None
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=attention_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal and attention_mask is None,
+        scale=scale,
+    )
+
+
+@mend(
+    module=_ATTENTION,
+    place="shardformer/layer/attn.py:282-320,535",
+    needed_when='sequence_parallelism_mode="ring_attn" and flash-attn is not installed',
+)
+def ring_attention_runs_on_pytorch(module: ModuleType, patch: Patch) -> None:
+    """Ring attention computes by PyTorch's own flash attention, on the CPU too.
+
+    Without it: RuntimeError: Flash Attention is not installed. No longer needed when
+    `RingAttention.prepare_varlen_batch` and `.attention` run without the flash-attn package.
+    """
+    if _has_flash_attn():
+        return
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        from fp8booster.colossal.tensor import ring  # it imports the module that is mended
+
+        return ring.attention(*args, **kwargs)
+
+    patch.set(module.RingAttention, "attention", staticmethod(attention))
+    patch.set(module, "_load_varlen_helpers", lambda: None)
+
+
+@mend(
+    module="colossalai.shardformer.layer.normalization",
+    place="shardformer/layer/normalization.py:333,275",
+    needed_when="enable_fused_normalization and apex is not installed",
+)
+def norms_are_fused_where_apex_is(module: ModuleType, patch: Patch) -> None:
+    """`enable_fused_normalization` without apex keeps the model's norms, marked for sequence parallelism as they must.
+
+    Without it: TypeError: 'NoneType' object is not callable, NameError: FusedLayerNormWithHook, or norms whose
+    gradients the ranks of split_gather do not add up. No longer needed when `FusedRMSNorm.from_native_module` returns
+    without apex.
+    """
+    if module.FusedRMSNormWithHook is None:
+        patch.set(module.FusedRMSNorm, "from_native_module", staticmethod(module.RMSNorm.from_native_module))
+    if not hasattr(module, "FusedLayerNormWithHook"):
+        patch.set(
+            module.FusedLayerNorm, "from_native_module", staticmethod(module.LayerNorm.from_native_module)
+        )
+
+
+@mend(
+    module="colossalai.shardformer.layer.qkv_fused_linear",
+    place="shardformer/layer/qkv_fused_linear.py:125",
+    needed_when="no CUDA device",
+)
+def fused_weights_are_gathered_on_cpu(module: ModuleType, patch: Patch) -> None:
+    """Fused q, k, v weights are gathered, as for a checkpoint, on the device that they are on.
+
+    Without it: AssertionError: Torch not compiled with CUDA enabled, or no NVIDIA driver. No longer needed when
+    `gather_fused_qkv_in_gpt2_style` returns on a machine without a GPU.
+    """
+    if torch.cuda.is_available():
+        return
+
+    def gather_fused_qkv_in_gpt2_style(
+        qkv: torch.Tensor,
+        split_sizes: list[int],
+        process_group: dist.ProcessGroup,
+        is_transposed: bool = False,
+    ) -> torch.Tensor:
+        ranks, dimension = dist.get_world_size(process_group), -1 if is_transposed else 0
+        parts = [torch.empty_like(qkv, memory_format=torch.contiguous_format) for _ in range(ranks)]
+        dist.all_gather(parts, qkv.contiguous(), group=process_group)
+        pieces = [part.split([size // ranks for size in split_sizes], dimension) for part in parts]
+        # all ranks' q, then all ranks' k, then all ranks' v
+        return torch.cat([piece for fused in zip(*pieces, strict=True) for piece in fused], dimension)
+
+    patch.set_function(module, "gather_fused_qkv_in_gpt2_style", gather_fused_qkv_in_gpt2_style)

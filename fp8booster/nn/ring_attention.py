@@ -1,0 +1,287 @@
+"""Causal attention over a sequence that is spread over ranks; keys and values go round in FP8.
+
+The sequence is cut into 2n chunks for n ranks, and rank r holds chunks r and 2n - 1 - r, so that all have the same work
+(zigzag, as Colossal-AI's RingAttention, shardformer/layer/attn.py:407, and ring-flash-attention have it). Each rank
+attends to the keys and values of one rank after the other, which come from its neighbour, and joins the results by
+their log-sum-exp. The blocks are PyTorch's flash attention.
+
+Keys and values are rounded once: the bytes are passed on as they came. In backward each rank sends the gradients of
+another's keys and values straight to it, rounded once too, where they are added in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from fp8booster import comm
+from fp8booster.comm.collectives import new_message
+from fp8booster.comm.encoding import DEFAULT
+from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.threshold import why_plain
+
+KEYS_AND_VALUES = "ring attention keys and values"
+"""The row of `fp8booster.comm.statistics`; gradients of keys and values are in its row "send"."""
+
+_NOTHING_IN_FP8 = 2**62
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    lengths: Sequence[int] | None = None,
+    scale: float | None = None,
+    communication: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of this rank's queries to the whole sequence.
+
+    Args:
+        q, k, v: [B, H, S, D], S the tokens of this rank's two chunks, one behind the other.
+        group: the ranks that hold the sequence.
+        lengths: tokens of each sequence of the batch on this rank, where some are padded at the end; even.
+        scale: of the scores; None is D**-0.5.
+        communication: send FP8; else the dtype of k, counted as uncompressed.
+
+    Returns:
+        (output [B, H, S, D], log-sum-exp of the scores [B, H, S], float32); zeros for padding.
+
+    Raises:
+        ValueError: an odd number of tokens.
+    """
+    odd = [length for length in lengths or (q.shape[2],) if length % 2]
+    if odd:
+        raise ValueError(
+            f"a rank holds {odd[0]} tokens of a sequence; pad sequences to a multiple of twice the ranks, "
+            f"{2 * dist.get_world_size(group)}"
+        )
+    if lengths is not None and all(length == q.shape[2] for length in lengths):
+        lengths = None
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    ring = _Ring(group, communication)
+    return _RingAttention.apply(q, k, v, ring, None if lengths is None else tuple(lengths), scale)
+
+
+class _Part(NamedTuple):
+    """What of a tensor, [B, H, S, D] or [B, H, S], takes part in a block."""
+
+    batch: slice
+    tokens: slice
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[self.batch, :, self.tokens]
+
+
+class _Ring:
+    """The ranks of a group, each with a neighbour."""
+
+    def __init__(self, group: dist.ProcessGroup, communication: bool) -> None:
+        self.group, self.min_bytes = group, None if communication else _NOTHING_IN_FP8
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+
+    def peer(self, distance: int) -> int:
+        """The global number of the rank so many places on."""
+        return dist.get_global_rank(self.group, (self.rank + distance) % self.ranks)
+
+    def rotate(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """(rank, its keys and values [2, B, H, S, D]) for all ranks from this one backwards, the next on its way."""
+        pair = torch.stack((k, v))
+        reason = why_plain("send", pair, pair.nbytes, self.group, self.min_bytes)
+        message = pair if reason else self._encoded(pair)
+        for step in range(self.ranks):
+            if step < self.ranks - 1:
+                if reason:
+                    count_plain(KEYS_AND_VALUES, self.ranks, pair.nbytes, reason, "send")
+                else:
+                    count_encoded(KEYS_AND_VALUES, self.ranks, pair.nbytes, {"send": message.nbytes}, "send")
+                arriving = torch.empty_like(message)
+                works = dist.batch_isend_irecv(
+                    [
+                        dist.P2POp(dist.isend, message, self.peer(1), self.group),
+                        dist.P2POp(dist.irecv, arriving, self.peer(-1), self.group),
+                    ]
+                )
+            yield (self.rank - step) % self.ranks, pair
+            if step < self.ranks - 1:
+                for work in works:
+                    work.wait()
+                message = arriving
+                pair = arriving if reason else self._decoded(arriving, pair)
+
+    def _encoded(self, pair: torch.Tensor) -> torch.Tensor:
+        layout = DEFAULT.even(pair.numel())
+        message = new_message(pair, layout.bytes)
+        DEFAULT.encode(pair.view(-1), message, layout)
+        return message
+
+    def _decoded(self, message: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        pair = torch.empty_like(like)
+        DEFAULT.decode(message, pair.view(-1), DEFAULT.even(pair.numel()))
+        return pair
+
+    def parts(
+        self, source: int, shape: torch.Size, lengths: tuple[int, ...] | None
+    ) -> list[tuple[_Part, _Part]]:
+        """Which queries attend to which keys of a rank: all of those that precede them.
+
+        Of an earlier rank's chunks the second follows all queries here; of a later one's queries those of the first
+        chunk here precede all.
+        """
+        batch, _, tokens, _ = shape
+        rows = (
+            [(slice(0, batch), tokens)]
+            if lengths is None
+            else [(slice(row, row + 1), length) for row, length in enumerate(lengths) if length]
+        )
+        return [
+            (
+                _Part(row, slice(length // 2 if source > self.rank else 0, length)),
+                _Part(row, slice(0, length // 2 if source < self.rank else length)),
+            )
+            for row, length in rows
+        ]
+
+
+class _RingAttention(torch.autograd.Function):
+    """Saves q, k, v, the output and its log-sum-exp; backward asks for the others' keys and values again."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        ring: _Ring,
+        lengths: tuple[int, ...] | None,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+        for source, pair in ring.rotate(k, v):
+            for queries, keys in ring.parts(source, q.shape, lengths):
+                block, block_lse = attend(
+                    queries.of(q), keys.of(pair[0]), keys.of(pair[1]), source == ring.rank, scale
+                )
+                before = queries.of(lse)
+                after = torch.logaddexp(before, block_lse)
+                joined = queries.of(output)
+                joined.mul_((before - after).exp().unsqueeze(-1))
+                joined.add_(block * (block_lse - after).exp().unsqueeze(-1))
+                before.copy_(after)
+        if lengths is not None:
+            lse.masked_fill_(lse == -torch.inf, 0)  # padding
+        output = output.to(q.dtype)
+        ctx.save_for_backward(q, k, v, output, lse)
+        ctx.ring, ctx.lengths, ctx.scale = ring, lengths, scale
+        ctx.mark_non_differentiable(lse)
+        return output, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
+        q, k, v, output, lse = ctx.saved_tensors
+        ring, lengths = ctx.ring, ctx.lengths
+        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        own = torch.zeros((2, *k.shape), dtype=torch.float32, device=k.device)
+        sent: list[tuple[list, torch.Tensor, int]] = []
+        for step, (source, pair) in enumerate(ring.rotate(k, v)):
+            # of an earlier rank's keys only those of its first chunk are read here, but where they are padded
+            half = source < ring.rank and lengths is None
+            of_source = pair.new_zeros((2, *k.shape[:2], k.shape[2] // 2 if half else k.shape[2], k.shape[3]))
+            for queries, keys in ring.parts(source, q.shape, lengths):
+                block = attend_backward(
+                    queries.of(gradient),
+                    queries.of(q),
+                    keys.of(pair[0]),
+                    keys.of(pair[1]),
+                    queries.of(output),
+                    queries.of(lse),
+                    source == ring.rank,
+                    ctx.scale,
+                )
+                queries.of(dq).add_(block[0])
+                for into, part in zip(of_source, block[1:], strict=True):
+                    keys.of(into).copy_(part)
+            if step == 0:
+                own.add_(of_source)
+            else:
+                sent.append(_deliver(of_source, step, ring, own, half_possible=lengths is None))
+        for works, arriving, tokens in sent:
+            for work in works:
+                work.wait()
+            own[..., :tokens, :].add_(arriving)
+        return dq.to(q.dtype), *own.to(k.dtype).unbind(), None, None, None
+
+
+def _deliver(
+    gradients: torch.Tensor, distance: int, ring: _Ring, own: torch.Tensor, *, half_possible: bool
+) -> tuple[list, torch.Tensor, int]:
+    """Send gradients of keys and values to the rank so many places back; receive those of one's own from ahead."""
+    tokens = own.shape[3]
+    if half_possible and (ring.rank + distance) % ring.ranks > ring.rank:
+        tokens //= 2  # a later rank reads the first chunk alone
+    arriving = gradients.new_empty((*own.shape[:3], tokens, own.shape[4]))
+    works = comm.batch_isend_irecv(
+        [
+            comm.P2POp(comm.isend, gradients, ring.peer(-distance), ring.group, min_bytes=ring.min_bytes),
+            comm.P2POp(comm.irecv, arriving, ring.peer(distance), ring.group, min_bytes=ring.min_bytes),
+        ]
+    )
+    return works, arriving, tokens
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention, [B, H, S, D], and the log-sum-exp of its scores, [B, H, S] in float32."""
+    if q.is_cuda:
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, causal, False, scale=scale
+        )
+        return output, lse
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, scale=scale
+    )
+    return output, lse.view(q.shape[:3])
+
+
+def attend_backward(
+    gradient: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k and v, from output and log-sum-exp of the attention to all keys, of which k are some."""
+    lse = lse.contiguous()
+    if not q.is_cuda:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, q, k, v, output, lse, 0.0, causal, scale=scale
+        )
+    state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is none of
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+        gradient,
+        q,
+        k,
+        v,
+        output,
+        lse,
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        state,
+        state,
+        scale=scale,
+    )
