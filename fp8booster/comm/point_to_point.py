@@ -99,7 +99,10 @@ def irecv(
 
 
 class P2POp(dist.P2POp):
-    """`torch.distributed.P2POp` whose `op` is `isend` or `irecv` of this module."""
+    """`torch.distributed.P2POp` whose `op` is `isend` or `irecv` of this module.
+
+    With `plain`, a reason that `statistics` shows, the tensor is sent uncompressed; both ends must give one.
+    """
 
     def __new__(cls, op: Callable[..., Any], tensor: torch.Tensor, *arguments: Any, **_: Any) -> P2POp:
         """Check the operation as torch does."""
@@ -116,10 +119,12 @@ class P2POp(dist.P2POp):
         *,
         encoding: Encoding = DEFAULT,
         min_bytes: int | None = None,
+        plain: str | None = None,
     ) -> None:
         super().__init__(_transport(op), tensor, peer, group, tag, group_peer)
         self.encoding = encoding
         self.min_bytes = min_bytes
+        self.plain = plain
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
@@ -132,7 +137,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     for each in p2p_op_list:
         sends = each.op is dist.isend
         finish, message = _nothing, each.tensor
-        if not _goes_plain(each.tensor, each.group, each.min_bytes, sent=sends):
+        if not _goes_plain(each.tensor, each.group, each.min_bytes, sent=sends, reason=each.plain):
             if sends:
                 message = _encoded(each.tensor, each.encoding, each.group)
             else:
@@ -179,10 +184,15 @@ def _encoded(tensor: torch.Tensor, encoding: Encoding, group: dist.ProcessGroup 
 
 
 def _goes_plain(
-    tensor: torch.Tensor, group: dist.ProcessGroup | None, min_bytes: int | None, *, sent: bool
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    min_bytes: int | None,
+    *,
+    sent: bool,
+    reason: str | None = None,
 ) -> bool:
-    """Whether a tensor travels uncompressed, which its sender counts."""
-    reason = why_plain("send", tensor, tensor.nbytes, group, min_bytes)
+    """Whether a tensor travels uncompressed, for `reason` or another, which its sender counts."""
+    reason = reason or why_plain("send", tensor, tensor.nbytes, group, min_bytes)
     if reason is not None and sent:
         count_plain("send", dist.get_world_size(group), tensor.nbytes, reason)
     return reason is not None

@@ -2,28 +2,183 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
 import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.colossal.symptom import Symptom
 
 
-def _accumulate_native_weight_gradients() -> None:
-    from colossalai.pipeline.weight_grad_store import WeightGradStore
+def _zero_bubble_layer() -> nn.Module:
     from colossalai.shardformer.layer import LinearWithGradAccum
 
-    layer = LinearWithGradAccum(8, 8, bias=False, use_zbv=True)
+    return LinearWithGradAccum(8, 8, bias=False, use_zbv=True)
+
+
+def _run_w_passes(count: int) -> None:
+    from colossalai.pipeline.weight_grad_store import WeightGradStore
+
+    for _ in range(count):
+        WeightGradStore.pop()
+
+
+def _backward(loss: torch.Tensor) -> None:
+    from colossalai.pipeline.weight_grad_store import WeightGradStore
+
+    loss.backward()
+    WeightGradStore.flush()
+
+
+def _accumulate_native_weight_gradients() -> None:
+    layer = _zero_bubble_layer()
     expected = torch.zeros_like(layer.weight)
     for x in torch.eye(8).split(4):
-        layer(x.requires_grad_()).sum().backward()
-        WeightGradStore.flush()
+        _backward(layer(x.requires_grad_()).sum())
         expected += x.detach().sum(0)
-    for _ in range(2):
-        WeightGradStore.pop()
+    _run_w_passes(2)
     assert torch.equal(layer.weight.grad, expected), "a micro-batch is lost"
+
+
+def _checkpoint_under_zero_bubble() -> None:
+    x = torch.eye(8, requires_grad=True)
+    layer, frozen = _zero_bubble_layer(), _zero_bubble_layer().requires_grad_(False)
+    _backward(checkpoint(layer, frozen(x), use_reentrant=False).sum())
+    _run_w_passes(1)
+    assert layer.weight.grad is not None, "the layer does not train"
+    assert frozen.weight.grad is None, "a frozen weight has a gradient"
+
+
+class _Stage:
+    """The second and last stage of two, each with two chunks of a model."""
+
+    num_stages, stage, model_chunk_id = 2, 1, None
+
+    @contextmanager
+    def switch_model_chunk_id(self, chunk: int) -> Iterator[None]:
+        self.model_chunk_id = chunk
+        yield
+
+    def is_first_stage(self, ignore_chunk: bool = False) -> bool:
+        return False
+
+    def is_last_stage(self, ignore_chunk: bool = False) -> bool:
+        return ignore_chunk or self.model_chunk_id == 1
+
+
+class _Handle:
+    """Of a message; counts how often it is waited for."""
+
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def _zero_bubble_scheduler(*types: str) -> Any:
+    """With a schedule of one micro-batch, which holds nodes of these types."""
+    from colossalai.pipeline.schedule import ZeroBubbleVPipeScheduler
+    from colossalai.pipeline.schedule.v_schedule import ScheduledNode
+
+    nodes = [ScheduledNode(type=each, chunk=0, stage=1, minibatch=0) for each in types]
+    scheduler = ZeroBubbleVPipeScheduler(_Stage(), [[], nodes], num_model_chunks=2, num_microbatch=2)
+    scheduler.schedule_f = lambda *_, **__: None
+    return scheduler
+
+
+def _step_twice_under_zero_bubble() -> None:
+    scheduler, handles = _zero_bubble_scheduler("SEND_FORWARD"), []
+
+    def send(chunk: int) -> list[_Handle]:
+        handles.append(_Handle())
+        return handles[-1:]
+
+    scheduler.communication_map["SEND_FORWARD"] = send
+    for _ in range(2):
+        scheduler.forward_backward_step(None, iter([torch.zeros(2, 1)]), None, optimizer=object())
+    assert [handle.waits for handle in handles] == [1, 1], "waited for messages of an earlier step"
+
+
+def _evaluate_under_zero_bubble() -> None:
+    scheduler = _zero_bubble_scheduler("F", "F", "B", "W")
+    with torch.no_grad():
+        scheduler.forward_backward_step(None, iter([torch.zeros(2, 1)]), None)
+        with pytest.raises(ValueError, match="evaluate with batches of 2"):
+            scheduler.forward_backward_step(None, iter([torch.zeros(3, 1)]), None)
+
+
+def _interleaved_schedule(comm: Any, **options: Any) -> Any:
+    from colossalai.pipeline.schedule import InterleavedSchedule
+
+    schedule = InterleavedSchedule(_Stage(), num_model_chunks=2, num_microbatch=2, **options)
+    schedule.comm = comm
+    return schedule
+
+
+class _Silence:
+    """Sends nothing, and has a handle for it."""
+
+    def __init__(self) -> None:
+        self.handle = _Handle()
+
+    def send_forward_recv_forward(self, *_: Any, **__: Any) -> tuple[dict, list[_Handle]]:
+        return {}, [self.handle]
+
+    send_backward_recv_backward = send_forward_recv_forward
+
+    def send_backward(self, *_: Any, **__: Any) -> list[_Handle]:
+        return [self.handle]
+
+
+def _interleave_without_cached_metadata() -> None:
+    schedule = _interleaved_schedule(_Silence(), enable_metadata_cache=False)
+    for chunk in (1, 0):
+        schedule.send_forward_recv_forward(chunk, 0, {})
+        assert schedule.send_tensor_metadata, "the next message would go without metadata"
+    cached = _interleaved_schedule(_Silence())
+    for chunk, still_to_send in ((1, True), (0, False), (1, False)):
+        cached.send_forward_recv_forward(chunk, 0, {})
+        assert cached.send_tensor_metadata is still_to_send
+
+
+def _end_an_interleaved_step() -> None:
+    schedule = _interleaved_schedule(_Silence())
+    schedule.run_forward_backward = lambda *_: {"handles": schedule.send_backward(1, {})}
+    schedule.forward_backward_step(None, None, None, optimizer=object())
+    assert schedule.comm.handle.waits == 1, "the last message is not waited for"
+
+
+def _scale_the_loss_of_zero_bubble() -> None:
+    from colossalai.amp.naive_amp.mixed_precision_mixin import FP16MixedPrecisionMixin
+
+    class Mixin(FP16MixedPrecisionMixin):
+        def check_local_overflow(self) -> bool:
+            return False
+
+    gradients = []
+    for by_grad in (False, True):
+        mixin, weight = Mixin(initial_scale=2.0**8), torch.ones(3, requires_grad=True)
+        loss = (weight * 3).sum()
+        if by_grad:
+            torch.autograd.backward([loss], mixin.pre_backward_by_grad([loss], [None]))
+        else:
+            mixin.pre_backward(loss).backward()
+        gradients.append(weight.grad)
+    assert torch.equal(*gradients), "the loss is not scaled"
 
 
 SYMPTOMS = {
     "zero_bubble_adds_weight_gradients": Symptom(
         _accumulate_native_weight_gradients, "a micro-batch is lost"
     ),
+    "zero_bubble_finds_the_parameter": Symptom(_checkpoint_under_zero_bubble, "the layer does not train"),
+    "zero_bubble_forgets_its_handles": Symptom(_step_twice_under_zero_bubble, "of an earlier step"),
+    "zero_bubble_evaluates": Symptom(_evaluate_under_zero_bubble, "'list' object has no attribute 'type'"),
+    "interleaved_sends_metadata": Symptom(_interleave_without_cached_metadata, "would go without metadata"),
+    "interleaved_waits_for_what_it_sends": Symptom(_end_an_interleaved_step, "is not waited for"),
+    "zero_bubble_scales_the_loss": Symptom(_scale_the_loss_of_zero_bubble, "the loss is not scaled"),
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -45,3 +48,226 @@ def _pop(store: Any, chunk: int = 0) -> None:
             gradient = func(total_input, grad_output, parameter.grad)
             if gradient is not None:
                 parameter.grad.add_(gradient)
+
+
+@mend(
+    module="colossalai.shardformer.layer._operation",
+    place="shardformer/layer/_operation.py:130-961",
+    needed_when="zero-bubble with gradient checkpointing (use_reentrant=False) or with frozen weights",
+)
+def zero_bubble_finds_the_parameter(module: ModuleType, patch: Patch) -> None:
+    """Layers give the zero-bubble schedule the parameter that they were called with, if it is trained.
+
+    They give it the one that autograd saved. Under checkpointing, of the kind that native's plugin asks for, that is
+    another tensor, whose gradient nobody reads: the layer does not train. A frozen weight gets a gradient, and its
+    product is computed for nothing. No longer needed when `weight.grad` is there after a checkpointed pass.
+    """
+    store = module.WeightGradStore
+    for function in vars(module).values():
+        if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
+            continue
+        names = list(inspect.signature(function.forward).parameters)
+        if "use_zbv" in names:
+            position = names.index("weight")
+            patch.set(function, "forward", staticmethod(_remembering(function.forward, position)))
+            patch.set(function, "backward", staticmethod(_recalling(function.backward, store)))
+
+
+def _remembering(forward: Callable[..., Any], position: int) -> Callable[..., Any]:
+    @wraps(forward)
+    def remember(*arguments: Any) -> Any:  # of which the first is ctx
+        arguments[0].parameter = arguments[position]
+        return forward(*arguments)
+
+    return remember
+
+
+def _recalling(backward: Callable[..., Any], store: Any) -> Callable[..., Any]:
+    @wraps(backward)
+    def recall(ctx: Any, *gradients: torch.Tensor) -> Any:
+        known, parameter = len(store.cache), ctx.parameter
+        result = backward(ctx, *gradients)
+        new = store.cache[known:]
+        del store.cache[known:]
+        if parameter.requires_grad:
+            for total_input, grad_output, weight, func in new:
+                held = (weight[0], parameter) if isinstance(weight, tuple) else parameter
+                store.put(total_input, grad_output, held, func)
+        return result
+
+    return recall
+
+
+@mend(
+    module="colossalai.pipeline.schedule.zero_bubble_pp",
+    place="pipeline/schedule/zero_bubble_pp.py:930",
+    needed_when="zero-bubble takes a second step",
+)
+def zero_bubble_forgets_its_handles(module: ModuleType, patch: Patch) -> None:
+    """A step of the zero-bubble schedule waits for its own messages, not for those of all steps before.
+
+    Without it every handle is kept for good, and the second step waits a second time for the first one's messages,
+    which with gloo never ends. No longer needed when `scheduler.wait_handles` is empty after a step.
+    """
+    scheduler = module.ZeroBubbleVPipeScheduler
+    native = scheduler.run_forward_backward
+
+    @wraps(native)
+    def run_forward_backward(self: Any, *args: Any, **kwargs: Any) -> dict:
+        self.wait_handles = []
+        try:
+            return native(self, *args, **kwargs)
+        finally:
+            self.wait_handles = []
+
+    patch.set(scheduler, "run_forward_backward", run_forward_backward)
+
+
+@mend(
+    module="colossalai.pipeline.schedule.zero_bubble_pp",
+    place="pipeline/schedule/zero_bubble_pp.py:850-866",
+    needed_when="a model is evaluated under zero-bubble",
+)
+def zero_bubble_evaluates(module: ModuleType, patch: Patch) -> None:
+    """The zero-bubble schedule runs forward alone, for as many micro-batches as it trains with.
+
+    Without it AttributeError: 'list' object has no attribute 'type': it takes the stages' schedules for one. No longer
+    needed when `execute_pipeline` returns a loss under `torch.no_grad`.
+    """
+    scheduler = module.ZeroBubbleVPipeScheduler
+
+    def run_forward_only(
+        self: Any,
+        model_chunk: torch.nn.Module,
+        data_iter: Any,
+        criterion: Callable[..., Any],
+        return_loss: bool = False,
+        return_outputs: bool = False,
+    ) -> dict:
+        self.load_batch(data_iter)
+        nodes = self.schedules[self.stage_manager.stage]
+        planned = sum(node.type == "F" and node.chunk == 0 for node in nodes)
+        if self.num_microbatch != planned:
+            raise ValueError(
+                f"the batch of {self.batch_size} makes {self.num_microbatch} micro-batches of {self.microbatch_size}, "
+                f"and scheduler_nodes are for {planned}; evaluate with batches of {planned * self.microbatch_size}"
+            )
+        ends_here = self.stage_manager.is_first_stage(ignore_chunk=True)
+        loss = torch.scalar_tensor(0, device=module.get_accelerator().get_current_device())
+        accumulated = loss if return_loss and ends_here else None
+        outputs = [] if return_outputs and ends_here else None
+        sent = []
+        for node in nodes:
+            if node.type == "F":
+                self.schedule_f(node, model_chunk, node.chunk, criterion, accumulated, outputs)
+            elif node.type == "RECV_FORWARD":
+                self.recv_forward(node.chunk)
+            elif node.type == "SEND_FORWARD":
+                sent += self.send_forward(node.chunk)
+        for handle in sent:
+            handle.wait()
+        self.input_tensors, self.output_tensors = [[], []], [[], []]  # what a backward pass would need
+        return {"loss": accumulated, "outputs": None if outputs is None else module.merge_batch(outputs)}
+
+    if "self.schedules[it]" in inspect.getsource(scheduler.run_forward_only):
+        patch.set(scheduler, "run_forward_only", run_forward_only)
+
+
+@mend(
+    module="colossalai.pipeline.schedule.interleaved_pp",
+    place="pipeline/schedule/interleaved_pp.py:247,276",
+    needed_when="interleaved without cached metadata: enable_metadata_cache=False, or after an evaluation",
+)
+def interleaved_sends_metadata(module: ModuleType, patch: Patch) -> None:
+    """Without a metadata cache the interleaved schedule sends metadata with every message.
+
+    Native omits it after each micro-batch that ends on this stage, while the receiver waits for it: the ranks hang. No
+    longer needed when `send_forward_recv_forward` on a model's last chunk leaves `send_tensor_metadata` as it was.
+    """
+    schedule = module.InterleavedSchedule
+    for name, flag, ends in (
+        ("send_forward_recv_forward", "send_tensor_metadata", "is_last_stage"),
+        ("send_backward_recv_backward", "send_grad_metadata", "is_first_stage"),
+    ):
+        patch.set(schedule, name, _keeping_flag(getattr(schedule, name), flag, ends))
+
+
+def _keeping_flag(native: Callable[..., Any], flag: str, ends: str) -> Callable[..., Any]:
+    @wraps(native)
+    def exchange(self: Any, model_chunk_id_send: int, *args: Any, **kwargs: Any) -> Any:
+        before = getattr(self, flag)
+        result = native(self, model_chunk_id_send, *args, **kwargs)
+        with self.stage_manager.switch_model_chunk_id(model_chunk_id_send):
+            sent = not getattr(self.stage_manager, ends)()
+        setattr(self, flag, not self.enable_metadata_cache if sent else before)
+        return result
+
+    return exchange
+
+
+@mend(
+    module="colossalai.pipeline.schedule.interleaved_pp",
+    place="pipeline/schedule/interleaved_pp.py:343,494,561",
+    needed_when="interleaved with overlap_p2p on gloo",
+)
+def interleaved_waits_for_what_it_sends(module: ModuleType, patch: Patch) -> None:
+    """A step of the interleaved schedule ends when its messages have left.
+
+    Native drops the handles of the last ones, and with gloo a message may go with its handle: the receiver hangs. No
+    longer needed when a handle that `send_backward` returned has been waited for after the step.
+    """
+    schedule = module.InterleavedSchedule
+    for name in ("send_forward", "send_backward"):
+        patch.set(schedule, name, _collecting(getattr(schedule, name)))
+    native = schedule.forward_backward_step
+
+    @wraps(native)
+    def forward_backward_step(self: Any, *args: Any, **kwargs: Any) -> dict:
+        self.sent_handles = []
+        try:
+            result = native(self, *args, **kwargs)
+            for handle in self.sent_handles:
+                handle.wait()
+        finally:
+            self.sent_handles = []
+        return result
+
+    patch.set(schedule, "forward_backward_step", forward_backward_step)
+
+
+def _collecting(native: Callable[..., list]) -> Callable[..., list]:
+    @wraps(native)
+    def send(self: Any, *args: Any, **kwargs: Any) -> list:
+        handles = native(self, *args, **kwargs)
+        vars(self).setdefault("sent_handles", []).extend(handles)
+        return []  # so that none is waited for twice
+
+    return send
+
+
+@mend(
+    module="colossalai.amp.naive_amp.mixed_precision_mixin.fp16",
+    place="amp/naive_amp/mixed_precision_mixin/fp16.py:72",
+    needed_when='zero-bubble with precision="fp16"',
+)
+def zero_bubble_scales_the_loss(module: ModuleType, patch: Patch) -> None:
+    """In FP16 a loss that goes backward without a gradient of its own is scaled, as `backward` scales it.
+
+    The zero-bubble schedule gives the loss to `backward_by_grad`; native leaves it as it is, and divides the gradients
+    by the scale all the same: they vanish. No longer needed when `pre_backward_by_grad([loss], [None])` gives it.
+    """
+    mixin = module.FP16MixedPrecisionMixin
+    native = mixin.pre_backward_by_grad
+
+    @wraps(native)
+    def pre_backward_by_grad(self: Any, tensor: Any, grad: Any) -> Any:
+        grad = native(self, tensor, grad)
+        if not isinstance(grad, (list, tuple)):
+            return grad
+        scale = self.grad_scaler.scale  # stays on the GPU
+        return [
+            scale.to(one).view(one.shape) if given is None and one.numel() == 1 else given
+            for one, given in zip(tensor, grad, strict=True)
+        ]
+
+    patch.set(mixin, "pre_backward_by_grad", pre_backward_by_grad)

@@ -2,6 +2,35 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from fp8booster.colossal.pipeline.communication import FP8PipelineCommunication
+from fp8booster.colossal.pipeline.schedule import zero_bubble_schedule
 from fp8booster.colossal.pipeline.weight_gradients import defer_weight_gradient
 
-__all__ = ["defer_weight_gradient"]
+if TYPE_CHECKING:
+    from colossalai.booster.plugin import HybridParallelPlugin
+
+    from fp8booster.comm import Encoding
+
+__all__ = ["FP8PipelineCommunication", "compress_pipeline", "defer_weight_gradient", "zero_bubble_schedule"]
+
+
+def compress_pipeline(
+    plugin: HybridParallelPlugin, *, encoding: Encoding | None = None, min_bytes: int | None = None
+) -> None:
+    """Let the stages of a plugin's pipeline send each other FP8, whichever its schedule; without a pipeline, nothing.
+
+    Args:
+        plugin: made by the native constructor.
+        encoding, min_bytes: as in `comm.send`.
+    """
+    scheduler = plugin.scheduler
+    if scheduler is None:
+        return
+    native = scheduler.comm
+    options = {} if encoding is None else {"encoding": encoding}
+    scheduler.comm = FP8PipelineCommunication(
+        native.stage_manager, native.overlap_p2p, min_bytes=min_bytes, **options
+    )
+    scheduler.fp8_communication = False  # native's own casts, before and after the transport

@@ -1,0 +1,288 @@
+"""Pipeline stages send each other activations and gradients in FP8, with a scale for each block of values.
+
+The scales travel in the message, so a receiver decodes what was sent whatever its magnitude, and neither end waits for
+a GPU. Native casts in the scheduler instead and lets the format follow amax, which a receiver with cached metadata does
+not learn (quantization/fp8.py:308-331, pipeline/schedule/one_f_one_b.py:131). Gradients travel as activations do: with
+a scale a block, E4M3 keeps what a gradient of small values needs.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from colossalai.pipeline.p2p import (
+    P2PMetadata,
+    PipelineP2PCommunication,
+    _check_device,
+    _create_recv_buffer,
+    _send_recv_serialization_object,
+    create_send_metadata,
+)
+from torch.distributed import Work, get_world_size
+from torch.utils._pytree import tree_unflatten
+
+from fp8booster import comm, formats
+from fp8booster.comm.encoding import DEFAULT
+from fp8booster.comm.statistics import count_plain
+
+if TYPE_CHECKING:
+    from colossalai.pipeline.stage_manager import PipelineStageManager
+
+NOT_ROUNDED = ("mask", "bias", "router", "logits")
+"""Parts of names of tensors that travel as they are. Beside the least value of a mask, as T5's position bias holds it,
+the others of a block would vanish; what a gate chose must not change on the way."""
+
+
+class FP8PipelineCommunication(PipelineP2PCommunication):
+    """The transport of every schedule's messages.
+
+    BF16 and FP16 tensors are encoded, the others travel as they are, with the reason in `comm.statistics`. Both ends
+    decide by the message's metadata: names, shapes and dtypes.
+    """
+
+    def __init__(
+        self,
+        stage_manager: PipelineStageManager,
+        overlap_p2p: bool = True,
+        *,
+        encoding: comm.Encoding = DEFAULT,
+        min_bytes: int | None = None,
+    ) -> None:
+        """`stage_manager` and `overlap_p2p` as native has them, `encoding` and `min_bytes` as in `comm.send`."""
+        super().__init__(stage_manager, overlap_p2p)
+        self.encoding = encoding
+        self.min_bytes = min_bytes
+
+    def recv_forward(
+        self, prev_rank: int | None = None, metadata_recv: P2PMetadata | None = None
+    ) -> tuple[Any, list[Work]]:
+        """As native."""
+        source = self.stage_manager.get_prev_rank() if prev_rank is None else prev_rank
+        return self._exchange(source=source, metadata=metadata_recv)
+
+    def recv_backward(
+        self, next_rank: int | None = None, metadata_recv: P2PMetadata | None = None
+    ) -> tuple[Any, list[Work]]:
+        """As native."""
+        source = self.stage_manager.get_next_rank() if next_rank is None else next_rank
+        return self._exchange(source=source, metadata=metadata_recv)
+
+    def send_forward(
+        self, output_object: Any, next_rank: int | None = None, send_metadata: bool = True
+    ) -> list[Work]:
+        """As native."""
+        to = self.stage_manager.get_next_rank() if next_rank is None else next_rank
+        return self._exchange(output_object, to, send_metadata=send_metadata)[1]
+
+    def send_backward(
+        self, input_object: Any, prev_rank: int | None = None, send_metadata: bool = True
+    ) -> list[Work]:
+        """As native."""
+        to = self.stage_manager.get_prev_rank() if prev_rank is None else prev_rank
+        return self._exchange(input_object, to, send_metadata=send_metadata)[1]
+
+    def send_forward_recv_forward(
+        self,
+        output_object: Any,
+        is_send: bool,
+        is_recv: bool,
+        send_first: bool,
+        send_metadata: bool = True,
+        metadata_recv: P2PMetadata | None = None,
+    ) -> tuple[Any, list[Work]]:
+        """As native."""
+        to, source = self.stage_manager.get_next_rank(), self.stage_manager.get_prev_rank()
+        return self._exchange(
+            output_object,
+            to if is_send else None,
+            source if is_recv else None,
+            send_metadata=send_metadata,
+            metadata=metadata_recv,
+            send_first=send_first,
+        )
+
+    def send_backward_recv_backward(
+        self,
+        input_object: Any,
+        is_send: bool,
+        is_recv: bool,
+        send_first: bool,
+        send_metadata: bool = True,
+        metadata_recv: P2PMetadata | None = None,
+    ) -> tuple[Any, list[Work]]:
+        """As native."""
+        to, source = self.stage_manager.get_prev_rank(), self.stage_manager.get_next_rank()
+        return self._exchange(
+            input_object,
+            to if is_send else None,
+            source if is_recv else None,
+            send_metadata=send_metadata,
+            metadata=metadata_recv,
+            send_first=send_first,
+        )
+
+    def send_forward_recv_backward(
+        self,
+        input_object: Any,
+        send_metadata: bool = True,
+        metadata_recv: P2PMetadata | None = None,
+        send_first: bool | None = None,
+    ) -> tuple[Any, list[Work]]:
+        """As native."""
+        return self._swap(
+            input_object, self.stage_manager.get_next_rank(), send_metadata, metadata_recv, send_first
+        )
+
+    def send_backward_recv_forward(
+        self,
+        input_object: Any,
+        send_metadata: bool = True,
+        metadata_recv: P2PMetadata | None = None,
+        send_first: bool | None = None,
+    ) -> tuple[Any, list[Work]]:
+        """As native."""
+        return self._swap(
+            input_object, self.stage_manager.get_prev_rank(), send_metadata, metadata_recv, send_first
+        )
+
+    def _swap(
+        self,
+        sent: Any,
+        peer: int,
+        send_metadata: bool,
+        metadata: P2PMetadata | None,
+        send_first: bool | None,
+    ) -> tuple[Any, list[Work]]:
+        """Send to a stage and receive from it; native never overlaps that."""
+        return self._exchange(
+            sent,
+            peer,
+            peer,
+            send_metadata=send_metadata,
+            metadata=metadata,
+            send_first=send_first is not False,
+            overlap=False,
+        )
+
+    def _exchange(
+        self,
+        sent: Any = None,
+        to: int | None = None,
+        source: int | None = None,
+        *,
+        send_metadata: bool = False,
+        metadata: P2PMetadata | None = None,
+        send_first: bool = True,
+        overlap: bool | None = None,
+    ) -> tuple[Any, list[Work]]:
+        """Send an object, receive one, or both at once.
+
+        Args:
+            sent: nested containers of tensors and of what can be pickled, or None.
+            to, source: global ranks; None sends or receives nothing.
+            send_metadata: what is sent goes with its metadata; where not all of it is tensors, it does in any case.
+            metadata: of what is received; None receives it first.
+            send_first: the order in which the transfers are given to the backend.
+            overlap: return without waiting; None is `overlap_p2p`.
+
+        Returns:
+            what was received or None, and the handles to wait for before it is used.
+        """
+        group = self.stage_manager.get_p2p_process_group()
+        device, is_nccl = _check_device(group)
+        sent_metadata, tensors = None, []
+        if sent is not None and to is not None:
+            sent_metadata, tensors = create_send_metadata(sent, strict=False, return_tensor=True)
+        send_metadata = sent_metadata is not None and (
+            send_metadata or bool(sent_metadata.non_tensor_obj_idx)
+        )
+        receive_metadata = source is not None and metadata is None
+        if send_metadata:
+            size = len(pickle.dumps(sent_metadata)) + torch.int64.itemsize
+            count_plain("send", get_world_size(group), size, "metadata")
+        if send_metadata or receive_metadata:
+            received_metadata = _send_recv_serialization_object(
+                sent_metadata if send_metadata else None,
+                to if send_metadata else None,
+                source if receive_metadata else None,
+                group,
+                group,
+                device,
+                is_nccl,
+                send_first,
+            )
+            metadata = received_metadata if receive_metadata else metadata
+
+        operations = []
+        if sent_metadata is not None:
+            operations = self._operations(comm.isend, tensors, to, sent_metadata)
+        if source is not None:
+            buffers = _create_recv_buffer(metadata.tensor_metadata, device)
+            receipts = self._operations(comm.irecv, buffers, source, metadata)
+            operations = operations + receipts if send_first else receipts + operations
+        works = comm.batch_isend_irecv(operations) if operations else []
+        if not (self.overlap_p2p if overlap is None else overlap):
+            for work in works:
+                work.wait()
+            works = []
+        return None if source is None else _joined(buffers, metadata), works
+
+    def _operations(
+        self, op: Any, tensors: Sequence[torch.Tensor], peer: int, metadata: P2PMetadata
+    ) -> list[comm.P2POp]:
+        """One operation for each tensor of a message."""
+        group = self.stage_manager.get_p2p_process_group()
+        return [
+            comm.P2POp(
+                op,
+                tensor.contiguous(),
+                peer,
+                group,
+                encoding=self.encoding,
+                min_bytes=self.min_bytes,
+                plain=_why_plain(name, tensor.dtype),
+            )
+            for name, tensor in zip(_names(metadata), tensors, strict=True)
+        ]
+
+
+def _joined(tensors: list[torch.Tensor], metadata: P2PMetadata) -> Any:
+    """The object that metadata describes, with these tensors."""
+    others = dict(zip(metadata.non_tensor_obj_idx, metadata.non_tensor_objs, strict=True))
+    coming = iter(tensors)
+    leaves = [
+        others[place] if place in others else next(coming) for place in range(metadata.tree_spec.num_leaves)
+    ]
+    return tree_unflatten(leaves, metadata.tree_spec)
+
+
+def _names(metadata: P2PMetadata) -> list[str]:
+    """Where in the object each of its tensors lies, such as ".past_router_logits.0"."""
+    places = range(metadata.tree_spec.num_leaves)
+    names = dict(_named(tree_unflatten(places, metadata.tree_spec)))
+    others = set(metadata.non_tensor_obj_idx)
+    return [names.get(place, "") for place in places if place not in others]
+
+
+def _named(node: Any, name: str = "") -> Iterator[tuple[int, str]]:
+    """The leaves, each a number, of nested containers."""
+    if isinstance(node, int):
+        yield node, name
+    elif isinstance(node, Mapping):
+        for key, child in node.items():
+            yield from _named(child, f"{name}.{key}")
+    elif isinstance(node, (list, tuple)):
+        for place, child in enumerate(node):
+            yield from _named(child, f"{name}.{place}")
+
+
+def _why_plain(name: str, dtype: torch.dtype) -> str | None:
+    """Why a tensor is not to be rounded, or None."""
+    if dtype == torch.float32:
+        return "float32"  # where all else is in 16 bits, it is so for its precision
+    if dtype in formats.HIGH_PRECISION:
+        return next((f"a {part}" for part in NOT_ROUNDED if part in name), None)
+    return None  # the count names its dtype
