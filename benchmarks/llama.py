@@ -34,6 +34,7 @@ from benchmarks.training.rounds import Findings, take_rounds
 from benchmarks.training.tables import loss_table, profile_tables, step_table, wire_tables
 from fp8booster.cli.train.defaults import cache_folder
 from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.plugins import fp8_config
 from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 
 NONE: list[str] = []
@@ -263,7 +264,7 @@ def describe(job: Job) -> str:
         for key, value in job.as_record().items()
         if value not in (None, (), False) and key not in ("tokens", "device", "layers", "steps", "warm_up")
     }
-    text = "random tokens" if job.tokens is None else f"text of {job.tokens.name}"
+    text = "random tokens" if job.tokens is None else f"text of {Path(job.tokens.name).name}"
     shown["layers"] = job.architecture.size.layers
     return ", ".join(f"{key} {value}" for key, value in shown.items()) + f", {text}"
 
@@ -295,6 +296,7 @@ def measure_one_layer(job: Job, *, rounds: int, sample_ms: float, output: Output
     target, gpu = command.measured_device(job.device)
     records, left_out = measure_layers(
         job.architecture,
+        fp8_config(TrainOptions(fp8_options=job.fp8_options)),
         batch=job.micro_batch,
         sequence=job.sequence,
         device=target,

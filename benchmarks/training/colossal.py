@@ -154,7 +154,7 @@ def arguments(job: Job, name: str, model: nn.Module) -> dict[str, Any]:
 def replica_of(plugin: Plugin) -> Replica:
     """The place of this rank among those that read different tokens."""
     if hasattr(plugin, "dp_axis"):  # hybrid
-        return Replica(plugin.pg_mesh.coordinate(plugin.dp_axis), plugin.pg_mesh.size(plugin.dp_axis))
+        return Replica(*(int(of(plugin.dp_axis)) for of in (plugin.pg_mesh.coordinate, plugin.pg_mesh.size)))
     sharing = getattr(plugin, "tp_size", 1)  # Gemini lays tensor parallel ranks side by side
     return Replica(dist.get_rank() // sharing, dist.get_world_size() // sharing)
 

@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.harness.results import Column, Record, Table, spread
 from benchmarks.harness.timing import Timing, Variant, time_in_turns
 from benchmarks.training.models import Architecture, build
-from fp8booster import FP8Config, convert_to_fp8, forget_weights
+from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.nn.fused import fuse_blocks
 
 BASELINE = "hf-bf16"
@@ -25,6 +25,7 @@ class Missing(RuntimeError):
 
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
+Make = Callable[["Decoder", FP8Config], "Forward"]
 
 
 @dataclass(frozen=True)
@@ -60,53 +61,56 @@ class Decoder:
         return run
 
 
-def plain(decoder: Decoder) -> Forward:
+def plain(decoder: Decoder, config: FP8Config) -> Forward:
     """Hugging Face's layer."""
     return decoder.forward()
 
 
-def compiled(decoder: Decoder) -> Forward:
+def compiled(decoder: Decoder, config: FP8Config) -> Forward:
     """The same under torch.compile."""
     return decoder.forward(torch.compile(decoder.model.model.layers[0], dynamic=False))
 
 
-def fp8(decoder: Decoder) -> Forward:
+def fp8(decoder: Decoder, config: FP8Config) -> Forward:
     """Its linear layers in FP8, weights cast once, as within one optimizer step."""
-    convert_to_fp8(decoder.model, FP8Config())
+    convert_to_fp8(decoder.model, config)
     return decoder.forward()
 
 
-def fp8_cold(decoder: Decoder) -> Forward:
+def fp8_cold(decoder: Decoder, config: FP8Config) -> Forward:
     """The same with the weights cast at each step, as after an optimizer's."""
-    return _cold(decoder, fp8(decoder))
+    return _cold(fp8(decoder, config))
 
 
-def _cold(decoder: Decoder, run: Forward) -> Forward:
+def _cold(run: Forward) -> Forward:
+    # the step of any optimizer ends the life of all FP8 weights
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
     def forward(x: torch.Tensor) -> torch.Tensor:
-        forget_weights(decoder.model)
+        optimizer.step()
         return run(x)
 
     return forward
 
 
-def fused(decoder: Decoder) -> Forward:
+def fused(decoder: Decoder, config: FP8Config) -> Forward:
     """`fp8` with its norms, rotary embedding and SwiGLU fused, q, k, v as one product and gate, up as one.
 
     Raises:
         Missing: a layer of this kind has no fused form.
     """
-    run = fp8(decoder)
+    run = fp8(decoder, config)
     if not fuse_blocks(decoder.model):
         raise Missing(f"no fused form of {type(decoder.model.model.layers[0]).__name__}")
     return run
 
 
-def fused_cold(decoder: Decoder) -> Forward:
+def fused_cold(decoder: Decoder, config: FP8Config) -> Forward:
     """The same with the weights cast at each step."""
-    return _cold(decoder, fused(decoder))
+    return _cold(fused(decoder, config))
 
 
-def torchao(decoder: Decoder) -> Forward:
+def torchao(decoder: Decoder, config: FP8Config) -> Forward:
     """Its linear layers by torchao, tensorwise, under torch.compile; they cast the weights at each step.
 
     Raises:
@@ -121,10 +125,10 @@ def torchao(decoder: Decoder) -> Forward:
         config=Float8LinearConfig(),
         module_filter_fn=lambda module, name: "lm_head" not in name,
     )
-    return compiled(decoder)
+    return compiled(decoder, config)
 
 
-LAYERS: Mapping[str, tuple[str, Callable[[Decoder], Forward]]] = {
+LAYERS: Mapping[str, tuple[str, Make]] = {
     BASELINE: ("Hugging Face, BF16", plain),
     "hf-bf16-compile": ("Hugging Face, BF16, compiled", compiled),
     "torchao": ("torchao tensorwise, compiled", torchao),
@@ -138,6 +142,7 @@ LAYERS: Mapping[str, tuple[str, Callable[[Decoder], Forward]]] = {
 
 def measure_layers(
     architecture: Architecture,
+    config: FP8Config,
     *,
     batch: int,
     sequence: int,
@@ -158,7 +163,7 @@ def measure_layers(
     variants: list[Variant] = []
     left_out: dict[str, str] = {}
     for name, (label, make) in LAYERS.items():
-        found = _variant_or_reason(name, make, architecture, sequence, inputs, device)
+        found = _variant_or_reason(name, make, config, architecture, sequence, inputs, device)
         if isinstance(found, Variant):
             variants.append(found)
         else:
@@ -167,7 +172,7 @@ def measure_layers(
     return layer_records(timings), left_out
 
 
-def _variant_or_reason(name: str, make: Callable[[Decoder], Forward], *how: Any) -> Variant | str:
+def _variant_or_reason(name: str, make: Make, *how: Any) -> Variant | str:
     try:
         return _variant(name, make, *how)
     except Missing as error:
@@ -179,14 +184,15 @@ def _variant_or_reason(name: str, make: Callable[[Decoder], Forward], *how: Any)
 
 def _variant(
     name: str,
-    make: Callable[[Decoder], Forward],
+    make: Make,
+    config: FP8Config,
     architecture: Architecture,
     sequence: int,
     inputs: list[tuple[torch.Tensor, ...]],
     device: torch.device,
 ) -> Variant:
     decoder = Decoder.of(architecture, sequence, device)
-    forward = make(decoder)
+    forward = make(decoder, config)
 
     def step(index: int) -> None:
         for parameter in decoder.model.parameters():

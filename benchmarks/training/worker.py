@@ -61,7 +61,6 @@ def reason_of(error: BaseException) -> str:
 
 def main() -> int:
     """Measure and write the outcome, or the reason why there is none; returns the exit status."""
-    faulthandler.enable()
     task = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     outcome = Path(task["outcome"])
@@ -82,6 +81,7 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,0 +1,91 @@
+"""What the ranks of the tests of `benchmarks.llama` do."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.training.engines import ENGINES
+from benchmarks.training.job import Job
+from benchmarks.training.launch import Crew, Turn
+
+JOB = Job(
+    model="micro",
+    sequence=32,
+    micro_batch=2,
+    micro_batches=2,
+    warm_up=1,
+    steps=3,
+    lr=1e-2,
+    fp8_options=("emulate=true",),
+    device="cpu",
+)
+RUNS = {
+    "native": ("colossal-low_level_zero", JOB),
+    "bf16": ("fp8booster-bf16", JOB),
+    "fp8": ("fp8booster-fp8", JOB),
+    "stage 1": ("fp8booster-fp8", replace(JOB, zero=1)),
+    "ddp": ("fp8booster-bf16", replace(JOB, plugin="ddp")),
+    "ddp fp8": ("fp8booster-fp8", replace(JOB, plugin="ddp")),
+    "checkpointing": ("fp8booster-bf16", replace(JOB, checkpointing=True)),
+    "gemini": ("colossal-gemini", replace(JOB, micro_batches=1)),
+    "tensor parallel": ("colossal-hybrid", replace(JOB, plugin="hybrid", tp=2)),
+    "pipeline": ("colossal-hybrid", replace(JOB, plugin="hybrid", pp=2)),
+    "cohere": ("colossal-low_level_zero", replace(JOB, model="micro-cohere")),
+    "fsdp2": ("fsdp2", JOB),
+}
+"""Name: engine and job."""
+
+
+def measure_all() -> dict[str, dict[str, Any]]:
+    """Build and measure every run, one after the other; what failed has its reason."""
+    from benchmarks.training.measure import measure
+
+    found = {}
+    for name, (engine, job) in RUNS.items():
+        trainer = ENGINES[engine].load()(job, torch.device("cpu"))
+        found[name] = measure(trainer, job, torch.device("cpu"), None)
+        del trainer
+        gc.collect()
+        dist.barrier()
+    return found
+
+
+def missing_plugin() -> str:
+    """What is said of a plugin that `fp8booster.plugins` does not have."""
+    import fp8booster.plugins
+
+    name = "TorchDDPPlugin"
+    former = vars(fp8booster.plugins).pop(name)
+    try:
+        ENGINES["fp8booster-fp8"].load()(replace(JOB, plugin="ddp"), torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    finally:
+        setattr(fp8booster.plugins, name, former)
+    return "built"
+
+
+def measure_engines() -> tuple[dict[str, dict[str, Any]], str]:
+    return measure_all(), missing_plugin()
+
+
+def take_turns() -> list[Turn]:
+    """Turns of `llama_worker`, as each rank sees them."""
+    crew = Crew("tests.benchmarks.llama_worker")
+    turns = [
+        crew.take_turn({"engine": task}, limit_s=limit, log=None)
+        for task, limit in [
+            ("well", 60),
+            ("fails on rank 1", 60),
+            ("dies on rank 1", 60),
+            ("hangs", 2),
+            ("well", 60),
+        ]
+    ]
+    crew.close()
+    return turns

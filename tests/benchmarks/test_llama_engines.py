@@ -1,0 +1,91 @@
+"""Every engine that needs no compiler, built and measured on two gloo ranks that start once."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.benchmarks.llama_ranks import JOB, RUNS, measure_engines, take_turns
+from tests.distributed import run_ranks
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[list[dict[str, dict[str, Any]]], str]:
+    """The outcomes on each rank, and what is said of a plugin that is not there."""
+    ranks = run_ranks(measure_engines, 2)
+    return [outcomes for outcomes, _ in ranks], ranks[0][1]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_rank_finds_the_same(measured, name: str) -> None:
+    first, second = (outcomes[name] for outcomes in measured[0])
+    assert len(first["step_ms"]) == JOB.steps
+    assert len(first["rank_ms"]) == 2
+    assert min(first["step_ms"]) > 0
+    assert len(first["losses"]) == JOB.total_steps
+    assert all(math.isfinite(loss) for loss in first["losses"])
+    for key in ("step_ms", "rank_ms", "losses", "replicas"):
+        assert first[key] == second[key]
+    assert first["replicas"] == (1 if name in ("tensor parallel", "pipeline") else 2)
+
+
+def test_ours_in_bf16_is_native(measured) -> None:
+    outcomes = measured[0][0]
+    assert outcomes["bf16"]["losses"] == outcomes["native"]["losses"]
+    assert outcomes["bf16"]["wire"]["bytes"] == outcomes["native"]["wire"]["bytes"]
+
+
+OTHER_BATCH = ("gemini", "tensor parallel", "pipeline", "fsdp2")
+"""Runs with one micro-batch a step, with one replica's tokens for both ranks, or with other initial weights."""
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "cohere"])
+def test_each_engine_trains_the_same_model(measured, name: str) -> None:
+    """Within 1 % at every step where weights and tokens are the same, of a loss that falls by 4 %; else it falls so."""
+    losses, native = measured[0][0][name]["losses"], measured[0][0]["native"]["losses"]
+    assert native[-1] < 0.96 * native[0]
+    assert losses == pytest.approx(native, rel=0.03 if name in OTHER_BATCH else 0.01)
+
+
+def test_the_slowest_rank_gives_each_step(measured) -> None:
+    for outcome in measured[0][0].values():
+        assert sorted(outcome["step_ms"])[1] >= max(outcome["rank_ms"])
+
+
+def test_wire_bytes_are_those_of_the_model(measured) -> None:
+    outcomes = measured[0][0]
+    parameters = JOB.architecture.parameters
+    # each micro-batch's gradients reduced and the weights gathered, half of either by each of 2 ranks, 2 bytes a value
+    assert outcomes["native"]["wire"]["bytes"] == pytest.approx(
+        (JOB.micro_batches + 1) * parameters, rel=0.01
+    )
+    assert outcomes["fp8"]["wire"]["bytes"] < 0.75 * outcomes["native"]["wire"]["bytes"]
+    # DDP's own reducer, which nothing counts: all gradients in BF16 once
+    assert outcomes["ddp"]["wire"]["unseen"] == outcomes["ddp"]["wire"]["bytes"] == 2 * parameters
+    assert outcomes["ddp fp8"]["wire"]["unseen"] == 0
+    assert 0 < outcomes["ddp fp8"]["wire"]["bytes"] < 0.52 * 2 * parameters
+
+
+def test_fp8_traffic_has_its_reasons(measured) -> None:
+    rows = {row["collective"]: row for row in measured[0][0]["fp8"]["wire"]["fp8"]}
+    assert rows["reduce_scatter_tensor"]["wire_bytes"] < 0.52 * rows["reduce_scatter_tensor"]["raw_bytes"]
+    assert "not the weight of an FP8 layer" in rows["weight gather"]["uncompressed"]
+    assert measured[0][0]["native"]["wire"]["fp8"] == []
+
+
+def test_a_plugin_that_is_not_there_is_named(measured) -> None:
+    assert measured[1].startswith("fp8booster.plugins has no TorchDDPPlugin; --plugin takes low_level_zero")
+
+
+def test_a_turn_that_fails_ends_on_all_ranks_and_the_next_one_runs() -> None:
+    first, second = run_ranks(take_turns, 2, initialize=False)
+    assert first == second
+    well, fails, dies, hangs, again = first
+    assert well.outcome == again.outcome == {"rank": 0, "store": "served"}
+    assert well.reason is again.reason is None
+    assert fails.reason == "out of GPU memory"
+    assert dies.reason == "rank 1 ended with code 1: no such device"
+    assert hangs.reason == "it did not finish within 2 s"
+    assert fails.outcome is dies.outcome is hangs.outcome is None
