@@ -14,9 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, fp8_linear
 from fp8booster.kernels.cast import aligned
+from fp8booster.nn.delivered_amax import deliver_amax
 from fp8booster.nn.functional import quantize_weight
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.loss import default_chunk, linear_cross_entropy
+from fp8booster.scaling import amax_of
 from tests.nn.reference import signal_to_noise
 
 TOKENS, FEATURES, VOCABULARY = 50, 32, 100
@@ -80,7 +82,7 @@ def test_another_ignored_target(device) -> None:
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("tokens", [TOKENS, 0])
-def test_nothing_to_count_is_torchs_result_with_gradients_of_zero(tokens, dtype) -> None:
+def test_nothing_to_count_is_torchs_result_and_all_gradients_vanish(tokens, dtype) -> None:
     for reduction, nothing in (("mean", math.nan), ("sum", 0.0)):
         leaves, targets = operands(dtype)
         loss = linear_cross_entropy(
@@ -201,11 +203,11 @@ def test_gradients_are_handed_over_without_a_copy() -> None:
 
 def test_fp16_gradients_survive_where_the_loss_is_scaled_in_backward_alone() -> None:
     torch.manual_seed(0)
-    tokens, scale = 4096, 2.0**16
-    leaves = [torch.randn(tokens, 16).half().requires_grad_(), torch.randn(300, 16).half().requires_grad_()]
-    targets = torch.randint(0, 300, (tokens,))
-    _, gradients = exact([*leaves, None][:2], targets)
-    (linear_cross_entropy(*leaves, targets, chunk_tokens=1024) * scale).backward()
+    tokens, scale = 2**17, 2.0**16  # 1 / tokens is no normal FP16 number
+    leaves = [torch.randn(tokens, 8).half().requires_grad_(), torch.randn(20, 8).half().requires_grad_()]
+    targets = torch.randint(0, 20, (tokens,))
+    _, gradients = exact(leaves, targets)
+    (linear_cross_entropy(*leaves, targets, chunk_tokens=tokens // 2) * scale).backward()
     for leaf, gradient in zip(leaves, gradients, strict=True):
         assert leaf.grad.dtype is torch.float16
         assert error(leaf.grad, gradient * scale) < 1e-3
@@ -276,6 +278,18 @@ def test_chunks_of_a_head_in_fp8_share_its_weight(products, casts) -> None:
     plain_alone = quantize_weight(leaves[1], config, transposed=False)
     with pytest.raises(ValueError, match="no transpose"):
         fused(leaves, targets, config=config, quantized_weight=plain_alone)
+
+
+def test_an_amax_that_came_with_the_hidden_states_serves_all_chunks() -> None:
+    def loss(chunk_tokens: int, deliver: bool) -> float:
+        leaves, targets = operands(torch.bfloat16, bias=False)
+        if deliver:
+            deliver_amax(leaves[0], amax_of(leaves[0]).expand(3))
+        return fused(leaves, targets, config=FP8Config(), chunk_tokens=chunk_tokens).item()
+
+    assert loss(TOKENS, True) == pytest.approx(loss(16, True), rel=1e-6)
+    assert loss(TOKENS, True) == loss(TOKENS, False)
+    assert loss(16, True) != pytest.approx(loss(16, False), rel=1e-6)
 
 
 def test_under_autocast_products_run_in_16_bits_and_gradients_keep_their_dtypes() -> None:
