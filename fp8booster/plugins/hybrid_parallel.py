@@ -78,6 +78,10 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
         if fp8_config is not None and not use_fp8:
             self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
 
+    def __del__(self) -> None:
+        if "pg_mesh" in self.__dict__:  # refused arguments leave a plugin without groups
+            super().__del__()
+
     def configure(
         self,
         model: nn.Module,

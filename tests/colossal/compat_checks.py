@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster.colossal import compat
-from tests.colossal import gemini_symptoms, pipeline_symptoms, tensor_symptoms
+from tests.colossal import gemini_symptoms, hybrid_symptoms, pipeline_symptoms, tensor_symptoms
 from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.symptom import Symptom
 
@@ -349,6 +349,7 @@ SYMPTOMS = {
     "fp16_optimizer_is_unwrapped_wholly": Symptom(_load_shards_of_fp16_optimizer, "has no attribute 'state'"),
     **pipeline_symptoms.SYMPTOMS,
     **gemini_symptoms.SYMPTOMS,
+    **hybrid_symptoms.SYMPTOMS,
     **tensor_symptoms.SYMPTOMS,
 }
 

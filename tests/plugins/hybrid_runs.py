@@ -199,3 +199,20 @@ def learn_alone(steps: int, schedule: Schedule, model: nn.Module | None = None) 
         with torch.no_grad():
             torch._foreach_copy_(working, masters)
     return losses
+
+
+def norm_gradients(run: HybridRun, no_sync: bool) -> dict[str, torch.Tensor]:
+    """Gradients of the normalization weights from two micro-batches."""
+    first, second = (step[0] for step in batches(0, 2))
+    if no_sync:
+        with run.booster.no_sync(run.model, run.optimizer):
+            run.backward(first)
+    else:
+        run.backward(first)
+    run.backward(second)
+    names = {id(value): name for name, value in run.model.unwrap().named_parameters() if "norm" in name}
+    if run.booster.plugin.zero_stage == 0:
+        found = {names[id(value)]: value.grad for value in run.model.parameters() if id(value) in names}
+    else:
+        found = {name: run.optimizer.get_working_grad_by_param_id(key) for key, name in names.items()}
+    return {name: gradient.detach().float().flatten().clone() for name, gradient in found.items()}

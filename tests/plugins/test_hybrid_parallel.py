@@ -7,7 +7,7 @@ import pytest
 from tests.distributed import run_ranks
 from tests.plugins.registry import names, run_checks
 
-MODULES = [f"tests.plugins.hybrid_{role}_checks" for role in ("learning",)]
+MODULES = [f"tests.plugins.hybrid_{role}_checks" for role in ("native", "census", "learning", "traffic")]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registe
     fsdp,
     gemini,
     huggingface,
+    hybrid,
     missing_packages,
     moe,
     pipeline,

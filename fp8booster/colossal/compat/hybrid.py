@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from fp8booster.colossal.compat.registry import Patch, mend
 
@@ -19,9 +21,9 @@ from fp8booster.colossal.compat.registry import Patch, mend
 def masters_are_plain_tensors(module: ModuleType, patch: Patch) -> None:
     """The FP32 masters of HybridParallelPlugin with zero_stage=0 are plain tensors, which change in place.
 
-    Without it those of ColoParameters (made by native use_fp8) are ColoTensors, whose `mul_` is a `mul`: AdamW's moments
-    never decay, and the loss is NaN by the third step. No longer needed when
-    `MixedPrecisionOptimizer(AdamW([ColoParameter(torch.zeros(1).bfloat16())]), "bf16").parameters` holds no ColoTensor.
+    Without it those of ColoParameters (made by native use_fp8) are ColoTensors, whose `mul_` is a `mul`: moments of
+    AdamW never decay, and the loss is NaN by the third step. No longer needed when the `parameters` of
+    `MixedPrecisionOptimizer(AdamW([ColoParameter(torch.zeros(1).bfloat16())]), "bf16")` hold no ColoTensor.
     """
     from colossalai.tensor.colo_tensor import INPALCE_MAPPING
 
@@ -38,3 +40,65 @@ def masters_are_plain_tensors(module: ModuleType, patch: Patch) -> None:
                 master.__class__ = torch.Tensor
 
     patch.set(optimizer_class, "__init__", __init__)
+
+
+@mend(
+    module="colossalai.booster.plugin.hybrid_parallel_plugin",
+    place="booster/plugin/hybrid_parallel_plugin.py:156,242,793",
+    needed_when="gradients accumulate without no_sync under sequence parallelism (split_gather, ring) or tied weights",
+)
+def parts_of_gradients_are_added_once(module: ModuleType, patch: Patch) -> None:
+    """A gradient of which each rank has a part is added over the ranks once for each micro-batch.
+
+    Without it what has accumulated is added after each backward: with two ranks, the first of two micro-batches counts
+    twice in the gradients of normalization weights, and of weights that pipeline stages share. No longer needed when
+    those gradients are the same with and without `no_sync` for the first micro-batch.
+    """
+    from fp8booster.colossal.hybrid.gradients import gradients_to_sum, shared_between_stages
+
+    wrapper, zero = module.HybridParallelModule, module.HybridParallelZeroOptimizer
+
+    def sums_of(owner: Any, find: Callable[[nn.Module], list], model: nn.Module) -> list:
+        return owner.__dict__.setdefault(f"_{find.__name__}", find(model))
+
+    def part(optimizer: Any, parameter: nn.Parameter) -> torch.Tensor | None:
+        known = id(parameter) in optimizer.pid_to_grad_store
+        return optimizer.get_working_grad_by_param_id(id(parameter)) if known else None
+
+    def spreading(upstream: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(upstream)
+        def backward(self, *args: Any, **kwargs: Any) -> None:
+            for find in (gradients_to_sum, shared_between_stages):
+                for parameters, sums in sums_of(self.model, find, self.model):
+                    sums.spread({parameter: parameter.grad for parameter in parameters})
+            if isinstance(self, zero):
+                for parameters, sums in sums_of(self, gradients_to_sum, self.model):
+                    sums.spread({parameter: part(self, parameter) for parameter in parameters})
+            upstream(self, *args, **kwargs)
+
+        return backward
+
+    def marking(upstream: Callable[..., None], find: Callable[[nn.Module], list]) -> Callable[..., None]:
+        @functools.wraps(upstream)
+        def sync(self, *args: Any, **kwargs: Any) -> None:
+            upstream(self, *args, **kwargs)
+            for parameters, sums in sums_of(self, find, self):
+                sums.mark(parameters)
+
+        return sync
+
+    upstream_of_zero = zero._sync_sp_grads
+
+    @functools.wraps(upstream_of_zero)
+    def _sync_sp_grads(self) -> None:
+        upstream_of_zero(self)
+        if self.require_grad_sync:
+            for parameters, sums in sums_of(self, gradients_to_sum, self.model):
+                sums.mark(parameters)
+
+    for optimizer_class in (module.HybridParallelNaiveOptimizer, module.HybridParallelAMPOptimizer, zero):
+        for name in ("backward", "backward_by_grad"):
+            patch.set(optimizer_class, name, spreading(getattr(optimizer_class, name)))
+    patch.set(wrapper, "sync_sp_grads", marking(wrapper.sync_sp_grads, gradients_to_sum))
+    patch.set(wrapper, "sync_shared_params", marking(wrapper.sync_shared_params, shared_between_stages))
+    patch.set(zero, "_sync_sp_grads", _sync_sp_grads)

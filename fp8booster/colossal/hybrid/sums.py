@@ -8,7 +8,7 @@ accumulated, after each backward without `no_sync`: earlier micro-batches, which
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,11 @@ class SummedGradients:
         """Add gradients over the ranks, in place; all hold the same bits then."""
         found = {parameter: gradient for parameter, gradient in gradients.items() if gradient is not None}
         comm.all_reduce_coalesced(list(found.values()), dist.ReduceOp.SUM, self._group)
-        self._summed.update(found)
+        self.mark(found)
+
+    def mark(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Note that the gradients of parameters were added over the ranks."""
+        self._summed.update(parameters)
 
     def spread(self, gradients: Gradients) -> None:
         """Before a backward adds to gradients: divide those that are sums, so that the next sum gives them back."""

@@ -1,4 +1,4 @@
-"""Save and restore the FP32 master weights of Colossal-AI's ZeRO optimizer.
+"""Save and restore the FP32 master weights of Colossal-AI's ZeRO optimizers, and of its hybrid parallelism.
 
 Its own checkpoints hold the BF16 working weights and the optimizer's states, and loading them makes new masters from
 the working weights (LowLevelZeroOptimizer.update_master_params, zero/low_level/low_level_optim.py:862): the 16 bits
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from colossalai.interface import OptimizerWrapper
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from colossalai.zero.low_level._utils import get_nd_rank, get_nd_world_size
 from safetensors import safe_open
@@ -20,21 +22,27 @@ from torch import nn
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 
 
-def save_master_weights(model: nn.Module, optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
+def save_master_weights(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) -> None:
     """Write this rank's shards to `folder` as `rank-<rank>-of-<ranks>.safetensors`; every rank calls it.
 
-    One entry for each trained parameter: its flat shard  [ceil(numel / ranks)], FP32, the last one padded with zeros.
+    One entry for each trained parameter that this rank holds a part of: with ZeRO its flat shard
+    [ceil(numel / ranks)], the last one padded with zeros, else all it holds of it; FP32.
     """
     rank, ranks = _place(optimizer)
     shards = {name: master.detach().cpu().contiguous() for name, _, master in _pairs(model, optimizer)}
-    save_file(shards, folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors")
+    file = folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+    save_file(shards, file, metadata={_SHARDING: _sharding(optimizer)})
 
 
-def load_master_weights(model: nn.Module, optimizer: LowLevelZeroOptimizer, folder: Path) -> None:
-    """Set the masters to what `save_master_weights` wrote; the number of ranks may have changed since.
+def load_master_weights(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) -> None:
+    """Set the masters to what `save_master_weights` wrote; every rank calls it, after the working weights were loaded.
 
-    Every rank calls it, after the working weights were loaded. Weights that travel in FP8 are sent anew, since they are
-    cast from the masters. Raises FileNotFoundError when a shard is missing.
+    Under ZeRO alone, the number of ranks may have changed since. Weights that travel in FP8 are sent anew: they
+    are cast from the masters.
+
+    Raises:
+        FileNotFoundError: a shard is missing.
+        ValueError: the masters were sharded in another way.
     """
     rank, ranks = _place(optimizer)
     files = sorted(folder.glob("rank-*-of-*.safetensors"))
@@ -42,6 +50,13 @@ def load_master_weights(model: nn.Module, optimizer: LowLevelZeroOptimizer, fold
     if not files or len(files) != written:
         raise FileNotFoundError(
             f"{folder} holds {len(files)} of {written} files of master weights; copy the whole checkpoint."
+        )
+    with safe_open(files[0], framework="pt") as shards:
+        sharding = (shards.metadata() or {}).get(_SHARDING, _ZERO_ALONE)
+    if sharding != _sharding(optimizer) or (written != ranks and sharding != _ZERO_ALONE):
+        raise ValueError(
+            f"the master weights in {folder} were written by {written} ranks with {sharding}, and this run has {ranks} "
+            f"with {_sharding(optimizer)}; resume with the same, or from the model and the optimizer's states alone"
         )
     with torch.no_grad():
         if written == ranks:
@@ -58,16 +73,37 @@ def load_master_weights(model: nn.Module, optimizer: LowLevelZeroOptimizer, fold
         optimizer.publish_masters()
 
 
-def _pairs(
-    model: nn.Module, optimizer: LowLevelZeroOptimizer
-) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+def _pairs(model: nn.Module, optimizer: OptimizerWrapper) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
     masters = optimizer.get_working_to_master_map()
     for name, parameter in model.named_parameters():
         if id(parameter) in masters:
             yield name, parameter, masters[id(parameter)]
 
 
-def _place(optimizer: LowLevelZeroOptimizer) -> tuple[int, int]:
-    """This rank and the number of ranks in the group that shards the parameters: one group for all of them."""
+_SHARDING = "sharding"
+"""What a file says in its metadata of how masters are divided."""
+
+_ZERO_ALONE = "ZeRO"
+
+
+def _sharding(optimizer: OptimizerWrapper) -> str:
+    """How the masters are divided."""
+    zero = isinstance(optimizer, LowLevelZeroOptimizer)
+    sizes = {
+        name: get_nd_world_size(group)
+        for name in ("tp", "pp")
+        if (group := getattr(optimizer, f"{name}_pg", None)) is not None
+    }
+    if zero and all(size == 1 for size in sizes.values()):
+        return _ZERO_ALONE
+    return ", ".join(
+        [f"{name}_size={size}" for name, size in sizes.items()] + ["ZeRO" if zero else "zero_stage=0"]
+    )
+
+
+def _place(optimizer: OptimizerWrapper) -> tuple[int, int]:
+    """This rank and the number of ranks that write: under ZeRO alone those of the one group that shards."""
+    if _sharding(optimizer) != _ZERO_ALONE:
+        return dist.get_rank(), dist.get_world_size()
     (group,) = optimizer.pg_to_param_list
     return get_nd_rank(group), get_nd_world_size(group)

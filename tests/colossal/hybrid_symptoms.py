@@ -1,0 +1,46 @@
+"""What goes wrong in hybrid parallelism without each mend of `compat/hybrid.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.colossal.symptom import Symptom
+
+
+def _train_colo_parameters_without_zero() -> None:
+    from colossalai.amp.naive_amp.mixed_precision_optimizer import MixedPrecisionOptimizer
+    from colossalai.tensor.colo_parameter import ColoParameter
+
+    parameter = ColoParameter(torch.ones(4, dtype=torch.bfloat16))
+    optimizer = MixedPrecisionOptimizer(torch.optim.AdamW([parameter], lr=0.1), precision="bf16")
+    for gradient in (1.0, -1.0, 1.0):
+        parameter.grad = torch.full_like(parameter, gradient).as_subclass(torch.Tensor)
+        optimizer.step()
+    plain = torch.ones(4, requires_grad=True)
+    reference = torch.optim.AdamW([plain], lr=0.1)
+    for gradient in (1.0, -1.0, 1.0):
+        plain.grad = torch.full_like(plain, gradient)
+        reference.step()
+    found = parameter.detach().as_subclass(torch.Tensor)
+    assert torch.allclose(found.float(), plain, rtol=0.01), f"moments do not decay: {found}"
+
+
+def _accumulate_under_sequence_parallelism() -> None:
+    from tests.plugins.hybrid_runs import native, norm_gradients, start
+
+    for stage in (0, 1):
+        expected, found = (
+            norm_gradients(start(native("TP2 split_gather", zero_stage=stage)), no_sync)
+            for no_sync in (True, False)
+        )
+        for name, gradient in expected.items():
+            apart = (found[name] - gradient).norm() / gradient.norm()
+            assert apart < 0.02, f"a micro-batch is added twice: {name} of stage {stage} is {apart:.2f} off"
+
+
+SYMPTOMS = {
+    "masters_are_plain_tensors": Symptom(_train_colo_parameters_without_zero, "moments do not decay"),
+    "parts_of_gradients_are_added_once": Symptom(
+        _accumulate_under_sequence_parallelism, "a micro-batch is added twice"
+    ),
+}

@@ -1,0 +1,78 @@
+"""Modes that need four ranks: two kinds of parallelism at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.colossal.models import tiny_llama
+from tests.plugins.hybrid_census_checks import assert_all_products_in_fp8
+from tests.plugins.hybrid_learning_checks import SCHEDULE, STEPS, assert_follows
+from tests.plugins.hybrid_runs import fp8, learn, native, ours, sizes, start
+from tests.plugins.registry import check_each
+
+MODES: dict[str, dict[str, Any]] = {
+    "TP2 x PP2": {"tp_size": 2, "pp_size": 2},
+    "TP2 x DP2": {"tp_size": 2},
+    "TP2 x DP2 ZeRO 1": {"tp_size": 2, "zero_stage": 1},
+    "TP2 x DP2 ZeRO 2": {"tp_size": 2, "zero_stage": 2},
+    "PP2 x DP2": {"pp_size": 2},
+    "PP2 x DP2 ZeRO 1": {"pp_size": 2, "zero_stage": 1},
+}
+
+
+@check_each("TP2 x PP2", "TP2 x DP2 ZeRO 1", "PP2 x DP2 ZeRO 1")
+def all_products_but_those_of_the_vocabulary_head_run_in_fp8(mode: str) -> None:
+    assert_all_products_in_fp8(start(fp8(MODES[mode])))
+
+
+@check_each("TP2 x PP2", "TP2 x DP2 ZeRO 1")
+def the_loss_follows_one_process_in_fp8_over_50_steps(mode: str) -> None:
+    assert_follows(learn(start(fp8(MODES[mode])), last=STEPS, schedule=SCHEDULE))
+
+
+@check_each(*MODES)
+def without_fp8_a_mode_trains_as_in_the_native_plugin(mode: str) -> None:
+    assert learn(start(native(MODES[mode]))) == learn(start(ours(MODES[mode])))
+
+
+def assert_same_over(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
+    """Bit for bit on all ranks of a group."""
+    own = tensor.detach().contiguous().view(torch.uint8)
+    copies = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(copies, own, group=group)
+    assert all(torch.equal(copy, own) for copy in copies)
+
+
+@check_each("TP2 x DP2", "TP2 x DP2 ZeRO 1", "TP2 x DP2 ZeRO 2")
+def what_tensor_parallel_ranks_hold_alike_stays_alike(mode: str) -> None:
+    from colossalai.tensor.d_tensor.api import is_distributed_tensor
+
+    # sizes with which gradients of shards and of replicas would share blocks of 256
+    run = start(fp8(MODES[mode]), tiny_llama(**sizes(hidden_size=80, num_hidden_layers=2)))
+    learn(run)
+    replicated = {
+        name: value
+        for name, value in run.model.unwrap().named_parameters()
+        if not is_distributed_tensor(value)
+    }
+    assert len(replicated) == 5
+    for value in replicated.values():
+        assert_same_over(run.booster.plugin.tp_group, value)
+
+
+SHARED = {"model.embed_tokens.weight", "lm_head.weight"}
+"""Names of the one weight, on the first and on the last stage."""
+
+
+@check_each("PP2 x DP2", "PP2 x DP2 ZeRO 1")
+def a_weight_that_two_stages_share_stays_the_same_on_both(mode: str) -> None:
+    run = start(fp8(MODES[mode]), tiny_llama(**sizes(tie_word_embeddings=True)))
+    before = {name: value.clone() for name, value in run.model.unwrap().named_parameters()}
+    learn(run, accumulate=2)
+    weights = dict(run.model.unwrap().named_parameters())
+    ((name, value),) = [(name, weights[name]) for name in SHARED & weights.keys()]
+    assert not torch.equal(before[name], value)
+    assert_same_over(run.booster.plugin.pp_group, value)

@@ -1,0 +1,146 @@
+"""Options of `HybridParallelPlugin` with FP8: precision, accumulation, clipping, ZeRO's, LoRA, what is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from fp8booster import FP8Config, comm, report
+from fp8booster.nn.layer import FP8Layer
+from tests.colossal.models import tiny_llama
+from tests.plugins.hybrid_runs import fp8, learn, native, norm_gradients, sizes, start
+from tests.plugins.lora_checks import lora_config
+from tests.plugins.registry import check_each
+from tests.plugins.training import assert_close, assert_equal
+
+CLOSE = 1e-2
+"""How far a loss may lie from that in 16 bits, in the first steps."""
+
+
+@check_each("DP2", "DP2 ZeRO 2", "TP2", "PP2 1f1b ZeRO 1")
+def fp16_trains_near_native(mode: str) -> None:
+    scaling = {"precision": "fp16", "initial_scale": 2.0**8}
+    expected, losses = (learn(start(plugin(mode, **scaling))) for plugin in (native, fp8))
+    assert_close(expected, losses, CLOSE)
+    assert losses != expected
+
+
+@check_each("DP2", "TP2 ZeRO 1")
+def an_overflow_skips_the_step(mode: str) -> None:
+    run = start(fp8(mode, precision="fp16", initial_scale=2.0**40, max_scale=2.0**41, hysteresis=1))
+    before = run.parameters()
+    learn(run, last=1)
+    assert_equal(before, run.parameters())
+
+
+@check_each("DP2", "DP2 ZeRO 1", "TP2 ZeRO 1", "PP2 1f1b")
+def gradients_are_clipped_by_the_norm_over_all_ranks(mode: str) -> None:
+    runs = [start(plugin(mode, max_norm=0.05)) for plugin in (native, fp8)]
+    assert_close(*(learn(run) for run in runs), CLOSE)
+    expected, found = (run.optimizer.get_grad_norm() for run in runs)
+    assert expected > 0.5
+    assert abs(found / expected - 1) < 0.1, (expected, found)
+
+
+@check_each("DP2", "DP2 ZeRO 1", "DP2 ZeRO 2", "PP2 1f1b ZeRO 1")
+def accumulation_gives_what_one_batch_gives(mode: str) -> None:
+    at_once, in_two = (learn(start(fp8(mode)), accumulate=count) for count in (1, 2))
+    assert_close(at_once, in_two, CLOSE)
+    if mode != "DP2 ZeRO 2":
+        assert_close(at_once, learn(start(fp8(mode)), accumulate=2, no_sync=True), CLOSE)
+
+
+@check_each("TP2 split_gather", "TP2 split_gather ZeRO 1")
+def parts_of_a_gradient_are_added_once_however_many_micro_batches(case: str) -> None:
+    mode, zero = case.removesuffix(" ZeRO 1"), "ZeRO" in case
+    found = [norm_gradients(start(fp8(mode, zero_stage=int(zero))), no_sync) for no_sync in (True, False)]
+    assert len(found[0]) == 9
+    for name, expected in found[0].items():
+        assert (found[1][name] - expected).norm() < 0.02 * expected.norm(), name
+
+
+@check_each(
+    {"zero_stage": 1, "overlap_communication": False},
+    {"zero_stage": 2, "overlap_communication": False},
+    {"zero_stage": 2},
+    {"zero_stage": 1, "overlap_allgather": True},
+    {"zero_stage": 1, "cpu_offload": True},
+)
+def options_of_zero_do_not_change_a_bit(options: dict[str, Any]) -> None:
+    expected, run = start(fp8("DP2 ZeRO 1")), start(fp8("DP2", **options))
+    assert learn(expected) == learn(run)
+    assert_equal(expected.parameters(), run.parameters())
+
+
+@check_each("TP2 ZeRO 1")
+def late_gathers_reach_sharded_layers(mode: str) -> None:
+    expected, run = start(fp8(mode)), start(fp8(mode, overlap_allgather=True))
+    assert learn(expected) == learn(run)
+    assert (
+        not any(hasattr(value, "_all_gather_handle") for value in run.model.parameters()) or run.parameters()
+    )
+
+
+@check_each("tensor", "auto")
+def gradient_scalings_train_under_zero(scaling: str) -> None:
+    config = FP8Config(gradient_scaling=scaling)
+    expected = learn(start(native("DP2 ZeRO 1")))
+    losses = learn(start(fp8("DP2 ZeRO 1", fp8_config=config)))
+    assert_close(expected, losses, CLOSE)
+    assert losses != learn(start(fp8("DP2 ZeRO 1")))
+
+
+@check_each("DP2 ZeRO 1", "TP2", "SP2 all_to_all")
+def without_fp8_communication_nothing_is_sent_in_fp8(mode: str) -> None:
+    run = start(fp8(mode, fp8_communication=False))
+    comm.reset_statistics()
+    learn(run)
+    rows = comm.statistics().rows
+    assert sum(row.calls - sum(row.uncompressed.values()) for row in rows.values()) == 0, rows
+    assert any(isinstance(module, FP8Layer) for module in run.model.modules())
+    off = start(fp8(mode, fp8_config=FP8Config(communication=False)))
+    assert learn(off) == learn(start(fp8(mode, fp8_communication=False)))
+
+
+@check_each("DP2", "DP2 ZeRO 1")
+def adapters_train_over_a_frozen_fp8_base(mode: str) -> None:
+    runs = [
+        start(plugin(mode), tiny_llama(**sizes()), lora={"lora_config": lora_config()})
+        for plugin in (native, fp8)
+    ]
+    assert_close(*(learn(run) for run in runs), CLOSE)
+    rows = {row.name: row for row in report(runs[1].model).rows}
+    base = {name for name in rows if name.endswith("base_layer")}
+    assert len(base) == 28
+    assert {rows[name].precision for name in base} == {"FP8"}
+
+
+@check_each("TP2", "PP2 1f1b")
+def gradient_checkpointing_changes_no_bit(mode: str) -> None:
+    losses = []
+    for checkpointing in (False, True):
+        model = tiny_llama(**sizes())
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        losses.append(learn(start(fp8(mode), model)))
+    assert losses[0] == losses[1]
+
+
+@check_each("no layer", "a stage without layers")
+def a_model_without_layers_for_fp8_is_refused_unless_another_stage_has_some(case: str) -> None:
+    first = dist.get_rank() == 0
+
+    def layers(name: str, module: nn.Module) -> bool:
+        return case != "no layer" and not first
+
+    plugin = fp8("PP2 1f1b", fp8_config=FP8Config(layers=layers))
+    if case == "no layer":
+        with pytest.raises(ValueError, match=r"FP8Config.layers leaves it out"):
+            start(plugin)
+    else:
+        run = start(plugin)
+        learn(run, last=1)
+        assert len(report(run.model).fp8) == (0 if first else 14)
