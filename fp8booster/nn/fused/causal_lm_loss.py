@@ -17,6 +17,7 @@ from torch import nn
 
 from fp8booster import formats
 from fp8booster.nn.choice import fp8_pays
+from fp8booster.nn.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.linear import FP8Linear
 from fp8booster.nn.weight_cache import WeightCache, reusable
@@ -187,7 +188,7 @@ def _head_loss(
             if reusable(hidden, head.weight):
                 fp8["quantized_weight"] = head.fp8_weight.get(head.weight, config, transposed=True)
     return linear_cross_entropy(
-        hidden.flatten(0, -2),
+        deliver_amax(hidden.flatten(0, -2), delivered_amax(hidden)),
         head.weight,
         targets.flatten().to(hidden.device),
         bias=head.bias,

@@ -36,7 +36,7 @@ class HeadProducts:
         self._memory: torch.Tensor | None = None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden @ weight.T + bias, [m, V]; takes the place of the last chunk's."""
+        """The chunk's logits, [m, V], in the place of the last chunk's."""
         tokens, vocabulary = hidden.shape[0], self._weight.shape[0]
         if self._memory is None:  # rows that begin where whole vectors do
             self._memory = hidden.new_empty((tokens, aligned(vocabulary)))
@@ -71,13 +71,15 @@ class HeadProducts:
     def _to_weight(
         self, gradient: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor | None
     ) -> torch.Tensor:
-        widen = {} if self._sum_dtype is gradient.dtype else {"out_dtype": self._sum_dtype}
-        if widen and not gradient.is_cuda:  # the CPU has no products of 16 bits that give 32
-            gradient, hidden, widen = gradient.to(self._sum_dtype), hidden.to(self._sum_dtype), {}
-        if total is None:
-            return torch.mm(gradient, hidden, **widen)
-        # the product adds its FP32 sums to the total before it rounds
-        return torch.addmm(total, gradient, hidden, **widen, out=total)
+        if gradient.dtype is self._sum_dtype:
+            if total is None:
+                return torch.mm(gradient, hidden)
+            return torch.addmm(total, gradient, hidden, out=total)  # adds its FP32 sums before it rounds
+        if gradient.is_cuda:
+            part = torch.mm(gradient, hidden, out_dtype=self._sum_dtype)
+        else:  # the CPU has no product of 16-bit matrices in FP32
+            part = torch.mm(gradient.to(self._sum_dtype), hidden.to(self._sum_dtype))
+        return part if total is None else total.add_(part)
 
 
 class FP8HeadProducts(HeadProducts):
@@ -107,7 +109,7 @@ class FP8HeadProducts(HeadProducts):
         self._bias = None if bias is None else F.pad(bias, (0, padding))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden @ weight.T + bias, [m, V]."""
+        """The chunk's logits, [m, V]."""
         x = self._x = quantize_input(hidden, self._config, transposed=self._wanted[1], amax=self._hidden_amax)
         logits = product(
             x.data,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from typing import Any
 
 import pytest
@@ -13,10 +14,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
 from fp8booster import FP8Config, convert_to_fp8, report
+from fp8booster.nn.delivered_amax import deliver_amax
 from fp8booster.nn.fused import causal_lm_loss
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.causal_lm_loss import use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.resharded_weight import follow_resharding
+from fp8booster.scaling import amax_of
 from tests.distributed import run_ranks
 from tests.nn.fused.models import FAMILIES, VOCABULARY, batch, build
 
@@ -261,6 +264,20 @@ def test_a_head_in_fp8_is_counted_and_reported(products, small_chunks, monkeypat
     assert model(**labelled()).logits is None
     assert products == []
     assert "lm_head" in [row.name for row in report(model).other]
+
+
+def test_a_head_in_fp8_takes_the_amax_that_came_with_its_input(small_chunks) -> None:
+    model = build()
+    convert_to_fp8(model, FP8Config(layers=lambda name, module: name == "lm_head"))
+    assert use_fused_loss(model)
+    right = model(**labelled()).loss
+    amax = torch.zeros(())
+    model.model.norm.register_forward_hook(lambda module, args, output: deliver_amax(output, amax))
+    amax.fill_(math.nan)
+    assert model(**labelled()).loss.isnan()  # it was not computed again
+    hidden = model.model(labelled()["input_ids"]).last_hidden_state
+    amax.copy_(amax_of(hidden))
+    torch.testing.assert_close(model(**labelled()).loss, right, rtol=1e-3, atol=0)
 
 
 def _losses_under_zero(stage: int, fuse: bool) -> list[float]:
