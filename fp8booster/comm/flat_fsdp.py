@@ -54,9 +54,7 @@ def flat_fsdp_hook(state: FlatFSDPState, gradient: torch.Tensor, shard: torch.Te
         all_reduce(shard, dist.ReduceOp.AVG, state.replicas, **how)
 
 
-def reduce_flat_fsdp(
-    model: nn.Module, *, encoding: Encoding = DEFAULT, min_bytes: int | None = None
-) -> None:
+def reduce_flat_fsdp(model: nn.Module, *, encoding: Encoding = DEFAULT, min_bytes: int | None = None) -> None:
     """Let every unit of a model that FSDP1 wrapped reduce its gradients in FP8; before its first forward.
 
     Args:

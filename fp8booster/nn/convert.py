@@ -8,13 +8,18 @@ from typing import NamedTuple
 
 from torch import nn
 
-from fp8booster.config import FP8Config
+from fp8booster.config import FP8Config, all_but_vocabulary_heads
 from fp8booster.kernels.cast import aligned
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
 
 PADDING_LIMIT = 1.125
 """A layer whose features, rounded up to multiples of 16, make its products larger than this stays in BF16."""
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Last parts of the names of layers that choose a token's experts."""
+
+WHY_NOT_ROUTERS = "a router, where rounding would send tokens to other experts"
 
 _KEPT = "_fp8booster_kept"
 """Attribute of a linear layer left alone, that holds a `_Kept`."""
@@ -118,6 +123,8 @@ def why_kept(name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KIN
         return f"{original.__name__} has no FP8 form"
     if not config.layers(name, module):
         return "FP8Config.layers leaves it out"
+    if config.layers is all_but_vocabulary_heads and name.rpartition(".")[2] in ROUTERS:
+        return WHY_NOT_ROUTERS
     reason = kinds[original].why_not(module)
     if reason is not None:
         return reason
@@ -131,6 +138,12 @@ def why_kept(name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KIN
             "larger"
         )
     return None
+
+
+def remember_kept(module: nn.Module, reason: str) -> None:
+    """Let the report list a module that multiplies by its `weight`, [outputs, inputs], in high precision, and why."""
+    outputs, inputs = module.weight.shape
+    module.__dict__[_KEPT] = _Kept(reason, (inputs, outputs))
 
 
 def product_features(module: nn.Module, kinds: Kinds = KINDS) -> tuple[int, int]:

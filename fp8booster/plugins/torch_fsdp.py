@@ -58,7 +58,8 @@ class TorchFSDPPlugin(NativeTorchFSDPPlugin):
             self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
         elif self.sends_fp8 and self.fp8_config.gradient_scaling == "auto":
             self.logger.warning(
-                'fp8_config.gradient_scaling="auto" has no effect: FSDP\'s gradients are scaled by block', ranks=[0]
+                'fp8_config.gradient_scaling="auto" has no effect: FSDP\'s gradients are scaled by block',
+                ranks=[0],
             )
 
     def configure(

@@ -15,7 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster.colossal import compat
-from tests.colossal import gemini_symptoms, hybrid_symptoms, pipeline_symptoms, tensor_symptoms
+from tests.colossal import (
+    fsdp_symptoms,
+    gemini_symptoms,
+    hybrid_symptoms,
+    moe_symptoms,
+    pipeline_symptoms,
+    tensor_symptoms,
+)
 from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.symptom import Symptom
 
@@ -347,6 +354,8 @@ SYMPTOMS = {
         _train_fsdp, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
     ),
     "fp16_optimizer_is_unwrapped_wholly": Symptom(_load_shards_of_fp16_optimizer, "has no attribute 'state'"),
+    **fsdp_symptoms.SYMPTOMS,
+    **moe_symptoms.SYMPTOMS,
     **pipeline_symptoms.SYMPTOMS,
     **gemini_symptoms.SYMPTOMS,
     **hybrid_symptoms.SYMPTOMS,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullStateDictConfig
 from torch.optim import AdamW, Optimizer
 
 from fp8booster.colossal.compat.registry import Patch, mend
@@ -100,3 +102,50 @@ def fsdp_clips_by_the_whole_norm(module: ModuleType, patch: Patch) -> None:
         return norm
 
     patch.set(module.FSDPOptimizerWrapper, "clip_grad_by_norm", clip_grad_by_norm)
+
+
+@mend(
+    module=_FSDP_PLUGIN,
+    place="booster/plugin/torch_fsdp_plugin.py:100",
+    needed_when="no CUDA or NPU device",
+)
+def fsdp_saves_on_cpu(module: ModuleType, patch: Patch) -> None:
+    """TorchFSDPPlugin saves a model that lies on the CPU without moving it there.
+
+    Without it saving raises RuntimeError: setStorage: ... out of bounds for storage of size 0, since FSDP frees what it
+    took for the copy on the GPU. No longer needed when a model is saved on a machine without a GPU.
+    """
+    from colossalai.accelerator import get_accelerator
+
+    if get_accelerator().name != "cpu":
+        return
+    patch.set(
+        module,
+        "FullStateDictConfig",
+        lambda offload_to_cpu, rank0_only: FullStateDictConfig(offload_to_cpu=False, rank0_only=rank0_only),
+    )
+
+
+@mend(
+    module="colossalai.checkpoint_io.utils",
+    place="checkpoint_io/utils.py:420,450",
+    needed_when="no CUDA or NPU device",
+)
+def cpu_shards_are_not_pinned(module: ModuleType, patch: Patch) -> None:
+    """`use_async=True` splits a whole state dict, as FSDP's is, without pinning memory where there is no device for it.
+
+    Without it: RuntimeError: pin_memory=True requires a CUDA or other accelerator backend. No longer needed when
+    `shard_model_checkpoint(..., pinned_state_dicts={})` can be iterated on a machine without a GPU.
+    """
+    if module.get_accelerator().name != "cpu":
+        return
+    for name in ("shard_model_checkpoint", "shard_optimizer_checkpoint"):
+        patch.set_function(module, name, _without_pinned_memory(getattr(module, name)))
+
+
+def _without_pinned_memory(split: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(split)
+    def unpinned(state_dict: dict, max_shard_size: int = 1024, pinned_state_dicts: dict | None = None) -> Any:
+        return split(state_dict, max_shard_size)
+
+    return unpinned

@@ -1,0 +1,7 @@
+"""The seam to Colossal-AI's mixtures of experts."""
+
+from __future__ import annotations
+
+from fp8booster.colossal.moe.blocks import take_over_blocks
+
+__all__ = ["take_over_blocks"]

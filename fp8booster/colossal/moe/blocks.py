@@ -1,0 +1,155 @@
+"""Colossal-AI's expert-parallel blocks, whose tokens travel in FP8 and whose experts see all their tokens at once.
+
+Native sends tokens in FP8 between nodes only, their gradients never, those of DeepSeek-V3 never either way; runs an
+expert once for each rank that sent it tokens; and gives an expert without tokens no gradient, where other ranks have
+one (shardformer/modeling/{mixtral,deepseek,deepseek_v3}.py).
+
+The gradient of an expert's weights is native's: a mean over the ranks that hold it and were sent tokens for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from colossalai.shardformer.modeling.deepseek import AddAuxiliaryLoss, EPDeepseekMoE
+from colossalai.shardformer.modeling.deepseek_v3 import EpDeepseekV3MoE
+from colossalai.shardformer.modeling.mixtral import EPMixtralSparseMoeBlock
+from torch import nn
+
+from fp8booster.comm.encoding import DEFAULT
+from fp8booster.nn.convert import WHY_NOT_ROUTERS, remember_kept
+from fp8booster.nn.experts import exchange_rows, run_experts
+
+
+class ExpertParallel(nn.Module):
+    """What the blocks have in common: a mixin before a native block, of whose attributes it reads the groups and the
+    experts.
+    """
+
+    sends_fp8: bool
+
+    def mixture(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of what each token's experts make of it.
+
+        Args:
+            tokens: [T, H].
+            chosen: [T, k], experts of each token, counted over all ranks.
+            weights: [T, k].
+
+        Returns:
+            [T, H] of the tokens' dtype.
+        """
+        experts = chosen.reshape(-1)
+        order = experts.argsort(stable=True)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(order.numel(), device=order.device)
+        made = self._at_experts(
+            tokens[order // chosen.shape[1]], experts.bincount(minlength=self.num_experts)
+        )
+        made = made[place].view(*chosen.shape, -1)
+        return (made * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+
+    def _at_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Send rows, sorted by expert, to their experts, and what these make of them back.
+
+        Args:
+            rows: [sum(counts), H].
+            counts: int64 [experts], rows for each expert of all ranks.
+        """
+        group, held = self.ep_group, self.num_experts_per_ep
+        arriving = counts
+        if self.ep_size > 1:
+            arriving = torch.empty_like(counts)
+            dist.all_to_all_single(arriving, counts, group=group)
+        factors = self._weight_gradient_factors(arriving.view(-1, held).sum(0))
+        # the sizes of the messages: every rank waits for its GPU here, as all-to-all with uneven splits needs it
+        sent, by_sender = counts.view(-1, held).sum(1).tolist(), arriving.view(-1, held).tolist()
+        received = [sum(sender) for sender in by_sender]
+        encoding = DEFAULT if self.sends_fp8 else None
+        rows = exchange_rows(rows, sent, received, group, encoding)
+        own = self.experts[self.expert_start_idx : self.expert_start_idx + held]
+        made = run_experts(rows, by_sender, own, factors)
+        return exchange_rows(made, received, sent, group, encoding)
+
+    def _weight_gradient_factors(self, tokens: torch.Tensor) -> list[torch.Tensor | float]:
+        """For each expert of this rank, what makes of the mean over ranks the mean over those where it had tokens.
+
+        The rank that holds it has the tokens of `ep_size` ranks.
+
+        Args:
+            tokens: int64 [experts of this rank], how many each has here.
+        """
+        if self.moe_dp_size == 1:
+            return [1 / self.ep_size] * self.num_experts_per_ep
+        active = (tokens > 0).float()
+        dist.all_reduce(active, group=self.moe_dp_group)
+        return (self.moe_dp_size / (active.clamp(min=1) * self.ep_size)).unbind()
+
+
+class FP8EPMixtralSparseMoeBlock(ExpertParallel, EPMixtralSparseMoeBlock):
+    """Mixtral's block."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [B, S, H] to ([B, S, H], router's logits [B S, experts])."""
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = self.gate(tokens)
+        weights, chosen = F.softmax(logits, dim=1, dtype=torch.float).topk(self.top_k, dim=-1)
+        weights = (weights / weights.sum(dim=-1, keepdim=True)).to(tokens.dtype)
+        return self.mixture(tokens, chosen, weights).view(hidden_states.shape), logits
+
+
+class FP8EPDeepseekMoE(ExpertParallel, EPDeepseekMoE):
+    """DeepSeekMoE's block, with experts that all tokens share."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Tokens [B, S, H] to [B, S, H]."""
+        chosen, weights, auxiliary_loss = self.gate(hidden_states)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        mixed = self.mixture(tokens, chosen, weights).view(hidden_states.shape)
+        if auxiliary_loss is not None:
+            mixed = AddAuxiliaryLoss.apply(mixed, auxiliary_loss)
+        if self.config.n_shared_experts is not None:
+            mixed = mixed + self.shared_experts(hidden_states)
+        return mixed
+
+
+class FP8EPDeepseekV3MoE(ExpertParallel, EpDeepseekV3MoE):
+    """DeepSeek-V3's block."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Tokens [B, S, H] to [B, S, H]."""
+        chosen, weights = self.gate(hidden_states)
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        mixed = self.mixture(tokens, chosen, weights).view(hidden_states.shape)
+        if self.config.n_shared_experts is not None:
+            mixed = mixed + self.shared_experts(hidden_states)
+        return mixed
+
+
+BLOCKS: dict[type[nn.Module], type[Any]] = {
+    EPMixtralSparseMoeBlock: FP8EPMixtralSparseMoeBlock,
+    EPDeepseekMoE: FP8EPDeepseekMoE,
+    EpDeepseekV3MoE: FP8EPDeepseekV3MoE,
+}
+
+
+def take_over_blocks(model: nn.Module, *, communication: bool) -> int:
+    """Turn a model's expert-parallel blocks into those of this file, in place.
+
+    Args:
+        model: sharded by Colossal-AI.
+        communication: send tokens and their gradients in FP8.
+
+    Returns:
+        How many blocks there are.
+    """
+    blocks = [module for module in model.modules() if type(module) in (*BLOCKS, *BLOCKS.values())]
+    for block in blocks:
+        block.__class__ = BLOCKS.get(type(block), type(block))
+        block.sends_fp8 = communication
+        if not isinstance(block.gate, nn.Linear):  # DeepSeek's: a module with a product of its own
+            remember_kept(block.gate, WHY_NOT_ROUTERS)
+    return len(blocks)

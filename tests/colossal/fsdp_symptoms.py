@@ -1,0 +1,57 @@
+"""What goes wrong without each mend of `compat/fsdp.py` that is about more than starting."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.colossal.models import tiny_llama, token_batch
+from tests.colossal.symptom import Symptom
+
+
+def _boosted() -> tuple[Any, Any, Any]:
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import TorchFSDPPlugin
+
+    booster = Booster(plugin=TorchFSDPPlugin())
+    model = tiny_llama()
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), 1e-2))
+    return booster, model, optimizer
+
+
+def _clip() -> None:
+    booster, model, optimizer = _boosted()
+    tokens = token_batch(dist.get_rank())
+    booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+    norms = [None, None]
+    dist.all_gather_object(norms, float(optimizer.clip_grad_by_norm(1.0)))
+    assert norms[0] == norms[1], "each rank clips by a norm of its own"
+    optimizer.zero_grad()
+    booster.backward(model(input_ids=tokens, labels=tokens).loss * torch.nan, optimizer)
+    with pytest.raises(RuntimeError, match="cannot be clipped by it|non-finite"):
+        optimizer.clip_grad_by_norm(1.0, error_if_nonfinite=True)
+
+
+def _save() -> None:
+    booster, model, _ = _boosted()
+    with tempfile.TemporaryDirectory() as folder:
+        booster.save_model(model, f"{folder}/model.bin")
+
+
+def _split_in_background() -> None:
+    from colossalai.checkpoint_io import utils
+
+    state = tiny_llama().state_dict()
+    shards = utils.shard_model_checkpoint(state, max_shard_size=1, pinned_state_dicts={})
+    assert {name for shard, _ in shards for name in shard} == state.keys()
+
+
+SYMPTOMS = {
+    "fsdp_clips_by_the_whole_norm": Symptom(_clip, "a norm of its own"),
+    "fsdp_saves_on_cpu": Symptom(_save, "out of bounds for storage of size 0"),
+    "cpu_shards_are_not_pinned": Symptom(_split_in_background, "pin_memory=True requires"),
+}

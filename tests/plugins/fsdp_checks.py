@@ -1,0 +1,473 @@
+"""`TorchFSDPPlugin`: without `use_fp8` it is the native plugin, with it products, weights and gradients are in FP8."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from fp8booster import FP8Config, FP8Linear, comm
+from fp8booster.comm import FlatFSDPState, flat_fsdp_hook
+from fp8booster.monitor.traffic import count_traffic
+from fp8booster.nn import flat_weights, resharded_weight
+from fp8booster.nn.flat_fsdp import compress_flat_fsdp
+from fp8booster.nn.flat_weights import NAME, NOT_FP8
+from fp8booster.tensor import QuantizedMatrix
+from tests.colossal.models import tiny_llama
+from tests.nn.reference import count_calls
+from tests.plugins import ddp_checks
+from tests.plugins.census_checks import census, products
+from tests.plugins.convergence_checks import WITHIN, learn
+from tests.plugins.registry import check, check_each, shared_folder
+from tests.plugins.training import (
+    Boosted,
+    assert_close,
+    assert_equal,
+    boost,
+    rank_batches,
+    train,
+)
+
+if TYPE_CHECKING:
+    from colossalai.booster.plugin import TorchFSDPPlugin as NativePlugin
+
+    from fp8booster.plugins.torch_fsdp import TorchFSDPPlugin
+
+LAYERS = 14
+"""Linear layers of `tiny_llama` beside the vocabulary head."""
+
+CLOSE = 1e-2
+"""How far a loss in FP8 may lie from that in high precision, in the first steps of `tiny_llama`."""
+
+BLOCKS = ModuleWrapPolicy({LlamaDecoderLayer})
+BF16 = MixedPrecision(param_dtype=torch.bfloat16)
+FP16 = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
+WRAPPINGS: dict[str, dict[str, Any]] = {
+    "one unit": {},
+    "one unit in BF16": {"mixed_precision": BF16},
+    "blocks": {"auto_wrap_policy": BLOCKS},
+    "blocks in BF16": {"auto_wrap_policy": BLOCKS, "mixed_precision": BF16},
+    "blocks in FP16": {"auto_wrap_policy": BLOCKS, "mixed_precision": FP16},
+}
+STRATEGIES = (
+    ShardingStrategy.FULL_SHARD,
+    ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.NO_SHARD,
+    ShardingStrategy.HYBRID_SHARD,
+)
+
+OPTIONS: dict[str, Any] = {
+    "process_group": None,  # made on the ranks
+    "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
+    "cpu_offload": CPUOffload(offload_params=True),
+    "auto_wrap_policy": BLOCKS,
+    "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
+    "mixed_precision": BF16,
+    "ignored_modules": None,  # modules of the model
+    "param_init_fn": lambda module: None,  # called for modules on the meta device
+    "sync_module_states": True,
+}
+"""For every argument of the native plugin but `fp8_communication`, a value that is not its default."""
+
+TRIED = tuple(option for option in OPTIONS if option != "sync_module_states")
+"""Those that FSDP takes on the CPU."""
+
+QUICK = FP8Config(emulate=True)
+"""The same roundings; CPUs without FP8 products take milliseconds for each of the others."""
+
+
+def native(*positional: Any, **arguments: Any) -> NativePlugin:
+    """Colossal-AI's plugin."""
+    from colossalai.booster.plugin import TorchFSDPPlugin
+
+    return TorchFSDPPlugin(*positional, **arguments)
+
+
+def ours(*positional: Any, **arguments: Any) -> TorchFSDPPlugin:
+    """This project's plugin."""
+    from fp8booster.plugins.torch_fsdp import TorchFSDPPlugin
+
+    return TorchFSDPPlugin(*positional, **arguments)
+
+
+def fp8(**arguments: Any) -> TorchFSDPPlugin:
+    """This project's plugin with products, weights and gradients in FP8."""
+    return ours(**{"use_fp8": True, "fp8_config": QUICK} | arguments)
+
+
+def plain_wire(**arguments: Any) -> TorchFSDPPlugin:
+    """This project's plugin with products in FP8, weights and gradients travelling in high precision."""
+    return fp8(fp8_communication=False, **arguments)
+
+
+def boost_with(make: Callable[..., Any], option: str, **others: Any) -> Boosted:
+    """A run whose plugin has one option of `OPTIONS`."""
+    model, value = tiny_llama(), OPTIONS[option]
+    if option == "process_group":
+        value = dist.new_group([0, 1])
+    elif option == "ignored_modules":
+        value = [model.model.layers[1].mlp]
+    return boost(make(**others, **{option: value}), model)
+
+
+def whole(run: Boosted) -> dict[str, torch.Tensor]:
+    """Copies of the parameters, whole and exact."""
+    unit = run.model.module
+    with FullyShardedDataParallel.summon_full_params(unit, writeback=False):
+        return {name: parameter.detach().clone() for name, parameter in unit.named_parameters()}
+
+
+@functools.cache
+def alone() -> dist.ProcessGroup:
+    """The group of this rank alone."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
+@contextmanager
+def offloading() -> Iterator[None]:
+    """Where FSDP can offload parameters without a GPU: torch pins no memory there, and has nothing to wait for."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda stream: None, raising=False)
+        yield
+
+
+def assert_fsdp_trains_equally(expected: Boosted, found: Boosted, **how: Any) -> None:
+    """Losses and exact weights are equal bit for bit."""
+    losses, others = train(expected, **how), train(found, **how)
+    assert losses == others, (losses, others)
+    assert_equal(whole(expected), whole(found))
+
+
+# ---- without use_fp8 ----
+
+
+@check
+def fsdp_tries_every_argument_of_the_native_plugin() -> None:
+    names = list(inspect.signature(type(native()).__init__).parameters)[1:]
+    assert names == [*OPTIONS, "fp8_communication"]
+
+
+@check_each(*TRIED)
+def fsdp_without_fp8_trains_as_the_native_plugin(option: str) -> None:
+    with offloading():
+        assert_fsdp_trains_equally(*(boost_with(make, option) for make in (native, ours)), micro_batches=2)
+
+
+@check
+def fsdp_by_position_means_what_it_means_in_the_native_plugin() -> None:
+    assert ours(*OPTIONS.values()).fsdp_kwargs == native(**OPTIONS).fsdp_kwargs
+    assert ours(*OPTIONS.values(), True).fp8_communication
+    assert not fp8(fp8_communication=True).fp8_communication  # native's hooks stay out
+    assert not ours().support_no_sync()
+
+
+@check
+def fsdp_names_an_unknown_option_and_refuses_a_wrong_configuration() -> None:
+    with pytest.raises(TypeError, match=r"'sharding'; did you mean sharding_strategy"):
+        ours(sharding=1)
+    with pytest.raises(TypeError, match=r"give an fp8booster.FP8Config"):
+        fp8(fp8_config={"power_of_two": True})
+    with pytest.raises(ValueError, match=r"no linear layers"):
+        boost(fp8(), nn.Sequential(nn.Embedding(8, 16), nn.LayerNorm(16)))
+
+
+# ---- products ----
+
+
+@check_each(*WRAPPINGS)
+def fsdp_runs_all_products_but_those_of_the_vocabulary_head_in_fp8(wrapping: str) -> None:
+    run = boost(fp8(fp8_config=None, **WRAPPINGS[wrapping]))
+    counted, rows = census(run)
+    linears = [module for module in run.model.modules() if isinstance(module, nn.Linear)]
+    eligible = [module for module in linears if isinstance(module, FP8Linear)]
+    (head,) = set(linears) - set(eligible)
+    assert len(eligible) == LAYERS
+    assert counted.fp8 == sum(products(eligible, rows).values(), Counter())
+    assert counted.other == sum(products([head], rows).values(), Counter())
+
+
+@check_each(*WRAPPINGS)
+def fsdp_in_fp8_stays_near_native(wrapping: str) -> None:
+    expected, found, uncompressed = (
+        train(boost(make(**WRAPPINGS[wrapping]))) for make in (native, fp8, plain_wire)
+    )
+    assert_close(expected, found, CLOSE)
+    assert len({tuple(losses) for losses in (expected, found, uncompressed)}) == 3
+
+
+@check_each(*TRIED)
+def fsdp_options_go_with_fp8(option: str) -> None:
+    with offloading():
+        expected, found = (train(boost_with(make, option), micro_batches=2) for make in (native, fp8))
+    assert_close(expected, found, CLOSE)
+
+
+@check
+def fsdp_recomputes_activations_in_fp8() -> None:
+    model = tiny_llama()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    arguments = {"auto_wrap_policy": BLOCKS, "mixed_precision": BF16}
+    assert_fsdp_trains_equally(boost(fp8(**arguments)), boost(fp8(**arguments), model))
+
+
+@check
+def fsdp_evaluates_with_the_weights_it_gathered() -> None:
+    run = boost(fp8(**WRAPPINGS["blocks in BF16"]))
+    train(run, steps=1)
+    batch = rank_batches(1)[0]
+    with torch.no_grad():
+        expected = run.loss(batch)
+        run.model.eval()
+        assert run.loss(batch) == expected
+
+
+@check
+def fsdp_says_at_boost_what_is_in_fp8() -> None:
+    for plugin, wire in (
+        (fp8(fp8_config=None), "gradients travel in FP8, and FP8 layers' weights"),
+        (plain_wire(fp8_config=None), "gradients and weights travel uncompressed"),
+    ):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            lines = count_calls(monkeypatch, plugin.logger, "info")
+            boost(plugin)
+        assert [line for (line,) in lines] == [
+            f"FP8: 14 of 15 linear layers; 1 in FP32 (FP8Config.layers leaves it out); {wire}"
+        ]
+
+
+# ---- weights ----
+
+
+def _wrapped(strategy: ShardingStrategy, gather: bool, **arguments: Any) -> Boosted:
+    """A run that reduces gradients in high precision, through the plain wrapper."""
+    run = boost(plain_wire(**arguments, sharding_strategy=strategy))
+    compress_flat_fsdp(run.model, gather=gather, reduce=False)
+    return run
+
+
+@check_each(*(f"{strategy.name} {name}" for strategy in STRATEGIES[:2] for name in WRAPPINGS))
+def fsdp_gathers_in_fp8_the_bits_that_a_layer_would_cast(case: str) -> None:
+    strategy, _, wrapping = case.partition(" ")
+    arguments = {"strategy": ShardingStrategy[strategy], **WRAPPINGS[wrapping]}
+    assert_fsdp_trains_equally(_wrapped(gather=False, **arguments), _wrapped(gather=True, **arguments))
+
+
+@check_each(*STRATEGIES)
+def fsdp_trains_near_native_in_every_strategy(strategy: ShardingStrategy) -> None:
+    arguments: dict[str, Any] = {"sharding_strategy": strategy, **WRAPPINGS["blocks in BF16"]}
+    if strategy is ShardingStrategy.HYBRID_SHARD:
+        arguments["process_group"] = (dist.group.WORLD, alone())
+    comm.reset_statistics()
+    found = train(boost(fp8(**arguments)))
+    reduced = "all_reduce" if strategy is ShardingStrategy.NO_SHARD else "reduce_scatter_tensor"
+    assert comm.statistics()[reduced].ratio < 0.6
+    assert_close(train(boost(native(**arguments))), found, CLOSE)
+
+
+@check
+def fsdp_averages_shards_that_replicas_hold() -> None:
+    gradient = torch.full((4096,), float(dist.get_rank()))
+    shard = torch.empty(4096)
+    flat_fsdp_hook(FlatFSDPState(group=alone(), replicas=dist.group.WORLD), gradient, shard)
+    assert torch.equal(shard, torch.full((4096,), 0.5))
+
+
+class _FP8Weights:
+    """Watches the memory of the FP8 weights that layers cast and that units gather."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._seen: list[StorageWeakRef] = []
+        for module, name in ((resharded_weight, "quantize_weight"), (flat_weights, "QuantizedMatrix")):
+            monkeypatch.setattr(module, name, self._watching(getattr(module, name)))
+
+    def _watching(self, make: Callable[..., QuantizedMatrix]) -> Callable[..., QuantizedMatrix]:
+        @functools.wraps(make, updated=())
+        def watched(*args: Any, **kwargs: Any) -> QuantizedMatrix:
+            made = make(*args, **kwargs)
+            self._seen += [StorageWeakRef(layout.untyped_storage()) for layout in made[:2] if layout.numel()]
+            return made
+
+        return watched
+
+    def made(self) -> int:
+        return len(self._seen)
+
+    def alive(self) -> int:
+        return sum(not seen.expired() for seen in self._seen)
+
+
+@check_each(*WRAPPINGS)
+def fsdp_holds_no_fp8_weight_of_a_block_between_forward_and_backward(wrapping: str) -> None:
+    for make in (fp8, plain_wire):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            weights = _FP8Weights(monkeypatch)
+            run = boost(make(**WRAPPINGS[wrapping]))
+            loss = run.loss(rank_batches(1)[0])
+            assert weights.made() >= LAYERS
+            if "one unit" in wrapping and make is fp8:
+                assert weights.alive() == 2 * LAYERS  # FSDP leaves its outermost unit whole until backward
+            else:
+                assert weights.alive() == 0
+            run.booster.backward(loss, run.optimizer)
+            assert weights.made() >= 2 * LAYERS
+            assert weights.alive() == 0
+
+
+@check_each("blocks in BF16", "one unit in BF16", "blocks")
+def fsdp_sends_at_most_0_52_of_the_bytes(wrapping: str) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 64}
+
+    def traffic(plugin: Any) -> Any:
+        run = boost(plugin, tiny_llama(**sizes))
+        batch = rank_batches(1)[0] % 64
+        run.step(batch)
+        comm.reset_statistics()
+        with count_traffic() as counted:
+            run.step(batch)
+        return counted
+
+    expected = traffic(native(**WRAPPINGS[wrapping]))
+    found = traffic(fp8(**WRAPPINGS[wrapping]))
+    assert found.sent <= (0.52 if "BF16" in wrapping else 0.28) * expected.sent
+    rows = comm.statistics().rows
+    assert rows.keys() == {NAME, "reduce_scatter_tensor"}
+    assert sum(row.wire_bytes for row in rows.values()) == found.sent
+    assert sum(row.raw_bytes for row in rows.values()) == expected.sent
+    assert not rows["reduce_scatter_tensor"].uncompressed
+    assert rows[NAME].uncompressed.keys() == {NOT_FP8}
+
+
+@check
+def fsdp_says_why_a_weight_travels_in_16_bits() -> None:
+    for config, reason in (
+        (FP8Config(granularity="rowwise", emulate=True), "rowwise scales"),
+        (QUICK, "size no multiple of 16"),
+    ):
+        model = tiny_llama(intermediate_size=250 if config is QUICK else 128)
+        comm.reset_statistics()
+        losses = train(boost(fp8(fp8_config=config, auto_wrap_policy=BLOCKS), model), steps=1)
+        assert any(reason in text for text in comm.statistics()[NAME].uncompressed), reason
+        assert all(torch.isfinite(torch.tensor(losses)))
+
+
+@check
+def fsdp_loses_no_nan_on_the_way() -> None:
+    run = boost(fp8(**WRAPPINGS["blocks in BF16"]))
+    unit = run.model.module
+    with FullyShardedDataParallel.summon_full_params(unit), torch.no_grad():
+        dict(unit.named_parameters())["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
+    assert torch.isnan(run.loss(rank_batches(1)[0]))
+
+
+# ---- gradients ----
+
+
+@check_each("blocks", "blocks in BF16")
+def fsdp_accumulates_without_synchronization(wrapping: str) -> None:
+    expected, found = (
+        train(boost(fp8(**WRAPPINGS[wrapping])), micro_batches=3, no_sync=no_sync)
+        for no_sync in (False, True)
+    )
+    assert_close(expected, found, CLOSE)
+    run = boost(fp8(**WRAPPINGS[wrapping]))
+    comm.reset_statistics()
+    run.step(*rank_batches(3), no_sync=True)
+    assert comm.statistics()["reduce_scatter_tensor"].calls == 3  # two blocks and the root, once
+
+
+@check
+def fsdp_clips_by_the_norm_that_ddp_finds() -> None:
+    norms = []
+    for plugin in (ddp_checks.native(), native(), fp8(auto_wrap_policy=BLOCKS)):
+        run = boost(plugin)
+        run.booster.backward(run.loss(rank_batches(1)[0]), run.optimizer)
+        norms.append(float(run.optimizer.clip_grad_by_norm(0.1)))
+        assert float(run.optimizer.clip_grad_by_norm(1e9)) == pytest.approx(0.1, rel=1e-3)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    assert norms[2] == pytest.approx(norms[0], rel=0.02)  # FP8 rounds the gradients
+
+
+# ---- convergence ----
+
+
+def _learn(plugin: Any) -> list[float]:
+    return learn(boost(plugin, tiny_llama(vocab_size=256)))
+
+
+@functools.cache
+def _learn_with_ddp() -> list[float]:
+    return _learn(ddp_checks.fp8(fp8_config=QUICK))
+
+
+@check_each("one unit", "blocks")
+def fsdp_follows_data_parallel_in_fp8_over_50_steps(wrapping: str) -> None:
+    expected = _learn_with_ddp()
+    losses = _learn(fp8(**WRAPPINGS[wrapping]))
+    assert expected[-1] < 0.8 * expected[0]
+    assert_close(expected, losses, WITHIN)
+
+
+# ---- checkpoints ----
+
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "fp8": functools.partial(fp8, auto_wrap_policy=BLOCKS),
+    "native": functools.partial(native, auto_wrap_policy=BLOCKS),
+    "fp8 DDP": functools.partial(ddp_checks.fp8, fp8_config=QUICK),
+}
+
+
+@check_each("fp8 to fp8", "fp8 to native", "native to fp8", "fp8 to fp8 DDP")
+def fsdp_checkpoints_cross(crossing: str) -> None:
+    source, _, target = crossing.partition(" to ")
+    writer, reader = (boost(PLUGINS[name]()) for name in (source, target))
+    train(writer, steps=2)
+    writer.loss(rank_batches(1)[0])  # the root unit is whole now, its FP8 layers' weights rounded
+    expected = whole(writer)
+    for name, form in ddp_checks.FORMS.items():
+        folder = shared_folder(f"fsdp {crossing}/{name}")
+        model, optimizer = ddp_checks._save(writer, form, folder)
+        if target == "fp8 DDP":
+            reader.booster.load_model(reader.model, model)
+            assert_equal(expected, reader.parameters())
+            continue
+        train(reader, steps=1)  # other weights
+        reader.booster.load_model(reader.model, model)
+        reader.booster.load_optimizer(reader.optimizer, optimizer)
+        assert_equal(expected, whole(reader))
+    if target != "fp8 DDP":
+        losses = train(reader), train(writer)
+        assert_close(*losses, CLOSE)
+        if source == target:
+            assert losses[0] == losses[1]
+
+
+@check_each(*STRATEGIES[:2])
+def fsdp_checkpoints_hold_exact_weights_after_a_forward(strategy: ShardingStrategy) -> None:
+    for wrapping in ("one unit", "one unit in BF16"):
+        run = boost(fp8(sharding_strategy=strategy, **WRAPPINGS[wrapping]))
+        before = whole(run)
+        loss = run.loss(rank_batches(1)[0])
+        assert_equal(before, whole(run))
+        run.booster.backward(loss, run.optimizer)
+        with FullyShardedDataParallel.summon_full_params(run.model.module):
+            pass  # writes back what it gathered
+        assert_equal(before, whole(run))

@@ -1,0 +1,252 @@
+"""`MoeHybridParallelPlugin`: without `use_fp8` it is the native plugin, with it experts and their tokens are in FP8."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8booster import FP8Config, comm, report
+from fp8booster.monitor.traffic import Traffic, count_traffic
+from fp8booster.nn import FP8Layer
+from tests.colossal.moe.models import tiny_mixtral
+from tests.nn.reference import count_calls
+from tests.plugins import training
+from tests.plugins.census_checks import Census, products
+from tests.plugins.convergence_checks import WITHIN, learn
+from tests.plugins.registry import check, check_each, shared_folder
+from tests.plugins.training import (
+    Boosted,
+    assert_close,
+    assert_equal,
+    assert_trains_equally,
+    rank_batches,
+    train,
+)
+
+if TYPE_CHECKING:
+    from colossalai.booster.plugin import MoeHybridParallelPlugin as NativePlugin
+
+    from fp8booster.plugins.moe_hybrid_parallel import MoeHybridParallelPlugin
+
+CLOSE = 1e-2
+"""How far a loss in FP8 may lie from that in BF16, in the first steps of `tiny_mixtral`."""
+
+QUICK = FP8Config(emulate=True)
+"""The same roundings; CPUs without FP8 products take milliseconds for each of the others."""
+
+EP2 = {"tp_size": 1, "pp_size": 1, "ep_size": 2, "precision": "bf16", "zero_stage": 1}
+MODES: dict[str, dict[str, Any]] = {
+    "EP2": EP2,
+    "experts on every rank": EP2 | {"ep_size": 1},
+    "experts on every rank, without ZeRO": EP2 | {"ep_size": 1, "zero_stage": 0},
+    "EP2, clipping": EP2 | {"max_norm": 0.1},
+    "EP2, late weights": EP2 | {"overlap_allgather": True},
+    "EP2, stage 2": EP2 | {"zero_stage": 2},  # which native turns into stage 1
+    "EP2, FP16": EP2 | {"precision": "fp16", "initial_scale": 2.0**8},
+}
+
+
+def native(**arguments: Any) -> NativePlugin:
+    """Colossal-AI's plugin."""
+    from colossalai.booster.plugin import MoeHybridParallelPlugin
+
+    return MoeHybridParallelPlugin(**EP2 | arguments)
+
+
+def ours(*positional: Any, **arguments: Any) -> MoeHybridParallelPlugin:
+    """This project's plugin."""
+    from fp8booster.plugins.moe_hybrid_parallel import MoeHybridParallelPlugin
+
+    return MoeHybridParallelPlugin(*positional, **({} if positional else EP2) | arguments)
+
+
+def fp8(**arguments: Any) -> MoeHybridParallelPlugin:
+    """This project's plugin with products, tokens, weights and gradients in FP8."""
+    return ours(**{"use_fp8": True, "fp8_config": QUICK} | arguments)
+
+
+def boost(plugin: Any, **options: Any) -> Boosted:
+    """A boosted `tiny_mixtral`."""
+    return training.boost(plugin, tiny_mixtral(**options))
+
+
+# ---- without use_fp8 ----
+
+
+@check_each(*MODES)
+def moe_without_fp8_trains_as_the_native_plugin(mode: str) -> None:
+    assert_trains_equally(*(boost(make(**MODES[mode])) for make in (native, ours)), micro_batches=2)
+
+
+@check
+def moe_takes_the_arguments_of_the_native_plugin() -> None:
+    plugin = ours(1, 1, 2, None, "bf16", 1, max_norm=0.5)
+    theirs = native(max_norm=0.5)
+    for name in (
+        "ep_size",
+        "moe_dp_size",
+        "dp_size",
+        "precision",
+        "zero_stage",
+        "max_norm",
+        "amp_config",
+        "ddp_config",
+    ):
+        assert getattr(plugin, name) == getattr(theirs, name), name
+    with pytest.raises(TypeError, match=r"'epsize'; did you mean ep_size"):
+        ours(epsize=2)
+    with pytest.raises(TypeError, match=r"give an fp8booster.FP8Config"):
+        fp8(fp8_config={"power_of_two": True})
+    with pytest.raises(ValueError, match=r"'bf16' or 'fp16', not 'fp32'"):
+        fp8(precision="fp32", zero_stage=0)
+
+
+# ---- products ----
+
+
+@check
+def moe_runs_all_products_but_those_of_head_and_routers_in_fp8() -> None:
+    run = boost(fp8(fp8_config=None))
+    network = run.model.unwrap()
+    tokens: Counter[nn.Module] = Counter()
+    for layer in network.modules():
+        if isinstance(layer, FP8Layer):
+            layer.register_forward_pre_hook(
+                lambda module, args: tokens.update({module: args[0].shape[:-1].numel()})
+            )
+    batch = rank_batches(1)[0]
+    with Census() as counted:
+        run.step(batch)
+    experts = [
+        layer
+        for name, layer in network.named_modules()
+        if "experts." in name and isinstance(layer, nn.Linear)
+    ]
+    held = [layer for layer in experts if isinstance(layer, FP8Layer) and layer.weight is not None]
+    attention = [
+        layer
+        for name, layer in network.named_modules()
+        if "self_attn." in name and isinstance(layer, nn.Linear)
+    ]
+    assert len(held) == 2 * 2 * 3  # in each of two layers, two experts of three products
+    assert len(attention) == 2 * 4
+    assert set(tokens) == {*held, *attention}
+    expected: Counter[tuple[int, int, int]] = Counter()
+    for layer, rows in tokens.items():
+        if rows:
+            expected += sum(products([layer], -(-rows // 16) * 16).values(), Counter())
+    assert counted.fp8 == expected
+    routers = [layer.block_sparse_moe.gate for layer in network.model.layers]
+    in_16_bits = sum(products([network.lm_head, *routers], batch.numel()).values(), Counter())
+    assert {sizes: count for sizes, count in counted.other.items() if all(sizes)} == in_16_bits
+
+
+@check
+def moe_says_what_is_in_fp8() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        plugin = fp8(fp8_config=None)
+        lines = count_calls(monkeypatch, plugin.logger, "info")
+        run = boost(plugin)
+    assert [line for (line,) in lines if line.startswith("FP8")] == [
+        "FP8: 20 of 23 linear layers; "
+        "2 in BF16 (a router, where rounding would send tokens to other experts); "
+        "1 in BF16 (FP8Config.layers leaves it out); activations and gradients travel in FP8, and 20 of 29 weights"
+    ]
+    assert len(report(run.model).fp8) == 20
+
+
+@check_each(*MODES)
+def moe_in_fp8_stays_near_native(mode: str) -> None:
+    expected, found = (train(boost(make(**MODES[mode])), micro_batches=2) for make in (native, fp8))
+    assert_close(expected, found, CLOSE)
+    assert expected != found
+
+
+@check
+def moe_trains_where_experts_get_no_tokens() -> None:
+    batch = torch.full((2, 32), 7 + dist.get_rank())  # one token each: in the first layer two experts
+    for mode in ("EP2", "experts on every rank"):
+        run = boost(fp8(**MODES[mode]))
+        losses = [run.step(batch)[0] for _ in range(4)]
+        assert losses[-1] < losses[0]
+        for parameter in run.parameters().values():
+            assert torch.isfinite(parameter).all()
+
+
+# ---- communication ----
+
+
+def _traffic(run: Boosted, batch: torch.Tensor) -> Traffic:
+    run.step(batch)
+    comm.reset_statistics()
+    with count_traffic() as counted:
+        run.step(batch)
+    return counted
+
+
+@check_each("EP2", "experts on every rank")
+def moe_sends_at_most_0_52_of_the_bytes(mode: str) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 64}
+    batch = rank_batches(1, batch=8)[0] % 64
+    expected = _traffic(boost(native(**MODES[mode]), **sizes), batch)
+    found = _traffic(boost(fp8(**MODES[mode]), **sizes), batch)
+    rows = comm.statistics().rows
+    assert found.sent <= 0.52 * expected.sent
+    if mode == "EP2":
+        assert rows["all_to_all_single"].ratio < 0.52
+        assert rows["all_to_all_single"].calls == 2 * 4
+        assert not rows["all_to_all_single"].uncompressed
+        assert ("all_to_all_single", torch.bfloat16) not in found.counts
+    large = [reason for row in rows.values() for reason in row.uncompressed]
+    assert set(large) <= {"not the weight of an FP8 layer", "one rank"}
+
+
+@check
+def moe_sends_nothing_in_fp8_where_it_is_told_so() -> None:
+    run = boost(fp8(fp8_communication=False))
+    counted = _traffic(run, rank_batches(1)[0])
+    assert torch.uint8 not in {dtype for _, dtype in counted.counts}
+
+
+# ---- convergence ----
+
+
+@functools.cache
+def _without_expert_parallelism() -> list[float]:
+    return learn(training.boost(training.fp8(fp8_config=QUICK), tiny_mixtral(vocab_size=256)))
+
+
+@check_each("EP2", "experts on every rank")
+def moe_follows_data_parallel_in_fp8_over_50_steps(mode: str) -> None:
+    expected = _without_expert_parallelism()
+    losses = learn(training.boost(fp8(**MODES[mode]), tiny_mixtral(vocab_size=256)))
+    assert expected[-1] < 0.8 * expected[0]
+    assert_close(expected, losses, WITHIN)
+
+
+# ---- checkpoints ----
+
+
+@check_each("fp8 to fp8", "fp8 to native", "native to fp8")
+def moe_checkpoints_cross(crossing: str) -> None:
+    makers = {"fp8": fp8, "native": native}
+    source, _, target = crossing.partition(" to ")
+    writer, reader = (boost(makers[name]()) for name in (source, target))
+    train(writer, steps=2)
+    train(reader, steps=1)
+    folder = shared_folder(f"moe {crossing}")
+    writer.booster.save_model(writer.model, str(folder / "model"), shard=True, use_safetensors=True)
+    writer.booster.save_optimizer(writer.optimizer, str(folder / "optimizer"), shard=True)
+    dist.barrier()
+    reader.booster.load_model(reader.model, str(folder / "model"))
+    reader.booster.load_optimizer(reader.optimizer, str(folder / "optimizer"))
+    held = {name for name, parameter in writer.model.unwrap().named_parameters() if parameter is not None}
+    assert held
+    assert_equal(writer.parameters(), reader.parameters())
+    assert_close(train(writer), train(reader), CLOSE)

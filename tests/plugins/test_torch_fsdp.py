@@ -1,0 +1,23 @@
+"""`TorchFSDPPlugin` on two gloo ranks, which are started once for all checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.plugins.registry import names, run_checks
+
+MODULE = "tests.plugins.fsdp_checks"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    """What each rank found."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    return run_ranks(run_checks, 2, [MODULE], folder, timeout=300, initialize=False)
+
+
+@pytest.mark.parametrize("name", names(MODULE))
+def test_on_two_ranks(outcomes: list[dict[str, str | None]], name: str) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
