@@ -71,6 +71,12 @@ class FP8Config:
     """How the gradients that ZeRO reduces in FP8 are scaled: "block", one scale for each 256 values; "tensor", one for
     each message; "auto", FP8-LM's automatic scaling (`comm.automatic_scaling`), which adds them in FP8."""
 
+    fused: bool = False
+    """Fuse what lies between the products of decoder layers (`nn.fused`): q, k and v as one product, gate and up as
+    one, norms with residuals, rotary embedding and SwiGLU as one kernel each, which deliver amax to the casts. For the
+    LLaMA, Mistral and Qwen2 models of transformers 4.51, under LowLevelZeroPlugin and TorchDDPPlugin. Its kernels have
+    been interpreted and compiled for Hopper, not yet run there."""
+
     emulate: bool = False
     """Compute the products in FP32 from the FP8 values, for GPUs without FP8 products: same rounding, no speed."""
 
@@ -119,6 +125,7 @@ _ALLOWED = {
     "always": _SWITCH,
     "communication": _SWITCH,
     "gradient_scaling": ("block", "tensor", "auto"),
+    "fused": _SWITCH,
     "emulate": _SWITCH,
 }
 _MULTIPLIED = (

@@ -19,6 +19,7 @@ from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
+from fp8booster.nn.fused import fuse
 from fp8booster.plugins.arguments import bind, require_16_bits, require_config
 
 FP8_BUCKET_SIZE_IN_M = 64
@@ -75,6 +76,8 @@ class LowLevelZeroPlugin(NativeLowLevelZeroPlugin):
             return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
         convert_to_fp8(model, self.fp8_config)
+        if self.fp8_config.fused:
+            fuse(model)
         self.use_fp8 = False  # native would hook F.linear with its own FP8 product
         try:
             boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)

@@ -18,6 +18,7 @@ from fp8booster.comm import DDPState, ddp_hook
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
+from fp8booster.nn.fused import fuse
 from fp8booster.plugins.arguments import bind, require_config
 
 FP8_BUCKET_CAP_MB = 64
@@ -77,6 +78,8 @@ class TorchDDPPlugin(NativeTorchDDPPlugin):
         if self.use_fp8:
             require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
             convert_to_fp8(model, self.fp8_config)
+        if self.fp8_config.fused:
+            fuse(model)
         boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         if self.reduces_in_fp8:
             boosted[0].module.register_comm_hook(DDPState(), ddp_hook)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from fp8booster.comm.collectives import gather_bytes
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.cast import ALIGNMENT
 from fp8booster.kernels.shard_cast import cast_shard, unpack
+from fp8booster.nn.fused.merged import MergedLayers, merged_layers
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.tensor import QuantizedMatrix
 
@@ -40,6 +42,13 @@ class GatheredWeight:
     flat: torch.Tensor
     """[shard size * ranks] FP8: the gathered shards, of which the first numel are the weight."""
 
+    quantized: QuantizedMatrix
+
+
+class MergedWeights(NamedTuple):
+    """Weights that are gathered one below the other, under one scale, and multiplied as one."""
+
+    layers: MergedLayers
     quantized: QuantizedMatrix
 
 
@@ -83,13 +92,22 @@ class GatheredWeights:
         for by_stage in getattr(optimizer, "shared_params", ()):
             # other pipeline stages hold it too
             readers.update(id(parameter) for parameter in by_stage.values())
-        for module in model.modules():
-            if isinstance(module, FP8Layer) and id(module.weight) in masters:
-                reason = why_in_16_bits(module, optimizer, readers[id(module.weight)])
-                if reason is None:
-                    self._weights[id(module.weight)] = self._allocate(module)
-                else:
-                    self._reasons[id(module.weight)] = reason
+        layers = {
+            id(module.weight): module
+            for module in model.modules()
+            if isinstance(module, FP8Layer) and id(module.weight) in masters
+        }
+        for key, layer in layers.items():
+            reason = why_in_16_bits(layer, optimizer, readers[key])
+            if reason is not None:
+                self._reasons[key] = reason
+        self._merged: dict[int, MergedWeights] = {}
+        for merged in merged_layers(model):
+            if all(id(layer.weight) in layers for layer in merged.layers) and self._can_lie_together(merged):
+                self._allocate_together(merged)
+        for key, layer in layers.items():
+            if key not in self._reasons and key not in self._weights:
+                self._weights[key] = self._allocate(layer)
 
     def __contains__(self, working: nn.Parameter) -> bool:
         return id(working) in self._weights
@@ -120,6 +138,33 @@ class GatheredWeights:
         )
         return GatheredWeight(layer, flat, quantized)
 
+    def _can_lie_together(self, merged: MergedLayers) -> bool:
+        """Whether weights that are multiplied as one can be gathered into one matrix, under one scale."""
+        weights = merged.weights
+        padded = self._optimizer._working_param_to_padded_working_param
+        return (
+            not any(id(weight) in self._reasons for weight in weights)
+            and len({self._optimizer.param_to_pg[weight] for weight in weights}) == 1
+            and len({layer.fp8_config for layer in merged.layers}) == 1
+            # between weights there must be no padding
+            and all(padded[weight].numel() == weight.numel() for weight in weights)
+        )
+
+    def _allocate_together(self, merged: MergedLayers) -> None:
+        """Memory for weights one below the other, of which each layer's FP8 weight is a part."""
+        weights, dtype = merged.weights, merged.layers[0].fp8_config.weight_format
+        columns = weights[0].shape[1]
+        rows = [len(weight) for weight in weights]
+        data = weights[0].new_empty((sum(rows), columns), dtype=dtype)
+        transpose = weights[0].new_empty((columns, sum(rows)), dtype=dtype)
+        inverse_scale = weights[0].new_empty((), dtype=torch.float32)
+        together = MergedWeights(merged, QuantizedMatrix(data, transpose, inverse_scale, None))
+        parts = zip(merged.layers, data.split(rows), transpose.split(rows, 1), strict=True)
+        for layer, part, transposed in parts:
+            quantized = QuantizedMatrix(part, transposed, inverse_scale, None)
+            self._weights[id(layer.weight)] = GatheredWeight(layer, part.view(-1), quantized)
+            self._merged[id(layer.weight)] = together
+
     @torch.no_grad()
     def publish(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Cast, gather and hand to the layers the weights of this step.
@@ -127,13 +172,34 @@ class GatheredWeights:
         Args:
             masters: this rank's shard of each updated weight, on the weight's device.
         """
+        masters = self._with_those_merged(masters)
         by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for working in masters:
             by_group.setdefault(self._optimizer.param_to_pg[working], []).append(working)
         for group, parameters in by_group.items():
-            amaxes = agree_on_amax([masters[working] for working in parameters], group)
-            for working, amax in zip(parameters, amaxes.unbind(), strict=True):
+            amaxes = agree_on_amax([masters[working] for working in parameters], group).unbind()
+            amax_of = dict(zip(map(id, parameters), amaxes, strict=True))
+            for working in parameters:
+                together = self._merged.get(id(working))
+                amax = amax_of[id(working)]
+                if together is not None:
+                    amax = torch.stack([amax_of[id(weight)] for weight in together.layers.weights]).amax()
                 self._gather(self._weights[id(working)], masters[working], amax, group)
+        for together in {id(each): each for each in map(self._merged.get, map(id, masters)) if each}.values():
+            together.layers.keep(together.quantized)
+
+    def _with_those_merged(
+        self, masters: Mapping[nn.Parameter, torch.Tensor]
+    ) -> dict[nn.Parameter, torch.Tensor]:
+        """The updated weights, and those that share a scale with one of them."""
+        all_masters = dict(masters)
+        for working, master in masters.items():
+            together = self._merged.get(id(working))
+            for weight in () if together is None else together.layers.weights:
+                if weight not in all_masters:
+                    mate = self._optimizer.working_to_master_param[id(weight)]
+                    all_masters[weight] = mate.to(master.device)
+        return all_masters
 
     def _gather(
         self, gathered: GatheredWeight, master: torch.Tensor, amax: torch.Tensor, group: dist.ProcessGroup

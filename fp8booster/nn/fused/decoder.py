@@ -8,7 +8,7 @@ In place, by class: parameters, their names, hooks and `isinstance` stay as they
     x = h + down(swiglu(gate-up product of y))
 
 and every kernel delivers the amax of what it makes, so that the casts before the products read their input once. Where
-a case is not covered (a cache, returned attention weights, another activation, layers that are not plain FP8 layers)
+a case is not covered (returned attention weights, another activation, layers that are not plain FP8 layers)
 that part runs as transformers wrote it.
 """
 
@@ -52,30 +52,35 @@ class FusedAttention(nn.Module):
         position_embeddings: Embeddings,
         attention_mask: torch.Tensor | None = None,
         past_key_value: Any = None,
-        *args: Any,
+        cache_position: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As transformers', with one product for q, k and v."""
         cos, sin = position_embeddings
         qkv = None
         if (
-            past_key_value is None
-            and self.config._attn_implementation == "sdpa"
+            self.config._attn_implementation == "sdpa"
             and not kwargs.get("output_attentions")
             and cos.shape[-1] == self.head_dim
         ):
             qkv = self.fp8_qkv(hidden_states)
         if qkv is None:
             return super().forward(
-                hidden_states, position_embeddings, attention_mask, past_key_value, *args, **kwargs
+                hidden_states, position_embeddings, attention_mask, past_key_value, cache_position, **kwargs
             )
         config, (batch, sequence, _) = self.config, hidden_states.shape
         heads = split_and_rotate(
             qkv, cos, sin, query_heads=config.num_attention_heads, key_heads=config.num_key_value_heads
         )
+        query, key, value = (each.transpose(1, 2) for each in heads)
+        if past_key_value is not None:  # also in training, where a model's use_cache was left on
+            place = {"sin": sin, "cos": cos, "cache_position": cache_position}
+            key, value = past_key_value.update(key, value, self.layer_idx, place)
         attended = F.scaled_dot_product_attention(
-            *(each.transpose(1, 2) for each in heads),
-            attn_mask=None if attention_mask is None else attention_mask[..., :sequence],
+            query,
+            key,
+            value,
+            attn_mask=None if attention_mask is None else attention_mask[..., : key.shape[2]],
             dropout_p=self.attention_dropout if self.training else 0.0,
             is_causal=attention_mask is None and sequence > 1,
             scale=self.scaling,
@@ -136,9 +141,12 @@ def fuse_blocks(model: nn.Module) -> int:
         The number of decoder layers fused.
     """
     fused = 0
-    for module in list(model.modules()):
+    # inner modules first: a layer is fused if its norms are
+    for module in reversed(list(model.modules())):
         family = _family(module)
-        role = type(module).__name__.removeprefix(family or "")
+        if family is None or "forward" in vars(module):  # whose forward an engine has replaced
+            continue
+        role = type(module).__name__.removeprefix(family)
         if role == "RMSNorm":
             _mix(FusedRMSNorm, module)
         elif role == "Attention" and _in_fp8(module.q_proj, module.k_proj, module.v_proj):
@@ -149,7 +157,10 @@ def fuse_blocks(model: nn.Module) -> int:
         ):
             _mix(FusedMLP, module)
             module.__dict__["fp8_gate_up"] = MergedLayers([module.gate_proj, module.up_proj])
-        elif role == "DecoderLayer":
+        elif role == "DecoderLayer" and all(
+            isinstance(norm, FusedRMSNorm)
+            for norm in (module.input_layernorm, module.post_attention_layernorm)
+        ):
             _mix(FusedDecoderLayer, module)
             fused += 1
     return fused

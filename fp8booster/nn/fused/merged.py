@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.choice import fp8_pays
@@ -32,6 +33,11 @@ class MergedLayers:
         self.layers = tuple(layers)
         self._forget()
 
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The layers' weights, in the order of their outputs."""
+        return [layer.weight for layer in self.layers]
+
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """All outputs side by side, [..., sum of output features], or None: call the layers one by one.
 
@@ -40,7 +46,7 @@ class MergedLayers:
         """
         if not self._can_merge(input):
             return None
-        first, weights = self.layers[0], [layer.weight for layer in self.layers]
+        first, weights = self.layers[0], self.weights
         config = first.fp8_config
         rows = input.numel() // input.shape[-1]
         in_fp8 = (
@@ -69,7 +75,7 @@ class MergedLayers:
         )
 
     def _can_merge(self, input: torch.Tensor) -> bool:
-        first = self.layers[0]
+        first, kept = self.layers[0], self._is_kept_by_engine()
         return (
             input.numel() > 0
             and reusable(input, first.weight)
@@ -80,7 +86,7 @@ class MergedLayers:
                 and layer.weight.dtype == input.dtype
                 and (layer.bias is None) == (first.bias is None)
                 and not (layer._forward_pre_hooks or layer._forward_hooks)
-                and not layer.fp8_weight.is_kept_by_engine(layer.weight)
+                and (kept or not layer.fp8_weight.is_kept_by_engine(layer.weight))
                 and layer.fp8_weight.in_backward(layer.weight, layer.fp8_config) is None
                 for layer in self.layers
             )
@@ -90,6 +96,8 @@ class MergedLayers:
 
     def _weight(self, weights: list[torch.Tensor]) -> QuantizedMatrix:
         """The FP8 weight, cast once per optimizer step as `weight_cache` does for one layer."""
+        if self._is_kept_by_engine():
+            return self._quantized
         config = self.layers[0].fp8_config
         made_from = [state_of(weight, config) for weight in weights]
         fresh = self._made_from == made_from and all(
@@ -103,10 +111,33 @@ class MergedLayers:
             self._sources = [weakref.ref(weight) for weight in weights]
         return self._quantized
 
+    def keep(self, quantized: QuantizedMatrix) -> None:
+        """Hold an FP8 weight that an engine makes together with the layers' weights, as `WeightCache.keep` does."""
+        self._forget()
+        self._quantized = quantized
+        self._kept_for = self._places()
+
+    def _is_kept_by_engine(self) -> bool:
+        return self._kept_for == self._places()
+
+    def _places(self) -> list[tuple[int, int]]:
+        return [(weight.data_ptr(), weight._version) for weight in self.weights]
+
     def _forget(self) -> None:
+        self._kept_for: list[tuple[int, int]] = []
         self._quantized: QuantizedMatrix | None = None
         self._made_from: list[tuple] = []
         self._sources: list[weakref.ref] = []
+
+
+def merged_layers(model: nn.Module) -> list[MergedLayers]:
+    """Those that the modules of a model hold as attributes."""
+    return [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, MergedLayers)
+    ]
 
 
 class _SideBySide(torch.autograd.Function):

@@ -10,7 +10,14 @@ from tests.distributed import run_ranks
 from tests.plugins.registry import names, run_checks
 
 MODULES = {
-    2: ("option_checks", "weight_checks", "traffic_checks", "convergence_checks", "gradient_scaling_checks"),
+    2: (
+        "option_checks",
+        "weight_checks",
+        "fused_checks",
+        "traffic_checks",
+        "convergence_checks",
+        "gradient_scaling_checks",
+    ),
     3: ("three_rank_checks",),
     4: ("four_rank_checks",),
 }

@@ -1,0 +1,108 @@
+"""Fused decoder layers whose weights are gathered together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8booster import FP8Config
+from fp8booster.kernels.cast import cast_reference
+from fp8booster.nn.fused import merged
+from fp8booster.nn.fused.merged import MergedLayers, merged_layers
+from tests.colossal.zero.runs import CLOSE, assert_same_on_all_ranks, batch, masters, names, wire
+from tests.nn.reference import count_calls
+from tests.plugins.registry import check, check_each
+from tests.plugins.training import STAGES, Boosted, assert_close, boost, native, train
+
+FUSED = FP8Config(fused=True)
+
+
+def whole_masters(run: Boosted, layers: MergedLayers) -> torch.Tensor:
+    """The masters of merged layers, one below the other."""
+    of_all = masters(run)
+    name_of = {id(parameter): name for name, parameter in names(run).items()}
+    return torch.cat([of_all[name_of[id(weight)]] for weight in layers.weights])
+
+
+@check_each(*STAGES)
+def merged_weights_are_the_cast_of_their_masters_under_one_scale(stage: int) -> None:
+    run = boost(wire(stage=stage, fp8_config=FUSED))
+    groups = merged_layers(run.model.unwrap())
+    assert [len(group.layers) for group in groups] == [3, 2, 3, 2]
+    for _ in range(2):
+        train(run, steps=1)
+        for group in groups:
+            found = group._weight(group.weights)
+            assert group._is_kept_by_engine()
+            data, transpose, inverse_scale = cast_reference(
+                whole_masters(run, group),
+                group.layers[0].fp8_config.weight_format,
+                plain=True,
+                transposed=True,
+                power_of_two=False,
+                amax=None,
+            )
+            assert torch.equal(found.data.view(torch.uint8), data.view(torch.uint8))
+            assert torch.equal(found.transpose.view(torch.uint8), transpose.view(torch.uint8))
+            assert torch.equal(found.inverse_scale, inverse_scale)
+            values = (data.float() * inverse_scale).split([len(weight) for weight in group.weights])
+            for weight, value in zip(group.weights, values, strict=True):
+                assert torch.equal(weight, value.to(weight.dtype))
+                assert_same_on_all_ranks(weight)
+
+
+@check
+def no_merged_weight_is_cast_after_the_first_step_and_each_is_multiplied_whole() -> None:
+    run = boost(wire(stage=2, fp8_config=FUSED))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        casts = count_calls(monkeypatch, merged, "quantize_weight")
+        run.step(batch())
+        groups = merged_layers(run.model.unwrap())
+        assert len(casts) == len(groups), (len(casts), len(groups))
+        products = count_calls(monkeypatch, torch, "_scaled_mm")
+        run.step(batch())
+        run.step(batch())
+        assert len(casts) == len(groups)
+        multiplied = {operand.shape for pair in products for operand in pair}
+        assert all(group._quantized.data.shape in multiplied for group in groups)
+
+
+@check_each(*STAGES)
+def a_fused_model_learns_as_in_16_bits(stage: int) -> None:
+    assert_close(
+        train(boost(native(stage=stage)), steps=5),
+        train(boost(wire(stage=stage, fp8_config=FUSED)), steps=5),
+        CLOSE,
+    )
+
+
+@check
+def weights_of_layers_that_run_one_by_one_serve_them_too() -> None:
+    fused, hooked = (boost(wire(stage=2, fp8_config=FUSED)) for _ in range(2))
+    for group in merged_layers(hooked.model.unwrap()):
+        group.layers[0].register_forward_hook(lambda module, args, output: None)
+    assert_close(train(fused, steps=4), train(hooked, steps=4), CLOSE)
+
+
+@check
+def a_step_that_gives_some_of_the_merged_no_gradient_keeps_their_scale_right() -> None:
+    run = boost(wire(stage=2, fp8_config=FUSED))
+    train(run, steps=1)
+    group = merged_layers(run.model.unwrap())[0]
+    frozen = group.weights[1]
+    before = masters(run)
+    frozen.requires_grad_(False)
+    train(run, steps=1)
+    name = next(name for name, parameter in names(run).items() if parameter is frozen)
+    assert torch.equal(masters(run)[name], before[name])
+    data, _, inverse_scale = cast_reference(
+        whole_masters(run, group),
+        group.layers[0].fp8_config.weight_format,
+        plain=True,
+        transposed=False,
+        power_of_two=False,
+        amax=None,
+    )
+    found = group._weight(group.weights)
+    assert torch.equal(found.data.view(torch.uint8), data.view(torch.uint8))
+    assert torch.equal(found.inverse_scale, inverse_scale)
