@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from fp8booster.kernels.cast import aligned
+from fp8booster.kernels.device import why_no_fp8
 
 
 def gathered_layouts(
@@ -14,33 +14,44 @@ def gathered_layouts(
     """The matrix whose rows ranks hold in pieces, and its transpose.
 
     With `outer` 1 the ranks' rows follow each other. Else each rank holds a piece of every one of `outer` groups of
-    rows, as it does of a batch of sequences: [P, outer, r, C16] becomes [outer, P, r, C16].
+    rows, as it does of a batch of sequences: [P, outer, r, C] becomes [outer, P, r, C].
 
     Args:
-        gathered: [P, outer * r, C16] bytes, the parts of P ranks, contiguous.
+        gathered: [P, outer * r, C] bytes, the parts of P ranks, contiguous.
         outer: groups of rows.
         plain: give the matrix.
         transposed: give its transpose.
 
     Returns:
-        ([R16, C16] or empty, [C16, R16] or empty), where R16 is P * outer * r rounded up to a multiple of 16; zeros lie
+        ([R16, C] or empty, [C, R16] or empty), where R16 is P * outer * r rounded up to a multiple of 16; zeros lie
         beyond. The matrix is a view of `gathered` where that has its order.
     """
     ranks, rows, columns = gathered.shape
-    ordered = gathered.view(ranks, outer, rows // outer, columns).transpose(0, 1)
-    rows *= ranks
-    empty = gathered.new_empty(0)
-    padding = aligned(rows) - rows
-    data, transpose = empty, empty
-    if plain:
-        data = (
-            F.pad(ordered.reshape(rows, columns), (0, 0, 0, padding))
-            if padding
-            else ordered.reshape(rows, columns)
-        )
+    total = ranks * rows
+    data = transpose = gathered.new_empty(0)
+    if plain and outer == 1 and total == aligned(total):
+        data, plain = gathered.view(total, columns), False
+    elif plain:
+        data = gathered.new_empty(aligned(total), columns)
     if transposed:
-        transpose = gathered.new_empty(columns, rows + padding)
-        transpose[:, rows:].zero_()
-        into = transpose[:, :rows].unflatten(1, (outer, ranks, -1))
-        into.copy_(ordered.permute(3, 0, 1, 2))
+        transpose = gathered.new_empty(columns, aligned(total))
+    if plain or transposed:
+        if gathered.is_cuda and why_no_fp8(gathered.device) is None:
+            # Triton is needed only here
+            from fp8booster.kernels.transpose_triton import order_triton as implementation
+        else:
+            implementation = order_reference
+        implementation(gathered, outer, data if plain else None, transpose if transposed else None)
     return data, transpose
+
+
+def order_reference(
+    gathered: torch.Tensor, outer: int, data: torch.Tensor | None, transpose: torch.Tensor | None
+) -> None:
+    """Write the matrix, its transpose or both, as `gathered_layouts` has them."""
+    ranks, rows, columns = gathered.shape
+    ordered = gathered.view(ranks, outer, rows // outer, columns).transpose(0, 1).reshape(-1, columns)
+    for into, matrix in ((data, ordered), (None if transpose is None else transpose.t(), ordered)):
+        if into is not None:
+            into[: ranks * rows].copy_(matrix)
+            into[ranks * rows :].zero_()

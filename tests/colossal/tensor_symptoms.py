@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.symptom import Symptom
-from tests.colossal.tensor.models import shard, tiny_gpt2
+from tests.colossal.tensor.models import shard, sharding, tiny_gpt2
 
 
 def _run_gpt2() -> None:
@@ -32,15 +34,45 @@ def _gather_by_ring() -> None:
     assert torch.equal(gathered["input"], expected), "other ranks' parts are missing"
 
 
-def _look_ahead() -> None:
-    """Logits of the first half of a sequence, while its second half changes."""
-    model = shard(tiny_llama(), mode="split_gather").eval()
+def _assert_causal(run: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What is computed of the first half of a sequence stays while its second half changes."""
     tokens = token_batch(0)
     other = torch.cat((tokens[:, :16], tokens[:, 16:].flip(1)), 1)
     with torch.no_grad():
-        logits = [model(input_ids=each).logits[:, :16] for each in (tokens, other)]
-    difference = (logits[0] - logits[1]).abs().max()
+        difference = (run(tokens)[:, :16] - run(other)[:, :16]).abs().max()
     assert difference < 1e-4, "tokens attend to those that follow"
+
+
+def _look_ahead() -> None:
+    model = shard(tiny_llama(), mode="split_gather").eval()
+    _assert_causal(lambda tokens: model(input_ids=tokens).logits)
+
+
+def _look_ahead_in_gpt2() -> None:
+    model = shard(tiny_gpt2()).eval()
+    _assert_causal(
+        lambda tokens: model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)).logits
+    )
+
+
+def _look_ahead_in_a_pipeline() -> None:
+    from colossalai.shardformer import ShardFormer
+    from colossalai.shardformer.modeling.qwen2 import Qwen2PipelineForwards
+    from transformers import Qwen2Config, Qwen2Model
+
+    config = sharding("split_gather")
+    stage = SimpleNamespace(is_first_stage=lambda: True, is_last_stage=lambda: True)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = ShardFormer(config).optimize(Qwen2Model(Qwen2Config(vocab_size=128, **sizes, **heads)))[0].eval()
+
+    def run(tokens: torch.Tensor) -> torch.Tensor:
+        return Qwen2PipelineForwards.qwen2_model_forward(
+            model, tokens, stage_manager=stage, stage_index=[0, 2], shard_config=config
+        ).last_hidden_state
+
+    _assert_causal(run)
 
 
 def _attend() -> None:
@@ -59,6 +91,20 @@ def _attend_in_a_ring() -> None:
     loss = model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)).loss
     loss.backward()
     assert loss.isfinite()
+
+
+def _count_positions() -> None:
+    from colossalai.shardformer.layer import RingAttention
+
+    mask = torch.ones(2, 16)
+    mask[1, 8:] = 0
+    positions = torch.arange(16).unsqueeze(0)
+    _, _, found = RingAttention.prepare_varlen_batch(mask, dist.group.WORLD, torch.randn(2, 16, 4), positions)
+    rank = dist.get_rank()
+    for row, length in enumerate((16, 8)):
+        chunks = torch.arange(length).chunk(4)
+        expected = torch.cat((chunks[rank], chunks[3 - rank]))
+        assert torch.equal(found[min(row, len(found) - 1), : length // 2], expected), "wrong positions"
 
 
 def _fuse_norms() -> None:
@@ -91,8 +137,13 @@ SYMPTOMS: dict[str, Any] = {
     "a_cpu_is_no_cuda_device_to_set": Symptom(_run_gpt2, "Expected a cuda device"),
     "ring_gathers_what_others_hold": Symptom(_gather_by_ring, "other ranks' parts are missing"),
     "llama_is_causal_along_a_sequence": Symptom(_look_ahead, "tokens attend to those that follow"),
+    "qwen2_is_causal_along_a_sequence": Symptom(
+        _look_ahead_in_a_pipeline, "tokens attend to those that follow"
+    ),
+    "gpt2_is_causal": Symptom(_look_ahead_in_gpt2, "tokens attend to those that follow"),
     "attention_needs_no_mask": Symptom(_attend, "No usable kernel found"),
     "ring_attention_runs_on_pytorch": Symptom(_attend_in_a_ring, "Flash Attention is not installed"),
+    "ring_attention_counts_positions_by_sequence": Symptom(_count_positions, "wrong positions"),
     "norms_are_fused_where_apex_is": Symptom(_fuse_norms, "NoneType"),
     "fused_weights_are_gathered_on_cpu": Symptom(_gather_fused_weight, _NO_CUDA),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -19,9 +18,9 @@ from fp8booster.nn import FP8Layer
 from fp8booster.nn import parallel as parallel_module
 from fp8booster.nn.functional import Defer, linear_from_quantized, quantize_input, quantize_weight
 from fp8booster.nn.parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
+from tests.nn.rank_registry import check
 from tests.nn.reference import signal_to_noise
 
-CHECKS: dict[str, Callable[[], None]] = {}
 INPUTS, OUTPUTS = 96, 64
 SHAPES = ((4, 16), (1, 24), (3, 10))
 """(batch, sequence) of the whole input; the last has a number of tokens that no product takes unpadded."""
@@ -31,31 +30,6 @@ SUMS_DB = 40
 WIRE_DB = 25
 """Where parts were rounded to E4M3 on the wire: 3 bits make 31.6 dB, twice as in an all-reduce 28.6, and a sum of parts
 may be smaller than they are."""
-
-
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    """Register a check."""
-    CHECKS[function.__name__] = function
-    return function
-
-
-def run_checks() -> dict[str, str | None]:
-    """Run the checks on this rank, up to the first that fails: name to None, or to what went wrong.
-
-    A rank that stops closes its connections, so that the other, which may wait for it, fails at once.
-    """
-    outcomes: dict[str, str | None] = dict.fromkeys(CHECKS, "not run: a check before it failed")
-    for name, function in CHECKS.items():
-        torch.manual_seed(0)
-        comm.reset_statistics()
-        try:
-            function()
-            dist.barrier()
-            outcomes[name] = None
-        except (Exception, pytest.fail.Exception):
-            outcomes[name] = traceback.format_exc()
-            break
-    return outcomes
 
 
 def part(tensor: torch.Tensor, dimension: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Every check of `tests.nn.parallel_checks` on two gloo ranks, which are started once for all of them."""
+"""Layers and attention spread over two gloo ranks, and rings of four, started once for all checks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ import functools
 import pytest
 
 from tests.distributed import run_ranks
-from tests.nn.parallel_checks import CHECKS, run_checks
+from tests.nn import parallel_checks, ring_checks  # noqa: F401 (importing them registers their checks)
+from tests.nn.rank_registry import CHECKS, run_checks
+
+PARALLEL, RING = "tests.nn.parallel_checks", "tests.nn.ring_checks"
+RING_CHECKS = [name for name, function in CHECKS.items() if function.__module__ == RING]
 
 
 @functools.cache
-def outcomes() -> list[dict[str, str | None]]:
+def outcomes(ranks: int) -> list[dict[str, str | None]]:
     """What each rank found."""
-    return run_ranks(run_checks, 2, timeout=120)
+    return run_ranks(run_checks, ranks, (PARALLEL, RING) if ranks == 2 else (RING,), timeout=120)
+
+
+def judge(ranks: int, name: str) -> None:
+    for rank, outcome in enumerate(outcomes(ranks)):
+        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_ranks(name: str) -> None:
-    for rank, outcome in enumerate(outcomes()):
-        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
+    judge(2, name)
+
+
+@pytest.mark.parametrize("name", RING_CHECKS)
+def test_on_four_ranks(name: str) -> None:
+    judge(4, name)

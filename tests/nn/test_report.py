@@ -13,6 +13,8 @@ def test_one_row_for_every_linear_layer() -> None:
     assert len(result.fp8) == 14
     (head,) = result.other
     assert (head.name, head.shape, head.precision) == ("lm_head", (64, 128), "FP32")
+    assert head.passes == ("FP32", "FP32", "FP32")
+    assert {row.passes for row in result.fp8} == {("FP8", "FP8", "FP8")}
     assert head.notes == "FP8Config.layers leaves it out"
     assert result.summary() == "FP8: 14 of 15 linear layers; 1 in FP32 (FP8Config.layers leaves it out)"
 
@@ -50,6 +52,13 @@ def test_token_counts_of_three_dimensions_are_rows_of_the_product() -> None:
     model(torch.randn(3, 5, 32))
     model(torch.randn(32))
     assert report(model).rows[0].notes == "padded: tokens 1->16, tokens 15->16"
+
+
+def test_a_weight_that_is_not_trained_has_no_gradient_to_compute() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).requires_grad_(False)
+    (one, other) = report(convert_to_fp8(model, FP8Config(layers=lambda name, _: name == "0"))).rows
+    assert (one.passes, other.passes) == (("FP8", "FP8", "none"), ("FP32", "FP32", "none"))
+    assert "none" in str(report(model))
 
 
 def test_emulation_is_not_silent() -> None:

@@ -97,15 +97,71 @@ def llama_is_causal_along_a_sequence(module: ModuleType, patch: Patch) -> None:
     Without it, and with transformers' "sdpa" attention, whose mask is None where is_causal would do, every token
     attends to those that follow. No longer needed when logits under split_gather do not change with later tokens.
     """
-    upstream = module.get_llama_flash_attention_forward
+    _use_flash_attention_along_a_sequence(module, patch, "get_llama_flash_attention_forward")
+
+
+@mend(
+    module="colossalai.shardformer.modeling.qwen2",
+    place="shardformer/modeling/qwen2.py:154,574",
+    needed_when="sequence and pipeline parallelism with enable_flash_attention=False",
+)
+def qwen2_is_causal_along_a_sequence(module: ModuleType, patch: Patch) -> None:
+    """Qwen2's attention under sequence and pipeline parallelism is causal: it runs as with enable_flash_attention.
+
+    Without it every token attends to those that follow, as in LLaMA. No longer needed when the hidden states of
+    `Qwen2PipelineForwards.qwen2_model_forward` under split_gather do not change with later tokens.
+    """
+    _use_flash_attention_along_a_sequence(module, patch, "get_qwen2_flash_attention_forward")
+
+
+@mend(
+    module="colossalai.shardformer.modeling.gpt2",
+    place="shardformer/modeling/gpt2.py:87-106",
+    needed_when='transformers\' "sdpa" attention, its default, and enable_flash_attention=False',
+)
+def gpt2_is_causal(module: ModuleType, patch: Patch) -> None:
+    """GPT-2's attention in a sharded model is causal.
+
+    Without it transformers' "sdpa" attention is given a mask of the padding alone, and takes no causal one beside it:
+    every token attends to those that follow, under tensor parallelism too. No longer needed when logits of a sharded
+    GPT-2 do not change with later tokens.
+    """
+    upstream = module._get_attention_mask
 
     @functools.wraps(upstream)
-    def get_llama_flash_attention_forward(shard_config: Any, sp_mode: str | None = None, *args: Any) -> Any:
+    def _get_attention_mask(
+        self: Any,
+        shard_config: Any,
+        hidden_states: torch.Tensor,
+        past_key_values: Any,
+        attention_mask: torch.Tensor | None,
+        *encoder: Any,
+    ) -> tuple[Any, Any]:
+        from transformers.modeling_attn_mask_utils import _prepare_4d_causal_attention_mask_for_sdpa
+
+        prepared = upstream(self, shard_config, hidden_states, past_key_values, attention_mask, *encoder)
+        if shard_config.enable_flash_attention or self.config._attn_implementation != "sdpa":
+            return prepared
+        past = past_key_values[0][0].shape[2] if past_key_values and past_key_values[0] is not None else 0
+        padding = attention_mask.view(hidden_states.shape[0], -1)
+        shape = (padding.shape[0], padding.shape[1] - past)
+        causal = _prepare_4d_causal_attention_mask_for_sdpa(padding, shape, hidden_states, past)
+        return causal, prepared[1]
+
+    patch.set_function(module, "_get_attention_mask", _get_attention_mask)
+
+
+def _use_flash_attention_along_a_sequence(module: ModuleType, patch: Patch, name: str) -> None:
+    """Set `enable_flash_attention` where a model's attention is made for sequence parallelism."""
+    upstream = getattr(module, name)
+
+    @functools.wraps(upstream)
+    def make(shard_config: Any, sp_mode: str | None = None, *args: Any) -> Any:
         if sp_mode is not None:
             shard_config.enable_flash_attention = True
         return upstream(shard_config, sp_mode, *args)
 
-    patch.set_function(module, "get_llama_flash_attention_forward", get_llama_flash_attention_forward)
+    patch.set_function(module, name, make)
 
 
 @mend(
@@ -201,6 +257,39 @@ def ring_attention_runs_on_pytorch(module: ModuleType, patch: Patch) -> None:
 
     patch.set(module.RingAttention, "attention", staticmethod(attention))
     patch.set(module, "_load_varlen_helpers", lambda: None)
+
+
+@mend(
+    module=_ATTENTION,
+    place="shardformer/layer/attn.py:1226",
+    needed_when='sequence_parallelism_mode="ring_attn" and a batch of sequences of different lengths',
+)
+def ring_attention_counts_positions_by_sequence(module: ModuleType, patch: Patch) -> None:
+    """Each sequence of a padded batch has its own positions along the ring.
+
+    Without it the tokens of shorter sequences are rotated as if they stood where those of the longest do. No longer
+    needed when `RingAttention.prepare_varlen_batch` gives position ids of [batch, length].
+    """
+    upstream = module.RingAttention.prepare_varlen_batch
+    if "index_select" not in upstream.__code__.co_names:
+        return
+
+    def prepare_varlen_batch(
+        padding_mask: torch.Tensor,
+        sp_group: dist.ProcessGroup,
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        is_label: bool = False,
+        is_batched_seq: bool = True,
+    ) -> tuple[torch.Tensor | None, dict[str, Any], torch.Tensor | None]:
+        prepared = upstream(padding_mask, sp_group, inputs_embeds, position_ids, is_label, is_batched_seq)
+        if position_ids is None or not is_batched_seq:
+            return prepared
+        longest, ends = module.get_pad_info(padding_mask, return_indices=False)
+        whole = position_ids.expand(padding_mask.shape)[:, :longest]
+        return *prepared[:2], module.split_varlen_zigzag(whole, ends, sp_group, longest, is_batched_seq=True)
+
+    patch.set(module.RingAttention, "prepare_varlen_batch", staticmethod(prepare_varlen_batch))
 
 
 @mend(

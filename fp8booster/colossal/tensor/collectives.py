@@ -3,22 +3,19 @@
 With `fp8_communication` shardformer calls `all_reduce_fp8`, `reduce_scatter_fp8`, `all_gather_fp8`, `all_to_all_fp8`
 and `all_to_all_single_fp8` of quantization/fp8.py, of which the first two never compress, and the others only between
 nodes. For the process groups given to `compress_groups` they compress by size (`comm.threshold`), and count what they
-send; for all others they stay what they are, so that a native plugin with `fp8_communication=True` is not changed.
+send. For all other groups they stay what they are, so that a native plugin with `fp8_communication=True` is not
+changed. `operations.py` leads what shardformer sends without these functions to them.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossalai.quantization import fp8 as native
 
 from fp8booster import comm
-from fp8booster.colossal.compat.registry import Patch
 from fp8booster.comm.threshold import MINIMUM_BYTES, topology
 
 _compressed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -31,32 +28,15 @@ def compress_groups(*groups: dist.ProcessGroup | None) -> None:
         groups: None is left out, so that a mode's groups can be given as they are. A group stays registered as long as
             it lives.
     """
-    _install()
+    from fp8booster.colossal.tensor import operations  # it leads to the functions of this file
+
+    operations.install()
     _compressed.update(group for group in groups if group is not None)
 
 
 def is_compressed(group: dist.ProcessGroup | None) -> bool:
     """Whether a group was given to `compress_groups`."""
     return group is not None and group in _compressed
-
-
-@functools.cache
-def _install() -> None:
-    """Put the dispatchers in the place of the native functions, wherever a module of colossalai holds one."""
-    patch = Patch()
-    for ours in (all_reduce_fp8, reduce_scatter_fp8, all_gather_fp8, all_to_all_fp8, all_to_all_single_fp8):
-        patch.set_function(native, ours.__name__, _dispatching(getattr(native, ours.__name__), ours))
-
-
-def _dispatching(theirs: Callable, ours: Callable) -> Callable:
-    @functools.wraps(theirs)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group") or next(
-            (argument for argument in args if isinstance(argument, dist.ProcessGroup)), None
-        )
-        return (ours if is_compressed(group) else theirs)(*args, **kwargs)
-
-    return call
 
 
 # Signatures as in quantization/fp8.py. Its formats are not used: with a scale for each block E4M3 has the range.

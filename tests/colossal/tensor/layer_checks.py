@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +17,7 @@ from tests.nn.reference import signal_to_noise
 from tests.plugins.registry import check, check_each
 
 FP8_DB = 18
-"""Of products in FP8 beside BF16 ones: E5M2 gradients have 2 bits, which make 25 dB, their operands and the wire add."""
+"""Of products in FP8 beside BF16 ones: E5M2 gradients have 2 bits, which make 25 dB; operands and the wire add."""
 
 
 class Case(NamedTuple):
@@ -40,8 +40,8 @@ def _sharded(cls: str, inputs: int, outputs: int, conv: bool = False, **options:
     return native.from_native_module(whole.bfloat16(), **groups, **options)
 
 
-WHOLE = ("LinearWithGradAccum", "FusedLinear", "GPT2FusedLinearConv", "PaddingLMHead")
-"""Classes of layers that are not spread over ranks."""
+WHOLE = ("LinearWithGradAccum", "FusedLinear", "GPT2FusedLinearConv")
+"""Classes of layers that take no process group."""
 
 
 def _case(cls: str, shape: tuple[int, ...], *sizes: int, **options: Any) -> Case:
@@ -77,7 +77,7 @@ CASES = {
     ),
     "fused row": _case("FusedLinear1D_Row", (2, 16, 64), 128, 64, **_QKV),
     "fused row splitting": _case("FusedLinear1D_Row", (2, 16, 128), 128, 64, parallel_input=False, **_QKV),
-    "fused whole": _case("FusedLinear", (2, 16, 64), 64, 128, **_QKV),
+    "fused whole": _case("FusedLinear", (2, 16, 64), 64, 128),
     "conv column": _case("GPT2FusedLinearConv1D_Col", (2, 16, 64), 64, 128, conv=True, **_QKV),
     "conv column split_gather": _case(
         "GPT2FusedLinearConv1D_Col", (2, 16, 64), 64, 128, conv=True, seq_parallel_mode="split_gather", **_QKV
@@ -120,10 +120,10 @@ def run(layer: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 def it_computes_what_the_native_layer_does(name: str) -> None:
     case = CASES[name]
     native, layer = case.make(), case.make()
-    keys, parameters = list(layer.state_dict()), [id(p) for p in layer.parameters()]
+    before = [(key, id(parameter)) for key, parameter in layer.named_parameters()]
     layer = converted(layer)
     assert isinstance(layer, type(native))
-    assert (list(layer.state_dict()), [id(p) for p in layer.parameters()]) == (keys, parameters)
+    assert [(key, id(parameter)) for key, parameter in layer.named_parameters()] == before
     # whole where ranks have the same input, and each rank's part of it where they do not
     torch.manual_seed(2 if "row" not in name and "split_gather" not in name else 2 + dist.get_rank())
     x = torch.randn(case.input_shape).bfloat16()
@@ -179,21 +179,39 @@ def groups_that_were_not_given_keep_the_native_collectives() -> None:
     from fp8booster.colossal.tensor import compress_groups
 
     compress_groups(dist.group.WORLD)
-    other = dist.new_group([0, 1])
-    values = torch.randn(2048).bfloat16()
-    for group, wire in ((other, torch.bfloat16), (dist.group.WORLD, torch.uint8)):
-        for call in (
-            lambda: _operation.all_reduce_fp8(values.clone(), group=group),
-            lambda: fp8.all_gather_fp8([torch.empty_like(values) for _ in range(2)], values, group=group),
-            lambda: _operation.reduce_scatter_fp8(values[:1024].clone(), values.chunk(2), group=group),
-            lambda: _operation.all_to_all_single_fp8(values.clone(), values, group=group),
-            lambda: _operation.all_to_all_fp8(
-                [torch.empty(1024).bfloat16() for _ in range(2)], list(values.chunk(2)), group=group
-            ),
-        ):
-            with count_traffic() as traffic:
-                call()
-            assert {dtype for _, dtype in traffic.counts} == {wire}, (traffic.counts, wire)
+    others, values = dist.new_group([0, 1]), torch.randn(2048).bfloat16()
+
+    def calls(group: dist.ProcessGroup) -> Iterator[Any]:
+        halves = list(values.chunk(2))
+        yield _operation.all_reduce_fp8(values.clone(), group=group)
+        yield fp8.all_gather_fp8([torch.empty_like(values) for _ in range(2)], values, group=group)
+        yield _operation.reduce_scatter_fp8(halves[0].clone(), halves, group=group)
+        yield _operation.all_to_all_single_fp8(values.clone(), values, group=group)
+        yield _operation.all_to_all_fp8([torch.empty_like(half) for half in halves], halves, group=group)
+        yield _operation._gather(values.view(2, -1), 0, group)
+        yield _operation._reduce(values.clone(), group)
+
+    for group, wire in ((others, torch.bfloat16), (dist.group.WORLD, torch.uint8)):
+        with count_traffic() as traffic:
+            assert len(list(calls(group))) == 7
+        assert {dtype for _, dtype in traffic.counts} == {wire}, traffic.counts
+
+
+@check_each("column split_gather", "row split_gather", "conv column split_gather", "conv row split_gather")
+def a_layer_kept_in_16_bits_sends_fp8(name: str) -> None:
+    from fp8booster.colossal.tensor import convert_sharded_to_fp8
+
+    case = CASES[name]
+    native, kept = case.make(), nn.ModuleDict({"kept": case.make(), "other": nn.Linear(64, 64)})
+    torch.manual_seed(dist.get_rank())
+    x = torch.randn(case.input_shape).bfloat16()
+    expected = run(native, x) if name != "conv row split_gather" else None
+    convert_sharded_to_fp8(kept, FP8Config(layers=lambda path, _: path == "other"), communication=True)
+    with count_traffic() as traffic:
+        found = run(kept["kept"], x)
+    assert {dtype for _, dtype in traffic.counts} == {torch.uint8}, traffic.counts
+    for what, tensor in (expected or {}).items():
+        assert signal_to_noise(tensor, found[what]) > 22, what
 
 
 @check

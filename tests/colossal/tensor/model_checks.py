@@ -26,19 +26,11 @@ BATCH, LENGTH = 2, 32
 
 def converted(name: str) -> nn.Module:
     """The case's model in FP8 on this rank."""
-    from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8
+    from fp8booster.colossal.tensor import convert_sharded_to_fp8
 
     make, mode = CASES[name]
-    model = shard(make().bfloat16(), mode, fp8_communication=True)
-    compress_groups(model_group())
+    model = shard(make().bfloat16(), mode, compressed=True, fp8_communication=True)
     return convert_sharded_to_fp8(model, FP8Config(), communication=True).train()
-
-
-def model_group() -> dist.ProcessGroup:
-    """The group that `shard` spreads models over."""
-    from colossalai.cluster import ProcessGroupMesh
-
-    return ProcessGroupMesh(1, 1, dist.get_world_size()).get_group_along_axis(2)
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
@@ -87,7 +79,7 @@ def what_travels_is_in_fp8_and_the_rest_is_small_and_counted(name: str) -> None:
     assert all(count.payload <= 3 * per_token for count in high_precision.values()), high_precision
     for row_name, row in statistics.rows.items():
         assert row.ratio <= 0.52, (row_name, row)
-        assert not row.uncompressed, (row_name, row)
+        assert set(row.uncompressed) <= {"small"}, (row_name, row)  # the loss
 
 
 @check_each(*CASES)

@@ -31,29 +31,56 @@ def alone() -> dist.ProcessGroup:
     return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
 
 
-def shard(model: nn.Module, mode: str | None = None, **options: Any) -> nn.Module:
+@functools.cache
+def mesh(compressed: bool = False) -> Any:
+    """The mesh that models are spread over, with groups of its own; all ranks call it.
+
+    Args:
+        compressed: its groups were given to `compress_groups`.
+    """
+    from colossalai.cluster import ProcessGroupMesh
+
+    from fp8booster.colossal.tensor import compress_groups
+
+    made = ProcessGroupMesh(1, 1, dist.get_world_size())
+    if compressed:
+        compress_groups(made.get_group_along_axis(AXIS))
+    return made
+
+
+AXIS = 2
+"""Of the mesh."""
+
+
+def shard(
+    model: nn.Module, mode: str | None = None, *, compressed: bool = False, **options: Any
+) -> nn.Module:
     """Shard a model over all ranks: by tensors, and by sequence in the modes that share their group; else by sequence.
 
     Args:
         model: of transformers.
         mode: of sequence parallelism.
+        compressed: over groups that were given to `compress_groups`.
         options: of shardformer's ShardConfig.
     """
-    from colossalai.cluster import ProcessGroupMesh
-    from colossalai.shardformer import ShardConfig, ShardFormer
+    from colossalai.shardformer import ShardFormer
 
-    mesh = ProcessGroupMesh(1, 1, dist.get_world_size())
-    world = mesh.get_group_along_axis(2)
+    return ShardFormer(sharding(mode, compressed=compressed, **options)).optimize(model)[0]
+
+
+def sharding(mode: str | None = None, *, compressed: bool = False, **options: Any) -> Any:
+    """The ShardConfig of `shard`."""
+    from colossalai.shardformer import ShardConfig
+
+    group = mesh(compressed).get_group_along_axis(AXIS)
     by_tensors = mode is None or mode in SHARES_THE_GROUP
-    config = ShardConfig(
-        tensor_parallel_process_group=world if by_tensors else alone(),
+    return ShardConfig(
+        tensor_parallel_process_group=group if by_tensors else alone(),
         enable_tensor_parallelism=by_tensors,
-        sequence_parallel_process_group=alone() if mode is None else world,
+        sequence_parallel_process_group=alone() if mode is None else group,
         enable_sequence_parallelism=mode is not None,
         sequence_parallelism_mode=mode,
-        sp_axis=2,
-        pg_mesh=mesh,
-        inner_ring_size=None,
+        sp_axis=AXIS,
+        pg_mesh=mesh(compressed),
         **{"enable_flash_attention": mode == "ring_attn"} | options,
     )
-    return ShardFormer(config).optimize(model)[0]
