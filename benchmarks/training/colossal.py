@@ -22,7 +22,7 @@ from torch.profiler import record_function
 import fp8booster.plugins
 from benchmarks.layers.peers import repaired_native_fp8
 from benchmarks.training.data import Replica
-from benchmarks.training.job import PLUGINS, Job, parse_options
+from benchmarks.training.job import PARALLEL, PLUGINS, Job, parse_options
 from benchmarks.training.models import build
 from benchmarks.training.trainer import OPTIMIZER_RANGE, Trainer
 from fp8booster.cli.train.options import TrainOptions
@@ -70,11 +70,12 @@ def boosted(
 ) -> Trainer:
     """A model boosted by one plugin; `name` is the plugin's in `PLUGINS`."""
     torch.manual_seed(job.seed)  # of the CPU and of all GPUs
-    with LazyInitContext(default_device=device) if job.lazy else nullcontext():
+    lazy = job.lazy and name in PARALLEL
+    with LazyInitContext(default_device=device) if lazy else nullcontext():
         model = build(
             job.architecture.config(job.sequence),
             dtype=torch.float32 if name == "fsdp" else torch.bfloat16,
-            device=torch.device("cpu") if job.lazy else device,
+            device=torch.device("cpu") if lazy else device,
             checkpointing=job.checkpointing,
         )
     plugin = plugin_class(**arguments(job, name, model) | options)

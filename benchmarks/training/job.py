@@ -96,6 +96,10 @@ class Job:
             raise ValueError(
                 f"--zero is {self.zero}; --plugin {self.plugin} takes " + (stages or "none: leave it out")
             )
+        if self.lazy and self.plugin not in PARALLEL:
+            raise ValueError(
+                f"--plugin {self.plugin} cannot make weights late: leave out --lazy, or use {', '.join(PARALLEL)}"
+            )
         parse_options(self.plugin_options)
 
     @property

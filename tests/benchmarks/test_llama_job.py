@@ -25,6 +25,7 @@ from fp8booster.cli.train.tokens import TokenFile
         ({"sp_mode": "ring"}, "low_level_zero takes no --sp-mode"),
         ({"zero": 3}, "--zero is 3; --plugin low_level_zero takes 1 or 2"),
         ({"plugin": "ddp", "zero": 1}, "--plugin ddp takes none: leave it out"),
+        ({"lazy": True}, "low_level_zero cannot make weights late"),
         ({"plugin_options": ("overlap",)}, "'overlap' has no '='"),
     ],
 )
