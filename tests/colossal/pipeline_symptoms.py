@@ -85,7 +85,7 @@ def _zero_bubble_scheduler(*types: str) -> Any:
     from colossalai.pipeline.schedule.v_schedule import ScheduledNode
 
     nodes = [ScheduledNode(type=each, chunk=0, stage=1, minibatch=0) for each in types]
-    scheduler = ZeroBubbleVPipeScheduler(_Stage(), [[], nodes], num_model_chunks=2, num_microbatch=2)
+    scheduler = ZeroBubbleVPipeScheduler(_Stage(), [[], nodes], 2, num_microbatch=2, microbatch_size=1)
     scheduler.schedule_f = lambda *_, **__: None
     return scheduler
 
@@ -130,8 +130,13 @@ class _Silence:
 
     send_backward_recv_backward = send_forward_recv_forward
 
+    def recv_forward(self, *_: Any, **__: Any) -> tuple[dict, list[_Handle]]:
+        return {}, []
+
     def send_backward(self, *_: Any, **__: Any) -> list[_Handle]:
         return [self.handle]
+
+    send_forward = send_backward
 
 
 def _interleave_without_cached_metadata() -> None:
@@ -150,6 +155,16 @@ def _end_an_interleaved_step() -> None:
     schedule.run_forward_backward = lambda *_: {"handles": schedule.send_backward(1, {})}
     schedule.forward_backward_step(None, None, None, optimizer=object())
     assert schedule.comm.handle.waits == 1, "the last message is not waited for"
+
+
+def _train_after_evaluation() -> None:
+    schedule = _interleaved_schedule(_Silence())
+    schedule.forward_step = lambda *_: {}
+    schedule.run_forward_backward = lambda _, batches, *__: schedule.load_batch(batches)
+    for rows in (4, 6, 4):
+        with torch.set_grad_enabled(rows == 4):
+            schedule.forward_backward_step(None, iter([torch.zeros(rows, 1)]), None, optimizer=object())
+    assert (schedule.num_microbatch, schedule.enable_metadata_cache) == (2, True)
 
 
 def _scale_the_loss_of_zero_bubble() -> None:
@@ -178,6 +193,7 @@ SYMPTOMS = {
     "zero_bubble_finds_the_parameter": Symptom(_checkpoint_under_zero_bubble, "the layer does not train"),
     "zero_bubble_forgets_its_handles": Symptom(_step_twice_under_zero_bubble, "of an earlier step"),
     "zero_bubble_evaluates": Symptom(_evaluate_under_zero_bubble, "'list' object has no attribute 'type'"),
+    "evaluation_leaves_training_as_it_was": Symptom(_train_after_evaluation, "AssertionError()"),
     "interleaved_sends_metadata": Symptom(_interleave_without_cached_metadata, "would go without metadata"),
     "interleaved_waits_for_what_it_sends": Symptom(_end_an_interleaved_step, "is not waited for"),
     "zero_bubble_scales_the_loss": Symptom(_scale_the_loss_of_zero_bubble, "the loss is not scaled"),

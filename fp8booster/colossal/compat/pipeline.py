@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import copy
 from functools import wraps
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -147,10 +148,10 @@ def zero_bubble_evaluates(module: ModuleType, patch: Patch) -> None:
         self.load_batch(data_iter)
         nodes = self.schedules[self.stage_manager.stage]
         planned = sum(node.type == "F" and node.chunk == 0 for node in nodes)
-        if self.num_microbatch != planned:
+        if self.batch_size != planned * self.microbatch_size:
             raise ValueError(
-                f"the batch of {self.batch_size} makes {self.num_microbatch} micro-batches of {self.microbatch_size}, "
-                f"and scheduler_nodes are for {planned}; evaluate with batches of {planned * self.microbatch_size}"
+                f"scheduler_nodes are for {planned} micro-batches of {self.microbatch_size}; evaluate with batches of "
+                f"{planned * self.microbatch_size}, not {self.batch_size}"
             )
         ends_here = self.stage_manager.is_first_stage(ignore_chunk=True)
         loss = torch.scalar_tensor(0, device=module.get_accelerator().get_current_device())
@@ -170,7 +171,49 @@ def zero_bubble_evaluates(module: ModuleType, patch: Patch) -> None:
         return {"loss": accumulated, "outputs": None if outputs is None else module.merge_batch(outputs)}
 
     if "self.schedules[it]" in inspect.getsource(scheduler.run_forward_only):
-        patch.set(scheduler, "run_forward_only", run_forward_only)
+        patch.set(scheduler, "run_forward_only", _restoring(run_forward_only))
+
+
+@mend(
+    module="colossalai.pipeline.schedule",
+    place="pipeline/schedule/one_f_one_b.py:92-110, pipeline/schedule/interleaved_pp.py:92-111",
+    needed_when="a pipeline is evaluated with batches of another size than it trains with",
+)
+def evaluation_leaves_training_as_it_was(module: ModuleType, patch: Patch) -> None:
+    """Schedules forget the size of an evaluation's batch, and what they changed for it.
+
+    Without it the next training step ends in an AssertionError, and if the sizes are equal metadata travels with every
+    message for good. No longer needed when a schedule trains on after `load_batch` saw another size.
+    """
+    for schedule in (module.OneForwardOneBackwardSchedule, module.InterleavedSchedule):
+        patch.set(schedule, "run_forward_only", _restoring(schedule.run_forward_only))
+
+
+_OF_TRAINING = (
+    "batch_size",
+    "last_batch_size",
+    "microbatch_size",
+    "num_microbatch",
+    "num_microbatches",
+    "enable_metadata_cache",
+    "send_tensor_metadata",
+    "send_grad_metadata",
+    "tensor_metadata_recv",
+    "grad_metadata_recv",
+)
+"""What schedules keep from batch to batch."""
+
+
+def _restoring(native: Callable[..., dict]) -> Callable[..., dict]:
+    @wraps(native)
+    def run_forward_only(self: Any, *args: Any, **kwargs: Any) -> dict:
+        before = {name: copy(vars(self)[name]) for name in _OF_TRAINING if name in vars(self)}
+        try:
+            return native(self, *args, **kwargs)
+        finally:
+            vars(self).update(before)
+
+    return run_forward_only
 
 
 @mend(
