@@ -241,11 +241,11 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention, [B, H, S, D], and the log-sum-exp of its scores, [B, H, S] in float32."""
     if q.is_cuda:
-        output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+        output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
             q, k, v, 0.0, causal, False, scale=scale
         )
         return output, lse
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, causal, scale=scale
     )
     return output, lse.view(q.shape[:3])
@@ -264,11 +264,11 @@ def attend_backward(
     """Gradients of q, k and v, from output and log-sum-exp of the attention to all keys, of which k are some."""
     lse = lse.contiguous()
     if not q.is_cuda:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             gradient, q, k, v, output, lse, 0.0, causal, scale=scale
         )
     state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is none of
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+    return torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
         gradient,
         q,
         k,

@@ -93,18 +93,43 @@ def _attend_in_a_ring() -> None:
     assert loss.isfinite()
 
 
-def _count_positions() -> None:
+def _pad_a_ring() -> None:
     from colossalai.shardformer.layer import RingAttention
 
-    mask = torch.ones(2, 16)
+    mask, group, rank = torch.ones(2, 16), dist.group.WORLD, dist.get_rank()
     mask[1, 8:] = 0
     positions = torch.arange(16).unsqueeze(0)
-    _, _, found = RingAttention.prepare_varlen_batch(mask, dist.group.WORLD, torch.randn(2, 16, 4), positions)
-    rank = dist.get_rank()
+    _, _, found = RingAttention.prepare_varlen_batch(mask, group, torch.randn(2, 16, 4), positions)
+    labels, *_ = RingAttention.prepare_varlen_batch(mask, group, positions.repeat(2, 1), is_label=True)
     for row, length in enumerate((16, 8)):
         chunks = torch.arange(length).chunk(4)
         expected = torch.cat((chunks[rank], chunks[3 - rank]))
         assert torch.equal(found[min(row, len(found) - 1), : length // 2], expected), "wrong positions"
+        shifted = torch.where(expected == length - 1, -100, expected + 1)
+        assert torch.equal(labels[row, : length // 2], shifted)
+        assert (labels[row, length // 2 :] == -100).all(), "padding has labels"
+
+
+def _mark(cls: str, conv: bool) -> None:
+    from colossalai.shardformer import layer
+    from colossalai.shardformer.layer.utils import SeqParallelUtils
+    from transformers.pytorch_utils import Conv1D
+
+    whole = Conv1D(16, 32) if conv else nn.Linear(32, 16)
+    split = {"split_sizes": [16, 16]} if "Fused" in cls and not conv else {}
+    row = getattr(layer, cls).from_native_module(
+        whole, process_group=dist.group.WORLD, seq_parallel_mode="split_gather", **split
+    )
+    assert SeqParallelUtils.is_sp_partial_derived_param(row.bias), "gradients are not added up"
+
+
+def _mark_bias() -> None:
+    _mark("Linear1D_Row", conv=False)
+
+
+def _mark_fused_biases() -> None:
+    _mark("FusedLinear1D_Row", conv=False)
+    _mark("GPT2FusedLinearConv1D_Row", conv=True)
 
 
 def _fuse_norms() -> None:
@@ -143,7 +168,9 @@ SYMPTOMS: dict[str, Any] = {
     "gpt2_is_causal": Symptom(_look_ahead_in_gpt2, "tokens attend to those that follow"),
     "attention_needs_no_mask": Symptom(_attend, "No usable kernel found"),
     "ring_attention_runs_on_pytorch": Symptom(_attend_in_a_ring, "Flash Attention is not installed"),
-    "ring_attention_counts_positions_by_sequence": Symptom(_count_positions, "wrong positions"),
+    "ring_attention_knows_padding": Symptom(_pad_a_ring, "wrong positions"),
+    "biases_along_a_sequence_are_added_up": Symptom(_mark_bias, "gradients are not added up"),
+    "biases_of_fused_layers_are_added_up": Symptom(_mark_fused_biases, "gradients are not added up"),
     "norms_are_fused_where_apex_is": Symptom(_fuse_norms, "NoneType"),
     "fused_weights_are_gathered_on_cpu": Symptom(_gather_fused_weight, _NO_CUDA),
 }

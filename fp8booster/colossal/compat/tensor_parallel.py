@@ -261,14 +261,15 @@ def ring_attention_runs_on_pytorch(module: ModuleType, patch: Patch) -> None:
 
 @mend(
     module=_ATTENTION,
-    place="shardformer/layer/attn.py:1226",
+    place="shardformer/layer/attn.py:1226, shardformer/layer/utils.py:417",
     needed_when='sequence_parallelism_mode="ring_attn" and a batch of sequences of different lengths',
 )
-def ring_attention_counts_positions_by_sequence(module: ModuleType, patch: Patch) -> None:
-    """Each sequence of a padded batch has its own positions along the ring.
+def ring_attention_knows_padding(module: ModuleType, patch: Patch) -> None:
+    """Each sequence of a padded batch has its own positions along the ring, and padding has no label.
 
-    Without it the tokens of shorter sequences are rotated as if they stood where those of the longest do. No longer
-    needed when `RingAttention.prepare_varlen_batch` gives position ids of [batch, length].
+    Without it the tokens of shorter sequences are rotated as if they stood where those of the longest do, and padding
+    is trained to predict token 0. No longer needed when `RingAttention.prepare_varlen_batch` gives position ids of
+    [batch, length], and labels of -100 for padding.
     """
     upstream = module.RingAttention.prepare_varlen_batch
     if "index_select" not in upstream.__code__.co_names:
@@ -282,14 +283,65 @@ def ring_attention_counts_positions_by_sequence(module: ModuleType, patch: Patch
         is_label: bool = False,
         is_batched_seq: bool = True,
     ) -> tuple[torch.Tensor | None, dict[str, Any], torch.Tensor | None]:
-        prepared = upstream(padding_mask, sp_group, inputs_embeds, position_ids, is_label, is_batched_seq)
-        if position_ids is None or not is_batched_seq:
-            return prepared
-        longest, ends = module.get_pad_info(padding_mask, return_indices=False)
-        whole = position_ids.expand(padding_mask.shape)[:, :longest]
-        return *prepared[:2], module.split_varlen_zigzag(whole, ends, sp_group, longest, is_batched_seq=True)
+        inputs, info, positions = upstream(
+            padding_mask, sp_group, inputs_embeds, position_ids, is_label, is_batched_seq
+        )
+        if is_label and is_batched_seq:
+            labels = torch.full_like(inputs, -100).flatten()
+            valid = info["valid_indices"]
+            labels[valid] = inputs.flatten()[valid]
+            inputs = labels.view_as(inputs)
+        if position_ids is not None and is_batched_seq:
+            longest, ends = module.get_pad_info(padding_mask, return_indices=False)
+            whole = position_ids.expand(padding_mask.shape)[:, :longest]
+            positions = module.split_varlen_zigzag(whole, ends, sp_group, longest, is_batched_seq=True)
+        return inputs, info, positions
 
     patch.set(module.RingAttention, "prepare_varlen_batch", staticmethod(prepare_varlen_batch))
+
+
+@mend(
+    module="colossalai.shardformer.layer.linear",
+    place="shardformer/layer/linear.py:477",
+    needed_when='sequence_parallelism_mode is "split_gather" or "ring", and a row parallel layer has a bias',
+)
+def biases_along_a_sequence_are_added_up(module: ModuleType, patch: Patch) -> None:
+    """The bias of a row parallel layer, which each rank adds to its part of the sequence, gets the whole gradient.
+
+    Without it each rank trains its copy by the tokens that it holds, and the copies part. No longer needed when
+    `SeqParallelUtils.is_sp_partial_derived_param(Linear1D_Row(..., seq_parallel_mode="split_gather").bias)`.
+    """
+    _mark_biases(patch, module.Linear1D_Row)
+
+
+@mend(
+    module="colossalai.shardformer.layer.qkv_fused_linear",
+    place="shardformer/layer/qkv_fused_linear.py:521,1086",
+    needed_when='sequence_parallelism_mode is "split_gather" or "ring", as in GPT-2, whose layers have biases',
+)
+def biases_of_fused_layers_are_added_up(module: ModuleType, patch: Patch) -> None:
+    """The same for fused layers and GPT-2's.
+
+    Without it each rank trains its copy by the tokens that it holds, and the copies part. No longer needed when
+    `GPT2FusedLinearConv1D_Row(..., seq_parallel_mode="split_gather").bias` is marked as partially derived.
+    """
+    _mark_biases(patch, module.FusedLinear1D_Row, module.GPT2FusedLinearConv1D_Row)
+
+
+def _mark_biases(patch: Patch, *classes: type) -> None:
+    from colossalai.shardformer.layer.utils import SeqParallelUtils, is_share_sp_tp
+
+    def marking(upstream: Any) -> Any:
+        @functools.wraps(upstream)
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            upstream(self, *args, **kwargs)
+            if self.bias is not None and is_share_sp_tp(self.seq_parallel_mode):
+                SeqParallelUtils.marked_as_sp_partial_derived_param(self.bias)
+
+        return __init__
+
+    for cls in classes:
+        patch.set(cls, "__init__", marking(cls.__init__))
 
 
 @mend(

@@ -78,8 +78,9 @@ def what_travels_is_in_fp8_and_the_rest_is_small_and_counted(name: str) -> None:
     per_token = 4 * BATCH * LENGTH
     assert all(count.payload <= 3 * per_token for count in high_precision.values()), high_precision
     for row_name, row in statistics.rows.items():
-        assert row.ratio <= 0.52, (row_name, row)
-        assert set(row.uncompressed) <= {"small"}, (row_name, row)  # the loss
+        assert set(row.uncompressed) <= {"small"}, (row_name, row)
+        # what is small is the loss and the number of its tokens
+        assert row.ratio <= 0.52 or row.raw_bytes < 16, (row_name, row)
 
 
 @check_each(*CASES)
