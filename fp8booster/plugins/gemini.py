@@ -29,12 +29,12 @@ from fp8booster.plugins.arguments import bind, require_16_bits, require_config
 class GeminiPlugin(NativeGeminiPlugin):
     """Colossal-AI's GeminiPlugin, where `use_fp8=True` runs the products of linear layers in FP8.
 
-    Takes every argument of the native plugin with the native default. Without `use_fp8` it is the native plugin, but that
-    it takes `torch.optim.Adam` and `AdamW` too, which it turns into `fp8booster.optim.HybridAdam` in place; native
-    takes only optimizers that need compiled extensions.
+    Takes every argument of the native plugin with the native default. Without `use_fp8` it is the native plugin, but
+    that it takes `torch.optim.Adam` and `AdamW` too, which it turns into `fp8booster.optim.HybridAdam` in place;
+    native takes only optimizers that need compiled extensions.
 
-    With `use_fp8` and `fp8_communication` the weights of FP8 layers lie in chunks of FP8, one byte a value: no 16-bit copy
-    of them exists, on the wire or in memory.
+    With `use_fp8` and `fp8_communication` the weights of FP8 layers lie in chunks of FP8, one byte a value: no 16-bit
+    copy of them exists, on the wire or in memory. Vectors (norms' weights, biases) stay gathered.
 
     Args:
         use_fp8: run fprop, dgrad and wgrad of the layers that `fp8_config` names in FP8.
@@ -108,8 +108,10 @@ class GeminiPlugin(NativeGeminiPlugin):
         require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
         if self.enable_tensor_parallelism:
             # knows all kinds of sharded layers; only this way of training needs it
-            from fp8booster.colossal.tensor import convert_sharded_to_fp8
+            from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8
 
+            if self.fp8_communication:
+                compress_groups(self.tp_group)
             model, _ = ShardFormer(self.shard_config).optimize(model)
             convert_sharded_to_fp8(model, self.fp8_config, communication=self.fp8_communication)
         else:

@@ -73,6 +73,18 @@ def _accumulate_past_an_overflow() -> None:
     assert not model.chunk_manager.accumulating_grads, "it goes on accumulating"
 
 
+def _accumulate_in_a_gathered_chunk() -> None:
+    moments = []
+    for micro_batches in (1, 2):
+        booster, model, optimizer = boosted(min_chunk_size_m=32, enable_gradient_accumulation=True)
+        for _ in range(micro_batches):
+            loss = model(torch.full((4, 64), 1.0 + dist.get_rank())).square().sum()
+            booster.backward(loss / micro_batches, optimizer)
+        optimizer.step()
+        moments.append(optimizer.state_dict(only_rank_0=False)["state"][0]["exp_avg"])
+    assert torch.allclose(*moments, rtol=0.02), "earlier micro-batches weigh more"
+
+
 def _yield_states() -> None:
     booster, model, optimizer = boosted()
     _step(booster, model, optimizer)
@@ -102,6 +114,9 @@ SYMPTOMS = {
     "offloaded_gradients_are_scaled": Symptom(_clip_an_offloaded_gradient, "div_scale is ignored"),
     "gemini_forgets_gradients_that_overflowed": Symptom(
         _accumulate_past_an_overflow, "it goes on accumulating"
+    ),
+    "accumulated_gradients_count_once": Symptom(
+        _accumulate_in_a_gathered_chunk, "earlier micro-batches weigh more"
     ),
     "gemini_runs_on_cpu": Symptom(_train, "pin_memory=True requires"),
     "gemini_states_are_not_pinned": Symptom(_yield_states, "pin_memory=True requires"),

@@ -46,7 +46,7 @@ def gemini_takes_an_uncompiled_optimizer(module: ModuleType, patch: Patch) -> No
     needed_when="Gemini offloads the optimizer in BF16",
 )
 def offloaded_gradients_are_scaled(module: ModuleType, patch: Patch) -> None:
-    """colossalai's HybridAdam divides BF16 gradients on the host by `div_scale`, as it does all others.
+    """BF16 gradients on the host are divided by `div_scale` in HybridAdam, as all others are.
 
     Without it clipping does nothing to them. No longer needed when `HybridAdam.step(div_scale=2.0)` halves such a
     gradient.
@@ -89,6 +89,29 @@ def gemini_forgets_gradients_that_overflowed(module: ModuleType, patch: Patch) -
         return result
 
     patch.set(module.GeminiOptimizer, "step", step)
+
+
+@mend(
+    module=f"{_GEMINI}.chunk.manager",
+    place="zero/gemini/chunk/manager.py:287-289",
+    needed_when="Gemini accumulates gradients in a chunk that is kept gathered, as all are in small models",
+)
+def accumulated_gradients_count_once(module: ModuleType, patch: Patch) -> None:
+    """Gradients of earlier micro-batches that every rank holds are not multiplied by the number of ranks.
+
+    Each rank adds them before the sum over ranks, which the division by their number undoes; the factor that is right
+    for shards, which one rank adds, makes them weigh more. No longer needed when a model under `min_chunk_size_m` gives
+    the same gradients from two micro-batches as from one batch of both.
+    """
+    upstream = module.ChunkManager.rearrange_accumulated_grad_chunk
+
+    @functools.wraps(upstream)
+    def rearrange_accumulated_grad_chunk(self, chunk: Any) -> Any:
+        if chunk.grad_chunk is not None and chunk.grad_chunk.is_gathered:
+            chunk.grad_chunk.cuda_global_chunk.div_(chunk.pg_size)
+        return upstream(self, chunk)
+
+    patch.set(module.ChunkManager, "rearrange_accumulated_grad_chunk", rearrange_accumulated_grad_chunk)
 
 
 class _Stream(torch.cpu.Stream):
@@ -236,8 +259,8 @@ def gemini_measures_memory_on_cpu(module: ModuleType, patch: Patch) -> None:
 def memory_of_the_cpu_is_shared(module: ModuleType, patch: Patch) -> None:
     """The capacity of a rank on the CPU is its part of the machine's memory.
 
-    Without it the number of processes is the -1 that nothing has set, and placement_policy="auto" finds that it has less
-    than no memory. No longer needed when `colo_device_memory_capacity(torch.device("cpu"))` is positive.
+    Without it the number of processes is the -1 that nothing has set, and placement_policy="auto" finds that it has
+    less than no memory. No longer needed when `colo_device_memory_capacity(torch.device("cpu"))` is positive.
     """
     upstream = module.colo_device_memory_capacity
     if module.gpc.num_processes_on_current_node != -1:

@@ -54,8 +54,8 @@ def keep_gradient(gradient: torch.Tensor, *, model: FP8GeminiDDP, parameter: nn.
         chunk = manager.get_chunk(parameter)
         if chunk.tensors_info[parameter].state != TensorState.HOLD_AFTER_BWD:
             raise RuntimeError(
-                f"the gradient of `{model.param2name[parameter]}` came while its chunk was in use: an operator read the "
-                "parameter where Gemini does not see it; read it by torch functions alone"
+                f"the gradient of `{model.param2name[parameter]}` came while its chunk was in use: an operator read "
+                "the parameter where Gemini does not see it; read it by torch functions alone"
             )
         instead = takes_the_weights_place(chunk, manager)
         target = chunk if instead else _open(chunk, manager)

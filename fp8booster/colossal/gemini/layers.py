@@ -1,8 +1,8 @@
 """FP8 layers whose parameters Gemini gathers.
 
-Gemini gathers what a torch function reads (tensor/colo_parameter.py:54), and the FP8 product is none. So the layer calls
-Gemini's hooks itself: before its forward, which gives the parameters a node in the graph behind which their state is
-changed in backward, and after it, on its output, which makes backward gather them again.
+Gemini gathers what a torch function reads (tensor/colo_parameter.py:54), and the FP8 product is none. So the layer
+calls Gemini's hooks itself: before its forward, which gives the parameters a node in the graph that changes their state
+in backward, and after it, on its output, which makes backward gather them again.
 """
 
 from __future__ import annotations

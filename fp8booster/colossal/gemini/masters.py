@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from fp8booster import scaling
 from fp8booster.colossal.gemini.chunks import FP8Chunk
@@ -30,7 +29,7 @@ def publish_masters(chunks: Sequence[FP8Chunk]) -> None:
         return
     group, ranks, device = chunks[0].torch_pg, chunks[0].pg_size, chunks[0].inverse_scales.device
     masters = [_masters(chunk) for chunk in chunks]
-    amaxes = agree_on_amax([_largest(part, device) for parts in masters for part in parts.values()], group)
+    amaxes = agree_on_amax(_on(device, [part for parts in masters for part in parts.values()]), group)
     if ranks > 1:
         count_plain(NAME, ranks, amaxes.nbytes, "FP32, one for each weight", "all_reduce")
     for chunk, parts, own in zip(
@@ -61,8 +60,10 @@ def _masters(chunk: FP8Chunk) -> dict[torch.nn.Parameter, torch.Tensor]:
     return parts
 
 
-def _largest(part: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor on the device whose amax is that of a part, which may be offloaded."""
-    if part.device.type == device.type or part.numel() == 0:
-        return part if part.device == device else part.new_zeros(1, device=device)
-    return torch.linalg.vector_norm(part, float("inf")).view(1).to(device, non_blocking=True)
+def _on(device: torch.device, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors on the device with the amaxes of these parts, of which some may be offloaded."""
+    offloaded = [part for part in parts if part.device != device and part.numel()]
+    if offloaded:
+        norms = iter(torch.stack(torch._foreach_norm(offloaded, float("inf"))).to(device).split(1))
+    empty = torch.empty(0, dtype=torch.float32, device=device)
+    return [part if part.device == device else next(norms) if part.numel() else empty for part in parts]

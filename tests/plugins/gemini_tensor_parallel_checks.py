@@ -1,0 +1,106 @@
+"""Gemini over 4 ranks: with tensor parallelism, and with replicas of its shards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fp8booster import FP8Config, comm, report
+from tests.colossal.models import tiny_llama, token_batch
+from tests.plugins import training
+from tests.plugins.census_checks import products
+from tests.plugins.gemini_fp8_checks import census
+from tests.plugins.gemini_runs import boost, config, fp8_chunks, layers, native, weights, wire
+from tests.plugins.registry import check, check_each, shared_folder
+from tests.plugins.training import Boosted, assert_close, assert_equal
+
+CLOSE = 1e-2
+LAYERS = 14
+
+
+def learn(run: Boosted, tensor_parallel: int = 1, steps: int = 4) -> list[float]:
+    """Losses on batches that differ between data parallel ranks alone; the mean over all ranks."""
+    losses = []
+    for number in range(steps):
+        rank = dist.get_rank() // tensor_parallel
+        ranks = dist.get_world_size() // tensor_parallel
+        # all data parallel ranks together read the same four batches
+        rows = torch.cat([token_batch(seed=10 * number + which) for which in range(4)])
+        tokens = rows.chunk(ranks)[rank]
+        loss = torch.tensor(run.step(tokens)[0])
+        dist.all_reduce(loss)
+        losses.append(loss.item() / dist.get_world_size())
+    return losses
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "TP2": {"tp_size": 2},
+    "TP4": {"tp_size": 4},
+    "extra DP2": {"extra_dp_size": 2},
+    "TP2, extra DP2": {"tp_size": 2, "extra_dp_size": 2},
+    "TP2, clipped": {"tp_size": 2, "max_norm": 0.1},
+}
+
+
+@check_each(*RUNS)
+def it_learns_as_data_parallelism_does(case: str) -> None:
+    options = RUNS[case]
+    alone = {"max_norm": options["max_norm"]} if "max_norm" in options else {}
+    heads = {"num_key_value_heads": 4}
+    reference = boost(wire(**alone), tiny_llama(**heads))
+    run = boost(wire(**options), tiny_llama(**heads))
+    expected, losses = learn(reference), learn(run, options.get("tp_size", 1))
+    assert_close(expected, losses, CLOSE)
+    assert len(report(run.model).fp8) == LAYERS
+    if alone:
+        norms = [one.optimizer.get_grad_norm() for one in (reference, run)]
+        assert_close(norms[:1], norms[1:], 0.05)
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, norms[1])
+        assert len(set(gathered)) == 1
+
+
+@check
+def every_product_of_tensor_parallel_layers_runs_in_fp8() -> None:
+    run = boost(wire(tp_size=2, fp8_config=FP8Config()))
+    tokens = token_batch(dist.get_rank() // 2)
+    comm.reset_statistics()
+    counted = census(run, tokens)
+    eligible = [layer for _, layer in layers(run)]
+    sizes = [(layer, layer.weight.shape) for layer in eligible]
+    expected = Counter()
+    for _, (outputs, inputs) in sizes:
+        shim = torch.nn.Linear(inputs, outputs, device="meta")
+        expected += sum(products([shim], tokens.numel()).values(), Counter())
+    assert len(eligible) == LAYERS
+    assert counted.fp8 == expected
+    rows = comm.statistics()
+    assert rows["chunk gather"].wire_bytes < rows["chunk gather"].raw_bytes
+    assert sum(len(chunk.tensors_info) for chunk in fp8_chunks(run)) == LAYERS
+
+
+@check
+def checkpoints_cross_between_tensor_parallelism_and_none() -> None:
+    path = str(shared_folder("tp") / "model")
+    writer = boost(wire(tp_size=2))
+    learn(writer, 2, steps=2)
+    writer.booster.save_model(writer.model, path, shard=True, use_safetensors=True)
+    dist.barrier()
+    expected = weights(writer)
+    for plugin in (wire(), native(), native(tp_size=2)):
+        reader = boost(plugin)
+        reader.booster.load_model(reader.model, path)
+        found = {name: value.bfloat16() for name, value in weights(reader).items()}
+        assert_equal(expected, found)
+    zero = training.boost(training.ours(use_fp8=True, fp8_config=config()))
+    zero.booster.load_model(zero.model, path)
+    assert_equal(expected, zero.parameters())
+    back = str(shared_folder("tp") / "back")
+    zero.booster.save_model(zero.model, back, shard=True, use_safetensors=True)
+    dist.barrier()
+    reader = boost(wire(tp_size=2))
+    reader.booster.load_model(reader.model, back)
+    assert_equal(expected, weights(reader))
