@@ -16,8 +16,8 @@ from fp8booster.plugins.hybrid_parallel import HybridParallelPlugin
 class MoeHybridParallelPlugin(HybridParallelPlugin, NativeMoeHybridParallelPlugin):
     """Colossal-AI's MoeHybridParallelPlugin, where `use_fp8=True` runs the products of linear layers in FP8.
 
-    Takes every argument of the native plugin with the native default. Without `use_fp8` it is the native plugin. Routers
-    stay in high precision.
+    Takes every argument of the native plugin with the native default. Without `use_fp8` it is the native plugin.
+    Routers stay in high precision.
 
     Args:
         use_fp8: run fprop, dgrad and wgrad of the layers that `fp8_config` names in FP8, the experts' among them, with

@@ -32,7 +32,7 @@ def _clip() -> None:
     assert norms[0] == norms[1], "each rank clips by a norm of its own"
     optimizer.zero_grad()
     booster.backward(model(input_ids=tokens, labels=tokens).loss * torch.nan, optimizer)
-    with pytest.raises(RuntimeError, match="cannot be clipped by it|non-finite"):
+    with pytest.raises(RuntimeError, match=r"cannot be clipped by it|non-finite"):
         optimizer.clip_grad_by_norm(1.0, error_if_nonfinite=True)
 
 
@@ -53,5 +53,5 @@ def _split_in_background() -> None:
 SYMPTOMS = {
     "fsdp_clips_by_the_whole_norm": Symptom(_clip, "a norm of its own"),
     "fsdp_saves_on_cpu": Symptom(_save, "out of bounds for storage of size 0"),
-    "cpu_shards_are_not_pinned": Symptom(_split_in_background, "pin_memory=True requires"),
+    "fsdp_shards_are_not_pinned": Symptom(_split_in_background, "pin_memory=True requires"),
 }

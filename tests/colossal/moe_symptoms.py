@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -10,18 +13,24 @@ from tests.colossal.moe.models import tiny_mixtral
 from tests.colossal.symptom import Symptom
 
 
-def _overlap_gathers() -> None:
+def _trained(**arguments: Any) -> tuple[Any, Any, Any]:
+    """Booster, model and optimizer after a step, experts on both ranks."""
     from colossalai.booster import Booster
     from colossalai.booster.plugin import MoeHybridParallelPlugin
 
-    plugin = MoeHybridParallelPlugin(1, 1, 2, precision="bf16", zero_stage=1, overlap_allgather=True)
-    booster = Booster(plugin=plugin)
+    booster = Booster(plugin=MoeHybridParallelPlugin(1, 1, 2, precision="bf16", zero_stage=1, **arguments))
     model = tiny_mixtral()
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), 1e-2))
     tokens = token_batch(dist.get_rank())
     booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
     optimizer.step()
     optimizer.zero_grad()
+    return booster, model, optimizer
+
+
+def _overlap_gathers() -> None:
+    _, model, _ = _trained(overlap_allgather=True)
+    tokens = token_batch(dist.get_rank())
     late = [parameter for parameter in model.parameters() if hasattr(parameter, "_all_gather_handle")]
     assert late
     model(input_ids=tokens)
@@ -31,6 +40,32 @@ def _overlap_gathers() -> None:
     assert not waiting, "a forward did not wait for its weights"
 
 
+def _save_states() -> None:
+    booster, _, optimizer = _trained()
+    booster.save_optimizer(optimizer, _shared_folder(), shard=True)
+
+
+def _save_one_file() -> None:
+    booster, model, _ = _trained()
+    refusal: Exception | None = None
+    try:
+        booster.save_model(model, f"{_shared_folder()}/model.bin")
+    except Exception as error:  # on the CPU native ends with another; on a GPU it writes the file
+        refusal = error
+    if not isinstance(refusal, ValueError) or "save with shard=True" not in str(refusal):
+        raise AssertionError("not refused") from refusal
+
+
+def _shared_folder() -> str:
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
 SYMPTOMS = {
     "moe_waits_for_gathered_weights": Symptom(_overlap_gathers, "did not wait for its weights"),
+    "moe_states_are_gathered_on_cpu": Symptom(
+        _save_states, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
+    ),
+    "moe_saves_spread_experts_in_shards": Symptom(_save_one_file, "not refused"),
 }

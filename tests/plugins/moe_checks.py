@@ -19,6 +19,7 @@ from tests.nn.reference import count_calls
 from tests.plugins import training
 from tests.plugins.census_checks import Census, products
 from tests.plugins.convergence_checks import WITHIN, learn
+from tests.plugins.hybrid_runs import HybridRun, start
 from tests.plugins.registry import check, check_each, shared_folder
 from tests.plugins.training import (
     Boosted,
@@ -49,6 +50,8 @@ MODES: dict[str, dict[str, Any]] = {
     "EP2, late weights": EP2 | {"overlap_allgather": True},
     "EP2, stage 2": EP2 | {"zero_stage": 2},  # which native turns into stage 1
     "EP2, FP16": EP2 | {"precision": "fp16", "initial_scale": 2.0**8},
+    "TP2": EP2 | {"tp_size": 2, "ep_size": 1},
+    "PP2": EP2 | {"pp_size": 2, "ep_size": 1, "num_microbatches": 2},
 }
 
 
@@ -71,9 +74,9 @@ def fp8(**arguments: Any) -> MoeHybridParallelPlugin:
     return ours(**{"use_fp8": True, "fp8_config": QUICK} | arguments)
 
 
-def boost(plugin: Any, **options: Any) -> Boosted:
+def boost(plugin: Any, **options: Any) -> HybridRun:
     """A boosted `tiny_mixtral`."""
-    return training.boost(plugin, tiny_mixtral(**options))
+    return start(plugin, tiny_mixtral(**options), lr=1e-2)
 
 
 # ---- without use_fp8 ----

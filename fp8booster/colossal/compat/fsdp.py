@@ -131,7 +131,7 @@ def fsdp_saves_on_cpu(module: ModuleType, patch: Patch) -> None:
     place="checkpoint_io/utils.py:420,450",
     needed_when="no CUDA or NPU device",
 )
-def cpu_shards_are_not_pinned(module: ModuleType, patch: Patch) -> None:
+def fsdp_shards_are_not_pinned(module: ModuleType, patch: Patch) -> None:
     """`use_async=True` splits a whole state dict, as FSDP's is, without pinning memory where there is no device for it.
 
     Without it: RuntimeError: pin_memory=True requires a CUDA or other accelerator backend. No longer needed when

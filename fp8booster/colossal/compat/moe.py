@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fp8booster.colossal.compat.registry import Patch, mend
@@ -43,3 +45,63 @@ def moe_waits_for_gathered_weights(module: ModuleType, patch: Patch) -> None:
         return boosted
 
     patch.set(module.MoeHybridParallelPlugin, "configure", configure)
+
+
+_MOE_CHECKPOINTS = "colossalai.checkpoint_io.moe_checkpoint"
+
+
+@mend(
+    module=_MOE_CHECKPOINTS,
+    place="checkpoint_io/moe_checkpoint.py:284",
+    needed_when="no CUDA or NPU device",
+)
+def moe_states_are_gathered_on_cpu(module: ModuleType, patch: Patch) -> None:
+    """MoECheckpointIO gathers optimizer states where they lie if there is no GPU to move them to.
+
+    Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver). No longer
+    needed when `booster.save_optimizer(optimizer, path, shard=True)` returns on a machine without a GPU.
+    """
+    from colossalai.accelerator import get_accelerator
+
+    if get_accelerator().name != "cpu":
+        return
+    upstream = module.MoECheckpointIO.gather_from_sharded_optimizer_state
+
+    @functools.wraps(upstream)
+    def gather(*args: Any, **named: Any) -> Any:
+        move = torch.Tensor.cuda
+        torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+        try:
+            return upstream(*args, **named)
+        finally:
+            torch.Tensor.cuda = move
+
+    patch.set(module.MoECheckpointIO, upstream.__name__, staticmethod(gather))
+
+
+@mend(
+    module=_MOE_CHECKPOINTS,
+    place="checkpoint_io/moe_checkpoint.py:680,719,741",
+    needed_when="experts are spread over ranks, and a checkpoint is to be one file",
+)
+def moe_saves_spread_experts_in_shards(module: ModuleType, patch: Patch) -> None:
+    """Saving a model whose experts are spread over ranks to one file is refused, since the file would be wrong.
+
+    Without it the first rank's experts are written with those of other ranks behind them in the same tensor, and the
+    others' are missing. No longer needed when `booster.save_model(model, path)` with ep_size=2 writes every expert.
+    """
+    for name in ("save_unsharded_model", "save_unsharded_optimizer"):
+        patch.set(module.MoECheckpointIO, name, _refusing(getattr(module.MoECheckpointIO, name)))
+
+
+def _refusing(save: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(save)
+    def checked(self, *args: Any, **named: Any) -> None:
+        if self.ep_size > 1:
+            raise ValueError(
+                f"experts are spread over {self.ep_size} ranks, and colossalai cannot write them to one file; "
+                "save with shard=True"
+            )
+        save(self, *args, **named)
+
+    return checked

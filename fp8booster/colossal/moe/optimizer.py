@@ -8,6 +8,7 @@ from fp8booster.colossal.hybrid.optimizer import FP8HybridParallelZeroOptimizer
 
 
 class FP8MoeHybridParallelZeroOptimizer(FP8HybridParallelZeroOptimizer, MoeHybridParallelZeroOptimizer):
-    """The optimizer of ZeRO stage 1, over two groups: experts' parameters over the ranks that hold the same experts, all
-    others over all data parallel ranks.
+    """The optimizer of ZeRO stage 1, over two groups.
+
+    Experts' parameters over the ranks that hold the same experts, all others over all data parallel ranks.
     """
