@@ -170,7 +170,7 @@ def compare(
     logs: Path | None,
     output: Output,
 ) -> dict[str, Findings]:
-    """Give the engines their turns; rank 0 shows them and writes the result after each round."""
+    """Give the engines their turns; rank 0 shows them and writes the result after each turn."""
     first = crew.rank == 0
     console = Console(stderr=True, highlight=False, quiet=not first)
     setting = Setting(job, crew.size, gpu_facts(job.device) if first else None)
@@ -186,21 +186,23 @@ def compare(
             console.print(f"  failed: {taken.reason}", markup=False)
         return taken
 
-    def after_round(findings: dict[str, Findings]) -> None:
+    def after_turn(findings: dict[str, Findings], round_ended: bool) -> None:
         if first:
-            deliver(findings, setting, baseline, output)
+            deliver(findings, setting, baseline, output, shown=round_ended)
 
     return take_rounds(
         engines,
         rounds=rounds,
         missing={name: reason for name in engines if (reason := ENGINES[name].why_missing()) is not None},
         turn=turn,
-        after_round=after_round,
+        after_turn=after_turn,
     )
 
 
-def deliver(findings: dict[str, Findings], setting: Setting, baseline: str, output: Output) -> None:
-    """Show the main table and write everything."""
+def deliver(
+    findings: dict[str, Findings], setting: Setting, baseline: str, output: Output, *, shown: bool
+) -> None:
+    """Write everything, and show the main tables where that is wanted."""
     job = setting.job
     records = engine_records(findings, setting, baseline)
     reference = "fp8booster-bf16" if "fp8booster-bf16" in findings else baseline
@@ -236,9 +238,11 @@ def deliver(findings: dict[str, Findings], setting: Setting, baseline: str, outp
             captions={record["label"]: _caption(record, baseline) for record in measured},
         )
         result = replace(result, plots=[name])
-    show(result)
-    for path in result.write(folder=output.folder, json_file=output.json_file):
-        typer.echo(f"wrote {path}", err=True)
+    written = result.write(folder=output.folder, json_file=output.json_file)
+    if shown:
+        show(result)
+        for path in written:
+            typer.echo(f"wrote {path}", err=True)
 
 
 def show(result: Result) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -87,10 +88,10 @@ class Crew:
         server = None
         if self.rank == 0:
             server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            self._store.set(f"{turn}/port", str(server.port))
-        port = self._store.get(f"{turn}/port").decode()
+            self._store.set(f"{turn}/place", f"{_address()} {server.port}")
+        place = self._store.get(f"{turn}/place").decode()
         with tempfile.TemporaryDirectory() as folder:
-            verdict = self._run_child(task, turn, port, Path(folder), limit_s, log)
+            verdict = self._run_child(task, turn, place, Path(folder), limit_s, log)
         self._store.set(f"{turn}/verdict {self.rank}", json.dumps(verdict))
         verdicts = [
             json.loads(self._store.get(f"{turn}/verdict {rank}").decode()) for rank in range(self.size)
@@ -108,13 +109,15 @@ class Crew:
             self._store.wait([f"left {rank}" for rank in range(self.size)])
 
     def _run_child(
-        self, task: dict[str, Any], turn: str, port: str, folder: Path, limit_s: float, log: Path | None
+        self, task: dict[str, Any], turn: str, place: str, folder: Path, limit_s: float, log: Path | None
     ) -> dict[str, Any]:
         """This rank's outcome, or why it failed and when."""
         outcome = folder / "outcome.json"
+        address, port = place.split()
         printed = (log or folder) / f"{task['engine']}-{turn.replace(' ', '-')}-rank-{self.rank}.log"
         printed.parent.mkdir(parents=True, exist_ok=True)
         environment = os.environ | {
+            "MASTER_ADDR": address,
             "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0's command serves the store
             # the child must find what this process has found, whatever the folder it was started in
@@ -166,6 +169,12 @@ class Crew:
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         lines = log.read_text(errors="replace").strip().splitlines()[-_LOG_LINES:]
         return f"rank {self.rank} ended {how}" + (f": {' '.join(lines)}" if lines else "")
+
+
+def _address() -> str:
+    """Where this machine is reached; torchrun's rank 0 need not be on the machine that MASTER_ADDR names."""
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    return "127.0.0.1" if one_machine else socket.gethostname()
 
 
 def _read(outcome: Path) -> dict[str, Any] | None:

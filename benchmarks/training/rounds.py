@@ -26,7 +26,7 @@ def take_rounds(
     rounds: int,
     missing: dict[str, str],
     turn: Callable[[int, str], Turn],
-    after_round: Callable[[dict[str, Findings]], None],
+    after_turn: Callable[[dict[str, Findings], bool], None],
 ) -> dict[str, Findings]:
     """Give every engine one turn a round.
 
@@ -35,7 +35,8 @@ def take_rounds(
         rounds: how many.
         missing: engines that cannot run here, and why.
         turn: takes the round and the engine.
-        after_round: is shown what was found so far, so that a run that is cut short has its result.
+        after_turn: is shown what was found so far, so that a run that is cut short has its result, and whether that ends
+            a round.
     """
     findings = {name: Findings(reason=missing.get(name)) for name in engines}
     for number in range(rounds):
@@ -47,5 +48,6 @@ def take_rounds(
                 found.reason = taken.reason
             else:
                 found.outcomes[number] = taken.outcome
-        after_round(findings)
+            after_turn(findings, False)
+        after_turn(findings, True)
     return findings

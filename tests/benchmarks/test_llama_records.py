@@ -106,15 +106,18 @@ def test_turns_alternate_and_end_for_what_fails() -> None:
         rounds=3,
         missing={"c": "it is not installed"},
         turn=turn,
-        after_round=lambda found: seen.append({name: len(each.outcomes) for name, each in found.items()}),
+        after_turn=lambda found, ended: seen.append(
+            (ended, sum(len(each.outcomes) for each in found.values()))
+        ),
     )
     assert taken == [(0, "a"), (0, "b"), (0, "d"), (1, "a"), (1, "b"), (1, "d"), (2, "a"), (2, "d")]
     assert found["b"] == Findings({0: {"round": 0}}, "out of GPU memory")
     assert found["c"] == Findings({}, "it is not installed")
+    # after each turn and once more at the end of a round; one of the 8 turns failed
     assert seen == [
-        {"a": 1, "b": 1, "c": 0, "d": 1},
-        {"a": 2, "b": 1, "c": 0, "d": 2},
-        {"a": 3, "b": 1, "c": 0, "d": 3},
+        *((False, 1), (False, 2), (False, 3), (True, 3)),
+        *((False, 4), (False, 4), (False, 5), (True, 5)),
+        *((False, 6), (False, 7), (True, 7)),
     ]
 
 
