@@ -155,8 +155,8 @@ class _SequenceParallel(_Parallel):
         sequence = self._sequence(part.dim())
         return gathered.movedim(0, sequence).reshape(self._gathered_shape(part.shape))
 
-    def _reduce_scatter(self, whole: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begin to give each rank its part of the sequence of the sum over ranks."""
+    def _reduce_scatter(self, whole: torch.Tensor, *, asynchronous: bool) -> Callable[[], torch.Tensor]:
+        """Give each rank its part of the sequence of the sum over ranks, or begin to; returns what waits for it."""
         sequence = self._sequence(whole.dim())
         length = whole.shape[sequence]
         if length % self.ranks:
@@ -169,7 +169,7 @@ class _SequenceParallel(_Parallel):
         )
         own = torch.empty_like(parts[0])
         work = comm.reduce_scatter_tensor(
-            own.view(-1), parts.view(-1), group=self.group, async_op=True, min_bytes=self._min_bytes
+            own.view(-1), parts.view(-1), group=self.group, async_op=asynchronous, min_bytes=self._min_bytes
         )
 
         def wait() -> torch.Tensor:
@@ -205,7 +205,7 @@ class SequenceColumn(_SequenceParallel):
 
     def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
         """This rank's part of the sum over ranks."""
-        return self._reduce_scatter(gradient)
+        return self._reduce_scatter(gradient, asynchronous=True)
 
 
 class SequenceRow(_SequenceParallel):
@@ -216,7 +216,7 @@ class SequenceRow(_SequenceParallel):
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum over ranks."""
-        return self._reduce_scatter(output)()
+        return self._reduce_scatter(output, asynchronous=False)()
 
     def output_gradient(
         self, gradient: torch.Tensor, config: FP8Config, *, plain: bool, transposed: bool

@@ -16,6 +16,7 @@ from fp8booster import FP8Config, comm, fp8_linear
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn import FP8Layer
 from fp8booster.nn import parallel as parallel_module
+from fp8booster.nn.delivered_amax import deliver_amax
 from fp8booster.nn.functional import Defer, linear_from_quantized, quantize_input, quantize_weight
 from fp8booster.nn.parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
 from tests.nn.rank_registry import check
@@ -193,6 +194,13 @@ def a_nan_on_one_rank_reaches_all() -> None:
         x[0, 3, 5] = float("nan")
     found = SequenceColumn(dist.group.WORLD).input(x, FP8Config(), transposed=False)
     assert found.inverse_scale.isnan()
+
+
+@check
+def an_amax_that_came_with_the_input_is_agreed_on() -> None:
+    x = deliver_amax(torch.randn(2, 16, INPUTS).bfloat16(), torch.tensor(7.0 * (1 + dist.get_rank())))
+    found = SequenceColumn(dist.group.WORLD).input(x, FP8Config(), transposed=False)
+    torch.testing.assert_close(found.inverse_scale, torch.tensor(14.0 / 448))
 
 
 class _Column(FP8Layer, nn.Linear):
