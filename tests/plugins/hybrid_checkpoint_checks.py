@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -133,6 +134,10 @@ def a_loaded_run_goes_on_as_another_that_loads_the_same(mode: str) -> None:
     writer, fresh, used = (start(fp8(mode)) for _ in range(3))
     learn(writer)
     learn(used, last=1)  # has FP8 copies and states that loading must replace
+    if mode == "DP2":
+        learn(
+            fresh, last=2
+        )  # after its first backward DDP fills its buckets in another order, with other blocks
     written = save(writer, "shards", f"twice {mode}")
     for run in (fresh, used):
         load(run, *written)
@@ -140,6 +145,26 @@ def a_loaded_run_goes_on_as_another_that_loads_the_same(mode: str) -> None:
     assert losses[1] == losses[2]
     assert_close(losses[0], losses[1], 1e-2)
     assert_equal(fresh.parameters(), used.parameters())
+
+
+@check_each("TP2", "TP2 ZeRO 1", "PP2 1f1b ZeRO 1", "DP2 ZeRO 2")
+def a_run_resumed_with_its_masters_repeats_the_whole_one(mode: str) -> None:
+    from fp8booster.colossal.zero.master_weights import load_master_weights, save_master_weights
+
+    whole, resumed = (start(fp8(mode)) for _ in range(2))
+    learn(whole)
+    written = save(whole, "shards", f"resumed {mode}")
+    folder = shared_folder(f"resumed {mode}/masters")
+    save_master_weights(whole.model.unwrap(), whole.optimizer, folder)
+    dist.barrier()
+    load(resumed, *written)
+    load_master_weights(resumed.model.unwrap(), resumed.optimizer, folder)
+    assert learn(whole, 3, 6) == learn(resumed, 3, 6)
+    assert_equal(whole.parameters(), resumed.parameters())
+    if mode != "DP2 ZeRO 2":
+        other = start(fp8("DP2 ZeRO 1"))
+        with pytest.raises(ValueError, match="resume with the same"):
+            load_master_weights(other.model.unwrap(), other.optimizer, folder)
 
 
 @check_each("TP2 ZeRO 1", "PP2 1f1b ZeRO 1")

@@ -59,7 +59,8 @@ def parts_of_a_gradient_are_added_once_however_many_micro_batches(case: str) -> 
     found = [norm_gradients(start(fp8(mode, zero_stage=int(zero))), no_sync) for no_sync in (True, False)]
     assert len(found[0]) == 9
     for name, expected in found[0].items():
-        assert (found[1][name] - expected).norm() < 0.02 * expected.norm(), name
+        # what is added in FP8 is rounded; a micro-batch counted twice would be half of it off
+        assert (found[1][name] - expected).norm() < 0.1 * expected.norm(), name
 
 
 @check_each(

@@ -7,7 +7,13 @@ import pytest
 from tests.distributed import run_ranks
 from tests.plugins.registry import names, run_checks
 
-MODULES = [f"tests.plugins.hybrid_{role}_checks" for role in ("native", "census", "learning", "traffic")]
+MODULES = [
+    "tests.comm.coalesced_checks",
+    *(
+        f"tests.plugins.hybrid_{role}_checks"
+        for role in ("native", "census", "learning", "traffic", "option", "checkpoint", "model")
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -102,3 +102,79 @@ def parts_of_gradients_are_added_once(module: ModuleType, patch: Patch) -> None:
     patch.set(wrapper, "sync_sp_grads", marking(wrapper.sync_sp_grads, gradients_to_sum))
     patch.set(wrapper, "sync_shared_params", marking(wrapper.sync_shared_params, shared_between_stages))
     patch.set(zero, "_sync_sp_grads", _sync_sp_grads)
+
+
+@mend(
+    module="colossalai.booster.plugin.hybrid_parallel_plugin",
+    place="zero/low_level/zero_hook.py:24; shardformer/layer/_operation.py",
+    needed_when="overlap_allgather with tp_size > 1, sequence or pipeline parallelism",
+)
+def late_weights_reach_sharded_layers(module: ModuleType, patch: Patch) -> None:
+    """With overlap_allgather every module waits for its weights before it reads them, and trains as without it.
+
+    Without it the layers of tensor parallelism do not wait, since their autograd functions call no torch function: on a
+    GPU they may read what the last step left. And the loss over a sharded vocabulary is scaled in place, which a
+    ColoTensor does not do (tensor/colo_tensor.py:6). No longer needed when no weight has an `_all_gather_handle` after
+    a forward, and losses are those of overlap_allgather=False.
+    """
+    from fp8booster.colossal.zero.late_weights import wait_before_forward
+
+    upstream = module.HybridParallelModule.__init__
+
+    @functools.wraps(upstream)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        upstream(self, *args, **kwargs)
+        if self.overlap_allgather:
+            wait_before_forward(self.module)
+
+    patch.set(module.HybridParallelModule, "__init__", __init__)
+
+
+@mend(
+    module="colossalai.checkpoint_io.hybrid_parallel_checkpoint_io",
+    place="checkpoint_io/hybrid_parallel_checkpoint_io.py:118,1071",
+    needed_when="no CUDA or NPU device",
+)
+def cpu_shards_are_not_pinned(module: ModuleType, patch: Patch) -> None:
+    """`use_async=True` writes shards of hybrid parallel runs from plain memory where there is no device to pin it for.
+
+    Without it: RuntimeError: pin_memory=True requires a CUDA or other accelerator backend. No longer needed when
+    `booster.save_model(model, path, shard=True, use_async=True)` returns on a machine without a GPU.
+    """
+    from colossalai.accelerator import get_accelerator
+
+    if get_accelerator().name != "cpu":
+        return
+    for name in ("_model_sharder", "_optimizer_sharder"):
+        patch.set(module.HybridParallelCheckpointIO, name, staticmethod(_unpinned(module, name)))
+
+
+def _unpinned(module: ModuleType, name: str) -> Callable[..., Any]:
+    upstream = getattr(module.HybridParallelCheckpointIO, name)
+
+    @functools.wraps(upstream)
+    def sharder(*args: Any, pinned_state_dicts: dict | None = None, **kwargs: Any) -> Any:
+        return upstream(*args, **kwargs)
+
+    return sharder
+
+
+@mend(
+    module="colossalai.shardformer.policies.command",
+    place="shardformer/modeling/command.py:395",
+    needed_when="enable_flash_attention is off",
+)
+def command_prepares_masks_for_its_attention(module: ModuleType, patch: Patch) -> None:
+    """Command-R's policy switches flash attention on before the first forward, as its attention does within it.
+
+    Without it: AssertionError: Flash Attention Error: attention_mask should be a dict. No longer needed when a
+    CohereForCausalLM trains under HybridParallelPlugin(tp_size=2, pp_size=1).
+    """
+    upstream = module.CommandPolicy.preprocess
+
+    @functools.wraps(upstream)
+    def preprocess(self) -> nn.Module:
+        self.shard_config.enable_flash_attention = True
+        return upstream(self)
+
+    patch.set(module.CommandPolicy, "preprocess", preprocess)

@@ -2,28 +2,31 @@
 
 Native code turns each parameter into a ColoParameter, whose torch function waits for the gather (zero_hook.py:24). FP8
 layers, and native's own tensor parallel ones (shardformer/layer/_operation.py), read their weights outside any torch
-function. So every module waits in a forward hook of its own, and the parameters of FP8 layers become plain ones again.
+function. What they compute from is a ColoTensor all the same, whose in-place operations are none (colo_tensor.py:6):
+the gradient of shardformer/layer/loss.py:136 loses its factor. So modules wait in a forward hook of their own, and all
+parameters become plain ones again.
 """
 
 from __future__ import annotations
 
+from colossalai.tensor.colo_parameter import ColoParameter
 from colossalai.zero.low_level.zero_hook import wait_all_gather_handle
 from torch import nn
 
-from fp8booster.nn.layer import FP8Layer
-
 
 def wait_before_forward(model: nn.Module) -> None:
-    """Make every module that has parameters of its own wait for their gathers first."""
+    """Make every module wait for the gathers of its own parameters, and of its children's, before its forward."""
+    for parameter in model.parameters():
+        if type(parameter) is ColoParameter:
+            parameter.__class__ = nn.Parameter
     for module in model.modules():
-        trained = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
-        if isinstance(module, FP8Layer):
-            for parameter in trained:
-                parameter.__class__ = nn.Parameter
-        if trained:
+        if _wait_for_parameters not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_wait_for_parameters)
 
 
 def _wait_for_parameters(module: nn.Module, args: tuple) -> None:
-    for parameter in module.parameters(recurse=False):
-        wait_all_gather_handle(parameter)
+    # children's too: a forward may read a child's weight without calling the child
+    for each in (module, *module.children()):
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                wait_all_gather_handle(parameter)
