@@ -54,6 +54,9 @@ class Run(Boosted):
     """A run whose model may give its outputs as a dictionary, as it does with `force_outputs_fp32`."""
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        from colossalai.accelerator import get_accelerator
+
+        tokens = tokens.to(get_accelerator().get_current_device())
         return self.model(input_ids=tokens, labels=tokens)["loss"]
 
 

@@ -1,0 +1,65 @@
+"""Gemini with FP8 on GPUs: what only moves work changes no bit, with chunks on the host and on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fp8booster import FP8Config
+from tests.colossal.models import tiny_llama
+from tests.plugins.gemini_runs import OFFLOADED, Run, boost, fp8_chunks, masters, native, wire
+from tests.plugins.registry import check, check_each
+from tests.plugins.training import assert_close, assert_equal, train
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "no overlap": {"enable_async_reduce": False},
+    "ZeRO stage 2": {"shard_param_frac": 0.0},
+    "half the optimizer on the host": {"offload_optim_frac": 0.5},
+    "all on the host": OFFLOADED,
+    "all on the host, pinned": OFFLOADED | {"pin_memory": True},
+    "auto": {"placement_policy": "auto"},
+    "auto, masters back on the GPU": {"placement_policy": "auto", "gpu_margin_mem_ratio": 0.9},
+    "prefetch": {"max_prefetch": 2},
+    "accumulation": {"enable_gradient_accumulation": True},
+    "accumulation on the host": {"enable_gradient_accumulation": True, **OFFLOADED},
+}
+SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3}
+CHUNKS = {"min_chunk_size_m": 2**-2}
+
+
+def run(**arguments: Any) -> Run:
+    """FP8 wherever it could be."""
+    plugin = wire(fp8_config=FP8Config(always=True), **CHUNKS, **arguments)
+    return boost(plugin, tiny_llama(**SIZES), lr=1e-3)
+
+
+@check_each(*PLACEMENTS)
+def placements_change_no_bit_but_those_of_adam_on_the_host(placement: str) -> None:
+    expected, found = run(), run(**PLACEMENTS[placement])
+    losses, others = train(expected, steps=6), train(found, steps=6)
+    if "host" in placement or "auto" in placement:  # another operator of Adam, which rounds otherwise
+        assert_close(losses, others, 2e-3)
+        return
+    assert losses == others
+    assert_equal(masters(expected), masters(found))
+
+
+@check
+def it_trains_near_native() -> None:
+    in_16_bits = train(boost(native(**CHUNKS), tiny_llama(**SIZES), lr=1e-3), steps=6)
+    assert_close(in_16_bits, train(run(), steps=6), 1e-2)
+
+
+@check
+def a_forward_holds_one_gathered_chunk_in_bytes() -> None:
+    boosted = run(enable_async_reduce=False)
+    train(boosted, steps=1)
+    gathered = []
+    for layer in boosted.model.unwrap().model.layers:
+        layer.register_forward_hook(
+            lambda *_: gathered.append(sum(chunk.is_gathered for chunk in fp8_chunks(boosted)))
+        )
+    train(boosted, steps=1)
+    assert max(gathered) <= 1
+    assert all(chunk.cuda_global_chunk.dtype is torch.uint8 for chunk in fp8_chunks(boosted))
