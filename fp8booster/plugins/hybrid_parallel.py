@@ -77,6 +77,11 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
             self.compress_activations()
         if fp8_config is not None and not use_fp8:
             self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
+        elif use_fp8 and self.fp8_config.fused:
+            self.logger.warning(
+                "fp8_config.fused has no effect: shardformer has its own form of the layers that it fuses",
+                ranks=[0],
+            )
 
     def __del__(self) -> None:
         if "pg_mesh" in self.__dict__:  # refused arguments leave a plugin without groups

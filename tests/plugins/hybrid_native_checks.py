@@ -95,7 +95,7 @@ def every_native_argument_is_tried() -> None:
 def assert_trains_as_native(mode: str, **arguments: Any) -> None:
     """Losses, gradient norms and weights of some steps are equal, bit for bit."""
     runs = [start(plugin(mode, **arguments)) for plugin in (native, ours)]
-    losses = [learn(run, accumulate=2) for run in runs]
+    losses = [learn(run, last=2, accumulate=2) for run in runs]
     assert losses[0] == losses[1], losses
     norms = [run.optimizer.get_grad_norm() for run in runs]
     assert norms[0] == norms[1], norms
