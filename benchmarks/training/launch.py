@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ class Crew:
         """`worker`: the module that a child runs."""
         self._worker = worker
         self._store, self.rank, self.size = next(dist.rendezvous("env://"))
+        self._store.set_timeout(timedelta(hours=2))  # one machine may still prepare the text
         self._turns = 0
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a child is ended with it
 

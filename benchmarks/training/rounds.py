@@ -35,8 +35,8 @@ def take_rounds(
         rounds: how many.
         missing: engines that cannot run here, and why.
         turn: takes the round and the engine.
-        after_turn: is shown what was found so far, so that a run that is cut short has its result, and whether that ends
-            a round.
+        after_turn: is shown what was found so far, so that a run that is cut short has its result, and whether a round
+            has ended.
     """
     findings = {name: Findings(reason=missing.get(name)) for name in engines}
     for number in range(rounds):
