@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.colossal.models import token_batch
 from tests.colossal.moe.models import tiny_mixtral
@@ -28,16 +29,31 @@ def _trained(**arguments: Any) -> tuple[Any, Any, Any]:
     return booster, model, optimizer
 
 
+def _late(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are still gathered."""
+    return [parameter for parameter in model.parameters() if hasattr(parameter, "_all_gather_handle")]
+
+
 def _overlap_gathers() -> None:
     _, model, _ = _trained(overlap_allgather=True)
     tokens = token_batch(dist.get_rank())
-    late = [parameter for parameter in model.parameters() if hasattr(parameter, "_all_gather_handle")]
-    assert late
+    assert _late(model)
     model(input_ids=tokens)
-    waiting = [parameter for parameter in late if hasattr(parameter, "_all_gather_handle")]
+    waiting = _late(model)
     for parameter in waiting:
         parameter._all_gather_handle.wait()
     assert not waiting, "a forward did not wait for its weights"
+
+
+def _save_late_weights() -> None:
+    booster, model, _ = _trained(overlap_allgather=True)
+    assert _late(model)
+    booster.save_model(model, _shared_folder(), shard=True)
+    dist.barrier()
+    waiting = _late(model)
+    for parameter in waiting:
+        parameter._all_gather_handle.wait()
+    assert not waiting, "saved before they were there"
 
 
 def _save_states() -> None:
@@ -64,6 +80,7 @@ def _shared_folder() -> str:
 
 SYMPTOMS = {
     "moe_waits_for_gathered_weights": Symptom(_overlap_gathers, "did not wait for its weights"),
+    "moe_waits_before_saving": Symptom(_save_late_weights, "saved before they were there"),
     "moe_states_are_gathered_on_cpu": Symptom(
         _save_states, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
     ),

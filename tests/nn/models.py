@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 
 def tiny_llama(**options: object) -> LlamaForCausalLM:
@@ -19,3 +19,10 @@ def tiny_llama(**options: object) -> LlamaForCausalLM:
         "max_position_embeddings": 64,
     }
     return LlamaForCausalLM(LlamaConfig(**sizes | options))
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    """Two GPT-2 layers over 128 tokens, without dropout, the same at every call."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))

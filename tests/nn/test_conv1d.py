@@ -7,19 +7,12 @@ import sys
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
 from fp8booster.nn import fp8_linear
 from fp8booster.nn.conv1d import FP8Conv1D
-
-
-def tiny_gpt2() -> GPT2LMHeadModel:
-    """Two layers, the same at every call."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    return GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0))
+from tests.nn.models import tiny_gpt2
 
 
 def run(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:

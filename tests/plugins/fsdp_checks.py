@@ -22,16 +22,19 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fp8booster import FP8Config, FP8Linear, comm
 from fp8booster.comm import FlatFSDPState, flat_fsdp_hook
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn import flat_weights, resharded_weight
+from fp8booster.nn.conv1d import FP8Conv1D
 from fp8booster.nn.flat_fsdp import compress_flat_fsdp
 from fp8booster.nn.flat_weights import NAME, NOT_FP8
 from fp8booster.tensor import QuantizedMatrix
 from tests.colossal.models import tiny_llama
+from tests.nn.models import tiny_gpt2
 from tests.nn.reference import count_calls
 from tests.plugins import ddp_checks
 from tests.plugins.census_checks import census, products
@@ -45,6 +48,8 @@ from tests.plugins.training import (
     rank_batches,
     train,
 )
+from tests.plugins.training import native as native_zero
+from tests.plugins.training import ours as ours_zero
 
 if TYPE_CHECKING:
     from colossalai.booster.plugin import TorchFSDPPlugin as NativePlugin
@@ -376,6 +381,36 @@ def fsdp_loses_no_nan_on_the_way() -> None:
     with FullyShardedDataParallel.summon_full_params(unit), torch.no_grad():
         dict(unit.named_parameters())["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
     assert torch.isnan(run.loss(rank_batches(1)[0]))
+
+
+# ---- GPT-2, whose layers hold their weights transposed ----
+
+GPT2_BLOCKS = ModuleWrapPolicy({GPT2Block})
+
+
+@check_each("FSDP", "ZeRO", "DDP")
+def gpt2_trains_in_fp8(engine: str) -> None:
+    plain, in_fp8 = {
+        "FSDP": (native(auto_wrap_policy=GPT2_BLOCKS), fp8(auto_wrap_policy=GPT2_BLOCKS)),
+        "ZeRO": (native_zero(), ours_zero(use_fp8=True, fp8_config=QUICK)),
+        "DDP": (ddp_checks.native(), ddp_checks.fp8(fp8_config=QUICK)),
+    }[engine]
+    run = boost(in_fp8, tiny_gpt2())
+    assert sum(isinstance(module, FP8Conv1D) for module in run.model.modules()) == 8
+    comm.reset_statistics()
+    assert_close(train(boost(plain, tiny_gpt2())), train(run), CLOSE)
+    row = comm.statistics()[{"FSDP": NAME, "ZeRO": "weight gather", "DDP": "all_reduce"}[engine]]
+    assert row.ratio < 0.7  # the embeddings are half of the model
+
+
+@check
+def gpt2_is_gathered_in_fp8_to_the_same_bits() -> None:
+    runs = []
+    for gather in (False, True):
+        run = boost(plain_wire(auto_wrap_policy=GPT2_BLOCKS, mixed_precision=BF16), tiny_gpt2())
+        compress_flat_fsdp(run.model, gather=gather, reduce=False)
+        runs.append(run)
+    assert_fsdp_trains_equally(*runs)
 
 
 # ---- gradients ----

@@ -105,3 +105,27 @@ def _refusing(save: Callable[..., None]) -> Callable[..., None]:
         save(self, *args, **named)
 
     return checked
+
+
+@mend(
+    module=_MOE_CHECKPOINTS,
+    place="checkpoint_io/moe_checkpoint.py:116,686",
+    needed_when="overlap_allgather is on, or weights travel in FP8",
+)
+def moe_waits_before_saving(module: ModuleType, patch: Patch) -> None:
+    """MoECheckpointIO makes the model's weights ready before it reads them, as the other plugins' checkpoints do.
+
+    Without it weights that ZeRO still gathers are saved as they are by then. No longer needed when
+    `save_sharded_model` calls `model._force_wait_all_gather`.
+    """
+    for name in ("save_sharded_model", "save_unsharded_model"):
+        patch.set(module.MoECheckpointIO, name, _waiting(getattr(module.MoECheckpointIO, name)))
+
+
+def _waiting(save: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(save)
+    def ready(self, model: nn.Module, *args: Any, **named: Any) -> None:
+        model._force_wait_all_gather()
+        save(self, model, *args, **named)
+
+    return ready
