@@ -119,6 +119,7 @@ class GeminiPlugin(NativeGeminiPlugin):
         arguments = self.gemini_config | {
             "zero_group": self.zero_group,
             "extra_dp_group": self.extra_dp_group,
+            "tp_group": self.tp_group,
             "verbose": self.verbose,
         }
         if self.fp8_communication:

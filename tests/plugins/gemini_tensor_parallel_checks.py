@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fp8booster import FP8Config, comm, report
 from tests.colossal.models import tiny_llama, token_batch
+from tests.colossal.zero.runs import assert_same_on_all_ranks
 from tests.plugins import training
 from tests.plugins.census_checks import products
 from tests.plugins.gemini_fp8_checks import census
@@ -42,6 +43,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "extra DP2": {"extra_dp_size": 2},
     "TP2, extra DP2": {"tp_size": 2, "extra_dp_size": 2},
     "TP2, clipped": {"tp_size": 2, "max_norm": 0.1},
+    "TP2, sequence parallel": {"tp_size": 2, "enable_sequence_parallelism": True},
 }
 
 
@@ -49,12 +51,22 @@ RUNS: dict[str, dict[str, Any]] = {
 def it_learns_as_data_parallelism_does(case: str) -> None:
     options = RUNS[case]
     alone = {"max_norm": options["max_norm"]} if "max_norm" in options else {}
-    heads = {"num_key_value_heads": 4}
-    reference = boost(wire(**alone), tiny_llama(**heads))
-    run = boost(wire(**options), tiny_llama(**heads))
+    # a head and a part of the vocabulary for each of four ranks
+    sizes = {"num_key_value_heads": 4, "vocab_size": 256}
+    reference = boost(wire(**alone), tiny_llama(**sizes))
+    run = boost(wire(**options), tiny_llama(**sizes))
     expected, losses = learn(reference), learn(run, options.get("tp_size", 1))
     assert_close(expected, losses, CLOSE)
     assert len(report(run.model).fp8) == LAYERS
+    moments = [one.optimizer.state_dict(False)["state"] for one in (reference, run)]
+    norms = [
+        number for number, (name, _) in enumerate(tiny_llama(**sizes).named_parameters()) if "norm" in name
+    ]
+    assert len(norms) == 5
+    for number in norms:
+        one, other = (state[number]["exp_avg"].flatten() for state in moments)
+        assert (one - other).norm() < 0.1 * one.norm(), number
+        assert_same_on_all_ranks(other)
     if alone:
         norms = [one.optimizer.get_grad_norm() for one in (reference, run)]
         assert_close(norms[:1], norms[1:], 0.05)

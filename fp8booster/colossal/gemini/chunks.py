@@ -80,15 +80,18 @@ class ReducedChunk(Chunk):
 
     def set_l2_norm(self) -> None:
         """Note the square of the norm of this rank's gradients, on the device."""
-        own = self.cuda_global_chunk[: self.utilized_size] if self.is_gathered else None
-        own = self.cuda_shard[: self.valid_end] if own is None else own
-        self.l2_norm = own.float().square().sum()
+        own, end = (
+            (self.cuda_global_chunk, self.utilized_size)
+            if self.is_gathered
+            else (self.cuda_shard, self.valid_end)
+        )
+        self.l2_norm = own[:end].float().square().sum()
 
     def init_grad_chunk(self) -> Chunk:
         """The memory for gradients beside the weights, gathered and empty."""
-        earlier = self.grad_chunk is None
+        is_first = self.grad_chunk is None
         gradients = super().init_grad_chunk()
-        if earlier:
+        if is_first:
             ReducedChunk.take_over(gradients, self.encoding, "gradients")
         return gradients
 

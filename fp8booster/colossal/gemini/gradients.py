@@ -11,16 +11,41 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
+from colossalai.shardformer.layer.utils import SeqParallelUtils
 from colossalai.utils import free_storage
 from colossalai.zero.gemini.chunk import TensorState
 from torch import nn
 
+from fp8booster import comm
 from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk
 from fp8booster.colossal.gemini.groups import GroupedChunkManager
 
 if TYPE_CHECKING:
     from fp8booster.colossal.gemini.model import FP8GeminiDDP
+
+
+def sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Make each gradient whole that a rank of sequence parallelism finds from its part of the sequence alone.
+
+    Call it before the model is wrapped, so that what is summed is what reaches the chunk. Native Gemini lacks it: there
+    the ranks' norms drift apart.
+
+    Args:
+        model: sharded; shardformer has marked such parameters.
+        group: the ranks that share a sequence.
+    """
+
+    def add(gradient: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            whole = gradient.contiguous().clone()
+            comm.all_reduce(whole, dist.ReduceOp.SUM, group)
+            return whole
+
+    for parameter in model.parameters():
+        if parameter.requires_grad and SeqParallelUtils.is_sp_partial_derived_param(parameter):
+            parameter.register_hook(add)
 
 
 def takes_the_weights_place(chunk: ReducedChunk, manager: GroupedChunkManager) -> bool:

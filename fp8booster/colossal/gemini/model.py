@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from fp8booster.colossal.gemini.chunks import FP8Chunk
-from fp8booster.colossal.gemini.gradients import keep_gradient
+from fp8booster.colossal.gemini.gradients import keep_gradient, sum_partial_gradients
 from fp8booster.colossal.gemini.groups import GroupedChunkManager, Plan
 from fp8booster.colossal.gemini.hook import FP8GeminiHook
 from fp8booster.colossal.gemini.layers import gather_for_layers
@@ -27,9 +27,17 @@ from fp8booster.config import FP8Config
 
 
 class GatheringGeminiDDP(GeminiDDP):
-    """GeminiDDP over FP8 layers, with native chunks: everything travels in 16 bits."""
+    """GeminiDDP over FP8 layers, with native chunks: everything travels in 16 bits.
 
-    def __init__(self, module: nn.Module, **arguments: Any) -> None:
+    Args:
+        module: converted to FP8 layers, and sharded where it shall be.
+        tp_group: the ranks of tensor parallelism, or None.
+        arguments: of GeminiDDP, its own FP8 off.
+    """
+
+    def __init__(self, module: nn.Module, *, tp_group: dist.ProcessGroup | None, **arguments: Any) -> None:
+        if tp_group is not None:
+            sum_partial_gradients(module, tp_group)
         super().__init__(module, **arguments)
         gather_for_layers(module, self.chunk_manager)
 
@@ -49,7 +57,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
     Args:
         module: converted to FP8 layers, and sharded where it shall be.
         config: of these layers.
-        arguments: of GeminiDDP, its own FP8 off.
+        arguments: as in `GatheringGeminiDDP`.
     """
 
     def __init__(self, module: nn.Module, config: FP8Config, **arguments: Any) -> None:
