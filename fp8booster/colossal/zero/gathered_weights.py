@@ -20,6 +20,7 @@ import torch.distributed as dist
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
+from fp8booster.comm.amax import agree_on_amax
 from fp8booster.comm.collectives import gather_bytes
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.cast import ALIGNMENT
@@ -216,14 +217,3 @@ class GatheredWeights:
         # a graph that still holds the former values must not go backward with these
         torch.autograd.graph.increment_version((*quantized[:3], layer.weight))
         layer.fp8_weight.keep(layer.weight, layer.quantized_from(quantized))
-
-
-def agree_on_amax(shards: list[torch.Tensor], group: dist.ProcessGroup) -> torch.Tensor:
-    """The largest magnitude of each tensor over all its shards: float32 [len(shards)], from one reduction.
-
-    A NaN counts as infinity, since a MAX reduction drops NaN; both make the scale NaN.
-    """
-    amaxes = torch.stack([norm.float() for norm in torch._foreach_norm(shards, float("inf"))])
-    amaxes.nan_to_num_(nan=float("inf"), posinf=float("inf"))
-    dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
-    return amaxes
