@@ -17,7 +17,7 @@ PADDING_LIMIT = 1.125
 """A layer whose features, rounded up to multiples of 16, make its products larger than this stays in BF16."""
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Last parts of the names of layers that choose a token's experts."""
+"""Names, beside `experts`, of layers that choose a token's experts."""
 
 WHY_NOT_ROUTERS = "a router, where rounding would send tokens to other experts"
 
@@ -70,8 +70,9 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
         for name, module in model.named_modules()
         if (is_linear(module) or type(module) in kinds) and not _is_elsewhere(module)
     ]
+    routers = _routers(model) if config.layers is all_but_vocabulary_heads else set()
     for name, module in linears:
-        reason = why_kept(name, module, config, kinds)
+        reason = WHY_NOT_ROUTERS if id(module) in routers else why_kept(name, module, config, kinds)
         if reason is None:
             module.__dict__.pop(_KEPT, None)
             kinds[_original(module)].take_over(module, config)
@@ -87,6 +88,17 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
             + ". Train it without use_fp8, or choose layers with FP8Config(layers=...)"
         )
     return model
+
+
+def _routers(model: nn.Module) -> set[int]:
+    """The identities of the layers that choose among experts."""
+    return {
+        id(child)
+        for module in model.modules()
+        if "experts" in module._modules
+        for name, child in module.named_children()
+        if name in ROUTERS
+    }
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -123,8 +135,6 @@ def why_kept(name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KIN
         return f"{original.__name__} has no FP8 form"
     if not config.layers(name, module):
         return "FP8Config.layers leaves it out"
-    if config.layers is all_but_vocabulary_heads and name.rpartition(".")[2] in ROUTERS:
-        return WHY_NOT_ROUTERS
     reason = kinds[original].why_not(module)
     if reason is not None:
         return reason

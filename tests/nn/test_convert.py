@@ -59,6 +59,17 @@ def test_every_projection_of_a_llama_is_converted_and_the_head_is_not() -> None:
     assert set(kinds.values()) == {FP8Linear}
 
 
+def test_a_router_stays_in_high_precision_unless_asked_for() -> None:
+    experts = nn.ModuleList([nn.Linear(32, 32)])
+    block = nn.ModuleDict({"gate": nn.Linear(32, 32), "experts": experts, "other": nn.ModuleDict()})
+    block["other"]["gate"] = nn.Linear(32, 32)  # chooses among no experts
+    convert_to_fp8(block)
+    assert [row.name for row in report(block).fp8] == ["experts.0", "other.gate"]
+    assert report(block).other[0].notes.startswith("a router")
+    convert_to_fp8(block, FP8Config(layers=lambda name, module: True))
+    assert type(block["gate"]) is FP8Linear
+
+
 def test_the_head_is_converted_when_asked_for() -> None:
     model = convert_to_fp8(tiny_llama(), FP8Config(layers=lambda name, module: True))
     assert type(model.lm_head) is FP8Linear

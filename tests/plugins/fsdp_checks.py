@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from fp8booster import FP8Config, FP8Linear, comm
+from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8
 from fp8booster.comm import FlatFSDPState, flat_fsdp_hook
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn import flat_weights, resharded_weight
@@ -274,6 +274,31 @@ def fsdp_gathers_in_fp8_the_bits_that_a_layer_would_cast(case: str) -> None:
     strategy, _, wrapping = case.partition(" ")
     arguments = {"strategy": ShardingStrategy[strategy], **WRAPPINGS[wrapping]}
     assert_fsdp_trains_equally(_wrapped(gather=False, **arguments), _wrapped(gather=True, **arguments))
+
+
+@check
+def fsdp_units_with_original_parameters_gather_the_same_bits() -> None:
+    curves = []
+    for gather in (False, True):
+        model = convert_to_fp8(tiny_llama(), QUICK)
+        unit = FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=BLOCKS,
+            mixed_precision=BF16,
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
+        compress_flat_fsdp(unit, gather=gather, reduce=False)
+        optimizer = torch.optim.AdamW(unit.parameters(), lr=1e-2)
+        curve = []
+        for batch in rank_batches(3):
+            loss = unit(input_ids=batch, labels=batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        curves.append(curve)
+    assert curves[0] == curves[1]
 
 
 @check_each(*STRATEGIES)
