@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.symptom import Symptom
-from tests.colossal.tensor.models import shard, sharding, tiny_gpt2
+from tests.colossal.tensor.models import shard, sharding, tiny_command, tiny_gpt2
 
 
 def _run_gpt2() -> None:
@@ -132,6 +132,41 @@ def _mark_fused_biases() -> None:
     _mark("GPT2FusedLinearConv1D_Row", conv=True)
 
 
+def _refuse_a_ring() -> None:
+    from transformers import Qwen2Config, Qwen2Model
+
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    refusal = ""
+    try:
+        shard(Qwen2Model(Qwen2Config(num_attention_heads=4, **sizes)), mode="ring_attn")
+    except ValueError as error:
+        refusal = str(error)
+    assert "use sequence_parallelism_mode='split_gather' or 'all_to_all'" in refusal, "it is not refused"
+
+
+def _mark_norms_of_command() -> None:
+    from colossalai.shardformer.layer.utils import SeqParallelUtils
+
+    model = shard(tiny_command(), mode="split_gather").model
+    for norm in (model.norm, model.layers[0].input_layernorm):
+        assert SeqParallelUtils.is_sp_partial_derived_param(norm.weight), "gradients are not added up"
+
+
+def _shard_opt() -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128}
+    config = OPTConfig(
+        **sizes, num_hidden_layers=1, num_attention_heads=4, dropout=0.0, attn_implementation="sdpa"
+    )
+    whole = OPTForCausalLM(config)
+    tokens = token_batch(0)
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    expected = whole(**batch).loss
+    torch.testing.assert_close(shard(whole)(**batch).loss, expected)
+
+
 def _fuse_norms() -> None:
     from colossalai.shardformer.layer import FusedLayerNorm, FusedRMSNorm
     from colossalai.shardformer.layer.utils import SeqParallelUtils
@@ -171,6 +206,9 @@ SYMPTOMS: dict[str, Any] = {
     "ring_attention_knows_padding": Symptom(_pad_a_ring, "wrong positions"),
     "biases_along_a_sequence_are_added_up": Symptom(_mark_bias, "gradients are not added up"),
     "biases_of_fused_layers_are_added_up": Symptom(_mark_fused_biases, "gradients are not added up"),
+    "ring_attention_is_refused_where_there_is_none": Symptom(_refuse_a_ring, "it is not refused"),
+    "norms_of_command_are_added_up": Symptom(_mark_norms_of_command, "gradients are not added up"),
+    "opt_is_sharded_with_any_attention": Symptom(_shard_opt, "KeyError('sdpa')"),
     "norms_are_fused_where_apex_is": Symptom(_fuse_norms, "NoneType"),
     "fused_weights_are_gathered_on_cpu": Symptom(_gather_fused_weight, _NO_CUDA),
 }

@@ -7,6 +7,7 @@ to see that it is no longer needed. `apply()` puts all in, `mends()` lists them.
 from __future__ import annotations
 
 from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registers its mends)
+    attention,
     checkpoints,
     cpu,
     distributed,

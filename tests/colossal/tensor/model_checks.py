@@ -13,12 +13,13 @@ from fp8booster import FP8Config, comm, report
 from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.nn import FP8Layer
 from tests.colossal.models import tiny_llama, token_batch
-from tests.colossal.tensor.models import SHARES_THE_GROUP, alone, shard, tiny_gpt2
+from tests.colossal.tensor.models import SHARES_THE_GROUP, alone, shard, tiny_command, tiny_gpt2
 from tests.plugins.census_checks import Census
 from tests.plugins.registry import check, check_each
 
 LLAMA_MODES = (None, "split_gather", "ring", "all_to_all", "ring_attn")
 CASES = {f"llama {mode}": (tiny_llama, mode) for mode in LLAMA_MODES}
+CASES |= {f"command {mode}": (tiny_command, mode) for mode in ("split_gather", "all_to_all")}
 CASES |= {f"gpt2 {mode}": (tiny_gpt2, mode) for mode in (None, "split_gather", "ring_attn")}
 
 BATCH, LENGTH = 2, 32
@@ -53,7 +54,7 @@ def counted(name: str) -> tuple[nn.Module, Census, Traffic, comm.Statistics]:
 def every_product_but_the_heads_runs_in_fp8_in_all_three_passes(name: str) -> None:
     model, products, *_ = counted(name)
     layers = [module for module in model.modules() if isinstance(module, FP8Layer)]
-    assert len(layers) == (14 if "llama" in name else 8)
+    assert len(layers) == (8 if "gpt2" in name else 14)
     _, mode = CASES[name]
     rows = BATCH * LENGTH // (1 if mode is None or mode in SHARES_THE_GROUP else 2)
     expected: Counter = Counter()
@@ -76,7 +77,7 @@ def what_travels_is_in_fp8_and_the_rest_is_small_and_counted(name: str) -> None:
     # amaxes, and what the cross entropy over a spread vocabulary reduces: some numbers a token
     assert {dtype for _, dtype in high_precision} <= {torch.float32, torch.bfloat16}
     per_token = 4 * BATCH * LENGTH
-    assert all(count.payload <= 3 * per_token for count in high_precision.values()), high_precision
+    assert all(count.payload <= 4 * per_token for count in high_precision.values()), high_precision
     for row_name, row in statistics.rows.items():
         assert set(row.uncompressed) <= {"small"}, (row_name, row)
         # what is small is the loss and the number of its tokens

@@ -25,6 +25,17 @@ def tiny_gpt2(**options: Any) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes | dropout | options))
 
 
+def tiny_command(**options: Any) -> nn.Module:
+    """A Command-R of 2 layers, hidden 64, in FP32."""
+    from transformers import CohereConfig, CohereForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return CohereForCausalLM(CohereConfig(**sizes | heads | tokens | options))
+
+
 @functools.cache
 def alone() -> dist.ProcessGroup:
     """The group of this rank only; all ranks call it."""

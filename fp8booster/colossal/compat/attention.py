@@ -1,0 +1,260 @@
+"""Mends of attention in sharded models: causality, kernels, and rings of ranks."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fp8booster.colossal.compat.registry import Patch, mend
+
+_ATTENTION = "colossalai.shardformer.layer.attn"
+
+
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+@mend(
+    module="colossalai.shardformer.modeling.llama",
+    place="shardformer/modeling/llama.py:143,576",
+    needed_when="sequence parallelism with enable_flash_attention=False",
+)
+def llama_is_causal_along_a_sequence(module: ModuleType, patch: Patch) -> None:
+    """LLaMA's attention under sequence parallelism is causal: it runs as with enable_flash_attention.
+
+    Without it, and with transformers' "sdpa" attention, whose mask is None where is_causal would do, every token
+    attends to those that follow. No longer needed when logits under split_gather do not change with later tokens.
+    """
+    _use_flash_attention_along_a_sequence(module, patch, "get_llama_flash_attention_forward")
+
+
+@mend(
+    module="colossalai.shardformer.modeling.qwen2",
+    place="shardformer/modeling/qwen2.py:154,574",
+    needed_when="sequence and pipeline parallelism with enable_flash_attention=False",
+)
+def qwen2_is_causal_along_a_sequence(module: ModuleType, patch: Patch) -> None:
+    """Qwen2's attention under sequence and pipeline parallelism is causal: it runs as with enable_flash_attention.
+
+    Without it every token attends to those that follow, as in LLaMA. No longer needed when the hidden states of
+    `Qwen2PipelineForwards.qwen2_model_forward` under split_gather do not change with later tokens.
+    """
+    _use_flash_attention_along_a_sequence(module, patch, "get_qwen2_flash_attention_forward")
+
+
+@mend(
+    module="colossalai.shardformer.modeling.gpt2",
+    place="shardformer/modeling/gpt2.py:87-106",
+    needed_when='transformers\' "sdpa" attention, its default, and enable_flash_attention=False',
+)
+def gpt2_is_causal(module: ModuleType, patch: Patch) -> None:
+    """GPT-2's attention in a sharded model is causal.
+
+    Without it transformers' "sdpa" attention is given a mask of the padding alone, and takes no causal one beside it:
+    every token attends to those that follow, under tensor parallelism too. No longer needed when logits of a sharded
+    GPT-2 do not change with later tokens.
+    """
+    upstream = module._get_attention_mask
+
+    @functools.wraps(upstream)
+    def _get_attention_mask(
+        self: Any,
+        shard_config: Any,
+        hidden_states: torch.Tensor,
+        past_key_values: Any,
+        attention_mask: torch.Tensor | None,
+        *encoder: Any,
+    ) -> tuple[Any, Any]:
+        from transformers.modeling_attn_mask_utils import _prepare_4d_causal_attention_mask_for_sdpa
+
+        prepared = upstream(self, shard_config, hidden_states, past_key_values, attention_mask, *encoder)
+        if shard_config.enable_flash_attention or self.config._attn_implementation != "sdpa":
+            return prepared
+        past = past_key_values[0][0].shape[2] if past_key_values and past_key_values[0] is not None else 0
+        padding = attention_mask.view(hidden_states.shape[0], -1)
+        shape = (padding.shape[0], padding.shape[1] - past)
+        causal = _prepare_4d_causal_attention_mask_for_sdpa(padding, shape, hidden_states, past)
+        return causal, prepared[1]
+
+    patch.set_function(module, "_get_attention_mask", _get_attention_mask)
+
+
+def _use_flash_attention_along_a_sequence(module: ModuleType, patch: Patch, name: str) -> None:
+    """Set `enable_flash_attention` where a model's attention is made for sequence parallelism."""
+    upstream = getattr(module, name)
+
+    @functools.wraps(upstream)
+    def make(shard_config: Any, sp_mode: str | None = None, *args: Any) -> Any:
+        if sp_mode is not None:
+            shard_config.enable_flash_attention = True
+        return upstream(shard_config, sp_mode, *args)
+
+    patch.set_function(module, name, make)
+
+
+@mend(
+    module=_ATTENTION,
+    place="shardformer/layer/attn.py:182; kernel/extensions/pybind/flash_attention/flash_attention_sdpa_cuda.py:41",
+    needed_when="flash-attn is not installed",
+)
+def attention_needs_no_mask(module: ModuleType, patch: Patch) -> None:
+    """Causal attention without padding runs through PyTorch's is_causal, on the CPU too.
+
+    Without it a mask of [batch, 1, length, length] is made and is_causal not used, so that PyTorch cannot take its
+    flash or cuDNN kernels; on a CPU no kernel is found (AssertionError: No usable kernel found for
+    FlashAttentionLoader). No longer needed when `ColoAttention.prepare_attn_kwargs` makes no mask for causal attention.
+    """
+    if _has_flash_attn():
+        return
+    attention, kinds = module.ColoAttention, module.AttnMaskType
+    prepare = attention.prepare_attn_kwargs
+
+    def prepare_attn_kwargs(
+        shape_4d: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        q_padding_mask: torch.Tensor | None = None,
+        kv_padding_mask: torch.Tensor | None = None,
+        is_causal: bool = False,
+        invert: bool = True,
+    ) -> dict[str, Any]:
+        padded = any(mask is not None and not mask.bool().all() for mask in (q_padding_mask, kv_padding_mask))
+        if is_causal and not padded:
+            # an empty mask says, as natively for long sequences, that the type is all there is
+            return {
+                "attention_mask_type": kinds.CAUSAL,
+                "attention_mask": torch.empty(0, dtype=dtype, device=device),
+            }
+        prepared = prepare(shape_4d, dtype, device, q_padding_mask, kv_padding_mask, is_causal, invert)
+        if padded and not prepared["attention_mask"].numel():
+            raise ValueError(
+                f"padded sequences of {shape_4d[-1]} tokens need the flash-attn package; install it, or pack the "
+                "sequences"
+            )
+        return prepared
+
+    def _dispatch_kernel(dtype: torch.dtype, mask_type: Any, size: int) -> Any:
+        return _sdpa
+
+    patch.set(attention, "prepare_attn_kwargs", staticmethod(prepare_attn_kwargs))
+    patch.set(attention, "_dispatch_kernel", staticmethod(_dispatch_kernel))
+
+
+def _sdpa(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    attention_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    **_: Any,
+) -> torch.Tensor:
+    """PyTorch's attention; what is empty is no mask."""
+    if attention_mask is not None and not attention_mask.numel():
+        attention_mask = None
+    return F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=attention_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal and attention_mask is None,
+        scale=scale,
+    )
+
+
+@mend(
+    module=_ATTENTION,
+    place="shardformer/layer/attn.py:282-320,535",
+    needed_when='sequence_parallelism_mode="ring_attn" and flash-attn is not installed',
+)
+def ring_attention_runs_on_pytorch(module: ModuleType, patch: Patch) -> None:
+    """Ring attention computes by PyTorch's own flash attention, on the CPU too.
+
+    Without it: RuntimeError: Flash Attention is not installed. No longer needed when
+    `RingAttention.prepare_varlen_batch` and `.attention` run without the flash-attn package.
+    """
+    if _has_flash_attn():
+        return
+
+    def attention(*args: Any, **kwargs: Any) -> Any:
+        from fp8booster.colossal.tensor import ring  # it imports the module that is mended
+
+        return ring.attention(*args, **kwargs)
+
+    patch.set(module.RingAttention, "attention", staticmethod(attention))
+    patch.set(module, "_load_varlen_helpers", lambda: None)
+
+
+@mend(
+    module=_ATTENTION,
+    place="shardformer/layer/attn.py:1226, shardformer/layer/utils.py:417",
+    needed_when='sequence_parallelism_mode="ring_attn" and a batch of sequences of different lengths',
+)
+def ring_attention_knows_padding(module: ModuleType, patch: Patch) -> None:
+    """Each sequence of a padded batch has its own positions along the ring, and padding has no label.
+
+    Without it the tokens of shorter sequences are rotated as if they stood where those of the longest do, and padding
+    is trained to predict token 0. No longer needed when `RingAttention.prepare_varlen_batch` gives position ids of
+    [batch, length], and labels of -100 for padding.
+    """
+    upstream = module.RingAttention.prepare_varlen_batch
+    if "index_select" not in upstream.__code__.co_names:
+        return
+
+    def prepare_varlen_batch(
+        padding_mask: torch.Tensor,
+        sp_group: dist.ProcessGroup,
+        inputs_embeds: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        is_label: bool = False,
+        is_batched_seq: bool = True,
+    ) -> tuple[torch.Tensor | None, dict[str, Any], torch.Tensor | None]:
+        inputs, info, positions = upstream(
+            padding_mask, sp_group, inputs_embeds, position_ids, is_label, is_batched_seq
+        )
+        if is_label and is_batched_seq:
+            labels = torch.full_like(inputs, -100).flatten()
+            valid = info["valid_indices"]
+            labels[valid] = inputs.flatten()[valid]
+            inputs = labels.view_as(inputs)
+        if position_ids is not None and is_batched_seq:
+            longest, ends = module.get_pad_info(padding_mask, return_indices=False)
+            whole = position_ids.expand(padding_mask.shape)[:, :longest]
+            positions = module.split_varlen_zigzag(whole, ends, sp_group, longest, is_batched_seq=True)
+        return inputs, info, positions
+
+    patch.set(module.RingAttention, "prepare_varlen_batch", staticmethod(prepare_varlen_batch))
+
+
+@mend(
+    module="colossalai.shardformer.shard.shardformer",
+    place="shardformer/modeling/qwen2.py:500",
+    needed_when='sequence_parallelism_mode="ring_attn" with another model than LLaMA or GPT-2',
+)
+def ring_attention_is_refused_where_there_is_none(module: ModuleType, patch: Patch) -> None:
+    """`ring_attn` is refused for models whose attention does not run in a ring, with the modes that they have.
+
+    Without it the first forward raises AssertionError: Invalid sp_mode, or an error about sizes that do not fit. No
+    longer needed when all models that take `ring_attn` train.
+    """
+    upstream = module.ShardFormer.optimize
+
+    @functools.wraps(upstream)
+    def optimize(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = getattr(getattr(model, "config", None), "model_type", None)
+        if self.shard_config.sequence_parallelism_mode == "ring_attn" and kind not in ("llama", "gpt2"):
+            raise ValueError(
+                f"{type(model).__name__} has no ring attention: it is there for LLaMA and GPT-2; use "
+                "sequence_parallelism_mode='split_gather' or 'all_to_all'"
+            )
+        return upstream(self, model, *args, **kwargs)
+
+    patch.set(module.ShardFormer, "optimize", optimize)
