@@ -2,5 +2,5 @@
 
 `engines.py` names what is compared; `colossal.py` and `fsdp2.py` build it. `launch.py` gives each engine, in its turn,
 processes of its own (`worker.py`), so that one which fails takes nothing with it and leaves no memory behind.
-`measure.py` times steps there; `records.py` and `tables.py` make the result of what all turns found.
+`measure.py` times steps there; `records.py`, `tables.py` and `delivery.py` make the result of what all turns found.
 """

@@ -1,0 +1,113 @@
+"""The result of a run: what is shown, and the files that are written."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+
+from benchmarks.harness import environment
+from benchmarks.harness.plots import plot_bars
+from benchmarks.harness.results import Result
+from benchmarks.training.job import Job
+from benchmarks.training.records import Setting, engine_records, loss_records
+from benchmarks.training.rounds import Findings
+from benchmarks.training.tables import loss_table, profile_tables, step_table, wire_tables
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where a result goes."""
+
+    folder: Path | None
+    json_file: Path | None
+    commit: str | None
+
+
+def deliver(
+    findings: dict[str, Findings], setting: Setting, baseline: str, output: Output, *, shown: bool
+) -> None:
+    """Write everything, and show the main tables where that is wanted."""
+    job = setting.job
+    records = engine_records(findings, setting, baseline)
+    reference = "fp8booster-bf16" if "fp8booster-bf16" in findings else baseline
+    tables = [
+        step_table(records, baseline),
+        *profile_tables(records),
+        loss_table(loss_records(findings, reference), reference),
+        *wire_tables(records),
+    ]
+    head = environment.head(setting.gpu, commit=output.commit) | {
+        "ranks": str(setting.ranks),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if job.device == "cuda" else "gloo",
+        "training": describe(job),
+    }
+    head |= {f"in FP8, {record['label']}": record["layers"] for record in records if record.get("layers")}
+    where = f"{setting.ranks} {'GPUs' if job.device == 'cuda' else 'ranks'}"
+    title = f"{job.architecture.label}, {job.architecture.size.layers} layers, trained on {where}"
+    result = Result(
+        f"llama-{job.model}-{setting.ranks}",
+        title,
+        head,
+        tables,
+        {record["label"]: record["failed"] for record in records if record["failed"] is not None},
+    )
+    measured = [record for record in records if "ms" in record]
+    if output.folder is not None and measured:
+        name = f"{result.stem}.png"
+        plot_bars(
+            output.folder / name,
+            title=title,
+            y_label="tokens/s/GPU",
+            values={record["label"]: record["tokens_per_second_per_gpu"] for record in measured},
+            captions={record["label"]: _caption(record, baseline) for record in measured},
+        )
+        result = replace(result, plots=[name])
+    written = result.write(folder=output.folder, json_file=output.json_file)
+    if shown:
+        show(result)
+        for path in written:
+            typer.echo(f"wrote {path}", err=True)
+
+
+def show(result: Result) -> None:
+    """Print the first two tables, in full width where the output is no terminal."""
+    console = Console() if sys.stdout.isatty() else Console(width=240)
+    for table in result.tables[:2]:
+        console.print(table.rich())
+    for name, reason in result.left_out.items():
+        console.print(f"Left out: {name}: {reason}", markup=False)
+
+
+def _caption(record: dict[str, Any], baseline: str) -> str:
+    number = f"{record['tokens_per_second_per_gpu']:.0f}"
+    if record["over_baseline"] is None or record["engine"] == baseline:
+        return number
+    return f"{number}\n{100 * (record['over_baseline']['median'] - 1):+.0f} %"
+
+
+def describe(job: Job) -> str:
+    """What is trained, for the head: equal for runs that differ in the number of GPUs alone."""
+    shown = {
+        key: value
+        for key, value in job.as_record().items()
+        if value not in (None, (), False) and key not in ("tokens", "device", "layers", "steps", "warm_up")
+    }
+    text = "random tokens" if job.tokens is None else f"text of {Path(job.tokens.name).name}"
+    shown["layers"] = job.architecture.size.layers
+    return ", ".join(f"{key} {value}" for key, value in shown.items()) + f", {text}"
+
+
+def gpu_facts(device: str) -> environment.Gpu:
+    """Of the first GPU, asked in a process that ends, so that this one holds no memory there."""
+    if device == "cpu":
+        return environment.gpu_of(torch.device("cpu"))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(environment.gpu_of, torch.device("cuda", 0)).result()
