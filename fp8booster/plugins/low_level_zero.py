@@ -76,8 +76,7 @@ class LowLevelZeroPlugin(NativeLowLevelZeroPlugin):
             return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
         convert_to_fp8(model, self.fp8_config)
-        if self.fp8_config.fused:
-            fuse(model)
+        fused = f"; {fuse(model)}" if self.fp8_config.fused else ""
         self.use_fp8 = False  # native would hook F.linear with its own FP8 product
         try:
             boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
@@ -91,7 +90,9 @@ class LowLevelZeroPlugin(NativeLowLevelZeroPlugin):
                 boosted_optimizer, boosted_model.module, self.fp8_config.gradient_scaling
             )
             FP8ZeroModel.take_over(boosted_model, boosted_optimizer)
-        self.logger.info(f"{report(boosted_model).summary()}; {self._wire(boosted_optimizer)}", ranks=[0])
+        self.logger.info(
+            f"{report(boosted_model).summary()}{fused}; {self._wire(boosted_optimizer)}", ranks=[0]
+        )
         return boosted
 
     def _wire(self, optimizer: OptimizerWrapper | None) -> str:

@@ -78,12 +78,11 @@ class TorchDDPPlugin(NativeTorchDDPPlugin):
         if self.use_fp8:
             require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
             convert_to_fp8(model, self.fp8_config)
-        if self.fp8_config.fused:
-            fuse(model)
+            fused = f"; {fuse(model)}" if self.fp8_config.fused else ""
         boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         if self.reduces_in_fp8:
             boosted[0].module.register_comm_hook(DDPState(), ddp_hook)
         if self.use_fp8:
             wire = "in FP8" if self.reduces_in_fp8 else "uncompressed"
-            self.logger.info(f"{report(boosted[0]).summary()}; gradients travel {wire}", ranks=[0])
+            self.logger.info(f"{report(boosted[0]).summary()}{fused}; gradients travel {wire}", ranks=[0])
         return boosted

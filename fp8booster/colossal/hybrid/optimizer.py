@@ -38,6 +38,8 @@ class FP8HybridParallelAMPOptimizer(HybridParallelAMPOptimizer):
 class FP8HybridParallelZeroOptimizer(FP8ZeroOptimizer, HybridParallelZeroOptimizer):
     """The optimizer of ZeRO stages 1 and 2 within tensor, sequence and pipeline parallelism."""
 
+    _norm = FP8ZeroOptimizer._native_norm  # which counts what ranks share once
+
     @classmethod
     def take_over(
         cls, optimizer: HybridParallelZeroOptimizer, model: nn.Module, gradient_scaling: str

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from colossalai.zero.low_level._utils import (
@@ -168,16 +169,54 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         return updated
 
     def _clip(self, updated: dict[int, Updated]) -> None:
-        """Undo the loss scale and clip by the norm over all ranks, as native does."""
-        norms = []
-        for group_id in updated:
-            norm = 0.0
-            for group, store in self.pg_to_grad_store.items():
-                norm += self._compute_grad_norm(group, store.get_working_grads_by_group_id(group_id))
-            norms.append(norm)
-        self._current_grad_norm = calculate_global_norm_from_list(norms)
+        """Undo the loss scale and clip by the norm over all ranks, as native does; the host does not wait for it."""
+        self._current_grad_norm = norm = self._norm()
         gradients = [master.grad for group in updated.values() for _, master in group]
-        self._unscale_and_clip_grads(gradients, self._current_grad_norm)
+        scaled = self.mixed_precision_mixin is not None
+        factor = 1.0 / self.mixed_precision_mixin.get_grad_div_scale() if scaled else 1.0
+        if self._clip_grad_norm > 0:
+            over = (norm * factor + 1e-6) / self._clip_grad_norm
+            factor = factor / torch.where(over > 1, over, 1.0)  # a NaN stays where it is
+            factor = factor.to(gradients[0].device) if gradients else factor  # offloaded ones lie on the CPU
+        elif factor == 1:
+            return
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def _norm(self) -> torch.Tensor:
+        """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device."""
+        device = get_accelerator().get_current_device()
+        squares = torch.zeros((), dtype=torch.float32, device=device)
+        for group, store in self.pg_to_grad_store.items():
+            gradients = [
+                gradient
+                for group_id in range(self.num_param_groups)
+                for gradient in store.get_working_grads_by_group_id(group_id)
+            ]
+            of_group = torch.zeros_like(squares)
+            if gradients:
+                of_group += torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).square().sum()
+            for ranks in group if isinstance(group, tuple) else (group,):
+                dist.all_reduce(of_group, group=ranks)
+            squares += of_group
+        return squares.sqrt()
+
+    def _native_norm(self) -> torch.Tensor:
+        """`_norm`, as the native optimizer computes it: for engines that count some parameters otherwise."""
+        norms = [
+            sum(
+                self._compute_grad_norm(group, store.get_working_grads_by_group_id(group_id))
+                for group, store in self.pg_to_grad_store.items()
+            )
+            for group_id in range(self.num_param_groups)
+        ]
+        return torch.tensor(
+            calculate_global_norm_from_list(norms), device=get_accelerator().get_current_device()
+        )
+
+    def get_grad_norm(self, norm_type: float = 2, **kwargs: object) -> float | None:
+        """The norm of the last step's gradients; asking makes the host wait for the device."""
+        return None if self._current_grad_norm is None else float(self._current_grad_norm)
 
     def _publish(self, updated: Updated) -> None:
         """Send the new weights to all ranks: those of FP8 layers in FP8, the others in the working dtype."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config
@@ -110,6 +112,28 @@ def the_norm_that_clips_is_near_that_of_16_bits(stage: int) -> None:
         train(run, steps=1)
         norms.append(run.optimizer.get_grad_norm())
     assert_close(norms[:1], norms[1:], 0.02)
+
+
+@check_each(*STAGES)
+def clipping_divides_by_the_norm_over_all_ranks(stage: int) -> None:
+    runs = [boost(wire(stage=stage, max_norm=limit)) for limit in (0.0, 1e-3, 1e3)]
+    gradients = []
+    for run in runs:
+
+        def keep(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            gradients.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+
+        run.optimizer.unwrap().register_step_pre_hook(keep)
+        run.step(batch())
+    whole, clipped, free = gradients
+    norm = runs[0].optimizer.get_grad_norm()
+    squares = sum(gradient.double().square().sum() for gradient in whole)
+    dist.all_reduce(squares)
+    assert norm == pytest.approx(squares.sqrt().item(), rel=1e-5)
+    assert all(run.optimizer.get_grad_norm() == norm for run in runs)
+    for before, after, unchanged in zip(whole, clipped, free, strict=True):
+        torch.testing.assert_close(after, before * (1e-3 / (norm + 1e-6)), rtol=1e-5, atol=0)
+        assert torch.equal(unchanged, before)
 
 
 @check
