@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.symptom import Symptom
 
 
-def boosted(**arguments: Any) -> tuple[Any, nn.Module, Any]:
+def boosted(model: nn.Module | None = None, **arguments: Any) -> tuple[Any, nn.Module, Any]:
     """Booster, model and optimizer of a native GeminiPlugin in BF16, with chunks small enough to be sharded."""
     from colossalai.booster import Booster
     from colossalai.booster.plugin import GeminiPlugin
@@ -21,7 +22,7 @@ def boosted(**arguments: Any) -> tuple[Any, nn.Module, Any]:
     small = {"precision": "bf16", "min_chunk_size_m": 2**-10, "search_range_m": 0, "hidden_dim": 64}
     booster = Booster(plugin=GeminiPlugin(**small | arguments))
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) if model is None else model
     model, optimizer, *_ = booster.boost(model, HybridAdam(model.parameters(), lr=1e-2))
     return booster, model, optimizer
 
@@ -85,6 +86,17 @@ def _accumulate_in_a_gathered_chunk() -> None:
     assert torch.allclose(*moments, rtol=0.02), "earlier micro-batches weigh more"
 
 
+def _collect_tensor_parallel_states() -> None:
+    model = tiny_llama()
+    shapes = [parameter.shape for parameter in model.parameters()]
+    booster, model, optimizer = boosted(model, tp_size=2)
+    tokens = token_batch(0)
+    booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+    optimizer.step()
+    states = optimizer.state_dict(only_rank_0=False)["state"]
+    assert [state["exp_avg"].shape for state in states.values()] == shapes
+
+
 def _yield_states() -> None:
     booster, model, optimizer = boosted()
     _step(booster, model, optimizer)
@@ -117,6 +129,9 @@ SYMPTOMS = {
     ),
     "accumulated_gradients_count_once": Symptom(
         _accumulate_in_a_gathered_chunk, "earlier micro-batches weigh more"
+    ),
+    "tensor_parallel_states_are_gathered": Symptom(
+        _collect_tensor_parallel_states, "two sharding specs with different length"
     ),
     "gemini_runs_on_cpu": Symptom(_train, "pin_memory=True requires"),
     "gemini_states_are_not_pinned": Symptom(_yield_states, "pin_memory=True requires"),

@@ -114,6 +114,61 @@ def accumulated_gradients_count_once(module: ModuleType, patch: Patch) -> None:
     patch.set(module.ChunkManager, "rearrange_accumulated_grad_chunk", rearrange_accumulated_grad_chunk)
 
 
+_SHARDING = ("dist_layout", "shard_fn", "gather_fn", "_padding_dim")
+"""What a parameter carries that tensor parallelism has sharded or padded."""
+
+
+@mend(
+    module=f"{_GEMINI}.gemini_optimizer",
+    place="zero/gemini/gemini_optimizer.py:545-568",
+    needed_when="Gemini saves an optimizer under tensor parallelism",
+)
+def tensor_parallel_states_are_gathered(module: ModuleType, patch: Patch) -> None:
+    """States of parameters that tensor parallelism has sharded are collected whole.
+
+    Without it the number of steps is taken for a sharded tensor: AssertionError: Cannot compare difference for two
+    sharding specs with different length; and of what is gathered nothing is kept. No longer needed when
+    `GeminiOptimizer.state_dict()` returns with tp_size=2.
+    """
+    upstream = module.GeminiOptimizer.collect_states
+
+    @functools.wraps(upstream)
+    def collect_states(self, param_id: int, only_rank_0: bool = True) -> dict[str, torch.Tensor]:
+        parameter = self.id_to_real_params[param_id]
+        sharding = {name: vars(parameter)[name] for name in _SHARDING if name in vars(parameter)}
+        if not sharding or self.chunk_manager.get_chunk(parameter).keep_gathered:
+            return upstream(self, param_id, only_rank_0)
+        for name in sharding:
+            delattr(parameter, name)
+        try:
+            states = upstream(self, param_id, only_rank_0)
+        finally:
+            for name, value in sharding.items():
+                setattr(parameter, name, value)
+        return {name: state if name == "step" else whole(state, parameter) for name, state in states.items()}
+
+    def whole(state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        state = state.reshape(parameter.shape).to(parameter.device)
+        if module.is_distributed_tensor(parameter):
+            state = module.init_as_dtensor(
+                state,
+                device_mesh=module.get_device_mesh(parameter),
+                sharding_spec=module.get_sharding_spec(parameter),
+                global_shape=module.get_global_shape(parameter),
+            )
+        elif module.is_customized_distributed_tensor(parameter):
+            module.init_tensor_as_customization_distributed(
+                state, shard_fn=parameter.shard_fn, gather_fn=parameter.gather_fn
+            )
+        state = module.gather_distributed_param(state, keep_vars=False).cpu()
+        if module.is_padded_tensor(parameter):
+            lengths = parameter._current_length, parameter._origin_length, parameter._padding_dim
+            state = module.to_unpadded_tensor(module.init_as_padded_tensor(state, *lengths))
+        return state
+
+    patch.set(module.GeminiOptimizer, "collect_states", collect_states)
+
+
 class _Stream(torch.cpu.Stream):
     """The CPU's only stream, on which all work has ended when a call returns."""
 
