@@ -112,6 +112,10 @@ class GeminiPlugin(NativeGeminiPlugin):
 
             if self.fp8_communication:
                 compress_groups(self.tp_group)
+            if self.enable_sequence_parallelism:
+                # native names no group, and then shardformer finds that there is none
+                self.shard_config.sequence_parallel_process_group = self.tp_group
+                self.shard_config._sequence_parallel_size = self.tp_size
             model, _ = ShardFormer(self.shard_config).optimize(model)
             convert_sharded_to_fp8(model, self.fp8_config, communication=self.fp8_communication)
         else:
