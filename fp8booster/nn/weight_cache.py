@@ -63,6 +63,9 @@ def state_of(weight: torch.Tensor, config: FP8Config) -> tuple:
 class WeightCache:
     """Holds one layer's FP8 weight. A copy or a pickle of it is empty."""
 
+    clears = 0
+    """How often it was told to forget: what else holds a copy of the weight forgets when this has changed."""
+
     def __init__(self) -> None:
         self.clear()
 
@@ -122,6 +125,7 @@ class WeightCache:
 
     def clear(self) -> None:
         """Forget the copy."""
+        self.clears += 1
         self._kept_for: tuple[int, int] | None = None
         self._source: weakref.ref | None = None
         self._made_from: tuple | None = None

@@ -99,7 +99,10 @@ class MergedLayers:
         if self._is_kept_by_engine():
             return self._quantized
         config = self.layers[0].fp8_config
-        made_from = [state_of(weight, config) for weight in weights]
+        made_from = [
+            (state_of(weight, config), layer.fp8_weight.clears)
+            for layer, weight in zip(self.layers, weights, strict=True)
+        ]
         fresh = self._made_from == made_from and all(
             source() is weight for source, weight in zip(self._sources, weights, strict=True)
         )
@@ -120,11 +123,13 @@ class MergedLayers:
     def _is_kept_by_engine(self) -> bool:
         return self._kept_for == self._places()
 
-    def _places(self) -> list[tuple[int, int]]:
-        return [(weight.data_ptr(), weight._version) for weight in self.weights]
+    def _places(self) -> list[tuple[int, int, int]]:
+        return [
+            (layer.weight.data_ptr(), layer.weight._version, layer.fp8_weight.clears) for layer in self.layers
+        ]
 
     def _forget(self) -> None:
-        self._kept_for: list[tuple[int, int]] = []
+        self._kept_for: list[tuple[int, int, int]] = []
         self._quantized: QuantizedMatrix | None = None
         self._made_from: list[tuple] = []
         self._sources: list[weakref.ref] = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8booster import FP8Config, convert_to_fp8, report
+from fp8booster import FP8Config, convert_to_fp8, forget_weights, report
 from fp8booster.nn.fused import fuse_blocks
 from tests.nn.fused.models import FAMILIES, batch, build
 from tests.plugins.census_checks import Census, products
@@ -104,8 +104,13 @@ def test_the_weights_are_cast_once_a_step_and_again_after_it() -> None:
     assert step(model)[0] == first
     assert merged._quantized is held
     optimizer.step()
-    assert step(model)[0] < first
+    second = step(model)[0]
+    assert second < first
     assert merged._quantized is not held
+    model.model.layers[0].mlp.up_proj.weight.data.zero_()
+    assert step(model)[0] == second  # not seen
+    forget_weights(model)
+    assert step(model)[0] != second
 
 
 @pytest.mark.parametrize(
