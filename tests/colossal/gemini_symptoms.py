@@ -97,6 +97,23 @@ def _collect_tensor_parallel_states() -> None:
     assert [state["exp_avg"].shape for state in states.values()] == shapes
 
 
+def _lose_over_a_sharded_vocabulary() -> None:
+    from colossalai.shardformer.layer.loss import cross_entropy_1d
+    from colossalai.tensor.colo_tensor import ColoTensor
+
+    labels = torch.tensor([1, 9, 3, 12])
+    logits = torch.arange(64.0).sin().view(4, 16).requires_grad_()
+    nn.functional.cross_entropy(logits, labels).backward()
+    own = logits.detach().chunk(2, -1)[dist.get_rank()].clone().requires_grad_()
+    sharded = own * 1.0
+    sharded.__class__ = ColoTensor
+    group = dist.group.WORLD
+    loss = cross_entropy_1d(sharded, labels, process_group=group, vocab_size=16, dtype=torch.float32)
+    loss.backward()
+    expected = logits.grad.chunk(2, -1)[dist.get_rank()]
+    assert torch.allclose(own.grad, expected, atol=1e-6), "the gradient is not that of the mean"
+
+
 def _yield_states() -> None:
     booster, model, optimizer = boosted()
     _step(booster, model, optimizer)
@@ -132,6 +149,9 @@ SYMPTOMS = {
     ),
     "tensor_parallel_states_are_gathered": Symptom(
         _collect_tensor_parallel_states, "two sharding specs with different length"
+    ),
+    "loss_of_a_sharded_vocabulary_scales_its_gradient": Symptom(
+        _lose_over_a_sharded_vocabulary, "the gradient is not that of the mean"
     ),
     "gemini_runs_on_cpu": Symptom(_train, "pin_memory=True requires"),
     "gemini_states_are_not_pinned": Symptom(_yield_states, "pin_memory=True requires"),

@@ -169,6 +169,27 @@ def tensor_parallel_states_are_gathered(module: ModuleType, patch: Patch) -> Non
     patch.set(module.GeminiOptimizer, "collect_states", collect_states)
 
 
+@mend(
+    module="colossalai.shardformer.layer.loss",
+    place="shardformer/layer/loss.py:132; tensor/colo_tensor.py:6",
+    needed_when="Gemini trains with tensor parallelism",
+)
+def loss_of_a_sharded_vocabulary_scales_its_gradient(module: ModuleType, patch: Patch) -> None:
+    """The gradient of the loss over a sharded vocabulary is that of the mean over tokens, under Gemini too.
+
+    Without it all gradients are as many times too large as there are tokens: the scaling in place makes a copy that is
+    dropped, since in ColoTensors, which Gemini's activations are, `mul_` is a `mul`. No longer needed when
+    `cross_entropy_1d` of a ColoTensor has the gradient that it has of a tensor.
+    """
+    upstream = module.DistCrossEntropy.backward
+
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple:
+        with torch._C.DisableTorchFunction():
+            return upstream(ctx, grad_output)
+
+    patch.set(module.DistCrossEntropy, "backward", staticmethod(backward))
+
+
 class _Stream(torch.cpu.Stream):
     """The CPU's only stream, on which all work has ended when a call returns."""
 
