@@ -84,7 +84,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
                 max_position_embeddings=64,
                 word_embed_proj_dim=64,
                 dropout=0.0,
-                attn_implementation="eager",  # the policy knows no other
             )
         ),
         _masked_text,
