@@ -46,10 +46,9 @@ MODES: dict[str, dict[str, Any]] = {
     "EP2": EP2,
     "experts on every rank": EP2 | {"ep_size": 1},
     "experts on every rank, without ZeRO": EP2 | {"ep_size": 1, "zero_stage": 0},
-    "EP2, clipping": EP2 | {"max_norm": 0.1},
-    "EP2, late weights": EP2 | {"overlap_allgather": True},
-    "EP2, stage 2": EP2 | {"zero_stage": 2},  # which native turns into stage 1
-    "EP2, FP16": EP2 | {"precision": "fp16", "initial_scale": 2.0**8},
+    "EP2, clipping, late weights": EP2 | {"max_norm": 0.1, "overlap_allgather": True},
+    "EP2, stage 2, FP16": EP2  # stage 2 turns into stage 1 in native
+    | {"zero_stage": 2, "precision": "fp16", "initial_scale": 2.0**8},
     "TP2": EP2 | {"tp_size": 2, "ep_size": 1},
     "PP2": EP2 | {"pp_size": 2, "ep_size": 1, "num_microbatches": 2},
 }
