@@ -114,6 +114,18 @@ def _lose_over_a_sharded_vocabulary() -> None:
     assert torch.allclose(own.grad, expected, atol=1e-6), "the gradient is not that of the mean"
 
 
+def _lose_own_tokens() -> None:
+    from colossalai.shardformer import ShardConfig
+    from colossalai.shardformer.layer.loss import dist_cross_entropy
+
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    logits, labels = torch.randn(2, 8, 16, generator=generator), token_batch(dist.get_rank(), length=8) % 16
+    config = ShardConfig(enable_tensor_parallelism=False)
+    expected = nn.functional.cross_entropy(logits[:, :-1].reshape(-1, 16), labels[:, 1:].reshape(-1))
+    loss = dist_cross_entropy(labels, logits, config, 16, torch.float32)
+    assert torch.allclose(loss, expected), "tokens of other ranks count"
+
+
 def _yield_states() -> None:
     booster, model, optimizer = boosted()
     _step(booster, model, optimizer)
@@ -153,6 +165,7 @@ SYMPTOMS = {
     "loss_of_a_sharded_vocabulary_scales_its_gradient": Symptom(
         _lose_over_a_sharded_vocabulary, "the gradient is not that of the mean"
     ),
+    "loss_is_of_the_ranks_own_tokens": Symptom(_lose_own_tokens, "tokens of other ranks count"),
     "gemini_runs_on_cpu": Symptom(_train, "pin_memory=True requires"),
     "gemini_states_are_not_pinned": Symptom(_yield_states, "pin_memory=True requires"),
     "gemini_measures_memory_on_cpu": Symptom(

@@ -190,6 +190,26 @@ def loss_of_a_sharded_vocabulary_scales_its_gradient(module: ModuleType, patch: 
     patch.set(module.DistCrossEntropy, "backward", staticmethod(backward))
 
 
+@mend(
+    module="colossalai.shardformer.layer.loss",
+    place="shardformer/layer/loss.py:232",
+    needed_when="Gemini trains with tensor parallelism",
+)
+def loss_is_of_the_ranks_own_tokens(module: ModuleType, patch: Patch) -> None:
+    """The loss is summed over the ranks that share a sequence, which is no other where no group is named.
+
+    Gemini names none, and without it all ranks of the job are taken: gradients are divided by their number. No longer
+    needed when `dist_cross_entropy` with `ShardConfig(enable_tensor_parallelism=False)` is that of its arguments.
+    """
+    upstream = module.reduce_forward
+
+    @functools.wraps(upstream)
+    def reduce_forward(input_: torch.Tensor, process_group: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return input_ if process_group is None else upstream(input_, process_group, *args, **kwargs)
+
+    patch.set(module, "reduce_forward", reduce_forward)
+
+
 class _Stream(torch.cpu.Stream):
     """The CPU's only stream, on which all work has ended when a call returns."""
 
