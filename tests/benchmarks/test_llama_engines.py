@@ -14,7 +14,7 @@ from tests.distributed import run_ranks
 @pytest.fixture(scope="module")
 def measured() -> tuple[list[dict[str, dict[str, Any]]], str]:
     """The outcomes on each rank, and what is said of a plugin that is not there."""
-    ranks = run_ranks(measure_engines, 2, timeout=300)
+    ranks = run_ranks(measure_engines, 2, timeout=900)
     return [outcomes for outcomes, _ in ranks], ranks[0][1]
 
 

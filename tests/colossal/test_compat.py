@@ -48,7 +48,7 @@ def test_colossalai_does_not_import_without_the_stand_ins() -> None:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What `run_checks` found on rank 0 of 2, started once for all tests of this file."""
     return run_ranks(
-        run_checks, 2, str(tmp_path_factory.mktemp("checkpoints")), timeout=180, initialize=False
+        run_checks, 2, str(tmp_path_factory.mktemp("checkpoints")), timeout=900, initialize=False
     )[0]
 
 

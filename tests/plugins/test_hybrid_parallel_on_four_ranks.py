@@ -14,7 +14,7 @@ MODULE = "tests.plugins.hybrid_four_rank_checks"
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
     """What each rank found."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return run_ranks(run_checks, 4, [MODULE], folder, timeout=500, initialize=False)
+    return run_ranks(run_checks, 4, [MODULE], folder, timeout=900, initialize=False)
 
 
 @pytest.mark.parametrize("name", names(MODULE))
