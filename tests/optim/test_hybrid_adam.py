@@ -113,7 +113,8 @@ def test_parameters_without_gradient_or_values_are_left_out(device) -> None:
     optimizer = HybridAdam([used, unused, empty], lr=0.1)
     used.grad, empty.grad = torch.ones_like(used), torch.ones_like(empty)
     optimizer.step()
-    assert used.ne(1).all() and unused.eq(1).all()
+    assert used.ne(1).all()
+    assert unused.eq(1).all()
     assert set(optimizer.state) == {used}
     # from here on the two are at different steps
     unused.grad = torch.ones_like(unused)
@@ -139,7 +140,8 @@ def test_groups_keep_their_own_settings(device) -> None:
     for parameter in (fast, slow):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    assert fast.ne(1).all() and slow.eq(1).all()
+    assert fast.ne(1).all()
+    assert slow.eq(1).all()
 
 
 def test_a_closure_gives_what_step_returns() -> None:
