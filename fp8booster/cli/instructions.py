@@ -13,7 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-VARIABLE = "ONEDNN_MAX_CPU_ISA"
+from fp8booster.kernels.product import ONEDNN_INSTRUCTIONS
+
+VARIABLE = ONEDNN_INSTRUCTIONS
 BEFORE_AMX = "AVX512_CORE_FP16"
 """The newest that has BF16 and FP8 products without AMX."""
 

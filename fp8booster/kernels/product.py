@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 
 import torch
 
@@ -42,7 +44,7 @@ def product(
     # on CUDA rowwise products come in BF16 alone, and a bias is added only to 16-bit results
     product_dtype = torch.bfloat16 if rowwise and a.is_cuda else out_dtype
     epilogue = bias if bias is not None and bias.dtype is product_dtype is not torch.float32 else None
-    with _without_autocast(a.device.type):
+    with _without_autocast(a.device.type), _without_slow_products(a.device.type):
         result = torch._scaled_mm(
             a,
             b.t(),
@@ -53,6 +55,32 @@ def product(
             use_fast_accum=fast_accumulation,
         ).to(out_dtype)
     return result if bias is epilogue else result + bias
+
+
+ONEDNN_INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"
+"""The variable that holds oneDNN to some instructions."""
+
+
+def _without_slow_products(device_type: str) -> contextlib.AbstractContextManager:
+    """Where PyTorch multiplies FP8 on the CPU itself, if oneDNN is held to instructions before AMX.
+
+    PyTorch leaves the product to oneDNN where the CPU advertises AMX. oneDNN without it takes 30 ms and more for one of
+    64 x 64, hundreds of times what PyTorch takes.
+    """
+    held = os.environ.get(ONEDNN_INSTRUCTIONS)
+    if device_type != "cpu" or not held or "AMX" in held or torch.compiler.is_compiling():
+        return contextlib.nullcontext()
+    return _without_onednn()
+
+
+@contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.enabled = enabled
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager:

@@ -4,7 +4,9 @@ import signal
 import subprocess
 
 import pytest
+import torch
 
+from fp8booster import fp8_linear
 from fp8booster.cli import instructions
 from fp8booster.cli.instructions import BEFORE_AMX, VARIABLE
 
@@ -40,3 +42,18 @@ def test_the_held_instructions_multiply_in_both_precisions() -> None:
     )
     environment = {**instructions.os.environ, VARIABLE: BEFORE_AMX}
     subprocess.run([instructions.sys.executable, "-c", program], env=environment, check=True)
+
+
+def test_held_products_are_those_of_pytorch_itself(monkeypatch) -> None:
+    monkeypatch.setenv(VARIABLE, BEFORE_AMX)
+    enabled = []
+    multiply = torch._scaled_mm
+
+    def watched(*operands, **options):
+        enabled.append(torch.backends.mkldnn.enabled)
+        return multiply(*operands, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", watched)
+    fp8_linear(torch.ones(16, 16), torch.ones(16, 16))
+    assert enabled == [False]
+    assert torch.backends.mkldnn.enabled

@@ -156,7 +156,9 @@ def _train_lora(stage: int, folder: str) -> tuple[list[float], bool]:
 def _judge(name: str, show: Callable[[], None]) -> tuple[str, str | None, str | None]:
     """State of the mend, the error with it in place, and the error when it is taken out."""
     with_mend, without_mend = _error(show), None
-    state = next(mend.state for mend in compat.mends() if mend.name == name)  # `show` may import what it mends
+    state = next(
+        mend.state for mend in compat.mends() if mend.name == name
+    )  # `show` may import what it mends
     if state is compat.State.APPLIED:
         with compat.taken_out(name):
             without_mend = _error(show)
