@@ -23,7 +23,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.optim import HybridAdam
-from fp8booster.plugins.arguments import bind, require_16_bits, require_config
+from fp8booster.plugins.arguments import bind, require_16_bits, require_config, warn_of_fused
 
 
 class GeminiPlugin(NativeGeminiPlugin):
@@ -62,6 +62,7 @@ class GeminiPlugin(NativeGeminiPlugin):
         # with use_fp8 off all is native's; with it on, native's own FP8 stays off, since ours takes its place
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
         self.use_fp8 = use_fp8
+        warn_of_fused(self.fp8_config, use_fp8, self.logger)
         if fp8_config is not None and not use_fp8:
             self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
         elif use_fp8 and communication and self.fp8_config.gradient_scaling == "auto":

@@ -19,7 +19,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.flat_fsdp import compress_flat_fsdp, why_not_gathered
-from fp8booster.plugins.arguments import bind, require_config
+from fp8booster.plugins.arguments import bind, require_config, warn_of_fused
 
 
 class TorchFSDPPlugin(NativeTorchFSDPPlugin):
@@ -54,6 +54,7 @@ class TorchFSDPPlugin(NativeTorchFSDPPlugin):
         """Parameters and gradients travel in FP8 by `compress_flat_fsdp`; `fp8_communication` says whether by native's
         hooks."""
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
+        warn_of_fused(self.fp8_config, use_fp8, self.logger)
         if fp8_config is not None and not use_fp8:
             self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
         elif self.sends_fp8 and self.fp8_config.gradient_scaling == "auto":
