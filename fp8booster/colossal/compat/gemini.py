@@ -99,9 +99,9 @@ def gemini_forgets_gradients_that_overflowed(module: ModuleType, patch: Patch) -
 def accumulated_gradients_count_once(module: ModuleType, patch: Patch) -> None:
     """Gradients of earlier micro-batches that every rank holds are not multiplied by the number of ranks.
 
-    Each rank adds them before the sum over ranks, which the division by their number undoes; the factor that is right
-    for shards, which one rank adds, makes them weigh more. No longer needed when a model under `min_chunk_size_m` gives
-    the same gradients from two micro-batches as from one batch of both.
+    Without it they weigh more: each rank adds them before the sum over ranks, which the division by their number
+    undoes, and a factor is applied that is right for shards, which one rank adds. No longer needed when a model under
+    `min_chunk_size_m` gives the same gradients from two micro-batches as from one batch of both.
     """
     upstream = module.ChunkManager.rearrange_accumulated_grad_chunk
 
@@ -198,8 +198,8 @@ def loss_of_a_sharded_vocabulary_scales_its_gradient(module: ModuleType, patch: 
 def loss_is_of_the_ranks_own_tokens(module: ModuleType, patch: Patch) -> None:
     """The loss is summed over the ranks that share a sequence, which is no other where no group is named.
 
-    Gemini names none, and without it all ranks of the job are taken: gradients are divided by their number. No longer
-    needed when `dist_cross_entropy` with `ShardConfig(enable_tensor_parallelism=False)` is that of its arguments.
+    Without it all ranks of the job are taken where none is named, as Gemini does: gradients are divided by their
+    number. No longer needed when `dist_cross_entropy` with `ShardConfig(enable_tensor_parallelism=False)` is that of its arguments.
     """
     upstream = module.reduce_forward
 

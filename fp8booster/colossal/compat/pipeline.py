@@ -59,9 +59,9 @@ def _pop(store: Any, chunk: int = 0) -> None:
 def zero_bubble_finds_the_parameter(module: ModuleType, patch: Patch) -> None:
     """Layers give the zero-bubble schedule the parameter that they were called with, if it is trained.
 
-    They give it the one that autograd saved. Under checkpointing, of the kind that native's plugin asks for, that is
-    another tensor, whose gradient nobody reads: the layer does not train. A frozen weight gets a gradient, and its
-    product is computed for nothing. No longer needed when `weight.grad` is there after a checkpointed pass.
+    Without it they give the one that autograd saved. Under checkpointing, of the kind that native's plugin asks for,
+    that is another tensor, whose gradient nobody reads: the layer does not train. A frozen weight gets a gradient, and
+    its product is computed for nothing. No longer needed when `weight.grad` is there after a checkpointed pass.
     """
     store = module.WeightGradStore
     for function in vars(module).values():
@@ -224,8 +224,8 @@ def _restoring(native: Callable[..., dict]) -> Callable[..., dict]:
 def interleaved_sends_metadata(module: ModuleType, patch: Patch) -> None:
     """Without a metadata cache the interleaved schedule sends metadata with every message.
 
-    Native omits it after each micro-batch that ends on this stage, while the receiver waits for it: the ranks hang. No
-    longer needed when `send_forward_recv_forward` on a model's last chunk leaves `send_tensor_metadata` as it was.
+    Without it they lack after each micro-batch that ends on this stage, while the receiver waits for them: the ranks
+    hang. No longer needed when `send_forward_recv_forward` on a model's last chunk leaves `send_tensor_metadata` as it was.
     """
     schedule = module.InterleavedSchedule
     for name, flag, ends in (
@@ -256,8 +256,8 @@ def _keeping_flag(native: Callable[..., Any], flag: str, ends: str) -> Callable[
 def interleaved_waits_for_what_it_sends(module: ModuleType, patch: Patch) -> None:
     """A step of the interleaved schedule ends when its messages have left.
 
-    Native drops the handles of the last ones, and with gloo a message may go with its handle: the receiver hangs. No
-    longer needed when a handle that `send_backward` returned has been waited for after the step.
+    Without it the handles of the last ones are dropped, and with gloo a message may go with its handle: the receiver
+    hangs. No longer needed when a handle that `send_backward` returned has been waited for after the step.
     """
     schedule = module.InterleavedSchedule
     for name in ("send_forward", "send_backward"):
@@ -296,8 +296,8 @@ def _collecting(native: Callable[..., list]) -> Callable[..., list]:
 def zero_bubble_scales_the_loss(module: ModuleType, patch: Patch) -> None:
     """In FP16 a loss that goes backward without a gradient of its own is scaled, as `backward` scales it.
 
-    The zero-bubble schedule gives the loss to `backward_by_grad`; native leaves it as it is, and divides the gradients
-    by the scale all the same: they vanish. No longer needed when `pre_backward_by_grad([loss], [None])` gives it.
+    Without it the zero-bubble schedule, which gives the loss to `backward_by_grad`, leaves it as it is, and the
+    gradients are divided by the scale all the same: they vanish. No longer needed when `pre_backward_by_grad([loss], [None])` gives it.
     """
     mixin = module.FP16MixedPrecisionMixin
     native = mixin.pre_backward_by_grad
