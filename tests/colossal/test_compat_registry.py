@@ -78,7 +78,7 @@ def test_the_loader_keeps_its_type(module_name: str) -> None:
 
 
 def test_apply_refuses_an_unknown_name() -> None:
-    with pytest.raises(ValueError, match="no mend is called 'warp_drive'; the mends are .*async"):
+    with pytest.raises(ValueError, match=r"no mend is called 'warp_drive'; the mends are .*async"):
         compat.apply(without=("warp_drive",))
 
 

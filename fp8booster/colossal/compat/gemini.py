@@ -199,7 +199,8 @@ def loss_is_of_the_ranks_own_tokens(module: ModuleType, patch: Patch) -> None:
     """The loss is summed over the ranks that share a sequence, which is no other where no group is named.
 
     Without it all ranks of the job are taken where none is named, as Gemini does: gradients are divided by their
-    number. No longer needed when `dist_cross_entropy` with `ShardConfig(enable_tensor_parallelism=False)` is that of its arguments.
+    number. No longer needed when `dist_cross_entropy` with `ShardConfig(enable_tensor_parallelism=False)` is that of
+    its arguments.
     """
     upstream = module.reduce_forward
 

@@ -225,7 +225,8 @@ def interleaved_sends_metadata(module: ModuleType, patch: Patch) -> None:
     """Without a metadata cache the interleaved schedule sends metadata with every message.
 
     Without it they lack after each micro-batch that ends on this stage, while the receiver waits for them: the ranks
-    hang. No longer needed when `send_forward_recv_forward` on a model's last chunk leaves `send_tensor_metadata` as it was.
+    hang. No longer needed when `send_forward_recv_forward` on a model's last chunk leaves `send_tensor_metadata` as it
+    was.
     """
     schedule = module.InterleavedSchedule
     for name, flag, ends in (
@@ -297,7 +298,8 @@ def zero_bubble_scales_the_loss(module: ModuleType, patch: Patch) -> None:
     """In FP16 a loss that goes backward without a gradient of its own is scaled, as `backward` scales it.
 
     Without it the zero-bubble schedule, which gives the loss to `backward_by_grad`, leaves it as it is, and the
-    gradients are divided by the scale all the same: they vanish. No longer needed when `pre_backward_by_grad([loss], [None])` gives it.
+    gradients are divided by the scale all the same: they vanish. No longer needed when
+    `pre_backward_by_grad([loss], [None])` gives it.
     """
     mixin = module.FP16MixedPrecisionMixin
     native = mixin.pre_backward_by_grad
