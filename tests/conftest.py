@@ -7,7 +7,9 @@ import torch
 
 from fp8booster.cli.instructions import avoid_trapping_instructions
 
-if avoid_trapping_instructions() is not None:  # before any product, here and in the processes that tests start
+if (
+    avoid_trapping_instructions() is not None
+):  # before any product, here and in the processes that tests start
     torch.backends.mkldnn.enabled = False  # as products do by themselves outside compiled code
 torch.set_num_threads(1)  # the tensors are small, and two threads on a busy machine wait for each other
 

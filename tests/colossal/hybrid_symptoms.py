@@ -41,17 +41,6 @@ def _accumulate_under_sequence_parallelism() -> None:
             assert apart < 0.02, f"a micro-batch is added twice: {name} of stage {stage} is {apart:.2f} off"
 
 
-def _gather_late_under_tensor_parallelism() -> None:
-    from tests.plugins.hybrid_runs import batches, learn, native, start
-
-    at_once, run = (start(native("TP2 ZeRO 1", overlap_allgather=late)) for late in (False, True))
-    assert learn(at_once) == learn(run), "read before they were gathered, or scaled in vain"
-    ((tokens,),) = batches(1, 2)
-    run.loss(tokens)
-    late = [name for name, value in run.model.named_parameters() if hasattr(value, "_all_gather_handle")]
-    assert not late, f"read before they were gathered: {late}"
-
-
 def _save_shards_in_the_background() -> None:
     from tests.plugins.hybrid_runs import learn, native, start
 
@@ -83,9 +72,6 @@ SYMPTOMS = {
     "masters_are_plain_tensors": Symptom(_train_colo_parameters_without_zero, "moments do not decay"),
     "parts_of_gradients_are_added_once": Symptom(
         _accumulate_under_sequence_parallelism, "a micro-batch is added twice"
-    ),
-    "late_weights_reach_sharded_layers": Symptom(
-        _gather_late_under_tensor_parallelism, "read before they were gathered"
     ),
     "cpu_shards_are_not_pinned": Symptom(_save_shards_in_the_background, "pin_memory=True requires"),
     "command_prepares_masks_for_its_attention": Symptom(_train_command_r, "should be a dict"),

@@ -147,7 +147,8 @@ def a_sharded_model_computes_in_fp8_and_its_loss_is_that_of_16_bits(name: str) -
     with Census() as counted:
         losses = [step(run, batch)]
     losses.append(step(run, batch))
-    assert_close([step(theirs, batch) for _ in range(2)], losses, 1e-2)
+    # some of these models give their loss in BF16, in steps of up to 0.8 %
+    assert_close([step(theirs, batch) for _ in range(2)], losses, 2.5e-2)
     rows = report(run.model).rows
     in_fp8 = [module for module in run.model.modules() if isinstance(module, FP8Layer)]
     assert len(in_fp8) == sum(row.precision == "FP8" for row in rows) > 0

@@ -105,32 +105,6 @@ def parts_of_gradients_are_added_once(module: ModuleType, patch: Patch) -> None:
 
 
 @mend(
-    module="colossalai.booster.plugin.hybrid_parallel_plugin",
-    place="zero/low_level/zero_hook.py:24; shardformer/layer/_operation.py",
-    needed_when="overlap_allgather with tp_size > 1, sequence or pipeline parallelism",
-)
-def late_weights_reach_sharded_layers(module: ModuleType, patch: Patch) -> None:
-    """With overlap_allgather every module waits for its weights before it reads them, and trains as without it.
-
-    Without it the layers of tensor parallelism do not wait, since their autograd functions call no torch function: on a
-    GPU they may read what the last step left. And the loss over a sharded vocabulary is scaled in place, which a
-    ColoTensor does not do (tensor/colo_tensor.py:6). No longer needed when no weight has an `_all_gather_handle` after
-    a forward, and losses are those of overlap_allgather=False.
-    """
-    from fp8booster.colossal.zero.late_weights import wait_before_forward
-
-    upstream = module.HybridParallelModule.__init__
-
-    @functools.wraps(upstream)
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        upstream(self, *args, **kwargs)
-        if self.overlap_allgather:
-            wait_before_forward(self.module)
-
-    patch.set(module.HybridParallelModule, "__init__", __init__)
-
-
-@mend(
     module="colossalai.checkpoint_io.hybrid_parallel_checkpoint_io",
     place="checkpoint_io/hybrid_parallel_checkpoint_io.py:118,1071",
     needed_when="no CUDA or NPU device",

@@ -52,7 +52,9 @@ def test_mends_of_colossalai_are_put_in(answer):
     assert answer["colossal"]["error"] is None
     mends = answer["colossal"]["mends"]
     assert mends
-    assert all(mend["state"] in ("applied", "not needed here") for mend in mends)
+    # those of models that are sharded are put in when these are
+    assert {mend["state"] for mend in mends} <= {"applied", "not needed here", "waits for the import"}
+    assert sum(mend["state"] == "applied" for mend in mends) > len(mends) / 2
 
 
 def test_tables_name_what_the_json_names():
