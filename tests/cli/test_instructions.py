@@ -54,6 +54,11 @@ def test_held_products_are_those_of_pytorch_itself(monkeypatch) -> None:
         return multiply(*operands, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", watched)
-    fp8_linear(torch.ones(16, 16), torch.ones(16, 16))
-    assert enabled == [False]
-    assert torch.backends.mkldnn.enabled
+    former = torch.backends.mkldnn.enabled
+    try:
+        torch.backends.mkldnn.enabled = True
+        fp8_linear(torch.ones(16, 16), torch.ones(16, 16))
+        assert enabled == [False]
+        assert torch.backends.mkldnn.enabled
+    finally:
+        torch.backends.mkldnn.enabled = former
