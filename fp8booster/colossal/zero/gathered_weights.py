@@ -174,19 +174,20 @@ class GatheredWeights:
             masters: this rank's shard of each updated weight, on the weight's device.
         """
         masters = self._with_those_merged(masters)
+        merged = {id(each): each for each in map(self._merged.get, map(id, masters)) if each}.values()
         by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for working in masters:
             by_group.setdefault(self._optimizer.param_to_pg[working], []).append(working)
         for group, parameters in by_group.items():
             amaxes = agree_on_amax([masters[working] for working in parameters], group).unbind()
             amax_of = dict(zip(map(id, parameters), amaxes, strict=True))
+            for together in merged:
+                keys = [id(weight) for weight in together.layers.weights]
+                if keys[0] in amax_of:
+                    amax_of.update(dict.fromkeys(keys, torch.stack([amax_of[key] for key in keys]).amax()))
             for working in parameters:
-                together = self._merged.get(id(working))
-                amax = amax_of[id(working)]
-                if together is not None:
-                    amax = torch.stack([amax_of[id(weight)] for weight in together.layers.weights]).amax()
-                self._gather(self._weights[id(working)], masters[working], amax, group)
-        for together in {id(each): each for each in map(self._merged.get, map(id, masters)) if each}.values():
+                self._gather(self._weights[id(working)], masters[working], amax_of[id(working)], group)
+        for together in merged:
             together.layers.keep(together.quantized)
 
     def _with_those_merged(
