@@ -19,6 +19,9 @@ MAX_SCALE = 2.0**126
 A tensor whose amax lies under 448 / 2**126 (5.3e-36) keeps fewer bits; BF16 and FP16 gradients end far above.
 """
 
+SCALE_STRIDE = 4
+"""Values of float32 from one scale of a product to the next: 16 bytes."""
+
 _EXPONENT_BITS = 0x7F800000
 """Of a float32: without its mantissa a positive number is the power of two below it."""
 
@@ -36,6 +39,14 @@ def amax_of(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float32, device=tensor.device)
     low, high = tensor.detach().aminmax()
     return torch.maximum(-low, high).float()
+
+
+def new_inverse_scales(count: int, device: torch.device) -> torch.Tensor:
+    """Memory for scales of products: float32 [count], each at a multiple of 16 bytes.
+
+    cuBLAS refuses a product whose scale lies elsewhere (CUBLAS_STATUS_NOT_SUPPORTED, seen with CUDA 13.0 on an H200).
+    """
+    return torch.empty(count, SCALE_STRIDE, dtype=torch.float32, device=device)[:, 0]
 
 
 def scale_of(

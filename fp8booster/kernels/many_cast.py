@@ -21,13 +21,11 @@ class ManyCast:
     Matrix i is [R_i, C_i]; R_i and C_i are multiples of 16. Matrices and outputs are contiguous, lie on one device and
     begin at multiples of 16 bytes. All are kept alive and outputs written in place, so a CUDA graph can hold `run`.
 
-    The launches have been compiled for Hopper and interpreted, not yet run on a GPU; nothing uses them unasked.
-
     Args:
         matrices: one or more, BF16, FP16 or FP32, all of one dtype.
         plains: [R_i, C_i] of one FP8 dtype; written.
         transposes: [C_i, R_i] of that dtype; written.
-        inverse_scales: float32, one for each matrix; written.
+        inverse_scales: float32 [matrices] of any stride, see `scaling.new_inverse_scales`; written.
         power_of_two: see `scaling.scale_of`.
 
     Raises:
@@ -80,7 +78,7 @@ def _check(
     transposes: Sequence[torch.Tensor],
     inverse_scales: torch.Tensor,
 ) -> None:
-    counts = [len(matrices), len(plains), len(transposes), inverse_scales.numel()]
+    counts = [len(matrices), len(plains), len(transposes), len(inverse_scales)]
     if len(set(counts)) > 1 or counts[0] == 0:
         raise ValueError(
             f"{counts[0]} matrices, {counts[1]} plain outputs, {counts[2]} transposes and {counts[3]} inverse scales; "
@@ -89,8 +87,8 @@ def _check(
     source, dtype, device = matrices[0].dtype, plains[0].dtype, inverse_scales.device
     formats.require_high_precision(matrices[0], "the first matrix")
     formats.require_format(dtype)
-    if inverse_scales.dtype is not torch.float32 or not inverse_scales.is_contiguous():
-        raise TypeError(f"inverse scales are {inverse_scales.dtype}; give contiguous float32")
+    if inverse_scales.dtype is not torch.float32:
+        raise TypeError(f"inverse scales are {inverse_scales.dtype}; give float32")
     for index, (matrix, plain, transpose) in enumerate(zip(matrices, plains, transposes, strict=True)):
         if matrix.dim() != 2 or matrix.numel() == 0 or any(size % ALIGNMENT for size in matrix.shape):
             raise ValueError(

@@ -64,7 +64,8 @@ def many_cast_kernel(
     table,
     matrix_of_tile,
     amax,
-    inverse_scales,  # float32 [matrices]
+    inverse_scales,
+    inverse_scale_stride,
     E4M3: tl.constexpr,
     LIMIT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
@@ -85,7 +86,7 @@ def many_cast_kernel(
     tl.store(plain + row * columns + column, bits, mask=inside)
     tl.store(transpose + tl.trans(column * rows + row), tl.trans(bits), mask=tl.trans(inside))
     if tile == tl.load(entry + 5):
-        tl.store(inverse_scales + matrix, inverse)
+        tl.store(inverse_scales + matrix * inverse_scale_stride, inverse)
 
 
 class Launches:
@@ -117,7 +118,7 @@ class Launches:
             many_cast_kernel,
             programs,
             (*tensors, casts.inverse_scales),
-            (),
+            (casts.inverse_scales.stride(0),),
             E4M3=dtype is formats.E4M3,
             LIMIT=formats.MAX[dtype],
             POWER_OF_TWO=casts.power_of_two,

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from fp8booster.scaling import SCALE_STRIDE
+
 
 def product(
     a: torch.Tensor,
@@ -25,7 +27,8 @@ def product(
     Args:
         a: [M, K] FP8, contiguous.
         b: [N, K] FP8, contiguous: the layout in which Hopper reads its second operand.
-        inverse_scale_a, inverse_scale_b: float32, both of shape [], or [M] and [N].
+        inverse_scale_a, inverse_scale_b: float32, both of shape [], or [M] and [N]; copied where they begin at no
+            multiple of 16 bytes of their memory.
         out_dtype: BF16, FP16 or FP32.
         bias: [N] of out_dtype.
         fast_accumulation: do not promote partial sums to FP32 on the way.
@@ -37,6 +40,7 @@ def product(
     rowwise = inverse_scale_a.dim() == 1
     if rowwise:
         inverse_scale_a, inverse_scale_b = inverse_scale_a.view(-1, 1), inverse_scale_b.view(1, -1)
+    inverse_scale_a, inverse_scale_b = _aligned(inverse_scale_a), _aligned(inverse_scale_b)
     if emulate:
         with _without_autocast(a.device.type):
             exact = (a.float() @ b.float().t()) * inverse_scale_a * inverse_scale_b
@@ -55,6 +59,11 @@ def product(
             use_fast_accum=fast_accumulation,
         ).to(out_dtype)
     return result if bias is epilogue else result + bias
+
+
+def _aligned(scale: torch.Tensor) -> torch.Tensor:
+    """The scale where cuBLAS takes it, at a multiple of 16 bytes (`scaling.new_inverse_scales`)."""
+    return scale.clone() if scale.storage_offset() % SCALE_STRIDE else scale
 
 
 ONEDNN_INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"

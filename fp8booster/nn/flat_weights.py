@@ -153,7 +153,8 @@ class FlatWeights:
         own = message[self._rank * size : (self._rank + 1) * size]
 
         amaxes = agree_on_amax(fp8_parts, group)
-        _, inverse_scales = scaling.scale_of(amaxes, config.weight_format, config.power_of_two)
+        inverse_scales = scaling.new_inverse_scales(len(fp8_parts), amaxes.device)
+        inverse_scales.copy_(scaling.scale_of(amaxes, config.weight_format, config.power_of_two)[1])
         values = own[: self._fp8_counts[self._rank]].view(config.weight_format)
         for part, out, amax, inverse_scale in zip(
             fp8_parts,

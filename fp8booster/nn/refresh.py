@@ -16,6 +16,7 @@ from torch import nn
 from fp8booster.kernels.cast import ALIGNMENT
 from fp8booster.kernels.many_cast import ManyCast
 from fp8booster.nn.layer import FP8Layer
+from fp8booster.scaling import new_inverse_scales
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -44,7 +45,7 @@ class _Plan:
     @classmethod
     def of(cls, weights: list[torch.Tensor], kind: _Kind) -> _Plan:
         """Allocate the FP8 copies of some weights, not yet filled."""
-        inverse_scales = torch.empty(len(weights), dtype=torch.float32, device=kind.device)
+        inverse_scales = new_inverse_scales(len(weights), kind.device)
         copies = [
             QuantizedMatrix(
                 weight.new_empty(weight.shape, dtype=kind.weight_format),
@@ -86,8 +87,6 @@ def refresh_weights(model: nn.Module) -> int:
 
     Code compiled or captured into a CUDA graph casts its weights itself and does not read these copies. Not for weights
     that an engine still gathers when the step returns, as ZeRO does with `overlap_allgather`.
-
-    On a GPU its kernels have been compiled and interpreted, not yet run.
 
     Args:
         model: holds FP8 layers. Left out, and so cast when they run, are layers with rowwise scales, sizes

@@ -71,6 +71,21 @@ def test_autocast_changes_no_product(autocast_dtype, emulate, device) -> None:
         assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("rowwise", [False, True])
+def test_a_scale_may_lie_anywhere(rowwise, device) -> None:
+    a = whole_numbers(32, 64, dtype=E4M3, device=device)
+    b = whole_numbers(48, 64, dtype=E4M3, device=device)
+    sizes = (32, 48) if rowwise else ((), ())
+    exact = (a.float() @ b.float().t() / 8).bfloat16()
+    for offset in range(1, 5):
+        packed = torch.full((offset + 48,), torch.nan, device=device)
+        scales = []
+        for size, value in zip(sizes, (0.5, 0.25), strict=True):
+            scales.append(packed.clone()[offset:][:size] if rowwise else packed.clone()[offset])
+            scales[-1].fill_(value)
+        assert torch.equal(product(a, b, *scales, out_dtype=torch.bfloat16), exact)
+
+
 def test_a_nan_scale_makes_the_product_nan(device) -> None:
     ones = torch.ones(16, 16, device=device).to(E4M3)
     for emulate in (False, True):

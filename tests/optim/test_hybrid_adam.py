@@ -92,7 +92,8 @@ def test_without_bias_correction_the_moments_are_taken_as_they_are(device) -> No
     parameter.grad = torch.ones(3, device=device)
     optimizer.step()
     expected = -(1 - 0.9) / (1 - 0.999) ** 0.5
-    torch.testing.assert_close(parameter.data, torch.full_like(parameter.data, expected))
+    # on a GPU the fused step takes 1 - 0.999 in FP32
+    torch.testing.assert_close(parameter.data, torch.full_like(parameter.data, expected), rtol=2e-5, atol=0)
 
 
 def test_states_are_what_gemini_saves(device) -> None:

@@ -15,7 +15,7 @@ from colossalai.zero.gemini.chunk import Chunk, TensorState
 from colossalai.zero.gemini.chunk.chunk import alloc_storage, free_storage
 from torch.distributed import ReduceOp
 
-from fp8booster import comm
+from fp8booster import comm, scaling
 from fp8booster.comm import Encoding
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.transpose import gathered_layouts
@@ -138,7 +138,7 @@ class FP8Chunk(ReducedChunk):
             chunk.cuda_shard = torch.zeros(chunk.shard_size, dtype=dtype, device=device)
         if chunk.cpu_shard is not None:
             chunk.cpu_shard = torch.zeros(chunk.shard_size, dtype=dtype, pin_memory=chunk.pin_memory)
-        chunk.inverse_scales = torch.ones(len(chunk.tensors_info), dtype=torch.float32, device=device)
+        chunk.inverse_scales = scaling.new_inverse_scales(len(chunk.tensors_info), device).fill_(1.0)
         nothing = torch.full((), torch.nan, dtype=chunk.gradient_dtype, device=device)
         chunk._quantized, chunk._decoded = {}, {}
         for (parameter, info), inverse_scale in zip(
