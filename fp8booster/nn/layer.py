@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import ClassVar
 
 import torch
@@ -65,6 +65,18 @@ class FP8Layer(nn.Module):
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
         """Why a layer of the class `original` cannot turn into this class, or None where it can."""
+        return None
+
+    def fp8_exchange(self) -> Exchange | None:
+        """What ranks exchange around the layer's products; None is nothing."""
+        return None
+
+    def fp8_defer(self) -> Defer | None:
+        """What computes the weight's gradient later, as in `linear_from_quantized`; None: backward does it."""
+        return None
+
+    def fp8_merges_by(self) -> Hashable | None:
+        """What layers of one input have in common whose products may be one; None: this layer's stays its own."""
         return None
 
     @property

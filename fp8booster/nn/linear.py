@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -36,3 +38,7 @@ class FP8Linear(FP8Layer, nn.Linear):
         """[..., in_features] to [..., out_features]; errors as in `fp8_linear`."""
         output = self.fp8_product(input, self.bias)
         return F.linear(input, self.weight, self.bias) if output is None else output
+
+    def fp8_merges_by(self) -> Hashable | None:
+        """Its class, unless it is a subclass, whose forward may be another."""
+        return FP8Linear if type(self) is FP8Linear else None

@@ -6,6 +6,7 @@ nothing, because the layer is too small for FP8 to pay, the native forward runs.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, ClassVar
 
 import torch
@@ -35,7 +36,7 @@ class ShardedLayer(FP8Layer):
     alone: ClassVar[type[Exchange] | None] = None
     along_sequence: ClassVar[type[Exchange] | None] = None
 
-    def _exchange(self) -> Exchange | None:
+    def fp8_exchange(self) -> Exchange | None:
         """What the ranks of the layer's group exchange: natively with `seq_parallel_mode` and without."""
         if dist.get_world_size(self.process_group) == 1:
             return None
@@ -44,16 +45,25 @@ class ShardedLayer(FP8Layer):
             return self.along_sequence(self.process_group, dimension, communication=self.fp8_communication)
         return self.alone(self.process_group, communication=self.fp8_communication)
 
-    def _defer(self) -> Defer | None:
+    def fp8_defer(self) -> Defer | None:
+        """Under the zero-bubble schedule, what its passes for weights work off."""
         return defer_weight_gradient(self.weight) if self.use_zbv else None
 
 
 class WholeLayer(ShardedLayer):
     """A layer whose weight every rank holds whole."""
 
+    def fp8_exchange(self) -> Exchange | None:
+        """Nothing."""
+        return None
+
+    def fp8_merges_by(self) -> Hashable | None:
+        """Whether its gradient is computed later."""
+        return None if self.skip_bias_add else (type(self), self.use_zbv)
+
     def forward(self, input_: torch.Tensor) -> LayerOutput:
         """[..., in_features] to [..., out_features]."""
-        output = self.fp8_product(input_, None if self.skip_bias_add else self.bias, defer=self._defer())
+        output = self.fp8_product(input_, None if self.skip_bias_add else self.bias, defer=self.fp8_defer())
         if output is None:
             return super().forward(input_)
         return (output, self.bias) if self.skip_bias_add else output
@@ -65,10 +75,17 @@ class ColumnLayer(ShardedLayer):
     alone = ColumnParallel
     along_sequence = SequenceColumn
 
+    def fp8_merges_by(self) -> Hashable | None:
+        """Its ranks, and how and along what they exchange."""
+        if self.skip_bias_add or self.gather_output:
+            return None
+        along = self.seq_parallel_mode, getattr(self, "seq_parallel_dim", 1)
+        return type(self), self.process_group, along, self.fp8_communication, self.use_zbv
+
     def forward(self, input_: torch.Tensor) -> LayerOutput:
         """[..., in_features] to this rank's output features, or to all with `gather_output`."""
         bias = None if self.skip_bias_add else self.bias
-        output = self.fp8_product(input_, bias, self._exchange(), self._defer())
+        output = self.fp8_product(input_, bias, self.fp8_exchange(), self.fp8_defer())
         if output is None:
             return super().forward(input_)
         if self.gather_output:
@@ -90,7 +107,7 @@ class RowLayer(ShardedLayer):
     def forward(self, input_: torch.Tensor) -> LayerOutput:
         """This rank's input features, or with `parallel_input` off all of them, to [..., out_features]."""
         part = input_ if self.parallel_input else self._split_input(input_)
-        output = self.fp8_product(part, None, self._exchange(), self._defer())
+        output = self.fp8_product(part, None, self.fp8_exchange(), self.fp8_defer())
         if output is None:
             return super().forward(input_)
         if self.skip_bias_add:

@@ -7,16 +7,16 @@ product, backward's dgrad adds up what the layers give by itself, and one wgrad 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.choice import fp8_pays
-from fp8booster.nn.functional import linear_from_quantized, quantize_weight
+from fp8booster.nn.functional import Defer, linear_from_quantized, quantize_weight
 from fp8booster.nn.layer import FP8Layer
-from fp8booster.nn.linear import FP8Linear
 from fp8booster.nn.shared_input import share_input
 from fp8booster.nn.weight_cache import reusable, state_of
 from fp8booster.tensor import QuantizedMatrix
@@ -48,7 +48,8 @@ class MergedLayers:
             return None
         first, weights = self.layers[0], self.weights
         config = first.fp8_config
-        rows = input.numel() // input.shape[-1]
+        exchange = first.fp8_exchange()
+        rows = input.numel() // input.shape[-1] * (1 if exchange is None else exchange.growth)
         in_fp8 = (
             config.always
             or config.emulate
@@ -63,6 +64,7 @@ class MergedLayers:
             input,
             config,
             transposed=torch.is_grad_enabled() and any(weight.requires_grad for weight in weights),
+            exchange=exchange,
         )
         biases = [layer.bias for layer in self.layers]
         return linear_from_quantized(
@@ -72,7 +74,24 @@ class MergedLayers:
             x,
             self._weight(weights),
             config,
+            defer=self._defer(),
+            exchange=exchange,
         )
+
+    def _defer(self) -> Defer | None:
+        """What hands each layer its rows of the one gradient, later."""
+        trained = [layer.weight.requires_grad for layer in self.layers]
+        by_layer = [layer.fp8_defer() for layer in self.layers]
+        if None in by_layer:
+            return None
+
+        def defer(compute: Callable[[], torch.Tensor]) -> None:
+            parts = _Parts(compute, [len(weight) for weight in self.weights], sum(trained))
+            for number, give in enumerate(by_layer):
+                if trained[number]:
+                    give(partial(parts.take, number))
+
+        return defer
 
     def _can_merge(self, input: torch.Tensor) -> bool:
         first, kept = self.layers[0], self._is_kept_by_engine()
@@ -80,7 +99,8 @@ class MergedLayers:
             input.numel() > 0
             and reusable(input, first.weight)
             and all(
-                type(layer) is FP8Linear
+                layer.fp8_merges_by() is not None
+                and layer.fp8_merges_by() == first.fp8_merges_by()
                 and layer.training
                 and layer.fp8_config == first.fp8_config
                 and layer.weight.dtype == input.dtype
@@ -151,8 +171,28 @@ class _SideBySide(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, *weights: torch.Tensor) -> torch.Tensor:
         ctx.rows = [len(weight) for weight in weights]
+        ctx.set_materialize_grads(False)
         return weights[0].new_zeros(()).expand(sum(ctx.rows), weights[0].shape[1])
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
-        return gradient.split(ctx.rows)
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor | None) -> tuple:
+        # None: it is computed later
+        return (None,) * len(ctx.rows) if gradient is None else gradient.split(ctx.rows)
+
+
+class _Parts:
+    """A matrix that is computed when the first part of it is asked for, and dropped with the last."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor], rows: list[int], readers: int) -> None:
+        self._compute, self._rows, self._readers = compute, rows, readers
+        self._whole: torch.Tensor | None = None
+
+    def take(self, number: int) -> torch.Tensor:
+        """The rows of one part, once."""
+        if self._whole is None:
+            self._whole, self._compute = self._compute(), None
+        part = self._whole.split(self._rows)[number]
+        self._readers -= 1
+        if self._readers == 0:
+            self._whole = None
+        return part
