@@ -9,17 +9,29 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.choice import fp8_pays
-from fp8booster.nn.functional import Defer, linear_from_quantized, quantize_weight
+from fp8booster.nn.functional import Defer, LateWeight, linear_from_quantized, quantize_weight
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.shared_input import share_input
 from fp8booster.nn.weight_cache import reusable, state_of
 from fp8booster.tensor import QuantizedMatrix
+
+
+class LentWeight(Protocol):
+    """The FP8 weight of merged layers whose weights are whole only while they run."""
+
+    def get(self, weights: Sequence[torch.Tensor], config: FP8Config) -> QuantizedMatrix:
+        """The weight for forward, [sum of output features, input features]; it may have no transpose."""
+
+    def in_backward(self, weights: Sequence[torch.Tensor], config: FP8Config) -> LateWeight:
+        """Where backward gets the transpose."""
 
 
 class MergedLayers:
@@ -29,9 +41,23 @@ class MergedLayers:
         layers: in the order of their outputs.
     """
 
+    lent: LentWeight | None = None
+    """Gives the FP8 weight, where an engine gathers the weights for forward and again for backward."""
+
     def __init__(self, layers: Sequence[FP8Layer]) -> None:
         self.layers = tuple(layers)
+        self._reasons: dict[str, None] = {}
+        self._engines_reason: str | None = None
         self._forget()
+
+    @property
+    def why_apart(self) -> str | None:
+        """Why the layers' products run one by one in training, as far as it is known; None where they run as one."""
+        return self._engines_reason or ", ".join(self._reasons) or None
+
+    def keep_apart(self, reason: str) -> None:
+        """Run the layers one by one, for their weights cannot lie together in an engine."""
+        self._engines_reason = reason
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -46,6 +72,9 @@ class MergedLayers:
         """
         if not self._can_merge(input):
             return None
+        return self._product(input)
+
+    def _product(self, input: torch.Tensor) -> torch.Tensor | None:
         first, weights = self.layers[0], self.weights
         config = first.fp8_config
         exchange = first.fp8_exchange()
@@ -72,10 +101,11 @@ class MergedLayers:
             _SideBySide.apply(*weights),
             None if biases[0] is None else torch.cat(biases),
             x,
-            self._weight(weights),
+            self._weight(weights) if self.lent is None else self.lent.get(weights, config),
             config,
             defer=self._defer(),
             exchange=exchange,
+            late_weight=None if self.lent is None else self.lent.in_backward(weights, config),
         )
 
     def _defer(self) -> Defer | None:
@@ -94,25 +124,41 @@ class MergedLayers:
         return defer
 
     def _can_merge(self, input: torch.Tensor) -> bool:
+        training = all(layer.training for layer in self.layers)
+        if not (training and input.numel() and reusable(input, self.layers[0].weight)):
+            return False
+        reason = self._why_not(input)
+        if reason is not None:
+            self._reasons[reason] = None
+        return reason is None
+
+    def _why_not(self, input: torch.Tensor) -> str | None:
+        """Why the layers cannot run as one on this input, in training."""
+        if self._engines_reason is not None:
+            return self._engines_reason
         first, kept = self.layers[0], self._is_kept_by_engine()
-        return (
-            input.numel() > 0
-            and reusable(input, first.weight)
-            and all(
-                layer.fp8_merges_by() is not None
-                and layer.fp8_merges_by() == first.fp8_merges_by()
-                and layer.training
-                and layer.fp8_config == first.fp8_config
-                and layer.weight.dtype == input.dtype
-                and (layer.bias is None) == (first.bias is None)
-                and not (layer._forward_pre_hooks or layer._forward_hooks)
-                and (kept or not layer.fp8_weight.is_kept_by_engine(layer.weight))
-                and layer.fp8_weight.in_backward(layer.weight, layer.fp8_config) is None
-                for layer in self.layers
-            )
-            and not first.fp8_config.rowwise
-            and not torch.is_autocast_enabled(input.device.type)
-        )
+        config, common = first.fp8_config, first.fp8_merges_by()
+        for layer in self.layers:
+            if layer.fp8_merges_by() is None:
+                return f"{type(layer).__name__} has no merged form here"
+            if layer.fp8_merges_by() != common:
+                return "the layers are sharded in different ways"
+            if layer.fp8_config != config:
+                return "the layers' FP8Configs differ"
+            if (layer.bias is None) != (first.bias is None):
+                return "only some of the layers have a bias"
+            if layer._forward_pre_hooks or layer._forward_hooks:
+                return "a layer has hooks, which must run"
+            if layer.weight.dtype != input.dtype:
+                return "the input's dtype is not the weight's"
+            if self.lent is None and (
+                (not kept and layer.fp8_weight.is_kept_by_engine(layer.weight))
+                or layer.fp8_weight.in_backward(layer.weight, config) is not None
+            ):
+                return "the FP8 weights do not lie together"
+        if config.rowwise:
+            return "rowwise scales"
+        return "under autocast" if torch.is_autocast_enabled(input.device.type) else None
 
     def _weight(self, weights: list[torch.Tensor]) -> QuantizedMatrix:
         """The FP8 weight, cast once per optimizer step as `weight_cache` does for one layer."""
@@ -128,8 +174,7 @@ class MergedLayers:
         )
         if not fresh:
             self._forget()  # first, so that the allocator can give the same memory again
-            whole = torch.cat([weight.detach() for weight in weights])
-            self._quantized = quantize_weight(whole, config, transposed=True)
+            self._quantized = quantize_weight(one_below_the_other(weights), config, transposed=True)
             self._made_from = made_from
             self._sources = [weakref.ref(weight) for weight in weights]
         return self._quantized
@@ -153,6 +198,20 @@ class MergedLayers:
         self._quantized: QuantizedMatrix | None = None
         self._made_from: list[tuple] = []
         self._sources: list[weakref.ref] = []
+
+
+def one_below_the_other(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Weights of as many columns as one matrix: a view where they lie so in memory already, else a copy."""
+    first = weights[0].detach()
+    end = first.data_ptr()
+    for weight in weights:
+        if weight.data_ptr() != end or not weight.is_contiguous():
+            return torch.cat([weight.detach() for weight in weights])
+        end += weight.nbytes
+    storage = first.untyped_storage()
+    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
+        return torch.cat([weight.detach() for weight in weights])
+    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
 
 
 def merged_layers(model: nn.Module) -> list[MergedLayers]:
