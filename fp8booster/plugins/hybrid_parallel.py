@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
 from fp8booster.colossal.hybrid.optimizer import FP8HybridParallelAMPOptimizer, FP8HybridParallelZeroOptimizer
 from fp8booster.colossal.pipeline import compress_pipeline
-from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8
+from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, fuse_sharded
 from fp8booster.colossal.zero.late_weights import wait_before_forward
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config
@@ -77,11 +77,6 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
             self.compress_activations()
         if fp8_config is not None and not use_fp8:
             self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
-        elif use_fp8 and self.fp8_config.fused:
-            self.logger.warning(
-                "fp8_config.fused has no effect: shardformer has its own form of the layers that it fuses",
-                ranks=[0],
-            )
 
     def __del__(self) -> None:
         if "pg_mesh" in self.__dict__:  # refused arguments leave a plugin without groups
@@ -106,11 +101,16 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
             self.use_fp8 = True
         boosted_model, boosted_optimizer, *_ = boosted
         self.convert(boosted_model)
+        fused = ""
+        if self.fp8_config.fused:
+            fused = f"; {fuse_sharded(boosted_model.unwrap(unwrap_peft=False), self.shard_config)}"
         if self.zero_stage > 0 and self.zero_config["overlap_allgather"]:
             wait_before_forward(boosted_model.module)
         if self.sends_fp8:
             self.compress_gradients(boosted_model, boosted_optimizer)
-        self.logger.info(f"{report(boosted_model).summary()}; {self.wire(boosted_optimizer)}", ranks=[0])
+        self.logger.info(
+            f"{report(boosted_model).summary()}{fused}; {self.wire(boosted_optimizer)}", ranks=[0]
+        )
         return boosted
 
     def compress_activations(self) -> None:

@@ -14,6 +14,8 @@ that part runs as transformers wrote it.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,7 +52,7 @@ class FusedAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         position_embeddings: Embeddings,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Any = None,
         past_key_value: Any = None,
         cache_position: torch.Tensor | None = None,
         **kwargs: Any,
@@ -58,35 +60,52 @@ class FusedAttention(nn.Module):
         """As transformers', with one product for q, k and v."""
         cos, sin = position_embeddings
         qkv = None
-        if (
-            self.config._attn_implementation == "sdpa"
-            and not kwargs.get("output_attentions")
-            and cos.shape[-1] == self.head_dim
-        ):
+        if cos.shape[-1] == self.head_dim and self.attends_alike(attention_mask, **kwargs):
             qkv = self.fp8_qkv(hidden_states)
         if qkv is None:
-            return super().forward(
-                hidden_states, position_embeddings, attention_mask, past_key_value, cache_position, **kwargs
+            return self.forward_unfused(
+                hidden_states,
+                position_embeddings,
+                attention_mask=attention_mask,
+                past_key_value=past_key_value,
+                cache_position=cache_position,
+                **kwargs,
             )
-        config, (batch, sequence, _) = self.config, hidden_states.shape
+        # of the product, not of the input: ranks may hold heads, and parts of the sequence that it has gathered
+        batch, sequence, features = qkv.shape
+        key_heads = features // self.head_dim // (self.num_key_value_groups + 2)
         heads = split_and_rotate(
-            qkv, cos, sin, query_heads=config.num_attention_heads, key_heads=config.num_key_value_heads
+            qkv, cos, sin, query_heads=key_heads * self.num_key_value_groups, key_heads=key_heads
         )
         query, key, value = (each.transpose(1, 2) for each in heads)
         if past_key_value is not None:  # also in training, where a model's use_cache was left on
             place = {"sin": sin, "cos": cos, "cache_position": cache_position}
             key, value = past_key_value.update(key, value, self.layer_idx, place)
-        attended = F.scaled_dot_product_attention(
+        attended = self.attend(query, key, value, attention_mask)
+        return self.o_proj(attended.transpose(1, 2).reshape(batch, sequence, -1)), None
+
+    def attends_alike(self, attention_mask: Any, *, output_attentions: bool | None = False, **_: Any) -> bool:
+        """Whether `attend` computes what the unfused forward does with these arguments."""
+        return self.config._attn_implementation == "sdpa" and not output_attentions
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any
+    ) -> torch.Tensor:
+        """The attention of query [B, Hq, S, D] to key and value [B, Hkv, S', D]: [B, Hq, S, D]."""
+        return F.scaled_dot_product_attention(
             query,
             key,
             value,
             attn_mask=None if attention_mask is None else attention_mask[..., : key.shape[2]],
             dropout_p=self.attention_dropout if self.training else 0.0,
-            is_causal=attention_mask is None and sequence > 1,
+            is_causal=attention_mask is None and query.shape[2] > 1,
             scale=self.scaling,
             enable_gqa=self.num_key_value_groups > 1,
         )
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, sequence, -1)), None
+
+    def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What runs where `forward` does not cover a case."""
+        return super().forward(*args, **kwargs)
 
 
 class FusedMLP(nn.Module):
@@ -131,11 +150,21 @@ class FusedDecoderLayer(nn.Module):
         return (hidden_states, weights) if output_attentions else (hidden_states,)
 
 
-def fuse_blocks(model: nn.Module) -> int:
+AttentionOf = Callable[[nn.Module], type[FusedAttention] | str]
+"""The mixin for an attention whose forward an engine has replaced, or why there is none."""
+
+
+def _no_replaced_attention(attention: nn.Module) -> str:
+    return "its forward was replaced"
+
+
+def fuse_blocks(model: nn.Module, attention_of: AttentionOf = _no_replaced_attention) -> int:
     """Fuse the decoder layers of a model whose linear layers were converted to FP8, in place.
 
     Args:
-        model: any module; what is no decoder layer of `FAMILIES` (as transformers 4.51 writes them) is left alone.
+        model: any module; what is no decoder layer of `FAMILIES` (as transformers 4.51 writes them) is left alone, and
+            so is a layer that another pipeline stage holds. `parts_unfused` has what else is.
+        attention_of: knows the attentions of an engine.
 
     Returns:
         The number of decoder layers fused.
@@ -143,36 +172,63 @@ def fuse_blocks(model: nn.Module) -> int:
     fused = 0
     # inner modules first: a layer is fused if its norms are
     for module in reversed(list(model.modules())):
-        family = _family(module)
-        if family is None or "forward" in vars(module):  # whose forward an engine has replaced
+        role = _role(module)
+        if role is None or next(module.parameters(), None) is None:
             continue
-        role = type(module).__name__.removeprefix(family)
-        if role == "RMSNorm":
-            _mix(FusedRMSNorm, module)
-        elif role == "Attention" and _in_fp8(module.q_proj, module.k_proj, module.v_proj):
-            _mix(FusedAttention, module)
+        mixin = _mixin(module, role, attention_of)
+        if isinstance(mixin, str):
+            module.__dict__[_WHY_NOT] = f"{_NAMES[role]}: {mixin}"
+            continue
+        _mix(mixin, module)
+        if role == "Attention":
             module.__dict__["fp8_qkv"] = MergedLayers([module.q_proj, module.k_proj, module.v_proj])
-        elif (
-            role == "MLP" and isinstance(module.act_fn, nn.SiLU) and _in_fp8(module.gate_proj, module.up_proj)
-        ):
-            _mix(FusedMLP, module)
+        elif role == "MLP":
             module.__dict__["fp8_gate_up"] = MergedLayers([module.gate_proj, module.up_proj])
-        elif role == "DecoderLayer" and all(
-            isinstance(norm, FusedRMSNorm)
-            for norm in (module.input_layernorm, module.post_attention_layernorm)
-        ):
-            _mix(FusedDecoderLayer, module)
+        elif role == "DecoderLayer":
             fused += 1
     return fused
 
 
-def _family(module: nn.Module) -> str | None:
-    """The family of a module of transformers that is as it was written."""
+def parts_unfused(model: nn.Module) -> Counter[str]:
+    """How many parts of decoder layers `fuse_blocks` left alone, by what they are and why."""
+    return Counter(module.__dict__[_WHY_NOT] for module in model.modules() if _WHY_NOT in module.__dict__)
+
+
+_WHY_NOT = "_fp8booster_unfused"
+_NAMES = {"RMSNorm": "norm", "Attention": "attention", "MLP": "MLP", "DecoderLayer": "residuals"}
+
+
+def _role(module: nn.Module) -> str | None:
+    """What a module of transformers that is as it was written does in a decoder layer."""
     for family in FAMILIES:
         lower = family.lower()
         if type(module).__module__ == f"transformers.models.{lower}.modeling_{lower}":
-            return family
+            role = type(module).__name__.removeprefix(family)
+            return role if role in _NAMES else None
     return None
+
+
+def _mixin(module: nn.Module, role: str, attention_of: AttentionOf) -> type[nn.Module] | str:
+    """What a part of a decoder layer is fused by, or why it is not."""
+    replaced = "forward" in vars(module)
+    if role == "Attention":
+        if not _in_fp8(module.q_proj, module.k_proj, module.v_proj):
+            return "q, k and v are not all FP8 layers"
+        return attention_of(module) if replaced else FusedAttention
+    if replaced:
+        return "its forward was replaced"
+    if role == "RMSNorm":
+        return FusedRMSNorm
+    if role == "MLP":
+        if not isinstance(module.act_fn, nn.SiLU):
+            return f"its activation is {type(module.act_fn).__name__}"
+        return (
+            FusedMLP if _in_fp8(module.gate_proj, module.up_proj) else "gate and up are not both FP8 layers"
+        )
+    for norm in (module.input_layernorm, module.post_attention_layernorm):
+        if not isinstance(norm, FusedRMSNorm):
+            return f"a norm is a {type(norm).__name__} that was not fused"
+    return FusedDecoderLayer
 
 
 def _in_fp8(*layers: nn.Module) -> bool:
