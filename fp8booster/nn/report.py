@@ -10,6 +10,7 @@ from rich.table import Table
 from torch import nn
 
 from fp8booster.nn.convert import kept_reason, linear_layers, product_features
+from fp8booster.nn.fused.merged import MergedLayers, merged_layers
 from fp8booster.nn.layer import FP8Layer
 
 PASSES = ("fprop", "dgrad", "wgrad")
@@ -32,7 +33,18 @@ class LayerRow:
     """What fprop, dgrad and wgrad compute in; "none" for the gradient of a weight that is not trained."""
 
     notes: str
-    """Why it is not in FP8, or what was padded."""
+    """Why it is not in FP8, what was padded, or why it is not merged with its neighbours."""
+
+
+@dataclass(frozen=True)
+class MergedRow:
+    """Layers of one input, such as q, k and v, that `FP8Config.fused` computes as one product where it can."""
+
+    layers: int
+    """How many."""
+
+    why_apart: str | None
+    """Why they run one by one in training; None where they run as one, as far as it is known."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,7 @@ class Report:
     """The linear layers of a model, by what they compute in. `str()` gives the table."""
 
     rows: tuple[LayerRow, ...]
+    merged: tuple[MergedRow, ...] = ()
 
     @property
     def fp8(self) -> tuple[LayerRow, ...]:
@@ -52,7 +65,7 @@ class Report:
         return tuple(row for row in self.rows if row.precision != "FP8")
 
     def summary(self) -> str:
-        """One line: how many layers are in FP8, what is padded, and why the others are not."""
+        """One line: how many layers are in FP8, what is padded and merged, and why the others are not."""
         line = f"FP8: {len(self.fp8)} of {len(self.rows)} linear layers"
         padded = sum("padded" in row.notes for row in self.fp8)
         if padded:
@@ -60,6 +73,12 @@ class Report:
         emulated = sum("emulated" in row.notes for row in self.fp8)
         if emulated:
             line += f", {emulated} emulated in FP32"
+        as_one = [group.layers for group in self.merged if group.why_apart is None]
+        if as_one:
+            line += f", {sum(as_one)} of them merged to {len(as_one)} products"
+        apart = Counter(group.why_apart for group in self.merged if group.why_apart is not None)
+        for reason, count in apart.items():
+            line += f", {count} group{'s' if count > 1 else ''} of layers not merged ({reason})"
         reasons = Counter((row.precision, row.notes) for row in self.other)
         for (precision, reason), count in reasons.items():
             line += f"; {count} in {precision} ({reason})"
@@ -86,14 +105,19 @@ def report(model: nn.Module) -> Report:
     """List every linear layer of a model with the precision of its products.
 
     Args:
-        model: any module, boosted or not. Rows padded for the token count, and token counts for which a layer chose
-            BF16, appear once such a batch has run outside compiled code, which serves many layers with one graph and
-            so cannot tell which.
+        model: any module, boosted or not. Rows padded for the token count, token counts for which a layer chose BF16,
+            and what only a batch shows to keep layers from being merged, appear once such a batch has run outside
+            compiled code, which serves many layers with one graph and so cannot tell which.
     """
-    return Report(tuple(_row(name, module) for name, module in linear_layers(model)))
+    groups = merged_layers(model)
+    apart = {layer: group for group in groups if group.why_apart is not None for layer in group.layers}
+    return Report(
+        tuple(_row(name, module, apart.get(module)) for name, module in linear_layers(model)),
+        tuple(MergedRow(len(group.layers), group.why_apart) for group in groups),
+    )
 
 
-def _row(name: str, module: nn.Module) -> LayerRow:
+def _row(name: str, module: nn.Module, apart: MergedLayers | None) -> LayerRow:
     dtype = str(module.weight.dtype).removeprefix("torch.")
     precision = _SHORT_NAMES.get(dtype, dtype)
     if isinstance(module, FP8Layer):
@@ -101,5 +125,7 @@ def _row(name: str, module: nn.Module) -> LayerRow:
         precision, notes = precision if never else "FP8", module.fp8_notes()
     else:
         notes = kept_reason(module)
+    if apart is not None:
+        notes = "; ".join(filter(None, (notes, f"not merged: {apart.why_apart}")))
     passes = (precision, precision, precision if module.weight.requires_grad else "none")
     return LayerRow(name, product_features(module), precision, passes, notes)

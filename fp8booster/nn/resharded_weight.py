@@ -7,11 +7,14 @@ from the weight that was gathered again: the copy that was gathered in FP8, or a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.functional import LateWeight, quantize_weight
+from fp8booster.nn.fused.merged import merged_layers, one_below_the_other
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.weight_cache import WeightCache
 from fp8booster.tensor import QuantizedMatrix
@@ -55,6 +58,38 @@ class ReshardedWeight(WeightCache):
         self.gathered = None
 
 
+class ReshardedMergedWeight:
+    """`MergedLayers.lent` of layers whose weights are whole only while they run: a `ReshardedWeight` of all of them."""
+
+    gathered: QuantizedMatrix | None = None
+    """The weights one below the other as they were gathered in FP8, with the transpose, until they are shards again."""
+
+    def get(self, weights: Sequence[torch.Tensor], config: FP8Config) -> QuantizedMatrix:
+        """The FP8 weight that was gathered, or one cast now, without its transpose."""
+        if self.gathered is not None:
+            return self.gathered
+        return quantize_weight(one_below_the_other(weights), config, transposed=False)
+
+    def in_backward(self, weights: Sequence[torch.Tensor], config: FP8Config) -> LateWeight:
+        """The transpose of the weights as they are when backward asks."""
+        weights = [weight.detach() for weight in weights]
+
+        def late_weight() -> tuple[torch.Tensor, torch.Tensor]:
+            w = self.gathered
+            if w is None:
+                whole = one_below_the_other(weights)
+                w = quantize_weight(whole, config, plain=False, transposed=True)
+            return w.transpose, w.scale_of_transpose()
+
+        return late_weight
+
+    def __deepcopy__(self, memo: dict) -> ReshardedMergedWeight:
+        return ReshardedMergedWeight()
+
+    def __reduce__(self) -> tuple:
+        return ReshardedMergedWeight, ()
+
+
 def follow_resharding(model: nn.Module) -> None:
     """Let the FP8 layers of a model keep no FP8 weight between forward and backward.
 
@@ -67,3 +102,5 @@ def follow_resharding(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FP8Layer):
             module.fp8_weight = ReshardedWeight()
+    for merged in merged_layers(model):
+        merged.lent = ReshardedMergedWeight()

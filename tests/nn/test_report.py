@@ -4,6 +4,8 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8, report
+from fp8booster.nn.fused import fuse_blocks
+from tests.nn.fused.models import batch, build
 from tests.nn.models import tiny_llama
 
 
@@ -74,3 +76,39 @@ def test_the_table_holds_every_row() -> None:
     for row in result.rows:
         assert row.name in table
     assert "64 x 160" in table
+
+
+def test_what_is_merged_and_what_is_not_is_shown() -> None:
+    model = build()
+    convert_to_fp8(model)
+    fuse_blocks(model)
+    attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
+    assert (
+        report(model)
+        .summary()
+        .startswith("FP8: 14 of 15 linear layers, 10 of them merged to 4 products; 1 in")
+    )
+    mlp.up_proj.register_forward_hook(lambda module, args, output: None)
+    attention.fp8_qkv.keep_apart("in different chunks")
+    result = report(model)
+    assert result.summary().startswith(
+        "FP8: 14 of 15 linear layers, 5 of them merged to 2 products, 1 group of layers not merged "
+        "(in different chunks), 1 group of layers not merged (a layer has hooks, which must run); 1 in"
+    )
+    apart = {row.name: row.notes for row in result.rows if "not merged" in row.notes}
+    assert apart["model.layers.0.self_attn.k_proj"] == "not merged: in different chunks"
+    assert len(apart) == 5
+
+
+def test_what_only_a_batch_shows_to_be_not_merged_is_shown_after_it() -> None:
+    model = build(dtype=torch.float32)
+    convert_to_fp8(model)
+    fuse_blocks(model)
+    ids = batch()
+    model.eval()
+    model(input_ids=ids)
+    assert "not merged" not in report(model).summary()
+    model.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(input_ids=ids)
+    assert "4 groups of layers not merged (under autocast)" in report(model).summary()

@@ -53,7 +53,7 @@ class MergedLayers:
     @property
     def why_apart(self) -> str | None:
         """Why the layers' products run one by one in training, as far as it is known; None where they run as one."""
-        return self._engines_reason or ", ".join(self._reasons) or None
+        return self._why_never() or ", ".join(self._reasons) or None
 
     def keep_apart(self, reason: str) -> None:
         """Run the layers one by one, for their weights cannot lie together in an engine."""
@@ -134,9 +134,27 @@ class MergedLayers:
 
     def _why_not(self, input: torch.Tensor) -> str | None:
         """Why the layers cannot run as one on this input, in training."""
+        reason = self._why_never()
+        if reason is not None:
+            return reason
+        if torch.is_autocast_enabled(input.device.type):
+            return "under autocast"
+        kept, config = self._is_kept_by_engine(), self.layers[0].fp8_config
+        for layer in self.layers:
+            if layer.weight.dtype != input.dtype:
+                return "the input's dtype is not the weight's"
+            if self.lent is None and (
+                (not kept and layer.fp8_weight.is_kept_by_engine(layer.weight))
+                or layer.fp8_weight.in_backward(layer.weight, config) is not None
+            ):
+                return "the FP8 weights do not lie together"
+        return None
+
+    def _why_never(self) -> str | None:
+        """Why the layers, as they are, cannot run as one on any input."""
         if self._engines_reason is not None:
             return self._engines_reason
-        first, kept = self.layers[0], self._is_kept_by_engine()
+        first = self.layers[0]
         config, common = first.fp8_config, first.fp8_merges_by()
         for layer in self.layers:
             if layer.fp8_merges_by() is None:
@@ -149,16 +167,7 @@ class MergedLayers:
                 return "only some of the layers have a bias"
             if layer._forward_pre_hooks or layer._forward_hooks:
                 return "a layer has hooks, which must run"
-            if layer.weight.dtype != input.dtype:
-                return "the input's dtype is not the weight's"
-            if self.lent is None and (
-                (not kept and layer.fp8_weight.is_kept_by_engine(layer.weight))
-                or layer.fp8_weight.in_backward(layer.weight, config) is not None
-            ):
-                return "the FP8 weights do not lie together"
-        if config.rowwise:
-            return "rowwise scales"
-        return "under autocast" if torch.is_autocast_enabled(input.device.type) else None
+        return "rowwise scales" if config.rowwise else None
 
     def _weight(self, weights: list[torch.Tensor]) -> QuantizedMatrix:
         """The FP8 weight, cast once per optimizer step as `weight_cache` does for one layer."""
