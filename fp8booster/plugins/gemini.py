@@ -22,8 +22,9 @@ from fp8booster.colossal.gemini.optimizer import FP8GeminiOptimizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
+from fp8booster.nn.fused import fuse, fused_summary
 from fp8booster.optim import HybridAdam
-from fp8booster.plugins.arguments import bind, require_16_bits, require_config, warn_of_fused
+from fp8booster.plugins.arguments import bind, require_16_bits, require_config
 
 
 class GeminiPlugin(NativeGeminiPlugin):
@@ -62,7 +63,6 @@ class GeminiPlugin(NativeGeminiPlugin):
         # with use_fp8 off all is native's; with it on, native's own FP8 stays off, since ours takes its place
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
         self.use_fp8 = use_fp8
-        warn_of_fused(self.fp8_config, use_fp8, self.logger)
         if fp8_config is not None and not use_fp8:
             self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
         elif use_fp8 and communication and self.fp8_config.gradient_scaling == "auto":
@@ -109,7 +109,7 @@ class GeminiPlugin(NativeGeminiPlugin):
         require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
         if self.enable_tensor_parallelism:
             # knows all kinds of sharded layers; only this way of training needs it
-            from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8
+            from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, fuse_sharded
 
             if self.fp8_communication:
                 compress_groups(self.tp_group)
@@ -119,8 +119,12 @@ class GeminiPlugin(NativeGeminiPlugin):
                 self.shard_config._sequence_parallel_size = self.tp_size
             model, _ = ShardFormer(self.shard_config).optimize(model)
             convert_sharded_to_fp8(model, self.fp8_config, communication=self.fp8_communication)
+            if self.fp8_config.fused:
+                fuse_sharded(model, self.shard_config)
         else:
             convert_to_fp8(model, self.fp8_config)
+            if self.fp8_config.fused:
+                fuse(model)
         arguments = self.gemini_config | {
             "zero_group": self.zero_group,
             "extra_dp_group": self.extra_dp_group,
@@ -133,7 +137,8 @@ class GeminiPlugin(NativeGeminiPlugin):
         else:
             wrapped = GatheringGeminiDDP(model, **arguments)
             wire = "gradients and weights travel in 16 bits"
-        self.logger.info(f"{report(wrapped).summary()}; {wire}", ranks=[0])
+        fused = f"; {fused_summary(model)}" if self.fp8_config.fused else ""
+        self.logger.info(f"{report(wrapped).summary()}{fused}; {wire}", ranks=[0])
         return wrapped
 
     def _wrap_optimizer(

@@ -9,6 +9,8 @@ Methods whose names begin with `_Chunk__` take the place of Chunk's private ones
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from colossalai.zero.gemini.chunk import Chunk, TensorState
@@ -119,9 +121,22 @@ class FP8Chunk(ReducedChunk):
 
     @classmethod
     def take_over(
-        cls, chunk: Chunk, encoding: Encoding, weight_format: torch.dtype, power_of_two: bool
+        cls,
+        chunk: Chunk,
+        encoding: Encoding,
+        weight_format: torch.dtype,
+        power_of_two: bool,
+        merged: Sequence[Sequence[torch.nn.Parameter]] = (),
     ) -> None:
-        """Turn a closed chunk into this class in place; its values are lost until the first cast."""
+        """Turn a closed chunk into this class in place; its values are lost until the first cast.
+
+        Args:
+            chunk: of weights of FP8 layers.
+            encoding: of their gradients.
+            weight_format, power_of_two: of the cast.
+            merged: weights that are multiplied as one, in the order of their rows. Where they lie so in the chunk, they
+                get one scale, and can be read as one matrix.
+        """
         ReducedChunk.take_over(chunk, encoding, "")
         chunk.__class__ = cls
         chunk.gradient_dtype, chunk.weight_format, chunk.power_of_two = (
@@ -141,24 +156,49 @@ class FP8Chunk(ReducedChunk):
         chunk.inverse_scales = scaling.new_inverse_scales(len(chunk.tensors_info), device).fill_(1.0)
         nothing = torch.full((), torch.nan, dtype=chunk.gradient_dtype, device=device)
         chunk._quantized, chunk._decoded = {}, {}
-        for (parameter, info), inverse_scale in zip(
-            chunk.tensors_info.items(), chunk.inverse_scales.unbind(), strict=True
-        ):
-            data = chunk.cuda_global_chunk[info.offset : info.end].view(weight_format).view(parameter.shape)
-            empty = data.new_empty(0)
-            chunk._quantized[parameter] = QuantizedMatrix(data, empty, inverse_scale, None)
+        parameters = list(chunk.tensors_info)
+        chunk._scale_of = list(range(len(parameters)))
+        """For each weight, the first one of those that share its scale."""
+
+        for number, parameter in enumerate(parameters):
+            chunk._add_matrix([parameter], number)
+            for weights in merged:
+                group = parameters[number : number + len(weights)]
+                if list(map(id, group)) == list(map(id, weights)):
+                    chunk._add_matrix(weights, number)
+                    chunk._scale_of[number : number + len(group)] = [number] * len(group)
+        for parameter in parameters:
             parameter.data = nothing.expand(parameter.shape)
         chunk._nothing = nothing
         if not chunk.is_gathered:
             free_storage(chunk.cuda_global_chunk)
 
-    def quantized(self, parameter: torch.nn.Parameter) -> QuantizedMatrix:
-        """A weight as it lies, without its transpose; its values are there while the chunk is gathered."""
-        return self._quantized[parameter]
+    def _add_matrix(self, parameters: Sequence[torch.nn.Parameter], number: int) -> None:
+        """Know weights that lie one below the other from the place `number` on as one."""
+        begin, end = self.tensors_info[parameters[0]].offset, self.tensors_info[parameters[-1]].end
+        data = self.cuda_global_chunk[begin:end].view(self.weight_format).view(-1, parameters[0].shape[1])
+        self._quantized[tuple(parameters)] = QuantizedMatrix(
+            data, data.new_empty(0), self.inverse_scales[number], None
+        )
 
-    def transpose(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The FP8 transpose of a weight as it lies, made now from the gathered chunk."""
-        data = self._quantized[parameter].data
+    def shares_scale(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether weights are cast by one scale, and known as one matrix."""
+        return tuple(parameters) in self._quantized
+
+    def shared(self, amaxes: torch.Tensor) -> torch.Tensor:
+        """The amaxes of all weights, where those that share a scale have the largest of theirs."""
+        if len(set(self._scale_of)) == len(self._scale_of):
+            return amaxes
+        first = torch.tensor(self._scale_of, device=amaxes.device)
+        return torch.zeros_like(amaxes).scatter_reduce(0, first, amaxes, "amax")[first]
+
+    def quantized(self, parameters: Sequence[torch.nn.Parameter]) -> QuantizedMatrix:
+        """A weight, or those that share a scale, as they lie, without transpose; there while the chunk is gathered."""
+        return self._quantized[tuple(parameters)]
+
+    def transpose(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+        """The FP8 transpose of what `quantized` gives, made now from the gathered chunk."""
+        data = self._quantized[tuple(parameters)].data
         as_bytes = data.view(torch.uint8).unsqueeze(0)
         return gathered_layouts(as_bytes, 1, plain=False, transposed=True)[1].view(data.dtype)
 
@@ -198,7 +238,7 @@ class FP8Chunk(ReducedChunk):
         """Give a parameter its values in 16 bits until the chunk is released, for what reads it outside its layer."""
         if parameter.data.data_ptr() != self._nothing.data_ptr():
             return
-        matrix = self._quantized[parameter]
+        matrix = self.quantized([parameter])
         if parameter not in self._decoded:
             self._decoded[parameter] = torch.empty(
                 parameter.shape, dtype=self.gradient_dtype, device=matrix.data.device

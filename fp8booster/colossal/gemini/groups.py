@@ -26,6 +26,7 @@ from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.cast import ALIGNMENT
 from fp8booster.nn import FP8Layer
+from fp8booster.nn.fused.merged import merged_layers
 
 NOT_FP8 = "not the weight of an FP8 layer"
 RESIDENT = "resident"
@@ -76,6 +77,39 @@ class Plan:
 
         for parameter, group in self.groups.items():
             self.sizes[group] += parameter.numel()
+        self.merged = [
+            merged.weights
+            for merged in merged_layers(model)
+            if all(id(each) in weights for each in merged.weights)
+        ]
+        """Weights that are multiplied as one, in the order of their rows."""
+
+    def chunk_sizes(self, group: Group, size: int, multiple: int) -> list[int]:
+        """The sizes of a group's chunks, one after the other; what comes behind the list has the last one's.
+
+        Chunks of FP8 weights end where weights that are multiplied as one would not fit any more, and are no larger
+        than what they hold.
+
+        Args:
+            group: one of `sizes`.
+            size: that of a chunk, but where weights that are multiplied as one are larger.
+            multiple: what sizes are multiples of.
+        """
+        together = {id(weight): merged for merged in self.merged for weight in merged}
+        parts: list[int] = []
+        for parameter, of in self.groups.items():
+            merged = together.get(id(parameter), [parameter])
+            if of == group and merged[0] is parameter:
+                parts.append(sum(weight.numel() for weight in merged))
+        if group.kind != WEIGHTS or not together:
+            return [math.ceil(min(size, self.sizes[group]) / multiple) * multiple]
+        size = max(size, *parts)
+        sizes = [0]
+        for part in parts:
+            if sizes[-1] + part > size:
+                sizes.append(0)
+            sizes[-1] += part
+        return [math.ceil(each / multiple) * multiple for each in sizes]
 
 
 def _why_in_16_bits(layer: FP8Layer, master_weights: bool, readers: int) -> str | None:
@@ -114,14 +148,13 @@ class GroupedChunkManager(ChunkManager):
             ranks: that chunks are sharded over.
         """
         manager.__class__ = cls
-        manager._plan, manager._encoding = plan, encoding
+        manager._plan, manager._encoding, manager._sizes = plan, encoding, {}
         size, arguments = manager.dp_degree_chunk_size_dict[ranks], manager.kwargs_config[ranks]
         for group, values in plan.sizes.items():
             gathered = group.kind == RESIDENT or arguments.get("keep_gathered", False)
             manager.kwargs_config[group] = arguments | {"keep_gathered": gathered}
-            needed = values if gathered else min(size, values)
-            part = ranks * ALIGNMENT  # so that shards begin at multiples of 16 bytes
-            manager.dp_degree_chunk_size_dict[group] = math.ceil(needed / part) * part
+            # so that shards begin at multiples of 16 bytes
+            manager._sizes[group] = plan.chunk_sizes(group, values if gathered else size, ranks * ALIGNMENT)
 
     def register_tensor(
         self, tensor: torch.Tensor, group_type: str, config_key: int, *args: Any, **kwargs: Any
@@ -129,6 +162,9 @@ class GroupedChunkManager(ChunkManager):
         """Append a parameter, or the master of the parameter that came before it, to a chunk of its group."""
         if group_type != "fp32_param":
             self._newest = self._plan.groups[tensor]
+        chunks, sizes = self.chunk_groups.get(f"{group_type}_{self._newest}", ()), self._sizes[self._newest]
+        # of the chunk that is begun if the tensor does not fit into the last one
+        self.dp_degree_chunk_size_dict[self._newest] = sizes[min(len(chunks), len(sizes) - 1)]
         super().register_tensor(tensor, group_type, self._newest, *args, **kwargs)
 
     def close_all_groups(self) -> None:
@@ -142,7 +178,9 @@ class GroupedChunkManager(ChunkManager):
                     ReducedChunk.take_over(chunk, self._encoding, self._why_in_16_bits(chunk))
                     continue
                 self._ChunkManager__sub_memory_usage(chunk.memory_usage)
-                FP8Chunk.take_over(chunk, self._encoding, config.weight_format, config.power_of_two)
+                FP8Chunk.take_over(
+                    chunk, self._encoding, config.weight_format, config.power_of_two, self._plan.merged
+                )
                 self._ChunkManager__add_memory_usage(chunk.memory_usage)
 
     def _why_in_16_bits(self, chunk: ReducedChunk) -> str:

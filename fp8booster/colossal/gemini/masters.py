@@ -20,6 +20,8 @@ NAME = "amax of weights"
 def publish_masters(chunks: Sequence[FP8Chunk]) -> None:
     """Cast the masters of some chunks into them, each weight by the scale of its whole master; every rank calls it.
 
+    Weights that share a scale are cast by the smallest of theirs.
+
     A shard is cast where it lies. A master that lies on the host goes to a shard on the GPU in FP32, and is cast there.
 
     Args:
@@ -35,6 +37,7 @@ def publish_masters(chunks: Sequence[FP8Chunk]) -> None:
     for chunk, parts, own in zip(
         chunks, masters, amaxes.split([len(parts) for parts in masters]), strict=True
     ):
+        own = chunk.shared(own)
         _, inverse_scales = scaling.scale_of(own, chunk.weight_format, chunk.power_of_two)
         chunk.inverse_scales.copy_(inverse_scales)
         values = chunk.own_values()

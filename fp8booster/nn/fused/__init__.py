@@ -5,12 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from fp8booster.nn.fused.causal_lm_loss import use_fused_loss, use_native_loss, why_not_fused
-from fp8booster.nn.fused.decoder import fuse_blocks
+from fp8booster.nn.fused.decoder import FAMILIES, FusedDecoderLayer, fuse_blocks, parts_unfused
 from fp8booster.nn.fused.loss import linear_cross_entropy
 
 __all__ = [
     "fuse",
     "fuse_blocks",
+    "fused_summary",
     "linear_cross_entropy",
     "use_fused_loss",
     "use_native_loss",
@@ -21,19 +22,20 @@ __all__ = [
 def fuse(model: nn.Module) -> str:
     """Fuse what can be fused of a model whose linear layers were converted to FP8, in place.
 
-    Raises:
-        ValueError: the model has no layer that can be.
-
     Returns:
         What was fused and what was not, in a line.
     """
-    layers = fuse_blocks(model)
-    if layers == 0:
-        raise ValueError(
-            "FP8Config(fused=True) knows the decoder layers of transformers' LLaMA, Mistral and Qwen2, and the model "
-            "has none of them; leave it out"
-        )
-    reason = why_not_fused(model)
+    fuse_blocks(model)
     use_fused_loss(model)
+    return fused_summary(model)
+
+
+def fused_summary(model: nn.Module) -> str:
+    """What of a model is fused as it is now, and what is not, in a line."""
+    layers = sum(isinstance(module, FusedDecoderLayer) for module in model.modules())
+    left = "; ".join(f"{count} not: {part}" for part, count in parts_unfused(model).items())
+    if layers == 0 and not left:
+        return f"nothing is fused, as there are no decoder layers of {', '.join(FAMILIES)}"
+    reason = why_not_fused(model)
     loss = "loss over chunks of logits" if reason is None else f"loss as it was ({reason})"
-    return f"{layers} decoder layers fused, {loss}"
+    return f"{layers} decoder layers fused{f' ({left})' if left else ''}, {loss}"

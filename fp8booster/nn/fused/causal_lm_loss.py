@@ -9,7 +9,8 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +22,7 @@ from fp8booster.nn.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.linear import FP8Linear
 from fp8booster.nn.weight_cache import WeightCache, reusable
+from fp8booster.tensor import QuantizedMatrix
 
 if TYPE_CHECKING:  # seconds to import, and there where there is a model
     from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -82,12 +84,31 @@ def _language_model(model: nn.Module) -> nn.Module | None:
     return None
 
 
+def fused_head(model: nn.Module) -> nn.Module | None:
+    """The head of a model whose loss is computed over chunks of logits, for an engine to mix `HeldHead` into it."""
+    language_model = _language_model(model)
+    ours = language_model is not None and _is_ours(language_model.__dict__.get("forward"))
+    return language_model.lm_head if ours else None
+
+
+class HeldHead(nn.Module):
+    """Mixin of a head whose parameters an engine keeps apart from it: they are whole within `while_whole`."""
+
+    head_class: ClassVar[type[nn.Module]]
+    """The class that the head was."""
+
+    def while_whole(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `compute` makes of the head's parameters, differentiable."""
+        return compute()
+
+
 def _why_not_through(language_model: nn.Module) -> str | None:
     """What stands against reading the head's weight past its forward, as it is now."""
     head = language_model.lm_head
-    if type(head) not in (nn.Linear, FP8Linear):
+    held = isinstance(head, HeldHead)
+    if (head.head_class if held else type(head)) not in (nn.Linear, FP8Linear):
         return f"its lm_head is a {type(head).__name__}, whose product may be another than that of nn.Linear"
-    if type(head._parameters.get("weight")) is not nn.Parameter:
+    if not held and type(head._parameters.get("weight")) is not nn.Parameter:
         kind = type(head.weight).__name__
         return (
             f"the weight of its lm_head is a {kind}: sharded, or gathered when an operator of torch reads it"
@@ -96,7 +117,7 @@ def _why_not_through(language_model: nn.Module) -> str | None:
         return "its lm_head has hooks, which would not run"
     if head.weight.dtype not in formats.HIGH_PRECISION:
         return f"the weight of its lm_head is {head.weight.dtype}"
-    if type(head) is FP8Linear and type(head.fp8_weight) is not WeightCache:
+    if not held and isinstance(head, FP8Linear) and type(head.fp8_weight) is not WeightCache:
         return "the weight of its lm_head is whole only while the layer runs"
     if "forward" in head.__dict__:
         return "the forward of its lm_head was replaced"
@@ -174,10 +195,15 @@ def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOut
     )
 
 
-def _head_loss(
+def _head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
+    """The loss through a head, in FP8 where the head is an FP8 layer for which that pays."""
+    compute = partial(_whole_head_loss, head, hidden, targets, **how)
+    return head.while_whole(compute) if isinstance(head, HeldHead) else compute()
+
+
+def _whole_head_loss(
     head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, reduction: str
 ) -> torch.Tensor:
-    """The loss through a head, in FP8 where the head is an FP8 layer for which that pays."""
     fp8 = {}
     if isinstance(head, FP8Linear) and hidden.numel():
         config, tokens = head.fp8_config, hidden.numel() // hidden.shape[-1]
@@ -186,7 +212,7 @@ def _head_loss(
         if in_fp8:
             fp8["config"] = config
             if reusable(hidden, head.weight):
-                fp8["quantized_weight"] = head.fp8_weight.get(head.weight, config, transposed=True)
+                fp8["quantized_weight"] = _with_transpose(head)
     return linear_cross_entropy(
         deliver_amax(hidden.flatten(0, -2), delivered_amax(hidden)),
         head.weight,
@@ -196,3 +222,16 @@ def _head_loss(
         reduction=reduction,
         **fp8,
     )
+
+
+def _with_transpose(head: FP8Linear) -> QuantizedMatrix:
+    """The head's FP8 weight in both layouts, wherever it keeps them."""
+    weight, config = head.weight, head.fp8_config
+    quantized, late_weight = (
+        head.fp8_weight.get(weight, config, transposed=True),
+        head.fp8_weight.in_backward(weight, config),
+    )
+    if late_weight is None or quantized.transpose.numel():
+        return quantized
+    transpose, inverse_scale = late_weight()
+    return QuantizedMatrix(quantized.data, transpose, quantized.inverse_scale, inverse_scale)
