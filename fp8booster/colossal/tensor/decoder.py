@@ -16,9 +16,9 @@ from torch import nn
 
 from fp8booster.nn.fused.decoder import FAMILIES, FusedAttention, fuse_blocks, parts_unfused
 
-_FLASH_FORWARDS = {
-    f"get_{family.lower()}_flash_attention_forward.<locals>.forward": family for family in FAMILIES
-}
+_FLASH_FORWARDS = tuple(
+    f"get_{family}_flash_attention_forward.<locals>.forward" for family in ("llama", "mistral", "qwen2")
+)
 """Of shardformer/modeling/llama.py:489, mistral.py:497 and qwen2.py:489."""
 
 

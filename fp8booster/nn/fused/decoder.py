@@ -1,11 +1,11 @@
-"""Decoder layers of transformers' LLaMA, Mistral and Qwen2 with their pointwise parts fused around FP8 products.
+"""Decoder layers of LLaMA, Mistral, Mixtral and Qwen2 with their pointwise parts fused around FP8 products.
 
 In place, by class: parameters, their names, hooks and `isinstance` stay as they were. A fused layer computes
 
     y, h = norm(x)                      one kernel; h is x
     q, k, v = rotate(qkv product of y)  one product, one kernel
     y, h = norm(attention, h)           one kernel: residual, norm
-    x = h + down(swiglu(gate-up product of y))
+    x = h + down(swiglu(gate-up product of y))   in Mixtral each expert so, on its tokens
 
 and every kernel delivers the amax of what it makes, so that the casts before the products read their input once. Where
 a case is not covered (returned attention weights, another activation, layers that are not plain FP8 layers)
@@ -28,7 +28,7 @@ from fp8booster.nn.fused.rope import split_and_rotate
 from fp8booster.nn.fused.swiglu import swiglu
 from fp8booster.nn.layer import FP8Layer
 
-FAMILIES = ("Llama", "Mistral", "Qwen2")
+FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2")
 """Prefixes of the classes, which share one structure; in `transformers.models.<family in lower case>`."""
 
 Embeddings = tuple[torch.Tensor, torch.Tensor]
@@ -117,13 +117,34 @@ class FusedMLP(nn.Module):
         return super().forward(x) if gate_up is None else self.down_proj(swiglu(gate_up))
 
 
-class FusedDecoderLayer(nn.Module):
+class FusedExpert(nn.Module):
+    """Mixin of one of Mixtral's experts."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """As transformers', with one product for gate and up, there w1 and w3."""
+        gate_up = self.fp8_gate_up(hidden_states)
+        return super().forward(hidden_states) if gate_up is None else self.w2(swiglu(gate_up))
+
+
+class _FusedResiduals(nn.Module):
+    """What mixins of decoder layers share: the residual's addition in the second norm."""
+
+    def _attend(
+        self, hidden_states: torch.Tensor, **attention: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(input of the feed-forward block, what its output is added to, attention's weights)."""
+        hidden_states, residual = self.input_layernorm(hidden_states, both=True)
+        hidden_states, weights = self.self_attn(hidden_states=hidden_states, **attention)
+        return *self.post_attention_layernorm(hidden_states, residual, both=True), weights
+
+
+class FusedDecoderLayer(_FusedResiduals):
     """Mixin of a decoder layer whose norms are fused."""
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Any = None,
         position_ids: torch.Tensor | None = None,
         past_key_value: Any = None,
         output_attentions: bool | None = False,
@@ -132,10 +153,9 @@ class FusedDecoderLayer(nn.Module):
         position_embeddings: Embeddings | None = None,
         **kwargs: Any,
     ) -> tuple:
-        """As transformers', with the residual's addition in the second norm."""
-        hidden_states, residual = self.input_layernorm(hidden_states, both=True)
-        hidden_states, weights = self.self_attn(
-            hidden_states=hidden_states,
+        """As transformers'."""
+        hidden_states, residual, weights = self._attend(
+            hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_value=past_key_value,
@@ -145,9 +165,43 @@ class FusedDecoderLayer(nn.Module):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual, both=True)
         hidden_states = residual + self.mlp(hidden_states)
         return (hidden_states, weights) if output_attentions else (hidden_states,)
+
+
+class FusedMixtralLayer(_FusedResiduals):
+    """Mixin of a decoder layer of Mixtral whose norms are fused."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_value: Any = None,
+        output_attentions: bool | None = False,
+        output_router_logits: bool | None = False,
+        use_cache: bool | None = False,
+        cache_position: torch.Tensor | None = None,
+        position_embeddings: Embeddings | None = None,
+        **kwargs: Any,
+    ) -> tuple:
+        """As transformers'."""
+        hidden_states, residual, weights = self._attend(
+            hidden_states,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_value=past_key_value,
+            output_attentions=output_attentions,
+            use_cache=use_cache,
+            cache_position=cache_position,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        hidden_states, router_logits = self.block_sparse_moe(hidden_states)
+        outputs = (residual + hidden_states,)
+        if output_attentions:
+            outputs += (weights,)
+        return (*outputs, router_logits) if output_router_logits else outputs
 
 
 AttentionOf = Callable[[nn.Module], type[FusedAttention] | str]
@@ -184,6 +238,8 @@ def fuse_blocks(model: nn.Module, attention_of: AttentionOf = _no_replaced_atten
             module.__dict__["fp8_qkv"] = MergedLayers([module.q_proj, module.k_proj, module.v_proj])
         elif role == "MLP":
             module.__dict__["fp8_gate_up"] = MergedLayers([module.gate_proj, module.up_proj])
+        elif role == "BlockSparseTop2MLP":
+            module.__dict__["fp8_gate_up"] = MergedLayers([module.w1, module.w3])
         elif role == "DecoderLayer":
             fused += 1
     return fused
@@ -195,7 +251,14 @@ def parts_unfused(model: nn.Module) -> Counter[str]:
 
 
 _WHY_NOT = "_fp8booster_unfused"
-_NAMES = {"RMSNorm": "norm", "Attention": "attention", "MLP": "MLP", "DecoderLayer": "residuals"}
+_NAMES = {
+    "RMSNorm": "norm",
+    "Attention": "attention",
+    "MLP": "MLP",
+    "BlockSparseTop2MLP": "expert",
+    "DecoderLayer": "residuals",
+}
+"""Of the parts that are fused; keys are the names of their classes without the family's."""
 
 
 def _role(module: nn.Module) -> str | None:
@@ -219,16 +282,17 @@ def _mixin(module: nn.Module, role: str, attention_of: AttentionOf) -> type[nn.M
         return "its forward was replaced"
     if role == "RMSNorm":
         return FusedRMSNorm
-    if role == "MLP":
+    if role in ("MLP", "BlockSparseTop2MLP"):
         if not isinstance(module.act_fn, nn.SiLU):
             return f"its activation is {type(module.act_fn).__name__}"
-        return (
-            FusedMLP if _in_fp8(module.gate_proj, module.up_proj) else "gate and up are not both FP8 layers"
-        )
+        gate_up = (module.gate_proj, module.up_proj) if role == "MLP" else (module.w1, module.w3)
+        if not _in_fp8(*gate_up):
+            return "gate and up are not both FP8 layers"
+        return FusedMLP if role == "MLP" else FusedExpert
     for norm in (module.input_layernorm, module.post_attention_layernorm):
         if not isinstance(norm, FusedRMSNorm):
             return f"a norm is a {type(norm).__name__} that was not fused"
-    return FusedDecoderLayer
+    return FusedMixtralLayer if hasattr(module, "block_sparse_moe") else FusedDecoderLayer
 
 
 def _in_fp8(*layers: nn.Module) -> bool:
