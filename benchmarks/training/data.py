@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from benchmarks.training.job import Job
-from fp8booster.cli.train.batches import Batches, Layout
+from fp8booster.cli.train.batches import Batches, Layout, Replica
 
 RANDOM_BATCHES = 2
 """Batches of random tokens, taken in turn."""
-
-
-@dataclass(frozen=True)
-class Replica:
-    """Which of the model's replicas a rank belongs to; ranks of one replica read the same tokens."""
-
-    index: int
-    count: int
 
 
 def batches(job: Job, replica: Replica, device: torch.device) -> Callable[[int], torch.Tensor]:
@@ -47,7 +38,7 @@ def batches(job: Job, replica: Replica, device: torch.device) -> Callable[[int],
         sequence=job.sequence,
         batch=job.micro_batch,
         accumulate=job.micro_batches,
-        world_size=replica.count,
+        replicas=replica.count,
     )
     text = Batches(job.tokens.open(), layout, replica.index, job.seed)
     return lambda step: torch.cat(list(text.micro_batches(step * layout.step_sequences))).to(device)

@@ -9,22 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.training.models import MODELS, Architecture
+from fp8booster.cli.train.parallel import PARALLEL, PLUGINS, Parallel
 from fp8booster.cli.train.tokens import TokenFile
-
-PLUGINS = {
-    "low_level_zero": "LowLevelZeroPlugin",
-    "gemini": "GeminiPlugin",
-    "hybrid": "HybridParallelPlugin",
-    "ddp": "TorchDDPPlugin",
-    "fsdp": "TorchFSDPPlugin",
-}
-"""Name on the command line: class, the same in `fp8booster.plugins` and in Colossal-AI."""
-
-PARALLEL = {"gemini": ("tp",), "hybrid": ("tp", "pp", "sp")}
-"""The sizes that a plugin takes; another plugin takes none."""
-
-ZERO_STAGES = {"low_level_zero": (2, 1), "hybrid": (1, 0, 2)}
-"""The stages that a plugin takes, its default first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,26 +62,14 @@ class Job:
         for name, allowed in (("model", MODELS), ("plugin", PLUGINS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}")
-        for name in ("sequence", "micro_batch", "micro_batches", "steps", "tp", "pp", "sp"):
+        for name in ("sequence", "micro_batch", "micro_batches", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
                 )
         if self.warm_up < 0:
             raise ValueError(f"--warm-up is {self.warm_up}; it must be at least 0")
-        for name in ("tp", "pp", "sp"):
-            if getattr(self, name) > 1 and name not in PARALLEL.get(self.plugin, ()):
-                able = ", ".join(plugin for plugin, sizes in PARALLEL.items() if name in sizes)
-                raise ValueError(f"--plugin {self.plugin} takes no --{name}; {able} does")
-        if self.sp > 1 and self.sp_mode is None:
-            raise ValueError("--sp needs --sp-mode, such as all_to_all")
-        if self.sp_mode is not None and self.plugin != "hybrid":
-            raise ValueError(f"--plugin {self.plugin} takes no --sp-mode; hybrid does")
-        if self.zero is not None and self.zero not in ZERO_STAGES.get(self.plugin, ()):
-            stages = " or ".join(map(str, sorted(ZERO_STAGES.get(self.plugin, ()))))
-            raise ValueError(
-                f"--zero is {self.zero}; --plugin {self.plugin} takes " + (stages or "none: leave it out")
-            )
+        self.parallel(self.plugin).check()
         if self.lazy and self.plugin not in PARALLEL:
             raise ValueError(
                 f"--plugin {self.plugin} cannot make weights late: leave out --lazy, or use {', '.join(PARALLEL)}"
@@ -111,9 +85,17 @@ class Job:
         """Warm-up and timed ones."""
         return self.warm_up + self.steps
 
-    def zero_stage(self, plugin: str) -> int:
-        """The stage of a plugin that has stages: the one asked for where it is the job's plugin, else its default."""
-        return self.zero if self.zero is not None and plugin == self.plugin else ZERO_STAGES[plugin][0]
+    def parallel(self, plugin: str) -> Parallel:
+        """How a plugin's ranks share model and data; the ZeRO stage is for the job's own plugin alone."""
+        return Parallel(
+            plugin=plugin,
+            zero=self.zero if plugin == self.plugin else None,
+            tp=self.tp,
+            pp=self.pp,
+            sp=self.sp,
+            sp_mode=self.sp_mode,
+            micro_batches=self.micro_batches,
+        )
 
     def as_record(self) -> dict[str, Any]:
         """For JSON."""

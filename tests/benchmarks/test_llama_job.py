@@ -19,7 +19,7 @@ from fp8booster.cli.train.tokens import TokenFile
         ({"plugin": "moe"}, "--plugin is 'moe'; use one of low_level_zero"),
         ({"micro_batch": 0}, "--micro-batch is 0; it must be at least 1"),
         ({"warm_up": -1}, "--warm-up is -1"),
-        ({"tp": 2}, "low_level_zero takes no --tp; gemini, hybrid does"),
+        ({"tp": 2}, "low_level_zero takes no --tp; gemini and hybrid do"),
         ({"plugin": "gemini", "pp": 2}, "gemini takes no --pp; hybrid does"),
         ({"plugin": "hybrid", "sp": 2}, "--sp needs --sp-mode"),
         ({"sp_mode": "ring"}, "low_level_zero takes no --sp-mode"),
@@ -47,8 +47,8 @@ def test_a_job_travels_as_json() -> None:
 
 def test_zero_stages() -> None:
     job = Job(plugin="hybrid", zero=0)
-    assert job.zero_stage("hybrid") == 0
-    assert job.zero_stage("low_level_zero") == 2  # a peer, for which --zero was not meant
+    assert job.parallel("hybrid").zero_stage == 0
+    assert job.parallel("low_level_zero").zero_stage == 2  # a peer, for which --zero was not meant
 
 
 def test_peers_take_their_turns_before_ours() -> None:

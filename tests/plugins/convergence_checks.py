@@ -43,7 +43,7 @@ def text(accumulate: int) -> tuple[Batches, Layout]:
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:20]
     tokens = np.frombuffer(b"".join(source.read_bytes() for source in sources), dtype=np.uint8)
     layout = Layout(
-        sequence=32, batch=SEQUENCES // accumulate, accumulate=accumulate, world_size=dist.get_world_size()
+        sequence=32, batch=SEQUENCES // accumulate, accumulate=accumulate, replicas=dist.get_world_size()
     )
     return Batches(tokens, layout, dist.get_rank(), seed=0), layout
 

@@ -133,16 +133,25 @@ class HybridRun(Boosted):
         return loss.item() / dist.get_world_size(plugin.dp_group)
 
 
+def parts(plugin: NativePlugin) -> int:
+    """How many parts a pipeline cuts a model into: its stages, or their chunks."""
+    return plugin.pp_size * plugin.stage_manager.num_model_chunks if plugin.stage_manager else 1
+
+
 def sizes(**options: Any) -> dict[str, Any]:
-    """Those of a LLaMA of 4 layers that reads bytes: two for each of two stages."""
-    return {"vocab_size": 256, "num_hidden_layers": 4} | options
+    """Those of a LLaMA of 2 layers that reads bytes."""
+    return {"vocab_size": 256, "num_hidden_layers": 2} | options
 
 
 def start(
     plugin: NativePlugin, model: nn.Module | None = None, lr: float = 1e-3, **options: Any
 ) -> HybridRun:
-    """Boost a model, by default a LLaMA with `sizes`; `options` as in `training.boost`."""
-    run = boost(plugin, tiny_llama(**sizes()) if model is None else model, lr=lr, **options)
+    """Boost a model, by default a LLaMA with `sizes`, or with a layer for each part of a pipeline of more parts;
+    `options` as in `training.boost`.
+    """
+    if model is None:
+        model = tiny_llama(**sizes(num_hidden_layers=max(2, parts(plugin))))
+    run = boost(plugin, model, lr=lr, **options)
     return HybridRun(run.booster, run.model, run.optimizer)
 
 
@@ -158,7 +167,7 @@ def batches(
 ) -> list[list[torch.Tensor]]:
     """The micro-batches of one data parallel rank in the steps `first` to `last` - 1; all ranks' are the same text."""
     layout = Layout(
-        sequence=LENGTH, batch=SEQUENCES // ranks // accumulate, accumulate=accumulate, world_size=ranks
+        sequence=LENGTH, batch=SEQUENCES // ranks // accumulate, accumulate=accumulate, replicas=ranks
     )
     source = Batches(text(), layout, rank, seed=0)
     return [list(source.micro_batches(step * SEQUENCES)) for step in range(first, last)]

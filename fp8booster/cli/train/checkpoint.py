@@ -1,9 +1,12 @@
-"""Checkpoints from which a run continues bit for bit.
+"""Checkpoints from which a run continues: bit for bit, but under Gemini and under DDP in FP8.
+
+Gemini's masters come back from the BF16 weights. DDP fills its buckets in another order after its first step, so that
+gradients meet in other FP8 blocks.
 
 A folder `step-<step>` holds
-    model/       weights, config and tokenizer in Hugging Face's format (BF16)
+    model/       weights, config and tokenizer in Hugging Face's format (BF16; FP32 under DDP and FSDP)
     optimizer/   the optimizer's states, as Colossal-AI's Booster saves them
-    masters/     FP32 master weights, one file a rank
+    masters/     FP32 master weights, one file a rank (empty under Gemini, DDP and FSDP)
     random/      torch's random states, one file a rank
     state.json   step, position in the data, options
 It is written under another name and renamed when whole, so a kill leaves the former one as it was.
@@ -25,8 +28,12 @@ from safetensors import safe_open
 from .options import TrainOptions
 
 if TYPE_CHECKING:
-    from colossalai.booster import Booster
-    from colossalai.interface import ModelWrapper, OptimizerWrapper
+    from transformers import PretrainedConfig
+
+    from .engine import Engine
+
+_WITH_MASTERS = ("low_level_zero", "hybrid")
+"""The plugins whose optimizers keep masters that `save_master_weights` reads."""
 
 _STATE = "state.json"
 _MODEL_INDEX = "model.safetensors.index.json"
@@ -66,9 +73,8 @@ def read_state(checkpoint: Path) -> State:
 def save_checkpoint(
     root: Path,
     state: State,
-    booster: Booster,
-    model: ModelWrapper,
-    optimizer: OptimizerWrapper,
+    engine: Engine,
+    config: PretrainedConfig,
     tokenizer: Path,
 ) -> Path:
     """Write the checkpoint of a step; every rank calls it. `root` is on a disk that all ranks share."""
@@ -82,12 +88,14 @@ def save_checkpoint(
         for name in ("model", "optimizer", "masters", "random"):
             (partial / name).mkdir(parents=True)
     dist.barrier()
+    booster, model, optimizer = engine.booster, engine.model, engine.optimizer
     booster.save_model(model, str(partial / "model"), shard=True, use_safetensors=True)
     booster.save_optimizer(optimizer, str(partial / "optimizer"), shard=True)
-    save_master_weights(model.unwrap(), optimizer, partial / "masters")
+    if engine.name in _WITH_MASTERS:
+        save_master_weights(model.unwrap(), optimizer, partial / "masters")
     torch.save(_random_state(), partial / "random" / f"rank-{rank:05d}.pt")
     if rank == 0:
-        model.unwrap().config.save_pretrained(partial / "model")
+        config.save_pretrained(partial / "model")
         shutil.copytree(tokenizer, partial / "model", dirs_exist_ok=True)
         (partial / _STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
     dist.barrier()
@@ -100,13 +108,12 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(
-    checkpoint: Path, tokens: str, booster: Booster, model: ModelWrapper, optimizer: OptimizerWrapper
-) -> State:
+def load_checkpoint(checkpoint: Path, tokens: str, engine: Engine, shapes: dict[str, list[int]]) -> State:
     """Set model, masters, optimizer and random state to a checkpoint's; every rank calls it.
 
-    With another number of ranks than wrote it, weights and optimizer are spread anew and random states start from
-    the seed. Raises ValueError for a checkpoint of another model or of other data.
+    `shapes` are those of the whole model's state dict. With another number of ranks than wrote it, weights and
+    optimizer are spread anew and random states start from the seed. Raises ValueError for a checkpoint of another model
+    or of other data.
     """
     from fp8booster.colossal.zero.master_weights import load_master_weights
 
@@ -116,14 +123,17 @@ def load_checkpoint(
             f"The checkpoint {checkpoint} was trained on other text or with another tokenizer; "
             "resume with the --data, --text-column and --vocabulary it was started with."
         )
-    _check_shapes(checkpoint, model.unwrap())
+    _check_shapes(checkpoint, shapes)
+    booster, model, optimizer = engine.booster, engine.model, engine.optimizer
     booster.load_model(model, str(checkpoint / "model"))
     booster.load_optimizer(optimizer, str(checkpoint / "optimizer"))
     # Colossal-AI leaves "step" where the file was read (load_states_into_optimizer, checkpoint_io/utils.py:808);
     # the fused AdamW wants it beside its parameter.
     for parameter, values in optimizer.unwrap().state.items():
-        values["step"] = values["step"].to(parameter.device)
-    load_master_weights(model.unwrap(), optimizer, checkpoint / "masters")
+        if isinstance(values.get("step"), torch.Tensor):
+            values["step"] = values["step"].to(parameter.device)
+    if engine.name in _WITH_MASTERS:
+        load_master_weights(model.unwrap(), optimizer, checkpoint / "masters")
     if state.world_size == dist.get_world_size():
         _set_random_state(torch.load(checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt"))
     return state
@@ -137,14 +147,13 @@ def _prune(root: Path, keep: int) -> None:
             shutil.rmtree(old)
 
 
-def _check_shapes(checkpoint: Path, network: torch.nn.Module) -> None:
+def _check_shapes(checkpoint: Path, here: dict[str, list[int]]) -> None:
     folder = checkpoint / "model"
     files = set(json.loads((folder / _MODEL_INDEX).read_text())["weight_map"].values())
     saved: dict[str, list[int]] = {}
     for file in files:
         with safe_open(folder / file, framework="pt") as tensors:
             saved.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
-    here = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
     for name in sorted({*saved, *here}):
         if saved.get(name) != here.get(name):
             raise ValueError(

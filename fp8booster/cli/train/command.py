@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .options import PRECISIONS, PROGRESS
+from .parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, PLUGINS
 
 _MODEL = "Model and data"
 _TRAINING = "Training"
@@ -62,12 +63,18 @@ def train(
     batch: Annotated[
         int | None,
         typer.Option(
-            help="Sequences a process takes at once (default: by model).", rich_help_panel=_TRAINING
+            help="Sequences a replica of the model takes at once (default: by model).",
+            rich_help_panel=_TRAINING,
         ),
     ] = None,
     accumulate: Annotated[
         int | None,
-        typer.Option(help="Micro-batches for each optimizer step (default: 1).", rich_help_panel=_TRAINING),
+        typer.Option(
+            "--accumulate",
+            "--micro-batches",
+            help="Micro-batches for each optimizer step, accumulated or passed through a pipeline (default: 1).",
+            rich_help_panel=_TRAINING,
+        ),
     ] = None,
     sequence: Annotated[
         int | None, typer.Option(help="Tokens of a sequence (default: by model).", rich_help_panel=_TRAINING)
@@ -120,10 +127,41 @@ def train(
     ] = None,
     plugin: Annotated[
         str | None,
-        typer.Option(help="Colossal-AI plugin (default: low_level_zero).", rich_help_panel=_MACHINE),
+        typer.Option(
+            help=f"Colossal-AI plugin: {', '.join(PLUGINS)} (default: low_level_zero).",
+            rich_help_panel=_MACHINE,
+        ),
     ] = None,
     stage: Annotated[
-        int | None, typer.Option(help="ZeRO stage, 1 or 2 (default: 2).", rich_help_panel=_MACHINE)
+        int | None,
+        typer.Option(
+            "--stage",
+            "--zero",
+            help="ZeRO stage: low_level_zero 1, 2 (default: 2), hybrid 0, 1, 2 (default: 1).",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
+    tp: Annotated[
+        int | None,
+        typer.Option(help="Tensor parallel ranks: gemini, hybrid (default: 1).", rich_help_panel=_MACHINE),
+    ] = None,
+    pp: Annotated[
+        int | None, typer.Option(help="Pipeline stages: hybrid (default: 1).", rich_help_panel=_MACHINE)
+    ] = None,
+    sp: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Ranks that share a sequence in --sp-mode {' and '.join(MODES_OF_OWN_RANKS)} (default: 1).",
+            rich_help_panel=_MACHINE,
+        ),
+    ] = None,
+    sp_mode: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Sequence parallelism: hybrid; {', '.join(MODES_OF_TENSOR_RANKS)} among --tp ranks, "
+            f"{', '.join(MODES_OF_OWN_RANKS)} among --sp (default: none).",
+            rich_help_panel=_MACHINE,
+        ),
     ] = None,
     plugin_option: Annotated[
         list[str] | None,

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import fp8booster.colossal  # noqa: F401  isort: skip  (mends colossalai before it is imported)
 import colossalai
 import torch
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
-from colossalai.booster import Booster
-from colossalai.interface import ModelWrapper, OptimizerWrapper
 
 from fp8booster import report
 from fp8booster.monitor.traffic import Traffic, count_traffic
 
 from .batches import Batches
 from .checkpoint import State, load_checkpoint, newest_checkpoint, save_checkpoint
+from .engine import Engine
 from .events import Events
 from .metrics import MetricsLog, StepMetrics
 from .models import build_model, is_folder, load_config
@@ -68,15 +68,14 @@ class Trainer:
             peak=options.lr, floor=options.min_lr, warmup=options.warmup, decay=options.decay
         )
         self._layout = options.layout(dist.get_world_size())
-        self._batches = Batches(task.tokens.open(), self._layout, dist.get_rank(), options.seed)
         self._events.send("status", text=f"building the model {options.model}")
-        self._booster, self._model, self._optimizer = self._build()
+        self._build()
+        replica = self._engine.replica
+        self._batches = Batches(task.tokens.open(), self._layout, replica.index, options.seed)
         self._step = self._position = 0
         if task.resume is not None:
             self._events.send("status", text=f"loading {task.resume}")
-            state = load_checkpoint(
-                Path(task.resume), task.tokens.identity, self._booster, self._model, self._optimizer
-            )
+            state = load_checkpoint(Path(task.resume), task.tokens.identity, self._engine, self._shapes)
             self._step, self._position = state.step, state.position
         self._log = MetricsLog(task.folder, self._step) if dist.get_rank() == 0 else None
 
@@ -102,21 +101,36 @@ class Trainer:
         if self._log is not None:
             self._log.close()
 
-    def _build(self) -> tuple[Booster, ModelWrapper, OptimizerWrapper]:
+    def _build(self) -> None:
         options, tokens = self._options, self._task.tokens
         vocabulary = tokens.vocabulary if is_folder(options.model) else options.vocabulary
-        config = load_config(options.model, vocabulary, options.sequence)
-        plugin = build_plugin(options, use_fp8=self._task.precision == "fp8")
-        network = build_model(options.model, config, self._device, options.checkpointing)
+        self._config = load_config(options.model, vocabulary, options.sequence)
+        # DDP and FSDP train the weights that they are given, and compute in BF16 by themselves
+        dtype = torch.float32 if options.plugin in ("ddp", "fsdp") else torch.bfloat16
+        network = build_model(
+            options.model,
+            copy.deepcopy(self._config),
+            self._device,
+            options.checkpointing,
+            dtype,
+        )
+        self._parameters = sum(parameter.numel() for parameter in network.parameters())
+        self._shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
+        plugin = build_plugin(options, self._task.precision == "fp8", network)
         # One group: ZeRO sends its bucket of gradients whenever the group changes, so a second one for the norms
         # would cut every bucket at every norm.
         optimizer = torch.optim.AdamW(
             network.parameters(), lr=options.lr, betas=_BETAS, weight_decay=options.weight_decay, fused=True
         )
-        booster = Booster(plugin=plugin)
-        model, optimizer, *_ = booster.boost(network, optimizer)
-        optimizer.unwrap().register_step_pre_hook(lambda *_: self._check_norm())
-        return booster, model, optimizer
+        self._engine = Engine.boost(
+            options.plugin,
+            plugin,
+            network,
+            optimizer,
+            mixed_precision="bf16" if options.plugin == "ddp" else None,
+        )
+        self._engine.optimizer.unwrap().register_step_pre_hook(lambda *_: self._check_norm())
+        self._norm = 0.0
 
     def _take_step(self) -> bool:
         """One optimizer step; returns whether a rank was asked to stop."""
@@ -124,13 +138,15 @@ class Trainer:
         sent = self._traffic.sent
         step = self._step + 1
         rate = self._schedule.rate(step)
-        for group in self._optimizer.param_groups:
+        optimizer = self._engine.optimizer
+        for group in optimizer.param_groups:
             group["lr"] = rate
         loss, stopped = self._over_ranks(self._forward_backward(), self._stop_wanted())
         if not math.isfinite(loss):
             raise NotFinite(f"The loss became {loss} at step {step}.")
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._clipped_norm = self._engine.clip(self._options.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
@@ -141,44 +157,39 @@ class Trainer:
                 step=step,
                 loss=loss,
                 lr=rate,
-                grad_norm=float(self._optimizer.get_grad_norm()),
+                grad_norm=self._norm,
                 tokens_per_second=self._layout.step_tokens / seconds,
                 seconds=seconds,
                 peak_memory=get_accelerator().max_memory_allocated(),
-                wire_bytes=self._traffic.sent - sent,
+                wire_bytes=self._traffic.sent - sent + self._engine.unseen_bytes,
             )
             self._log.write(metrics)
             self._events.send("step", **dataclasses.asdict(metrics))
         return stopped
 
-    def _forward_backward(self) -> torch.Tensor:
-        """Gradients of one step; returns this rank's mean loss  []."""
-        total = torch.zeros((), device=self._device)
-        accumulate = self._options.accumulate
-        for micro, tokens in enumerate(self._batches.micro_batches(self._position)):
-            tokens = tokens.to(self._device, non_blocking=True)
-            last = micro == accumulate - 1
-            # Stage 2 keeps only shards of the gradients, so it reduces each micro-batch.
-            unsynchronized = not last and self._booster.plugin.support_no_sync()
-            with self._booster.no_sync(self._model, self._optimizer) if unsynchronized else nullcontext():
-                loss = self._model(input_ids=tokens, labels=tokens).loss / accumulate
-                self._booster.backward(loss, self._optimizer)
-            total += loss.detach()
-        return total
+    def _forward_backward(self) -> torch.Tensor | None:
+        """Gradients of one step; returns this rank's mean loss  [], None on pipeline stages but the last."""
+        tokens = [
+            tokens.to(self._device, non_blocking=True)
+            for tokens in self._batches.micro_batches(self._position)
+        ]
+        return self._engine.forward_backward(tokens)
 
-    def _over_ranks(self, loss: torch.Tensor, stop: bool) -> tuple[float, bool]:
-        """The mean loss of all ranks, and whether any of them wants to stop, in one reduction."""
-        shared = torch.tensor([0.0, float(stop)], device=self._device)
-        shared[0] = loss
+    def _over_ranks(self, loss: torch.Tensor | None, stop: bool) -> tuple[float, bool]:
+        """The mean loss of the ranks that have one, and whether any rank wants to stop, in one reduction."""
+        shared = torch.tensor([0.0, float(loss is not None), float(stop)], device=self._device)
+        if loss is not None:
+            shared[0] = loss
         dist.all_reduce(shared)
-        total, stops = shared.tolist()
-        return total / self._layout.world_size, stops > 0
+        total, losses, stops = shared.tolist()
+        return total / losses, stops > 0
 
     def _check_norm(self) -> None:
         """Called by the inner optimizer before it changes the masters; the norm is the same on all ranks."""
-        norm = float(self._optimizer.get_grad_norm())
-        if not math.isfinite(norm):
-            raise NotFinite(f"The gradient norm became {norm} at step {self._step + 1}.")
+        clipped = self._clipped_norm
+        self._norm = float(self._engine.optimizer.get_grad_norm() if clipped is None else clipped)
+        if not math.isfinite(self._norm):
+            raise NotFinite(f"The gradient norm became {self._norm} at step {self._step + 1}.")
 
     def _keep_last_good(self, saved: int) -> str:
         if self._step == 0:
@@ -194,7 +205,7 @@ class Trainer:
         state = State(
             step=self._step,
             position=self._position,
-            world_size=self._layout.world_size,
+            world_size=dist.get_world_size(),
             precision=self._task.precision,
             tokens=self._task.tokens.identity,
             options=self._options,
@@ -203,9 +214,8 @@ class Trainer:
         folder = save_checkpoint(
             self._task.checkpoints,
             state,
-            self._booster,
-            self._model,
-            self._optimizer,
+            self._engine,
+            self._config,
             self._task.tokens.tokenizer,
         )
         self._events.send("checkpoint", folder=str(folder), step=self._step)
@@ -214,14 +224,25 @@ class Trainer:
         """Keep what the summary needs beside the metrics, in `result.json`."""
         peak = torch.tensor(get_accelerator().max_memory_allocated(), dtype=torch.int64, device=self._device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        layers = self._layers()
         if dist.get_rank() == 0:
-            layers = report(self._model.unwrap())
             result = {
                 "step": self._step,
-                "world_size": self._layout.world_size,
+                "world_size": dist.get_world_size(),
                 "peak_memory": int(peak),
-                "parameters": sum(parameter.numel() for parameter in self._model.unwrap().parameters()),
-                "layers": [dataclasses.asdict(row) for row in layers.rows],
+                "parameters": self._parameters,
+                "layers": layers,
                 "traffic": self._traffic.rows(),
             }
             (self._task.folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+
+    def _layers(self) -> list[dict[str, Any]]:
+        """Rows of the report, those of all pipeline stages."""
+        rows = [dataclasses.asdict(row) for row in report(self._engine.model.unwrap()).rows]
+        for row in rows:
+            row["name"] = row["name"].replace("_fsdp_wrapped_module.", "")
+        if not self._engine.pipelined:
+            return rows
+        stages: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(stages, rows)
+        return list({row["name"]: row for stage in stages for row in stage}.values())

@@ -11,7 +11,6 @@ import torch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_DTYPE = torch.bfloat16
 _WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -148,9 +147,9 @@ def load_config(model: str, vocabulary: int, sequence: int) -> PretrainedConfig:
 
 
 def build_model(
-    model: str, config: PretrainedConfig, device: torch.device, checkpointing: bool
+    model: str, config: PretrainedConfig, device: torch.device, checkpointing: bool, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """The model in BF16 on `device`, in training mode: weights from the folder if it holds any, else at random.
+    """The model on `device`, in training mode: weights from the folder if it holds any, else at random.
 
     The random weights follow torch's seed on that kind of device, so equal seeds give equal weights on all ranks.
     """
@@ -158,11 +157,11 @@ def build_model(
 
     if is_folder(model) and has_weights(model):
         network = AutoModelForCausalLM.from_pretrained(
-            model, config=config, torch_dtype=_DTYPE, attn_implementation="sdpa", local_files_only=True
+            model, config=config, torch_dtype=dtype, attn_implementation="sdpa", local_files_only=True
         ).to(device)
     else:
         with device:
-            network = AutoModelForCausalLM.from_config(config, torch_dtype=_DTYPE, attn_implementation="sdpa")
+            network = AutoModelForCausalLM.from_config(config, torch_dtype=dtype, attn_implementation="sdpa")
     if checkpointing:
         network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return network.train()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .batches import Layout
+from .parallel import Parallel
 
 PRECISIONS = {"bf16": ("bf16",), "fp8": ("fp8",), "compare": ("bf16", "fp8")}
 """The runs, in order, that each value of `--precision` stands for."""
@@ -31,9 +32,17 @@ class TrainOptions:
     out: str | None = None
     """Folder of the run."""
     plugin: str = "low_level_zero"
-    """A name from `plugins.PLUGINS`."""
-    stage: int = 2
-    """ZeRO stage."""
+    """A name from `parallel.PLUGINS`."""
+    stage: int | None = None
+    """ZeRO stage; None: the plugin's default."""
+    tp: int = 1
+    """Tensor parallel ranks."""
+    pp: int = 1
+    """Pipeline stages."""
+    sp: int = 1
+    """Ranks of their own that share a sequence."""
+    sp_mode: str | None = None
+    """A mode of Colossal-AI's sequence parallelism."""
     plugin_options: tuple[str, ...] = ()
     """`key=value` pairs for the plugin's constructor."""
     fp8_options: tuple[str, ...] = ()
@@ -43,9 +52,9 @@ class TrainOptions:
     steps: int | None = None
     """Optimizer steps."""
     batch: int | None = None
-    """Sequences a process takes at once."""
+    """Sequences a replica of the model takes at once."""
     accumulate: int = 1
-    """Micro-batches for each optimizer step."""
+    """Micro-batches for each optimizer step, accumulated or passed through a pipeline."""
     sequence: int | None = None
     """Tokens of a sequence."""
     lr: float | None = None
@@ -81,11 +90,32 @@ class TrainOptions:
                 raise ValueError(f"{flag} is {value!r}; it must be {requirement}.")
         if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
             raise ValueError(f"--min-lr is {self.min_lr}, above --lr {self.lr}; give one at or below it.")
+        self.parallel.check()
+
+    @property
+    def parallel(self) -> Parallel:
+        """How ranks share model and data."""
+        return Parallel(
+            plugin=self.plugin,
+            zero=self.stage,
+            tp=self.tp,
+            pp=self.pp,
+            sp=self.sp,
+            sp_mode=self.sp_mode,
+            micro_batches=self.accumulate,
+        )
 
     def layout(self, world_size: int) -> Layout:
-        """How a step is spread over `world_size` processes; for resolved options."""
+        """How a step is spread over `world_size` processes; for resolved options.
+
+        Raises ValueError when the processes or the sequence cannot be divided as the options want.
+        """
+        self.parallel.require_sequence(self.sequence)
         return Layout(
-            sequence=self.sequence, batch=self.batch, accumulate=self.accumulate, world_size=world_size
+            sequence=self.sequence,
+            batch=self.batch,
+            accumulate=self.accumulate,
+            replicas=self.parallel.replicas(world_size),
         )
 
     @classmethod
@@ -111,7 +141,6 @@ def _one_of(allowed: Any) -> tuple[Callable[[Any], bool], str]:
 _RULES = [
     ("precision", *_one_of(PRECISIONS)),
     ("progress", *_one_of(PROGRESS)),
-    ("stage", *_one_of((1, 2))),
     ("steps", *_at_least(1)),
     ("batch", *_at_least(1)),
     ("accumulate", *_at_least(1)),

@@ -5,31 +5,37 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import difflib
-import importlib
 import inspect
 import io
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from fp8booster import FP8Config
 from fp8booster.formats import E4M3, E5M2
 from fp8booster.kernels.device import require_fp8
 
 from .options import PRECISIONS, TrainOptions
+from .parallel import PLUGINS, suggestion
 
 if TYPE_CHECKING:
     from colossalai.booster.plugin.plugin_base import Plugin
 
-PLUGINS = {"low_level_zero": "fp8booster.plugins:LowLevelZeroPlugin"}
-"""Name on the command line: module and class."""
-
 _OWN_FLAGS = {
     "use_fp8": "--precision",
     "precision": "--precision",
-    "stage": "--stage",
+    "mixed_precision": "--precision",
+    "stage": "--zero",
+    "zero_stage": "--zero",
+    "tp_size": "--tp",
+    "pp_size": "--pp",
+    "sp_size": "--sp",
+    "enable_sequence_parallelism": "--sp-mode",
+    "sequence_parallelism_mode": "--sp-mode",
+    "num_microbatches": "--micro-batches",
+    "microbatch_size": "--batch",
+    "enable_gradient_accumulation": "--micro-batches",
     "max_norm": "--max-norm",
     "fp8_config": "--fp8-option",
 }
@@ -39,12 +45,10 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 
 def check_plugin(options: TrainOptions) -> None:
-    """Check the plugin's name, its options and those of FP8 before anything is started.
+    """Check the plugin's options and those of FP8 before anything is started.
 
     Raises ValueError or TypeError for one that does not exist, and for FP8 on a GPU that has no FP8 products.
     """
-    if options.plugin not in PLUGINS:
-        raise ValueError(f"There is no plugin {options.plugin!r}; {_suggestion(options.plugin, PLUGINS)}")
     if options.plugin_options:
         with contextlib.redirect_stderr(io.StringIO()):  # what libraries say while they are imported
             plugin_class = _plugin_class(options.plugin)
@@ -54,13 +58,24 @@ def check_plugin(options: TrainOptions) -> None:
         require_fp8(torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.emulate)
 
 
-def build_plugin(options: TrainOptions, use_fp8: bool) -> Plugin:
-    """The plugin that the options ask for. It may make process groups, so torch.distributed must run by then."""
+def build_plugin(options: TrainOptions, use_fp8: bool, network: nn.Module) -> Plugin:
+    """The plugin that the options ask for, to boost `network`.
+
+    It may make process groups, so torch.distributed must run by then.
+    """
+    from .engine import plugin_arguments
+
     plugin_class = _plugin_class(options.plugin)
-    arguments = _plugin_arguments(options, plugin_class)
+    arguments = plugin_arguments(options.parallel, options.max_norm, network)
+    arguments |= _plugin_arguments(options, plugin_class)
     if use_fp8:
         arguments |= {"use_fp8": True, "fp8_config": fp8_config(options)}
-    return plugin_class(stage=options.stage, precision="bf16", max_norm=options.max_norm, **arguments)
+    if arguments.get("pp_style") == "zbv":
+        from fp8booster.colossal.pipeline import zero_bubble_schedule
+
+        schedule = zero_bubble_schedule(options.pp, options.accumulate)
+        arguments = {"num_model_chunks": 2, "scheduler_nodes": schedule} | arguments
+    return plugin_class(**arguments)
 
 
 def fp8_config(options: TrainOptions) -> FP8Config:
@@ -107,7 +122,7 @@ def _parse_pairs(pairs: tuple[str, ...], flag: str, owner: str, known: list[str]
         if not equals:
             raise ValueError(f"{flag} {pair!r} has no '='; write it as key=value.")
         if key not in known:
-            raise ValueError(f"{owner} has no option {key!r}; {_suggestion(key, known)}")
+            raise ValueError(f"{owner} has no option {key!r}; {suggestion(key, known)}")
         arguments[key] = _parse(text)
     return arguments
 
@@ -123,12 +138,7 @@ def _parse(text: str) -> Any:
         return text
 
 
-def _suggestion(wrong: str, names: Iterable[str]) -> str:
-    names = list(names)
-    close = difflib.get_close_matches(wrong, names, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}."
-
-
 def _plugin_class(name: str) -> type[Plugin]:
-    module, class_name = PLUGINS[name].split(":")
-    return getattr(importlib.import_module(module), class_name)
+    import fp8booster.plugins
+
+    return getattr(fp8booster.plugins, PLUGINS[name])

@@ -166,8 +166,9 @@ def write_summary(
         *(f"- {name}: {value}" for name, value in head.items()),
         f"- command: `{command}`",
         f"- data: {data}",
-        f"- each step: {first.world_size} processes x {options.accumulate} micro-batches x {options.batch} sequences "
-        f"x {options.sequence} tokens; {options.plugin}, stage {options.stage}; seed {options.seed}",
+        f"- each step: {options.parallel.replicas(first.world_size)} replicas x {options.accumulate} micro-batches x "
+        f"{options.batch} sequences x {options.sequence} tokens on {first.world_size} processes; "
+        f"{options.parallel.describe()}; seed {options.seed}",
         "",
         "| | " + " | ".join(column.precision.upper() for column in columns) + " |",
         "|---|" + "---:|" * len(columns),

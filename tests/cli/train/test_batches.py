@@ -12,10 +12,10 @@ TOKENS = np.arange(SEQUENCE * SEQUENCES + 3, dtype=np.uint16)  # three tokens to
 
 
 def batches(
-    world_size: int = 1, batch: int = 1, accumulate: int = 1, rank: int = 0, seed: int = 0
+    replicas: int = 1, batch: int = 1, accumulate: int = 1, replica: int = 0, seed: int = 0
 ) -> Batches:
-    layout = Layout(sequence=SEQUENCE, batch=batch, accumulate=accumulate, world_size=world_size)
-    return Batches(TOKENS, layout, rank, seed)
+    layout = Layout(sequence=SEQUENCE, batch=batch, accumulate=accumulate, replicas=replicas)
+    return Batches(TOKENS, layout, replica, seed)
 
 
 def first_tokens(source: Batches, positions: range) -> list[int]:
@@ -42,13 +42,13 @@ def test_the_order_depends_on_the_seed_and_on_the_position_alone():
     assert first_tokens(batches(), range(7, 15)) == first_tokens(batches(), range(15))[7:]
 
 
-@pytest.mark.parametrize(("world_size", "batch", "accumulate"), [(2, 2, 1), (2, 1, 2), (4, 1, 1), (1, 2, 2)])
-def test_a_step_takes_the_same_sequences_however_it_is_spread(world_size, batch, accumulate):
+@pytest.mark.parametrize(("replicas", "batch", "accumulate"), [(2, 2, 1), (2, 1, 2), (4, 1, 1), (1, 2, 2)])
+def test_a_step_takes_the_same_sequences_however_it_is_spread(replicas, batch, accumulate):
     def step(position: int) -> set[int]:
         return {
             int(row[0])
-            for rank in range(world_size)
-            for micro in batches(world_size, batch, accumulate, rank).micro_batches(position)
+            for replica in range(replicas)
+            for micro in batches(replicas, batch, accumulate, replica).micro_batches(position)
             for row in micro
         }
 
@@ -57,4 +57,4 @@ def test_a_step_takes_the_same_sequences_however_it_is_spread(world_size, batch,
 
 def test_too_few_tokens_are_told_with_what_a_step_takes():
     with pytest.raises(ValueError, match=r"43 tokens and one step takes 48 .*smaller --batch"):
-        batches(world_size=3, batch=4)
+        batches(replicas=3, batch=4)

@@ -12,7 +12,6 @@ from fp8booster.cli.train.options import TrainOptions
     ("field", "value", "says"),
     [
         ("precision", "fp16", "--precision is 'fp16'; it must be one of bf16, fp8, compare"),
-        ("stage", 3, "--stage is 3; it must be one of 1, 2"),
         ("steps", 0, "--steps is 0; it must be at least 1"),
         ("sequence", 1, "--sequence is 1; it must be at least 2"),
         ("lr", 0.0, "--lr is 0.0; it must be above 0"),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.plugins import build_plugin, check_plugin, fp8_config
@@ -14,7 +15,7 @@ from fp8booster.cli.train.plugins import build_plugin, check_plugin, fp8_config
         ({"plugin": "low_level_ero"}, r"no plugin 'low_level_ero'; did you mean low_level_zero\?"),
         ({"plugin_options": ("overlap_comunication=1",)}, r"did you mean overlap_communication"),
         ({"plugin_options": ("verbose",)}, "'verbose' has no '='; write it as key=value"),
-        ({"plugin_options": ("stage=1",)}, "'stage' is set by --stage"),
+        ({"plugin_options": ("stage=1",)}, "'stage' is set by --zero"),
         (
             {"fp8_options": ("powr_of_two=true",)},
             r"FP8Config has no option 'powr_of_two'; did you mean power_of_two\?",
@@ -47,7 +48,7 @@ def test_pairs_reach_the_plugin_and_the_config():
         fp8_options=("gradient_format=e4m3", "power_of_two=true"),
     )
     check_plugin(options)
-    plugin = build_plugin(options, use_fp8=True)
+    plugin = build_plugin(options, use_fp8=True, network=nn.Module())
     assert plugin.stage == 1
     assert plugin.use_fp8
     assert plugin.fp8_config == fp8_config(options)
@@ -56,4 +57,4 @@ def test_pairs_reach_the_plugin_and_the_config():
     assert plugin.zero_optim_kwargs["overlap_communication"] is False
     assert plugin.zero_optim_kwargs["communication_dtype"] is torch.float32
     assert plugin.zero_optim_kwargs["clip_grad_norm"] == 0.5
-    assert not build_plugin(options, use_fp8=False).use_fp8
+    assert not build_plugin(options, use_fp8=False, network=nn.Module()).use_fp8
