@@ -16,6 +16,8 @@ FSDP1 has an extension point for gradients only (`comm.flat_fsdp`). The gather i
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -26,8 +28,10 @@ from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.flat_fsdp import reduce_flat_fsdp
 from fp8booster.comm.statistics import count_plain
 from fp8booster.nn.flat_weights import NAME, FlatWeights
+from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
+from fp8booster.nn.fused.merged import MergedLayers, merged_layers
 from fp8booster.nn.layer import FP8Layer
-from fp8booster.nn.resharded_weight import ReshardedWeight
+from fp8booster.nn.resharded_weight import ReshardedMergedWeight, ReshardedWeight
 
 _OVERRIDDEN = ("_all_gather_flat_param", "_free_unsharded_flat_param", "unshard")
 
@@ -40,10 +44,10 @@ class FP8FlatParamHandle(FlatParamHandle):
     """The unsharded parameter, if there is one, holds values that were rounded to FP8."""
 
     @classmethod
-    def take_over(cls, handle: FlatParamHandle) -> None:
-        """Turn a handle into this class in place."""
+    def take_over(cls, handle: FlatParamHandle, merged: Sequence[MergedLayers] = ()) -> None:
+        """Turn a handle into this class in place; `merged` are layers of its unit that are multiplied as one."""
         handle.__class__ = cls
-        handle.fp8_weights = FlatWeights(handle.flat_param, handle.rank, handle.world_size)
+        handle.fp8_weights = FlatWeights(handle.flat_param, handle.rank, handle.world_size, merged)
         handle.is_rounded = False
 
     def unshard(self) -> None:
@@ -105,15 +109,36 @@ def compress_flat_fsdp(
     """
     if reduce:
         reduce_flat_fsdp(model, encoding=encoding, min_bytes=min_bytes)
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
-        handle = unit._handle
-        if handle is None:
+    units = [unit for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle is not None]
+    modules_of = {unit: {info.module for info in unit._handle.flat_param._param_infos} for unit in units}
+    unit_of = {module: unit for unit, modules in modules_of.items() for module in modules}
+    for module in unit_of:
+        if isinstance(module, FP8Layer):
+            module.fp8_weight = ReshardedWeight()
+    merged_in: dict[nn.Module | None, list[MergedLayers]] = {}
+    for merged in merged_layers(model):
+        of = {unit_of.get(layer) for layer in merged.layers}
+        if len(of) > 1:
+            merged.keep_apart("the weights are gathered in different units")
             continue
-        for module in {info.module for info in handle.flat_param._param_infos}:
-            if isinstance(module, FP8Layer):
-                module.fp8_weight = ReshardedWeight()
-        if gather and handle.uses_sharded_strategy and why_not_gathered() is None:
-            FP8FlatParamHandle.take_over(handle)
+        merged_in.setdefault(*of, []).append(merged)
+        if of != {None}:
+            merged.lent = ReshardedMergedWeight()
+    for unit in units:
+        if gather and unit._handle.uses_sharded_strategy and why_not_gathered() is None:
+            FP8FlatParamHandle.take_over(unit._handle, merged_in.get(unit, ()))
+    _hold_head(model, unit_of)
+
+
+def _hold_head(model: nn.Module, unit_of: Mapping[nn.Module, nn.Module]) -> None:
+    """Let a fused loss read its head's weight where that is gathered for as long as the whole model runs."""
+    head = fused_head(model)
+    if head is None or head not in unit_of:
+        return
+    inside = [module for module in unit_of[head].modules() if getattr(module, "lm_head", None) is head]
+    if inside and not isinstance(head, HeldHead):
+        members = {"__module__": type(head).__module__, "head_class": type(head)}
+        head.__class__ = type(type(head).__name__, (HeldHead, type(head)), members)
 
 
 def why_not_gathered() -> str | None:

@@ -9,7 +9,7 @@ Put one after the other, the first parts of all messages are all FP8 weights, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -24,7 +24,9 @@ from fp8booster.comm.collectives import gather_bytes, new_message
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.cast import ALIGNMENT, aligned
 from fp8booster.kernels.shard_cast import cast_shard, unpack
+from fp8booster.nn.fused.merged import MergedLayers, one_below_the_other
 from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.resharded_weight import ReshardedMergedWeight
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "parameter gather"
@@ -33,6 +35,15 @@ NAME = "parameter gather"
 NOT_FP8 = "not the weight of an FP8 layer"
 
 _GATHER = "all_gather_into_tensor"
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Weights that are gathered one below the other, under one scale, and multiplied as one."""
+
+    lent: ReshardedMergedWeight
+    weights: slice
+    """Their places among those that travel in FP8."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +70,13 @@ class FlatWeights:
     Args:
         flat_param: of the unit.
         rank, ranks: of the group that it is sharded over.
+        merged: layers of the unit that are multiplied as one; they are kept apart where their weights cannot lie
+            together.
     """
 
-    def __init__(self, flat_param: FlatParameter, rank: int, ranks: int) -> None:
+    def __init__(
+        self, flat_param: FlatParameter, rank: int, ranks: int, merged: Sequence[MergedLayers] = ()
+    ) -> None:
         self._rank, self._ranks = rank, ranks
         self._shard_size = flat_param._sharded_size.numel()
         self.reasons: dict[str, str] = {}
@@ -69,6 +84,7 @@ class FlatWeights:
 
         fp8 = sorted(self._chosen(flat_param), key=lambda place: place.start)
         self._fp8 = fp8
+        self._joined = list(self._join(merged))
         starts = [0, *(place.end for place in fp8)]
         ends = [*(place.start for place in fp8), self._shard_size * ranks]
         self._plain = [
@@ -114,6 +130,18 @@ class FlatWeights:
             else:
                 self.reasons[f"{info.module_name}.weight"] = reason
 
+    def _join(self, groups: Sequence[MergedLayers]) -> Iterator[Joined]:
+        order = [id(place.layer) for place in self._fp8]
+        for merged in groups:
+            layers = [id(layer) for layer in merged.layers]
+            if not set(layers) & set(order):
+                continue  # cast where they run, as the layers are
+            first = order.index(layers[0]) if layers[0] in order else 0
+            if order[first : first + len(layers)] != layers:
+                merged.keep_apart("the weights do not lie side by side in FP8")
+                continue
+            yield Joined(merged.lent, slice(first, first + len(layers)))
+
     def why_plain(self, shard: torch.Tensor) -> str | None:
         """Why nothing of the unit travels in FP8, or None where something does."""
         if self._ranks == 1:
@@ -136,6 +164,14 @@ class FlatWeights:
             sum(end - start for start, end in self._parts(self._fp8, rank)) for rank in range(self._ranks)
         ]
 
+    @cached_property
+    def _first_of_scale(self) -> list[int]:
+        """For each weight that travels in FP8, the first one of those that share its scale."""
+        first = list(range(len(self._fp8)))
+        for joined in self._joined:
+            first[joined.weights] = [joined.weights.start] * len(first[joined.weights])
+        return first
+
     @torch.no_grad()
     def gather(self, shard: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
         """Gather a unit and lend the layers their FP8 weights.
@@ -153,6 +189,9 @@ class FlatWeights:
         own = message[self._rank * size : (self._rank + 1) * size]
 
         amaxes = agree_on_amax(fp8_parts, group)
+        if self._joined:
+            first = torch.tensor(self._first_of_scale, device=amaxes.device)
+            amaxes = torch.zeros_like(amaxes).scatter_reduce(0, first, amaxes, "amax")[first]
         inverse_scales = scaling.new_inverse_scales(len(fp8_parts), amaxes.device)
         inverse_scales.copy_(scaling.scale_of(amaxes, config.weight_format, config.power_of_two)[1])
         values = own[: self._fp8_counts[self._rank]].view(config.weight_format)
@@ -197,12 +236,26 @@ class FlatWeights:
         ).split([place.end - place.start for place in self._plain])
         for place, values in zip(self._plain, plain, strict=True):
             whole[place.start : place.end].copy_(values)
-        fp8 = torch.cat(
-            [message[:count] for message, count in zip(messages, self._fp8_counts, strict=True)]
-        ).split([place.end - place.start for place in self._fp8])
-        for place, values, inverse_scale in zip(self._fp8, fp8, inverse_scales, strict=True):
-            data = values.view(dtype).view(place.shape)
-            transpose = data.new_empty(place.shape[::-1])
+        sizes = [place.end - place.start for place in self._fp8]
+        fp8 = torch.cat([message[:count] for message, count in zip(messages, self._fp8_counts, strict=True)])
+        matrices = [
+            values.view(place.shape)
+            for place, values in zip(self._fp8, fp8.view(dtype).split(sizes), strict=True)
+        ]
+        transposes: dict[int, torch.Tensor] = {}
+        for joined in self._joined:
+            data = one_below_the_other(matrices[joined.weights])
+            transpose = data.new_empty(data.shape[::-1])
+            inverse_scale = inverse_scales[joined.weights.start]
+            joined.lent.gathered = QuantizedMatrix(data, transpose, inverse_scale, None)
+            parts = transpose.split([len(matrix) for matrix in matrices[joined.weights]], 1)
+            transposes.update(enumerate(parts, joined.weights.start))
+        for number, (place, data, inverse_scale) in enumerate(
+            zip(self._fp8, matrices, inverse_scales, strict=True)
+        ):
+            transpose = transposes.get(number)
+            if transpose is None:
+                transpose = data.new_empty(place.shape[::-1])
             unpack(data, inverse_scale, transpose, whole[place.start : place.end].view(place.shape))
             as_it_lies = QuantizedMatrix(data, transpose, inverse_scale, None)
             place.layer.fp8_weight.gathered = place.layer.quantized_from(as_it_lies)
@@ -216,3 +269,5 @@ class FlatWeights:
                 for tensor in gathered[:3]:
                     tensor.record_stream(stream)
             place.layer.fp8_weight.clear()
+        for joined in self._joined:
+            joined.lent.gathered = None  # of the same memory

@@ -6,8 +6,6 @@ import difflib
 import inspect
 from typing import Any
 
-from colossalai.logging import DistributedLogger
-
 from fp8booster.config import FP8Config
 
 
@@ -45,15 +43,6 @@ def require_config(config: FP8Config | None) -> FP8Config:
     if not isinstance(config, FP8Config):
         raise TypeError(f"fp8_config is {config!r}; give an fp8booster.FP8Config")
     return config
-
-
-def warn_of_fused(config: FP8Config, use_fp8: bool, logger: DistributedLogger) -> None:
-    """Say that `FP8Config.fused` does nothing, where layers have their weights only while they are gathered."""
-    if use_fp8 and config.fused:
-        logger.warning(
-            "fp8_config.fused has no effect: what it fuses reads weights that this plugin gathers layer by layer",
-            ranks=[0],
-        )
 
 
 FP8_PRECISIONS = ("bf16", "fp16")

@@ -19,7 +19,8 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.flat_fsdp import compress_flat_fsdp, why_not_gathered
-from fp8booster.plugins.arguments import bind, require_config, warn_of_fused
+from fp8booster.nn.fused import fuse, fused_summary
+from fp8booster.plugins.arguments import bind, require_config
 
 
 class TorchFSDPPlugin(NativeTorchFSDPPlugin):
@@ -54,7 +55,6 @@ class TorchFSDPPlugin(NativeTorchFSDPPlugin):
         """Parameters and gradients travel in FP8 by `compress_flat_fsdp`; `fp8_communication` says whether by native's
         hooks."""
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
-        warn_of_fused(self.fp8_config, use_fp8, self.logger)
         if fp8_config is not None and not use_fp8:
             self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
         elif self.sends_fp8 and self.fp8_config.gradient_scaling == "auto":
@@ -75,6 +75,8 @@ class TorchFSDPPlugin(NativeTorchFSDPPlugin):
         if self.use_fp8:
             require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
             convert_to_fp8(model, self.fp8_config)
+            if self.fp8_config.fused:
+                fuse(model)
         boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         if self.use_fp8:
             in_one = self.fp8_config.gradient_scaling == "tensor"
@@ -84,7 +86,8 @@ class TorchFSDPPlugin(NativeTorchFSDPPlugin):
                 reduce=self.sends_fp8,
                 encoding=Encoding(block_size=None) if in_one else Encoding(),
             )
-            self.logger.info(f"{report(boosted[0]).summary()}; {self._wire()}", ranks=[0])
+            fused = f"; {fused_summary(boosted[0])}" if self.fp8_config.fused else ""
+            self.logger.info(f"{report(boosted[0]).summary()}{fused}; {self._wire()}", ranks=[0])
         return boosted
 
     def _wire(self) -> str:
