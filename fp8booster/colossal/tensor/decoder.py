@@ -1,7 +1,8 @@
 """Decoder layers that shardformer has sharded, fused: `nn.fused` over each rank's heads and features.
 
 Its norms, residuals and feed-forward blocks are transformers' own, over sharded linear layers. An attention may have a
-forward of shardformer's: with `enable_flash_attention`, and wherever the sequence is parallel.
+forward of shardformer's: with `enable_flash_attention`, and wherever the sequence is parallel. The loss is computed
+over chunks of logits where the model's forward is transformers' own: that of a LLaMA or Mistral which is not sharded.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from colossalai.shardformer.layer import ColoAttention
+from colossalai.shardformer.layer import ColoAttention, PaddingLMHead
 from colossalai.shardformer.layer.utils import is_share_sp_tp
 from colossalai.shardformer.shard import ShardConfig
 from torch import nn
 
-from fp8booster.nn.fused.decoder import FAMILIES, FusedAttention, fuse_blocks, parts_unfused
+from fp8booster.colossal.tensor.linear import FP8PaddingLMHead
+from fp8booster.nn.fused import fuse
+from fp8booster.nn.fused.causal_lm_loss import HEADS
+from fp8booster.nn.fused.decoder import REPLACED, FusedAttention
 
 _FLASH_FORWARDS = tuple(
     f"get_{family}_flash_attention_forward.<locals>.forward" for family in ("llama", "mistral", "qwen2")
 )
 """Of shardformer/modeling/llama.py:489, mistral.py:497 and qwen2.py:489."""
+
+HEADS.update((PaddingLMHead, FP8PaddingLMHead))
 
 
 class FlashAttention(FusedAttention):
@@ -55,7 +61,7 @@ def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
     def attention_of(attention: nn.Module) -> type[FusedAttention] | str:
         forward = attention.forward
         if getattr(forward, "__qualname__", None) not in _FLASH_FORWARDS:
-            return "its forward was replaced"
+            return REPLACED
         mode = config.sequence_parallelism_mode
         if mode is not None and not is_share_sp_tp(mode):
             return f"sequence_parallelism_mode={mode!r} has one of its own"
@@ -63,8 +69,4 @@ def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
         attention.__dict__["fp8_forward_of_engine"] = forward
         return FlashAttention
 
-    layers = fuse_blocks(model, attention_of)
-    left = "; ".join(f"{count} not: {part}" for part, count in parts_unfused(model).items())
-    if layers == 0 and not left:
-        return f"nothing is fused, as there are no decoder layers of {', '.join(FAMILIES)}"
-    return f"{layers} decoder layers fused" + (f" ({left})" if left else "")
+    return fuse(model, attention_of)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from torch import nn
 
 from fp8booster.nn.fused.causal_lm_loss import use_fused_loss, use_native_loss, why_not_fused
-from fp8booster.nn.fused.decoder import FAMILIES, FusedDecoderLayer, fuse_blocks, parts_unfused
+from fp8booster.nn.fused.decoder import (
+    FAMILIES,
+    AttentionOf,
+    FusedDecoderLayer,
+    fuse_blocks,
+    no_replaced_attention,
+    parts_unfused,
+)
 from fp8booster.nn.fused.loss import linear_cross_entropy
 
 __all__ = [
@@ -19,13 +26,17 @@ __all__ = [
 ]
 
 
-def fuse(model: nn.Module) -> str:
+def fuse(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) -> str:
     """Fuse what can be fused of a model whose linear layers were converted to FP8, in place.
+
+    Args:
+        model: any module.
+        attention_of: as in `fuse_blocks`.
 
     Returns:
         What was fused and what was not, in a line.
     """
-    fuse_blocks(model)
+    fuse_blocks(model, attention_of)
     use_fused_loss(model)
     return fused_summary(model)
 

@@ -20,6 +20,7 @@ from fp8booster import formats
 from fp8booster.nn.choice import fp8_pays
 from fp8booster.nn.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.fused.loss import linear_cross_entropy
+from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
 from fp8booster.nn.weight_cache import WeightCache, reusable
 from fp8booster.tensor import QuantizedMatrix
@@ -32,6 +33,9 @@ MODELS = {
     for name in ("Llama", "Mistral", "Qwen2")
 }
 """Module and name of the classes whose forward this knows."""
+
+HEADS: set[type[nn.Module]] = {nn.Linear, FP8Linear}
+"""Classes of heads whose logits, where there is no padding among them, are those of nn.Linear; engines add theirs."""
 
 
 def use_fused_loss(model: nn.Module) -> bool:
@@ -106,7 +110,7 @@ def _why_not_through(language_model: nn.Module) -> str | None:
     """What stands against reading the head's weight past its forward, as it is now."""
     head = language_model.lm_head
     held = isinstance(head, HeldHead)
-    if (head.head_class if held else type(head)) not in (nn.Linear, FP8Linear):
+    if (head.head_class if held else type(head)) not in HEADS:
         return f"its lm_head is a {type(head).__name__}, whose product may be another than that of nn.Linear"
     if not held and type(head._parameters.get("weight")) is not nn.Parameter:
         kind = type(head.weight).__name__
@@ -117,7 +121,7 @@ def _why_not_through(language_model: nn.Module) -> str | None:
         return "its lm_head has hooks, which would not run"
     if head.weight.dtype not in formats.HIGH_PRECISION:
         return f"the weight of its lm_head is {head.weight.dtype}"
-    if not held and isinstance(head, FP8Linear) and type(head.fp8_weight) is not WeightCache:
+    if not held and isinstance(head, FP8Layer) and type(head.fp8_weight) is not WeightCache:
         return "the weight of its lm_head is whole only while the layer runs"
     if "forward" in head.__dict__:
         return "the forward of its lm_head was replaced"
@@ -205,7 +209,7 @@ def _whole_head_loss(
     head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, reduction: str
 ) -> torch.Tensor:
     fp8 = {}
-    if isinstance(head, FP8Linear) and hidden.numel():
+    if isinstance(head, FP8Layer) and hidden.numel():
         config, tokens = head.fp8_config, hidden.numel() // hidden.shape[-1]
         in_fp8 = config.always or config.emulate or fp8_pays(tokens, *head.product_features, hidden.device)
         head.in_fp8[tokens] = in_fp8
@@ -224,7 +228,7 @@ def _whole_head_loss(
     )
 
 
-def _with_transpose(head: FP8Linear) -> QuantizedMatrix:
+def _with_transpose(head: FP8Layer) -> QuantizedMatrix:
     """The head's FP8 weight in both layouts, wherever it keeps them."""
     weight, config = head.weight, head.fp8_config
     quantized, late_weight = (

@@ -126,8 +126,8 @@ class FusedExpert(nn.Module):
         return super().forward(hidden_states) if gate_up is None else self.w2(swiglu(gate_up))
 
 
-class _FusedResiduals(nn.Module):
-    """What mixins of decoder layers share: the residual's addition in the second norm."""
+class FusedDecoderLayer(nn.Module):
+    """What mixins of decoder layers whose norms are fused share: the residual's addition in the second norm."""
 
     def _attend(
         self, hidden_states: torch.Tensor, **attention: Any
@@ -138,8 +138,8 @@ class _FusedResiduals(nn.Module):
         return *self.post_attention_layernorm(hidden_states, residual, both=True), weights
 
 
-class FusedDecoderLayer(_FusedResiduals):
-    """Mixin of a decoder layer whose norms are fused."""
+class FusedDenseLayer(FusedDecoderLayer):
+    """Mixin of a decoder layer with one feed-forward block."""
 
     def forward(
         self,
@@ -169,8 +169,8 @@ class FusedDecoderLayer(_FusedResiduals):
         return (hidden_states, weights) if output_attentions else (hidden_states,)
 
 
-class FusedMixtralLayer(_FusedResiduals):
-    """Mixin of a decoder layer of Mixtral whose norms are fused."""
+class FusedMixtralLayer(FusedDecoderLayer):
+    """Mixin of a decoder layer with experts."""
 
     def forward(
         self,
@@ -208,11 +208,15 @@ AttentionOf = Callable[[nn.Module], type[FusedAttention] | str]
 """The mixin for an attention whose forward an engine has replaced, or why there is none."""
 
 
-def _no_replaced_attention(attention: nn.Module) -> str:
-    return "its forward was replaced"
+REPLACED = "its forward was replaced"
 
 
-def fuse_blocks(model: nn.Module, attention_of: AttentionOf = _no_replaced_attention) -> int:
+def no_replaced_attention(attention: nn.Module) -> str:
+    """The `AttentionOf` that knows none."""
+    return REPLACED
+
+
+def fuse_blocks(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) -> int:
     """Fuse the decoder layers of a model whose linear layers were converted to FP8, in place.
 
     Args:
@@ -279,7 +283,7 @@ def _mixin(module: nn.Module, role: str, attention_of: AttentionOf) -> type[nn.M
             return "q, k and v are not all FP8 layers"
         return attention_of(module) if replaced else FusedAttention
     if replaced:
-        return "its forward was replaced"
+        return REPLACED
     if role == "RMSNorm":
         return FusedRMSNorm
     if role in ("MLP", "BlockSparseTop2MLP"):
@@ -292,7 +296,7 @@ def _mixin(module: nn.Module, role: str, attention_of: AttentionOf) -> type[nn.M
     for norm in (module.input_layernorm, module.post_attention_layernorm):
         if not isinstance(norm, FusedRMSNorm):
             return f"a norm is a {type(norm).__name__} that was not fused"
-    return FusedMixtralLayer if hasattr(module, "block_sparse_moe") else FusedDecoderLayer
+    return FusedMixtralLayer if hasattr(module, "block_sparse_moe") else FusedDenseLayer
 
 
 def _in_fp8(*layers: nn.Module) -> bool:

@@ -1,0 +1,265 @@
+"""`FP8Config(fused=True)` under `HybridParallelPlugin` computes what it computes unfused, in fewer products."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from fp8booster import FP8Config
+from fp8booster.monitor.traffic import count_traffic
+from fp8booster.nn.convert import linear_layers
+from fp8booster.nn.fused.decoder import FusedDecoderLayer
+from tests.colossal.models import tiny_llama
+from tests.plugins.census_checks import Census
+from tests.plugins.hybrid_census_checks import PASSES, expected, operations
+from tests.plugins.hybrid_model_checks import begin, step
+from tests.plugins.hybrid_runs import (
+    LENGTH,
+    MICRO_BATCHES,
+    SEQUENCES,
+    HybridRun,
+    batches,
+    fp8,
+    sizes,
+    start,
+)
+from tests.plugins.hybrid_runs import MODES as UNFUSED_MODES
+from tests.plugins.registry import check_each, shared_folder
+from tests.plugins.training import assert_close, assert_equal
+
+FLASH = {"enable_flash_attention": True}
+MODES: dict[str, dict[str, Any]] = {
+    name: UNFUSED_MODES[name]
+    for name in (
+        "DP2",
+        "DP2 ZeRO 1",
+        "TP2",
+        "TP2 ZeRO 1",
+        "TP2 split_gather",
+        "SP2 all_to_all",
+        "SP2 ring_attn",
+        "PP2 1f1b ZeRO 1",
+        "PP2 interleaved",
+        "PP2 zbv",
+    )
+} | {"TP2 flash": {"tp_size": 2} | FLASH, "PP2 1f1b flash": {"pp_size": 2, "pp_style": "1f1b"} | FLASH}
+"""Stage 2 of ZeRO has the bits of stage 1, and "ring" those of "split_gather"."""
+
+OWN_ATTENTION = ("all_to_all", "ring_attn")
+"""Modes of sequence parallelism that exchange q, k and v between their products and the attention."""
+
+ALIKE_DB = 12
+"""At least, between gradients with and without fusion: each is some 17 dB from those of 16 bits, E5M2's two bits."""
+
+CLOSE = 1e-2
+"""How far losses may part in the first steps."""
+
+
+@dataclass
+class Seen:
+    """What the first steps of a run show on this rank."""
+
+    run: HybridRun
+    said: str
+    """The summary line."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    """Of the first step."""
+
+    census: Census
+    """Of the last."""
+
+    sent: int
+    """Bytes in the last step."""
+
+
+def model_of(mode: str) -> nn.Module:
+    return tiny_llama(**sizes(num_hidden_layers=4 if "num_model_chunks" in MODES[mode] else 2))
+
+
+def boosted(
+    mode: str, fused: bool, model: nn.Module | None = None, **arguments: Any
+) -> tuple[HybridRun, str]:
+    """A run, and the line that its plugin says."""
+    plugin = fp8(MODES[mode], fp8_config=FP8Config(fused=fused), **arguments)
+    with mock.patch.object(plugin.logger, "info") as info:
+        run = start(plugin, model_of(mode) if model is None else model)
+    return run, info.call_args.args[0]
+
+
+def three_batches(run: HybridRun) -> list[torch.Tensor]:
+    """This rank's."""
+    group = run.booster.plugin.dp_group
+    found = batches(0, 3, dist.get_world_size(group), dist.get_rank(group))
+    return [tokens for (tokens,) in found]
+
+
+def gradients_of(run: HybridRun) -> dict[str, torch.Tensor]:
+    """This rank's part of the gradients that a backward left."""
+    found = {}
+    for name, value in run.model.unwrap().named_parameters():
+        if run.booster.plugin.zero_stage == 0:
+            gradient = value.grad
+        else:
+            gradient = run.optimizer.get_working_grad_by_param_id(id(value))
+        found[name] = gradient.detach().float().flatten().clone()
+    return found
+
+
+@functools.cache
+def seen(mode: str, fused: bool) -> Seen:
+    """Three steps."""
+    run, said = boosted(mode, fused)
+    first, second, third = three_batches(run)
+    losses = [run.backward(first)]
+    gradients = gradients_of(run)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    losses += run.step(second)
+    with Census() as census, count_traffic() as traffic:
+        losses += run.step(third)
+    return Seen(run, said, losses, gradients, census, traffic.sent)
+
+
+def losses_of(run: HybridRun) -> list[float]:
+    """Of the same three steps."""
+    return [loss for tokens in three_batches(run) for loss in run.step(tokens)]
+
+
+def decoder_layers(run: HybridRun) -> list[nn.Module]:
+    """Those that were fused."""
+    return [module for module in run.model.modules() if isinstance(module, FusedDecoderLayer)]
+
+
+def signal_to_noise(values: torch.Tensor, exact: torch.Tensor) -> float:
+    """In dB."""
+    noise = (values.double() - exact.double()).square().sum()
+    return (10 * torch.log10(exact.double().square().sum() / noise)).item()
+
+
+@check_each(*MODES)
+def gradients_and_losses_are_those_of_unfused_layers(mode: str) -> None:
+    plain, fused = seen(mode, False), seen(mode, True)
+    assert plain.gradients.keys() == fused.gradients.keys()
+    apart = {
+        name: signal_to_noise(fused.gradients[name], gradient)
+        for name, gradient in plain.gradients.items()
+        if gradient.any()
+        or fused.gradients[name].any()  # a shard of the vocabulary may have none of these tokens
+    }
+    assert min(apart.values()) > ALIKE_DB, apart
+    assert min(apart.values()) < 40, apart  # it is another computation
+    assert_close(plain.losses, fused.losses, CLOSE)
+    assert fused.losses[-1] < fused.losses[0]
+
+
+@check_each(*MODES)
+def q_k_and_v_are_one_product_and_gate_and_up_another_all_in_fp8(mode: str) -> None:
+    run, counted = seen(mode, True).run, seen(mode, True).census
+    plugin = run.booster.plugin
+    own_attention = plugin.shard_config.sequence_parallelism_mode in OWN_ATTENTION
+    layers = dict(linear_layers(run.model.unwrap()))
+    heads = [layer for name, layer in layers.items() if name == "lm_head"]
+    eligible = [layer for name, layer in layers.items() if name != "lm_head"]
+    fused = len(decoder_layers(run))
+    assert len(eligible) == 7 * fused > 0
+    products = PASSES * fused * (6 if own_attention else 4)
+    assert sum(counted.fp8.values()) == products * (MICRO_BATCHES if plugin.pp_size > 1 else 1)
+    rows = SEQUENCES * LENGTH // dist.get_world_size(plugin.dp_group) // plugin.sp_size
+    assert operations(counted.fp8) == expected(eligible, rows), counted.fp8
+    assert operations(counted.other) == expected(heads, rows), counted.other
+
+
+@check_each(*MODES)
+def no_more_is_sent_and_with_tensor_parallelism_less(mode: str) -> None:
+    plain, fused = seen(mode, False), seen(mode, True)
+    if plain.run.booster.plugin.tp_size > 1:
+        # five all-reduces or reduce-scatters of a layer's input gradients are two
+        assert fused.sent < 0.8 * plain.sent, (fused.sent, plain.sent)
+    else:
+        assert fused.sent <= plain.sent, (fused.sent, plain.sent)
+
+
+@check_each(*MODES)
+def the_summary_says_what_is_fused_and_what_is_not(mode: str) -> None:
+    found = seen(mode, True)
+    sequence_mode = found.run.booster.plugin.shard_config.sequence_parallelism_mode
+    layers = len(decoder_layers(found.run))
+    assert f"{layers} decoder layers fused" in found.said
+    why = f"({layers} not: attention: sequence_parallelism_mode={sequence_mode!r} has one of its own)"
+    assert (why in found.said) == (sequence_mode in OWN_ATTENTION), found.said
+    assert "fused" not in seen(mode, False).said
+
+
+@check_each("TP2", "PP2 1f1b flash")
+def gradient_checkpointing_changes_no_bit(mode: str) -> None:
+    model = model_of(mode)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    run, _ = boosted(mode, True, model)
+    assert losses_of(run) == seen(mode, True).losses
+
+
+@check_each("TP2 ZeRO 1")
+def late_gathers_change_no_bit(mode: str) -> None:
+    run, _ = boosted(mode, True, overlap_allgather=True)
+    assert losses_of(run) == seen(mode, True).losses
+
+
+@check_each("DP2 ZeRO 1", "TP2 ZeRO 1", "PP2 interleaved")
+def a_checkpoint_has_the_names_and_values_of_an_unfused_one(mode: str) -> None:
+    path = shared_folder(f"{mode} fused") / "model.safetensors"
+
+    def save(run: HybridRun) -> dict[str, torch.Tensor]:
+        run.booster.save_model(run.model, str(path), use_safetensors=True)
+        dist.barrier()
+        return load_file(path)
+
+    run, _ = boosted(mode, True)
+    written = save(run)
+    dist.barrier()  # before the other writes
+    assert_equal(save(boosted(mode, False)[0]), written)
+    # what a run has learned, another goes on with
+    trained = seen(mode, True).run
+    learned = save(trained)
+    assert any(not torch.equal(learned[name], value) for name, value in written.items())
+    run.booster.load_model(run.model, str(path))
+    first, *_ = three_batches(run)
+    assert_close([trained.backward(first)], [run.backward(first)], CLOSE)
+    for each in (trained, run):
+        each.optimizer.zero_grad()
+
+
+@check_each("Mistral flash", "Qwen2")
+def the_other_families_train_fused(case: str) -> None:
+    name, options = case.removesuffix(" flash"), FLASH if "flash" in case else {}
+    losses, counts = [], []
+    for fused in (False, True):
+        run, batch = begin(fp8("TP2", fp8_config=FP8Config(fused=fused), **options), name)
+        with Census() as counted:
+            first = step(run, batch)
+        losses.append([first, *(step(run, batch) for _ in range(2))])
+        counts.append(sum(counted.fp8.values()))
+    assert_close(*losses, CLOSE)
+    assert losses[1][-1] < losses[1][0]
+    assert counts == [PASSES * 2 * 7, PASSES * 2 * 4]
+
+
+@check_each("GPT-2")
+def a_model_without_a_fused_form_is_left_alone_and_the_summary_says_so(name: str) -> None:
+    plugin = fp8("TP2", fp8_config=FP8Config(fused=True))
+    with mock.patch.object(plugin.logger, "info") as info:
+        run, batch = begin(plugin, name)
+    assert (
+        "nothing is fused, as there are no decoder layers of Llama, Mistral, Mixtral, Qwen2"
+        in info.call_args.args[0]
+    )
+    plain, _ = begin(fp8("TP2"), name)
+    assert step(run, batch) == step(plain, batch)
