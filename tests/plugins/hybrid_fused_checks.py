@@ -17,6 +17,7 @@ from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.convert import linear_layers
 from fp8booster.nn.fused.decoder import FusedDecoderLayer
 from tests.colossal.models import tiny_llama
+from tests.colossal.moe.models import tiny_mixtral
 from tests.plugins.census_checks import Census
 from tests.plugins.hybrid_census_checks import PASSES, expected, operations
 from tests.plugins.hybrid_model_checks import begin, step
@@ -31,8 +32,8 @@ from tests.plugins.hybrid_runs import (
     start,
 )
 from tests.plugins.hybrid_runs import MODES as UNFUSED_MODES
-from tests.plugins.registry import check_each, shared_folder
-from tests.plugins.training import assert_close, assert_equal
+from tests.plugins.registry import check, check_each, shared_folder
+from tests.plugins.training import assert_close, assert_equal, rank_batches
 
 FLASH = {"enable_flash_attention": True}
 MODES: dict[str, dict[str, Any]] = {
@@ -200,7 +201,7 @@ def the_summary_says_what_is_fused_and_what_is_not(mode: str) -> None:
 
 
 @check_each("TP2", "PP2 1f1b flash")
-def gradient_checkpointing_changes_no_bit(mode: str) -> None:
+def checkpointed_fused_layers_give_the_same_bits(mode: str) -> None:
     model = model_of(mode)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     run, _ = boosted(mode, True, model)
@@ -208,7 +209,7 @@ def gradient_checkpointing_changes_no_bit(mode: str) -> None:
 
 
 @check_each("TP2 ZeRO 1")
-def late_gathers_change_no_bit(mode: str) -> None:
+def late_gathers_give_fused_layers_the_same_bits(mode: str) -> None:
     run, _ = boosted(mode, True, overlap_allgather=True)
     assert losses_of(run) == seen(mode, True).losses
 
@@ -250,6 +251,26 @@ def the_other_families_train_fused(case: str) -> None:
     assert_close(*losses, CLOSE)
     assert losses[1][-1] < losses[1][0]
     assert counts == [PASSES * 2 * 7, PASSES * 2 * 4]
+
+
+@check
+def experts_train_fused_where_they_lie_on_several_ranks() -> None:
+    from fp8booster.plugins.moe_hybrid_parallel import MoeHybridParallelPlugin
+
+    arguments = {"tp_size": 1, "pp_size": 1, "ep_size": 2, "precision": "bf16", "zero_stage": 1}
+    losses, counts = [], []
+    for fused in (False, True):
+        plugin = MoeHybridParallelPlugin(**arguments, use_fp8=True, fp8_config=FP8Config(fused=fused))
+        run = start(plugin, tiny_mixtral(), lr=1e-2)
+        (tokens,) = rank_batches(1)
+        with Census() as counted:
+            found = run.step(tokens)
+        losses.append(found + [run.step(tokens)[0] for _ in range(2)])
+        counts.append(sum(counted.fp8.values()))
+    assert_close(*losses, CLOSE)
+    assert losses[1][-1] < losses[1][0]
+    # on each of two layers, attention and two experts
+    assert counts == [PASSES * 2 * (4 + 2 * 3), PASSES * 2 * (2 + 2 * 2)]
 
 
 @check_each("GPT-2")

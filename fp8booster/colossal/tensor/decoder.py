@@ -39,7 +39,8 @@ class FlashAttention(FusedAttention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: dict[str, Any]
     ) -> torch.Tensor:
         """As shardformer's, which repeats the heads of keys and values and drops nothing out."""
-        key, value = (each.repeat_interleave(self.num_key_value_groups, 1) for each in (key, value))
+        if self.num_key_value_groups > 1:
+            key, value = (each.repeat_interleave(self.num_key_value_groups, 1) for each in (key, value))
         return ColoAttention.attention(query, key, value, **attention_mask)
 
     def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

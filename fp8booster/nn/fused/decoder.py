@@ -281,7 +281,10 @@ def _mixin(module: nn.Module, role: str, attention_of: AttentionOf) -> type[nn.M
     if role == "Attention":
         if not _in_fp8(module.q_proj, module.k_proj, module.v_proj):
             return "q, k and v are not all FP8 layers"
-        return attention_of(module) if replaced else FusedAttention
+        if replaced:
+            return attention_of(module)
+        kind = module.config._attn_implementation
+        return FusedAttention if kind == "sdpa" else f"attn_implementation={kind!r} has no fused form"
     if replaced:
         return REPLACED
     if role == "RMSNorm":
