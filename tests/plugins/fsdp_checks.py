@@ -5,162 +5,61 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
     FullyShardedDataParallel,
-    MixedPrecision,
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8
 from fp8booster.comm import FlatFSDPState, flat_fsdp_hook
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.nn import flat_weights, resharded_weight
 from fp8booster.nn.conv1d import FP8Conv1D
 from fp8booster.nn.flat_fsdp import compress_flat_fsdp
 from fp8booster.nn.flat_weights import NAME, NOT_FP8
-from fp8booster.tensor import QuantizedMatrix
 from tests.colossal.models import tiny_llama
 from tests.nn.models import tiny_gpt2
 from tests.nn.reference import count_calls
 from tests.plugins import ddp_checks
 from tests.plugins.census_checks import census, products
 from tests.plugins.convergence_checks import WITHIN, learn
-from tests.plugins.registry import check, check_each, shared_folder
+from tests.plugins.fsdp_runs import (
+    BF16,
+    BLOCKS,
+    CLOSE,
+    LAYERS,
+    OPTIONS,
+    QUICK,
+    STRATEGIES,
+    TRIED,
+    WRAPPINGS,
+    FP8Weights,
+    alone,
+    assert_fsdp_trains_equally,
+    boost_with,
+    fp8,
+    native,
+    offloading,
+    ours,
+    plain_wire,
+    wrapped,
+)
+from tests.plugins.registry import check, check_each
 from tests.plugins.training import (
-    Boosted,
     assert_close,
-    assert_equal,
     boost,
     rank_batches,
     train,
 )
 from tests.plugins.training import native as native_zero
 from tests.plugins.training import ours as ours_zero
-
-if TYPE_CHECKING:
-    from colossalai.booster.plugin import TorchFSDPPlugin as NativePlugin
-
-    from fp8booster.plugins.torch_fsdp import TorchFSDPPlugin
-
-LAYERS = 14
-"""Linear layers of `tiny_llama` beside the vocabulary head."""
-
-CLOSE = 1e-2
-"""How far a loss in FP8 may lie from that in high precision, in the first steps of `tiny_llama`."""
-
-BLOCKS = ModuleWrapPolicy({LlamaDecoderLayer})
-BF16 = MixedPrecision(param_dtype=torch.bfloat16)
-FP16 = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float32)
-WRAPPINGS: dict[str, dict[str, Any]] = {
-    "one unit": {},
-    "one unit in BF16": {"mixed_precision": BF16},
-    "blocks": {"auto_wrap_policy": BLOCKS},
-    "blocks in BF16": {"auto_wrap_policy": BLOCKS, "mixed_precision": BF16},
-    "blocks in FP16": {"auto_wrap_policy": BLOCKS, "mixed_precision": FP16},
-}
-STRATEGIES = (
-    ShardingStrategy.FULL_SHARD,
-    ShardingStrategy.SHARD_GRAD_OP,
-    ShardingStrategy.NO_SHARD,
-    ShardingStrategy.HYBRID_SHARD,
-)
-
-OPTIONS: dict[str, Any] = {
-    "process_group": None,  # made on the ranks
-    "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP,
-    "cpu_offload": CPUOffload(offload_params=True),
-    "auto_wrap_policy": BLOCKS,
-    "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
-    "mixed_precision": BF16,
-    "ignored_modules": None,  # modules of the model
-    "param_init_fn": lambda module: None,  # called for modules on the meta device
-    "sync_module_states": True,
-}
-"""For every argument of the native plugin but `fp8_communication`, a value that is not its default."""
-
-TRIED = tuple(option for option in OPTIONS if option != "sync_module_states")
-"""Those that FSDP takes on the CPU."""
-
-QUICK = FP8Config(emulate=True)
-"""The same roundings; CPUs without FP8 products take milliseconds for each of the others."""
-
-
-def native(*positional: Any, **arguments: Any) -> NativePlugin:
-    """Colossal-AI's plugin."""
-    from colossalai.booster.plugin import TorchFSDPPlugin
-
-    return TorchFSDPPlugin(*positional, **arguments)
-
-
-def ours(*positional: Any, **arguments: Any) -> TorchFSDPPlugin:
-    """This project's plugin."""
-    from fp8booster.plugins.torch_fsdp import TorchFSDPPlugin
-
-    return TorchFSDPPlugin(*positional, **arguments)
-
-
-def fp8(**arguments: Any) -> TorchFSDPPlugin:
-    """This project's plugin with products, weights and gradients in FP8."""
-    return ours(**{"use_fp8": True, "fp8_config": QUICK} | arguments)
-
-
-def plain_wire(**arguments: Any) -> TorchFSDPPlugin:
-    """This project's plugin with products in FP8, weights and gradients travelling in high precision."""
-    return fp8(fp8_communication=False, **arguments)
-
-
-def boost_with(make: Callable[..., Any], option: str, **others: Any) -> Boosted:
-    """A run whose plugin has one option of `OPTIONS`."""
-    model, value = tiny_llama(), OPTIONS[option]
-    if option == "process_group":
-        value = dist.new_group([0, 1])
-    elif option == "ignored_modules":
-        value = [model.model.layers[1].mlp]
-    return boost(make(**others, **{option: value}), model)
-
-
-def whole(run: Boosted) -> dict[str, torch.Tensor]:
-    """Copies of the parameters, whole and exact."""
-    unit = run.model.module
-    with FullyShardedDataParallel.summon_full_params(unit, writeback=False):
-        return {name: parameter.detach().clone() for name, parameter in unit.named_parameters()}
-
-
-@functools.cache
-def alone() -> dist.ProcessGroup:
-    """The group of this rank alone."""
-    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-
-
-@contextmanager
-def offloading() -> Iterator[None]:
-    """Where FSDP can offload parameters without a GPU: torch pins no memory there, and has nothing to wait for."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-        monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda stream: None, raising=False)
-        yield
-
-
-def assert_fsdp_trains_equally(expected: Boosted, found: Boosted, **how: Any) -> None:
-    """Losses and exact weights are equal bit for bit."""
-    losses, others = train(expected, **how), train(found, **how)
-    assert losses == others, (losses, others)
-    assert_equal(whole(expected), whole(found))
-
 
 # ---- without use_fp8 ----
 
@@ -262,18 +161,11 @@ def fsdp_says_at_boost_what_is_in_fp8() -> None:
 # ---- weights ----
 
 
-def _wrapped(strategy: ShardingStrategy, gather: bool, **arguments: Any) -> Boosted:
-    """A run that reduces gradients in high precision, through the plain wrapper."""
-    run = boost(plain_wire(**arguments, sharding_strategy=strategy))
-    compress_flat_fsdp(run.model, gather=gather, reduce=False)
-    return run
-
-
 @check_each(*(f"{strategy.name} {name}" for strategy in STRATEGIES[:2] for name in WRAPPINGS))
 def fsdp_gathers_in_fp8_the_bits_that_a_layer_would_cast(case: str) -> None:
     strategy, _, wrapping = case.partition(" ")
     arguments = {"strategy": ShardingStrategy[strategy], **WRAPPINGS[wrapping]}
-    assert_fsdp_trains_equally(_wrapped(gather=False, **arguments), _wrapped(gather=True, **arguments))
+    assert_fsdp_trains_equally(wrapped(gather=False, **arguments), wrapped(gather=True, **arguments))
 
 
 @check
@@ -321,35 +213,11 @@ def fsdp_averages_shards_that_replicas_hold() -> None:
     assert torch.equal(shard, torch.full((4096,), 0.5))
 
 
-class _FP8Weights:
-    """Watches the memory of the FP8 weights that layers cast and that units gather."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._seen: list[StorageWeakRef] = []
-        for module, name in ((resharded_weight, "quantize_weight"), (flat_weights, "QuantizedMatrix")):
-            monkeypatch.setattr(module, name, self._watching(getattr(module, name)))
-
-    def _watching(self, make: Callable[..., QuantizedMatrix]) -> Callable[..., QuantizedMatrix]:
-        @functools.wraps(make, updated=())
-        def watched(*args: Any, **kwargs: Any) -> QuantizedMatrix:
-            made = make(*args, **kwargs)
-            self._seen += [StorageWeakRef(layout.untyped_storage()) for layout in made[:2] if layout.numel()]
-            return made
-
-        return watched
-
-    def made(self) -> int:
-        return len(self._seen)
-
-    def alive(self) -> int:
-        return sum(not seen.expired() for seen in self._seen)
-
-
 @check_each(*WRAPPINGS)
 def fsdp_holds_no_fp8_weight_of_a_block_between_forward_and_backward(wrapping: str) -> None:
     for make in (fp8, plain_wire):
         with pytest.MonkeyPatch.context() as monkeypatch:
-            weights = _FP8Weights(monkeypatch)
+            weights = FP8Weights(monkeypatch)
             run = boost(make(**WRAPPINGS[wrapping]))
             loss = run.loss(rank_batches(1)[0])
             assert weights.made() >= LAYERS
@@ -484,50 +352,3 @@ def fsdp_follows_data_parallel_in_fp8_over_50_steps(wrapping: str) -> None:
     losses = _learn(fp8(**WRAPPINGS[wrapping]))
     assert expected[-1] < 0.8 * expected[0]
     assert_close(expected, losses, WITHIN)
-
-
-# ---- checkpoints ----
-
-PLUGINS: dict[str, Callable[[], Any]] = {
-    "fp8": functools.partial(fp8, auto_wrap_policy=BLOCKS),
-    "native": functools.partial(native, auto_wrap_policy=BLOCKS),
-    "fp8 DDP": functools.partial(ddp_checks.fp8, fp8_config=QUICK),
-}
-
-
-@check_each("fp8 to fp8", "fp8 to native", "native to fp8", "fp8 to fp8 DDP")
-def fsdp_checkpoints_cross(crossing: str) -> None:
-    source, _, target = crossing.partition(" to ")
-    writer, reader = (boost(PLUGINS[name]()) for name in (source, target))
-    train(writer, steps=2)
-    writer.loss(rank_batches(1)[0])  # the root unit is whole now, its FP8 layers' weights rounded
-    expected = whole(writer)
-    for name, form in ddp_checks.FORMS.items():
-        folder = shared_folder(f"fsdp {crossing}/{name}")
-        model, optimizer = ddp_checks._save(writer, form, folder)
-        if target == "fp8 DDP":
-            reader.booster.load_model(reader.model, model)
-            assert_equal(expected, reader.parameters())
-            continue
-        train(reader, steps=1)  # other weights
-        reader.booster.load_model(reader.model, model)
-        reader.booster.load_optimizer(reader.optimizer, optimizer)
-        assert_equal(expected, whole(reader))
-    if target != "fp8 DDP":
-        losses = train(reader), train(writer)
-        assert_close(*losses, CLOSE)
-        if source == target:
-            assert losses[0] == losses[1]
-
-
-@check_each(*STRATEGIES[:2])
-def fsdp_checkpoints_hold_exact_weights_after_a_forward(strategy: ShardingStrategy) -> None:
-    for wrapping in ("one unit", "one unit in BF16"):
-        run = boost(fp8(sharding_strategy=strategy, **WRAPPINGS[wrapping]))
-        before = whole(run)
-        loss = run.loss(rank_batches(1)[0])
-        assert_equal(before, whole(run))
-        run.booster.backward(loss, run.optimizer)
-        with FullyShardedDataParallel.summon_full_params(run.model.module):
-            pass  # writes back what it gathered
-        assert_equal(before, whole(run))
