@@ -6,7 +6,7 @@ print(dist_fp8.statistics())
 """
 
 from fp8booster.comm.automatic_scaling import AutomaticScaling
-from fp8booster.comm.coalesced import all_reduce_coalesced
+from fp8booster.comm.coalesced import all_reduce_coalesced, reduce_scatter_coalesced
 from fp8booster.comm.collectives import (
     all_gather,
     all_gather_into_tensor,
@@ -49,6 +49,7 @@ __all__ = [
     "isend",
     "recv",
     "reduce_flat_fsdp",
+    "reduce_scatter_coalesced",
     "reduce_scatter_single",
     "reduce_scatter_tensor",
     "reset_statistics",

@@ -7,8 +7,20 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from fp8booster.comm.collectives import Op, ReduceOp, all_reduce
+from fp8booster.comm.collectives import (
+    Op,
+    ReduceOp,
+    all_reduce,
+    factor_of,
+    new_message,
+    one_tensor,
+    reduce_plainly,
+)
 from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.comm.one_sided import mailbox_of
+from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.threshold import why_plain
+from fp8booster.kernels.block_cast import side_by_side
 
 BUCKET_BYTES = 64 * 2**20
 """From this size FP8 pays inside a node too (`threshold`)."""
@@ -33,6 +45,57 @@ def all_reduce_coalesced(
         message = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
         all_reduce(message, op, group, encoding=encoding)
         copy_parts(bucket, message)
+
+
+def reduce_scatter_coalesced(
+    outputs: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    op: Op = ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    *,
+    encoding: Encoding = DEFAULT,
+    min_bytes: int | None = None,
+) -> None:
+    """`reduce_scatter_tensor` of many tensors in one message, encoded from where they lie.
+
+    Args:
+        outputs: [sum of the sizes / ranks]; written with this rank's part of each input, one after the other. It may
+            be FP32 where the inputs have 16 bits: sums are FP32 before they are rounded to it.
+        inputs: contiguous, of one dtype; each size is a multiple of the number of ranks.
+        op, group, encoding, min_bytes: as in `reduce_scatter_tensor`.
+
+    Raises:
+        ValueError: sizes that do not fit together.
+    """
+    ranks = dist.get_world_size(group)
+    if any(tensor.numel() % ranks for tensor in inputs) or outputs.numel() * ranks != sum(
+        tensor.numel() for tensor in inputs
+    ):
+        raise ValueError(
+            f"the inputs have {[tensor.numel() for tensor in inputs]} values and outputs {outputs.numel()}; each input "
+            f"must be a multiple of {ranks}, the number of ranks, and outputs hold one part of each"
+        )
+    payload = sum(tensor.nbytes for tensor in inputs)
+    reason = why_plain("reduce_scatter_tensor", inputs[0], payload, group, min_bytes, op)
+    if reason is not None:
+        count_plain("reduce_scatter_tensor", ranks, payload, reason)
+        values = side_by_side([tensor.detach() for tensor in inputs], ranks)
+        part = torch.empty_like(outputs, dtype=values.dtype)
+        plain = one_tensor("reduce_scatter")
+        reduce_plainly(lambda op: plain(part, values, op, group, False), part, op, ranks, False)
+        outputs.copy_(part)
+        return
+    layout = encoding.even(outputs.numel(), ranks)
+    count_encoded("reduce_scatter_tensor", ranks, payload, {"all_to_all_single": layout.bytes})
+    values, factor = [tensor.detach() for tensor in inputs], factor_of(op, ranks)
+    mailbox = mailbox_of(group, outputs, layout.bytes)
+    if mailbox is not None:
+        mailbox.reduce_scatter(values, outputs, layout, encoding, factor)
+        return
+    message, received = new_message(outputs, layout.bytes), new_message(outputs, layout.bytes)
+    encoding.encode_parts(values, message, layout)
+    dist.all_to_all_single(received, message, group=group)
+    encoding.decode_sum(received, outputs, layout, factor)
 
 
 @torch.no_grad()

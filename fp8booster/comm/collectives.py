@@ -45,7 +45,7 @@ def all_reduce(
     reason = why_plain("all_reduce", tensor, tensor.nbytes, group, min_bytes, op)
     if reason is not None:
         count_plain("all_reduce", ranks, tensor.nbytes, reason)
-        return _reduce_plainly(
+        return reduce_plainly(
             lambda op: dist.all_reduce(tensor, op, group, async_op), tensor, op, ranks, async_op
         )
     values, rank = flat(tensor, "tensor"), dist.get_rank(group)
@@ -61,13 +61,13 @@ def all_reduce(
 
     def begin(asynchronous: bool) -> Transfer:
         if mailbox is not None:
-            mailbox.all_reduce(values, layout, piece, encoding, _factor(op, ranks))
+            mailbox.all_reduce(values, layout, piece, encoding, factor_of(op, ranks))
             return transfer(asynchronous, [tensor])
         message, received = new_message(values, layout.bytes), new_message(values, layout.bytes)
         encoding.encode(values, message, layout)
         dist.all_to_all_single(received, message, group=group)
         own = message[rank * piece.bytes : (rank + 1) * piece.bytes]
-        encoding.decode_sum_encode(received, own, layout, _factor(op, ranks))
+        encoding.decode_sum_encode(received, own, layout, factor_of(op, ranks))
         work = gather_bytes(message, own, group, asynchronous)
         return Transfer(work, lambda: encoding.decode(message, values, layout), (message,))
 
@@ -90,7 +90,7 @@ def reduce_scatter_tensor(
     if reason is not None:
         count_plain("reduce_scatter_tensor", ranks, input.nbytes, reason)
         plain = one_tensor("reduce_scatter")
-        return _reduce_plainly(
+        return reduce_plainly(
             lambda op: plain(output, input, op, group, async_op), output, op, ranks, async_op
         )
     sums, values = flat(output, "output"), flat(input, "input")
@@ -101,12 +101,12 @@ def reduce_scatter_tensor(
 
     def begin(asynchronous: bool) -> Transfer:
         if mailbox is not None:
-            mailbox.reduce_scatter(values, sums, layout, encoding, _factor(op, ranks))
+            mailbox.reduce_scatter([values], sums, layout, encoding, factor_of(op, ranks))
             return transfer(asynchronous, [output])
         message, received = new_message(values, layout.bytes), new_message(values, layout.bytes)
         encoding.encode(values, message, layout)
         work = dist.all_to_all_single(received, message, group=group, async_op=asynchronous)
-        factor = _factor(op, ranks)
+        factor = factor_of(op, ranks)
         return Transfer(
             work, lambda: encoding.decode_sum(received, sums, layout, factor), (received, message)
         )
@@ -324,6 +324,18 @@ def gather_bytes(
     return one_tensor("all_gather")(message, own, group, asynchronous)
 
 
+def gather_many(
+    messages: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup | None
+) -> list[Work]:
+    """Begin to gather (message, own part) for several messages, by one launch of NCCL; wait for all it returns."""
+    if not messages[0][0].is_cuda:
+        return [gather_bytes(message, own, group, asynchronous=True) for message, own in messages]
+    with dist._coalescing_manager(group, async_ops=True) as coalesced:
+        for message, own in messages:
+            gather_bytes(message, own, group, asynchronous=True)
+    return [coalesced]
+
+
 def one_tensor(collective: str) -> Callable[..., Work | None]:
     """`all_gather` or `reduce_scatter` of one tensor: torch 2.13 deprecates the name that torch before it has."""
     old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[collective]
@@ -351,7 +363,7 @@ def _decode_each(parts: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor],
         encoding.decode(part, values, encoding.even(values.numel()))
 
 
-def _reduce_plainly(
+def reduce_plainly(
     reduce: Callable[[Op], Work | None], output: torch.Tensor, op: Op, ranks: int, async_op: bool
 ) -> Work | None:
     """A plain reduction; gloo knows no mean, so on the CPU it is a sum that is divided."""
@@ -364,7 +376,7 @@ def _reduce_plainly(
     return None
 
 
-def _factor(op: Op, ranks: int) -> float:
+def factor_of(op: Op, ranks: int) -> float:
     return 1.0 / ranks if op == ReduceOp.AVG else 1.0
 
 

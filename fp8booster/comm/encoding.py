@@ -55,6 +55,10 @@ class Encoding:
         """`block_cast.encode`."""
         block_cast.encode(values, message, layout, self.format, self.power_of_two)
 
+    def encode_parts(self, tensors: Sequence[torch.Tensor], message: torch.Tensor, layout: Layout) -> None:
+        """`block_cast.encode_parts`."""
+        block_cast.encode_parts(tensors, message, layout, self.format, self.power_of_two)
+
     def decode(self, message: Message, values: torch.Tensor, layout: Layout) -> None:
         """`block_cast.decode`."""
         block_cast.decode(message, values, layout, self.format)

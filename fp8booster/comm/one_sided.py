@@ -73,12 +73,17 @@ class Mailbox:
             encoding.decode(self._left_by_all(), values, layout)
 
     def reduce_scatter(
-        self, values: torch.Tensor, sums: torch.Tensor, layout: Layout, encoding: Encoding, factor: float
+        self,
+        values: Sequence[torch.Tensor],
+        sums: torch.Tensor,
+        layout: Layout,
+        encoding: Encoding,
+        factor: float,
     ) -> None:
-        """Write this rank's part of the sum of `values` over ranks to `sums`."""
+        """Write this rank's part of the sum of `values`, side by side, over ranks to `sums`."""
         with self._call():
             with self._exchange(layout.bytes) as message:
-                encoding.encode(values, message, layout)
+                encoding.encode_parts(values, message, layout)
             parts = self._left_by_all(self._rank * layout.sizes[0])
             encoding.decode_sum(parts, sums, layout, factor)
 

@@ -4,13 +4,14 @@
     message   the pieces, one after the other, nothing between them
 
 Each piece is whole in itself, so an all-to-all can send every rank its piece of one message and a receiver can decode
-what it got from each. `encode`, `decode`, `decode_sum` and `decode_sum_encode` are the entries; the `*_reference`
-functions define what they compute, run on every device and are what tests compare with.
+what it got from each. `encode`, `encode_parts`, `decode`, `decode_sum` and `decode_sum_encode` are the entries; the
+`*_reference` functions define what they compute, run on every device and are what tests compare with.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -124,6 +125,30 @@ def encode(
     _implementation(values).encode(values, message, layout, dtype, power_of_two)
 
 
+def encode_parts(
+    tensors: Sequence[torch.Tensor],
+    message: torch.Tensor,
+    layout: Layout,
+    dtype: torch.dtype,
+    power_of_two: bool = False,
+) -> None:
+    """`encode` of several tensors side by side, without a copy of those whose parts are whole blocks.
+
+    Args:
+        tensors: contiguous, of one dtype. Each is divided evenly among the pieces, which hold its parts in this order.
+        message, dtype, power_of_two: as in `encode`.
+        layout: even pieces.
+    """
+    _implementation(message).encode_parts(tensors, message, layout, dtype, power_of_two)
+
+
+def side_by_side(tensors: Sequence[torch.Tensor], pieces: int) -> torch.Tensor:
+    """[N]: the first of `pieces` even parts of each tensor, then the second of each, and so on."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    return torch.cat([tensor.reshape(pieces, -1) for tensor in tensors], dim=1).view(-1)
+
+
 def decode(message: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
     """Write the values of a message that `encode` made, each rounded once to the dtype of `values`.
 
@@ -199,6 +224,17 @@ class Reference:
             bits = saturate(blocks * scale[:, None], dtype).view(torch.uint8)
             message[offset : offset + payload] = bits.view(-1)[:payload]
             message[offset + payload : offset + size] = inverse_scale.view(torch.uint8)
+
+    @staticmethod
+    def encode_parts(
+        tensors: Sequence[torch.Tensor],
+        message: torch.Tensor,
+        layout: Layout,
+        dtype: torch.dtype,
+        power_of_two: bool,
+    ) -> None:
+        """What `encode_parts` computes."""
+        Reference.encode(side_by_side(tensors, len(layout.counts)), message, layout, dtype, power_of_two)
 
     @staticmethod
     def decode(message: torch.Tensor, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:

@@ -7,12 +7,15 @@ The arithmetic is that of `block_cast.Reference`, so multiply and add are not fu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import takewhile
+
 import torch
 import triton
 import triton.language as tl
 
 from fp8booster import formats
-from fp8booster.kernels.block_cast import SCALES_ALIGNMENT, Layout, Message, Peers
+from fp8booster.kernels.block_cast import SCALES_ALIGNMENT, Layout, Message, Peers, side_by_side
 from fp8booster.kernels.cast import ALIGNMENT
 from fp8booster.kernels.cast_triton import (
     amax_partials,
@@ -99,16 +102,21 @@ def store_piece(
     POWER_OF_TWO: tl.constexpr,
     TENSORWISE: tl.constexpr,
     BLOCK: tl.constexpr,
+    end=None,
 ):
-    """Cast a tile by the amax of its blocks and store it and its inverse scales."""
+    """Cast a tile by the amax of its blocks and store it and its inverse scales, up to block `end` if there is one."""
     scale, inverse = scale_from_bits(amax_bits, LIMIT, POWER_OF_TWO)
     payload = payload_bytes(count)
     bits = to_bits(values * scale[:, None], E4M3, LIMIT)
-    tl.store(message + offset + within, bits, mask=within < payload)
     if TENSORWISE:  # none for an empty piece, where the next one's payload lies
         slots = tl.where(count > 0, SLOTS_ALIGNMENT, 0)
     else:
         slots = (count + SLOTS_ALIGNMENT * BLOCK - 1) // (SLOTS_ALIGNMENT * BLOCK) * SLOTS_ALIGNMENT
+    stored = within < payload
+    if end is not None:
+        stored = stored & (block < end)[:, None]
+        slots = tl.minimum(slots, end)
+    tl.store(message + offset + within, bits, mask=stored)
     tl.store(scales + (offset + payload) // 4 + block, inverse, mask=block < slots)
 
 
@@ -158,6 +166,44 @@ def encode_kernel(
         POWER_OF_TWO,
         TENSORWISE,
         BLOCK,
+    )
+
+
+@triton.jit
+def encode_part_kernel(
+    x,
+    message,  # uint8 [bytes]
+    scales,  # the same memory as float32
+    part,  # values of x in each piece
+    first,  # the block of a piece that x begins at
+    end,  # the block behind its last, the padding included where nothing follows
+    count,
+    size,
+    E4M3: tl.constexpr,
+    LIMIT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+):
+    """Each program casts one tile of one part of a tensor."""
+    piece = tl.program_id(1).to(tl.int64)
+    block, within = tile_place(tl.program_id(0), BLOCK, TILE_BLOCKS)
+    values = tl.load(x + piece * part + within, mask=within < part, other=0.0).to(tl.float32)
+    store_piece(
+        values,
+        tl.max(magnitude_bits(values), 1),
+        message,
+        scales,
+        piece * size,
+        count,
+        block + first,
+        within + first * BLOCK,
+        E4M3,
+        LIMIT,
+        POWER_OF_TWO,
+        False,
+        BLOCK,
+        end,
     )
 
 
@@ -323,6 +369,43 @@ def encode(
         PARTIALS_BLOCK=1 << (partial_count - 1).bit_length(),
         **_tile(layout),
     )
+
+
+def encode_parts(
+    tensors: Sequence[torch.Tensor],
+    message: torch.Tensor,
+    layout: Layout,
+    dtype: torch.dtype,
+    power_of_two: bool,
+) -> None:
+    """What `block_cast.Reference.encode_parts` computes, byte for byte."""
+    block, pieces = layout.block_size, len(layout.counts)
+    if len(tensors) == 1 or block is None:
+        encode(side_by_side(tensors, pieces), message, layout, dtype, power_of_two)
+        return
+    of_blocks = list(takewhile(lambda tensor: tensor.numel() // pieces % block == 0, tensors))
+    others = tensors[len(of_blocks) :]
+    parts = [*of_blocks, side_by_side(others, pieces)] if others else of_blocks
+    first, in_floats, tile = 0, message.view(torch.float32), _tile(layout)
+    del tile["TENSORWISE"]
+    for tensor in parts:
+        part = tensor.numel() // pieces
+        end = layout.scale_count(layout.counts[0]) if tensor is parts[-1] else first + part // block
+        encode_part_kernel[(ceil_div(end - first, tile["TILE_BLOCKS"]), pieces)](
+            tensor,
+            message,
+            in_floats,
+            part,
+            first,
+            end,
+            layout.counts[0],
+            layout.sizes[0],
+            E4M3=dtype is formats.E4M3,
+            LIMIT=formats.MAX[dtype],
+            POWER_OF_TWO=power_of_two,
+            **tile,
+        )
+        first = end
 
 
 def _places(message: Message) -> tuple[torch.Tensor | None, torch.Tensor | None, Peers]:

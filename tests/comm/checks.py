@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import math
 import sys
 import traceback
@@ -26,6 +27,8 @@ ENCODINGS = (
     Encoding(block_size=1024, power_of_two=True),
 )
 LARGE = 1 << 18
+SECONDS = 60
+"""What a check lasts at most."""
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
@@ -45,6 +48,8 @@ def run_checks(device: str = "cpu") -> dict[str, str | None]:
     for name, function in CHECKS.items():
         torch.manual_seed(1000 + dist.get_rank())
         comm.reset_statistics()
+        # over NCCL ranks that miss each other hang: say where, and end
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
         try:
             function()
             dist.barrier()
@@ -54,6 +59,8 @@ def run_checks(device: str = "cpu") -> dict[str, str | None]:
             # at once: over NCCL the other ranks may wait for this one until they are killed
             sys.stderr.write(f"rank {dist.get_rank()}: {name}\n{outcomes[name]}\n")
             break
+        finally:
+            faulthandler.cancel_dump_traceback_later()
     return outcomes
 
 
@@ -172,6 +179,32 @@ def reduce_scatter_is_within_one_rounding_of_each_rank() -> None:
         )
         mine = slice(rank * size, (rank + 1) * size)
         assert_within(output, exact[mine], bound[mine])
+
+
+@check
+def reduce_scatter_of_many_is_that_of_each_into_fp32_too() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    sizes = (256, 1024, 7, 300)
+    for dtype, encoding, op in product(
+        formats.HIGH_PRECISION, ENCODINGS, (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+    ):
+        tensors = [spread(size * ranks, dtype).view(ranks, size) for size in sizes]
+        side_by_side = torch.cat(tensors, dim=1)
+        exact = torch.empty(sum(sizes), device=DEVICE)
+        comm.reduce_scatter_tensor(
+            exact, side_by_side.float().view(-1), op, encoding=encoding, min_bytes=0
+        )  # 16 bits in FP32: the same values
+        for output_dtype in (torch.float32, dtype):
+            output = torch.empty(sum(sizes), dtype=output_dtype, device=DEVICE)
+            comm.reduce_scatter_coalesced(output, tensors, op, encoding=encoding, min_bytes=0)
+            assert torch.equal(output, exact.to(output_dtype))
+        plain = torch.empty(sum(sizes), device=DEVICE)
+        comm.reduce_scatter_coalesced(plain, tensors, op, min_bytes=2**30)
+        factor = 1 / ranks if op == dist.ReduceOp.AVG else 1
+        mine = sum(each[rank] for each in of_all_ranks(side_by_side)) * factor
+        torch.testing.assert_close(plain.double(), mine, rtol=ranks * torch.finfo(dtype).eps, atol=0.1)
+    row = comm.statistics()["reduce_scatter_tensor"]
+    assert row.uncompressed == {"small": row.calls // 4}
 
 
 @check
@@ -520,6 +553,7 @@ def mistakes_raise_before_anything_is_sent() -> None:
     for call in (
         lambda: comm.all_reduce(torch.ones(8, 8, device=DEVICE).t(), min_bytes=0),
         lambda: comm.reduce_scatter_tensor(values.clone(), values, min_bytes=0),
+        lambda: comm.reduce_scatter_coalesced(values.clone(), [values], min_bytes=0),
         lambda: comm.all_gather_into_tensor(values.clone(), values, min_bytes=0),
         lambda: comm.all_to_all_single(values.clone(), values, None, [1] * ranks),
         lambda: comm.all_to_all_single(values.clone(), torch.ones(ranks * 8 + 1, device=DEVICE)),

@@ -160,6 +160,58 @@ def held_by_peers(message: torch.Tensor, layout: Layout) -> tuple[block_cast.Pee
     return block_cast.Peers(addresses, 32, own=pieces // 2), memory
 
 
+PARTS = [  # sizes of tensors for two pieces
+    (64,),
+    (512, 128, 64),
+    (64, 1024, 70, 2 * 33),
+    (30, 2048),
+    (4096, 10240, 2048),
+]
+
+
+def encoded_parts(
+    implementation: object, tensors: list[torch.Tensor], layout: Layout, dtype: torch.dtype
+) -> torch.Tensor:
+    message = torch.full((layout.bytes,), 0xAA, dtype=torch.uint8, device=tensors[0].device)
+    implementation.encode_parts(tensors, message, layout, dtype, True)
+    return message
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_parts_of_tensors_lie_side_by_side_in_each_piece(block) -> None:
+    torch.manual_seed(0)
+    for sizes in PARTS:
+        tensors = [gradient_like(size).view(2, -1) for size in sizes]
+        layout = Layout.even(sum(sizes) // 2, 2, block)
+        whole = torch.cat([torch.cat([tensor[piece] for tensor in tensors]) for piece in (0, 1)])
+        expected = encoded(Reference, whole, layout, formats.E4M3, True)
+        assert torch.equal(encoded_parts(block_cast, tensors, layout, formats.E4M3), expected)
+
+
+def differing_parts(device: str, exact: bool) -> list[str]:
+    """What the kernel encodes otherwise than the reference; `exact` values are held exactly by FP8."""
+    from fp8booster.kernels import block_cast_triton
+
+    torch.manual_seed(0)
+    wrong = []
+    for sizes, block, dtype in product(PARTS, (32, 1024, None), formats.FORMATS):
+        layout = Layout.even(sum(sizes) // 2, 2, block)
+        if exact:
+            tensors = [torch.randint(-7, 8, (size,), device=device) * 8.0 for size in sizes]
+        else:
+            tensors = [gradient_like(size).to(device) for size in sizes]
+        for _ in range(1 if exact else 50):
+            ours = encoded_parts(block_cast_triton, tensors, layout, dtype)
+            if not torch.equal(ours, encoded_parts(Reference, tensors, layout, dtype)):
+                wrong.append(f"{sizes} {block} {dtype}")
+    return wrong
+
+
+@pytest.mark.gpu
+def test_parts_of_tensors_have_the_bytes_of_the_reference_every_time() -> None:
+    assert differing_parts("cuda", exact=False) == []
+
+
 def interpreted_kernels_agree() -> list[str]:
     """What differs where the interpreter rounds as the hardware does: on values that FP8 holds exactly."""
     from fp8booster.kernels import block_cast_triton
@@ -214,7 +266,7 @@ def interpreted_kernels_agree() -> list[str]:
             scales = slice(layout.payload_bytes(counts[0]), one.bytes)
             if not torch.equal(again[0][scales], again[1][scales]):
                 wrong.append(f"scales of decode_sum_encode {case}")
-    return wrong
+    return wrong + differing_parts("cpu", exact=True)
 
 
 def test_the_kernels_interpreted_agree_with_the_reference() -> None:

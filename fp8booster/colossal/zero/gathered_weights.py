@@ -11,7 +11,7 @@ padded size of a weight is kept in its `_working_param_to_padded_working_param` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
 from fp8booster.comm.amax import agree_on_amax
-from fp8booster.comm.collectives import gather_bytes
+from fp8booster.comm.collectives import gather_many
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.cast import ALIGNMENT
 from fp8booster.kernels.shard_cast import cast_shard, unpack
@@ -34,6 +34,10 @@ NAME = "weight gather"
 
 _GATHER = "all_gather_into_tensor"
 
+BATCH_BYTES = 2**28
+"""FP8 weights that are gathered at once. NCCL sends few large messages faster than many small ones: on 8 H200 32 MiB
+at 240 GB/s and 512 MiB at 335."""
+
 
 @dataclass
 class GatheredWeight:
@@ -44,6 +48,13 @@ class GatheredWeight:
     """[shard size * ranks] FP8: the gathered shards, of which the first numel are the weight."""
 
     quantized: QuantizedMatrix
+
+
+class _Batch(NamedTuple):
+    """Weights on their way."""
+
+    weights: list[GatheredWeight]
+    works: list[dist.Work]
 
 
 class MergedWeights(NamedTuple):
@@ -185,8 +196,7 @@ class GatheredWeights:
                 keys = [id(weight) for weight in together.layers.weights]
                 if keys[0] in amax_of:
                     amax_of.update(dict.fromkeys(keys, torch.stack([amax_of[key] for key in keys]).amax()))
-            for working in parameters:
-                self._gather(self._weights[id(working)], masters[working], amax_of[id(working)], group)
+            self._publish(parameters, masters, amax_of, group)
         for together in merged:
             together.layers.keep(together.quantized)
 
@@ -203,17 +213,56 @@ class GatheredWeights:
                     all_masters[weight] = mate.to(master.device)
         return all_masters
 
-    def _gather(
-        self, gathered: GatheredWeight, master: torch.Tensor, amax: torch.Tensor, group: dist.ProcessGroup
+    def _publish(
+        self,
+        parameters: list[nn.Parameter],
+        masters: Mapping[nn.Parameter, torch.Tensor],
+        amax_of: Mapping[int, torch.Tensor],
+        group: dist.ProcessGroup,
     ) -> None:
-        layer, quantized = gathered.layer, gathered.quantized
+        """Cast, gather and unpack batch by batch: while one travels, the next is cast and the last is unpacked."""
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        own = gathered.flat.chunk(ranks)[rank]
-        cast_shard(master, amax, own, quantized.inverse_scale, layer.fp8_config.power_of_two)
-        message, part = gathered.flat.view(torch.uint8), own.view(torch.uint8)
-        sent = {_GATHER: part.nbytes, "all_reduce": amax.nbytes}
-        count_encoded(NAME, ranks, master.numel() * layer.weight.element_size(), sent, _GATHER)
-        gather_bytes(message, part, group)
+        travelling: _Batch | None = None
+        for batch in self._batches(parameters):
+            messages = []
+            for gathered in batch:
+                weight = gathered.layer.weight
+                own = gathered.flat.chunk(ranks)[rank]
+                master, amax = masters[weight], amax_of[id(weight)]
+                inverse_scale = gathered.quantized.inverse_scale
+                cast_shard(master, amax, own, inverse_scale, gathered.layer.fp8_config.power_of_two)
+                sent = {_GATHER: own.nbytes, "all_reduce": amax.nbytes}
+                count_encoded(NAME, ranks, master.numel() * weight.element_size(), sent, _GATHER)
+                messages.append((gathered.flat.view(torch.uint8), own.view(torch.uint8)))
+            leaving = _Batch(batch, gather_many(messages, group))
+            if travelling is not None:
+                self._unpack(travelling)
+            travelling = leaving
+        if travelling is not None:
+            self._unpack(travelling)
+
+    def _batches(self, parameters: list[nn.Parameter]) -> Iterator[list[GatheredWeight]]:
+        """The weights, in batches of about `BATCH_BYTES`."""
+        batch, size = [], 0
+        for parameter in parameters:
+            gathered = self._weights[id(parameter)]
+            batch.append(gathered)
+            size += gathered.flat.nbytes
+            if size >= BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _unpack(self, batch: _Batch) -> None:
+        for work in batch.works:
+            work.wait()
+        for gathered in batch.weights:
+            self._hand_over(gathered)
+
+    def _hand_over(self, gathered: GatheredWeight) -> None:
+        """Make of the gathered bytes what else is read, and give all of it to the layer."""
+        layer, quantized = gathered.layer, gathered.quantized
         unpack(quantized.data, quantized.inverse_scale, quantized.transpose, layer.weight.data)
         # a graph that still holds the former values must not go backward with these
         torch.autograd.graph.increment_version((*quantized[:3], layer.weight))

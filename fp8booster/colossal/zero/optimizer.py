@@ -24,11 +24,12 @@ from colossalai.zero.low_level._utils import (
 from colossalai.zero.low_level.bookkeeping import BucketStore, TensorBucket
 from colossalai.zero.low_level.zero_hook import set_all_gather_handle
 from torch import nn
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 
 from fp8booster import comm
 from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.comm import AutomaticScaling, Encoding
+from fp8booster.kernels.block_cast import side_by_side
 
 Updated = list[tuple[nn.Parameter, torch.Tensor]]
 """(working weight, this rank's master shard) of each parameter that got a gradient."""
@@ -63,6 +64,9 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
             if gradient_scaling == "auto"
             else None
         )
+        # native's flag makes the host wait for the device after each backward; here streams wait for each other
+        optimizer.reduces_beside_backward = optimizer._overlap_communication
+        optimizer._overlap_communication = False
         for store in optimizer.pg_to_grad_store.values():
             store._working_index = 0  # in stage 1 too, a rank keeps the gradients of its own part alone
         if cls.reduces_during_backward and not optimizer.grad_handles:
@@ -82,46 +86,49 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         bucket.add_param_grad(group_id, param, self.get_param_padding_size(param))
 
     def _run_reduction(self) -> None:
+        accelerator = get_accelerator()
         for bucket in self.pg_to_bucket_store.values():
             if bucket.num_elements_in_bucket() > 0:
                 self._reduce_bucket(bucket)
+            if self.reduces_beside_backward and accelerator.name == "cuda":
+                accelerator.current_stream().wait_stream(bucket.comm_stream)
 
     def _reduce_bucket(self, bucket: BucketStore) -> None:
         """Reduce-scatter a bucket's gradients and keep this rank's part of each."""
-        bucket.build_grad_in_bucket()
-        gradients = bucket.get_flatten_grad()
-        bucket.reset_num_elements_in_bucket()
+        group_id = bucket.current_group_id
+        parameters, gradients = _taken_out(bucket, self.gradient_encoding.block_size or 1)
         accelerator = get_accelerator()
         stream = accelerator.current_stream()
-        if self._overlap_communication and gradients.is_cuda:
+        if self.reduces_beside_backward and gradients[0].is_cuda:
             stream = bucket.comm_stream
-            gradients.record_stream(stream)  # its memory outlives its last use on this stream
             stream.wait_stream(accelerator.current_stream())
-        own = bucket.get_grad()[bucket.local_rank]
+            for gradient in gradients:
+                gradient.record_stream(stream)  # its memory outlives its last use on this stream
         with accelerator.stream(stream):
-            received = gradients
-            if self._communication_dtype is not None:
-                received = received.to(self._communication_dtype)
-            groups = bucket.torch_pg if isinstance(bucket.torch_pg, tuple) else (bucket.torch_pg,)
-            for group, ranks in zip(groups, bucket.sizes, strict=True):
-                part = received.new_empty(received.numel() // ranks)
-                self._reduce_scatter(part, received, group, own)
-                received = part
-            self._update_partitoned_grad(
-                bucket, own, received.to(gradients.dtype), bucket.current_group_id, 1
-            )
-            bucket.reset()
+            own = self._reduced(bucket, gradients)
+            sizes = [gradient.numel() // bucket.world_size for gradient in gradients]
+            for parameter, part in zip(parameters, own.split(sizes), strict=True):
+                self._add_grad(part, 1, group_id, id(parameter))
 
-    def _reduce_scatter(
-        self, part: torch.Tensor, gradients: torch.Tensor, group: ProcessGroup, own: list[torch.Tensor]
-    ) -> None:
-        """Write this rank's part of the mean; `own` are the pieces of parameters of which a part is a multiple."""
-        if self.automatic_scaling is None:
-            comm.reduce_scatter_tensor(part, gradients, ReduceOp.AVG, group, encoding=self.gradient_encoding)
-        else:
-            sizes = [piece.numel() for piece in own]
-            sizes *= part.numel() // sum(sizes)
-            self.automatic_scaling.reduce_scatter_tensor(part, gradients, ReduceOp.AVG, group, sizes=sizes)
+    def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """This rank's parts of the means over ranks, one after the other, of the dtype of the masters."""
+        dtype = torch.float32 if self._master_weights else gradients[0].dtype
+        if self._communication_dtype is not None:
+            gradients = [gradient.to(self._communication_dtype) for gradient in gradients]
+        groups = bucket.torch_pg if isinstance(bucket.torch_pg, tuple) else (bucket.torch_pg,)
+        for group, ranks in zip(groups, bucket.sizes, strict=True):
+            sizes = [gradient.numel() // ranks for gradient in gradients]
+            if self.automatic_scaling is None:
+                part = gradients[0].new_empty(sum(sizes), dtype=dtype)
+                comm.reduce_scatter_coalesced(
+                    part, gradients, ReduceOp.AVG, group, encoding=self.gradient_encoding
+                )
+            else:
+                whole = side_by_side(gradients, ranks)
+                part = whole.new_empty(sum(sizes))
+                self.automatic_scaling.reduce_scatter_tensor(part, whole, ReduceOp.AVG, group, sizes=sizes)
+            gradients = part.split(sizes)
+        return part.to(dtype)
 
     def step(self, closure: None = None) -> None:
         """Update this rank's master shards and publish the new weights to all ranks.
@@ -279,3 +286,22 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         for group, bucket in buckets.items():
             if not bucket.is_empty():
                 bucket.all_gather(group)
+
+
+def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+    """The parameters of a bucket, which is empty then, and their gradients, flat and padded as the masters are.
+
+    Those whose parts end within a block of values that share a scale come last: the others are encoded from where they
+    lie.
+    """
+    entries = sorted(
+        zip(bucket._param_list, bucket._padding_size, strict=True),
+        key=lambda entry: (entry[0].numel() + entry[1]) // bucket.world_size % block_size != 0,
+    )
+    bucket.reset_all()
+    gradients = []
+    for parameter, padding in entries:
+        gradient = parameter.grad.detach().flatten()
+        gradients.append(nn.functional.pad(gradient, [0, padding]) if padding else gradient)
+        parameter.grad = None
+    return [parameter for parameter, _ in entries], gradients
