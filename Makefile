@@ -7,7 +7,7 @@ ARGS   ?=
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.fp8booster-ready
-CODE  := fp8booster tests $(wildcard benchmarks)
+CODE  := fp8booster tests $(wildcard benchmarks examples)
 
 .PHONY: help setup train test test-gpu lint format doctor clean
 

@@ -1,0 +1,125 @@
+"""Fine-tune a pretrained model in FP8 on instructions and answers.
+
+    torchrun --standalone --nproc-per-node 8 finetune.py --model folder --data instructions.jsonl
+
+`--model` is a folder in Hugging Face's format with weights and tokenizer. A line of `--data` is an object with
+"instruction", "output" and, if there is any, "input". Only the answer counts for the loss.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from modes import (
+    add_arguments,
+    endless,
+    learning_rate,
+    make_booster,
+    make_plugin,
+    parse_arguments,
+    train_step,
+    weights_dtype,
+)
+
+import colossalai  # isort: skip  (after modes, which imports fp8booster)
+import torch
+import torch.distributed as dist
+from torch.utils.data import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+IGNORED = -100
+"""The label of a token that does not count, in transformers and in Colossal-AI."""
+
+
+class Instructions(Dataset):
+    """Instructions with their answers, as token numbers of one length."""
+
+    def __init__(self, file: str, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
+        self.samples = []
+        for line in Path(file).read_text(encoding="utf-8").splitlines():
+            example = json.loads(line)
+            question = f"{example['instruction']}\n{example.get('input', '')}".strip() + "\n\n"
+            prompt = tokenizer(question)["input_ids"]
+            answer = tokenizer(example["output"], add_special_tokens=False)["input_ids"]
+            self.samples.append(self._sample(prompt, [*answer, tokenizer.eos_token_id], length))
+
+    @staticmethod
+    def _sample(prompt: list[int], answer: list[int], length: int) -> dict[str, torch.Tensor]:
+        # padding comes last, so that causal attention needs no mask for it; equal lengths suit every plugin
+        prompt = prompt[: max(0, length - len(answer))]
+        answer = answer[:length]
+        padding = length - len(prompt) - len(answer)
+        return {
+            "input_ids": torch.tensor([*prompt, *answer, *[answer[-1]] * padding]),
+            "labels": torch.tensor([*[IGNORED] * len(prompt), *answer, *[IGNORED] * padding]),
+        }
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.samples[index]
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", required=True, help="a folder in Hugging Face's format")
+    parser.add_argument("--data", required=True, help="a file of JSON lines")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute activations")
+    add_arguments(parser)
+    parser.set_defaults(lr=2e-5)
+    return parse_arguments(parser, arguments)
+
+
+def train(args: argparse.Namespace) -> list[float]:
+    """Train as the arguments say; returns the loss of each step."""
+    config = AutoConfig.from_pretrained(args.model, use_cache=False)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, config=config, torch_dtype=weights_dtype(args))
+    if args.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
+
+    plugin = make_plugin(args, model)
+    loader = plugin.prepare_dataloader(
+        Instructions(args.data, tokenizer, args.sequence),
+        batch_size=args.batch * args.micro_batches,
+        shuffle=True,
+        drop_last=True,
+    )
+    booster = make_booster(args, plugin)
+    model, optimizer, *_ = booster.boost(model.train(), optimizer)
+
+    out, done = Path(args.out), 0
+    if args.resume:
+        booster.load_model(model, str(out / "model"))
+        booster.load_optimizer(optimizer, str(out / "optimizer"))
+        done = json.loads((out / "state.json").read_text())["step"]
+
+    losses = []
+    batches = endless(loader, skip=done)
+    for step in range(done, args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, step)
+        losses.append(train_step(args, booster, model, optimizer, next(batches)))
+        if dist.get_rank() == 0:
+            print(f"step {step + 1}/{args.steps}  loss {losses[-1]:.4f}", flush=True)
+        if step + 1 == args.steps or (args.save_every and (step + 1) % args.save_every == 0):
+            booster.save_model(model, str(out / "model"), shard=True, use_safetensors=True)
+            booster.save_optimizer(optimizer, str(out / "optimizer"), shard=True)
+            if dist.get_rank() == 0:
+                config.save_pretrained(out / "model")
+                tokenizer.save_pretrained(out / "model")
+                (out / "state.json").write_text(json.dumps({"step": step + 1}))
+            dist.barrier()
+    return losses
+
+
+if __name__ == "__main__":
+    args = parse()
+    colossalai.launch_from_torch()
+    train(args)
+    dist.destroy_process_group()

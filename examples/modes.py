@@ -1,0 +1,203 @@
+"""The parallel modes of both examples: one plugin each, and one training step that suits all of them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from contextlib import nullcontext
+from typing import Any
+
+# fp8booster comes before colossalai, which it mends
+from fp8booster.plugins import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    MoeHybridParallelPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+
+import torch  # isort: skip
+import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
+from colossalai.booster import Booster
+from colossalai.booster.plugin.plugin_base import Plugin
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+MODES = {
+    "low_level_zero": (),
+    "gemini": ("tp",),
+    "hybrid": ("tp", "pp", "sp", "sp_mode"),
+    "moe": ("tp", "pp", "ep"),
+    "ddp": (),
+    "fsdp": (),
+}
+"""Name: the options that only some modes take."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say how to train."""
+    parser.add_argument("--plugin", choices=MODES, default="low_level_zero")
+    parser.add_argument("--bf16", action="store_true", help="train in BF16, to compare")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks (gemini, hybrid, moe)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages (hybrid, moe)")
+    parser.add_argument("--sp-mode", choices=("split_gather", "ring", "all_to_all", "ring_attn"))
+    parser.add_argument(
+        "--sp", type=int, default=1, help="ranks that share a sequence (all_to_all, ring_attn)"
+    )
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts (moe)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
+    parser.add_argument(
+        "--micro-batches", type=int, default=1, help="of each optimizer step, on each replica"
+    )
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--max-norm", type=float, default=1.0)
+    parser.add_argument("--save-every", type=int, default=0, help="steps; 0: at the end only")
+    parser.add_argument("--out", default="checkpoint", help="folder, on a disk that all nodes share")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+
+
+def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """The command line; an option that the mode does not take ends it with a sentence."""
+    args = parser.parse_args(arguments)
+    for name in ("tp", "pp", "sp", "sp_mode", "ep"):
+        if getattr(args, name) != parser.get_default(name) and name not in MODES[args.plugin]:
+            able = ", ".join(mode for mode, options in MODES.items() if name in options)
+            parser.error(f"--plugin {args.plugin} takes no --{name.replace('_', '-')}; use {able}")
+    return args
+
+
+def make_plugin(args: argparse.Namespace, model: nn.Module) -> Plugin:
+    """The plugin of a mode. `use_fp8=True` is all that FP8 takes; every other argument is Colossal-AI's own."""
+    use_fp8 = not args.bf16
+    match args.plugin:
+        case "low_level_zero":
+            return LowLevelZeroPlugin(stage=2, precision="bf16", max_norm=args.max_norm, use_fp8=use_fp8)
+        case "gemini":
+            return GeminiPlugin(
+                precision="bf16",
+                max_norm=args.max_norm,
+                tp_size=args.tp,
+                enable_gradient_accumulation=args.micro_batches > 1,
+                use_fp8=use_fp8,
+            )
+        case "hybrid":
+            return HybridParallelPlugin(
+                tp_size=args.tp,
+                pp_size=args.pp,
+                enable_sequence_parallelism=args.sp_mode is not None,
+                sequence_parallelism_mode=args.sp_mode,
+                sp_size=args.sp,
+                zero_stage=1,
+                num_microbatches=args.micro_batches,
+                precision="bf16",
+                max_norm=args.max_norm,
+                use_fp8=use_fp8,
+            )
+        case "moe":
+            return MoeHybridParallelPlugin(
+                tp_size=args.tp,
+                pp_size=args.pp,
+                ep_size=args.ep,
+                zero_stage=1,
+                num_microbatches=args.micro_batches,
+                precision="bf16",
+                max_norm=args.max_norm,
+                use_fp8=use_fp8,
+            )
+        case "ddp":
+            return TorchDDPPlugin(use_fp8=use_fp8)
+        case "fsdp":
+            return TorchFSDPPlugin(
+                mixed_precision=MixedPrecision(torch.bfloat16, reduce_dtype=torch.bfloat16),
+                auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+                use_fp8=use_fp8,
+            )
+
+
+def make_booster(args: argparse.Namespace, plugin: Plugin) -> Booster:
+    """DDP leaves the 16-bit type to Booster; the other plugins were told."""
+    return Booster(plugin=plugin, mixed_precision="bf16" if args.plugin == "ddp" else None)
+
+
+def weights_dtype(args: argparse.Namespace) -> torch.dtype:
+    """DDP and FSDP train the weights as they are given; the other plugins keep FP32 masters of 16-bit ones."""
+    return torch.float32 if args.plugin in ("ddp", "fsdp") else torch.bfloat16
+
+
+def train_step(
+    args: argparse.Namespace,
+    booster: Booster,
+    model: ModelWrapper,
+    optimizer: OptimizerWrapper,
+    batch: dict[str, torch.Tensor],
+) -> float:
+    """One optimizer step on this replica's batch; returns the mean loss over all replicas.
+
+    `batch` holds `input_ids` and `labels`  [micro_batches * batch, sequence].
+    """
+    device = get_accelerator().get_current_device()
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    if args.pp > 1:
+        outputs = booster.execute_pipeline(
+            iter([batch]), model, lambda outputs, _: outputs.loss, optimizer, return_loss=True
+        )
+        loss = outputs["loss"]  # None on all stages but the last
+    else:
+        loss = torch.zeros((), device=device)
+        for number in range(args.micro_batches):
+            part = {name: tensor.chunk(args.micro_batches)[number] for name, tensor in batch.items()}
+            last = number == args.micro_batches - 1
+            with nullcontext() if last or not may_wait(booster.plugin) else booster.no_sync(model, optimizer):
+                micro_loss = model(**part).loss / args.micro_batches
+                booster.backward(micro_loss, optimizer)
+            loss += micro_loss.detach()
+    if args.plugin in ("ddp", "fsdp"):
+        optimizer.clip_grad_by_norm(args.max_norm)  # in the others step() clips
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean_over_ranks(loss, device)
+
+
+def may_wait(plugin: Plugin) -> bool:
+    """Whether gradients can stay on a rank until the last micro-batch; stage 2 keeps only shards of them."""
+    return plugin.support_no_sync() and getattr(plugin, "zero_stage", 0) != 2
+
+
+def mean_over_ranks(loss: torch.Tensor | None, device: torch.device) -> float:
+    """The mean of the ranks that have a loss."""
+    total = torch.zeros(2, device=device)
+    if loss is not None:
+        total += torch.stack([loss.detach().float().reshape(()), torch.ones((), device=device)])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def learning_rate(args: argparse.Namespace, step: int) -> float:
+    """Linear warm-up over a tenth of the steps, then a cosine to a tenth of the peak; `step` counts from 0."""
+    warm_up = max(1, args.steps // 10)
+    if step < warm_up:
+        return args.lr * (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, args.steps - warm_up)
+    return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def endless(loader: torch.utils.data.DataLoader, skip: int) -> Any:
+    """Batches, epoch after epoch, in an order that depends on the epoch alone; the first `skip` are left out."""
+    epoch, taken = 0, 0
+    while True:
+        loader.sampler.set_epoch(epoch)
+        for batch in loader:
+            taken += 1
+            if taken > skip:
+                yield batch
+        if taken == 0:
+            raise ValueError(
+                "the data does not fill one batch; give more, or a smaller --batch or --sequence"
+            )
+        epoch += 1

@@ -1,0 +1,101 @@
+"""The scripts under `examples/` on two gloo ranks, which are started once for all modes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fp8booster.cli.train.tokenizer import train_tokenizer
+from tests.colossal.models import tiny_llama
+from tests.distributed import run_ranks
+from tests.examples.example_ranks import EXAMPLES, FINETUNING, PRETRAINING, Outcome, train_all
+
+VOCABULARY = 384
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the examples find a pretrained model and leave their checkpoints."""
+    folder = tmp_path_factory.mktemp("examples")
+    source = Path(sysconfig.get_paths()["stdlib"], "ast.py").read_text()
+    (folder / "text.txt").write_text(source[:20000])
+    lines = [
+        {"instruction": "Repeat this line.", "input": line, "output": line}
+        for line in source.splitlines()[:40]
+        if line
+    ]
+    del lines[0]["input"]
+    (folder / "instructions.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    train_tokenizer([source], VOCABULARY, folder / "pretrained")
+    tiny_llama(vocab_size=VOCABULARY).save_pretrained(folder / "pretrained")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> list[dict[str, dict[str, Outcome]]]:
+    """The losses of each rank."""
+    files = [str(folder / name) for name in ("text.txt", "instructions.jsonl")]
+    return run_ranks(train_all, 2, str(folder), *files, timeout=300, initialize=False)
+
+
+def losses_of(outcomes: list[dict[str, dict[str, Outcome]]], kind: str, name: str) -> list[float]:
+    """Those of rank 0, which are those of all ranks."""
+    first, second = (outcome[kind][name] for outcome in outcomes)
+    assert not isinstance(first, str), first
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("name", PRETRAINING)
+def test_pretraining_learns_and_goes_on_from_its_checkpoint(outcomes, folder, name) -> None:
+    losses = losses_of(outcomes, "pretrain", name)
+    assert len(losses) == 4
+    assert losses[-1] < 0.95 * losses[0]
+    (resumed,) = losses_of(outcomes, "resume", name)
+    # from other weights, a step would begin at the first loss
+    assert resumed < 0.5 * (losses[0] + losses[-1])
+    model, loading = AutoModelForCausalLM.from_pretrained(folder / name / "model", output_loading_info=True)
+    assert not loading["missing_keys"]
+    tokens = torch.tensor([list(b"import os")])
+    assert model(input_ids=tokens, labels=tokens).loss < losses[0]
+
+
+@pytest.mark.parametrize("name", FINETUNING)
+def test_finetuning_learns_answers(outcomes, folder, name) -> None:
+    losses = losses_of(outcomes, "finetune", name)
+    assert losses[-1] < losses[0]
+    tuned = folder / f"tuned {name}"
+    assert (tuned / "model" / "tokenizer.json").is_file()
+    assert json.loads((tuned / "state.json").read_text()) == {"step": 3}
+
+
+@pytest.fixture
+def modes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import modes
+
+    yield modes
+    sys.modules.pop("modes")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--plugin", "ddp", "--tp", "2"], "--plugin ddp takes no --tp; use gemini, hybrid, moe"),
+        (["--plugin", "moe", "--sp-mode", "ring"], "--plugin moe takes no --sp-mode; use hybrid"),
+    ],
+)
+def test_an_option_of_another_mode_is_refused(modes, capsys, options, says) -> None:
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    modes.add_arguments(parser)
+    with pytest.raises(SystemExit):
+        modes.parse_arguments(parser, options)
+    assert says in capsys.readouterr().err
