@@ -58,7 +58,7 @@ def learn(run: Boosted, first: int = 0, last: int = STEPS, accumulate: int = 1) 
         micro_batches = list(batches.micro_batches(step * layout.step_sequences))
         total = torch.tensor(sum(run.step(*micro_batches, no_sync=run.booster.plugin.support_no_sync())))
         dist.all_reduce(total)
-        losses.append(total.item() / (accumulate * layout.world_size))
+        losses.append(total.item() / (accumulate * layout.replicas))
     return losses
 
 
