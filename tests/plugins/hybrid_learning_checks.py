@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fp8booster.cli.train.schedule import Schedule
 from tests.colossal.models import tiny_llama
-from tests.plugins.hybrid_runs import MODES, fp8, learn, learn_alone, sizes, start
+from tests.plugins.hybrid_runs import MODES, fp8, learn, learn_alone, parts, sizes, start
 from tests.plugins.registry import check_each
 
 if TYPE_CHECKING:
@@ -26,10 +26,6 @@ SCHEDULE = Schedule(peak=2e-3, floor=0.0, warmup=5, decay=STEPS)
 WITHIN = 0.01
 
 
-CHUNKED = ("PP2 interleaved", "PP2 zbv")
-"""Modes that need four layers."""
-
-
 @functools.cache
 def alone(layers: int) -> list[float]:
     """The losses of one process: of the first, while the others wait."""
@@ -40,8 +36,9 @@ def alone(layers: int) -> list[float]:
     return losses[0]
 
 
-def assert_follows(plugin: NativePlugin, layers: int = 2) -> None:
-    """The losses fall as those of one process do, and end within 1 % of them."""
+def assert_follows(plugin: NativePlugin) -> None:
+    """The losses of a layer for each part of a pipeline fall as those of one process do, and end within 1 % of them."""
+    layers = parts(plugin)
     model = tiny_llama(**sizes(num_hidden_layers=layers))
     losses, expected = learn(start(plugin, model), last=STEPS, schedule=SCHEDULE), alone(layers)
     assert expected[-1] < 0.75 * expected[0], expected
@@ -53,4 +50,5 @@ def assert_follows(plugin: NativePlugin, layers: int = 2) -> None:
 
 @check_each(*(mode for mode in MODES if mode != "DP2 ZeRO 2"))  # whose bits are those of stage 1
 def the_loss_follows_one_process_in_fp8_over_50_steps(mode: str) -> None:
-    assert_follows(fp8(mode), layers=4 if mode in CHUNKED else 2)
+    micro_batches = {"num_microbatches": 2} if "pp_size" in MODES[mode] else {}
+    assert_follows(fp8(MODES[mode] | micro_batches))

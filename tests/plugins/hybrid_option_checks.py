@@ -57,7 +57,7 @@ def accumulation_gives_what_one_batch_gives(mode: str) -> None:
 def parts_of_a_gradient_are_added_once_however_many_micro_batches(case: str) -> None:
     mode, zero = case.removesuffix(" ZeRO 1"), "ZeRO" in case
     found = [norm_gradients(start(fp8(mode, zero_stage=int(zero))), no_sync) for no_sync in (True, False)]
-    assert len(found[0]) == 9
+    assert len(found[0]) == 5
     for name, expected in found[0].items():
         # what is added in FP8 is rounded; a micro-batch counted twice would be half of it off
         assert (found[1][name] - expected).norm() < 0.1 * expected.norm(), name
@@ -115,7 +115,7 @@ def adapters_train_over_a_frozen_fp8_base(mode: str) -> None:
     assert_close(*(learn(run) for run in runs), CLOSE)
     rows = {row.name: row for row in report(runs[1].model).rows}
     base = {name for name in rows if name.endswith("base_layer")}
-    assert len(base) == 28
+    assert len(base) == 14
     assert {rows[name].precision for name in base} == {"FP8"}
 
 
@@ -144,4 +144,4 @@ def a_model_without_layers_for_fp8_is_refused_unless_another_stage_has_some(case
     else:
         run = start(plugin)
         learn(run, last=1)
-        assert len(report(run.model).fp8) == (0 if first else 15)  # the head too
+        assert len(report(run.model).fp8) == (0 if first else 8)  # the head too
