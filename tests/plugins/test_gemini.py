@@ -11,7 +11,7 @@ from tests.plugins.registry import names, run_checks
 
 MODULES = {
     2: ("fp8", "fused", "native", "checkpoint", "learning"),
-    4: ("tensor_parallel",),
+    4: ("tensor_parallel", "fused_tensor_parallel"),
 }
 CASES = [
     (ranks, name)
