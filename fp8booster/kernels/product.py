@@ -40,10 +40,7 @@ def product(
     """
     rowwise = inverse_scale_a.dim() == 1
     if fast_accumulation and not rowwise and out_dtype is torch.bfloat16 and _is_faster_by_rows(a, b):
-        inverse_scale_a, inverse_scale_b = (
-            scale.expand(len(operand)).contiguous()
-            for scale, operand in ((inverse_scale_a, a), (inverse_scale_b, b))
-        )
+        inverse_scale_a, inverse_scale_b = _repeated(inverse_scale_a, a), _repeated(inverse_scale_b, b)
         rowwise = True
     if rowwise:
         inverse_scale_a, inverse_scale_b = inverse_scale_a.view(-1, 1), inverse_scale_b.view(1, -1)
@@ -81,6 +78,21 @@ def _is_faster_by_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
     if not a.is_cuda or 2.0 * len(a) * len(b) * a.shape[1] < LARGE_PRODUCT:
         return False
     return (_capability if torch.compiler.is_compiling() else _known_capability)(a.device) == (9, 0)
+
+
+def _repeated(scale: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    """The scale once for each row of an operand."""
+    rows, device = len(operand), operand.device
+    # memory that is allocated during a capture belongs to its graph
+    fresh = torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+    return (_ones if fresh else _known_ones)(rows, device) * scale
+
+
+def _ones(count: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(count, dtype=torch.float32, device=device)
+
+
+_known_ones = functools.lru_cache(maxsize=64)(_ones)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:

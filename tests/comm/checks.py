@@ -414,6 +414,8 @@ def several_in_flight_are_finished_in_any_order() -> None:
     for work in reversed(works + gathers):
         work.wait()
         work.wait()  # a second time changes nothing
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()  # there `wait` makes the stream wait, not the host
         assert work.is_completed()
     for values, expected in zip(tensors, everyone, strict=True):
         assert_reduced(values, expected)
