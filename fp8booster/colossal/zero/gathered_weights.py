@@ -115,8 +115,11 @@ class GatheredWeights:
                 self._reasons[key] = reason
         self._merged: dict[int, MergedWeights] = {}
         for merged in merged_layers(model):
-            if all(id(layer.weight) in layers for layer in merged.layers) and self._can_lie_together(merged):
+            gathered = [key in layers and key not in self._reasons for key in map(id, merged.weights)]
+            if all(gathered) and self._can_lie_together(merged):
                 self._allocate_together(merged)
+            elif any(gathered):  # else each step casts all of them together
+                merged.keep_apart("the weights are not gathered one below the other")
         for key, layer in layers.items():
             if key not in self._reasons and key not in self._weights:
                 self._weights[key] = self._allocate(layer)
@@ -155,8 +158,7 @@ class GatheredWeights:
         weights = merged.weights
         padded = self._optimizer._working_param_to_padded_working_param
         return (
-            not any(id(weight) in self._reasons for weight in weights)
-            and len({self._optimizer.param_to_pg[weight] for weight in weights}) == 1
+            len({self._optimizer.param_to_pg[weight] for weight in weights}) == 1
             and len({layer.fp8_config for layer in merged.layers}) == 1
             # between weights there must be no padding
             and all(padded[weight].numel() == weight.numel() for weight in weights)
