@@ -21,7 +21,7 @@ from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
 from fp8booster.colossal.hybrid.optimizer import FP8HybridParallelAMPOptimizer, FP8HybridParallelZeroOptimizer
 from fp8booster.colossal.pipeline import compress_pipeline
 from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, fuse_sharded
-from fp8booster.colossal.zero.late_weights import wait_before_forward
+from fp8booster.colossal.zero.late_weights import make_parameters_plain, wait_before_forward
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
@@ -101,10 +101,13 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
             self.use_fp8 = True
         boosted_model, boosted_optimizer, *_ = boosted
         self.convert(boosted_model)
+        late = self.zero_stage > 0 and self.zero_config["overlap_allgather"]
         fused = ""
         if self.fp8_config.fused:
+            if late:
+                make_parameters_plain(boosted_model.module)
             fused = f"; {fuse_sharded(boosted_model.unwrap(unwrap_peft=False), self.shard_config)}"
-        if self.zero_stage > 0 and self.zero_config["overlap_allgather"]:
+        if late:
             wait_before_forward(boosted_model.module)
         if self.sends_fp8:
             self.compress_gradients(boosted_model, boosted_optimizer)

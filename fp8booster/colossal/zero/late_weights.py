@@ -13,18 +13,25 @@ from colossalai.tensor.colo_parameter import ColoParameter
 from colossalai.zero.low_level.zero_hook import wait_all_gather_handle
 from torch import nn
 
+from fp8booster.nn.fused.causal_lm_loss import fused_head
 from fp8booster.nn.fused.merged import merged_layers
+
+
+def make_parameters_plain(model: nn.Module) -> None:
+    """Turn every ColoParameter into the nn.Parameter that it was."""
+    for parameter in model.parameters():
+        if type(parameter) is ColoParameter:
+            parameter.__class__ = nn.Parameter
 
 
 def wait_before_forward(model: nn.Module) -> None:
     """Make every module wait for the gathers of its own parameters, and of its children's, before its forward.
 
-    Layers that may run as one have no hook, which would have to run: the module that holds them waits.
+    Layers whose weights `nn.fused` reads past their forward have no hook, which it would have to run: the module that
+    holds them waits.
     """
-    held = {id(layer) for merged in merged_layers(model) for layer in merged.layers}
-    for parameter in model.parameters():
-        if type(parameter) is ColoParameter:
-            parameter.__class__ = nn.Parameter
+    held = {id(layer) for merged in merged_layers(model) for layer in merged.layers} | {id(fused_head(model))}
+    make_parameters_plain(model)
     for module in model.modules():
         if id(module) not in held and _wait_for_parameters not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_wait_for_parameters)
