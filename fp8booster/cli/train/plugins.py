@@ -75,7 +75,18 @@ def build_plugin(options: TrainOptions, use_fp8: bool, network: nn.Module) -> Pl
 
         schedule = zero_bubble_schedule(options.pp, options.accumulate)
         arguments = {"num_model_chunks": 2, "scheduler_nodes": schedule} | arguments
+    _require_layers(network, options.pp * arguments.get("num_model_chunks", 1))
     return plugin_class(**arguments)
+
+
+def _require_layers(network: nn.Module, pieces: int) -> None:
+    """Raise ValueError for a model that a pipeline cannot be cut from; its ranks would wait for each other."""
+    layers = getattr(getattr(network, "config", None), "num_hidden_layers", None)
+    if layers is not None and layers < pieces:
+        raise ValueError(
+            f"The model has {layers} layers and the pipeline {pieces} pieces (--pp times its chunks); give a smaller "
+            "--pp"
+        )
 
 
 def fp8_config(options: TrainOptions) -> FP8Config:

@@ -7,6 +7,7 @@ from torch import nn
 
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.plugins import build_plugin, check_plugin, fp8_config
+from tests.colossal.models import tiny_llama
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,12 @@ def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_a_pipeline_of_more_pieces_than_layers_is_refused():
+    options = TrainOptions(plugin="hybrid", pp=2, accumulate=2, plugin_options=("pp_style=zbv",))
+    with pytest.raises(ValueError, match="has 2 layers and the pipeline 4 pieces"):
+        build_plugin(options, use_fp8=False, network=tiny_llama())
 
 
 @pytest.mark.usefixtures("one_rank")
