@@ -8,10 +8,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fp8booster import FP8Config, comm, convert_to_fp8
+from fp8booster import FP8Config, comm, convert_to_fp8, report
+from fp8booster.nn.fused import fuse
+from fp8booster.nn.fused.merged import merged_layers
 from fp8booster.nn.linear import FP8Linear
 from fp8booster.nn.resharded_weight import ReshardedWeight, follow_resharding
 from tests.distributed import run_ranks
+from tests.nn.fused.models import batch, build
 
 CONFIGS = [FP8Config(), FP8Config(granularity="rowwise")]
 
@@ -81,11 +84,61 @@ def train_with_fsdp2() -> dict[str, list]:
     return results
 
 
-def test_layers_sharded_by_fsdp2_hold_no_fp8_weight_and_compute_the_same_bits() -> None:
-    for rank in run_ranks(train_with_fsdp2, 2):
+def train_fused_with_fsdp2() -> dict[str, list[float]]:
+    """Losses of a small LLaMA sharded by FSDP2, with merged layers and without."""
+    mesh = init_device_mesh("cpu", (2,))
+    results = {}
+    for name in ("unfused", "kept", "followed"):
+        model = convert_to_fp8(build(dtype=torch.float32), FP8Config(emulate=True))
+        if name != "unfused":
+            fuse(model)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if name != "kept":
+            follow_resharding(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        results[name] = []
+        for _ in range(4):
+            ids = batch()
+            loss = model(input_ids=ids, labels=ids).loss
+            held = sum(merged._quantized is not None for merged in merged_layers(model))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results[name].append(loss.item())
+        assert held == (4 if name == "kept" else 0), (name, held)
+        if name != "unfused":
+            assert "10 of them merged to 4 products" in report(model).summary()
+    return results
+
+
+def train_both_with_fsdp2() -> tuple[dict[str, list], dict[str, list[float]]]:
+    """In one start of the ranks."""
+    return train_with_fsdp2(), train_fused_with_fsdp2()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[tuple[dict[str, list], dict[str, list[float]]]]:
+    """What each of two ranks found."""
+    return run_ranks(train_both_with_fsdp2, 2)
+
+
+def test_layers_sharded_by_fsdp2_hold_no_fp8_weight_and_compute_the_same_bits(ranks: list[tuple]) -> None:
+    for rank, _ in ranks:
         (kept, held), (followed, held_after), (sent, _) = rank.values()
         assert (held, held_after) == (3, 0)
         assert followed == kept
         assert kept[-1] < 0.9 * kept[0]
         assert sent != kept
         assert all(abs(one - other) < 0.03 * one for one, other in zip(kept, sent, strict=True))
+
+
+def test_merged_layers_sharded_by_fsdp2_hold_no_fp8_weight_and_compute_the_same_bits(
+    ranks: list[tuple],
+) -> None:
+    for _, rank in ranks:
+        unfused, kept, followed = rank.values()
+        assert followed == kept
+        assert kept[-1] < kept[0]
+        assert all(abs(one - other) < 0.02 * one for one, other in zip(unfused, kept, strict=True)), rank

@@ -39,6 +39,7 @@ from tests.plugins.fsdp_runs import (
     QUICK,
     STRATEGIES,
     TRIED,
+    UNFUSED,
     WRAPPINGS,
     FP8Weights,
     alone,
@@ -99,7 +100,7 @@ def fsdp_names_an_unknown_option_and_refuses_a_wrong_configuration() -> None:
 
 @check_each(*WRAPPINGS)
 def fsdp_runs_all_products_but_those_of_the_vocabulary_head_in_fp8(wrapping: str) -> None:
-    run = boost(fp8(fp8_config=None, **WRAPPINGS[wrapping]))
+    run = boost(fp8(fp8_config=FP8Config(fused=False), **WRAPPINGS[wrapping]))
     counted, rows = census(run)
     linears = [module for module in run.model.modules() if isinstance(module, nn.Linear)]
     eligible = [module for module in linears if isinstance(module, FP8Linear)]
@@ -135,7 +136,7 @@ def fsdp_recomputes_activations_in_fp8() -> None:
 
 @check
 def fsdp_evaluates_with_the_weights_it_gathered() -> None:
-    run = boost(fp8(**WRAPPINGS["blocks in BF16"]))
+    run = boost(fp8(fp8_config=UNFUSED, **WRAPPINGS["blocks in BF16"]))
     train(run, steps=1)
     batch = rank_batches(1)[0]
     with torch.no_grad():
@@ -147,8 +148,8 @@ def fsdp_evaluates_with_the_weights_it_gathered() -> None:
 @check
 def fsdp_says_at_boost_what_is_in_fp8() -> None:
     for plugin, wire in (
-        (fp8(fp8_config=None), "gradients travel in FP8, and FP8 layers' weights"),
-        (plain_wire(fp8_config=None), "gradients and weights travel uncompressed"),
+        (fp8(fp8_config=FP8Config(fused=False)), "gradients travel in FP8, and FP8 layers' weights"),
+        (plain_wire(fp8_config=FP8Config(fused=False)), "gradients and weights travel uncompressed"),
     ):
         with pytest.MonkeyPatch.context() as monkeypatch:
             lines = count_calls(monkeypatch, plugin.logger, "info")
@@ -218,7 +219,7 @@ def fsdp_holds_no_fp8_weight_of_a_block_between_forward_and_backward(wrapping: s
     for make in (fp8, plain_wire):
         with pytest.MonkeyPatch.context() as monkeypatch:
             weights = FP8Weights(monkeypatch)
-            run = boost(make(**WRAPPINGS[wrapping]))
+            run = boost(make(fp8_config=UNFUSED, **WRAPPINGS[wrapping]))
             loss = run.loss(rank_batches(1)[0])
             assert weights.made() >= LAYERS
             if "one unit" in wrapping and make is fp8:

@@ -28,6 +28,7 @@ from tests.plugins.fsdp_runs import (
     CLOSE,
     LAYERS,
     STRATEGIES,
+    UNFUSED,
     WRAPPINGS,
     FP8Weights,
     assert_fsdp_trains_equally,
@@ -50,6 +51,11 @@ def fused(**arguments: Any) -> Any:
     return fp8(**{"fp8_config": FUSED} | arguments)
 
 
+def unfused(**arguments: Any) -> Any:
+    """The plugin with layers that run one by one."""
+    return fp8(fp8_config=UNFUSED, **arguments)
+
+
 @check_each(*WRAPPINGS)
 def fsdp_gathers_merged_weights_to_the_bits_that_their_layers_would_cast(wrapping: str) -> None:
     arguments = {"strategy": ShardingStrategy.FULL_SHARD, "fp8_config": FUSED, **WRAPPINGS[wrapping]}
@@ -60,7 +66,7 @@ def fsdp_gathers_merged_weights_to_the_bits_that_their_layers_would_cast(wrappin
 def fsdp_trains_a_fused_model_as_an_unfused_one(wrapping: str) -> None:
     run = boost(fused(**WRAPPINGS[wrapping]))
     assert MERGED in report(run.model).summary()
-    assert_close(train(boost(fp8(**WRAPPINGS[wrapping])), steps=4), train(run, steps=4), CLOSE)
+    assert_close(train(boost(unfused(**WRAPPINGS[wrapping])), steps=4), train(run, steps=4), CLOSE)
     assert MERGED in report(run.model).summary()
 
 
@@ -103,7 +109,7 @@ def fsdp_trains_fused_models_with_and_without_biases(family: str) -> None:
     blocks = ModuleWrapPolicy({type(build(family).model.layers[0])})
     found, expected = (
         train(boost(make(auto_wrap_policy=blocks, mixed_precision=BF16), build(family, torch.float32)))
-        for make in (fused, fp8)
+        for make in (fused, unfused)
     )
     assert_close(expected, found, CLOSE)
 
@@ -128,7 +134,7 @@ def fsdp_runs_all_products_of_a_fused_model_in_fp8() -> None:
 @check
 def fsdp_sends_for_a_fused_model_the_bytes_of_an_unfused_one() -> None:
     sent = []
-    for make in (fp8, fused):
+    for make in (unfused, fused):
         run = boost(make(**WRAPPINGS["blocks in BF16"]))
         batch = rank_batches(1)[0]
         run.step(batch)
@@ -160,7 +166,7 @@ def fsdp_offloads_a_fused_model() -> None:
     with offloading():
         expected, found = (
             train(boost_with(make, "cpu_offload", auto_wrap_policy=BLOCKS), micro_batches=2)
-            for make in (fp8, fused)
+            for make in (unfused, fused)
         )
     assert_close(expected, found, CLOSE)
 
@@ -174,7 +180,7 @@ def fsdp_runs_one_by_one_what_is_gathered_in_different_units_and_shows_it() -> N
         run = boost(plugin)
     said = "4 groups of layers not merged (the weights are gathered in different units)"
     assert [said in line for (line,) in lines] == [True]
-    expected = train(boost(fp8(auto_wrap_policy=each_layer, mixed_precision=BF16)))
+    expected = train(boost(unfused(auto_wrap_policy=each_layer, mixed_precision=BF16)))
     assert_close(expected, train(run), CLOSE)
 
 
@@ -209,10 +215,10 @@ def fsdp_checkpoints_of_a_fused_model_cross() -> None:
     train(writer, steps=2)
     writer.loss(rank_batches(1)[0])  # the root unit is whole now
     expected = whole(writer)
-    assert list(whole(boost(fp8(auto_wrap_policy=BLOCKS)))) == list(expected)
+    assert list(whole(boost(unfused(auto_wrap_policy=BLOCKS)))) == list(expected)
     for name, form in ddp_checks.FORMS.items():
         model, optimizer = ddp_checks._save(writer, form, shared_folder(f"fsdp fused/{name}"))
-        for make in (fused, fp8):
+        for make in (fused, unfused):
             reader = boost(make(auto_wrap_policy=BLOCKS))
             train(reader, steps=1)
             reader.booster.load_model(reader.model, model)

@@ -80,6 +80,9 @@ TRIED = tuple(option for option in OPTIONS if option != "sync_module_states")
 QUICK = FP8Config(emulate=True)
 """The same roundings; CPUs without FP8 products take milliseconds for each of the others."""
 
+UNFUSED = FP8Config(emulate=True, fused=False)
+"""The same, each layer by itself."""
+
 
 def native(*positional: Any, **arguments: Any) -> NativePlugin:
     """Colossal-AI's plugin."""

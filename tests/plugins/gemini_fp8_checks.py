@@ -72,7 +72,7 @@ def census(run: Boosted, tokens: torch.Tensor) -> Census:
 @check
 def all_products_but_those_of_the_vocabulary_head_run_in_fp8() -> None:
     for options in ({}, {"fp8_communication": False}, {"min_chunk_size_m": 32}):
-        run = boost(wire(fp8_config=FP8Config(), **options))
+        run = boost(wire(fp8_config=FP8Config(fused=False), **options))
         tokens = batch()
         for _ in range(2):
             counted = census(run, tokens)
@@ -162,7 +162,7 @@ def a_weight_is_the_cast_of_its_whole_master(option: str) -> None:
         "powers of two": {"power_of_two": True},
         "E5M2": {"weight_format": torch.float8_e5m2, "gradient_format": torch.float8_e4m3fn},
     }.get(option, {})
-    run = boost(wire(fp8_config=config(**formats), **OPTIONS.get(option, {})))
+    run = boost(wire(fp8_config=config(fused=False, **formats), **OPTIONS.get(option, {})))
     for _ in range(2):
         assert_are_casts_of_masters(run, power_of_two="power_of_two" in formats)
         train(run, steps=1)
@@ -306,7 +306,7 @@ def accumulated_gradients_are_those_of_one_large_batch(option: str) -> None:
 def an_overflow_skips_the_step_and_the_next_one_is_taken() -> None:
     for options in ({}, {"enable_gradient_accumulation": True}):
         overflowing = FP16 | {"initial_scale": 2.0**30, "hysteresis": 1, "backoff_factor": 2.0**-20}
-        run = boost(wire(**overflowing, **options))
+        run = boost(wire(fp8_config=config(fused=False), **overflowing, **options))
         before = masters(run)
         train(run, steps=1)
         assert_equal(before, masters(run))
@@ -328,7 +328,7 @@ def activations_that_are_computed_again_change_no_bit() -> None:
 
 @check
 def evaluation_and_inference_read_the_same_weights() -> None:
-    run = boost(wire())
+    run = boost(wire(fp8_config=config(fused=False)))
     train(run, steps=1)
     run.model.eval()
     losses = []

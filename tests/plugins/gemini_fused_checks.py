@@ -33,6 +33,12 @@ def fused(**arguments: Any) -> Any:
     return wire(fp8_config=config(fused=True, **options), **arguments)
 
 
+def unfused(**arguments: Any) -> Any:
+    """The plugin with layers that run one by one."""
+    options = arguments.pop("options", {})
+    return wire(fp8_config=config(fused=False, **options), **arguments)
+
+
 def merged_of(run: Boosted) -> list[MergedLayers]:
     """Those that run as one."""
     return [merged for merged in merged_layers(run.model.unwrap()) if merged.why_apart is None]
@@ -109,7 +115,7 @@ def a_fused_model_learns_as_an_unfused_one(option: str) -> None:
     }[option]
     run = boost(fused(**arguments, options=setting))
     assert MERGED in report(run.model).summary()
-    expected = train(boost(wire(fp8_config=config(**setting), **arguments)), steps=4)
+    expected = train(boost(unfused(options=setting, **arguments)), steps=4)
     assert_close(expected, train(run, steps=4), CLOSE)
     assert MERGED in report(run.model).summary()
 
@@ -144,7 +150,7 @@ def accumulated_gradients_of_a_fused_model_are_those_of_one_large_batch() -> Non
 
 @check_each("mistral", "qwen2")
 def models_with_and_without_biases_learn_fused(family: str) -> None:
-    expected, found = (train(boost(plugin, build(family)), steps=3) for plugin in (wire(), fused()))
+    expected, found = (train(boost(plugin, build(family)), steps=3) for plugin in (unfused(), fused()))
     assert_close(expected, found, CLOSE)
 
 
@@ -185,7 +191,7 @@ def casts_take_the_amax_that_the_kernels_deliver() -> None:
 @check
 def a_fused_model_sends_no_more_than_an_unfused_one() -> None:
     sent = []
-    for plugin in (wire, fused):
+    for plugin in (unfused, fused):
         run = boost(plugin(min_chunk_size_m=2**-4), tiny_llama(**LARGE))
         tokens = batch() % 64
         run.step(tokens)
@@ -196,10 +202,10 @@ def a_fused_model_sends_no_more_than_an_unfused_one() -> None:
         assert sum(row.wire_bytes for row in rows.values()) == counted.sent
         assert set(rows["chunk gather"].uncompressed) == {"not the weight of an FP8 layer"}
         sent.append({name: row.wire_bytes for name, row in rows.items()})
-    unfused, of_fused = sent
-    assert unfused.keys() == of_fused.keys()
+    of_unfused, of_fused = sent
+    assert of_unfused.keys() == of_fused.keys()
     # chunks that end where merged weights do hold no padding
-    assert all(of_fused[name] <= unfused[name] for name in unfused), sent
+    assert all(of_fused[name] <= of_unfused[name] for name in of_unfused), sent
     values = sum(parameter.numel() for parameter in tiny_llama(**LARGE).parameters())
     assert of_fused["reduce_scatter_tensor"] + of_fused["all_reduce"] < 1.05 * values / 2
 
@@ -236,7 +242,7 @@ def what_cannot_be_merged_runs_one_by_one_and_is_shown() -> None:
     notes = {row.name: row.notes for row in report(run.model).rows}
     assert "not merged: only some" in notes["model.layers.0.self_attn.q_proj"]
     assert "not merged" not in notes["model.layers.1.self_attn.q_proj"]
-    assert_close(train(boost(wire(), model())), train(run), CLOSE)
+    assert_close(train(boost(unfused(), model())), train(run), CLOSE)
 
 
 @check
@@ -246,7 +252,7 @@ def a_model_without_decoder_layers_is_left_alone() -> None:
         lines = count_calls(monkeypatch, plugin.logger, "info")
         run = boost(plugin, Layers(64, 64, 64))
     assert any("nothing is fused" in line for (line,) in lines)
-    reference = boost(wire(), Layers(64, 64, 64))
+    reference = boost(unfused(), Layers(64, 64, 64))
     assert [step(run, features()) for _ in range(2)] == [step(reference, features()) for _ in range(2)]
 
 
@@ -269,7 +275,7 @@ def checkpoints_of_a_fused_model_cross() -> None:
     assert_equal({name: value.bfloat16() for name, value in masters(writer).items()}, expected)
     for name in ("safetensors shards", "one file"):
         model, optimizer = save(writer, FORMS[name], shared_folder(f"fused/{name}"))
-        for plugin in (fused(), wire(), native()):
+        for plugin in (fused(), unfused(), native()):
             reader = boost(plugin)
             train(reader, steps=1)
             reader.booster.load_model(reader.model, model)

@@ -76,7 +76,7 @@ def it_learns_as_data_parallelism_does(case: str) -> None:
 
 @check
 def every_product_of_tensor_parallel_layers_runs_in_fp8() -> None:
-    run = boost(wire(tp_size=2, fp8_config=FP8Config()))
+    run = boost(wire(tp_size=2, fp8_config=FP8Config(fused=False)))
     tokens = token_batch(dist.get_rank() // 2)
     comm.reset_statistics()
     counted = census(run, tokens)
