@@ -77,6 +77,11 @@ class FP8Config:
     LLaMA, Mistral and Qwen2 models of transformers 4.51, under LowLevelZeroPlugin and TorchDDPPlugin. Its kernels have
     been interpreted and compiled for Hopper, not yet run there."""
 
+    weights_in_16_bits: bool = True
+    """Under ZeRO, keep the value of each gathered FP8 weight in 16 bits too, for what reads a parameter itself. False
+    saves these two bytes a value, and weights travel while the next forward runs. The parameters of FP8 layers then
+    read as NaN after a step, but in checkpoints and state dicts, and run in FP8 for any number of tokens."""
+
     emulate: bool = False
     """Compute the products in FP32 from the FP8 values, for GPUs without FP8 products: same rounding, no speed."""
 
@@ -126,6 +131,7 @@ _ALLOWED = {
     "communication": _SWITCH,
     "gradient_scaling": ("block", "tensor", "auto"),
     "fused": _SWITCH,
+    "weights_in_16_bits": _SWITCH,
     "emulate": _SWITCH,
 }
 _MULTIPLIED = (

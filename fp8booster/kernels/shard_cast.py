@@ -49,25 +49,26 @@ def cast_shard_reference(
 
 
 def unpack(
-    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor, weight: torch.Tensor
+    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor, weight: torch.Tensor | None
 ) -> None:
-    """Write the transpose of an FP8 matrix, and its values in high precision.
+    """Write the transpose of an FP8 matrix, and its values in high precision if there is memory for them.
 
     Args:
         matrix: [R, C] FP8, contiguous.
         inverse_scale: float32, shape [].
         transpose: [C, R] FP8, each row contiguous; written.
-        weight: [R, C], BF16, FP16 or FP32, contiguous; written.
+        weight: [R, C], BF16, FP16 or FP32, contiguous; written. None: the values are not wanted.
     """
     _pick(matrix, "unpack")(matrix, inverse_scale, transpose, weight)
 
 
 def unpack_reference(
-    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor, weight: torch.Tensor
+    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor, weight: torch.Tensor | None
 ) -> None:
     """What `unpack` computes, in torch."""
     transpose.view(torch.uint8).copy_(matrix.view(torch.uint8).t())
-    weight.copy_(matrix.float() * inverse_scale)
+    if weight is not None:
+        weight.copy_(matrix.float() * inverse_scale)
 
 
 def _pick(tensor: torch.Tensor, name: str) -> Callable[..., None]:

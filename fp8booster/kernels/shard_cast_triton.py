@@ -46,9 +46,10 @@ def unpack_kernel(
     transpose_stride,
     column_tiles,
     E4M3: tl.constexpr,
+    VALUES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Each program transposes and decodes one square."""
+    """Each program transposes one square, and decodes it where VALUES are wanted."""
     tile = tl.program_id(0)
     row = (tile // column_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     column = (tile % column_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
@@ -56,9 +57,10 @@ def unpack_kernel(
     bits = tl.load(as_bytes(matrix) + row * columns + column, mask=inside, other=0)
     place = as_bytes(transpose) + tl.trans(column * transpose_stride + row)
     tl.store(place, tl.trans(bits), mask=tl.trans(inside))
-    values = bits.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
-    values *= tl.load(inverse_scale)
-    tl.store(weight + row * columns + column, values.to(weight.dtype.element_ty), mask=inside)
+    if VALUES:
+        values = bits.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
+        values *= tl.load(inverse_scale)
+        tl.store(weight + row * columns + column, values.to(weight.dtype.element_ty), mask=inside)
 
 
 def cast_shard_triton(
@@ -83,7 +85,7 @@ def cast_shard_triton(
 
 
 def unpack_triton(
-    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor, weight: torch.Tensor
+    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor, weight: torch.Tensor | None
 ) -> None:
     """What `shard_cast.unpack_reference` computes, byte for byte."""
     rows, columns = matrix.shape
@@ -91,8 +93,9 @@ def unpack_triton(
     launch(
         unpack_kernel,
         column_tiles * ceil_div(rows, _TILE),
-        (matrix, inverse_scale, transpose, weight),
+        (matrix, inverse_scale, transpose, matrix if weight is None else weight),
         (rows, columns, transpose.stride(0), column_tiles),
         E4M3=matrix.dtype is formats.E4M3,
+        VALUES=weight is not None,
         TILE=_TILE,
     )

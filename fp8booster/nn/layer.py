@@ -159,7 +159,12 @@ class FP8Layer(nn.Module):
     def _pays(self, rows: int, matrix: torch.Tensor) -> bool:
         config = self.fp8_config
         outputs, inputs = matrix.shape
-        return config.always or config.emulate or fp8_pays(rows, inputs, outputs, matrix.device)
+        return (
+            config.always
+            or config.emulate
+            or not config.weights_in_16_bits
+            or fp8_pays(rows, inputs, outputs, matrix.device)
+        )
 
     def fp8_notes(self) -> str:
         """What the report says beside the precision: emulation, sizes padded as "from->to", token counts in BF16."""

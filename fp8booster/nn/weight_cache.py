@@ -60,6 +60,12 @@ def state_of(weight: torch.Tensor, config: FP8Config) -> tuple:
     )
 
 
+def wait_for(ready: torch.cuda.Event | None) -> None:
+    """Make the current stream wait for what writes a weight, if another stream does."""
+    if ready is not None:
+        torch.cuda.current_stream().wait_event(ready)
+
+
 class WeightCache:
     """Holds one layer's FP8 weight. A copy or a pickle of it is empty."""
 
@@ -81,6 +87,7 @@ class WeightCache:
             is_transposed: the weight lies as [K, N].
         """
         if self.is_kept_by_engine(weight):
+            wait_for(self._ready)
             return self._quantized
         fresh = (
             self._source is not None
@@ -105,14 +112,17 @@ class WeightCache:
         self._quantized, self._source = quantized, weakref.ref(weight)
         self._made_from = state_of(weight, config)
 
-    def keep(self, weight: torch.Tensor, quantized: QuantizedMatrix) -> None:
+    def keep(
+        self, weight: torch.Tensor, quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None
+    ) -> None:
         """Hold a copy that an engine makes together with the weight, until the weight is changed by someone else.
 
         Args:
             weight: the weight that it stands for.
             quantized: the FP8 weight with its transpose; the engine writes later values to the same memory.
+            ready: recorded behind what writes the copy, where another stream does.
         """
-        self._quantized, self._source = quantized, weakref.ref(weight)
+        self._quantized, self._source, self._ready = quantized, weakref.ref(weight), ready
         self._kept_for = (weight.data_ptr(), weight._version)
 
     def is_kept_by_engine(self, weight: torch.Tensor) -> bool:
@@ -130,6 +140,7 @@ class WeightCache:
         self._source: weakref.ref | None = None
         self._made_from: tuple | None = None
         self._quantized: QuantizedMatrix | None = None
+        self._ready: torch.cuda.Event | None = None
 
     def __deepcopy__(self, memo: dict) -> WeightCache:
         return type(self)()

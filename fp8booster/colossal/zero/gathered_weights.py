@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -48,6 +49,9 @@ class GatheredWeight:
     """[shard size * ranks] FP8: the gathered shards, of which the first numel are the weight."""
 
     quantized: QuantizedMatrix
+
+    released: bool = False
+    """The weight has no values in 16 bits now."""
 
 
 class _Batch(NamedTuple):
@@ -123,6 +127,14 @@ class GatheredWeights:
         for key, layer in layers.items():
             if key not in self._reasons and key not in self._weights:
                 self._weights[key] = self._allocate(layer)
+        self._ready: torch.cuda.Event | None = None
+        self._read_beside: tuple | None = None
+        alone = [each for each in self._weights.values() if not each.layer.fp8_config.weights_in_16_bits]
+        for gathered in alone:
+            gathered.layer.register_state_dict_pre_hook(lambda *_: self.restore())
+            gathered.layer.register_load_state_dict_pre_hook(lambda *_: self.restore())
+        beside = len(alone) == len(self._weights) > 0 and alone[0].flat.is_cuda
+        self._stream = torch.cuda.Stream(alone[0].flat.device) if beside else None
 
     def __contains__(self, working: nn.Parameter) -> bool:
         return id(working) in self._weights
@@ -191,16 +203,39 @@ class GatheredWeights:
         by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for working in masters:
             by_group.setdefault(self._optimizer.param_to_pg[working], []).append(working)
+        amax_of: dict[int, torch.Tensor] = {}
         for group, parameters in by_group.items():
             amaxes = agree_on_amax([masters[working] for working in parameters], group).unbind()
-            amax_of = dict(zip(map(id, parameters), amaxes, strict=True))
-            for together in merged:
-                keys = [id(weight) for weight in together.layers.weights]
-                if keys[0] in amax_of:
-                    amax_of.update(dict.fromkeys(keys, torch.stack([amax_of[key] for key in keys]).amax()))
-            self._publish(parameters, masters, amax_of, group)
+            amax_of.update(zip(map(id, parameters), amaxes, strict=True))
         for together in merged:
-            together.layers.keep(together.quantized)
+            keys = [id(weight) for weight in together.layers.weights]
+            amax_of.update(dict.fromkeys(keys, torch.stack([amax_of[key] for key in keys]).amax()))
+        with self._beside():
+            for group, parameters in by_group.items():
+                self._publish(parameters, masters, amax_of, group)
+            for together in merged:
+                together.layers.keep(together.quantized, self._ready)
+        if self._stream is not None:
+            self._read_beside = (
+                masters,
+                amax_of,
+            )  # so that the allocator gives their memory to nobody before `wait`
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a stream of its own where nothing but the layers, which wait, reads the weights."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def wait(self) -> None:
+        """Make the current stream wait for the weights of the last step."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+            self._read_beside = None
 
     def _with_those_merged(
         self, masters: Mapping[nn.Parameter, torch.Tensor]
@@ -261,11 +296,49 @@ class GatheredWeights:
             work.wait()
         for gathered in batch.weights:
             self._hand_over(gathered)
+        if self._stream is not None:
+            self._ready = self._stream.record_event()
+        for gathered in batch.weights:
+            layer = gathered.layer
+            layer.fp8_weight.keep(layer.weight, layer.quantized_from(gathered.quantized), self._ready)
 
     def _hand_over(self, gathered: GatheredWeight) -> None:
-        """Make of the gathered bytes what else is read, and give all of it to the layer."""
-        layer, quantized = gathered.layer, gathered.quantized
-        unpack(quantized.data, quantized.inverse_scale, quantized.transpose, layer.weight.data)
+        """Make of the gathered bytes what else is read."""
+        weight, quantized = gathered.layer.weight, gathered.quantized
+        in_16_bits = gathered.layer.fp8_config.weights_in_16_bits
+        values = weight.data if in_16_bits else None
+        unpack(quantized.data, quantized.inverse_scale, quantized.transpose, values)
+        if not in_16_bits:
+            self._release(gathered)
         # a graph that still holds the former values must not go backward with these
-        torch.autograd.graph.increment_version((*quantized[:3], layer.weight))
-        layer.fp8_weight.keep(layer.weight, layer.quantized_from(quantized))
+        torch.autograd.graph.increment_version((*quantized[:3], weight))
+
+    def _release(self, gathered: GatheredWeight) -> None:
+        """Give back the memory of a weight in 16 bits; what reads it sees NaN."""
+        weight = gathered.layer.weight
+        weight.data = weight.new_full((), torch.nan).expand(weight.shape)
+        self._optimizer._working_param_to_padded_working_param[weight] = weight.new_empty(0)
+        gathered.released = True
+
+    def restore(self) -> None:
+        """Give every weight its value in 16 bits again, until the next step, for what reads parameters."""
+        self.wait()
+        for gathered in self._weights.values():
+            self._restore(gathered)
+
+    @torch.no_grad()
+    def _restore(self, gathered: GatheredWeight) -> None:
+        if not gathered.released:
+            return
+        layer, quantized = gathered.layer, gathered.quantized
+        weight = layer.weight
+        padded = weight.new_zeros(gathered.flat.numel())
+        values = padded[: weight.numel()].view(weight.shape)
+        unpack(quantized.data, quantized.inverse_scale, quantized.transpose, values)
+        weight.data = values
+        self._optimizer._working_param_to_padded_working_param[weight] = padded
+        gathered.released = False
+        layer.fp8_weight.keep(weight, layer.quantized_from(quantized))
+        together = self._merged.get(id(weight))
+        if together is not None:
+            together.layers.keep(together.quantized)

@@ -149,6 +149,7 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
                 self._logger.info("Found overflow. Skip step")
             self.zero_grad()
             return
+        self.gathered_weights.wait()  # the optimizer overwrites what they are cast from
         updated = {group_id: self._attach_gradients(group_id) for group_id in range(self.num_param_groups)}
         self._clip(updated)
         self.optim.step()
@@ -231,9 +232,9 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         in_fp8 = {
             working: master.to(device) for working, master in updated if working in self.gathered_weights
         }
-        self.gathered_weights.publish(in_fp8)
         in_16_bits = [pair for pair in updated if pair[0] not in in_fp8]
-        self._gather(in_16_bits)
+        self._gather(in_16_bits)  # first: it must not wait for those that travel beside the next forward
+        self.gathered_weights.publish(in_fp8)
         # a graph that still holds the former values must not go backward with these; native writes past torch's count
         torch.autograd.graph.increment_version([working for working, _ in in_16_bits])
 
@@ -250,8 +251,9 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
     def gather_working_weights(self) -> None:
         """Set every working weight to its master's value, rounded once; every rank calls it.
 
-        The working weights of FP8 layers hold the values of their FP8 copies between steps.
+        The working weights of FP8 layers hold the values of their FP8 copies between steps, or none.
         """
+        self.gathered_weights.restore()
         self._gather(
             [
                 (working, self.working_to_master_param[id(working)])

@@ -20,7 +20,7 @@ from fp8booster.nn.choice import fp8_pays
 from fp8booster.nn.functional import Defer, LateWeight, linear_from_quantized, quantize_weight
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.shared_input import share_input
-from fp8booster.nn.weight_cache import reusable, state_of
+from fp8booster.nn.weight_cache import reusable, state_of, wait_for
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -82,6 +82,7 @@ class MergedLayers:
         in_fp8 = (
             config.always
             or config.emulate
+            or not config.weights_in_16_bits
             or fp8_pays(rows, input.shape[-1], sum(map(len, weights)), input.device)
         )
         if not in_fp8:
@@ -172,6 +173,7 @@ class MergedLayers:
     def _weight(self, weights: list[torch.Tensor]) -> QuantizedMatrix:
         """The FP8 weight, cast once per optimizer step as `weight_cache` does for one layer."""
         if self._is_kept_by_engine():
+            wait_for(self._ready)
             return self._quantized
         config = self.layers[0].fp8_config
         made_from = [
@@ -188,10 +190,10 @@ class MergedLayers:
             self._sources = [weakref.ref(weight) for weight in weights]
         return self._quantized
 
-    def keep(self, quantized: QuantizedMatrix) -> None:
+    def keep(self, quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None) -> None:
         """Hold an FP8 weight that an engine makes together with the layers' weights, as `WeightCache.keep` does."""
         self._forget()
-        self._quantized = quantized
+        self._quantized, self._ready = quantized, ready
         self._kept_for = self._places()
 
     def _is_kept_by_engine(self) -> bool:
@@ -205,6 +207,7 @@ class MergedLayers:
     def _forget(self) -> None:
         self._kept_for: list[tuple[int, int, int]] = []
         self._quantized: QuantizedMatrix | None = None
+        self._ready: torch.cuda.Event | None = None
         self._made_from: list[tuple] = []
         self._sources: list[weakref.ref] = []
 

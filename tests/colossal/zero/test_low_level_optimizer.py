@@ -17,6 +17,7 @@ MODULES = {
         "traffic_checks",
         "convergence_checks",
         "gradient_scaling_checks",
+        "fp8_alone_checks",
     ),
     3: ("three_rank_checks",),
     4: ("four_rank_checks",),

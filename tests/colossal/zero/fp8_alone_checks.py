@@ -1,0 +1,85 @@
+"""Weights that exist in FP8 alone between steps (`FP8Config.weights_in_16_bits=False`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from fp8booster import FP8Config
+from tests.colossal.zero.runs import batch, gathered, masters, wire
+from tests.plugins.fp8_checks import LAYERS
+from tests.plugins.registry import check, check_each, shared_folder
+from tests.plugins.training import STAGES, Boosted, assert_equal, boost, train
+
+
+def alone(**arguments: object) -> Boosted:
+    """A run whose weights of FP8 layers have no value in 16 bits."""
+    fused = arguments.pop("fused", False)
+    return boost(wire(fp8_config=FP8Config(weights_in_16_bits=False, fused=fused), **arguments))
+
+
+@check_each(*STAGES)
+def it_trains_bit_for_bit_as_with_16_bits(stage: int) -> None:
+    for fused in (False, True):
+        beside = boost(wire(stage=stage, max_norm=1.0, fp8_config=FP8Config(fused=fused)))
+        run = alone(stage=stage, max_norm=1.0, fused=fused)
+        assert train(beside, steps=4) == train(run, steps=4)
+        assert_equal(masters(beside), masters(run))
+
+
+@check
+def after_a_step_the_parameters_are_nan_and_take_no_memory() -> None:
+    run = alone()
+    assert all(layer.weight.isfinite().all() for _, layer in gathered(run))
+    train(run, steps=1)
+    layers = [layer for _, layer in gathered(run)]
+    assert len(layers) == LAYERS
+    for layer in layers:
+        assert layer.weight.isnan().all()
+        assert layer.weight.untyped_storage().nbytes() <= 16
+    assert run.loss(batch()).isfinite()
+    run.model.eval()
+    with torch.no_grad():
+        assert run.loss(batch()).isfinite()
+        assert run.loss(batch()[:, :3]).isfinite()  # so few tokens that BF16 would be faster
+
+
+@check_each("state dict", "checkpoint")
+def what_is_saved_holds_values_and_changes_nothing(how: str) -> None:
+    run, undisturbed = alone(), alone()
+    train(run), train(undisturbed)
+    if how == "state dict":
+        saved = run.model.unwrap().state_dict()
+        for name, layer in gathered(run):
+            copy = layer.fp8_weight.get(layer.weight, layer.fp8_config, transposed=True)
+            assert torch.equal(saved[name], copy.dequantize(*layer.weight.shape).to(layer.weight.dtype))
+    else:
+        path = str(shared_folder("alone") / "model.bin")
+        run.booster.save_model(run.model, path)
+        dist.barrier()
+        saved = torch.load(path, weights_only=True)
+        assert_equal({name: value.bfloat16() for name, value in masters(run).items()}, saved)
+    assert train(run) == train(undisturbed)
+    assert all(layer.weight.isnan().all() for _, layer in gathered(run))
+
+
+@check
+def a_run_goes_on_from_its_checkpoint_bit_for_bit() -> None:
+    from fp8booster.colossal.zero.master_weights import load_master_weights, save_master_weights
+
+    writer, reader = alone(), alone()
+    folder = shared_folder("alone resumed")
+    path, optimizer = str(folder / "model.bin"), str(folder / "optimizer.bin")
+    train(writer)
+    train(reader, steps=1)  # it has released its weights
+    writer.booster.save_model(writer.model, path)
+    writer.booster.save_optimizer(writer.optimizer, optimizer)
+    save_master_weights(writer.model.unwrap(), writer.optimizer, Path(folder))
+    dist.barrier()
+    reader.booster.load_model(reader.model, path)
+    reader.booster.load_optimizer(reader.optimizer, optimizer)
+    load_master_weights(reader.model.unwrap(), reader.optimizer, Path(folder))
+    assert train(writer) == train(reader)
+    assert_equal(masters(writer), masters(reader))
