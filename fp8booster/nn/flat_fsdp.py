@@ -110,8 +110,11 @@ def compress_flat_fsdp(
     if reduce:
         reduce_flat_fsdp(model, encoding=encoding, min_bytes=min_bytes)
     units = [unit for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle is not None]
-    modules_of = {unit: {info.module for info in unit._handle.flat_param._param_infos} for unit in units}
-    unit_of = {module: unit for unit, modules in modules_of.items() for module in modules}
+    unit_of = {
+        info.module: unit
+        for unit in units
+        for info in (*unit._handle.flat_param._param_infos, *unit._handle.flat_param._shared_param_infos)
+    }
     for module in unit_of:
         if isinstance(module, FP8Layer):
             module.fp8_weight = ReshardedWeight()

@@ -85,6 +85,7 @@ class FlatWeights:
         fp8 = sorted(self._chosen(flat_param), key=lambda place: place.start)
         self._fp8 = fp8
         self._joined = list(self._join(merged))
+        self._scales: torch.Tensor | None = None  # made once: a copy to a GPU waits
         starts = [0, *(place.end for place in fp8)]
         ends = [*(place.start for place in fp8), self._shard_size * ranks]
         self._plain = [
@@ -164,13 +165,14 @@ class FlatWeights:
             sum(end - start for start, end in self._parts(self._fp8, rank)) for rank in range(self._ranks)
         ]
 
-    @cached_property
-    def _first_of_scale(self) -> list[int]:
+    def _scale_of(self, device: torch.device) -> torch.Tensor:
         """For each weight that travels in FP8, the first one of those that share its scale."""
-        first = list(range(len(self._fp8)))
-        for joined in self._joined:
-            first[joined.weights] = [joined.weights.start] * len(first[joined.weights])
-        return first
+        if self._scales is None or self._scales.device != device:
+            first = list(range(len(self._fp8)))
+            for joined in self._joined:
+                first[joined.weights] = [joined.weights.start] * len(first[joined.weights])
+            self._scales = torch.tensor(first, device=device)
+        return self._scales
 
     @torch.no_grad()
     def gather(self, shard: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -190,7 +192,7 @@ class FlatWeights:
 
         amaxes = agree_on_amax(fp8_parts, group)
         if self._joined:
-            first = torch.tensor(self._first_of_scale, device=amaxes.device)
+            first = self._scale_of(amaxes.device)
             amaxes = torch.zeros_like(amaxes).scatter_reduce(0, first, amaxes, "amax")[first]
         inverse_scales = scaling.new_inverse_scales(len(fp8_parts), amaxes.device)
         inverse_scales.copy_(scaling.scale_of(amaxes, config.weight_format, config.power_of_two)[1])

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fp8booster import FP8Config
+from fp8booster import FP8Config, report
 from tests.colossal.models import tiny_llama
 from tests.plugins.gemini_runs import OFFLOADED, Run, boost, fp8_chunks, masters, native, wire
 from tests.plugins.registry import check, check_each
@@ -28,9 +28,9 @@ SIZES = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 3}
 CHUNKS = {"min_chunk_size_m": 2**-2}
 
 
-def run(**arguments: Any) -> Run:
+def run(fused: bool = False, **arguments: Any) -> Run:
     """FP8 wherever it could be."""
-    plugin = wire(fp8_config=FP8Config(always=True), **CHUNKS, **arguments)
+    plugin = wire(fp8_config=FP8Config(always=True, fused=fused), **CHUNKS, **arguments)
     return boost(plugin, tiny_llama(**SIZES), lr=1e-3)
 
 
@@ -45,10 +45,21 @@ def placements_change_no_bit_but_those_of_adam_on_the_host(placement: str) -> No
     assert_equal(masters(expected), masters(found))
 
 
-@check
-def it_trains_near_native() -> None:
+@check_each("no overlap", "prefetch", "accumulation")
+def placements_change_no_bit_of_fused_layers(placement: str) -> None:
+    expected, found = run(fused=True), run(fused=True, **PLACEMENTS[placement])
+    assert train(expected, steps=6) == train(found, steps=6)
+    assert_equal(masters(expected), masters(found))
+
+
+@check_each("layers one by one", "fused layers", "fused layers on the host")
+def it_trains_near_native(how: str) -> None:
     in_16_bits = train(boost(native(**CHUNKS), tiny_llama(**SIZES), lr=1e-3), steps=6)
-    assert_close(in_16_bits, train(run(), steps=6), 1e-2)
+    options = OFFLOADED if "host" in how else {}
+    boosted = run(fused="fused" in how, **options)
+    assert_close(in_16_bits, train(boosted, steps=6), 1e-2)
+    if "fused" in how:
+        assert "15 of them merged to 6 products" in report(boosted.model).summary()
 
 
 @check

@@ -119,6 +119,9 @@ class FP8Chunk(ReducedChunk):
     inverse_scales: torch.Tensor
     """float32 [tensors], in the order of `tensors_info`."""
 
+    _scale_of: torch.Tensor | None
+    """int64 [tensors]: the first weight of those that share this one's scale; None where each has its own."""
+
     @classmethod
     def take_over(
         cls,
@@ -157,16 +160,16 @@ class FP8Chunk(ReducedChunk):
         nothing = torch.full((), torch.nan, dtype=chunk.gradient_dtype, device=device)
         chunk._quantized, chunk._decoded = {}, {}
         parameters = list(chunk.tensors_info)
-        chunk._scale_of = list(range(len(parameters)))
-        """For each weight, the first one of those that share its scale."""
-
+        scale_of = list(range(len(parameters)))
         for number, parameter in enumerate(parameters):
             chunk._add_matrix([parameter], number)
             for weights in merged:
                 group = parameters[number : number + len(weights)]
                 if list(map(id, group)) == list(map(id, weights)):
                     chunk._add_matrix(weights, number)
-                    chunk._scale_of[number : number + len(group)] = [number] * len(group)
+                    scale_of[number : number + len(group)] = [number] * len(group)
+        shares = len(set(scale_of)) < len(scale_of)
+        chunk._scale_of = torch.tensor(scale_of, device=device) if shares else None
         for parameter in parameters:
             parameter.data = nothing.expand(parameter.shape)
         chunk._nothing = nothing
@@ -187,9 +190,9 @@ class FP8Chunk(ReducedChunk):
 
     def shared(self, amaxes: torch.Tensor) -> torch.Tensor:
         """The amaxes of all weights, where those that share a scale have the largest of theirs."""
-        if len(set(self._scale_of)) == len(self._scale_of):
+        first = self._scale_of
+        if first is None:
             return amaxes
-        first = torch.tensor(self._scale_of, device=amaxes.device)
         return torch.zeros_like(amaxes).scatter_reduce(0, first, amaxes, "amax")[first]
 
     def quantized(self, parameters: Sequence[torch.nn.Parameter]) -> QuantizedMatrix:
