@@ -11,6 +11,9 @@ from tests.colossal.models import tiny_llama
 from tests.plugins.hybrid_census_checks import assert_all_products_in_fp8
 from tests.plugins.hybrid_learning_checks import assert_follows
 from tests.plugins.hybrid_runs import fp8, learn, native, ours, sizes, start
+from tests.plugins.large_collective_checks import gemini, tokens
+from tests.plugins.large_collective_checks import start as start_large
+from tests.plugins.large_collectives import assert_large_collectives_are_compressed
 from tests.plugins.registry import check_each
 
 MODES: dict[str, dict[str, Any]] = {
@@ -28,9 +31,20 @@ def all_products_but_those_of_the_vocabulary_head_run_in_fp8(mode: str) -> None:
     assert_all_products_in_fp8(start(fp8(MODES[mode])))
 
 
+@check_each("TP2 x PP2", "TP2 x DP2 ZeRO 2", "Gemini with TP2")
+def large_collectives_are_compressed(mode: str) -> None:
+    if "PP2" in mode:
+        run, batch = start_large(MODES[mode] | {"num_microbatches": 2}), tokens(4, 1280)
+    else:
+        run = gemini(tp_size=2) if "Gemini" in mode else start_large(MODES[mode])
+        batch = tokens(4, 640, rank=dist.get_rank() // 2)
+    assert_large_collectives_are_compressed(lambda: run.step(batch))
+
+
 @check_each("TP2 x PP2", "TP2 x DP2 ZeRO 1")
 def the_loss_follows_one_process_in_fp8_over_50_steps(mode: str) -> None:
-    assert_follows(fp8(MODES[mode]))
+    micro_batches = {"num_microbatches": 2} if "PP2" in mode else {}
+    assert_follows(fp8(MODES[mode] | micro_batches))
 
 
 @check_each(*MODES)
