@@ -35,7 +35,9 @@ class GeminiPlugin(NativeGeminiPlugin):
     native takes only optimizers that need compiled extensions.
 
     With `use_fp8` and `fp8_communication` the weights of FP8 layers lie in chunks of FP8, one byte a value: no 16-bit
-    copy of them exists, on the wire or in memory. Vectors (norms' weights, biases) stay gathered.
+    copy of them exists, on the wire or in memory. Vectors (norms' weights, biases) stay gathered. With
+    `FP8Config.fused` these chunks hold q, k and v, and gate and up, together: they are as large as those need, where
+    that is more than `min_chunk_size_m` and `chunk_config_dict` ask for.
 
     Args:
         use_fp8: run fprop, dgrad and wgrad of the layers that `fp8_config` names in FP8.
