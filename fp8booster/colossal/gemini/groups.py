@@ -80,7 +80,8 @@ class Plan:
         self.merged = [
             merged.weights
             for merged in merged_layers(model)
-            if all(id(each) in weights for each in merged.weights)
+            if len({self.groups.get(weight) for weight in merged.weights}) == 1
+            and all(id(weight) in weights and weight in self.groups for weight in merged.weights)
         ]
         """Weights that are multiplied as one, in the order of their rows."""
 
