@@ -95,6 +95,7 @@ def make_plugin(args: argparse.Namespace, model: nn.Module) -> Plugin:
                 sp_size=args.sp,
                 zero_stage=1,
                 num_microbatches=args.micro_batches,
+                make_vocab_size_divisible_by=vocabulary_divisor(args, model),
                 precision="bf16",
                 max_norm=args.max_norm,
                 use_fp8=use_fp8,
@@ -106,6 +107,7 @@ def make_plugin(args: argparse.Namespace, model: nn.Module) -> Plugin:
                 ep_size=args.ep,
                 zero_stage=1,
                 num_microbatches=args.micro_batches,
+                make_vocab_size_divisible_by=vocabulary_divisor(args, model),
                 precision="bf16",
                 max_norm=args.max_norm,
                 use_fp8=use_fp8,
@@ -118,6 +120,11 @@ def make_plugin(args: argparse.Namespace, model: nn.Module) -> Plugin:
                 auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
                 use_fp8=use_fp8,
             )
+
+
+def vocabulary_divisor(args: argparse.Namespace, model: nn.Module) -> int:
+    """Divides each tensor parallel rank's part of the vocabulary: Colossal-AI saves no optimizer of padded parts."""
+    return math.gcd(64, model.config.vocab_size // args.tp)
 
 
 def make_booster(args: argparse.Namespace, plugin: Plugin) -> Booster:

@@ -16,7 +16,7 @@ from tests.colossal.models import tiny_llama
 from tests.distributed import run_ranks
 from tests.examples.example_ranks import EXAMPLES, FINETUNING, PRETRAINING, Outcome, train_all
 
-VOCABULARY = 384
+VOCABULARY = 336
 
 
 @pytest.fixture(scope="module")

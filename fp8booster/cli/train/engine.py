@@ -52,6 +52,7 @@ def plugin_arguments(parallel: Parallel, max_norm: float, network: nn.Module) ->
                 "tp_size": parallel.tp,
                 "pp_size": parallel.pp,
                 "zero_stage": parallel.zero_stage,
+                **_vocabulary(parallel.tp, network),
                 **_pipeline(parallel),
                 **_sequence_parallelism(parallel),
             }
@@ -61,6 +62,23 @@ def plugin_arguments(parallel: Parallel, max_norm: float, network: nn.Module) ->
                 "auto_wrap_policy": ModuleWrapPolicy(_blocks(network)),
             }
     return {}
+
+
+def _vocabulary(tp: int, network: nn.Module) -> dict[str, Any]:
+    """Shards of the vocabulary without padding.
+
+    Colossal-AI pads each to a multiple of 64 by itself, and then cannot save the optimizer (checkpoint_io/utils.py:128).
+
+    Raises:
+        ValueError: the vocabulary cannot be divided.
+    """
+    size = network.config.vocab_size
+    if size % tp:
+        raise ValueError(
+            f"The model has {size} embeddings, which --tp {tp} cannot divide; give another --tp, or save the model with "
+            "more of them (resize_token_embeddings)"
+        )
+    return {"make_vocab_size_divisible_by": math.gcd(64, size // tp)}
 
 
 def _pipeline(parallel: Parallel) -> dict[str, Any]:

@@ -42,6 +42,12 @@ def test_a_pipeline_of_more_pieces_than_layers_is_refused():
         build_plugin(options, use_fp8=False, network=tiny_llama())
 
 
+def test_a_vocabulary_that_cannot_be_divided_is_refused():
+    options = TrainOptions(plugin="hybrid", tp=2)
+    with pytest.raises(ValueError, match="has 129 embeddings, which --tp 2 cannot divide"):
+        build_plugin(options, use_fp8=False, network=tiny_llama(vocab_size=129))
+
+
 @pytest.mark.usefixtures("one_rank")
 def test_pairs_reach_the_plugin_and_the_config():
     options = TrainOptions(

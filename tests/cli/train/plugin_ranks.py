@@ -1,0 +1,87 @@
+"""What the ranks of the tests of `fp8booster train --plugin` do."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.task import Task
+from fp8booster.cli.train.tokens import TokenFile
+
+STEPS, SAVED = 4, 2
+
+MODES: dict[str, dict[str, Any]] = {
+    "low_level_zero": {"batch": 2},
+    "gemini": {"plugin": "gemini", "batch": 2},
+    "gemini, accumulating": {"plugin": "gemini", "batch": 1, "accumulate": 2},
+    "gemini, TP": {"plugin": "gemini", "tp": 2, "batch": 4},
+    "hybrid, ZeRO": {"plugin": "hybrid", "batch": 2},
+    "hybrid, TP": {"plugin": "hybrid", "tp": 2, "stage": 0, "batch": 4},
+    "hybrid, TP, sequence": {"plugin": "hybrid", "tp": 2, "sp_mode": "split_gather", "batch": 4},
+    "hybrid, SP": {"plugin": "hybrid", "sp": 2, "sp_mode": "all_to_all", "batch": 4},
+    "hybrid, PP": {"plugin": "hybrid", "pp": 2, "batch": 2, "accumulate": 2},
+    "ddp": {"plugin": "ddp", "batch": 1, "accumulate": 2},
+    "fsdp": {"plugin": "fsdp", "batch": 2},
+}
+"""On two ranks, each with the same four sequences a step."""
+
+
+class Said:
+    """The events of a rank."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def send(self, kind: str, **values: Any) -> None:
+        self.events.append({"kind": kind, **values})
+
+
+def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[str, dict[str, Any]]:
+    """Train in every mode in FP8, from the start and from the checkpoint in the middle, and two modes in BF16.
+
+    By mode and kind of run: its steps and its folder, or the traceback.
+    """
+    import fp8booster.colossal  # noqa: F401  isort: skip
+    import colossalai
+
+    from fp8booster.cli.train.loop import Trainer
+    from fp8booster.monitor.traffic import count_traffic
+
+    colossalai.launch_from_torch(seed=options.seed, verbose=False)
+    found: dict[str, dict[str, Any]] = {}
+
+    def train(name: str, precision: str, resume: str | None = None) -> None:
+        kind = "resumed" if resume else precision
+        out = Path(folder, name, kind)
+        task = Task(
+            options=dataclasses.replace(options, out=str(out), **MODES[name]),
+            precision=precision,
+            tokens=tokens,
+            resume=resume,
+        )
+        task.folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        colossalai.utils.set_seed(options.seed)
+        said = Said()
+        try:
+            with count_traffic() as traffic:
+                Trainer(task, said, lambda: False, traffic).run()
+            steps = [event for event in said.events if event["kind"] == "step"]
+            found.setdefault(name, {})[kind] = {"steps": steps, "folder": str(task.folder)}
+        except Exception:
+            found.setdefault(name, {})[kind] = {"failed": traceback.format_exc()}
+        gc.collect()
+        dist.barrier()
+
+    for name in MODES:
+        train(name, "fp8")
+        train(name, "fp8", f"{folder}/{name}/fp8/fp8/checkpoints/step-{SAVED:08d}")
+    for name in ("low_level_zero", "ddp"):
+        train(name, "bf16")
+    return found
