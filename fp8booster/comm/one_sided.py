@@ -7,7 +7,8 @@ that another kernel has to read again. No multicast is used.
     use_one_sided(group, capacity=256 * 2**20)   # every rank of the group; two such buffers a rank
     comm.all_reduce(gradients, group=group)      # goes this way if its message fits
 
-Off unless asked for: the kernels that read from peers have been interpreted and compiled for Hopper, not yet run there.
+Of payloads of 64 MiB and more every collective is faster so than by NCCL in FP8, and from 256 MiB on takes 0.54 to
+0.69 of NCCL's time in BF16 (benchmarks/results/h200, 4 H200). Off unless asked for, since the memory stays taken.
 """
 
 from __future__ import annotations
