@@ -19,7 +19,8 @@ from tests.nn.fused.models import build
 from tests.nn.reference import count_calls
 from tests.plugins.census_checks import products
 from tests.plugins.gemini_checkpoint_checks import FORMS, moments, save, whole
-from tests.plugins.gemini_fp8_checks import FP16, LARGE, LAYERS, OPTIONS, census
+from tests.plugins.gemini_fp8_checks import LARGE
+from tests.plugins.gemini_observations import FP16, LAYERS, OPTIONS, census
 from tests.plugins.gemini_runs import boost, config, fp8_chunks, layers, masters, native, wire
 from tests.plugins.registry import check, check_each, shared_folder
 from tests.plugins.training import Boosted, assert_close, assert_equal, train

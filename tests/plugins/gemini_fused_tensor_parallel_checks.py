@@ -11,7 +11,7 @@ from fp8booster import FP8Config, comm, report
 from fp8booster.nn.fused.merged import merged_layers
 from tests.colossal.models import tiny_llama, token_batch
 from tests.plugins.census_checks import products
-from tests.plugins.gemini_fp8_checks import census
+from tests.plugins.gemini_observations import census
 from tests.plugins.gemini_runs import boost, config, fp8_chunks, layers, wire
 from tests.plugins.gemini_tensor_parallel_checks import CLOSE, LAYERS, RUNS, learn
 from tests.plugins.registry import check, check_each

@@ -13,7 +13,7 @@ from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.zero.runs import assert_same_on_all_ranks
 from tests.plugins import training
 from tests.plugins.census_checks import products
-from tests.plugins.gemini_fp8_checks import census
+from tests.plugins.gemini_observations import census
 from tests.plugins.gemini_runs import boost, config, fp8_chunks, layers, native, weights, wire
 from tests.plugins.registry import check, check_each, shared_folder
 from tests.plugins.training import Boosted, assert_close, assert_equal
