@@ -309,7 +309,7 @@ def _learn_alone() -> list[float]:
             group["lr"] = SCHEDULE.rate(step + 1)
         batches, layout = text(1)
         own = torch.cat(list(batches.micro_batches(step * layout.step_sequences)))
-        every = [torch.empty_like(own) for _ in range(layout.world_size)]
+        every = [torch.empty_like(own) for _ in range(layout.replicas)]
         dist.all_gather(every, own)
         tokens = torch.cat(every)
         loss = model(input_ids=tokens, labels=tokens).loss
