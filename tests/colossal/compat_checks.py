@@ -25,6 +25,7 @@ from tests.colossal import (
 )
 from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.symptom import Symptom
+from tests.plugins.registry import spare_time
 
 
 def run_checks(folder: str) -> dict[str, Any]:
@@ -33,6 +34,7 @@ def run_checks(folder: str) -> dict[str, Any]:
 
     logging.disable(logging.WARNING)
     colossalai.launch_from_torch(verbose=False)
+    spare_time()
     stages = (1, 2)
     found = {
         "backend": dist.get_backend(),
