@@ -67,7 +67,7 @@ def plugin_arguments(parallel: Parallel, max_norm: float, network: nn.Module) ->
 def _vocabulary(tp: int, network: nn.Module) -> dict[str, Any]:
     """Shards of the vocabulary without padding.
 
-    Colossal-AI pads each to a multiple of 64 by itself, and then cannot save the optimizer (checkpoint_io/utils.py:128).
+    Colossal-AI pads each to a multiple of 64 by itself, and then saves no optimizer (checkpoint_io/utils.py:128).
 
     Raises:
         ValueError: the vocabulary cannot be divided.
@@ -75,8 +75,8 @@ def _vocabulary(tp: int, network: nn.Module) -> dict[str, Any]:
     size = network.config.vocab_size
     if size % tp:
         raise ValueError(
-            f"The model has {size} embeddings, which --tp {tp} cannot divide; give another --tp, or save the model with "
-            "more of them (resize_token_embeddings)"
+            f"The model has {size} embeddings, which --tp {tp} cannot divide; give another --tp, or save the model "
+            "with more of them (resize_token_embeddings)"
         )
     return {"make_vocab_size_divisible_by": math.gcd(64, size // tp)}
 
