@@ -15,6 +15,7 @@ from tests.plugins.large_collective_checks import gemini, tokens
 from tests.plugins.large_collective_checks import start as start_large
 from tests.plugins.large_collectives import assert_large_collectives_are_compressed
 from tests.plugins.registry import check_each
+from tests.plugins.training import assert_close
 
 MODES: dict[str, dict[str, Any]] = {
     "TP2 x PP2": {"tp_size": 2, "pp_size": 2},
@@ -75,6 +76,37 @@ def what_tensor_parallel_ranks_hold_alike_stays_alike(mode: str) -> None:
     assert len(replicated) == 5
     for value in replicated.values():
         assert_same_over(run.booster.plugin.tp_group, value)
+
+
+ZERO_1 = {"pp_size": 2, "num_microbatches": 2, "zero_stage": 1}
+ZERO_BUBBLE = {"pp_style": "zbv", "num_model_chunks": 2}
+
+
+def learn_in_pipelines(make: Any, **arguments: Any) -> list[float]:
+    """Losses of a model of four layers, on two pipelines of two stages."""
+    model = tiny_llama(**sizes(num_hidden_layers=4))
+    return learn(start(make(ZERO_1 | arguments), model))
+
+
+MAKERS = {"native": native, "ours": ours, "fp8": fp8}
+
+
+@check_each(*MAKERS)
+def zero_bubble_with_zero_trains_like_1f1b(which: str) -> None:
+    expected = learn_in_pipelines(MAKERS[which])
+    losses = learn_in_pipelines(MAKERS[which], **ZERO_BUBBLE)
+    assert_close(expected, losses, 5e-3)
+    assert losses[-1] < losses[0]
+
+
+@check_each("native, 1f1b", "ours, 1f1b", "fp8, 1f1b", "fp8, zero-bubble")
+def late_gathers_change_no_loss_of_a_pipeline(case: str) -> None:
+    which, schedule = case.split(", ")
+    arguments = ZERO_BUBBLE if schedule == "zero-bubble" else {}
+    on_time, late = (
+        learn_in_pipelines(MAKERS[which], overlap_allgather=overlap, **arguments) for overlap in (False, True)
+    )
+    assert on_time == late
 
 
 SHARED = {"model.embed_tokens.weight", "lm_head.weight"}
