@@ -32,8 +32,8 @@ SEQUENCES = 8
 
 
 def learner(plugin: NativePlugin) -> Boosted:
-    """A LLaMA of 4 layers, hidden 128, that reads bytes."""
-    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4}
+    """A LLaMA of 2 layers, hidden 128, that reads bytes."""
+    sizes = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 352}
     return boost(plugin, tiny_llama(**sizes))
 
 
