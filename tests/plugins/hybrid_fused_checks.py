@@ -16,6 +16,7 @@ from fp8booster import FP8Config
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.convert import linear_layers
 from fp8booster.nn.fused.decoder import FusedDecoderLayer
+from fp8booster.nn.fused.merged import merged_layers
 from tests.colossal.models import tiny_llama
 from tests.colossal.moe.models import tiny_mixtral
 from tests.plugins.census_checks import Census
@@ -39,19 +40,16 @@ FLASH = {"enable_flash_attention": True}
 MODES: dict[str, dict[str, Any]] = {
     name: UNFUSED_MODES[name]
     for name in (
-        "DP2",
         "DP2 ZeRO 1",
-        "TP2",
         "TP2 ZeRO 1",
         "TP2 split_gather",
         "SP2 all_to_all",
-        "SP2 ring_attn",
         "PP2 1f1b ZeRO 1",
         "PP2 interleaved",
         "PP2 zbv",
     )
 } | {"TP2 flash": {"tp_size": 2} | FLASH, "PP2 1f1b flash": {"pp_size": 2, "pp_style": "1f1b"} | FLASH}
-"""Stage 2 of ZeRO has the bits of stage 1, and "ring" those of "split_gather"."""
+"""One of each kind: stage 2 of ZeRO has the bits of stage 1, and "ring" those of "split_gather"."""
 
 OWN_ATTENTION = ("all_to_all", "ring_attn")
 """Modes of sequence parallelism that exchange q, k and v between their products and the attention."""
@@ -177,6 +175,10 @@ def q_k_and_v_are_one_product_and_gate_and_up_another_all_in_fp8(mode: str) -> N
     rows = SEQUENCES * LENGTH // dist.get_world_size(plugin.dp_group) // plugin.sp_size
     assert operations(counted.fp8) == expected(eligible, rows), counted.fp8
     assert operations(counted.other) == expected(heads, rows), counted.other
+    # ZeRO gathers them one below the other, under one scale
+    kept = [merged._is_kept_by_engine() for merged in merged_layers(run.model)]
+    assert len(kept) == fused * (1 if own_attention else 2)
+    assert all(kept) if plugin.zero_stage else not any(kept)
 
 
 @check_each(*MODES)
@@ -200,7 +202,7 @@ def the_summary_says_what_is_fused_and_what_is_not(mode: str) -> None:
     assert "fused" not in seen(mode, False).said
 
 
-@check_each("TP2", "PP2 1f1b flash")
+@check_each("TP2 ZeRO 1", "PP2 1f1b flash")
 def checkpointed_fused_layers_give_the_same_bits(mode: str) -> None:
     model = model_of(mode)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
