@@ -147,7 +147,11 @@ def load_config(model: str, vocabulary: int, sequence: int) -> PretrainedConfig:
 
 
 def build_model(
-    model: str, config: PretrainedConfig, device: torch.device, checkpointing: bool, dtype: torch.dtype
+    model: str,
+    config: PretrainedConfig,
+    device: torch.device,
+    checkpointing: bool,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> PreTrainedModel:
     """The model on `device`, in training mode: weights from the folder if it holds any, else at random.
 
