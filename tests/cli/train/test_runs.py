@@ -206,7 +206,7 @@ def test_too_little_text_is_one_sentence_and_leaves_the_folder_free(tmp_path):
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert (
-        "tokens and one step takes 128 (2 processes x 1 micro-batches x 2 sequences x 32 tokens)"
+        "tokens and one step takes 128 (2 replicas x 1 micro-batches x 2 sequences x 32 tokens)"
         in done.stderr
     )
     assert not list((tmp_path / "run").glob("*/*"))
