@@ -4,6 +4,9 @@ Each rank's shard of the FP32 master is cast by the scale of the whole weight, a
 the layer multiplies by: no 16-bit gather, no second rounding. The 16-bit working weight becomes the value of these
 bytes, so that whatever reads it sees the weight that the products used; a checkpoint gathers the masters themselves.
 
+With `FP8Config.weights_in_16_bits` off a working weight has no memory between steps. Then nothing but the layers reads
+what is gathered, and the layers wait for it by themselves: it travels on a stream of its own, beside the next forward.
+
 Shards are those that LowLevelZeroOptimizer makes (_create_master_param_current_rank, low_level_optim.py:262), and the
 padded size of a weight is kept in its `_working_param_to_padded_working_param` (:176).
 """
