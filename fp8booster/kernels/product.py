@@ -104,7 +104,10 @@ _known_capability = functools.cache(_capability)
 
 def _aligned(scale: torch.Tensor) -> torch.Tensor:
     """The scale where cuBLAS takes it, at a multiple of 16 bytes (`scaling.new_inverse_scales`)."""
-    return scale.clone() if scale.storage_offset() % SCALE_STRIDE else scale
+    # compiled code makes the scales that it reads, each by itself, and cannot ask where they lie
+    if torch.compiler.is_compiling() or scale.storage_offset() % SCALE_STRIDE == 0:
+        return scale
+    return scale.clone()
 
 
 ONEDNN_INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"

@@ -14,7 +14,13 @@ from triton.compiler import ASTSource  # noqa: E402
 from fp8booster import formats  # noqa: E402
 from fp8booster.kernels import many_cast_triton as kernels  # noqa: E402
 
-TYPES = {"table": "*i64", "matrix_of_tile": "*i32", "amax": "*i32", "inverse_scales": "*fp32"}
+TYPES = {
+    "table": "*i64",
+    "matrix_of_tile": "*i32",
+    "amax": "*i32",
+    "inverse_scales": "*fp32",
+    "inverse_scale_stride": "i32",
+}
 TILE = {"TILE_ROWS": kernels.TILE_ROWS, "TILE_COLUMNS": kernels.TILE_COLUMNS}
 
 
