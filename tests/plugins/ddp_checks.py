@@ -147,7 +147,7 @@ def ddp_names_an_unknown_option_and_refuses_a_wrong_configuration() -> None:
 
 @check_each(*PRECISIONS)
 def ddp_runs_all_products_but_those_of_the_vocabulary_head_in_fp8(precision: str | None) -> None:
-    run = boost(fp8(), mixed_precision=precision)
+    run = boost(fp8(fp8_config=FP8Config(fused=False)), mixed_precision=precision)
     counted, rows = census(run)
     network = run.model.unwrap()
     eligible = [module for module in network.model.modules() if isinstance(module, nn.Linear)]
@@ -193,7 +193,8 @@ def ddp_refuses_a_gpu_without_fp8() -> None:
 
 @check
 def ddp_says_at_boost_what_is_in_fp8() -> None:
-    for plugin, wire in ((fp8(), "in FP8"), (plain_wire(), "uncompressed")):
+    for make, wire in ((fp8, "in FP8"), (plain_wire, "uncompressed")):
+        plugin = make(fp8_config=FP8Config(fused=False))
         with pytest.MonkeyPatch.context() as monkeypatch:
             lines = count_calls(monkeypatch, plugin.logger, "info")
             boost(plugin)
@@ -236,7 +237,7 @@ def ddp_trains_adapters_on_a_frozen_base_in_fp8() -> None:
 
 @check
 def ddp_casts_a_weight_once_and_sends_once_for_all_micro_batches_of_a_step() -> None:
-    run = boost(fp8())
+    run = boost(fp8(fp8_config=FP8Config(fused=False)))
     with pytest.MonkeyPatch.context() as monkeypatch:
         casts = count_calls(monkeypatch, weight_cache, "quantize_weight")
         for step in range(1, 4):

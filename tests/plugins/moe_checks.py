@@ -152,7 +152,7 @@ def moe_runs_all_products_but_those_of_head_and_routers_in_fp8() -> None:
 @check
 def moe_says_what_is_in_fp8() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        plugin = fp8(fp8_config=None)
+        plugin = fp8(fp8_config=FP8Config(fused=False))
         lines = count_calls(monkeypatch, plugin.logger, "info")
         run = boost(plugin)
     assert [line for (line,) in lines if line.startswith("FP8")] == [

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
+from fp8booster import FP8Config
 from tests.colossal.models import tiny_llama, token_batch
 
 # colossalai, which takes seconds to import, is imported on the ranks alone
@@ -103,8 +104,9 @@ def ours(**arguments: Any) -> LowLevelZeroPlugin:
 
 
 def fp8(**arguments: Any) -> LowLevelZeroPlugin:
-    """This project's plugin with FP8 products, gradients travelling in 16 bits."""
-    return ours(**{"use_fp8": True, "fp8_communication": False} | arguments)
+    """This project's plugin with FP8 products layer by layer, gradients travelling in 16 bits."""
+    layer_by_layer = FP8Config(fused=False)
+    return ours(**{"use_fp8": True, "fp8_communication": False, "fp8_config": layer_by_layer} | arguments)
 
 
 def rank_batches(count: int, **sizes: int) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster import FP8Linear
+from fp8booster import FP8Config, FP8Linear
 from tests.plugins.training import Boosted, ours, rank_batches
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ CLOSE = 1e-2
 
 
 def wire(**arguments: Any) -> LowLevelZeroPlugin:
-    """The plugin with FP8 products and FP8 on the wire."""
-    return ours(**{"use_fp8": True} | arguments)
+    """The plugin with FP8 products layer by layer and FP8 on the wire."""
+    return ours(**{"use_fp8": True, "fp8_config": FP8Config(fused=False)} | arguments)
 
 
 def names(run: Boosted) -> dict[str, nn.Parameter]:
