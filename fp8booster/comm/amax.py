@@ -22,3 +22,13 @@ def agree_on_amax(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | Non
     amaxes.nan_to_num_(nan=float("inf"), posinf=float("inf"))
     dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
     return amaxes
+
+
+def largest_of_each(amaxes: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """The amaxes [N] of weights, where those that share a scale have the largest of theirs.
+
+    Args:
+        amaxes: float32 [N].
+        first: int64 [N], for each weight the place of the first one that it shares a scale with, or its own.
+    """
+    return torch.zeros_like(amaxes).scatter_reduce(0, first, amaxes, "amax")[first]

@@ -11,14 +11,12 @@ from fp8booster.comm.collectives import (
     Op,
     ReduceOp,
     all_reduce,
-    factor_of,
-    new_message,
     one_tensor,
     reduce_plainly,
+    sums_of_parts,
 )
 from fp8booster.comm.encoding import DEFAULT, Encoding
-from fp8booster.comm.one_sided import mailbox_of
-from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.statistics import count_plain
 from fp8booster.comm.threshold import why_plain
 from fp8booster.kernels.block_cast import side_by_side
 
@@ -85,17 +83,7 @@ def reduce_scatter_coalesced(
         reduce_plainly(lambda op: plain(part, values, op, group, False), part, op, ranks, False)
         outputs.copy_(part)
         return
-    layout = encoding.even(outputs.numel(), ranks)
-    count_encoded("reduce_scatter_tensor", ranks, payload, {"all_to_all_single": layout.bytes})
-    values, factor = [tensor.detach() for tensor in inputs], factor_of(op, ranks)
-    mailbox = mailbox_of(group, outputs, layout.bytes)
-    if mailbox is not None:
-        mailbox.reduce_scatter(values, outputs, layout, encoding, factor)
-        return
-    message, received = new_message(outputs, layout.bytes), new_message(outputs, layout.bytes)
-    encoding.encode_parts(values, message, layout)
-    dist.all_to_all_single(received, message, group=group)
-    encoding.decode_sum(received, outputs, layout, factor)
+    sums_of_parts([tensor.detach() for tensor in inputs], outputs, op, group, encoding).finish()
 
 
 @torch.no_grad()

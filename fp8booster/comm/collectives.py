@@ -95,21 +95,9 @@ def reduce_scatter_tensor(
         )
     sums, values = flat(output, "output"), flat(input, "input")
     require_multiple(values, sums, ranks, "input", "output")
-    layout = encoding.even(sums.numel(), ranks)
-    count_encoded("reduce_scatter_tensor", ranks, input.nbytes, {"all_to_all_single": layout.bytes})
-    mailbox = mailbox_of(group, values, layout.bytes)
 
     def begin(asynchronous: bool) -> Transfer:
-        if mailbox is not None:
-            mailbox.reduce_scatter([values], sums, layout, encoding, factor_of(op, ranks))
-            return transfer(asynchronous, [output])
-        message, received = new_message(values, layout.bytes), new_message(values, layout.bytes)
-        encoding.encode(values, message, layout)
-        work = dist.all_to_all_single(received, message, group=group, async_op=asynchronous)
-        factor = factor_of(op, ranks)
-        return Transfer(
-            work, lambda: encoding.decode_sum(received, sums, layout, factor), (received, message)
-        )
+        return sums_of_parts([values], sums, op, group, encoding, asynchronous)
 
     return run(begin, inputs=[values], outputs=[output], group=group, async_op=async_op)
 
@@ -299,6 +287,30 @@ def broadcast(
 all_gather_single = all_gather_into_tensor
 reduce_scatter_single = reduce_scatter_tensor
 """Their names since torch 2.13."""
+
+
+def sums_of_parts(
+    values: Sequence[torch.Tensor],
+    sums: torch.Tensor,
+    op: Op,
+    group: dist.ProcessGroup | None,
+    encoding: Encoding,
+    asynchronous: bool = False,
+) -> Transfer:
+    """Begin to write this rank's part of the sum or mean of tensors, side by side, over ranks to `sums`; counts it."""
+    ranks = dist.get_world_size(group)
+    factor = factor_of(op, ranks)
+    layout = encoding.even(sums.numel(), ranks)
+    payload = sum(tensor.nbytes for tensor in values)
+    count_encoded("reduce_scatter_tensor", ranks, payload, {"all_to_all_single": layout.bytes})
+    mailbox = mailbox_of(group, sums, layout.bytes)
+    if mailbox is not None:
+        mailbox.reduce_scatter(values, sums, layout, encoding, factor)
+        return transfer(asynchronous, [sums])
+    message, received = new_message(sums, layout.bytes), new_message(sums, layout.bytes)
+    encoding.encode_parts(values, message, layout)
+    work = dist.all_to_all_single(received, message, group=group, async_op=asynchronous)
+    return Transfer(work, lambda: encoding.decode_sum(received, sums, layout, factor), (received, message))
 
 
 def flat(tensor: torch.Tensor, what: str) -> torch.Tensor:

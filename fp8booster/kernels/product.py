@@ -72,8 +72,8 @@ LARGE_PRODUCT = 2e11
 def _is_faster_by_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the product with fast accumulation is faster if each row is given the tensor's scale.
 
-    cuBLAS takes another kernel for it: 7 to 12 % faster on an H200 from 8192 x 4096 x 4096 on, where power limits both
-    (benchmarks/results/h200/gemm); the bits of the sums are as few.
+    cuBLAS takes another kernel for it: as fast to 15 % faster on an H200, 7 % in the median over the fprops in
+    benchmarks/results/h200/gemm, where power limits both; the bits of the sums are as few.
     """
     if not a.is_cuda or 2.0 * len(a) * len(b) * a.shape[1] < LARGE_PRODUCT:
         return False

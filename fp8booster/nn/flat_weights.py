@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._flat_param import FlatParameter
 
 from fp8booster import formats, scaling
-from fp8booster.comm.amax import agree_on_amax
+from fp8booster.comm.amax import agree_on_amax, largest_of_each
 from fp8booster.comm.collectives import gather_bytes, new_message
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.cast import ALIGNMENT, aligned
@@ -192,8 +192,7 @@ class FlatWeights:
 
         amaxes = agree_on_amax(fp8_parts, group)
         if self._joined:
-            first = self._scale_of(amaxes.device)
-            amaxes = torch.zeros_like(amaxes).scatter_reduce(0, first, amaxes, "amax")[first]
+            amaxes = largest_of_each(amaxes, self._scale_of(amaxes.device))
         inverse_scales = scaling.new_inverse_scales(len(fp8_parts), amaxes.device)
         inverse_scales.copy_(scaling.scale_of(amaxes, config.weight_format, config.power_of_two)[1])
         values = own[: self._fp8_counts[self._rank]].view(config.weight_format)

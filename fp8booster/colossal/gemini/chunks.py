@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 
 from fp8booster import comm, scaling
 from fp8booster.comm import Encoding
+from fp8booster.comm.amax import largest_of_each
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.transpose import gathered_layouts
 from fp8booster.tensor import QuantizedMatrix
@@ -190,10 +191,7 @@ class FP8Chunk(ReducedChunk):
 
     def shared(self, amaxes: torch.Tensor) -> torch.Tensor:
         """The amaxes of all weights, where those that share a scale have the largest of theirs."""
-        first = self._scale_of
-        if first is None:
-            return amaxes
-        return torch.zeros_like(amaxes).scatter_reduce(0, first, amaxes, "amax")[first]
+        return amaxes if self._scale_of is None else largest_of_each(amaxes, self._scale_of)
 
     def quantized(self, parameters: Sequence[torch.nn.Parameter]) -> QuantizedMatrix:
         """A weight, or those that share a scale, as they lie, without transpose; there while the chunk is gathered."""

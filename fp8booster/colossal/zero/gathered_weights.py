@@ -39,8 +39,9 @@ NAME = "weight gather"
 _GATHER = "all_gather_into_tensor"
 
 BATCH_BYTES = 2**28
-"""FP8 weights that are gathered at once. NCCL sends few large messages faster than many small ones: on 8 H200 32 MiB
-at 240 GB/s and 512 MiB at 335."""
+"""FP8 weights that are gathered at once. NCCL sends few large messages faster than many small ones: among 4 H200 what
+stands for 64 MiB of BF16 at 435 GB/s of BF16's bytes, for 512 MiB at 559 ("not decoded" in
+benchmarks/results/h200/collectives-4-one-sided)."""
 
 
 @dataclass
@@ -219,10 +220,8 @@ class GatheredWeights:
             for together in merged:
                 together.layers.keep(together.quantized, self._ready)
         if self._stream is not None:
-            self._read_beside = (
-                masters,
-                amax_of,
-            )  # so that the allocator gives their memory to nobody before `wait`
+            # so that the allocator gives their memory to nobody before `wait`
+            self._read_beside = masters, amax_of
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
