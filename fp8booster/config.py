@@ -82,6 +82,11 @@ class FP8Config:
     saves these two bytes a value, and weights travel while the next forward runs. The parameters of FP8 layers then
     read as NaN after a step, but in checkpoints and state dicts, and run in FP8 for any number of tokens."""
 
+    keep_weight_transposes: bool = True
+    """Keep the transpose of each FP8 weight, which backward reads, from step to step. False makes it in backward, at
+    each micro-batch: one byte a value less for a pass over the FP8 weights. Nothing changes where an engine keeps none
+    anyway (Gemini, FSDP), nor for GPT-2's Conv1D under ZeRO. For tensorwise scales."""
+
     emulate: bool = False
     """Compute the products in FP32 from the FP8 values, for GPUs without FP8 products: same rounding, no speed."""
 
@@ -100,6 +105,11 @@ class FP8Config:
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
                 choices = " or ".join(repr(choice) for choice in allowed)
                 raise ValueError(f"FP8Config.{name} is {value!r}; use {choices}")
+        if self.rowwise and not self.keep_weight_transposes:
+            raise ValueError(
+                "FP8Config.keep_weight_transposes is False, and with rowwise scales a transpose has scales of its own "
+                'that its FP8 values do not tell; keep the transposes or use granularity="tensorwise"'
+            )
         for one, other in _MULTIPLIED:
             if getattr(self, one) is formats.E5M2 and getattr(self, other) is formats.E5M2:
                 raise ValueError(
@@ -132,6 +142,7 @@ _ALLOWED = {
     "gradient_scaling": ("block", "tensor", "auto"),
     "fused": _SWITCH,
     "weights_in_16_bits": _SWITCH,
+    "keep_weight_transposes": _SWITCH,
     "emulate": _SWITCH,
 }
 _MULTIPLIED = (

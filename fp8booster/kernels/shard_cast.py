@@ -31,7 +31,12 @@ def cast_shard(
         out: [n] FP8, contiguous; written.
         inverse_scale: float32, shape []; written.
         power_of_two: see `scaling.scale_of`.
+
+    Raises:
+        ValueError: `shard` or `out` is not contiguous.
     """
+    if not (shard.is_contiguous() and out.is_contiguous()):
+        raise ValueError("cast_shard reads and writes values one after the other; give contiguous tensors")
     _pick(shard, "cast_shard")(shard, amax, out, inverse_scale, power_of_two)
 
 
@@ -49,24 +54,33 @@ def cast_shard_reference(
 
 
 def unpack(
-    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor, weight: torch.Tensor | None
+    matrix: torch.Tensor,
+    inverse_scale: torch.Tensor,
+    transpose: torch.Tensor | None,
+    weight: torch.Tensor | None,
 ) -> None:
-    """Write the transpose of an FP8 matrix, and its values in high precision if there is memory for them.
+    """Write the transpose of an FP8 matrix, and its values in high precision, where there is memory for them.
 
     Args:
         matrix: [R, C] FP8, contiguous.
         inverse_scale: float32, shape [].
-        transpose: [C, R] FP8, each row contiguous; written.
+        transpose: [C, R] FP8, each row contiguous; written. None: it is not wanted.
         weight: [R, C], BF16, FP16 or FP32, contiguous; written. None: the values are not wanted.
     """
+    if transpose is None and weight is None:
+        return
     _pick(matrix, "unpack")(matrix, inverse_scale, transpose, weight)
 
 
 def unpack_reference(
-    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor, weight: torch.Tensor | None
+    matrix: torch.Tensor,
+    inverse_scale: torch.Tensor,
+    transpose: torch.Tensor | None,
+    weight: torch.Tensor | None,
 ) -> None:
     """What `unpack` computes, in torch."""
-    transpose.view(torch.uint8).copy_(matrix.view(torch.uint8).t())
+    if transpose is not None:
+        transpose.view(torch.uint8).copy_(matrix.view(torch.uint8).t())
     if weight is not None:
         weight.copy_(matrix.float() * inverse_scale)
 

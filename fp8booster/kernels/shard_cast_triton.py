@@ -46,17 +46,19 @@ def unpack_kernel(
     transpose_stride,
     column_tiles,
     E4M3: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     VALUES: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Each program transposes one square, and decodes it where VALUES are wanted."""
+    """Each program takes one square: transposes it, where TRANSPOSED, and decodes it where VALUES are wanted."""
     tile = tl.program_id(0)
     row = (tile // column_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     column = (tile % column_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < rows) & (column < columns)
     bits = tl.load(as_bytes(matrix) + row * columns + column, mask=inside, other=0)
-    place = as_bytes(transpose) + tl.trans(column * transpose_stride + row)
-    tl.store(place, tl.trans(bits), mask=tl.trans(inside))
+    if TRANSPOSED:
+        place = as_bytes(transpose) + tl.trans(column * transpose_stride + row)
+        tl.store(place, tl.trans(bits), mask=tl.trans(inside))
     if VALUES:
         values = bits.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
         values *= tl.load(inverse_scale)
@@ -85,7 +87,10 @@ def cast_shard_triton(
 
 
 def unpack_triton(
-    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor, weight: torch.Tensor | None
+    matrix: torch.Tensor,
+    inverse_scale: torch.Tensor,
+    transpose: torch.Tensor | None,
+    weight: torch.Tensor | None,
 ) -> None:
     """What `shard_cast.unpack_reference` computes, byte for byte."""
     rows, columns = matrix.shape
@@ -93,9 +98,15 @@ def unpack_triton(
     launch(
         unpack_kernel,
         column_tiles * ceil_div(rows, _TILE),
-        (matrix, inverse_scale, transpose, matrix if weight is None else weight),
-        (rows, columns, transpose.stride(0), column_tiles),
+        (
+            matrix,
+            inverse_scale,
+            matrix if transpose is None else transpose,
+            matrix if weight is None else weight,
+        ),
+        (rows, columns, 0 if transpose is None else transpose.stride(0), column_tiles),
         E4M3=matrix.dtype is formats.E4M3,
+        TRANSPOSED=transpose is not None,
         VALUES=weight is not None,
         TILE=_TILE,
     )

@@ -26,6 +26,7 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
 from fp8booster.nn.delivered_amax import delivered_amax
 from fp8booster.nn.exchange import Exchange
+from fp8booster.nn.late_transpose import transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix, quantize
 
 DEFAULT_CONFIG = FP8Config()
@@ -231,7 +232,7 @@ def linear_from_quantized(
         weight: [N, K]; receives the weight's gradient.
         bias: [N] or None.
         x: the input as a matrix of K columns, with its transpose if the weight needs a gradient.
-        w: the weight, with its transpose if the input needs a gradient.
+        w: the weight, with or without its transpose.
         config: accumulation and the gradient's format.
         gradient_amax: float32, whose largest entry is the amax of the output's gradient by the time backward reads it;
             what makes the gradient fills it. None takes what was delivered with the gradient (`delivered_amax`), or
@@ -240,13 +241,17 @@ def linear_from_quantized(
             none; until that is called it holds the two. None computes the gradient in backward.
         exchange: what ranks exchange around the products; its `input` made x. None is nothing.
         weight_is_transposed: the weight, and so its gradient, lies as [K, N]; w is a matrix of [N, K] all the same.
-        late_weight: backward asks it for the weight's transpose, and holds none itself; None keeps that of `w`.
+        late_weight: backward asks it for the weight's transpose, and holds none itself; None keeps that of `w`, or
+            makes it in backward where `w` has none.
 
     Returns:
         [..., N] of the input's dtype, or of autocast's.
     """
     device = input.device.type
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+    wants_transpose = late_weight is None and torch.is_grad_enabled() and input.requires_grad
+    if wants_transpose and not w.transpose.numel():
+        late_weight = transposed_in_backward(w)
     how = out_dtype, config, gradient_amax, defer, exchange, weight_is_transposed, late_weight
     return _Linear.apply(input, weight, bias, *x, *w, *how)
 

@@ -132,7 +132,12 @@ class FP8Layer(nn.Module):
         x = cast(input, config, transposed=gradients and weight.requires_grad, exchange=exchange)
         if again and (self.training or self.fp8_weight.is_kept_by_engine(weight)):
             # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
-            w = self.fp8_weight.get(weight, config, transposed=True, is_transposed=self.weight_is_transposed)
+            w = self.fp8_weight.get(
+                weight,
+                config,
+                transposed=config.keep_weight_transposes,
+                is_transposed=self.weight_is_transposed,
+            )
         else:
             if again:
                 self.fp8_weight.clear()

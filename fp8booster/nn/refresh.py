@@ -89,9 +89,9 @@ def refresh_weights(model: nn.Module) -> int:
     that an engine still gathers when the step returns, as ZeRO does with `overlap_allgather`.
 
     Args:
-        model: holds FP8 layers. Left out, and so cast when they run, are layers with rowwise scales, sizes
-            that are no multiple of 16, and weights that are parametrized, sharded or scattered in memory, begin at no
-            multiple of 16 bytes, or are cast by an engine.
+        model: holds FP8 layers. Left out, and so cast when they run, are layers with rowwise scales or whose
+            transposes are not kept, sizes that are no multiple of 16, and weights that are parametrized, sharded or
+            scattered in memory, begin at no multiple of 16 bytes, or are cast by an engine.
 
     Returns:
         The number of layers served.
@@ -124,6 +124,7 @@ def _can_be_served(layer: FP8Layer) -> bool:
     return (
         type(weight) is nn.Parameter  # no shard, and not computed anew at each look
         and not layer.fp8_config.rowwise
+        and layer.fp8_config.keep_weight_transposes
         and not weight.is_inference()
         and weight.device.type in ("cpu", "cuda")
         and weight.dim() == 2

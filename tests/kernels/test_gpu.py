@@ -85,7 +85,7 @@ def test_a_rowwise_cast_is_its_reference(plain, transposed, dtype, power_of_two,
 @formats_and_scales
 def test_a_shard_cast_and_its_unpacking_are_their_references(dtype, power_of_two, source) -> None:
     for case, matrix in matrices(source).items():
-        shard, amax = matrix.reshape(-1), amax_of(matrix)
+        shard, amax = matrix.reshape(-1).contiguous(), amax_of(matrix)
 
         def cast_it(implementation=cast_shard, shard=shard, amax=amax) -> tuple[torch.Tensor, torch.Tensor]:
             out = torch.full(shard.shape, 0x55, dtype=torch.uint8, device=DEVICE).view(dtype)

@@ -94,8 +94,18 @@ def test_unpacking_transposes_the_bytes_and_rounds_their_values_once(shape, targ
         unpack(matrix.view(dtype), inverse_scale, transpose.view(dtype), weight)
         assert torch.equal(transpose, matrix.t())
         assert same(weight, (matrix.view(dtype).float() * inverse_scale).to(target))
+    only = torch.empty(shape, dtype=target)
+    unpack(matrix.view(dtype), inverse_scale, None, only)
+    assert same(only, weight)
     assert not beside[:, :2].any()
     assert not beside[:, rows + 2 :].any()
+
+
+def test_values_that_lie_apart_are_refused() -> None:
+    every_second, amax, inverse_scale = torch.ones(32)[::2], torch.tensor(1.0), torch.empty(())
+    out = torch.empty(16, dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="contiguous"):
+        cast_shard(every_second, amax, out, inverse_scale)
 
 
 @pytest.mark.gpu
@@ -136,3 +146,6 @@ def test_triton_unpacks_the_bytes_of_the_reference(shape, target, dtype) -> None
             results.append((transpose.view(torch.uint8).cpu(), weight.cpu()))
         assert torch.equal(results[0][0], results[1][0])
         assert same(results[0][1], results[1][1])
+        only = torch.empty(shape, dtype=target, device="cuda")
+        unpack_triton(matrix.cuda(), torch.tensor(scale, device="cuda"), None, only)
+        assert same(only.cpu(), results[0][1])

@@ -72,6 +72,12 @@ class MergedWeights(NamedTuple):
     quantized: QuantizedMatrix
 
 
+def _keeps_transpose(layer: FP8Layer) -> bool:
+    """Whether a layer's FP8 weight lies in memory in both layouts between steps."""
+    # one that lies transposed is multiplied in forward by what is not gathered
+    return layer.fp8_config.keep_weight_transposes or layer.weight_is_transposed
+
+
 def why_in_16_bits(layer: FP8Layer, optimizer: LowLevelZeroOptimizer, readers: int) -> str | None:
     """Why an FP8 layer's weight is not gathered in FP8, or None where it is.
 
@@ -163,7 +169,7 @@ class GatheredWeights:
         )
         quantized = QuantizedMatrix(
             flat[: weight.numel()].view(weight.shape),
-            weight.new_empty(weight.shape[::-1], dtype=dtype),
+            weight.new_empty(weight.shape[::-1] if _keeps_transpose(layer) else 0, dtype=dtype),
             weight.new_empty((), dtype=torch.float32),
             None,
         )
@@ -186,10 +192,12 @@ class GatheredWeights:
         columns = weights[0].shape[1]
         rows = [len(weight) for weight in weights]
         data = weights[0].new_empty((sum(rows), columns), dtype=dtype)
-        transpose = weights[0].new_empty((columns, sum(rows)), dtype=dtype)
+        kept = _keeps_transpose(merged.layers[0])
+        transpose = weights[0].new_empty((columns, sum(rows)) if kept else 0, dtype=dtype)
         inverse_scale = weights[0].new_empty((), dtype=torch.float32)
         together = MergedWeights(merged, QuantizedMatrix(data, transpose, inverse_scale, None))
-        parts = zip(merged.layers, data.split(rows), transpose.split(rows, 1), strict=True)
+        transposes = transpose.split(rows, 1) if kept else [transpose] * len(rows)
+        parts = zip(merged.layers, data.split(rows), transposes, strict=True)
         for layer, part, transposed in parts:
             quantized = QuantizedMatrix(part, transposed, inverse_scale, None)
             self._weights[id(layer.weight)] = GatheredWeight(layer, part.view(-1), quantized)
@@ -309,7 +317,8 @@ class GatheredWeights:
         weight, quantized = gathered.layer.weight, gathered.quantized
         in_16_bits = gathered.layer.fp8_config.weights_in_16_bits
         values = weight.data if in_16_bits else None
-        unpack(quantized.data, quantized.inverse_scale, quantized.transpose, values)
+        transpose = quantized.transpose if _keeps_transpose(gathered.layer) else None
+        unpack(quantized.data, quantized.inverse_scale, transpose, values)
         if not in_16_bits:
             self._release(gathered)
         # a graph that still holds the former values must not go backward with these
@@ -336,7 +345,7 @@ class GatheredWeights:
         weight = layer.weight
         padded = weight.new_zeros(gathered.flat.numel())
         values = padded[: weight.numel()].view(weight.shape)
-        unpack(quantized.data, quantized.inverse_scale, quantized.transpose, values)
+        unpack(quantized.data, quantized.inverse_scale, None, values)
         weight.data = values
         self._optimizer._working_param_to_padded_working_param[weight] = padded
         gathered.released = False

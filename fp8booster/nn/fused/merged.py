@@ -185,7 +185,9 @@ class MergedLayers:
         )
         if not fresh:
             self._forget()  # first, so that the allocator can give the same memory again
-            self._quantized = quantize_weight(one_below_the_other(weights), config, transposed=True)
+            self._quantized = quantize_weight(
+                one_below_the_other(weights), config, transposed=config.keep_weight_transposes
+            )
             self._made_from = made_from
             self._sources = [weakref.ref(weight) for weight in weights]
         return self._quantized

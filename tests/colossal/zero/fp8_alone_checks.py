@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,8 +17,10 @@ from tests.plugins.training import STAGES, Boosted, assert_equal, boost, train
 
 def alone(**arguments: object) -> Boosted:
     """A run whose weights of FP8 layers have no value in 16 bits."""
-    fused = arguments.pop("fused", False)
-    return boost(wire(fp8_config=FP8Config(weights_in_16_bits=False, fused=fused), **arguments))
+    options = {name: arguments.pop(name) for name in ("fused", "keep_weight_transposes") if name in arguments}
+    return boost(
+        wire(fp8_config=FP8Config(**{"weights_in_16_bits": False, "fused": False, **options}), **arguments)
+    )
 
 
 @check_each(*STAGES)
@@ -27,6 +30,31 @@ def it_trains_bit_for_bit_as_with_16_bits(stage: int) -> None:
         run = alone(stage=stage, max_norm=1.0, fused=fused)
         assert train(beside, steps=4) == train(run, steps=4)
         assert_equal(masters(beside), masters(run))
+
+
+@check
+def it_trains_bit_for_bit_as_with_transposes_kept() -> None:
+    for fused in (False, True):
+        beside = alone(fused=fused)
+        run = alone(fused=fused, keep_weight_transposes=False)
+        assert all(
+            layer.fp8_weight.get(layer.weight, layer.fp8_config, transposed=False).transpose.numel() == 0
+            for _, layer in gathered(run)
+        )
+        assert train(beside, steps=3) == train(run, steps=3)
+        assert_equal(masters(beside), masters(run))
+        run.optimizer.gather_working_weights()  # a checkpoint reads them
+        for name, layer in gathered(run):
+            assert layer.weight.isfinite().all(), name
+
+
+@check
+def a_step_between_a_forward_and_its_backward_is_refused_without_transposes() -> None:
+    run = alone(keep_weight_transposes=False)
+    loss = run.loss(batch())
+    train(run, steps=1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @check
