@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Mapping
 from typing import Any
+
+from colossalai.logging import DistributedLogger
 
 from fp8booster.config import FP8Config
 
@@ -43,6 +46,44 @@ def require_config(config: FP8Config | None) -> FP8Config:
     if not isinstance(config, FP8Config):
         raise TypeError(f"fp8_config is {config!r}; give an fp8booster.FP8Config")
     return config
+
+
+def warn_of_no_effect(
+    logger: DistributedLogger, given: FP8Config | None, use_fp8: bool, weights: str | None
+) -> None:
+    """Warn, on rank 0, of a configuration that nothing reads, and of `weights_in_16_bits=False` where it does nothing.
+
+    Args:
+        given: what the user gave as `fp8_config`.
+        weights: why ZeRO gathers no weight in FP8, and what to do; None where it does.
+    """
+    if given is None:
+        return
+    if not use_fp8:
+        logger.warning(
+            "fp8_config has no effect: use_fp8 is off; give use_fp8=True, or leave fp8_config out", ranks=[0]
+        )
+    elif weights is not None and not given.weights_in_16_bits:
+        logger.warning(f"fp8_config.weights_in_16_bits=False has no effect: {weights}", ranks=[0])
+
+
+def why_zero_gathers_16_bits(config: FP8Config, communication: bool, needs: Mapping[str, bool]) -> str | None:
+    """Why ZeRO gathers every weight in 16 bits, and what to do; None where it gathers those of FP8 layers in FP8.
+
+    Args:
+        communication: gradients and weights are to travel in FP8.
+        needs: by what the plugin would have to be given, whether it was.
+    """
+    if not communication:
+        return (
+            "weights are gathered in 16 bits without fp8_communication; turn it on, or leave the option out"
+        )
+    if config.rowwise:
+        return 'weights are gathered in 16 bits with granularity="rowwise"; use "tensorwise", or leave the option out'
+    for argument, given in needs.items():
+        if not given:
+            return f"no weight is gathered in FP8 but with {argument}; give that, or leave the option out"
+    return None
 
 
 FP8_PRECISIONS = ("bf16", "fp16")

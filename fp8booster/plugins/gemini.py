@@ -24,7 +24,7 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.fused import fuse, fused_summary
 from fp8booster.optim import HybridAdam
-from fp8booster.plugins.arguments import bind, require_16_bits, require_config
+from fp8booster.plugins.arguments import bind, require_16_bits, require_config, warn_of_no_effect
 
 
 class GeminiPlugin(NativeGeminiPlugin):
@@ -65,12 +65,17 @@ class GeminiPlugin(NativeGeminiPlugin):
         # with use_fp8 off all is native's; with it on, native's own FP8 stays off, since ours takes its place
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
         self.use_fp8 = use_fp8
-        if fp8_config is not None and not use_fp8:
-            self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
-        elif use_fp8 and communication and self.fp8_config.gradient_scaling == "auto":
+        warn_of_no_effect(self.logger, fp8_config, use_fp8, self._why_weights_stay())
+        if use_fp8 and communication and self.fp8_config.gradient_scaling == "auto":
             self.logger.warning(
                 'gradient_scaling="auto" has no effect: Gemini\'s gradients are scaled by block', ranks=[0]
             )
+
+    def _why_weights_stay(self) -> str:
+        """Why `FP8Config.weights_in_16_bits=False` changes nothing, and what to do."""
+        if self.fp8_communication:
+            return "Gemini's chunks hold the weights of FP8 layers in FP8 alone by themselves; leave the option out"
+        return "without fp8_communication chunks hold weights in 16 bits; turn it on, and they hold FP8 alone"
 
     def __del__(self) -> None:
         """Destroy the process groups."""

@@ -26,7 +26,13 @@ from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import report
-from fp8booster.plugins.arguments import bind, require_16_bits, require_config
+from fp8booster.plugins.arguments import (
+    bind,
+    require_16_bits,
+    require_config,
+    warn_of_no_effect,
+    why_zero_gathers_16_bits,
+)
 
 FP8_BUCKETS = {"zero_bucket_size_in_m": 64, "ddp_bucket_cap_mb": 64}
 """Defaults where gradients travel in FP8, against native's 12 and 25: inside a node, messages under 64 MiB are faster
@@ -75,8 +81,9 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
         """Activations, gradients and weights travel in FP8, by the functions of `fp8booster.comm`."""
         if self.sends_fp8:
             self.compress_activations()
-        if fp8_config is not None and not use_fp8:
-            self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
+        zero = {"zero_stage=1 or 2": self.zero_stage > 0}
+        weights = why_zero_gathers_16_bits(self.fp8_config, self.sends_fp8, zero)
+        warn_of_no_effect(self.logger, fp8_config, use_fp8, weights)
 
     def __del__(self) -> None:
         if "pg_mesh" in self.__dict__:  # refused arguments leave a plugin without groups

@@ -20,7 +20,13 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.fused import fuse
-from fp8booster.plugins.arguments import bind, require_16_bits, require_config
+from fp8booster.plugins.arguments import (
+    bind,
+    require_16_bits,
+    require_config,
+    warn_of_no_effect,
+    why_zero_gathers_16_bits,
+)
 
 FP8_BUCKET_SIZE_IN_M = 64
 """Default of `reduce_bucket_size_in_m` where gradients travel in FP8, against native's 12: inside a node, messages
@@ -60,8 +66,12 @@ class LowLevelZeroPlugin(NativeLowLevelZeroPlugin):
         # with use_fp8 off all is native's; with it on, native's own FP8 stays off, since ours takes its place
         super().__init__(**arguments, fp8_communication=fp8_communication and not use_fp8)
         self.use_fp8 = use_fp8
-        if fp8_config is not None and not use_fp8:
-            self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
+        needs = {
+            "master_weights=True": arguments.get("master_weights", True),
+            "extra_dp_size=1": arguments.get("extra_dp_size", 1) == 1,
+        }
+        weights = why_zero_gathers_16_bits(self.fp8_config, fp8_communication, needs)
+        warn_of_no_effect(self.logger, fp8_config, use_fp8, weights)
 
     def configure(
         self,

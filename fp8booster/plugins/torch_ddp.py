@@ -19,11 +19,16 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.fused import fuse
-from fp8booster.plugins.arguments import bind, require_config
+from fp8booster.plugins.arguments import bind, require_config, warn_of_no_effect
 
 FP8_BUCKET_CAP_MB = 64
 """Default of `bucket_cap_mb` where gradients travel in FP8, against native's 25: inside a node, messages under 64 MiB
 are faster uncompressed (`comm.threshold`), and DDP closes a bucket with the gradient that fills it."""
+
+WHY_WEIGHTS_STAY = (
+    "DDP sends no weights, and trains those of the model; use LowLevelZeroPlugin, or leave it out"
+)
+"""Why `FP8Config.weights_in_16_bits=False` changes nothing."""
 
 
 class TorchDDPPlugin(NativeTorchDDPPlugin):
@@ -59,9 +64,8 @@ class TorchDDPPlugin(NativeTorchDDPPlugin):
         if self.reduces_in_fp8:
             arguments.setdefault("bucket_cap_mb", FP8_BUCKET_CAP_MB)
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
-        if fp8_config is not None and not use_fp8:
-            self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
-        elif self.reduces_in_fp8 and self.fp8_config.gradient_scaling != "block":
+        warn_of_no_effect(self.logger, fp8_config, use_fp8, WHY_WEIGHTS_STAY)
+        if self.reduces_in_fp8 and self.fp8_config.gradient_scaling != "block":
             self.logger.warning(
                 "fp8_config.gradient_scaling has no effect: DDP's gradients are scaled by block", ranks=[0]
             )

@@ -20,7 +20,10 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.flat_fsdp import compress_flat_fsdp, why_not_gathered
 from fp8booster.nn.fused import fuse, fused_summary
-from fp8booster.plugins.arguments import bind, require_config
+from fp8booster.plugins.arguments import bind, require_config, warn_of_no_effect
+
+WHY_WEIGHTS_STAY = "FSDP frees by itself what it gathers; leave the option out"
+"""Why `FP8Config.weights_in_16_bits=False` changes nothing."""
 
 
 class TorchFSDPPlugin(NativeTorchFSDPPlugin):
@@ -55,9 +58,8 @@ class TorchFSDPPlugin(NativeTorchFSDPPlugin):
         """Parameters and gradients travel in FP8 by `compress_flat_fsdp`; `fp8_communication` says whether by native's
         hooks."""
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
-        if fp8_config is not None and not use_fp8:
-            self.logger.warning("fp8_config has no effect: use_fp8 is off", ranks=[0])
-        elif self.sends_fp8 and self.fp8_config.gradient_scaling == "auto":
+        warn_of_no_effect(self.logger, fp8_config, use_fp8, WHY_WEIGHTS_STAY)
+        if self.sends_fp8 and self.fp8_config.gradient_scaling == "auto":
             self.logger.warning(
                 'fp8_config.gradient_scaling="auto" has no effect: FSDP\'s gradients are scaled by block',
                 ranks=[0],

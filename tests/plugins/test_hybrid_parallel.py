@@ -10,6 +10,7 @@ from tests.plugins.registry import names, run_checks
 MODULES = [
     "tests.comm.coalesced_checks",
     "tests.plugins.large_collective_checks",
+    "tests.plugins.no_effect_checks",
     *(
         f"tests.plugins.hybrid_{role}_checks"
         for role in ("native", "census", "learning", "traffic", "option", "checkpoint", "model")

@@ -1,0 +1,77 @@
+"""What a plugin says of a configuration that changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
+from fp8booster import FP8Config
+from tests.plugins.registry import check, check_each
+
+OFF = "fp8_config has no effect: use_fp8 is off; give use_fp8=True"
+WEIGHTS = "fp8_config.weights_in_16_bits=False has no effect: "
+IN_16_BITS = {"fp8_communication": False}
+
+FP8_ALONE: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
+    ("LowLevelZeroPlugin", "FP8 on the wire"): ({}, None),
+    ("LowLevelZeroPlugin", "16 bits on the wire"): (IN_16_BITS, "without fp8_communication; turn it on"),
+    ("LowLevelZeroPlugin", "no masters"): ({"master_weights": False}, "but with master_weights=True"),
+    ("LowLevelZeroPlugin", "two groups"): ({"extra_dp_size": 2}, "but with extra_dp_size=1"),
+    ("HybridParallelPlugin", "ZeRO"): ({"zero_stage": 1}, None),
+    ("HybridParallelPlugin", "no ZeRO"): ({}, "but with zero_stage=1 or 2"),
+    ("HybridParallelPlugin", "16 bits on the wire"): ({"zero_stage": 1} | IN_16_BITS, "turn it on"),
+    ("MoeHybridParallelPlugin", "ZeRO"): ({"zero_stage": 1}, None),
+    ("GeminiPlugin", "FP8 on the wire"): ({}, "in FP8 alone by themselves; leave the option out"),
+    ("GeminiPlugin", "16 bits on the wire"): (IN_16_BITS, "chunks hold weights in 16 bits; turn it on"),
+    ("TorchDDPPlugin", "FP8 on the wire"): ({}, "use LowLevelZeroPlugin"),
+    ("TorchFSDPPlugin", "FP8 on the wire"): ({}, "leave the option out"),
+}
+"""By plugin and case: arguments, and what `weights_in_16_bits=False` is told."""
+
+SIZES = {
+    "HybridParallelPlugin": {"tp_size": 1, "pp_size": 1},
+    "MoeHybridParallelPlugin": {"tp_size": 1, "pp_size": 1, "ep_size": 2},
+}
+
+
+def warnings_of(plugin: str, **arguments: Any) -> list[str]:
+    """What the constructor says of `fp8_config`."""
+    from colossalai.logging import DistributedLogger
+
+    import fp8booster.plugins
+
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(DistributedLogger, "warning", lambda _, line, ranks=None: said.append(line))
+        plugin_class = getattr(fp8booster.plugins, plugin)
+        precision = {} if plugin.startswith("Torch") else {"precision": "bf16"}
+        plugin_class(**precision | SIZES.get(plugin, {}) | arguments)
+    return [line for line in said if line.startswith("fp8_config")]
+
+
+@check_each(*FP8_ALONE)
+def weights_in_fp8_alone_are_warned_of_where_that_changes_nothing(case: tuple[str, str]) -> None:
+    arguments, says = FP8_ALONE[case]
+    config = FP8Config(weights_in_16_bits=False)
+    warnings = warnings_of(case[0], use_fp8=True, fp8_config=config, **arguments)
+    assert len(warnings) == (says is not None), warnings
+    if says is not None:
+        assert warnings[0].startswith(WEIGHTS)
+        assert says in warnings[0]
+    assert not warnings_of(case[0], use_fp8=True, fp8_config=FP8Config(), **arguments)
+
+
+@check
+def rowwise_weights_are_gathered_in_16_bits_and_that_is_said() -> None:
+    config = FP8Config(weights_in_16_bits=False, granularity="rowwise")
+    (warning,) = warnings_of("LowLevelZeroPlugin", use_fp8=True, fp8_config=config)
+    assert 'granularity="rowwise"; use "tensorwise"' in warning
+
+
+@check_each(*dict.fromkeys(plugin for plugin, _ in FP8_ALONE))
+def a_config_without_use_fp8_is_warned_of_once(plugin: str) -> None:
+    (warning,) = warnings_of(plugin, fp8_config=FP8Config(weights_in_16_bits=False))
+    assert warning.startswith(OFF)
+    assert not warnings_of(plugin)
