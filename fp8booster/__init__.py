@@ -7,6 +7,7 @@ from fp8booster.nn import (
     convert_to_fp8,
     forget_weights,
     fp8_linear,
+    fuse,
     refresh_weights,
     report,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "convert_to_fp8",
     "forget_weights",
     "fp8_linear",
+    "fuse",
     "refresh_weights",
     "report",
 ]

@@ -2,6 +2,7 @@
 
 from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.functional import fp8_linear
+from fp8booster.nn.fused import fuse
 from fp8booster.nn.layer import FP8Layer, forget_weights
 from fp8booster.nn.linear import FP8Linear
 from fp8booster.nn.refresh import refresh_weights
@@ -14,6 +15,7 @@ __all__ = [
     "convert_to_fp8",
     "forget_weights",
     "fp8_linear",
+    "fuse",
     "refresh_weights",
     "report",
 ]

@@ -1,6 +1,8 @@
-"""Decoder layers with their pointwise parts fused around the FP8 products, and the loss over chunks of logits."""
+"""Decoder layers with their pointwise parts fused around the products, and the loss over chunks of logits."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from torch import nn
 
@@ -14,6 +16,7 @@ from fp8booster.nn.fused.decoder import (
     parts_unfused,
 )
 from fp8booster.nn.fused.loss import linear_cross_entropy
+from fp8booster.nn.fused.merged_linear import merged_linears
 
 __all__ = [
     "fuse",
@@ -27,11 +30,21 @@ __all__ = [
 
 
 def fuse(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) -> str:
-    """Fuse what can be fused of a model whose linear layers were converted to FP8, in place.
+    """Fuse what can be fused of a model, in place, in FP8 or in the precision that it has.
+
+    In decoder layers of LLaMA, Mistral, Mixtral and Qwen2 (as transformers 4.51 writes them) the residual's addition
+    and the norm become one kernel, so do rotary embedding and SwiGLU; in training q, k and v are one product, and gate
+    and up. A LLaMA, Mistral or Qwen2 for causal language modelling computes its loss over chunks of logits, which are
+    then never whole (`use_fused_loss`). Parameters, their names and the state dict stay as they were.
+
+    `use_fp8=True` fuses by itself. By hand it serves a model that was converted by `convert_to_fp8`, and one that
+    computes in BF16, as plain PyTorch or under `TorchDDPPlugin` and `LowLevelZeroPlugin`: fuse it when it has its dtype
+    and its device, before it is boosted, for then the weights of merged products are laid one below the other in
+    memory. Where they cannot be, those layers run one by one, and the line that is returned says why.
 
     Args:
         model: any module.
-        attention_of: as in `fuse_blocks`.
+        attention_of: for engines that replace the forward of attentions: gives the mixin for one, or why there is none.
 
     Returns:
         What was fused and what was not, in a line.
@@ -44,7 +57,11 @@ def fuse(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) ->
 def fused_summary(model: nn.Module) -> str:
     """What of a model is fused as it is now, and what is not, in a line."""
     layers = sum(isinstance(module, FusedDecoderLayer) for module in model.modules())
-    left = "; ".join(f"{count} not: {part}" for part, count in parts_unfused(model).items())
+    apart = Counter(merged.why_apart for merged in merged_linears(model) if merged.why_apart is not None)
+    left = "; ".join(
+        [f"{count} not: {part}" for part, count in parts_unfused(model).items()]
+        + [f"{count} groups of layers not merged: {reason}" for reason, count in apart.items()]
+    )
     if layers == 0 and not left:
         return f"nothing is fused, as there are no decoder layers of {', '.join(FAMILIES)}"
     reason = why_not_fused(model)

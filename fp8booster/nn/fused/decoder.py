@@ -1,4 +1,4 @@
-"""Decoder layers of LLaMA, Mistral, Mixtral and Qwen2 with their pointwise parts fused around FP8 products.
+"""Decoder layers of LLaMA, Mistral, Mixtral and Qwen2 with their pointwise parts fused around the products.
 
 In place, by class: parameters, their names, hooks and `isinstance` stay as they were. A fused layer computes
 
@@ -7,9 +7,9 @@ In place, by class: parameters, their names, hooks and `isinstance` stay as they
     y, h = norm(attention, h)           one kernel: residual, norm
     x = h + down(swiglu(gate-up product of y))   in Mixtral each expert so, on its tokens
 
-and every kernel delivers the amax of what it makes, so that the casts before the products read their input once. Where
-a case is not covered (returned attention weights, another activation, layers that are not plain FP8 layers)
-that part runs as transformers wrote it.
+and every kernel delivers the amax of what it makes, so that the casts before FP8 products read their input once. The
+products are those of FP8 layers, or of layers that stayed nn.Linear. Where a case is not covered (returned attention
+weights, another activation, layers of different kinds) that part runs as transformers wrote it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.nn.fused.merged import MergedLayers
+from fp8booster.nn.fused.merged_linear import MergedLinears
 from fp8booster.nn.fused.rms_norm import rms_norm
 from fp8booster.nn.fused.rope import split_and_rotate
 from fp8booster.nn.fused.swiglu import swiglu
@@ -217,7 +218,7 @@ def no_replaced_attention(attention: nn.Module) -> str:
 
 
 def fuse_blocks(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) -> int:
-    """Fuse the decoder layers of a model whose linear layers were converted to FP8, in place.
+    """Fuse the decoder layers of a model, in place, around the products of FP8 layers or of plain nn.Linear.
 
     Args:
         model: any module; what is no decoder layer of `FAMILIES` (as transformers 4.51 writes them) is left alone, and
@@ -239,11 +240,11 @@ def fuse_blocks(model: nn.Module, attention_of: AttentionOf = no_replaced_attent
             continue
         _mix(mixin, module)
         if role == "Attention":
-            module.__dict__["fp8_qkv"] = MergedLayers([module.q_proj, module.k_proj, module.v_proj])
+            module.__dict__["fp8_qkv"] = _merge(module.q_proj, module.k_proj, module.v_proj)
         elif role == "MLP":
-            module.__dict__["fp8_gate_up"] = MergedLayers([module.gate_proj, module.up_proj])
+            module.__dict__["fp8_gate_up"] = _merge(module.gate_proj, module.up_proj)
         elif role == "BlockSparseTop2MLP":
-            module.__dict__["fp8_gate_up"] = MergedLayers([module.w1, module.w3])
+            module.__dict__["fp8_gate_up"] = _merge(module.w1, module.w3)
         elif role == "DecoderLayer":
             fused += 1
     return fused
@@ -279,8 +280,8 @@ def _mixin(module: nn.Module, role: str, attention_of: AttentionOf) -> type[nn.M
     """What a part of a decoder layer is fused by, or why it is not."""
     replaced = "forward" in vars(module)
     if role == "Attention":
-        if not _in_fp8(module.q_proj, module.k_proj, module.v_proj):
-            return "q, k and v are not all FP8 layers"
+        if not _alike(module.q_proj, module.k_proj, module.v_proj):
+            return "q, k and v are neither all FP8 layers nor all nn.Linear"
         if replaced:
             return attention_of(module)
         kind = module.config._attn_implementation
@@ -293,8 +294,8 @@ def _mixin(module: nn.Module, role: str, attention_of: AttentionOf) -> type[nn.M
         if not isinstance(module.act_fn, nn.SiLU):
             return f"its activation is {type(module.act_fn).__name__}"
         gate_up = (module.gate_proj, module.up_proj) if role == "MLP" else (module.w1, module.w3)
-        if not _in_fp8(*gate_up):
-            return "gate and up are not both FP8 layers"
+        if not _alike(*gate_up):
+            return "gate and up are neither both FP8 layers nor both nn.Linear"
         return FusedMLP if role == "MLP" else FusedExpert
     for norm in (module.input_layernorm, module.post_attention_layernorm):
         if not isinstance(norm, FusedRMSNorm):
@@ -302,8 +303,17 @@ def _mixin(module: nn.Module, role: str, attention_of: AttentionOf) -> type[nn.M
     return FusedMixtralLayer if hasattr(module, "block_sparse_moe") else FusedDenseLayer
 
 
+def _alike(*layers: nn.Module) -> bool:
+    """Whether layers can be merged: all in FP8, or all as torch has them."""
+    return _in_fp8(*layers) or all(type(layer) is nn.Linear for layer in layers)
+
+
 def _in_fp8(*layers: nn.Module) -> bool:
     return all(isinstance(layer, FP8Layer) for layer in layers)
+
+
+def _merge(*layers: nn.Module) -> MergedLayers | MergedLinears:
+    return MergedLayers(layers) if _in_fp8(*layers) else MergedLinears(layers)
 
 
 _mixed: dict[tuple[type, type], type] = {}

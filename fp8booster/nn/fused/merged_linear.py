@@ -1,0 +1,130 @@
+"""Several nn.Linear layers that read one input, as one product in their own precision: q, k and v, or gate and up.
+
+`merged` does that for FP8 layers, whose FP8 weights are copies that can lie as one likes. Here the parameters
+themselves are moved once, one below the other, so that no step copies them: each stays the parameter that it was, over
+other memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class MergedLinears:
+    """nn.Linear layers of one input whose products are computed as one where that is right.
+
+    Args:
+        layers: in the order of their outputs; their weights are laid one below the other where nothing else holds their
+            memory.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.layers = tuple(layers)
+        self._why_moved = _lay_together(self.weights)
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The layers' weights, in the order of their outputs."""
+        return [layer.weight for layer in self.layers]
+
+    @property
+    def why_apart(self) -> str | None:
+        """Why the layers' products run one by one in training, as they are now; None where they run as one."""
+        return self._why_never() or (None if _lie_together(self.weights) else self._why_moved)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
+        """All outputs side by side, [..., sum of output features], or None: call the layers one by one.
+
+        They are, where `why_apart` says so; in evaluation; under autocast, which would cast them as one anew; and in
+        compiled code, where the compiler sees the layers themselves.
+        """
+        first, weights = self.layers[0], self.weights
+        if (
+            torch.compiler.is_compiling()
+            or not all(layer.training for layer in self.layers)
+            or input.numel() == 0
+            or input.dtype != first.weight.dtype
+            or torch.is_autocast_enabled(input.device.type)
+            or self._why_never() is not None
+            or not _lie_together(weights)
+        ):
+            return None
+        bias = None if first.bias is None else torch.cat([layer.bias for layer in self.layers])
+        return F.linear(input, _AsOne.apply(*weights), bias)
+
+    def _why_never(self) -> str | None:
+        first = self.layers[0]
+        for layer in self.layers:
+            if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
+                return f"one is a {type(layer).__name__} with a weight of class {type(layer.weight).__name__}"
+            if layer.weight.dtype != first.weight.dtype:
+                return "the layers' dtypes differ"
+            if (layer.bias is None) != (first.bias is None):
+                return "only some of the layers have a bias"
+            if layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer):
+                return "a layer has hooks or a forward of its own, which must run"
+        return None
+
+
+_MOVED = "their weights have moved since; fuse the model when it has its dtype and device, and no copy of it"
+
+
+def _lay_together(weights: Sequence[torch.Tensor]) -> str:
+    """Move weights one below the other; returns why they do not lie so, if ever they do not."""
+    for weight in weights:
+        if type(weight) is not nn.Parameter or weight.is_meta:
+            return "their weights are not plain parameters"
+        first = weights[0]
+        if (weight.dtype, weight.device, weight.shape[1]) != (first.dtype, first.device, first.shape[1]):
+            return "their weights do not fit together"
+        # an engine may write to the memory that it saw, as ZeRO does when it gathers; it has hooks on the gradients
+        if weight._post_accumulate_grad_hooks or weight.untyped_storage().nbytes() != weight.nbytes:
+            return "others, such as an engine, hold the memory of their weights; fuse the model before it is boosted"
+    with torch.no_grad():
+        whole = torch.cat([weight.detach() for weight in weights])
+        for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
+            weight.data = part
+    return _MOVED
+
+
+def _lie_together(weights: Sequence[torch.Tensor]) -> bool:
+    """Whether weights are consecutive rows of one matrix in memory."""
+    storage = weights[0].untyped_storage().data_ptr()
+    end = weights[0].data_ptr()
+    for weight in weights:
+        if (
+            weight.data_ptr() != end
+            or not weight.is_contiguous()
+            or weight.untyped_storage().data_ptr() != storage  # neighbours by chance
+        ):
+            return False
+        end += weight.nbytes
+    return True
+
+
+class _AsOne(torch.autograd.Function):
+    """Weights that lie one below the other as one matrix, which shares their memory."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.rows = [len(weight) for weight in weights]
+        first = weights[0].detach()
+        return first.as_strided((sum(ctx.rows), first.shape[1]), first.stride())
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        return gradient.split(ctx.rows)
+
+
+def merged_linears(model: nn.Module) -> list[MergedLinears]:
+    """Those that the modules of a model hold as attributes."""
+    return [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, MergedLinears)
+    ]

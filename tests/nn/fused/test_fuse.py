@@ -1,0 +1,145 @@
+"""`fuse` of models that compute in the precision that they have."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from fp8booster import FP8Config, convert_to_fp8, fuse
+from fp8booster.nn.fused import fused_summary
+from fp8booster.nn.fused.merged_linear import merged_linears
+from tests.nn.fused.models import FAMILIES, batch, build
+from tests.nn.fused.test_decoder import sqnr, step
+from tests.plugins.census_checks import Census, products
+
+WHOLE = "2 decoder layers fused, loss over chunks of logits"
+
+
+def apart(reason: str) -> str:
+    return f"2 decoder layers fused (4 groups of layers not merged: {reason}), loss over chunks of logits"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_model_has_the_gradients_of_the_model(family: str) -> None:
+    exact = build(family, torch.float32)
+    model = copy.deepcopy(exact)
+    state = copy.deepcopy(model.state_dict())
+    assert fuse(model) == WHOLE
+    assert list(model.state_dict()) == list(state)
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, exact)]
+    losses = []
+    for _ in range(2):  # the second sees what the optimizer wrote over the first's weights
+        (loss, gradients), (right, right_gradients) = map(step, (model, exact))
+        assert loss == pytest.approx(right, rel=1e-6)
+        for name, gradient in right_gradients.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+        losses.append(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert losses[1] < losses[0] - 0.01
+    assert fused_summary(model) == WHOLE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bf16_it_is_as_exact_as_the_model(family: str) -> None:
+    bf16 = build(family)
+    model, exact = copy.deepcopy(bf16), copy.deepcopy(bf16).float()
+    fuse(model)
+    (_, right), (_, plain), (_, ours) = map(step, (exact, bf16, model))
+    for name, gradient in right.items():
+        assert sqnr(ours[name], gradient) > sqnr(plain[name], gradient) - 3, name  # half a bit
+
+
+def test_q_k_v_and_gate_up_are_one_product_each_way() -> None:
+    model = build()
+    fuse(model)
+    with Census() as counted:
+        step(model)
+    layers = [
+        *(nn.Linear(64, features, device="meta") for features in (128, 192) * 2),
+        *(layer.self_attn.o_proj for layer in model.model.layers),
+        *(layer.mlp.down_proj for layer in model.model.layers),
+        model.lm_head,
+    ]
+    assert counted.other == sum(products(layers, batch().numel()).values(), Counter())
+    assert not counted.fp8
+
+
+def test_no_weight_is_copied_after_the_model_was_fused() -> None:
+    model = build()
+    fuse(model)
+    held = [merged.weights[0].untyped_storage().data_ptr() for merged in merged_linears(model)]
+    step(model)
+    assert held == [
+        weight.untyped_storage().data_ptr()
+        for weight in (merged.weights[-1] for merged in merged_linears(model))
+    ]
+
+
+@pytest.mark.parametrize("change", ["copy", "hooks", "dtype", "parameters held by an engine", "views"])
+def test_layers_that_cannot_be_merged_run_one_by_one_and_it_says_why(change: str) -> None:
+    model = build(dtype=torch.float32)
+    right, right_gradients = step(copy.deepcopy(model))
+    moved = (
+        "their weights have moved since; fuse the model when it has its dtype and device, and no copy of it"
+    )
+    held = "others, such as an engine, hold the memory of their weights; fuse the model before it is boosted"
+    if change == "copy":
+        fuse(model)
+        model, reason = copy.deepcopy(model), moved
+    elif change == "hooks":
+        fuse(model)
+        for layer in model.model.layers:
+            layer.self_attn.v_proj.register_forward_hook(lambda *_: None)
+            layer.mlp.gate_proj.register_forward_pre_hook(lambda *_: None)
+        reason = "a layer has hooks or a forward of its own, which must run"
+    elif change == "dtype":
+        fuse(model.bfloat16())
+        model, reason = model.float(), moved
+    elif change == "parameters held by an engine":
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: None)
+        places = [parameter.data_ptr() for parameter in model.parameters()]
+        fuse(model)
+        assert places == [parameter.data_ptr() for parameter in model.parameters()]
+        reason = held
+    else:
+        for parameter in model.parameters():
+            parameter.data = torch.cat([parameter.data.flatten(), torch.ones(1)])[:-1].view(parameter.shape)
+        fuse(model)
+        reason = held
+    assert fused_summary(model) == apart(reason)
+    loss, gradients = step(model)
+    exact = change != "dtype"
+    assert loss == pytest.approx(right, rel=1e-6 if exact else 1e-2)
+    for name, gradient in right_gradients.items():
+        assert sqnr(gradients[name], gradient) > (90 if exact else 25), name
+
+
+def test_evaluation_autocast_and_frozen_layers() -> None:
+    exact = build(dtype=torch.float32)
+    model = copy.deepcopy(exact)
+    fuse(model)
+    model.model.layers[0].self_attn.k_proj.weight.requires_grad_(False)
+    _, right = step(exact)
+    _, gradients = step(model)
+    assert gradients.pop("model.layers.0.self_attn.k_proj.weight") is None
+    assert all(sqnr(gradient, right[name]) > 90 for name, gradient in gradients.items())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert step(model)[0] == pytest.approx(step(exact)[0], rel=1e-2)
+    model.eval(), exact.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch()).logits, exact(batch()).logits)
+
+
+def test_layers_left_out_of_fp8_are_merged_in_their_precision() -> None:
+    exact = build(dtype=torch.float32)
+    model = convert_to_fp8(copy.deepcopy(exact), FP8Config(layers=lambda name, _: "mlp" in name))
+    assert fuse(model) == WHOLE
+    assert [len(merged.layers) for merged in merged_linears(model)] == [3, 3]
+    assert step(model)[0] == pytest.approx(step(exact)[0], rel=2e-3)
