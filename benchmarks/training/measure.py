@@ -28,8 +28,10 @@ Outcome = dict[str, Any]
 def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None) -> Outcome:
     """Warm up, time the steps one by one, then count what one sends and, with `trace`, profile one.
 
-    Every rank calls it. A step begins when all ranks have met and their GPUs are done, and ends when this rank's GPU
-    is.
+    Every rank calls it. The first timed step begins when all ranks have met and their GPUs are done, each other where
+    the last one ended. A step ends when this rank's GPU has done what the current stream holds, as in a loop that reads
+    each loss; what an engine sends on other streams goes on, into the next step's time. The last step ends when the GPU
+    is done with everything. So the steps add up to the time that all of them took.
 
     Returns:
         "step_ms": each timed step, of the slowest rank; "rank_ms": the median of each rank; "losses": of all steps, the
@@ -40,20 +42,24 @@ def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None
     total = job.total_steps
     schedule = Schedule(peak=job.lr, floor=job.lr / 10, warmup=max(1, total // 10), decay=total)
     seconds, losses = [], []
+    began = time.perf_counter()
     for number in range(total):
         if number == job.warm_up:
             gc.collect()
+            _meet(device)
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
+            began = time.perf_counter()
         for group in trainer.optimizer.param_groups:
             group["lr"] = schedule.rate(number + 1)
-        tokens = feed(number)
-        _meet(device)
-        began = time.perf_counter()
-        loss = trainer.step(tokens)
-        _finish(device)
-        seconds.append(time.perf_counter() - began)
-        losses.append(loss)
+        losses.append(trainer.step(feed(number)))
+        if number + 1 < total:
+            _finish_current_stream(device)
+        else:
+            _finish(device)
+        ended = time.perf_counter()
+        seconds.append(ended - began)
+        began = ended
     peak, reserved = _memory(device)
     rank_ms = _of_all_ranks([1e3 * value for value in seconds[job.warm_up :]], device)
     tokens = feed(total)
@@ -113,6 +119,11 @@ def _meet(device: torch.device) -> None:
     _finish(device)
     dist.barrier()
     _finish(device)
+
+
+def _finish_current_stream(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream().synchronize()
 
 
 def _finish(device: torch.device) -> None:

@@ -13,11 +13,12 @@ from benchmarks.training.trace import ROWS
 
 _KERNEL_WIDTH = 90
 STEP_NOTE = (
-    "Each step begins when all ranks have met and ends when the slowest rank's GPU is done: median [10th-90th "
-    "percentile] over the timed steps of all rounds. Engines take turns, each in processes of its own; ratios are "
-    "of tokens a second, round by round. Memory is the peak of torch's allocator in the timed steps, on the rank "
-    "with most. Wire bytes leave a rank in a step, the mean of the ranks, counted at torch.distributed by the "
-    "algorithm that sends fewest; where DDP's own reducer sends, computed. "
+    "A step begins where the one before ended, and ends when the GPU of the slowest rank has done what its current "
+    "stream holds, as in a loop that reads each loss; what travels on other streams goes on, in the next step's time, "
+    "and the last step waits for all of it. Median [10th-90th percentile] over the timed steps of all rounds. Engines "
+    "take turns, each in processes of its own; ratios are of tokens a second, round by round. Memory is the peak of "
+    "torch's allocator in the timed steps, on the rank with most. Wire bytes leave a rank in a step, the mean of the "
+    "ranks, counted at torch.distributed by the algorithm that sends fewest; where DDP's own reducer sends, computed. "
 )
 
 
