@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -161,6 +161,10 @@ class FP8Layer(nn.Module):
         self.in_fp8.clear()
         return super()._apply(fn, recurse)
 
+    def __getstate__(self) -> dict[str, Any]:
+        restore_weight(self)  # what is pickled or copied has values
+        return self.__dict__
+
     def _pays(self, rows: int, matrix: torch.Tensor) -> bool:
         config = self.fp8_config
         outputs, inputs = matrix.shape
@@ -194,6 +198,12 @@ class FP8Layer(nn.Module):
                 f"not in FP8 for {counts} tokens, where it would take longer; FP8Config(always=True) does it"
             )
         return "; ".join(notes)
+
+
+def restore_weight(layer: FP8Layer, *_: Any) -> None:
+    """Give a layer's weight its value in 16 bits again, where an engine keeps none; a hook of state dicts."""
+    if layer.fp8_weight.restore is not None:
+        layer.fp8_weight.restore()
 
 
 def forget_weights(model: nn.Module) -> None:

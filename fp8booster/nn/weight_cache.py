@@ -10,6 +10,7 @@ version counter. The object counts because a weight that is computed anew at eac
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -71,6 +72,9 @@ class WeightCache:
 
     clears = 0
     """How often it was told to forget: what else holds a copy of the weight forgets when this has changed."""
+
+    restore: Callable[[], None] | None = None
+    """Gives the weight its value in 16 bits again, where an engine keeps none."""
 
     def __init__(self) -> None:
         self.clear()

@@ -30,7 +30,7 @@ from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.cast import ALIGNMENT
 from fp8booster.kernels.shard_cast import cast_shard, unpack
 from fp8booster.nn.fused.merged import MergedLayers, merged_layers
-from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.layer import FP8Layer, restore_weight
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "weight gather"
@@ -141,8 +141,9 @@ class GatheredWeights:
         self._read_beside: tuple | None = None
         alone = [each for each in self._weights.values() if not each.layer.fp8_config.weights_in_16_bits]
         for gathered in alone:
-            gathered.layer.register_state_dict_pre_hook(lambda *_: self.restore())
-            gathered.layer.register_load_state_dict_pre_hook(lambda *_: self.restore())
+            gathered.layer.fp8_weight.restore = self.restore
+            gathered.layer.register_state_dict_pre_hook(restore_weight)
+            gathered.layer.register_load_state_dict_pre_hook(restore_weight)
         beside = len(alone) == len(self._weights) > 0 and alone[0].flat.is_cuda
         self._stream = torch.cuda.Stream(alone[0].flat.device) if beside else None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroModel
 
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
@@ -20,4 +22,9 @@ class FP8ZeroModel(LowLevelZeroModel):
     def _force_wait_all_gather(self) -> None:
         """Make the working weights ready to be saved; checkpoint IO calls it on every rank before it reads them."""
         super()._force_wait_all_gather()
-        self.zero_optimizer.gather_working_weights()
+        if self.zero_optimizer is not None:
+            self.zero_optimizer.gather_working_weights()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # as native's wrapper, it is pickled without what trains it, and without its process groups
+        return self.__dict__ | {"zero_optimizer": None}

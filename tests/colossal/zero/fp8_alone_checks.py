@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import FP8Config
-from tests.colossal.zero.runs import batch, gathered, masters, wire
+from tests.colossal.zero.runs import CLOSE, batch, gathered, masters, wire
 from tests.plugins.fp8_checks import LAYERS
 from tests.plugins.registry import check, check_each, shared_folder
-from tests.plugins.training import STAGES, Boosted, assert_equal, boost, train
+from tests.plugins.training import STAGES, Boosted, assert_close, assert_equal, boost, train
 
 
 def alone(**arguments: object) -> Boosted:
@@ -89,6 +91,25 @@ def what_is_saved_holds_values_and_changes_nothing(how: str) -> None:
         dist.barrier()
         saved = torch.load(path, weights_only=True)
         assert_equal({name: value.bfloat16() for name, value in masters(run).items()}, saved)
+    assert train(run) == train(undisturbed)
+    assert all(layer.weight.isnan().all() for _, layer in gathered(run))
+
+
+@check_each("model", "network")
+def a_pickle_or_a_copy_holds_values_and_changes_nothing(what: str) -> None:
+    run, undisturbed = alone(), alone()
+    train(run), train(undisturbed)
+    one = run.model if what == "model" else run.model.unwrap()
+    file = io.BytesIO()
+    torch.save(one, file)
+    file.seek(0)
+    tokens = batch()
+    expected = run.loss(tokens)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(one)):
+        assert all(value.isfinite().all() for value in other.state_dict().values())
+        loss = other(input_ids=tokens, labels=tokens).loss
+        # cast from 16-bit weights, not from their masters
+        assert_close([expected.item()], [loss.item()], CLOSE)
     assert train(run) == train(undisturbed)
     assert all(layer.weight.isnan().all() for _, layer in gathered(run))
 
