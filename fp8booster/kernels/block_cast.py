@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from types import ModuleType
 from typing import NamedTuple, TypeAlias
@@ -43,12 +43,13 @@ class Layout:
     block_size: int | None
     """Values that share a scale; None for one scale over the whole tensor, repeated in each piece."""
 
-    @classmethod
-    def even(cls, count: int, pieces: int, block_size: int | None) -> Layout:
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def even(count: int, pieces: int, block_size: int | None) -> Layout:
         """Pieces of one size."""
-        return cls((count,) * pieces, block_size)
+        return Layout((count,) * pieces, block_size)
 
-    @property
+    @cached_property
     def is_even(self) -> bool:
         """Whether the pieces have one size."""
         return len(set(self.counts)) == 1
@@ -71,17 +72,17 @@ class Layout:
         """Bytes of each piece: the split sizes of an all-to-all."""
         return [self.piece_bytes(count) for count in self.counts]
 
-    @property
+    @cached_property
     def starts(self) -> list[int]:
         """The first value of each piece in the tensor."""
         return [0, *accumulate(self.counts)][:-1]
 
-    @property
+    @cached_property
     def offsets(self) -> list[int]:
         """The first byte of each piece in the message."""
         return [0, *accumulate(self.sizes)][:-1]
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Bytes of the message."""
         return sum(self.sizes)
@@ -90,8 +91,8 @@ class Layout:
 class Peers(NamedTuple):
     """Pieces that lie in the memory of other GPUs, for kernels that read them there."""
 
-    addresses: torch.Tensor | None
-    """int64 [pieces], on the GPU that reads: where the memory of each piece's holder begins; None: nowhere."""
+    addresses: torch.Tensor
+    """int64 [pieces], on the GPU that reads: where the memory of each piece's holder begins."""
 
     shift: int
     """Bytes from there to the piece, a multiple of 16."""

@@ -7,8 +7,10 @@ The arithmetic is that of `block_cast.Reference`, so multiply and add are not fu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,7 +26,7 @@ from fp8booster.kernels.cast_triton import (
     scale_from_bits,
     to_bits,
 )
-from fp8booster.kernels.launch import ceil_div
+from fp8booster.kernels.launch import ceil_div, launch
 
 PAYLOAD_ALIGNMENT = tl.constexpr(ALIGNMENT)
 SLOTS_ALIGNMENT = tl.constexpr(SCALES_ALIGNMENT)
@@ -44,10 +46,15 @@ def piece_place(piece, table, count, size, EVEN: tl.constexpr, UNIT: tl.constexp
 
 @triton.jit
 def peer_message(peers, piece, shift):
-    """The message of the peer that holds a piece, as bytes and as float32."""
+    """The message of the peer that holds a piece."""
     address = tl.load(peers + piece) + shift
-    message = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
-    return message, tl.multiple_of(address.to(tl.pointer_type(tl.float32)), 16)
+    return tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
+
+
+@triton.jit
+def scales_behind(message, place):
+    """The scales that begin at a byte of a message, a multiple of 16."""
+    return (message + place).to(tl.pointer_type(tl.float32), bitcast=True)
 
 
 @triton.jit
@@ -66,7 +73,6 @@ def payload_bytes(count):
 @triton.jit
 def load_piece(
     message,
-    scales,
     offset,
     count,
     block,
@@ -79,11 +85,11 @@ def load_piece(
     payload = payload_bytes(count)
     bits = tl.load(message + offset + within, mask=within < payload, other=0)
     values = bits.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
-    scale_place = scales + (offset + payload) // 4
+    scales = scales_behind(message, offset + payload)
     if TENSORWISE:
-        values = values * tl.load(scale_place)
+        values = values * tl.load(scales)
     else:
-        values = values * tl.load(scale_place + block, mask=block * BLOCK < count, other=0.0)[:, None]
+        values = values * tl.load(scales + block, mask=block * BLOCK < count, other=0.0)[:, None]
     return values
 
 
@@ -92,19 +98,18 @@ def store_piece(
     values,  # float32 [TILE_BLOCKS, BLOCK]
     amax_bits,  # int32 [TILE_BLOCKS], magnitude bits
     message,
-    scales,
     offset,
     count,
     block,
     within,
+    end,
     E4M3: tl.constexpr,
     LIMIT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     TENSORWISE: tl.constexpr,
     BLOCK: tl.constexpr,
-    end=None,
 ):
-    """Cast a tile by the amax of its blocks and store it and its inverse scales, up to block `end` if there is one."""
+    """Cast a tile by the amax of its blocks and store it and its inverse scales, up to block `end`."""
     scale, inverse = scale_from_bits(amax_bits, LIMIT, POWER_OF_TWO)
     payload = payload_bytes(count)
     bits = to_bits(values * scale[:, None], E4M3, LIMIT)
@@ -112,39 +117,42 @@ def store_piece(
         slots = tl.where(count > 0, SLOTS_ALIGNMENT, 0)
     else:
         slots = (count + SLOTS_ALIGNMENT * BLOCK - 1) // (SLOTS_ALIGNMENT * BLOCK) * SLOTS_ALIGNMENT
-    stored = within < payload
-    if end is not None:
-        stored = stored & (block < end)[:, None]
-        slots = tl.minimum(slots, end)
-    tl.store(message + offset + within, bits, mask=stored)
-    tl.store(scales + (offset + payload) // 4 + block, inverse, mask=block < slots)
+    tl.store(message + offset + within, bits, mask=(within < payload) & (block < end)[:, None])
+    tl.store(scales_behind(message, offset + payload) + block, inverse, mask=block < tl.minimum(slots, end))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["partial_count", "first", "end"])
 def encode_kernel(
     x,
+    message,  # uint8 [bytes]
+    table,  # int64 [pieces, 3], where not EVEN
     partials,  # float32 [partial_count], the largest of which is the amax of x, where TENSORWISE
     partial_count,
-    message,  # uint8 [bytes]
-    scales,  # the same memory as float32
-    table,  # int64 [pieces, 3], where not EVEN
-    total,
+    total,  # values of x
+    part,  # of them in each piece, where EVEN
+    first,  # the block of a piece that x begins at, where EVEN
+    end,  # the block behind its last, the padding included where nothing follows
     count,
     size,
     E4M3: tl.constexpr,
     LIMIT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
+    PARTIALS_BLOCK: tl.constexpr,
     EVEN: tl.constexpr,
     UNIT: tl.constexpr,
     TENSORWISE: tl.constexpr,
-    PARTIALS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
 ):
-    """Each program casts one tile of one piece."""
-    start, count, offset = piece_place(tl.program_id(1).to(tl.int64), table, count, size, EVEN, UNIT)
+    """Each program casts one tile of what a piece has of x: all of the piece or, where EVEN, some blocks of it."""
+    piece = tl.program_id(1).to(tl.int64)
+    start, count, offset = piece_place(piece, table, count, size, EVEN, UNIT)
     block, within = tile_place(tl.program_id(0), BLOCK, TILE_BLOCKS)
-    inside = (within < count) & (start + within < total)
+    if EVEN:
+        start = piece * part
+        inside = (within < part) & (start + within < total)
+    else:
+        inside = (within < count) & (start + within < total)
     values = tl.load(x + start + within, mask=inside, other=0.0).to(tl.float32)
     if TENSORWISE:
         amax_bits = tl.zeros([TILE_BLOCKS], tl.int32) + largest_partial(
@@ -152,15 +160,17 @@ def encode_kernel(
         )
     else:
         amax_bits = tl.max(magnitude_bits(values), 1)
+    if EVEN:
+        block, within = block + first, within + first.to(tl.int64) * BLOCK
     store_piece(
         values,
         amax_bits,
         message,
-        scales,
         offset,
         count,
         block,
         within,
+        end,
         E4M3,
         LIMIT,
         POWER_OF_TWO,
@@ -169,60 +179,20 @@ def encode_kernel(
     )
 
 
-@triton.jit
-def encode_part_kernel(
-    x,
-    message,  # uint8 [bytes]
-    scales,  # the same memory as float32
-    part,  # values of x in each piece
-    first,  # the block of a piece that x begins at
-    end,  # the block behind its last, the padding included where nothing follows
-    count,
-    size,
-    E4M3: tl.constexpr,
-    LIMIT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE_BLOCKS: tl.constexpr,
-):
-    """Each program casts one tile of one part of a tensor."""
-    piece = tl.program_id(1).to(tl.int64)
-    block, within = tile_place(tl.program_id(0), BLOCK, TILE_BLOCKS)
-    values = tl.load(x + piece * part + within, mask=within < part, other=0.0).to(tl.float32)
-    store_piece(
-        values,
-        tl.max(magnitude_bits(values), 1),
-        message,
-        scales,
-        piece * size,
-        count,
-        block + first,
-        within + first * BLOCK,
-        E4M3,
-        LIMIT,
-        POWER_OF_TWO,
-        False,
-        BLOCK,
-        end,
-    )
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["own"])
 def decode_kernel(
-    message,
-    scales,
+    source,  # uint8 [bytes], or, where PEERS, int64 [PEERS]: see `Peers`
     x,
     table,
-    peers,  # int64 [PEERS], where PEERS: see `Peers`
     shift,
     own,
     total,
     count,
     size,
     E4M3: tl.constexpr,
+    PEERS: tl.constexpr,
     EVEN: tl.constexpr,
     UNIT: tl.constexpr,
-    PEERS: tl.constexpr,
     TENSORWISE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_BLOCKS: tl.constexpr,
@@ -231,27 +201,24 @@ def decode_kernel(
     if PEERS:  # neighbours read from different peers, and the GPUs begin with different ones: no link waits for another
         tile = tl.program_id(0) // PEERS
         piece = ((tl.program_id(0) + own) % PEERS).to(tl.int64)
-        message, scales = peer_message(peers, piece, shift)
+        message = peer_message(source, piece, shift)
         start, offset = piece * count, tl.full([], 0, tl.int64)
     else:
-        tile = tl.program_id(0)
+        tile, message = tl.program_id(0), source
         start, count, offset = piece_place(tl.program_id(1).to(tl.int64), table, count, size, EVEN, UNIT)
     block, within = tile_place(tile, BLOCK, TILE_BLOCKS)
-    values = load_piece(message, scales, offset, count, block, within, E4M3, TENSORWISE, BLOCK)
+    values = load_piece(message, offset, count, block, within, E4M3, TENSORWISE, BLOCK)
     inside = (within < count) & (start + within < total)
     tl.store(x + start + within, values.to(x.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["end"])
 def sum_kernel(
-    message,
-    scales,
-    x,  # of the dtype of the result, where not ENCODE
-    out_message,  # uint8, where ENCODE
-    out_scales,
-    peers,  # int64 [PIECES], where PEERS: see `Peers`
+    source,  # uint8 [bytes], or, where PEERS, int64 [PIECES]: see `Peers`
+    out,  # values, or, where ENCODE, uint8: their message
     shift,
     total,
+    end,  # the block behind the last, where ENCODE
     count,
     size,
     factor,
@@ -270,22 +237,23 @@ def sum_kernel(
     values = tl.zeros([TILE_BLOCKS, BLOCK], tl.float32)
     for piece in tl.static_range(PIECES):
         if PEERS:
-            message, scales = peer_message(peers, piece, shift)
+            message = peer_message(source, piece, shift)
             offset = tl.full([], 0, tl.int64)
         else:
+            message = source
             offset = tl.full([], piece, tl.int64) * size
-        values += load_piece(message, scales, offset, count, block, within, E4M3, TENSORWISE, BLOCK)
+        values += load_piece(message, offset, count, block, within, E4M3, TENSORWISE, BLOCK)
     values *= factor
     if ENCODE:
         store_piece(
             values,
             tl.max(magnitude_bits(values), 1),
-            out_message,
-            out_scales,
+            out,
             0,
             count,
             block,
             within,
+            end,
             E4M3,
             LIMIT,
             POWER_OF_TWO,
@@ -293,7 +261,7 @@ def sum_kernel(
             BLOCK,
         )
     else:
-        tl.store(x + within, values.to(x.dtype.element_ty), mask=within < total)
+        tl.store(out + within, values.to(out.dtype.element_ty), mask=within < total)
 
 
 TILE_VALUES = 4096
@@ -304,43 +272,54 @@ SUM_WARPS = 8
 TENSORWISE_BLOCK = 1024
 """Row of a tile where one scale serves all blocks."""
 
-_NO_PEERS = Peers(None, 0, 0)
+
+class _Tiling(NamedTuple):
+    """How the kernels divide a layout among programs; found once for each layout."""
+
+    tiles: int
+    """Of the longest piece, its unused scales included."""
+
+    pieces: int
+
+    tile: dict[str, int | bool]
+    """The constants of a tile."""
+
+    places: dict[str, int | bool]
+    """How pieces are found, and the constants of a tile."""
+
+    @property
+    def end(self) -> int:
+        """The block behind the last tile."""
+        return self.tiles * self.tile["TILE_BLOCKS"]
 
 
-def _tile(layout: Layout, warps: int = WARPS) -> dict[str, int | bool]:
-    block = layout.block_size or TENSORWISE_BLOCK
-    return {
+@functools.lru_cache(maxsize=1024)
+def _tiling(layout: Layout) -> _Tiling:
+    longest, block = max(layout.counts), layout.block_size or TENSORWISE_BLOCK
+    covered = (
+        layout.payload_bytes(longest) if layout.block_size is None else layout.scale_count(longest) * block
+    )
+    tile = {
         "TENSORWISE": layout.block_size is None,
         "BLOCK": block,
         "TILE_BLOCKS": max(1, TILE_VALUES // block),
-        "num_warps": warps,
-        "enable_fp_fusion": False,
     }
-
-
-def _grid(layout: Layout) -> tuple[int, int]:
-    """Tiles of the longest piece, its unused scales included, by pieces."""
-    longest = max(layout.counts)
-    values = (
-        layout.scale_count(longest) * layout.block_size
-        if layout.block_size
-        else layout.payload_bytes(longest)
+    # where all pieces are multiples of 16, the compiler may move 16 values at once
+    unit = ALIGNMENT if all(count % ALIGNMENT == 0 for count in layout.counts) else 1
+    return _Tiling(
+        ceil_div(covered, block * tile["TILE_BLOCKS"]),
+        len(layout.counts),
+        tile,
+        {"EVEN": layout.is_even, "UNIT": unit, **tile},
     )
-    tile = _tile(layout)
-    return ceil_div(values, tile["BLOCK"] * tile["TILE_BLOCKS"]), len(layout.counts)
 
 
-def _unit(layout: Layout) -> int:
-    """What all pieces are multiples of: by 16, the compiler may move 16 values at once."""
-    return ALIGNMENT if all(count % ALIGNMENT == 0 for count in layout.counts) else 1
-
-
-def _table(layout: Layout, device: torch.device) -> torch.Tensor | None:
+def _table(layout: Layout, device: torch.device) -> torch.Tensor:
     """Starts, counts and offsets of uneven pieces, int64 [pieces, 3]; copied from pinned memory, so without a sync."""
-    if layout.is_even:
-        return None
-    table = torch.tensor([layout.starts, layout.counts, layout.offsets], dtype=torch.int64).t().contiguous()
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    rows = list(zip(layout.starts, layout.counts, layout.offsets, strict=True))
+    on_gpu = device.type == "cuda"
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu)
+    return table.to(device, non_blocking=True) if on_gpu else table
 
 
 def encode(
@@ -349,25 +328,30 @@ def encode(
     """What `block_cast.Reference.encode` computes, byte for byte."""
     if layout.bytes == 0:
         return
-    partials = amax_partials(values.view(1, -1)) if layout.block_size is None else None
-    partial_count = 1 if partials is None else partials.numel()
-    encode_kernel[_grid(layout)](
-        values,
-        partials,
-        partial_count,
-        message,
-        message.view(torch.float32),
-        _table(layout, values.device),
-        values.numel(),
-        layout.counts[0],
-        layout.sizes[0],
+    tiling = _tiling(layout)
+    # pointers that are not read need some tensor
+    partials = amax_partials(values.view(1, -1)) if layout.block_size is None else message
+    partial_count = partials.numel() if layout.block_size is None else 1
+    launch(
+        encode_kernel,
+        (tiling.tiles, tiling.pieces),
+        (values, message, message if layout.is_even else _table(layout, values.device), partials),
+        (
+            partial_count,
+            values.numel(),
+            layout.counts[0],
+            0,
+            tiling.end,
+            layout.counts[0],
+            layout.sizes[0],
+        ),
+        num_warps=WARPS,
+        enable_fp_fusion=False,
         E4M3=dtype is formats.E4M3,
         LIMIT=formats.MAX[dtype],
         POWER_OF_TWO=power_of_two,
-        EVEN=layout.is_even,
-        UNIT=_unit(layout),
         PARTIALS_BLOCK=1 << (partial_count - 1).bit_length(),
-        **_tile(layout),
+        **tiling.places,
     )
 
 
@@ -380,63 +364,59 @@ def encode_parts(
 ) -> None:
     """What `block_cast.Reference.encode_parts` computes, byte for byte."""
     block, pieces = layout.block_size, len(layout.counts)
-    if len(tensors) == 1 or block is None:
+    if len(tensors) == 1:
+        encode(tensors[0], message, layout, dtype, power_of_two)
+        return
+    if block is None:
         encode(side_by_side(tensors, pieces), message, layout, dtype, power_of_two)
         return
     of_blocks = list(takewhile(lambda tensor: tensor.numel() // pieces % block == 0, tensors))
     others = tensors[len(of_blocks) :]
     parts = [*of_blocks, side_by_side(others, pieces)] if others else of_blocks
-    first, in_floats, tile = 0, message.view(torch.float32), _tile(layout)
-    del tile["TENSORWISE"]
+    first, tiling, count = 0, _tiling(layout), layout.counts[0]
     for tensor in parts:
-        part = tensor.numel() // pieces
-        end = layout.scale_count(layout.counts[0]) if tensor is parts[-1] else first + part // block
-        encode_part_kernel[(ceil_div(end - first, tile["TILE_BLOCKS"]), pieces)](
-            tensor,
-            message,
-            in_floats,
-            part,
-            first,
-            end,
-            layout.counts[0],
-            layout.sizes[0],
+        total = tensor.numel()
+        part = total // pieces
+        end = layout.scale_count(count) if tensor is parts[-1] else first + part // block
+        launch(
+            encode_kernel,
+            (ceil_div(end - first, tiling.tile["TILE_BLOCKS"]), pieces),
+            (tensor, message, message, message),
+            (1, total, part, first, end, count, layout.sizes[0]),
+            num_warps=WARPS,
+            enable_fp_fusion=False,
             E4M3=dtype is formats.E4M3,
             LIMIT=formats.MAX[dtype],
             POWER_OF_TWO=power_of_two,
-            **tile,
+            PARTIALS_BLOCK=1,
+            **tiling.places,
         )
         first = end
 
 
-def _places(message: Message) -> tuple[torch.Tensor | None, torch.Tensor | None, Peers]:
-    """The arguments that say where a message's pieces lie: its bytes, the same as float32, and the peers."""
+def _places(message: Message) -> tuple[torch.Tensor, bool, int, int]:
+    """(where the pieces lie, whether that is at peers, bytes from there, the piece that is held here)."""
     if isinstance(message, Peers):
-        return None, None, message
-    return message, message.view(torch.float32), _NO_PEERS
+        return message.addresses, True, message.shift, message.own
+    return message, False, 0, 0
 
 
 def decode(message: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
     """What `block_cast.Reference.decode` computes, byte for byte."""
     if layout.bytes == 0:
         return
-    tiles, pieces = _grid(layout)
-    in_bytes, in_floats, (peers, shift, own) = _places(message)
-    decode_kernel[(tiles, pieces) if peers is None else (tiles * pieces,)](
-        in_bytes,
-        in_floats,
-        values,
-        _table(layout, values.device),
-        peers,
-        shift,
-        own,
-        values.numel(),
-        layout.counts[0],
-        layout.sizes[0],
+    tiling = _tiling(layout)
+    source, at_peers, shift, own = _places(message)
+    launch(
+        decode_kernel,
+        tiling.tiles * tiling.pieces if at_peers else (tiling.tiles, tiling.pieces),
+        (source, values, source if layout.is_even else _table(layout, values.device)),
+        (shift, own, values.numel(), layout.counts[0], layout.sizes[0]),
+        num_warps=WARPS,
+        enable_fp_fusion=False,
         E4M3=dtype is formats.E4M3,
-        EVEN=layout.is_even,
-        UNIT=_unit(layout),
-        PEERS=0 if peers is None else pieces,
-        **_tile(layout),
+        PEERS=tiling.pieces if at_peers else 0,
+        **tiling.places,
     )
 
 
@@ -444,7 +424,7 @@ def decode_sum(
     messages: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float
 ) -> None:
     """What `block_cast.Reference.decode_sum` computes, byte for byte."""
-    _sum(messages, values, None, layout, dtype, False, factor)
+    _sum(messages, values, layout, dtype, factor, encode=False, power_of_two=False)
 
 
 def decode_sum_encode(
@@ -456,37 +436,33 @@ def decode_sum_encode(
     factor: float,
 ) -> None:
     """What `block_cast.Reference.decode_sum_encode` computes, byte for byte."""
-    _sum(messages, None, message, layout, dtype, power_of_two, factor)
+    _sum(messages, message, layout, dtype, factor, encode=True, power_of_two=power_of_two)
 
 
 def _sum(
     messages: Message,
-    values: torch.Tensor | None,
-    message: torch.Tensor | None,
+    out: torch.Tensor,
     layout: Layout,
     dtype: torch.dtype,
-    power_of_two: bool,
     factor: float,
+    *,
+    encode: bool,
+    power_of_two: bool,
 ) -> None:
-    tiles, pieces = _grid(layout)
-    in_bytes, in_floats, (peers, shift, _) = _places(messages)
-    sum_kernel[(tiles,)](
-        in_bytes,
-        in_floats,
-        values,
-        message,
-        None if message is None else message.view(torch.float32),
-        peers,
-        shift,
-        0 if values is None else values.numel(),
-        layout.counts[0],
-        layout.sizes[0],
-        factor,
+    tiling = _tiling(layout)
+    source, at_peers, shift, _ = _places(messages)
+    launch(
+        sum_kernel,
+        tiling.tiles,
+        (source, out),
+        (shift, out.numel(), tiling.end, layout.counts[0], layout.sizes[0], factor),
+        num_warps=SUM_WARPS,
+        enable_fp_fusion=False,
         E4M3=dtype is formats.E4M3,
         LIMIT=formats.MAX[dtype],
         POWER_OF_TWO=power_of_two,
-        PIECES=pieces,
-        PEERS=peers is not None,
-        ENCODE=message is not None,
-        **_tile(layout, SUM_WARPS),
+        PIECES=tiling.pieces,
+        PEERS=at_peers,
+        ENCODE=encode,
+        **tiling.tile,
     )

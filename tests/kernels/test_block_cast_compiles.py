@@ -15,42 +15,43 @@ TYPES = {
     "partials": "*fp32",
     "partial_count": "i32",
     "message": "*u8",
-    "scales": "*fp32",
+    "source": "*u8",
     "table": "*i64",
     "total": "i64",
+    "part": "i32",
+    "first": "i32",
+    "end": "i32",
     "count": "i32",
     "size": "i32",
-    "out_message": "*u8",
-    "out_scales": "*fp32",
     "factor": "fp32",
-    "peers": "*i64",
     "shift": "i64",
     "own": "i32",
 }
-UNSPECIALIZED = {"partial_count", "factor", "partials", "table", "peers", "own"}
+UNSPECIALIZED = {"partial_count", "first", "end", "factor", "partials", "table", "own"}
 FORMAT = {"E4M3": True, "LIMIT": formats.MAX[formats.E4M3], "POWER_OF_TWO": False}
 BLOCKS = {"TENSORWISE": False, "BLOCK": 256, "TILE_BLOCKS": 16}
 ONE_SCALE = {"TENSORWISE": True, "BLOCK": 1024, "TILE_BLOCKS": 4}
-EVEN = {"EVEN": True, "UNIT": 16, "table": None}
+EVEN = {"EVEN": True, "UNIT": 16}
 UNEVEN = {"EVEN": False, "UNIT": 16}
-HERE = {"PEERS": 0, "peers": None}
-WITH_PEERS = {"PEERS": 4, "message": None, "scales": None}
+HERE = {"PEERS": 0}
+WITH_PEERS = {"PEERS": 4}
 
 
 def ptx_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = True) -> str:
     """Compile with every count a multiple of 16 or of nothing; pieces always begin at one."""
-    unspecialized = UNSPECIALIZED | (set() if aligned else {"total", "count"})
+    types = TYPES | {"x": x, "out": "*u8" if constants.get("ENCODE") else x}
+    if constants.get("PEERS"):
+        types["source"] = "*i64"
+    unspecialized = UNSPECIALIZED | (set() if aligned else {"total", "part", "count"})
     options = {"num_warps": kernels.WARPS, "enable_fp_fusion": False}
-    return compiled.ptx_of(kernel, TYPES | {"x": x}, constants, unspecialized=unspecialized, **options)
+    return compiled.ptx_of(kernel, types, constants, unspecialized=unspecialized, **options)
 
 
 @pytest.mark.parametrize("x", ["*bf16", "*fp16", "*fp32"])
 @pytest.mark.parametrize("pieces", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("scales", [BLOCKS, ONE_SCALE], ids=["blocks", "one scale"])
 def test_encode_and_decode_move_whole_vectors(scales, pieces, x) -> None:
-    given = {**FORMAT, **scales, **pieces, **HERE, "PARTIALS_BLOCK": 1024}
-    if not scales["TENSORWISE"]:
-        given |= {"partials": None, "PARTIALS_BLOCK": 1}
+    given = {**FORMAT, **scales, **pieces, **HERE, "PARTIALS_BLOCK": 1024 if scales["TENSORWISE"] else 1}
     for kernel in (kernels.encode_kernel, kernels.decode_kernel):
         ptx = ptx_of(kernel, given, x)
         assert "ld.global.v4.b32" in ptx
@@ -70,7 +71,6 @@ def test_pieces_of_peers_are_read_in_whole_vectors(scales) -> None:
 @pytest.mark.parametrize("pieces", [2, 8])
 def test_the_sum_moves_whole_vectors_and_rounds_each_product(pieces, holder, encode) -> None:
     given = {**FORMAT, **BLOCKS, **holder, "PIECES": pieces, "ENCODE": encode}
-    given |= {"x": None} if encode else {"out_message": None, "out_scales": None}
     ptx = ptx_of(kernels.sum_kernel, given, "*bf16")
     assert "ld.global.v4.b32" in ptx
     assert narrow_accesses(ptx) == []
@@ -82,6 +82,6 @@ def test_sizes_that_are_multiples_of_nothing_compile() -> None:
         given = {**FORMAT, **scales, **UNEVEN, **HERE, "UNIT": 1, "PARTIALS_BLOCK": 1024}
         ptx_of(kernels.encode_kernel, given, "*bf16", aligned=False)
         ptx_of(kernels.decode_kernel, given, "*bf16", aligned=False)
-        sums = {**given, "PIECES": 3, "ENCODE": False, "out_message": None, "out_scales": None}
+        sums = {**given, "PIECES": 3, "ENCODE": False}
         ptx = ptx_of(kernels.sum_kernel, sums, "*bf16", aligned=False)
         assert "ld.global.b8" not in ptx  # messages are padded, so that they are read whole
