@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -111,6 +112,18 @@ def _evaluate_under_zero_bubble() -> None:
             scheduler.forward_backward_step(None, iter([torch.zeros(3, 1)]), None)
 
 
+def _add_up_late_losses_under_zero_bubble() -> None:
+    from colossalai.tensor.colo_tensor import ColoTensor
+
+    scheduler, total = _zero_bubble_scheduler(), torch.zeros(())
+    scheduler.stage_manager.stage_indices = [None, None]
+    scheduler.stage_manager.is_first_stage = lambda ignore_chunk=False: True  # where the V ends
+    for make in (ColoTensor, torch.clone):
+        criterion = partial(lambda make, *_: make(torch.tensor(3.0)), make)
+        scheduler.forward_step(lambda *_, **__: None, 1, None, None, criterion, total)
+    assert total == 3, "the loss is not added"
+
+
 def _interleaved_schedule(comm: Any, **options: Any) -> Any:
     from colossalai.pipeline.schedule import InterleavedSchedule
 
@@ -193,6 +206,7 @@ SYMPTOMS = {
     "zero_bubble_finds_the_parameter": Symptom(_checkpoint_under_zero_bubble, "the layer does not train"),
     "zero_bubble_forgets_its_handles": Symptom(_step_twice_under_zero_bubble, "of an earlier step"),
     "zero_bubble_evaluates": Symptom(_evaluate_under_zero_bubble, "'list' object has no attribute 'type'"),
+    "zero_bubble_adds_up_the_loss": Symptom(_add_up_late_losses_under_zero_bubble, "the loss is not added"),
     "evaluation_leaves_training_as_it_was": Symptom(_train_after_evaluation, "AssertionError()"),
     "interleaved_sends_metadata": Symptom(_interleave_without_cached_metadata, "would go without metadata"),
     "interleaved_waits_for_what_it_sends": Symptom(_end_an_interleaved_step, "is not waited for"),

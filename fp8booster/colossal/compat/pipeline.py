@@ -175,6 +175,34 @@ def zero_bubble_evaluates(module: ModuleType, patch: Patch) -> None:
 
 
 @mend(
+    module="colossalai.pipeline.schedule.zero_bubble_pp",
+    place="pipeline/schedule/zero_bubble_pp.py:509",
+    needed_when="zero-bubble with overlap_allgather=True",
+)
+def zero_bubble_adds_up_the_loss(module: ModuleType, patch: Patch) -> None:
+    """The zero-bubble schedule adds up losses that are ColoTensors too.
+
+    Without it `execute_pipeline` returns a loss of 0: with late gathers every output is a ColoTensor, which turns the
+    `add_` that it is given to into an `add`. No longer needed when `forward_step` of a model's last chunk changes
+    `accum_loss` where the criterion returns a ColoTensor.
+    """
+    scheduler = module.ZeroBubbleVPipeScheduler
+    native = scheduler.forward_step
+
+    @wraps(native)
+    def forward_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(native).bind(self, *args, **kwargs)
+        total = given.arguments.pop("accum_loss", None)
+        result = native(*given.args, **given.kwargs)
+        ends = given.arguments["model_chunk_id"] == 1 and self.stage_manager.is_first_stage(ignore_chunk=True)
+        if total is not None and ends:
+            total.add_(result.data)  # a plain tensor, as in the other schedules
+        return result
+
+    patch.set(scheduler, "forward_step", forward_step)
+
+
+@mend(
     module="colossalai.pipeline.schedule",
     place="pipeline/schedule/one_f_one_b.py:92-110, pipeline/schedule/interleaved_pp.py:92-111",
     needed_when="a pipeline is evaluated with batches of another size than it trains with",

@@ -60,6 +60,14 @@ def zero_bubble_trains_like_1f1b_with_fp8_products() -> None:
 
 
 @check
+def zero_bubble_tells_the_loss_with_late_gathers() -> None:
+    expected, found = (
+        pipeline("zero-bubble", zero_stage=1, overlap_allgather=late).train(2) for late in (False, True)
+    )
+    assert expected == found
+
+
+@check
 def zero_bubble_runs_every_product_of_its_layers_in_fp8() -> None:
     run = pipeline("zero-bubble", products=True, sends_fp8=True)
     with Census() as counted:
