@@ -153,6 +153,8 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         updated = {group_id: self._attach_gradients(group_id) for group_id in range(self.num_param_groups)}
         self._clip(updated)
         self.optim.step()
+        if _divides_gradients(self.optim):
+            self.optim.grad_scale = None
         for group_id, masters in self._master_param_groups_of_current_rank.items():
             release_param_grad(masters)
             self.optim.param_groups[group_id]["params"] = masters
@@ -177,19 +179,30 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         return updated
 
     def _clip(self, updated: dict[int, Updated]) -> None:
-        """Undo the loss scale and clip by the norm over all ranks, as native does; the host does not wait for it."""
+        """Undo the loss scale and clip by the norm over all ranks, as native does; the host does not wait for it.
+
+        An optimizer that divides gradients while it reads them is told by what, which saves a pass over them.
+        """
         self._current_grad_norm = norm = self._norm()
         gradients = [master.grad for group in updated.values() for _, master in group]
         scaled = self.mixed_precision_mixin is not None
-        factor = 1.0 / self.mixed_precision_mixin.get_grad_div_scale() if scaled else 1.0
+        divisor = self.mixed_precision_mixin.get_grad_div_scale() if scaled else 1.0
         if self._clip_grad_norm > 0:
-            over = (norm * factor + 1e-6) / self._clip_grad_norm
-            factor = factor / torch.where(over > 1, over, 1.0)  # a NaN stays where it is
-            factor = factor.to(gradients[0].device) if gradients else factor  # offloaded ones lie on the CPU
-        elif factor == 1:
+            over = (norm / divisor + 1e-6) / self._clip_grad_norm
+            divisor = divisor * torch.where(over > 1, over, 1.0)  # a NaN stays where it is
+        elif divisor == 1:
             return
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        if not gradients:
+            return
+        device = gradients[0].device  # offloaded ones lie on the CPU
+        if isinstance(divisor, torch.Tensor):
+            divisor = divisor.to(device)
+        else:
+            divisor = torch.full((), divisor, device=device)
+        if _divides_gradients(self.optim):
+            self.optim.grad_scale = divisor
+        else:
+            torch._foreach_div_(gradients, divisor)
 
     def _norm(self) -> torch.Tensor:
         """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device."""
@@ -288,6 +301,13 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         for group, bucket in buckets.items():
             if not bucket.is_empty():
                 bucket.all_gather(group)
+
+
+def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's kernels divide gradients by its `grad_scale`, the convention of torch.amp.GradScaler."""
+    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
+        group["fused"] for group in optimizer.param_groups
+    )
 
 
 def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter], list[torch.Tensor]]:

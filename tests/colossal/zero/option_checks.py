@@ -136,6 +136,25 @@ def clipping_divides_by_the_norm_over_all_ranks(stage: int) -> None:
         assert torch.equal(unchanged, before)
 
 
+@check_each("clipping", "fp16", "fp16 without clipping")
+def a_fused_optimizer_divides_the_gradients_itself(option: str) -> None:
+    options = {"max_norm": 1e-3} if option == "clipping" else FP16
+    if option == "fp16 without clipping":
+        options = options | {"max_norm": 0.0}
+    runs = [boost(wire(**options)) for _ in range(2)]
+    fused = runs[1].optimizer.unwrap()
+    for group in fused.param_groups:
+        group["fused"] = True
+    divisors = []
+    fused.register_step_pre_hook(lambda optimizer, *_: divisors.append(float(optimizer.grad_scale)))
+    losses = [train(run) for run in runs]
+    assert min(divisors) > 1
+    assert fused.grad_scale is None
+    assert_close(*losses, 1e-3)
+    for name, before in masters(runs[0]).items():
+        torch.testing.assert_close(masters(runs[1])[name], before, rtol=1e-3, atol=1e-4)
+
+
 @check
 def each_parameter_group_keeps_its_own_rate() -> None:
     from colossalai.booster import Booster
