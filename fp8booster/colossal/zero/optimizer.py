@@ -185,9 +185,9 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         """
         self._current_grad_norm = norm = self._norm()
         gradients = [master.grad for group in updated.values() for _, master in group]
-        scaled = self.mixed_precision_mixin is not None
+        scaled, clips = self.mixed_precision_mixin is not None, self._clip_grad_norm > 0
         divisor = self.mixed_precision_mixin.get_grad_div_scale() if scaled else 1.0
-        if self._clip_grad_norm > 0:
+        if clips:
             over = (norm / divisor + 1e-6) / self._clip_grad_norm
             divisor = divisor * torch.where(over > 1, over, 1.0)  # a NaN stays where it is
         elif divisor == 1:
@@ -195,10 +195,7 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         if not gradients:
             return
         device = gradients[0].device  # offloaded ones lie on the CPU
-        if isinstance(divisor, torch.Tensor):
-            divisor = divisor.to(device)
-        else:
-            divisor = torch.full((), divisor, device=device)
+        divisor = divisor.to(device) if clips else torch.full((), divisor, device=device)
         if _divides_gradients(self.optim):
             self.optim.grad_scale = divisor
         else:
