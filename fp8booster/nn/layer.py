@@ -54,11 +54,12 @@ class FP8Layer(nn.Module):
 
     def give_back(self) -> None:
         """Turn the layer into what it was, in place."""
-        del self.fp8_config, self.fp8_weight, self.in_fp8
+        del self.fp8_config, self.fp8_weight, self.in_fp8, self._whole_shape
         self.__class__ = self.original
 
     def _start_fp8(self, config: FP8Config) -> None:
         self.fp8_config = config
+        self._whole_shape = self.weight.shape
         self.fp8_weight = WeightCache()
         self.in_fp8 = {}
 
@@ -82,7 +83,8 @@ class FP8Layer(nn.Module):
     @property
     def product_features(self) -> tuple[int, int]:
         """(input, output features) of this layer's products: of this rank's shard where the weight is sharded."""
-        rows, columns = self.weight.shape
+        # FSDP with use_orig_params leaves a part of the flattened weight between forwards
+        rows, columns = self.weight.shape if self.weight.dim() == 2 else self._whole_shape
         return (rows, columns) if self.weight_is_transposed else (columns, rows)
 
     def quantized_from(self, as_it_lies: QuantizedMatrix) -> QuantizedMatrix:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8
+from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8, report
 from fp8booster.comm import FlatFSDPState, flat_fsdp_hook
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.conv1d import FP8Conv1D
@@ -174,6 +174,7 @@ def fsdp_units_with_original_parameters_gather_the_same_bits() -> None:
     curves = []
     for gather in (False, True):
         model = convert_to_fp8(tiny_llama(), QUICK)
+        shapes = [row.shape for row in report(model).rows]
         unit = FullyShardedDataParallel(
             model,
             auto_wrap_policy=BLOCKS,
@@ -182,6 +183,7 @@ def fsdp_units_with_original_parameters_gather_the_same_bits() -> None:
             device_id=torch.device("cpu"),
         )
         compress_flat_fsdp(unit, gather=gather, reduce=False)
+        assert [row.shape for row in report(unit).rows] == shapes
         optimizer = torch.optim.AdamW(unit.parameters(), lr=1e-2)
         curve = []
         for batch in rank_batches(3):
@@ -190,6 +192,7 @@ def fsdp_units_with_original_parameters_gather_the_same_bits() -> None:
             optimizer.step()
             optimizer.zero_grad()
             curve.append(loss.item())
+        assert "FP8: 14 of 15 linear layers" in report(unit).summary()
         curves.append(curve)
     assert curves[0] == curves[1]
 
