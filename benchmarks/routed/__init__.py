@@ -1,0 +1,1 @@
+"""The parts of `benchmarks.experts`: routed tokens and their reference (`work.py`), ways to multiply (`ways.py`)."""

@@ -1,0 +1,255 @@
+"""Ways to compute the products of all experts: expert by expert, or in one grouped product, in BF16 or in FP8.
+
+Grouped products: `torch._grouped_mm` and `torch._scaled_grouped_mm` take rows sorted by expert and where each expert's
+rows end. The FP8 one (ATen/native/cuda/GroupedBlas.cpp and ScaledGroupMM.cu) multiplies E4M3 by E4M3, the first operand
+row-major and the second column-major, all sizes multiples of 16, with a float32 scale for each row of the first operand
+and each column of the second; in the weight gradient for each of them and each expert, whose tokens must be a multiple
+of 16 there, and not none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from benchmarks.routed.work import Products, Work
+from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.formats import E4M3
+from fp8booster.nn.experts import run_experts
+from fp8booster.tensor import QuantizedMatrix, quantize
+
+
+class Way:
+    """One way, on one piece of work; `forward` and `step` are what is timed."""
+
+    def __init__(self, work: Work) -> None:
+        self.work, self.x, self.dy = work, work.x, work.dy
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that get gradients."""
+        raise NotImplementedError
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        """Differentiable: rows by expert [T, K] to [T, N], padded where `self.x` is."""
+        raise NotImplementedError
+
+    def forward(self) -> torch.Tensor:
+        """As in training: what backward needs is made and kept."""
+        # a new tensor object each time, so that no layer can keep a cast of it
+        return self.compute(self.x.detach().requires_grad_())
+
+    def step(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """fprop, dgrad and wgrad."""
+        for parameter in self.parameters():
+            parameter.grad = None
+        x = self.x.detach().requires_grad_()
+        y = self.compute(x)
+        y.backward(self.dy)
+        return y.detach(), x.grad
+
+    def products(self) -> Products:
+        """What a step gives, to be compared with the reference."""
+        y, dx = self.step()
+        gradients = [parameter.grad for parameter in self.parameters()]
+        dw = torch.stack(gradients) if len(gradients) > 1 else gradients[0].view(self.work.weight.shape)
+        return Products(y, dx, dw)
+
+
+class ExpertByExpert(Way):
+    """`nn.experts.run_experts` over one nn.Linear for each expert."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.experts = nn.ModuleList()
+        for weight in work.weight:
+            expert = nn.Linear(work.layer.inputs, work.layer.outputs, bias=False, device="meta")
+            expert.weight = nn.Parameter(weight)
+            self.experts.append(expert)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.experts.parameters())
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return run_experts(x, [self.work.loads], self.experts)
+
+
+class FP8ExpertByExpert(ExpertByExpert):
+    """The same over FP8 layers, whose casts pad the rows; weights are cast once."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        convert_to_fp8(self.experts, FP8Config(layers=lambda *_: True, always=True))
+
+
+class FP8ExpertByExpertCold(FP8ExpertByExpert):
+    """The same with the weights cast each time, as after an optimizer's step."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        # the step of any optimizer ends the life of all FP8 weights
+        self.optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.step()
+        return super().compute(x)
+
+
+class Grouped(Way):
+    """`torch._grouped_mm` in BF16."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.weight = nn.Parameter(work.weight)
+        self.ends = work.ends()
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.weight]
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return _Grouped.apply(x, self.weight, self.ends)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return torch._grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, dy: torch.Tensor) -> tuple:
+        x, weight, ends = ctx.saved_tensors
+        return torch._grouped_mm(dy, weight, offs=ends), torch._grouped_mm(dy.t(), x, offs=ends), None
+
+
+class FP8Grouped(Way):
+    """`torch._scaled_grouped_mm`: one cast and one scale for all experts' tokens, and for all weights, cast once."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self.x, self.dy = work.padded(work.x), work.padded(work.dy)
+        self.weight = nn.Parameter(work.weight)
+        self.ends = work.padded_ends()
+        self.cast = CastExperts.of(work.weight)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.weight]
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return _FP8Grouped.apply(x, self.weight, self.cast, self.ends)
+
+    def products(self) -> Products:
+        y, dx, dw = super().products()
+        return Products(self.work.without_padding(y), self.work.without_padding(dx), dw)
+
+
+class FP8GroupedCold(FP8Grouped):
+    """The same with the weights cast each time."""
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        self.cast = CastExperts.of(self.weight.detach())
+        return super().compute(x)
+
+
+@dataclass(frozen=True)
+class CastExperts:
+    """The weights of E experts in FP8, as the second operands of fprop and dgrad."""
+
+    for_fprop: torch.Tensor
+    """[E, K, N]"""
+    for_dgrad: torch.Tensor
+    """[E, N, K]"""
+    fprop_scales: torch.Tensor
+    """float32 [E, N]"""
+    dgrad_scales: torch.Tensor
+    """float32 [E, K]"""
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> CastExperts:
+        """Cast [E, N, K] as one matrix, in both layouts."""
+        experts, outputs, inputs = weight.shape
+        cast = quantize(weight.view(-1, inputs), E4M3, transposed=True)
+        return cls(
+            cast.data.view(experts, outputs, inputs).transpose(1, 2),
+            cast.transpose.view(inputs, experts, outputs).permute(1, 2, 0),
+            _repeated(cast, experts, outputs),
+            _repeated(cast, experts, inputs),
+        )
+
+
+def _repeated(cast: QuantizedMatrix, *shape: int) -> torch.Tensor:
+    """The one inverse scale, as the kernels take it: written out for each row."""
+    return cast.inverse_scale.expand(shape).contiguous()
+
+
+class _FP8Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        cast: CastExperts,
+        ends: torch.Tensor,
+    ) -> torch.Tensor:
+        x8 = quantize(x, E4M3, transposed=True)
+        ctx.save_for_backward(x8.transpose, x8.inverse_scale, cast.for_dgrad, cast.dgrad_scales, ends)
+        return torch._scaled_grouped_mm(
+            x8.data,
+            cast.for_fprop,
+            _repeated(x8, len(x)),
+            cast.fprop_scales,
+            offs=ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, dy: torch.Tensor) -> tuple:
+        x8_transpose, x_inverse_scale, weight, weight_scales, ends = ctx.saved_tensors
+        dy8 = quantize(dy, E4M3, transposed=True)
+        dx = torch._scaled_grouped_mm(
+            dy8.data,
+            weight,
+            _repeated(dy8, len(dy)),
+            weight_scales,
+            offs=ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=False,
+        )
+        dw = torch._scaled_grouped_mm(
+            dy8.transpose,
+            x8_transpose.t(),
+            _repeated(dy8, len(ends) * dy.shape[1]),
+            x_inverse_scale.expand(len(ends) * len(x8_transpose)).contiguous(),
+            offs=ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=False,
+        )
+        return dx, dw, None, None
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way by its name in tables, and how far it may be from FP32."""
+
+    label: str
+    make: Callable[[Work], Way]
+    tolerance: float
+
+
+BASELINE = "bf16"
+KINDS = {
+    BASELINE: Kind("BF16, expert by expert", ExpertByExpert, 0.01),
+    "bf16-grouped": Kind("BF16, torch._grouped_mm", Grouped, 0.01),
+    "fp8": Kind("FP8, expert by expert", FP8ExpertByExpert, 0.12),
+    "fp8-cold": Kind("FP8, expert by expert, weights cast each time", FP8ExpertByExpertCold, 0.12),
+    "fp8-grouped": Kind("FP8, torch._scaled_grouped_mm", FP8Grouped, 0.12),
+    "fp8-grouped-cold": Kind("FP8, torch._scaled_grouped_mm, weights cast each time", FP8GroupedCold, 0.12),
+}

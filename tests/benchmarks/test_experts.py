@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import experts
+from benchmarks.routed import ways
+from benchmarks.routed.ways import KINDS
+from benchmarks.routed.work import LAYERS, Products, Work, relative_errors, uneven_loads
+from fp8booster.formats import E4M3
+
+SMALL = ["--device", "cpu", "--layer", "tiny", "--tokens", "96", "--rounds", "2", "--sample-ms", "0.01"]
+
+
+def run(*arguments: str) -> object:
+    app = typer.Typer()
+    app.command()(experts.main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def scaled_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    *,
+    offs: torch.Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool,
+) -> torch.Tensor:
+    """What `torch._scaled_grouped_mm` computes and what it refuses, where there is no GPU for it."""
+    assert a.dtype is b.dtype is E4M3
+    assert out_dtype is torch.bfloat16
+    assert offs.dtype is torch.int32
+    assert all(size % 16 == 0 for size in (a.shape[-1], *b.shape[-2:]))
+    assert a.stride(-1) == 1
+    assert a.stride(-2) % 16 == 0
+    assert b.stride(-2) == 1
+    assert b.stride(-1) % 16 == 0
+    assert scale_a.is_contiguous()
+    assert scale_a.dtype is scale_b.dtype is torch.float32
+    groups, ends = len(offs), offs.tolist()
+    begins = [0, *ends[:-1]]
+    if b.dim() == 3:
+        assert scale_a.shape == a.shape[:1]
+        assert scale_b.shape == (groups, b.shape[2])
+        assert scale_b.stride(1) == 1
+        parts = [
+            (a[begin:end].float() * scale_a[begin:end, None]) @ (b[group].float() * scale_b[group])
+            for group, (begin, end) in enumerate(zip(begins, ends, strict=True))
+        ]
+        return torch.cat(parts).to(out_dtype)
+    assert scale_a.shape == (groups * a.shape[0],)
+    assert scale_b.shape == (groups * b.shape[1],)
+    assert all(end > begin and begin % 16 == 0 for begin, end in zip(begins, ends, strict=True))
+    rows, columns = scale_a.view(groups, -1), scale_b.view(groups, -1)
+    return torch.stack(
+        [
+            (a[:, begin:end].float() * rows[group, :, None]) @ (b[begin:end].float() * columns[group])
+            for group, (begin, end) in enumerate(zip(begins, ends, strict=True))
+        ]
+    ).to(out_dtype)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+def test_without_a_gpu_one_sentence_and_exit_code_2() -> None:
+    result = run()
+    assert result.exit_code == 2
+    assert "measures a CUDA GPU and torch finds none" in result.output
+
+
+def test_a_layer_that_is_none() -> None:
+    result = run("--layer", "switch")
+    assert result.exit_code == 2
+    assert "mixtral" in result.output
+
+
+def test_loads_are_uneven_and_always_the_same() -> None:
+    for layer in LAYERS.values():
+        loads = uneven_loads(8192, layer.experts)
+        assert loads == uneven_loads(8192, layer.experts)
+        assert len(loads) == layer.experts
+        assert sum(loads) == 8192
+        assert max(loads) > 1.5 * min(loads)
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("loads", [(20, 0, 33, 11), (16, 16, 16, 16)])
+def test_every_way_computes_the_products(name: str, loads: tuple[int, ...], monkeypatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm, raising=False)
+    torch.manual_seed(0)
+    layer, tokens = LAYERS["tiny"], sum(loads)
+    x, dy = (torch.randn(tokens, size).bfloat16() for size in (layer.inputs, layer.outputs))
+    work = Work(layer, loads, x, dy, torch.randn(layer.experts, layer.outputs, layer.inputs).bfloat16())
+    way = KINDS[name].make(work)
+    for _ in range(2):  # the second finds what the first left
+        errors = relative_errors(way.products(), work.reference())
+        assert max(errors.values()) < KINDS[name].tolerance
+    assert way.forward().shape[-1] == layer.outputs
+
+
+def test_padding_comes_off_again() -> None:
+    work = Work.random(LAYERS["tiny"], 50, torch.device("cpu"))
+    padded = work.padded(work.x)
+    assert len(padded) == work.padded_ends()[-1]
+    assert torch.equal(work.without_padding(padded), work.x)
+    assert padded.count_nonzero() == work.x.count_nonzero()
+    assert all(end % 16 == 0 for end in work.padded_ends().tolist())
+
+
+def test_errors_are_seen() -> None:
+    work = Work.random(LAYERS["tiny"], 50, torch.device("cpu"))
+    exact = work.reference()
+    wrong = exact._replace(dw=exact.dw.roll(1, 0), dx=exact.dx / 0)
+    errors = relative_errors(Products(*wrong), exact)
+    assert errors["y"] == 0
+    assert errors["dx"] == float("inf")
+    assert errors["dw"] > 0.5
+    with pytest.raises(ValueError, match="y has shape"):
+        relative_errors(exact._replace(y=exact.y[1:]), exact)
+
+
+def test_a_way_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("no such kernel\nmore")
+
+    class Wrong(ways.Grouped):
+        def compute(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().compute(x)
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", refused, raising=False)
+    monkeypatch.setitem(KINDS, "bf16-grouped", ways.Kind("wrong", Wrong, 0.01))
+    result = run(*SMALL, "--out", str(tmp_path), "--json", str(tmp_path / "experts.json"))
+    assert result.exit_code == 0, result.output
+    records = json.loads((tmp_path / "experts.json").read_text())["tables"]["experts"]
+    assert len(records) == 2 * len(KINDS)
+    for record in records:
+        if record["way"].startswith("fp8-grouped"):
+            assert record["failed"] == "RuntimeError: no such kernel"
+        elif record["way"] == "bf16-grouped":
+            assert record["failed"].startswith("largest errors over the largest values: y ")
+        else:
+            flops = 2 * 96 * 64 * 96 * (1 if record["products"] == "fprop" else 3)
+            assert record["tflops"] == pytest.approx(flops / record["ms"]["median"] / 1e9)
+    assert "failed: RuntimeError: no such kernel |" in result.output
+    assert list(tmp_path.glob("experts_*.md"))
+
+
+def test_timing_that_fails_is_said_too(monkeypatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(experts, "time_in_turns", fails)
+    work = Work.random(LAYERS["tiny"], 50, torch.device("cpu"))
+    records = experts.measure(work, device=torch.device("cpu"), rounds=1, sample_ms=0.01)
+    assert {record["failed"] for record in records if record["way"] == "bf16"} == {
+        "RuntimeError: device lost"
+    }
