@@ -19,6 +19,7 @@ from benchmarks.layers.peers import repaired_native_fp8
 from benchmarks.training.job import Job, parse_options
 from benchmarks.training.models import build
 from benchmarks.training.trainer import OPTIMIZER_RANGE, Trainer
+from fp8booster import fuse
 from fp8booster.cli.train.engine import Engine, plugin_arguments
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.parallel import PARALLEL, PLUGINS
@@ -30,12 +31,26 @@ _WEIGHT_DECAY = 0.01  # torch's default for AdamW
 gemini_optimizer._AVAIL_OPTIM_LIST.add(HybridAdam)
 
 
-def ours(job: Job, device: torch.device, *, use_fp8: bool) -> Trainer:
+FUSED_BEFORE = ("low_level_zero", "ddp")
+"""Plugins that take a model in BF16 whose decoder layers and loss are fused; others replace parts of it themselves."""
+
+
+def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) -> Trainer:
     """The job's plugin of fp8booster, in FP8 or in BF16.
 
+    Args:
+        job: what to train.
+        device: of this rank.
+        use_fp8: FP8, which fuses decoder layers and loss unless the job's FP8 options say otherwise.
+        fused: in BF16, with the same parts fused.
+
     Raises:
-        ValueError: `fp8booster.plugins` has no such plugin.
+        ValueError: `fp8booster.plugins` has no such plugin, or it takes no fused model.
     """
+    if fused and job.plugin not in FUSED_BEFORE:
+        raise ValueError(
+            f"--plugin {job.plugin} takes no model with fused blocks in BF16; {' and '.join(FUSED_BEFORE)} do"
+        )
     name = PLUGINS[job.plugin]
     plugin_class = getattr(fp8booster.plugins, name, None)
     if plugin_class is None:
@@ -44,7 +59,7 @@ def ours(job: Job, device: torch.device, *, use_fp8: bool) -> Trainer:
     options: dict[str, Any] = parse_options(job.plugin_options)
     if use_fp8:
         options |= {"use_fp8": True, "fp8_config": fp8_config(TrainOptions(fp8_options=job.fp8_options))}
-    return boosted(job, device, job.plugin, plugin_class, options)
+    return boosted(job, device, job.plugin, plugin_class, options, fused=fused)
 
 
 def native(job: Job, device: torch.device, *, plugin: str, use_fp8: bool = False) -> Trainer:
@@ -61,9 +76,15 @@ def native(job: Job, device: torch.device, *, plugin: str, use_fp8: bool = False
 
 
 def boosted(
-    job: Job, device: torch.device, name: str, plugin_class: type[Plugin], options: dict[str, Any]
+    job: Job,
+    device: torch.device,
+    name: str,
+    plugin_class: type[Plugin],
+    options: dict[str, Any],
+    *,
+    fused: bool = False,
 ) -> Trainer:
-    """A model boosted by one plugin; `name` is the plugin's in `PLUGINS`."""
+    """A model boosted by one plugin; `name` is the plugin's in `PLUGINS`, `fused` is of the model before that."""
     torch.manual_seed(job.seed)  # of the CPU and of all GPUs
     lazy = job.lazy and name in PARALLEL
     with LazyInitContext(default_device=device) if lazy else nullcontext():
@@ -73,6 +94,8 @@ def boosted(
             device=torch.device("cpu") if lazy else device,
             checkpointing=job.checkpointing,
         )
+    if fused:
+        fuse(model)
     plugin = plugin_class(**plugin_arguments(job.parallel(name), job.max_norm, model) | options)
     engine = Engine.boost(name, plugin, model, _optimizer(name, model, job.lr))
 

@@ -50,6 +50,7 @@ def deliver(
         "training": describe(job),
     }
     head |= {f"in FP8, {record['label']}": record["layers"] for record in records if record.get("layers")}
+    head |= {f"fused, {record['label']}": record["fused"] for record in records if record.get("fused")}
     where = f"{setting.ranks} {'GPUs' if job.device == 'cuda' else 'ranks'}"
     title = f"{job.architecture.label}, {job.architecture.size.layers} layers, trained on {where}"
     result = Result(

@@ -67,6 +67,12 @@ OURS = {
     "fp8booster-bf16": Engine(
         label="fp8booster, BF16", build="colossal:ours", options={"use_fp8": False}, needs=_COLOSSAL
     ),
+    "fp8booster-bf16-fused": Engine(
+        label="fp8booster, BF16, fused blocks",
+        build="colossal:ours",
+        options={"use_fp8": False, "fused": True},
+        needs=_COLOSSAL,
+    ),
     "fp8booster-fp8": Engine(
         label="fp8booster, FP8", build="colossal:ours", options={"use_fp8": True}, needs=_COLOSSAL
     ),
@@ -95,8 +101,10 @@ ENGINES = {**PEERS, **OURS}
 
 PRECISIONS = {
     "bf16": ("fp8booster-bf16",),
+    "bf16-fused": ("fp8booster-bf16-fused",),
     "fp8": ("fp8booster-fp8",),
     "both": ("fp8booster-bf16", "fp8booster-fp8"),
+    "all": tuple(OURS),
 }
 """The engines that each value of `--precision` stands for."""
 

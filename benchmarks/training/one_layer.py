@@ -71,6 +71,21 @@ def compiled(decoder: Decoder, config: FP8Config) -> Forward:
     return decoder.forward(torch.compile(decoder.model.model.layers[0], dynamic=False))
 
 
+def fused_bf16(decoder: Decoder, config: FP8Config) -> Forward:
+    """Its norms, rotary embedding and SwiGLU fused, q, k, v as one product and gate, up as one, all in BF16.
+
+    Raises:
+        Missing: a layer of this kind has no fused form.
+    """
+    return _fused(decoder)
+
+
+def _fused(decoder: Decoder) -> Forward:
+    if not fuse_blocks(decoder.model):
+        raise Missing(f"no fused form of {type(decoder.model.model.layers[0]).__name__}")
+    return decoder.forward()
+
+
 def fp8(decoder: Decoder, config: FP8Config) -> Forward:
     """Its linear layers in FP8, weights cast once, as within one optimizer step."""
     convert_to_fp8(decoder.model, config)
@@ -99,10 +114,8 @@ def fused(decoder: Decoder, config: FP8Config) -> Forward:
     Raises:
         Missing: a layer of this kind has no fused form.
     """
-    run = fp8(decoder, config)
-    if not fuse_blocks(decoder.model):
-        raise Missing(f"no fused form of {type(decoder.model.model.layers[0]).__name__}")
-    return run
+    fp8(decoder, config)
+    return _fused(decoder)
 
 
 def fused_cold(decoder: Decoder, config: FP8Config) -> Forward:
@@ -131,6 +144,7 @@ def torchao(decoder: Decoder, config: FP8Config) -> Forward:
 LAYERS: Mapping[str, tuple[str, Make]] = {
     BASELINE: ("Hugging Face, BF16", plain),
     "hf-bf16-compile": ("Hugging Face, BF16, compiled", compiled),
+    "fp8booster-bf16-fused": ("fp8booster, BF16, fused blocks", fused_bf16),
     "torchao": ("torchao tensorwise, compiled", torchao),
     "fp8booster": ("fp8booster, FP8", fp8),
     "fp8booster-cold": ("fp8booster, FP8, weights cast each step", fp8_cold),

@@ -110,6 +110,7 @@ def _record(name: str, found: Findings, setting: Setting) -> Record:
         "reserved_bytes": max(outcome["reserved_bytes"] for outcome in outcomes.values()),
         "wire": first["wire"],
         "layers": first["layers"],
+        "fused": first["fused"],
         "profile": first["parts"],
         "build_s": [outcome["build_s"] for outcome in outcomes.values()],
     }

@@ -38,6 +38,7 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     outcome = measure(trainer, job, device, trace)
     return outcome | {
         "layers": _layers(trainer.model),
+        "fused": _fused(trainer.model),
         "build_s": built - began,
         "measure_s": time.perf_counter() - built,
     }
@@ -49,6 +50,16 @@ def _layers(model: torch.nn.Module) -> str | None:
 
     found = report(model)
     return found.summary() if found.fp8 else None
+
+
+def _fused(model: torch.nn.Module) -> str | None:
+    """What is fused, where anything is."""
+    from fp8booster.nn.fused import fused_summary
+    from fp8booster.nn.fused.decoder import FusedDecoderLayer
+
+    if not any(isinstance(module, FusedDecoderLayer) for module in model.modules()):
+        return None
+    return fused_summary(model)
 
 
 def reason_of(error: BaseException) -> str:

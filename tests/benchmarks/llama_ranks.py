@@ -27,9 +27,11 @@ JOB = Job(
 RUNS = {
     "native": ("colossal-low_level_zero", JOB),
     "bf16": ("fp8booster-bf16", JOB),
+    "bf16 fused": ("fp8booster-bf16-fused", JOB),
     "fp8": ("fp8booster-fp8", JOB),
     "stage 1": ("fp8booster-fp8", replace(JOB, zero=1)),
     "ddp": ("fp8booster-bf16", replace(JOB, plugin="ddp")),
+    "ddp bf16 fused": ("fp8booster-bf16-fused", replace(JOB, plugin="ddp")),
     "ddp fp8": ("fp8booster-fp8", replace(JOB, plugin="ddp")),
     "checkpointing": ("fp8booster-bf16", replace(JOB, checkpointing=True)),
     "gemini": ("colossal-gemini", replace(JOB, micro_batches=1)),
@@ -44,15 +46,26 @@ RUNS = {
 def measure_all() -> dict[str, dict[str, Any]]:
     """Build and measure every run, one after the other; what failed has its reason."""
     from benchmarks.training.measure import measure
+    from benchmarks.training.worker import _fused
 
     found = {}
     for name, (engine, job) in RUNS.items():
         trainer = ENGINES[engine].load()(job, torch.device("cpu"))
         found[name] = measure(trainer, job, torch.device("cpu"), None)
+        found[name]["fused"] = _fused(trainer.model)
         del trainer
         gc.collect()
         dist.barrier()
     return found
+
+
+def no_fused_model() -> str:
+    """What is said of a plugin that takes no fused model."""
+    try:
+        ENGINES["fp8booster-bf16-fused"].load()(replace(JOB, plugin="gemini"), torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    return "built"
 
 
 def missing_plugin() -> str:
@@ -70,8 +83,8 @@ def missing_plugin() -> str:
     return "built"
 
 
-def measure_engines() -> tuple[dict[str, dict[str, Any]], str]:
-    return measure_all(), missing_plugin()
+def measure_engines() -> tuple[dict[str, dict[str, Any]], list[str]]:
+    return measure_all(), [missing_plugin(), no_fused_model()]
 
 
 def take_turns() -> list[Turn]:

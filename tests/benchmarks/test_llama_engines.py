@@ -12,8 +12,8 @@ from tests.distributed import run_ranks
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[list[dict[str, dict[str, Any]]], str]:
-    """The outcomes on each rank, and what is said of a plugin that is not there."""
+def measured() -> tuple[list[dict[str, dict[str, Any]]], list[str]]:
+    """The outcomes on each rank, and what is said of plugins that are not there or cannot do it."""
     ranks = run_ranks(measure_engines, 2, timeout=900)
     return [outcomes for outcomes, _ in ranks], ranks[0][1]
 
@@ -76,7 +76,21 @@ def test_fp8_traffic_has_its_reasons(measured) -> None:
 
 
 def test_a_plugin_that_is_not_there_is_named(measured) -> None:
-    assert measured[1].startswith("fp8booster.plugins has no TorchDDPPlugin; --plugin takes low_level_zero")
+    assert measured[1][0].startswith(
+        "fp8booster.plugins has no TorchDDPPlugin; --plugin takes low_level_zero"
+    )
+
+
+@pytest.mark.parametrize("name", ["bf16 fused", "ddp bf16 fused", "fp8"])
+def test_fused_engines_fuse_everything(measured, name: str) -> None:
+    assert measured[0][0][name]["fused"] == "2 decoder layers fused, loss over chunks of logits"
+    assert measured[0][0]["bf16"]["fused"] is None
+
+
+def test_a_plugin_that_takes_no_fused_model_is_named(measured) -> None:
+    assert measured[1][1].startswith(
+        "--plugin gemini takes no model with fused blocks in BF16; low_level_zero"
+    )
 
 
 def test_a_turn_that_fails_ends_on_all_ranks_and_the_next_one_runs() -> None:

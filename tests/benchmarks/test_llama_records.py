@@ -33,6 +33,7 @@ def outcome(step_ms: list[float], **other: Any) -> dict[str, Any]:
         "wire": {"bytes": 3 * 2**20, "most": 4 * 2**20, "unseen": 0, "rows": [], "fp8": []},
         "parts": None,
         "layers": None,
+        "fused": None,
         "build_s": 1.0,
     } | other
 
