@@ -52,6 +52,7 @@ def main(
     tp: Annotated[int, typer.Option(help="Tensor parallel ranks.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     sp: Annotated[int, typer.Option(help="Sequence parallel ranks of their own.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert parallel ranks, of --plugin moe.")] = 1,
     sp_mode: Annotated[
         str | None, typer.Option(help="split_gather, ring, all_to_all or ring_attn (default: none).")
     ] = None,
@@ -119,6 +120,7 @@ def main(
             tp=tp,
             pp=pp,
             sp=sp,
+            ep=ep,
             sp_mode=sp_mode,
             lazy=lazy,
             plugin_options=tuple(plugin_option),

@@ -8,6 +8,7 @@ from typing import Any
 
 import colossalai.booster.plugin as native_plugins
 import torch
+import torch.distributed as dist
 from colossalai.booster.plugin.plugin_base import Plugin
 from colossalai.lazy import LazyInitContext
 from colossalai.zero.gemini import gemini_optimizer
@@ -16,13 +17,14 @@ from torch.profiler import record_function
 
 import fp8booster.plugins
 from benchmarks.layers.peers import repaired_native_fp8
-from benchmarks.training.job import Job, parse_options
+from benchmarks.training.job import MOE, PLUGINS, Job, parse_options
 from benchmarks.training.models import build
 from benchmarks.training.trainer import OPTIMIZER_RANGE, Trainer
 from fp8booster import fuse
+from fp8booster.cli.train.batches import Replica
 from fp8booster.cli.train.engine import Engine, plugin_arguments
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.parallel import PARALLEL, PLUGINS
+from fp8booster.cli.train.parallel import PARALLEL
 from fp8booster.cli.train.plugins import fp8_config
 from fp8booster.optim import HybridAdam
 
@@ -96,7 +98,10 @@ def boosted(
         )
     if fused:
         fuse(model)
-    plugin = plugin_class(**plugin_arguments(job.parallel(name), job.max_norm, model) | options)
+    arguments = plugin_arguments(job.parallel(name), job.max_norm, model)
+    if name == MOE:
+        arguments |= _expert_parallelism(job)
+    plugin = plugin_class(**arguments | options)
     engine = Engine.boost(name, plugin, model, _optimizer(name, model, job.lr))
 
     def step(tokens: torch.Tensor) -> torch.Tensor | None:
@@ -111,9 +116,30 @@ def boosted(
         model=engine.model,
         optimizer=engine.optimizer,
         step=step,
-        replica=engine.replica,
+        replica=_replica_of_experts(plugin) if name == MOE else engine.replica,
         unseen_bytes=engine.unseen_bytes,
     )
+
+
+def _expert_parallelism(job: Job) -> dict[str, Any]:
+    """The plugin's arguments for experts.
+
+    Raises:
+        ValueError: the ranks cannot be divided.
+    """
+    replicas = job.parallel(MOE).replicas(dist.get_world_size())
+    if replicas % job.ep:
+        raise ValueError(
+            f"--ep is {job.ep}, which cannot divide the {replicas} ranks that read different tokens; give another --ep "
+            "or number of processes"
+        )
+    return {"ep_size": job.ep}
+
+
+def _replica_of_experts(plugin: Plugin) -> Replica:
+    """The place of this rank among those that read different tokens: all that hold an expert's copies or others."""
+    copies, experts = (plugin.pg_mesh.coordinate(axis) for axis in (plugin.moe_dp_axis, plugin.ep_axis))
+    return Replica(int(copies * plugin.ep_size + experts), int(plugin.moe_dp_size * plugin.ep_size))
 
 
 def _optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:

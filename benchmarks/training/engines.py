@@ -81,6 +81,7 @@ PEERS = {
     "colossal-low_level_zero": _native("LowLevelZero, BF16", "low_level_zero"),
     "colossal-gemini": _native("Gemini, BF16", "gemini"),
     "colossal-hybrid": _native("HybridParallel, BF16", "hybrid"),
+    "colossal-moe": _native("MoeHybridParallel, BF16", "moe"),
     "colossal-ddp": _native("DDP, BF16", "ddp"),
     "colossal-fsdp": _native("FSDP, BF16", "fsdp"),
     "colossal-low_level_zero-fp8": _native(

@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.training.models import MODELS, Architecture
-from fp8booster.cli.train.parallel import PARALLEL, PLUGINS, Parallel
+from fp8booster.cli.train.parallel import PARALLEL, Parallel
+from fp8booster.cli.train.parallel import PLUGINS as TRAINED_BY
 from fp8booster.cli.train.tokens import TokenFile
+
+MOE = "moe"
+PLUGINS = {**TRAINED_BY, MOE: "MoeHybridParallelPlugin"}
+"""Name on the command line: class, the same in `fp8booster.plugins` and in Colossal-AI."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +48,8 @@ class Job:
     pp: int = 1
     sp: int = 1
     """With `sp_mode` "split_gather" or "ring" the tensor parallel ranks share the sequence, and this stays 1."""
+    ep: int = 1
+    """Expert parallel ranks, among the replicas of what is not in experts; for the plugin `MOE`."""
     sp_mode: str | None = None
     """A mode of native's sequence parallelism; None is none."""
     lazy: bool = False
@@ -62,7 +69,7 @@ class Job:
         for name, allowed in (("model", MODELS), ("plugin", PLUGINS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}")
-        for name in ("sequence", "micro_batch", "micro_batches", "steps"):
+        for name in ("sequence", "micro_batch", "micro_batches", "steps", "ep"):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
@@ -70,11 +77,24 @@ class Job:
         if self.warm_up < 0:
             raise ValueError(f"--warm-up is {self.warm_up}; it must be at least 0")
         self.parallel(self.plugin).check()
+        self._check_experts()
         if self.lazy and self.plugin not in PARALLEL:
             raise ValueError(
                 f"--plugin {self.plugin} cannot make weights late: leave out --lazy, or use {', '.join(PARALLEL)}"
             )
         parse_options(self.plugin_options)
+
+    def _check_experts(self) -> None:
+        experts = self.architecture.experts
+        if self.ep > 1 and self.plugin != MOE:
+            raise ValueError(f"--plugin {self.plugin} takes no --ep; {MOE} does")
+        if self.plugin == MOE and experts == 1:
+            mixtures = ", ".join(name for name, model in MODELS.items() if model.experts > 1)
+            raise ValueError(f"--plugin {MOE} trains mixtures of experts; use --model {mixtures}")
+        if experts % self.ep:
+            raise ValueError(f"--ep is {self.ep}, which cannot divide the {experts} experts of a layer")
+        if self.plugin == MOE and self.zero == 2:
+            raise ValueError(f"--zero is 2; --plugin {MOE} takes 0 or 1")
 
     @property
     def architecture(self) -> Architecture:
@@ -86,9 +106,12 @@ class Job:
         return self.warm_up + self.steps
 
     def parallel(self, plugin: str) -> Parallel:
-        """How a plugin's ranks share model and data; the ZeRO stage is for the job's own plugin alone."""
+        """How a plugin's ranks share model and data; the ZeRO stage is for the job's own plugin alone.
+
+        What `MOE` shares beside experts is what "hybrid" does.
+        """
         return Parallel(
-            plugin=plugin,
+            plugin="hybrid" if plugin == MOE else plugin,
             zero=self.zero if plugin == self.plugin else None,
             tp=self.tp,
             pp=self.pp,

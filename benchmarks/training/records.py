@@ -88,6 +88,7 @@ def _record(name: str, found: Findings, setting: Setting) -> Record:
     ms = Samples.of(steps)
     throughput = 1e3 * tokens / ms.median / setting.ranks
     flops = model_flops(model, sequence=job.sequence) * throughput
+    natively = native_flops(model, checkpointing=job.checkpointing)
     return record | {
         "rounds": list(outcomes),
         "ms": ms.as_record(),
@@ -105,7 +106,7 @@ def _record(name: str, found: Findings, setting: Setting) -> Record:
             for precision in ("FP8", "BF16")
             for peak in (peak_flops(setting.gpu, precision),)
         },
-        "native_tflops": 1e-12 * native_flops(model, checkpointing=job.checkpointing) * throughput,
+        "native_tflops": None if natively is None else 1e-12 * natively * throughput,
         "peak_bytes": max(outcome["peak_bytes"] for outcome in outcomes.values()),
         "reserved_bytes": max(outcome["reserved_bytes"] for outcome in outcomes.values()),
         "wire": first["wire"],

@@ -24,6 +24,7 @@ JOB = Job(
     fp8_options=("emulate=true",),
     device="cpu",
 )
+MOE = replace(JOB, model="micro-mixtral", plugin="moe", ep=2)
 RUNS = {
     "native": ("colossal-low_level_zero", JOB),
     "bf16": ("fp8booster-bf16", JOB),
@@ -38,6 +39,10 @@ RUNS = {
     "tensor parallel": ("colossal-hybrid", replace(JOB, plugin="hybrid", tp=2)),
     "pipeline": ("colossal-hybrid", replace(JOB, plugin="hybrid", pp=2)),
     "cohere": ("colossal-low_level_zero", replace(JOB, model="micro-cohere")),
+    "native moe": ("colossal-moe", MOE),
+    "moe": ("fp8booster-bf16", MOE),
+    "moe fp8": ("fp8booster-fp8", MOE),
+    "moe, experts on each rank": ("fp8booster-fp8", replace(MOE, ep=1)),
     "fsdp2": ("fsdp2", JOB),
 }
 """Name: engine and job."""

@@ -32,6 +32,17 @@ def test_a_shared_head_is_multiplied_but_counted_once() -> None:
     assert model.product_weights == 40 * (4 * 8192**2 + 3 * 8192 * 22528) + 8192 * 256000
 
 
+def test_a_token_is_multiplied_by_the_experts_that_it_goes_through() -> None:
+    model = MODELS["mixtral-8x7b"]
+    assert model.parameters == 46_702_792_704
+    others = 32 * 6 * 3 * 4096 * 14336
+    assert model.product_weights == model.linear_weights - others
+    assert 12.5e9 < model.product_weights < 13e9
+    assert 0.95e9 < MODELS["mixtral-1b"].product_weights < 1.1e9
+    assert native_flops(model, checkpointing=False) is None
+    assert all(other.product_weights == other.linear_weights for other in (MODELS["7b"], MODELS["35b"]))
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_those_of_the_model_that_is_built(name: str) -> None:
     short = MODELS[name].shortened(2)
@@ -39,5 +50,5 @@ def test_parameters_are_those_of_the_model_that_is_built(name: str) -> None:
     network = build(config, dtype=torch.bfloat16, device=torch.device("meta"), checkpointing=False)
     assert sum(parameter.numel() for parameter in network.parameters()) == short.parameters
     linear = [module for module in network.modules() if isinstance(module, torch.nn.Linear)]
-    assert sum(module.weight.numel() for module in linear) == short.product_weights
+    assert sum(module.weight.numel() for module in linear) == short.linear_weights
     assert config.max_position_embeddings >= 32

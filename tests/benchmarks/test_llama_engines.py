@@ -41,12 +41,26 @@ OTHER_BATCH = ("gemini", "tensor parallel", "pipeline", "fsdp2")
 """Runs with one micro-batch a step, with one replica's tokens for both ranks, or with other initial weights."""
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "cohere"])
+OTHER_MODELS = tuple(name for name, (_, job) in RUNS.items() if job.model != JOB.model)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in OTHER_MODELS])
 def test_each_engine_trains_the_same_model(measured, name: str) -> None:
     """Within 1 % at every step where weights and tokens are the same, of a loss that falls by 4 %; else it falls so."""
     losses, native = measured[0][0][name]["losses"], measured[0][0]["native"]["losses"]
     assert native[-1] < 0.96 * native[0]
     assert losses == pytest.approx(native, rel=0.03 if name in OTHER_BATCH else 0.01)
+
+
+def test_experts_train_alike_in_fp8(measured) -> None:
+    outcomes = measured[0][0]
+    assert outcomes["moe"]["losses"] == outcomes["native moe"]["losses"]
+    assert outcomes["moe"]["losses"][-1] < 0.97 * outcomes["moe"]["losses"][0]
+    for name in ("moe fp8", "moe, experts on each rank"):
+        assert outcomes[name]["losses"] == pytest.approx(outcomes["moe"]["losses"], rel=0.01)
+    assert outcomes["moe fp8"]["wire"]["bytes"] < 0.8 * outcomes["moe"]["wire"]["bytes"]
+    exchanged = {row["collective"] for row in outcomes["moe fp8"]["wire"]["fp8"]}
+    assert "all_to_all_single" in exchanged
 
 
 def test_the_slowest_rank_gives_each_step(measured) -> None:

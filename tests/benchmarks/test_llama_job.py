@@ -16,7 +16,12 @@ from fp8booster.cli.train.tokens import TokenFile
     ("values", "sentence"),
     [
         ({"model": "8b"}, "--model is '8b'; use one of tiny"),
-        ({"plugin": "moe"}, "--plugin is 'moe'; use one of low_level_zero"),
+        ({"plugin": "expert"}, "--plugin is 'expert'; use one of low_level_zero"),
+        ({"plugin": "moe"}, "moe trains mixtures of experts; use --model mixtral-8x7b, mixtral-1b"),
+        ({"plugin": "moe", "model": "mixtral-1b", "zero": 2}, "--zero is 2; --plugin moe takes 0 or 1"),
+        ({"plugin": "moe", "model": "mixtral-1b", "ep": 3}, "--ep is 3, which cannot divide the 8 experts"),
+        ({"plugin": "moe", "model": "mixtral-1b", "ep": 0}, "--ep is 0; it must be at least 1"),
+        ({"plugin": "hybrid", "model": "mixtral-1b", "ep": 2}, "--plugin hybrid takes no --ep; moe does"),
         ({"micro_batch": 0}, "--micro-batch is 0; it must be at least 1"),
         ({"warm_up": -1}, "--warm-up is -1"),
         ({"tp": 2}, "low_level_zero takes no --tp; gemini and hybrid do"),
@@ -53,6 +58,8 @@ def test_zero_stages() -> None:
 
 def test_peers_take_their_turns_before_ours() -> None:
     assert chosen("both", ["torchao", "fsdp2"]) == ["fsdp2", "torchao", "fp8booster-bf16", "fp8booster-fp8"]
+    assert chosen("all", []) == ["fp8booster-bf16", "fp8booster-bf16-fused", "fp8booster-fp8"]
+    assert chosen("bf16-fused", []) == ["fp8booster-bf16-fused"]
     assert chosen("fp8", list(PEERS)) == [*PEERS, "fp8booster-fp8"]
     with pytest.raises(ValueError, match="no peer is called 'te'; --against takes colossal-low_level_zero"):
         chosen("fp8", ["te"])
