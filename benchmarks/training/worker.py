@@ -57,9 +57,10 @@ def _fused(model: torch.nn.Module) -> str | None:
     from fp8booster.nn.fused import fused_summary
     from fp8booster.nn.fused.decoder import FusedDecoderLayer
 
-    if not any(isinstance(module, FusedDecoderLayer) for module in model.modules()):
+    network = model.unwrap() if hasattr(model, "unwrap") else model
+    if not any(isinstance(module, FusedDecoderLayer) for module in network.modules()):
         return None
-    return fused_summary(model)
+    return fused_summary(network)
 
 
 def reason_of(error: BaseException) -> str:
