@@ -71,8 +71,9 @@ class AutomaticScaling:
         An infinity or a NaN arrives as NaN, with the tensor that shares its scale.
         """
         ranks = dist.get_world_size(group)
-        if why_plain("reduce_scatter_tensor", input, input.nbytes, group, min_bytes, op) is not None:
-            collectives.reduce_scatter_tensor(output, input, op, group, min_bytes=min_bytes)
+        reason = why_plain("reduce_scatter_tensor", input, input.nbytes, group, min_bytes, op)
+        if reason is not None:
+            collectives.reduce_scatter_plainly(output, input, op, group, False, reason)
             return
         sums, values = collectives.flat(output, "output"), collectives.flat(input, "input")
         collectives.require_multiple(values, sums, ranks, "input", "output")

@@ -11,12 +11,11 @@ from fp8booster.comm.collectives import (
     Op,
     ReduceOp,
     all_reduce,
-    one_tensor,
-    reduce_plainly,
+    reduce_scatter_plainly,
     sums_of_parts,
 )
 from fp8booster.comm.encoding import DEFAULT, Encoding
-from fp8booster.comm.statistics import count_plain
+from fp8booster.comm.one_sided import mailbox_of
 from fp8booster.comm.threshold import why_plain
 from fp8booster.kernels.block_cast import side_by_side
 
@@ -74,16 +73,16 @@ def reduce_scatter_coalesced(
             f"must be a multiple of {ranks}, the number of ranks, and outputs hold one part of each"
         )
     payload = sum(tensor.nbytes for tensor in inputs)
-    reason = why_plain("reduce_scatter_tensor", inputs[0], payload, group, min_bytes, op)
+    mailbox = mailbox_of(group, outputs, encoding.even(outputs.numel(), ranks).bytes)
+    one_sided = mailbox is not None
+    reason = why_plain("reduce_scatter_tensor", inputs[0], payload, group, min_bytes, op, one_sided=one_sided)
     if reason is not None:
-        count_plain("reduce_scatter_tensor", ranks, payload, reason)
         values = side_by_side([tensor.detach() for tensor in inputs], ranks)
         part = torch.empty_like(outputs, dtype=values.dtype)
-        plain = one_tensor("reduce_scatter")
-        reduce_plainly(lambda op: plain(part, values, op, group, False), part, op, ranks, False)
+        reduce_scatter_plainly(part, values, op, group, False, reason)
         outputs.copy_(part)
         return
-    sums_of_parts([tensor.detach() for tensor in inputs], outputs, op, group, encoding).finish()
+    sums_of_parts([tensor.detach() for tensor in inputs], outputs, op, group, encoding, mailbox).finish()
 
 
 @torch.no_grad()

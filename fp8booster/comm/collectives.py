@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.encoding import DEFAULT, Encoding
-from fp8booster.comm.one_sided import mailbox_of, transfer
+from fp8booster.comm.one_sided import Mailbox, mailbox_of, transfer
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.threshold import why_plain
 from fp8booster.comm.work import FinishingWork, Transfer, run
@@ -42,22 +42,24 @@ def all_reduce(
 ) -> Work | None:
     """`torch.distributed.all_reduce`: the sum or mean over ranks, in place. Other reductions run plain."""
     ranks = dist.get_world_size(group)
-    reason = why_plain("all_reduce", tensor, tensor.nbytes, group, min_bytes, op)
+    count = aligned(math.ceil(tensor.numel() / ranks))
+    layout = encoding.even(count, ranks)
+    mailbox = mailbox_of(group, tensor, layout.bytes)
+    reason = why_plain(
+        "all_reduce", tensor, tensor.nbytes, group, min_bytes, op, one_sided=mailbox is not None
+    )
     if reason is not None:
         count_plain("all_reduce", ranks, tensor.nbytes, reason)
         return reduce_plainly(
             lambda op: dist.all_reduce(tensor, op, group, async_op), tensor, op, ranks, async_op
         )
-    values, rank = flat(tensor, "tensor"), dist.get_rank(group)
-    count = aligned(math.ceil(values.numel() / ranks))
-    layout, piece = encoding.even(count, ranks), encoding.even(count)
+    values, piece = flat(tensor, "tensor"), encoding.even(count)
     count_encoded(
         "all_reduce",
         ranks,
         tensor.nbytes,
         {"all_to_all_single": layout.bytes, "all_gather_into_tensor": piece.bytes},
     )
-    mailbox = mailbox_of(group, values, layout.bytes)
 
     def begin(asynchronous: bool) -> Transfer:
         if mailbox is not None:
@@ -66,7 +68,7 @@ def all_reduce(
         message, received = new_message(values, layout.bytes), new_message(values, layout.bytes)
         encoding.encode(values, message, layout)
         dist.all_to_all_single(received, message, group=group)
-        own = message[rank * piece.bytes : (rank + 1) * piece.bytes]
+        own = _place_of_own(message, piece, group)
         encoding.decode_sum_encode(received, own, layout, factor_of(op, ranks))
         work = gather_bytes(message, own, group, asynchronous)
         return Transfer(work, lambda: encoding.decode(message, values, layout), (message,))
@@ -86,18 +88,17 @@ def reduce_scatter_tensor(
 ) -> Work | None:
     """`torch.distributed.reduce_scatter_tensor`: each rank's part of the sum or mean over ranks, rounded once."""
     ranks = dist.get_world_size(group)
-    reason = why_plain("reduce_scatter_tensor", input, input.nbytes, group, min_bytes, op)
+    mailbox = mailbox_of(group, output, encoding.even(output.numel(), ranks).bytes)
+    reason = why_plain(
+        "reduce_scatter_tensor", input, input.nbytes, group, min_bytes, op, one_sided=mailbox is not None
+    )
     if reason is not None:
-        count_plain("reduce_scatter_tensor", ranks, input.nbytes, reason)
-        plain = one_tensor("reduce_scatter")
-        return reduce_plainly(
-            lambda op: plain(output, input, op, group, async_op), output, op, ranks, async_op
-        )
+        return reduce_scatter_plainly(output, input, op, group, async_op, reason)
     sums, values = flat(output, "output"), flat(input, "input")
     require_multiple(values, sums, ranks, "input", "output")
 
     def begin(asynchronous: bool) -> Transfer:
-        return sums_of_parts([values], sums, op, group, encoding, asynchronous)
+        return sums_of_parts([values], sums, op, group, encoding, mailbox, asynchronous)
 
     return run(begin, inputs=[values], outputs=[output], group=group, async_op=async_op)
 
@@ -113,17 +114,25 @@ def all_gather_into_tensor(
 ) -> Work | None:
     """`torch.distributed.all_gather_into_tensor`: every rank's tensor, in one."""
     ranks = dist.get_world_size(group)
-    reason = why_plain("all_gather_into_tensor", input_tensor, output_tensor.nbytes, group, min_bytes)
+    piece = encoding.even(input_tensor.numel())
+    mailbox = mailbox_of(group, input_tensor, piece.bytes)
+    reason = why_plain(
+        "all_gather_into_tensor",
+        input_tensor,
+        output_tensor.nbytes,
+        group,
+        min_bytes,
+        one_sided=mailbox is not None,
+    )
     if reason is not None:
         count_plain("all_gather_into_tensor", ranks, input_tensor.nbytes, reason)
         return one_tensor("all_gather")(output_tensor, input_tensor, group, async_op)
     gathered, values = flat(output_tensor, "output_tensor"), flat(input_tensor, "input_tensor")
     require_multiple(gathered, values, ranks, "output_tensor", "input_tensor")
-    layout, piece = encoding.even(values.numel(), ranks), encoding.even(values.numel())
+    layout = encoding.even(values.numel(), ranks)
     count_encoded(
         "all_gather_into_tensor", ranks, input_tensor.nbytes, {"all_gather_into_tensor": piece.bytes}
     )
-    mailbox = mailbox_of(group, values, piece.bytes)
 
     def begin(asynchronous: bool) -> Transfer:
         if mailbox is not None:
@@ -185,19 +194,29 @@ def all_to_all_single(
 ) -> Work | None:
     """`torch.distributed.all_to_all_single`: to each rank its part; splits may be uneven and empty.
 
-    Goes in FP8 at any size: give `min_bytes` where all ranks have equal payloads.
+    With splits it goes in FP8 at any size, for payloads may differ: give `min_bytes` where they do not.
     """
     ranks = dist.get_world_size(group)
-    reason = why_plain("all_to_all_single", input, input.nbytes, group, min_bytes)
+    even = not (output_split_sizes or input_split_sizes)  # known to all ranks
+    mailbox = mailbox_of(group, input, encoding.even(input.numel() // ranks, ranks).bytes) if even else None
+    reason = why_plain(
+        "all_to_all_single",
+        input,
+        input.nbytes,
+        group,
+        min_bytes,
+        one_sided=mailbox is not None,
+        alike=even,
+    )
     if reason is not None:
         count_plain("all_to_all_single", ranks, input.nbytes, reason)
         return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
     arriving, values = flat(output, "output"), flat(input, "input")
-    received_layout = encoding.uneven(_split_counts(output, output_split_sizes, ranks, "output"))
-    layout = encoding.uneven(_split_counts(input, input_split_sizes, ranks, "input"))
+    received_counts = _split_counts(output, output_split_sizes, ranks, "output")
+    counts = _split_counts(input, input_split_sizes, ranks, "input")
+    layout, received_layout = encoding.uneven(counts), encoding.uneven(received_counts)
+    sizes = (None, None) if even else (received_layout.sizes, layout.sizes)
     count_encoded("all_to_all_single", ranks, input.nbytes, {"all_to_all_single": layout.bytes})
-    even = not (output_split_sizes or input_split_sizes)  # known to all ranks
-    mailbox = mailbox_of(group, values, layout.bytes) if even else None
 
     def begin(asynchronous: bool) -> Transfer:
         if mailbox is not None:
@@ -205,9 +224,7 @@ def all_to_all_single(
             return transfer(asynchronous, [output])
         message, received = new_message(values, layout.bytes), new_message(values, received_layout.bytes)
         encoding.encode(values, message, layout)
-        work = dist.all_to_all_single(
-            received, message, received_layout.sizes, layout.sizes, group, asynchronous
-        )
+        work = dist.all_to_all_single(received, message, *sizes, group, asynchronous)
         return Transfer(
             work, lambda: encoding.decode(received, arriving, received_layout), (received, message)
         )
@@ -227,7 +244,7 @@ def all_to_all(
     """`torch.distributed.all_to_all`: to each rank its tensor; `min_bytes` as in `all_to_all_single`."""
     ranks = dist.get_world_size(group)
     payload = sum(tensor.nbytes for tensor in input_tensor_list)
-    reason = why_plain("all_to_all", input_tensor_list[0], payload, group, min_bytes)
+    reason = why_plain("all_to_all", input_tensor_list[0], payload, group, min_bytes, alike=False)
     if reason is not None:
         count_plain("all_to_all", ranks, payload, reason)
         return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
@@ -295,6 +312,7 @@ def sums_of_parts(
     op: Op,
     group: dist.ProcessGroup | None,
     encoding: Encoding,
+    mailbox: Mailbox | None,
     asynchronous: bool = False,
 ) -> Transfer:
     """Begin to write this rank's part of the sum or mean of tensors, side by side, over ranks to `sums`; counts it."""
@@ -303,7 +321,6 @@ def sums_of_parts(
     layout = encoding.even(sums.numel(), ranks)
     payload = sum(tensor.nbytes for tensor in values)
     count_encoded("reduce_scatter_tensor", ranks, payload, {"all_to_all_single": layout.bytes})
-    mailbox = mailbox_of(group, sums, layout.bytes)
     if mailbox is not None:
         mailbox.reduce_scatter(values, sums, layout, encoding, factor)
         return transfer(asynchronous, [sums])
@@ -321,7 +338,9 @@ def flat(tensor: torch.Tensor, what: str) -> torch.Tensor:
     """
     if not tensor.is_contiguous():
         raise ValueError(f"{what} is not contiguous; call .contiguous() on it first")
-    return tensor.detach().view(-1)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
 def new_message(beside: torch.Tensor, size: int) -> torch.Tensor:
@@ -350,8 +369,16 @@ def gather_many(
 
 def one_tensor(collective: str) -> Callable[..., Work | None]:
     """`all_gather` or `reduce_scatter` of one tensor: torch 2.13 deprecates the name that torch before it has."""
-    old = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}[collective]
-    return getattr(dist, f"{collective}_single", None) or getattr(dist, old)
+    return getattr(dist, _NAMES[collective])
+
+
+_NAMES = {
+    collective: newest if hasattr(dist, newest) else older
+    for collective, newest, older in (
+        ("all_gather", "all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+}
 
 
 def _encode_and_gather(
@@ -363,16 +390,36 @@ def _encode_and_gather(
     asynchronous: bool,
 ) -> tuple[torch.Tensor, Work | None]:
     """Encode into this rank's place of the gathered message and gather the others' there."""
-    rank = dist.get_rank(group)
     message = new_message(values, layout.bytes)
-    own = message[rank * piece.bytes : (rank + 1) * piece.bytes]
+    own = _place_of_own(message, piece, group)
     encoding.encode(values, own, piece)
     return message, gather_bytes(message, own, group, asynchronous)
+
+
+def _place_of_own(message: torch.Tensor, piece: Layout, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """This rank's piece of a message that is gathered."""
+    start = dist.get_rank(group) * piece.bytes
+    return message[start : start + piece.bytes]
 
 
 def _decode_each(parts: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], encoding: Encoding) -> None:
     for part, values in zip(parts, outputs, strict=True):
         encoding.decode(part, values, encoding.even(values.numel()))
+
+
+def reduce_scatter_plainly(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: Op,
+    group: dist.ProcessGroup | None,
+    async_op: bool,
+    reason: str,
+) -> Work | None:
+    """`reduce_scatter_tensor` uncompressed, counted with the reason."""
+    ranks = dist.get_world_size(group)
+    count_plain("reduce_scatter_tensor", ranks, input.nbytes, reason)
+    plain = one_tensor("reduce_scatter")
+    return reduce_plainly(lambda op: plain(output, input, op, group, async_op), output, op, ranks, async_op)
 
 
 def reduce_plainly(

@@ -49,7 +49,7 @@ class Encoding:
 
     def uneven(self, counts: Sequence[int]) -> Layout:
         """The message of pieces of these many values."""
-        return Layout(tuple(counts), self.block_size)
+        return Layout.of(tuple(counts), self.block_size)
 
     def encode(self, values: torch.Tensor, message: torch.Tensor, layout: Layout) -> None:
         """`block_cast.encode`."""

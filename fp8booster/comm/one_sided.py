@@ -13,8 +13,7 @@ Of payloads of 64 MiB and more every collective is faster so than by NCCL in FP8
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -46,7 +45,7 @@ class Mailbox:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         self.capacity = -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT
-        self._rank = dist.get_rank(group)
+        self._rank, self._device = dist.get_rank(group), device
         # memory of its own: two groups whose messages shared an allocation would share the barrier's flags
         self._buffer = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p(
             (2 * self.capacity,), (1,), torch.uint8, device
@@ -58,20 +57,22 @@ class Mailbox:
         ]
         self._addresses = torch.tensor([view.data_ptr() for view in views], device=device)
         self._timeout = group._get_backend(device).options._timeout // timedelta(milliseconds=1)
-        self._region = 0
-        self._idle = torch.cuda.Event()
+        self._regions = self._buffer.view(2, self.capacity).unbind()
+        self._written = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._stream_handle: int | None = None
 
     def all_reduce(
         self, values: torch.Tensor, layout: Layout, piece: Layout, encoding: Encoding, factor: float
     ) -> None:
         """Sum `values` [N] over ranks in place; `piece` is the layout of one piece of `layout`."""
-        with self._call():
-            with self._exchange(layout.bytes) as message:
-                encoding.encode(values, message, layout)
-            parts = self._left_by_all(self._rank * piece.bytes)
-            with self._exchange(piece.bytes) as message:
-                encoding.decode_sum_encode(parts, message, layout, factor)
-            encoding.decode(self._left_by_all(), values, layout)
+        self._follow_last_call()
+        encoding.encode(values, self._next_region(), layout)
+        self._meet()
+        parts = self._left_by_all(self._rank * piece.bytes)
+        encoding.decode_sum_encode(parts, self._next_region(), layout, factor)
+        self._meet()
+        encoding.decode(self._left_by_all(), values, layout)
 
     def reduce_scatter(
         self,
@@ -82,47 +83,51 @@ class Mailbox:
         factor: float,
     ) -> None:
         """Write this rank's part of the sum of `values`, side by side, over ranks to `sums`."""
-        with self._call():
-            with self._exchange(layout.bytes) as message:
-                encoding.encode_parts(values, message, layout)
-            parts = self._left_by_all(self._rank * layout.sizes[0])
-            encoding.decode_sum(parts, sums, layout, factor)
+        self._follow_last_call()
+        encoding.encode_parts(values, self._next_region(), layout)
+        self._meet()
+        encoding.decode_sum(self._left_by_all(self._rank * layout.sizes[0]), sums, layout, factor)
 
     def all_gather(
         self, values: torch.Tensor, gathered: torch.Tensor, layout: Layout, piece: Layout, encoding: Encoding
     ) -> None:
         """Write every rank's `values` to `gathered`."""
-        with self._call():
-            with self._exchange(piece.bytes) as message:
-                encoding.encode(values, message, piece)
-            encoding.decode(self._left_by_all(), gathered, layout)
+        self._follow_last_call()
+        encoding.encode(values, self._next_region(), piece)
+        self._meet()
+        encoding.decode(self._left_by_all(), gathered, layout)
 
     def all_to_all(
         self, values: torch.Tensor, arriving: torch.Tensor, layout: Layout, encoding: Encoding
     ) -> None:
         """Write the part of every rank's `values` that is for this rank to `arriving`; even parts."""
-        with self._call():
-            with self._exchange(layout.bytes) as message:
-                encoding.encode(values, message, layout)
-            encoding.decode(self._left_by_all(self._rank * layout.sizes[0]), arriving, layout)
+        self._follow_last_call()
+        encoding.encode(values, self._next_region(), layout)
+        self._meet()
+        encoding.decode(self._left_by_all(self._rank * layout.sizes[0]), arriving, layout)
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """One collective, after the last one, whichever streams they run on."""
-        torch.cuda.current_stream().wait_event(self._idle)
-        yield
-        self._idle.record()
+    def _follow_last_call(self) -> None:
+        """Let the current stream wait for the last collective, where that ran on another."""
+        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
+        if handle == self._stream_handle:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if self._stream is not None:
+            stream.wait_stream(self._stream)
+        self._stream, self._stream_handle = stream, handle
 
-    @contextmanager
-    def _exchange(self, size: int) -> Iterator[torch.Tensor]:
-        """Give this rank's memory for a message; at the end all ranks' messages can be read."""
-        self._region = self.capacity - self._region
-        yield self._buffer[self._region : self._region + size]
+    def _next_region(self) -> torch.Tensor:
+        """This rank's memory for the next message."""
+        self._written = 1 - self._written
+        return self._regions[self._written]
+
+    def _meet(self) -> None:
+        """From here on all ranks' messages can be read."""
         self._handle.barrier(timeout_ms=self._timeout)
 
     def _left_by_all(self, shift: int = 0) -> Peers:
         """What every rank left in the last exchange, from byte `shift` on."""
-        return Peers(self._addresses, self._region + shift, self._rank)
+        return Peers(self._addresses, self._written * self.capacity + shift, self._rank)
 
 
 class QueuedWork(Work):
@@ -191,7 +196,8 @@ def use_one_sided(
     group = group or dist.group.WORLD
     if not torch.cuda.is_available():
         raise ValueError("use_one_sided is for GPUs, and torch sees none; leave it out")
-    device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    if device is None or device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     if topology(device, group) != INSIDE_A_NODE:
         raise ValueError(
             "use_one_sided is for groups inside one node, whose GPUs can read each other's memory; call it with such a "
@@ -214,5 +220,6 @@ def mailbox_of(group: dist.ProcessGroup | None, tensor: torch.Tensor, size: int)
     """The mailbox that a message of `size` bytes of each rank goes by, if it goes by one."""
     if not (_mailboxes and tensor.is_cuda):
         return None
-    mailbox = _mailboxes.get((group or dist.group.WORLD).group_name)
+    # who is not a member has a number for a group
+    mailbox = _mailboxes.get(getattr(group or dist.group.WORLD, "group_name", None))
     return mailbox if mailbox is not None and size <= mailbox.capacity else None

@@ -96,7 +96,7 @@ def count_encoded(
         transports: bytes given to each collective of torch.distributed that it uses.
         collective: the plain one, where the row has another name.
     """
-    wire = sum(bytes_sent(transport, given, ranks) for transport, given in transports.items())
+    wire = sum([bytes_sent(transport, given, ranks) for transport, given in transports.items()])
     _count(name, bytes_sent(collective or name, payload, ranks), wire, None)
 
 
@@ -108,7 +108,9 @@ def count_plain(name: str, ranks: int, payload: int, reason: str, collective: st
 
 def _count(name: str, raw: int, wire: int, reason: str | None) -> None:
     with _lock:
-        row = _rows.setdefault(name, Row())
+        row = _rows.get(name)
+        if row is None:
+            row = _rows[name] = Row()
         row.calls += 1
         row.raw_bytes += raw
         row.wire_bytes += wire

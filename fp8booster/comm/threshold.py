@@ -2,7 +2,7 @@
 
 A message in FP8 costs two passes over memory and a kernel's launch for each. Below some size that takes longer than the
 bytes it saves, and the plain collective runs instead. Every rank must decide alike, so the decision uses only what all
-ranks of a call know: the size that they share, the dtype, the group.
+ranks of a call know: the size that they share, the dtype, the group, whether its memory can be read by peers.
 """
 
 from __future__ import annotations
@@ -19,33 +19,42 @@ INSIDE_A_NODE = "inside a node"
 BETWEEN_NODES = "between nodes"
 ON_THE_CPU = "on the CPU"
 
+ONE_SIDED = "inside a node, one-sided"
+"""Inside a node, where `one_sided` is in use and the message fits."""
+
 _KIB, _MIB = 2**10, 2**20
 
-COLLECTIVES = (
-    "all_reduce",
-    "reduce_scatter_tensor",
-    "all_gather_into_tensor",
-    "all_gather",
-    "broadcast",
-    "send",
-)
-"""Those whose ranks all know the payload."""
-
 MINIMUM_BYTES: dict[str, dict[str, int]] = {
-    INSIDE_A_NODE: dict.fromkeys(COLLECTIVES, 64 * _MIB),
-    BETWEEN_NODES: dict.fromkeys(COLLECTIVES, _MIB),
-    ON_THE_CPU: dict.fromkeys(COLLECTIVES, _KIB),
+    INSIDE_A_NODE: {
+        "all_reduce": 64 * _MIB,
+        "reduce_scatter_tensor": 64 * _MIB,
+        "all_gather_into_tensor": 64 * _MIB,
+        "all_to_all_single": 64 * _MIB,
+        "all_gather": 64 * _MIB,
+        "broadcast": 64 * _MIB,
+        "send": 64 * _MIB,
+    },
+    ONE_SIDED: {
+        "all_reduce": 64 * _MIB,
+        "reduce_scatter_tensor": 64 * _MIB,
+        "all_gather_into_tensor": 64 * _MIB,
+        "all_to_all_single": 64 * _MIB,
+    },
 }
-"""The payload from which FP8 is sent, in bytes of the plain collective's larger side, by topology class and collective.
+"""The payload from which FP8 is sent, in bytes of the plain collective's larger side, by the way and the collective.
 
 Inside a node (NVLink): the smallest of the sizes in benchmarks/results/h200 (4 H200) at which the median time in FP8 is
 under NCCL's in BF16; it is the same for all of them. Between nodes (tens of GB/s a GPU; not measured): where the bytes
 saved outweigh two kernel launches. On the CPU, where bytes are saved and not time: where scales and padding stay under
 a tenth of the message.
 
-An all-to-all has none: its sizes may differ by rank, so one rank cannot tell what the others decide. Give it
-`min_bytes` where they do not.
+An all-to-all of uneven parts has none: its sizes may differ by rank, so one rank cannot tell what the others decide.
+Give it `min_bytes` where they do not.
 """
+MINIMUM_BYTES[BETWEEN_NODES] = dict.fromkeys(MINIMUM_BYTES[INSIDE_A_NODE], _MIB)
+MINIMUM_BYTES[ON_THE_CPU] = dict.fromkeys(MINIMUM_BYTES[INSIDE_A_NODE], _KIB)
+
+_ADDING = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
 
 
 def why_plain(
@@ -55,6 +64,9 @@ def why_plain(
     group: dist.ProcessGroup | None,
     min_bytes: int | None,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    *,
+    one_sided: bool = False,
+    alike: bool = True,
 ) -> str | None:
     """Why a call goes uncompressed, or None where it is sent in FP8.
 
@@ -63,8 +75,10 @@ def why_plain(
         tensor: one of its tensors.
         payload: bytes of its larger side.
         group: its group.
-        min_bytes: the smallest payload to send in FP8; None takes `MINIMUM_BYTES`.
+        min_bytes: the smallest payload to send in FP8; None takes `minimum_bytes`.
         op: its reduction.
+        one_sided: whether peers would read the message in FP8.
+        alike: whether all ranks have the same payload. Where they need not, nothing is too small by itself.
     """
     ranks = dist.get_world_size(group)
     if ranks < 1:
@@ -73,13 +87,20 @@ def why_plain(
         return "one rank"
     if tensor.dtype not in formats.HIGH_PRECISION:
         return str(tensor.dtype).removeprefix("torch.")
-    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+    if op not in _ADDING:
         return f"reduction {getattr(op, 'name', 'with a factor')}"
-    if payload == 0 and name in COLLECTIVES:
+    if payload == 0 and alike:
         return "empty"
     if min_bytes is None:
-        min_bytes = MINIMUM_BYTES[topology(tensor.device, group)].get(name, 0)
+        min_bytes = minimum_bytes(name, tensor.device, group, one_sided=one_sided) if alike else 0
     return "small" if payload < min_bytes else None
+
+
+def minimum_bytes(
+    name: str, device: torch.device, group: dist.ProcessGroup | None, *, one_sided: bool = False
+) -> int:
+    """The payload from which a collective of a group goes in FP8; arguments as in `why_plain`."""
+    return MINIMUM_BYTES[ONE_SIDED if one_sided else topology(device, group)][name]
 
 
 def topology(device: torch.device, group: dist.ProcessGroup | None) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 from types import ModuleType
 from typing import NamedTuple, TypeAlias
@@ -45,9 +45,14 @@ class Layout:
 
     @staticmethod
     @lru_cache(maxsize=1024)
+    def of(counts: tuple[int, ...], block_size: int | None) -> Layout:
+        """The layout, made once: calls repeat their sizes."""
+        return Layout(counts, block_size)
+
+    @staticmethod
     def even(count: int, pieces: int, block_size: int | None) -> Layout:
         """Pieces of one size."""
-        return Layout((count,) * pieces, block_size)
+        return Layout.of((count,) * pieces, block_size)
 
     @cached_property
     def is_even(self) -> bool:
@@ -193,7 +198,7 @@ def decode_sum_encode(
     if layout.block_size is None:  # the scale needs the whole sum first
         total = torch.empty(layout.counts[0], dtype=torch.float32, device=message.device)
         decode_sum(messages, total, layout, dtype, factor)
-        encode(total, message, Layout(layout.counts[:1], None), dtype, power_of_two)
+        encode(total, message, Layout.of(layout.counts[:1], None), dtype, power_of_two)
     else:
         _implementation(message).decode_sum_encode(messages, message, layout, dtype, power_of_two, factor)
 
@@ -283,9 +288,14 @@ def _sum(messages: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: flo
     return total * factor
 
 
-def _implementation(tensor: torch.Tensor) -> ModuleType | type[Reference]:
-    if tensor.is_cuda and why_no_fp8(tensor.device) is None:
+@cache
+def _implementation_on(device: torch.device) -> ModuleType | type[Reference]:
+    if device.type == "cuda" and why_no_fp8(device) is None:
         from fp8booster.kernels import block_cast_triton  # Triton is needed only here
 
         return block_cast_triton
     return Reference
+
+
+def _implementation(tensor: torch.Tensor) -> ModuleType | type[Reference]:
+    return _implementation_on(tensor.device)

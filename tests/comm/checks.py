@@ -257,7 +257,7 @@ def all_to_all_single_with_even_splits_is_within_one_rounding() -> None:
         values = spread(ranks * size * 3, dtype).view(ranks * size, 3)
         everyone = of_all_ranks(values)
         output = torch.empty_like(values)
-        finish(comm.all_to_all_single(output, values, async_op=asynchronous, encoding=encoding))
+        finish(comm.all_to_all_single(output, values, async_op=asynchronous, encoding=encoding, min_bytes=0))
         for sender, got in enumerate(output.chunk(ranks)):
             sent = everyone[sender].view(-1)
             bound = sent_bound(sent, encoding, ranks).chunk(ranks)[rank]
@@ -498,10 +498,18 @@ def what_is_not_compressed_is_plain_and_counted() -> None:
         lambda: comm.reduce_scatter_tensor(
             torch.empty(2, device=DEVICE), torch.ones(2 * ranks, device=DEVICE)
         ),
+        lambda: comm.all_to_all_single(torch.empty(ranks, device=DEVICE), torch.ones(ranks, device=DEVICE)),
     ):
         call()
     counted = comm.statistics()
-    for name in ("all_gather_into_tensor", "broadcast", "all_gather", "reduce_scatter_tensor"):
+    names = (
+        "all_gather_into_tensor",
+        "broadcast",
+        "all_gather",
+        "reduce_scatter_tensor",
+        "all_to_all_single",
+    )
+    for name in names:
         assert counted[name].uncompressed == {"small": 1}
         assert name in str(counted)
 
@@ -569,7 +577,7 @@ def mistakes_raise_before_anything_is_sent() -> None:
         lambda: comm.reduce_scatter_coalesced(values.clone(), [values], min_bytes=0),
         lambda: comm.all_gather_into_tensor(values.clone(), values, min_bytes=0),
         lambda: comm.all_to_all_single(values.clone(), values, None, [1] * ranks),
-        lambda: comm.all_to_all_single(values.clone(), torch.ones(ranks * 8 + 1, device=DEVICE)),
+        lambda: comm.all_to_all_single(values.clone(), torch.ones(ranks * 8 + 1, device=DEVICE), min_bytes=0),
     ):
         try:
             call()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import comm
-from fp8booster.comm.threshold import MINIMUM_BYTES, topology
+from fp8booster.comm.threshold import minimum_bytes
 
 _compressed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
@@ -104,15 +104,8 @@ def all_to_all_single_fp8(
     async_op: bool = False,
 ) -> Any:
     """To each rank its rows."""
-    even = not (output_split_sizes or input_split_sizes)
     return comm.all_to_all_single(
-        output,
-        input.contiguous(),
-        output_split_sizes,
-        input_split_sizes,
-        group,
-        async_op,
-        min_bytes=_minimum(input, group) if even else None,
+        output, input.contiguous(), output_split_sizes, input_split_sizes, group, async_op
     )
 
 
@@ -120,9 +113,6 @@ def _if_even(
     inputs: list[torch.Tensor], outputs: list[torch.Tensor], group: dist.ProcessGroup | None
 ) -> int | None:
     """The smallest payload to compress where all ranks have equal ones, as shardformer's do; None is any."""
-    sizes = {tensor.numel() for tensor in (*inputs, *outputs)}
-    return _minimum(inputs[0], group) if len(sizes) == 1 else None
-
-
-def _minimum(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> int:
-    return MINIMUM_BYTES[topology(tensor.device, group)]["all_gather"]
+    if len({tensor.numel() for tensor in (*inputs, *outputs)}) > 1:
+        return None
+    return minimum_bytes("all_to_all_single", inputs[0].device, group)
