@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -322,6 +323,17 @@ def _table(layout: Layout, device: torch.device) -> torch.Tensor:
     return table.to(device, non_blocking=True) if on_gpu else table
 
 
+def _without_ones(values: torch.Tensor, part: int, pieces: int) -> tuple[torch.Tensor, int]:
+    """Values that lie in pieces of `part`, and that number, with zeros behind them where one of the counts is one.
+
+    They become the padding of the pieces, which is zero anyway. See `cast_triton.widened`.
+    """
+    if part == 1:
+        column = F.pad(values.flatten(), (0, pieces - values.numel()))
+        return F.pad(column.unsqueeze(1), (0, 1)).flatten(), 2
+    return (F.pad(values.flatten(), (0, 1)) if values.numel() == 1 else values), part
+
+
 def encode(
     values: torch.Tensor, message: torch.Tensor, layout: Layout, dtype: torch.dtype, power_of_two: bool
 ) -> None:
@@ -332,6 +344,9 @@ def encode(
     # pointers that are not read need some tensor
     partials = amax_partials(values.view(1, -1)) if layout.block_size is None else message
     partial_count = partials.numel() if layout.block_size is None else 1
+    part = layout.counts[0]
+    if layout.is_even:
+        values, part = _without_ones(values, part, tiling.pieces)
     launch(
         encode_kernel,
         (tiling.tiles, tiling.pieces),
@@ -339,7 +354,7 @@ def encode(
         (
             partial_count,
             values.numel(),
-            layout.counts[0],
+            part,
             0,
             tiling.end,
             layout.counts[0],
@@ -375,14 +390,14 @@ def encode_parts(
     parts = [*of_blocks, side_by_side(others, pieces)] if others else of_blocks
     first, tiling, count = 0, _tiling(layout), layout.counts[0]
     for tensor in parts:
-        total = tensor.numel()
-        part = total // pieces
+        part = tensor.numel() // pieces
         end = layout.scale_count(count) if tensor is parts[-1] else first + part // block
+        tensor, part = _without_ones(tensor, part, pieces)
         launch(
             encode_kernel,
             (ceil_div(end - first, tiling.tile["TILE_BLOCKS"]), pieces),
             (tensor, message, message, message),
-            (1, total, part, first, end, count, layout.sizes[0]),
+            (1, tensor.numel(), part, first, end, count, layout.sizes[0]),
             num_warps=WARPS,
             enable_fp_fusion=False,
             E4M3=dtype is formats.E4M3,
