@@ -166,7 +166,9 @@ def train(
     plugin_option: Annotated[
         list[str] | None,
         typer.Option(
-            help="key=value for the plugin's constructor; may be repeated.", rich_help_panel=_MACHINE
+            help="key=value for the plugin's constructor, as pp_style=zbv (zero-bubble) or pp_style=interleaved with "
+            "--pp; may be repeated.",
+            rich_help_panel=_MACHINE,
         ),
     ] = None,
     fp8_option: Annotated[

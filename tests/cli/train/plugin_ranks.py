@@ -31,6 +31,16 @@ MODES: dict[str, dict[str, Any]] = {
 }
 """On two ranks, each with the same four sequences a step."""
 
+_PIPELINE = {"plugin": "hybrid", "pp": 2, "batch": 2, "accumulate": 2}
+DEEP_MODES: dict[str, dict[str, Any]] = {
+    f"hybrid, PP, {style}": {**_PIPELINE, "plugin_options": (f"pp_style={style}",)}
+    for style in ("interleaved", "zbv")
+}
+"""The same with a model of four layers: a stage holds two pieces of it."""
+
+DEEP = "low_level_zero, deep"
+"""What they are compared with, in BF16."""
+
 
 class Said:
     """The events of a rank."""
@@ -55,12 +65,15 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
 
     colossalai.launch_from_torch(seed=options.seed, verbose=False)
     found: dict[str, dict[str, Any]] = {}
+    modes = dict(MODES)
+    for name, mode in {**DEEP_MODES, DEEP: MODES["low_level_zero"]}.items():
+        modes[name] = {**mode, "model": f"{options.model}-deep"}
 
     def train(name: str, precision: str, resume: str | None = None) -> None:
         kind = "resumed" if resume else precision
         out = Path(folder, name, kind)
         task = Task(
-            options=dataclasses.replace(options, out=str(out), **MODES[name]),
+            options=dataclasses.replace(options, out=str(out), **modes[name]),
             precision=precision,
             tokens=tokens,
             resume=resume,
@@ -79,9 +92,9 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
         gc.collect()
         dist.barrier()
 
-    for name in MODES:
+    for name in (*MODES, *DEEP_MODES):
         train(name, "fp8")
         train(name, "fp8", f"{folder}/{name}/fp8/fp8/checkpoints/step-{SAVED:08d}")
-    for name in ("low_level_zero", "ddp"):
+    for name in ("low_level_zero", DEEP, "ddp"):
         train(name, "bf16")
     return found

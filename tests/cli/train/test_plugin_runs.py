@@ -9,23 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from fp8booster.cli.train.defaults import resolve
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.tokens import prepare_tokens
-from tests.cli.train.plugin_ranks import MODES, SAVED, STEPS, train_each
+from tests.cli.train.plugin_ranks import DEEP, DEEP_MODES, MODES, SAVED, STEPS, train_each
 from tests.colossal.models import tiny_llama
 from tests.distributed import run_ranks
 
 VOCABULARY = 336
 """No multiple of 64, nor is its half."""
 
-LOSS_IN_BF16 = ("hybrid, SP", "hybrid, PP")
+LOSS_IN_BF16 = ("hybrid, SP", "hybrid, PP", *DEEP_MODES)
 """Where Colossal-AI computes the loss from 16-bit logits."""
 
 NOT_EXACT = ("gemini", "gemini, accumulating", "gemini, TP", "ddp")
 """Where a checkpoint does not go on bit for bit (`checkpoint.py` says why)."""
+
+
+def network(layers: int = 2) -> LlamaForCausalLM:
+    return tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=layers)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     """What rank 0 found."""
     folder = tmp_path_factory.mktemp("plugins")
     shutil.copy(Path(sysconfig.get_paths()["stdlib"], "ast.py"), folder / "text.py")
-    tiny_llama(vocab_size=VOCABULARY).config.save_pretrained(folder / "model")
+    for name, layers in (("model", 2), ("model-deep", 4)):
+        network(layers).config.save_pretrained(folder / name)
     options = resolve(
         TrainOptions(
             model=str(folder / "model"),
@@ -64,9 +69,10 @@ def column(run: dict[str, Any], value: str) -> list[float]:
     return [step[value] for step in run["steps"]]
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", [*MODES, *DEEP_MODES])
 def test_every_plugin_takes_the_same_steps(found, name) -> None:
-    expected, run = run_of(found, "low_level_zero", "bf16"), run_of(found, name, "fp8")
+    deep = name in DEEP_MODES
+    expected, run = run_of(found, DEEP if deep else "low_level_zero", "bf16"), run_of(found, name, "fp8")
     assert column(run, "step") == [1, 2, 3, 4]
     # the same weights and sequences, wherever they are; only rounding differs
     within = 2**-8 + 3e-3 if name in LOSS_IN_BF16 else 3e-3
@@ -75,12 +81,12 @@ def test_every_plugin_takes_the_same_steps(found, name) -> None:
     assert column(run, "grad_norm")[0] == pytest.approx(column(expected, "grad_norm")[0], rel=5e-2)
     result = json.loads(Path(run["folder"], "result.json").read_text())
     layers = {row["name"]: row["precision"] for row in result["layers"]}
-    assert len(layers) == 15
+    assert len(layers) == (29 if deep else 15)
     assert {name for name, precision in layers.items() if precision != "FP8"} == {"lm_head"}
-    assert result["parameters"] == tiny_llama(vocab_size=VOCABULARY).num_parameters()
+    assert result["parameters"] == network(4 if deep else 2).num_parameters()
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", [*MODES, *DEEP_MODES])
 def test_every_plugin_goes_on_from_its_checkpoint(found, name) -> None:
     whole, resumed = run_of(found, name, "fp8"), run_of(found, name, "resumed")
     assert column(resumed, "step") == [3, 4]
@@ -97,8 +103,7 @@ def test_every_plugin_goes_on_from_its_checkpoint(found, name) -> None:
 
 
 def test_what_ddp_sends_in_cpp_counts(found) -> None:
-    parameters = tiny_llama(vocab_size=VOCABULARY).num_parameters()
     sent = column(run_of(found, "ddp", "bf16"), "wire_bytes")[-1]
     # FP32 gradients by an all-reduce between two ranks, and the few bytes of a step's loss
-    assert sent == pytest.approx(4 * parameters, rel=1e-2)
+    assert sent == pytest.approx(4 * network().num_parameters(), rel=1e-2)
     assert column(run_of(found, "ddp", "fp8"), "wire_bytes")[-1] < 0.3 * sent

@@ -17,6 +17,16 @@ from tests.colossal.models import tiny_llama
         ({"plugin_options": ("overlap_comunication=1",)}, r"did you mean overlap_communication"),
         ({"plugin_options": ("verbose",)}, "'verbose' has no '='; write it as key=value"),
         ({"plugin_options": ("stage=1",)}, "'stage' is set by --zero"),
+        ({"pp": 2, "accumulate": 2, "plugin_options": ("pp_style=zvb",)}, r"'zvb'; did you mean zbv\?"),
+        ({"plugin_options": ("pp_style=zbv",)}, "pp_style=zbv is a pipeline's; give --pp"),
+        (
+            {"pp": 2, "accumulate": 3, "plugin_options": ("pp_style=interleaved",)},
+            "--micro-batches is 3; with pp_style=interleaved it must be a multiple of --pp, which is 2",
+        ),
+        (
+            {"pp": 2, "accumulate": 2, "plugin_options": ("pp_style=zbv", "num_model_chunks=3")},
+            "num_model_chunks is 3; with pp_style=zbv it must be 2",
+        ),
         (
             {"fp8_options": ("powr_of_two=true",)},
             r"FP8Config has no option 'powr_of_two'; did you mean power_of_two\?",
@@ -25,6 +35,8 @@ from tests.colossal.models import tiny_llama
     ],
 )
 def test_a_wrong_option_is_told_with_close_ones(options, says):
+    if "pp_style" in str(options):
+        options = {"plugin": "hybrid", **options}
     with pytest.raises(ValueError, match=says):
         check_plugin(TrainOptions(**options))
 
