@@ -2,6 +2,8 @@
 
     python -m benchmarks.llama --model 7b --against colossal-low_level_zero --against torchao --out results
     torchrun --nproc-per-node 8 -m benchmarks.llama --model 7b --profile --out results
+    python -m benchmarks.llama --model 7b --precision all
+    python -m benchmarks.llama --model mixtral-1b --plugin moe --ep 2 --processes 2
     python -m benchmarks.llama --one-layer
     python -m benchmarks.llama scaling 1.json 2.json 4.json 8.json
 
@@ -61,7 +63,12 @@ def main(
         list[str], typer.Option(help="key=value for the plugin, ours and native's; repeat the option.")
     ] = NONE,
     fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config; repeat the option.")] = NONE,
-    precision: Annotated[str, typer.Option(help=f"fp8booster's: {', '.join(PRECISIONS)}.")] = "both",
+    precision: Annotated[
+        str,
+        typer.Option(
+            help=f"fp8booster's: {', '.join(PRECISIONS)}; bf16-fused has the fused blocks that FP8 has."
+        ),
+    ] = "both",
     against: Annotated[
         list[str], typer.Option(help=f"Peers: {', '.join(PEERS)}, or all; repeat the option.")
     ] = NONE,

@@ -103,6 +103,16 @@ def test_every_way_computes_the_products(name: str, loads: tuple[int, ...], monk
     assert way.forward().shape[-1] == layer.outputs
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", KINDS)
+def test_every_way_computes_the_products_on_a_gpu(name: str) -> None:
+    torch.manual_seed(0)
+    work = Work.random(LAYERS["tiny"], 500, torch.device("cuda", 0))
+    way, record = experts.checked(name, work, work.reference())
+    assert record["failed"] is None
+    assert way.forward().is_cuda
+
+
 def test_padding_comes_off_again() -> None:
     work = Work.random(LAYERS["tiny"], 50, torch.device("cpu"))
     padded = work.padded(work.x)

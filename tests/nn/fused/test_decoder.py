@@ -19,10 +19,12 @@ def fused(model: nn.Module, config: FP8Config | None = None) -> nn.Module:
     return model
 
 
-def step(model: nn.Module, **options: object) -> tuple[float, dict[str, torch.Tensor]]:
+def step(
+    model: nn.Module, ids: torch.Tensor | None = None, **options: object
+) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss, and the gradients by name."""
     model.zero_grad()
-    ids = batch()
+    ids = batch() if ids is None else ids
     loss = model(input_ids=ids, labels=ids, **options).loss
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}

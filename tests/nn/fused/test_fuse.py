@@ -55,6 +55,18 @@ def test_in_bf16_it_is_as_exact_as_the_model(family: str) -> None:
         assert sqnr(ours[name], gradient) > sqnr(plain[name], gradient) - 3, name  # half a bit
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu_it_is_as_exact_as_the_model(family: str) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    bf16 = build(family, **sizes).cuda()
+    model, exact = copy.deepcopy(bf16), copy.deepcopy(bf16).float()
+    assert fuse(model) == WHOLE
+    (_, right), (_, plain), (_, ours) = (step(each, batch().cuda()) for each in (exact, bf16, model))
+    for name, gradient in right.items():
+        assert sqnr(ours[name], gradient) > sqnr(plain[name], gradient) - 3, name
+
+
 def test_q_k_v_and_gate_up_are_one_product_each_way() -> None:
     model = build()
     fuse(model)
