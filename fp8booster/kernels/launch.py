@@ -71,6 +71,9 @@ def launch(
             *tensors, *numbers, **constants, num_warps=num_warps, enable_fp_fusion=enable_fp_fusion
         )
         return
-    compiled[(x, y, 1)](
-        *pointers, *numbers, *constants.values(), stream=torch._C._cuda_getCurrentRawStream(device)
-    )
+    stream, arguments = torch._C._cuda_getCurrentRawStream(device), (*pointers, *numbers, *constants.values())
+    hooks = triton.knobs.runtime
+    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+        compiled[(x, y, 1)](*arguments, stream=stream)
+        return
+    compiled.run(x, y, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
