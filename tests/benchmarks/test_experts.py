@@ -22,6 +22,13 @@ def run(*arguments: str) -> object:
     return CliRunner().invoke(app, list(arguments))
 
 
+refuse_what_torch_refuses = torch._scaled_grouped_mm
+
+
+def meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def scaled_grouped_mm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -33,8 +40,22 @@ def scaled_grouped_mm(
     use_fast_accum: bool,
 ) -> torch.Tensor:
     """What `torch._scaled_grouped_mm` computes and what it refuses, where there is no GPU for it."""
+    like = refuse_what_torch_refuses(*map(meta, (a, b, scale_a, scale_b)), meta(offs), out_dtype=out_dtype)
+    computed = _scaled_grouped_mm(a, b, scale_a, scale_b, offs, use_fast_accum)
+    assert computed.shape == like.shape
+    return computed.to(out_dtype)
+
+
+def _scaled_grouped_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    offs: torch.Tensor,
+    use_fast_accum: bool,
+) -> torch.Tensor:
     assert a.dtype is b.dtype is E4M3
-    assert out_dtype is torch.bfloat16
+    assert use_fast_accum is (b.dim() == 3 and b.stride(0) == b.stride(2) * b.shape[2])  # in fprop alone
     assert offs.dtype is torch.int32
     assert all(size % 16 == 0 for size in (a.shape[-1], *b.shape[-2:]))
     assert a.stride(-1) == 1
@@ -53,7 +74,7 @@ def scaled_grouped_mm(
             (a[begin:end].float() * scale_a[begin:end, None]) @ (b[group].float() * scale_b[group])
             for group, (begin, end) in enumerate(zip(begins, ends, strict=True))
         ]
-        return torch.cat(parts).to(out_dtype)
+        return torch.cat(parts)
     assert scale_a.shape == (groups * a.shape[0],)
     assert scale_b.shape == (groups * b.shape[1],)
     assert all(end > begin and begin % 16 == 0 for begin, end in zip(begins, ends, strict=True))
@@ -63,7 +84,7 @@ def scaled_grouped_mm(
             (a[:, begin:end].float() * rows[group, :, None]) @ (b[begin:end].float() * columns[group])
             for group, (begin, end) in enumerate(zip(begins, ends, strict=True))
         ]
-    ).to(out_dtype)
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
