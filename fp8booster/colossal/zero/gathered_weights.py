@@ -14,7 +14,7 @@ padded size of a weight is kept in its `_working_param_to_padded_working_param` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -212,7 +212,6 @@ class GatheredWeights:
             masters: this rank's shard of each updated weight, on the weight's device.
         """
         masters = self._with_those_merged(masters)
-        merged = {id(each): each for each in map(self._merged.get, map(id, masters)) if each}.values()
         by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for working in masters:
             by_group.setdefault(self._optimizer.param_to_pg[working], []).append(working)
@@ -220,14 +219,12 @@ class GatheredWeights:
         for group, parameters in by_group.items():
             amaxes = agree_on_amax([masters[working] for working in parameters], group).unbind()
             amax_of.update(zip(map(id, parameters), amaxes, strict=True))
-        for together in merged:
+        for together in self._merged_of(masters):
             keys = [id(weight) for weight in together.layers.weights]
             amax_of.update(dict.fromkeys(keys, torch.stack([amax_of[key] for key in keys]).amax()))
         with self._beside():
             for group, parameters in by_group.items():
                 self._publish(parameters, masters, amax_of, group)
-            for together in merged:
-                together.layers.keep(together.quantized, self._ready)
         if self._stream is not None:
             # so that the allocator gives their memory to nobody before `wait`
             self._read_beside = masters, amax_of
@@ -247,6 +244,11 @@ class GatheredWeights:
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._read_beside = None
+
+    def _merged_of(self, weights: Iterable[nn.Parameter]) -> list[MergedWeights]:
+        """The merged weights that some weights are parts of, once each."""
+        found = (self._merged.get(id(weight)) for weight in weights)
+        return list({id(together): together for together in found if together is not None}.values())
 
     def _with_those_merged(
         self, masters: Mapping[nn.Parameter, torch.Tensor]
@@ -312,6 +314,9 @@ class GatheredWeights:
         for gathered in batch.weights:
             layer = gathered.layer
             layer.fp8_weight.keep(layer.weight, layer.quantized_from(gathered.quantized), self._ready)
+        # each as soon as it is there: layers must not wait for later batches; of one in two batches the second counts
+        for together in self._merged_of([gathered.layer.weight for gathered in batch.weights]):
+            together.layers.keep(together.quantized, self._ready)
 
     def _hand_over(self, gathered: GatheredWeight) -> None:
         """Make of the gathered bytes what else is read."""
