@@ -41,6 +41,7 @@ def all_reduce(
     min_bytes: int | None = None,
 ) -> Work | None:
     """`torch.distributed.all_reduce`: the sum or mean over ranks, in place. Other reductions run plain."""
+    group = group or dist.group.WORLD  # looked up once
     ranks = dist.get_world_size(group)
     count = aligned(math.ceil(tensor.numel() / ranks))
     layout = encoding.even(count, ranks)
@@ -87,6 +88,7 @@ def reduce_scatter_tensor(
     min_bytes: int | None = None,
 ) -> Work | None:
     """`torch.distributed.reduce_scatter_tensor`: each rank's part of the sum or mean over ranks, rounded once."""
+    group = group or dist.group.WORLD  # looked up once
     ranks = dist.get_world_size(group)
     mailbox = mailbox_of(group, output, encoding.even(output.numel(), ranks).bytes)
     reason = why_plain(
@@ -113,6 +115,7 @@ def all_gather_into_tensor(
     min_bytes: int | None = None,
 ) -> Work | None:
     """`torch.distributed.all_gather_into_tensor`: every rank's tensor, in one."""
+    group = group or dist.group.WORLD  # looked up once
     ranks = dist.get_world_size(group)
     piece = encoding.even(input_tensor.numel())
     mailbox = mailbox_of(group, input_tensor, piece.bytes)
@@ -154,6 +157,7 @@ def all_gather(
     min_bytes: int | None = None,
 ) -> Work | None:
     """`torch.distributed.all_gather`: every rank's tensor, in a list; sizes may differ where the backend allows it."""
+    group = group or dist.group.WORLD  # looked up once
     ranks = dist.get_world_size(group)
     payload = sum(gathered.nbytes for gathered in tensor_list)
     reason = why_plain("all_gather", tensor, payload, group, min_bytes)
@@ -196,6 +200,7 @@ def all_to_all_single(
 
     With splits it goes in FP8 at any size, for payloads may differ: give `min_bytes` where they do not.
     """
+    group = group or dist.group.WORLD  # looked up once
     ranks = dist.get_world_size(group)
     even = not (output_split_sizes or input_split_sizes)  # known to all ranks
     mailbox = mailbox_of(group, input, encoding.even(input.numel() // ranks, ranks).bytes) if even else None
@@ -386,7 +391,7 @@ def _encode_and_gather(
     layout: Layout,
     piece: Layout,
     encoding: Encoding,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup,
     asynchronous: bool,
 ) -> tuple[torch.Tensor, Work | None]:
     """Encode into this rank's place of the gathered message and gather the others' there."""
@@ -396,9 +401,9 @@ def _encode_and_gather(
     return message, gather_bytes(message, own, group, asynchronous)
 
 
-def _place_of_own(message: torch.Tensor, piece: Layout, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _place_of_own(message: torch.Tensor, piece: Layout, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's piece of a message that is gathered."""
-    start = dist.get_rank(group) * piece.bytes
+    start = group.rank() * piece.bytes
     return message[start : start + piece.bytes]
 
 

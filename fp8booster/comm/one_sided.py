@@ -13,8 +13,9 @@ Of payloads of 64 MiB and more every collective is faster so than by NCCL in FP8
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,32 @@ CAPACITY_UNIT = 2**21
 """The driver maps memory for peers in pages of this many bytes."""
 
 
+class PeerMemory(NamedTuple):
+    """Memory that every rank of a group has made and can read."""
+
+    own: torch.Tensor
+    """uint8: what this rank made."""
+
+    addresses: torch.Tensor
+    """int64 [ranks], on this rank's GPU: where it finds what each made."""
+
+    meet: Callable[[], None]
+    """Queues a barrier of the ranks on the current stream: behind it all that they wrote before can be read."""
+
+
+def peer_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> PeerMemory:
+    """Make `size` bytes that the GPUs of a group inside a node can read; all its ranks call it."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    # memory of its own: two groups whose messages shared an allocation would share the barrier's flags
+    own = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+    handle = symmetric_memory.rendezvous(own, group)
+    views = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(group))]
+    addresses = torch.tensor([view.data_ptr() for view in views], device=device)
+    timeout = group._get_backend(device).options._timeout // timedelta(milliseconds=1)
+    return PeerMemory(own, addresses, lambda: handle.barrier(timeout_ms=timeout))
+
+
 class Mailbox:
     """Memory of a group in which each rank leaves messages for the others to read.
 
@@ -36,28 +63,15 @@ class Mailbox:
     of the exchange in between, which every rank reaches only after it has read what the region held before.
 
     Args:
-        group: its ranks, of one node.
-        device: this rank's GPU.
-        capacity: bytes of a region.
+        rank: this one's place in the group.
+        device: its GPU.
+        memory: both regions of every rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, capacity: int) -> None:
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        self.capacity = -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT
-        self._rank, self._device = dist.get_rank(group), device
-        # memory of its own: two groups whose messages shared an allocation would share the barrier's flags
-        self._buffer = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p(
-            (2 * self.capacity,), (1,), torch.uint8, device
-        )
-        self._handle = symmetric_memory.rendezvous(self._buffer, group)
-        views = [
-            self._handle.get_buffer(rank, (2 * self.capacity,), torch.uint8)
-            for rank in range(dist.get_world_size(group))
-        ]
-        self._addresses = torch.tensor([view.data_ptr() for view in views], device=device)
-        self._timeout = group._get_backend(device).options._timeout // timedelta(milliseconds=1)
-        self._regions = self._buffer.view(2, self.capacity).unbind()
+    def __init__(self, rank: int, device: torch.device, memory: PeerMemory) -> None:
+        self.capacity = memory.own.numel() // 2
+        self._rank, self._device, self._memory = rank, device, memory
+        self._regions = memory.own.split(self.capacity)
         self._written = 0
         self._stream: torch.cuda.Stream | None = None
         self._stream_handle: int | None = None
@@ -68,10 +82,10 @@ class Mailbox:
         """Sum `values` [N] over ranks in place; `piece` is the layout of one piece of `layout`."""
         self._follow_last_call()
         encoding.encode(values, self._next_region(), layout)
-        self._meet()
+        self._memory.meet()
         parts = self._left_by_all(self._rank * piece.bytes)
         encoding.decode_sum_encode(parts, self._next_region(), layout, factor)
-        self._meet()
+        self._memory.meet()
         encoding.decode(self._left_by_all(), values, layout)
 
     def reduce_scatter(
@@ -85,7 +99,7 @@ class Mailbox:
         """Write this rank's part of the sum of `values`, side by side, over ranks to `sums`."""
         self._follow_last_call()
         encoding.encode_parts(values, self._next_region(), layout)
-        self._meet()
+        self._memory.meet()
         encoding.decode_sum(self._left_by_all(self._rank * layout.sizes[0]), sums, layout, factor)
 
     def all_gather(
@@ -94,7 +108,7 @@ class Mailbox:
         """Write every rank's `values` to `gathered`."""
         self._follow_last_call()
         encoding.encode(values, self._next_region(), piece)
-        self._meet()
+        self._memory.meet()
         encoding.decode(self._left_by_all(), gathered, layout)
 
     def all_to_all(
@@ -103,7 +117,7 @@ class Mailbox:
         """Write the part of every rank's `values` that is for this rank to `arriving`; even parts."""
         self._follow_last_call()
         encoding.encode(values, self._next_region(), layout)
-        self._meet()
+        self._memory.meet()
         encoding.decode(self._left_by_all(self._rank * layout.sizes[0]), arriving, layout)
 
     def _follow_last_call(self) -> None:
@@ -121,13 +135,9 @@ class Mailbox:
         self._written = 1 - self._written
         return self._regions[self._written]
 
-    def _meet(self) -> None:
-        """From here on all ranks' messages can be read."""
-        self._handle.barrier(timeout_ms=self._timeout)
-
     def _left_by_all(self, shift: int = 0) -> Peers:
         """What every rank left in the last exchange, from byte `shift` on."""
-        return Peers(self._addresses, self._written * self.capacity + shift, self._rank)
+        return Peers(self._memory.addresses, self._written * self.capacity + shift, self._rank)
 
 
 class QueuedWork(Work):
@@ -205,7 +215,8 @@ def use_one_sided(
         )
     stop_one_sided(group)
     if dist.get_world_size(group) > 1:
-        _mailboxes[group.group_name] = Mailbox(group, device, capacity)
+        memory = peer_memory(group, device, 2 * (-(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT))
+        _mailboxes[group.group_name] = Mailbox(dist.get_rank(group), device, memory)
 
 
 def stop_one_sided(group: dist.ProcessGroup | None = None) -> None:
