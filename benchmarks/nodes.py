@@ -1,0 +1,188 @@
+"""What FP8 on the wire saves between nodes: time of a training step, and bytes that the network interface sent.
+
+    scripts/two_nodes.sh --rate 1gbit -m benchmarks.nodes --link "1 Gbit/s" --out results
+
+One process a node. LowLevelZero at stage 2 trains a LLaMA of a named size on random tokens, with FP8 products where the
+variant says so. Variants take turns, and a step takes as long as on the slowest rank. The bytes are those that the
+kernel counted at the interface, headers included, beside those that `fp8booster.monitor` counts.
+"""
+
+from __future__ import annotations
+
+import fp8booster.colossal  # noqa: F401  isort: skip  (mends colossalai before it is imported)
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import colossalai
+import torch
+import torch.distributed as dist
+import typer
+
+from benchmarks.harness import command
+from benchmarks.harness.environment import command_line
+from benchmarks.harness.results import Column, Record, Result, Table, spread
+from benchmarks.harness.statistics import Samples
+from fp8booster.cli.train.engine import Engine, plugin_arguments
+from fp8booster.cli.train.models import build_model, load_config
+from fp8booster.cli.train.parallel import Parallel
+from fp8booster.cli.train.summary import machine
+from fp8booster.comm.threshold import topology
+from fp8booster.monitor.traffic import Traffic, count_traffic
+
+WIRE_16, WIRE_8 = "FP8 products, BF16 on the wire", "FP8 products, FP8 on the wire"
+VARIANTS: dict[str, dict[str, Any]] = {
+    "BF16": {},
+    WIRE_16: {"use_fp8": True, "fp8_communication": False},
+    WIRE_8: {"use_fp8": True},
+}
+"""Name: arguments of the plugin."""
+
+COMPARED = WIRE_16
+"""What bytes and time are given as parts of."""
+
+NOTE = (
+    "Median [10th-90th percentile] over steps; a step's time is the slowest rank's. MB are the mean over steps of what "
+    "one node sent: at its interface, headers included, and as `fp8booster.monitor` counts it, for the algorithm that "
+    "sends fewest. gloo reduces and scatters by an all-reduce, which sends more than that; gradients in FP8 go by an "
+    "all-to-all. Parts are of what BF16 on the wire takes with the same products."
+)
+
+
+@dataclass
+class Measured:
+    """A variant in training and what its steps took."""
+
+    engine: Engine
+    seconds: list[float] = field(default_factory=list)
+    at_interface: list[int] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+    def step(self, tokens: torch.Tensor, interface: str, traffic: Traffic, keep: bool) -> None:
+        """One optimizer step on this rank's tokens  [batch, sequence]."""
+        dist.barrier()
+        sent, counted, began = bytes_sent_by(interface), traffic.sent, time.perf_counter()
+        loss = self.engine.forward_backward([tokens])
+        self.engine.optimizer.step()
+        self.engine.optimizer.zero_grad()
+        own = time.perf_counter() - began
+        counted = traffic.sent - counted
+        dist.barrier()  # what this rank still sends is over
+        sent = bytes_sent_by(interface) - sent
+        slowest = torch.tensor(own)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        self.losses.append(loss.item())
+        if keep:
+            self.seconds.append(slowest.item())
+            self.at_interface.append(sent)
+            self.counted.append(counted)
+
+
+def bytes_sent_by(interface: str) -> int:
+    """What the kernel counted at a network interface of this process's namespace."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == interface:
+            return int(numbers.split()[8])
+    raise ValueError(f"there is no network interface {interface}; name one of `ip link` with --interface")
+
+
+def boost(variant: str, model: str, sequence: int) -> Engine:
+    """A model in training under a variant; the same weights for each."""
+    from fp8booster.plugins import LowLevelZeroPlugin
+
+    torch.manual_seed(0)
+    config = load_config(model, vocabulary=4096, sequence=sequence)
+    network = build_model(model, config, torch.device("cpu"), checkpointing=False)
+    arguments = plugin_arguments(Parallel(), max_norm=1.0, network=network)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    plugin = LowLevelZeroPlugin(**arguments, **VARIANTS[variant])
+    return Engine.boost("low_level_zero", plugin, network, optimizer)
+
+
+def records_of(measured: dict[str, Measured]) -> list[Record]:
+    """One for each variant."""
+    reference = measured[COMPARED]
+    base_seconds = Samples.of(reference.seconds)
+    base_bytes = sum(reference.at_interface)
+    return [
+        {
+            "variant": variant,
+            "ms": Samples.of([1e3 * seconds for seconds in each.seconds]).as_record(),
+            "ratio": Samples.of(each.seconds).over(base_seconds).as_record(),
+            "interface_bytes": sum(each.at_interface) / len(each.at_interface),
+            "counted_bytes": sum(each.counted) / len(each.counted),
+            "bytes_ratio": sum(each.at_interface) / base_bytes,
+            "losses": each.losses,
+        }
+        for variant, each in measured.items()
+    ]
+
+
+TABLE = [
+    Column("variant", lambda r: r["variant"]),
+    Column("ms a step", lambda r: spread(r["ms"], 0)),
+    Column("part", lambda r: f"{r['ratio']['median']:.2f}"),
+    Column("MB at the interface", lambda r: f"{r['interface_bytes'] / 1e6:.2f}"),
+    Column("part", lambda r: f"{r['bytes_ratio']:.3f}"),
+    Column("MB counted", lambda r: f"{r['counted_bytes'] / 1e6:.2f}"),
+    Column("last loss", lambda r: f"{r['losses'][-1]:.4f}"),
+]
+
+
+def main(
+    model: Annotated[str, typer.Option(help="A size of `fp8booster train`.")] = "tiny",
+    batch: Annotated[int, typer.Option(help="Sequences a rank.")] = 1,
+    sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 64,
+    steps: Annotated[int, typer.Option(help="Measured steps of each variant.")] = 20,
+    warmup: Annotated[int, typer.Option(help="Steps before them.")] = 2,
+    link: Annotated[str, typer.Option(help="What joins the nodes, for the head.")] = "unlimited",
+    interface: Annotated[str, typer.Option(envvar="GLOO_SOCKET_IFNAME", help="Which counts.")] = "eth0",
+    folder: command.Folder = None,
+    json_file: command.JsonFile = None,
+) -> None:
+    """Measure steps of each variant, on as many nodes as torchrun was told."""
+    if "RANK" not in os.environ or torch.cuda.is_available():
+        typer.echo("error: start it by scripts/two_nodes.sh or torchrun, with no GPU visible", err=True)
+        raise typer.Exit(2)
+    bytes_sent_by(interface)
+    colossalai.launch_from_torch(verbose=False)
+    nodes = dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    with count_traffic() as traffic:
+        measured = {variant: Measured(boost(variant, model, sequence)) for variant in VARIANTS}
+        for number in range(warmup + steps):
+            tokens = torch.randint(0, 4096, (batch, sequence), generator=generator)
+            for each in measured.values():
+                each.step(tokens, interface, traffic, keep=number >= warmup)
+    if dist.get_rank() == 0:
+        head = {
+            **machine(),
+            "nodes": f"{nodes} network namespaces of one machine, {dist.get_world_size() // nodes} process each",
+            "link": link,
+            "topology class": f"{topology(torch.device('cpu'), None)}; of GPUs so placed: "
+            f"{topology(torch.device('cuda', 0), None)}",
+            "each step": f"{model}, LowLevelZero stage 2, {batch} x {sequence} tokens a rank",
+            "command": command_line(),
+        }
+        table = Table("nodes", f"Steps between nodes, link {link}", TABLE, records_of(measured), NOTE)
+        result = Result("nodes", "Training between nodes, with and without FP8 on the wire", head, [table])
+        typer.echo(result.markdown())
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "cpu-two-nodes.md").write_text(result.markdown())
+        if json_file is not None:
+            json_file.write_text(result.json())
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(
+        0
+    )  # a regular exit now and then aborts in threads of process groups that colossalai's objects hold
+
+
+if __name__ == "__main__":
+    command.run_command(main)

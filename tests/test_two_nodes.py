@@ -1,0 +1,82 @@
+"""Training across two network namespaces of this machine, which stand in for nodes (`scripts/two_nodes.sh`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from fp8booster.cli.train.metrics import read_metrics
+from tests.colossal.models import tiny_llama
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "two_nodes.sh"
+NOT_PERMITTED = 77
+
+
+def on_two_nodes(*arguments: str) -> str:
+    """What both nodes said; skips the test where network namespaces are not permitted."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    process = subprocess.run(
+        [str(SCRIPT), *arguments],
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=SCRIPT.parents[1],
+        timeout=120,
+    )
+    if process.returncode == NOT_PERMITTED:
+        pytest.skip(process.stdout.strip())
+    assert process.returncode == 0, process.stdout
+    return process.stdout
+
+
+def test_the_network_carries_half_the_bytes_with_fp8_on_the_wire(tmp_path: Path) -> None:
+    file = tmp_path / "nodes.json"
+    on_two_nodes("-m", "benchmarks.nodes", "--steps", "2", "--warmup", "1", "--json", str(file))
+    found = json.loads(file.read_text())
+    assert found["head"]["topology class"] == "on the CPU; of GPUs so placed: between nodes"
+    plain, in_16_bits, in_fp8 = found["tables"]["nodes"]
+    assert plain["variant"] == "BF16"
+    assert in_fp8["bytes_ratio"] < 0.5
+    # what is counted leaves the node, with headers of a few per cent
+    assert in_fp8["interface_bytes"] == pytest.approx(1.03 * in_fp8["counted_bytes"], rel=0.03)
+    assert in_fp8["counted_bytes"] < 0.61 * in_16_bits["counted_bytes"]
+    assert in_fp8["losses"] == pytest.approx(plain["losses"], rel=1e-2)
+
+
+def test_the_command_trains_in_both_precisions(tmp_path: Path) -> None:
+    """Of which the second meets at another port than the launcher's."""
+    tiny_llama(vocab_size=336).config.save_pretrained(tmp_path / "model")
+    text = Path(sysconfig.get_paths()["stdlib"], "ast.py").read_text()
+    (tmp_path / "text.txt").write_text(text[:20000])
+    options = [
+        "-m",
+        "fp8booster",
+        "train",
+        "--vocabulary",
+        "336",
+        "--batch",
+        "1",
+        "--sequence",
+        "32",
+        "--steps",
+        "2",
+        "--progress",
+        "lines",
+    ]
+    for name, path in (("model", "model"), ("data", "text.txt"), ("cache", "cache"), ("out", "run")):
+        options += [f"--{name}", str(tmp_path / path)]
+    on_two_nodes(*options)
+    losses = [
+        [metrics.loss for metrics in read_metrics(tmp_path / "run" / precision / "metrics.jsonl")]
+        for precision in ("bf16", "fp8")
+    ]
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert "2 processes" in (tmp_path / "run" / "summary.md").read_text()
