@@ -95,16 +95,17 @@ def measure(collective: str, mib: float, bench: Bench, *, rounds: int, sample_ms
 
 
 def smallest_that_pays(records: list[Record]) -> list[Record]:
-    """For each collective the payload from which FP8 is faster at every size measured: what `comm.threshold` needs."""
+    """For each collective and way the payload from which FP8 is faster at every size: what `comm.threshold` needs."""
     found = []
-    for collective in dict.fromkeys(record["collective"] for record in records):
-        encoded = [r for r in records if r["collective"] == collective and r["variant"] == ENCODED]
+    ways = [(r["collective"], r["variant"]) for r in records if r["variant"] in (ENCODED, ONE_SIDED)]
+    for collective, variant in dict.fromkeys(ways):
+        of_way = [r for r in records if (r["collective"], r["variant"]) == (collective, variant)]
         paying = None
-        for record in sorted(encoded, key=lambda r: -r["payload_bytes"]):
+        for record in sorted(of_way, key=lambda r: -r["payload_bytes"]):
             if record["ratio"]["p90"] >= 1:
                 break
             paying = record["mib"]
-        found.append({"collective": collective, "mib": paying})
+        found.append({"collective": collective, "variant": variant, "mib": paying})
     return found
 
 
@@ -121,6 +122,7 @@ COLUMNS = (
 )
 THRESHOLD_COLUMNS = (
     Column("collective", lambda r: r["collective"]),
+    Column("variant", lambda r: r["variant"]),
     Column("MiB", lambda r: "none" if r["mib"] is None else f"{r['mib']:g}"),
 )
 

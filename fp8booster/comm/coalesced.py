@@ -64,25 +64,27 @@ def reduce_scatter_coalesced(
     Raises:
         ValueError: sizes that do not fit together.
     """
+    group = group or dist.group.WORLD
     ranks = dist.get_world_size(group)
-    if any(tensor.numel() % ranks for tensor in inputs) or outputs.numel() * ranks != sum(
-        tensor.numel() for tensor in inputs
-    ):
+    inputs = [tensor.detach() if tensor.requires_grad else tensor for tensor in inputs]
+    sizes = [tensor.numel() for tensor in inputs]
+    if any(size % ranks for size in sizes) or outputs.numel() * ranks != sum(sizes):
         raise ValueError(
-            f"the inputs have {[tensor.numel() for tensor in inputs]} values and outputs {outputs.numel()}; each input "
-            f"must be a multiple of {ranks}, the number of ranks, and outputs hold one part of each"
+            f"the inputs have {sizes} values and outputs {outputs.numel()}; each input must be a multiple of {ranks}, "
+            "the number of ranks, and outputs hold one part of each"
         )
-    payload = sum(tensor.nbytes for tensor in inputs)
+    payload = sum(sizes) * inputs[0].element_size()
     mailbox = mailbox_of(group, outputs, encoding.even(outputs.numel(), ranks).bytes)
-    one_sided = mailbox is not None
-    reason = why_plain("reduce_scatter_tensor", inputs[0], payload, group, min_bytes, op, one_sided=one_sided)
+    reason = why_plain(
+        "reduce_scatter_tensor", inputs[0], payload, group, min_bytes, op, one_sided=mailbox is not None
+    )
     if reason is not None:
-        values = side_by_side([tensor.detach() for tensor in inputs], ranks)
+        values = side_by_side(inputs, ranks)
         part = torch.empty_like(outputs, dtype=values.dtype)
         reduce_scatter_plainly(part, values, op, group, False, reason)
         outputs.copy_(part)
         return
-    sums_of_parts([tensor.detach() for tensor in inputs], outputs, op, group, encoding, mailbox).finish()
+    sums_of_parts(inputs, outputs, op, group, encoding, mailbox).finish()
 
 
 @torch.no_grad()

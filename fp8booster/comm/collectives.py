@@ -324,7 +324,7 @@ def sums_of_parts(
     ranks = dist.get_world_size(group)
     factor = factor_of(op, ranks)
     layout = encoding.even(sums.numel(), ranks)
-    payload = sum(tensor.nbytes for tensor in values)
+    payload = ranks * sums.numel() * values[0].element_size()
     count_encoded("reduce_scatter_tensor", ranks, payload, {"all_to_all_single": layout.bytes})
     if mailbox is not None:
         mailbox.reduce_scatter(values, sums, layout, encoding, factor)

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import collectives
-from benchmarks.transfers.calls import COLLECTIVES, ENCODED, KEPT, PLAIN
+from benchmarks.transfers.calls import COLLECTIVES, ENCODED, KEPT, ONE_SIDED, PLAIN
 from tests.distributed import run_ranks
 
 
@@ -58,12 +58,12 @@ def test_every_collective_is_measured_and_written_by_the_first_rank(tmp_path: Pa
     assert plot.name in markdown.read_text()
 
 
-def record(collective: str, mib: float, ratio: float) -> dict[str, object]:
+def record(collective: str, mib: float, ratio: float, variant: str = ENCODED) -> dict[str, object]:
     return {
         "collective": collective,
         "mib": mib,
         "payload_bytes": mib,
-        "variant": ENCODED,
+        "variant": variant,
         "ratio": {"p90": ratio},
     }
 
@@ -77,9 +77,16 @@ def test_the_threshold_is_where_fp8_stays_faster() -> None:
             record("a", 8, 0.7),
             record("b", 4, 0.5),
             record("b", 8, 1.0),
+            record("a", 1, 0.9, ONE_SIDED),
+            record("a", 8, 0.8, ONE_SIDED),
+            record("a", 8, 1.0, PLAIN),
         ]
     )
-    assert found == [{"collective": "a", "mib": 4}, {"collective": "b", "mib": None}]
+    assert found == [
+        {"collective": "a", "variant": ENCODED, "mib": 4},
+        {"collective": "b", "variant": ENCODED, "mib": None},
+        {"collective": "a", "variant": ONE_SIDED, "mib": 1},
+    ]
 
 
 def test_without_torchrun_one_sentence_and_exit_code_2(monkeypatch) -> None:
