@@ -55,21 +55,9 @@ def test_the_command_trains_in_both_precisions(tmp_path: Path) -> None:
     tiny_llama(vocab_size=336).config.save_pretrained(tmp_path / "model")
     text = Path(sysconfig.get_paths()["stdlib"], "ast.py").read_text()
     (tmp_path / "text.txt").write_text(text[:20000])
-    options = [
-        "-m",
-        "fp8booster",
-        "train",
-        "--vocabulary",
-        "336",
-        "--batch",
-        "1",
-        "--sequence",
-        "32",
-        "--steps",
-        "2",
-        "--progress",
-        "lines",
-    ]
+    options = ["-m", "fp8booster", "train", "--progress", "lines"]
+    for name, value in (("vocabulary", 336), ("batch", 1), ("sequence", 32), ("steps", 2)):
+        options += [f"--{name}", str(value)]
     for name, path in (("model", "model"), ("data", "text.txt"), ("cache", "cache"), ("out", "run")):
         options += [f"--{name}", str(tmp_path / path)]
     on_two_nodes(*options)
