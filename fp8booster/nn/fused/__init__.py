@@ -6,7 +6,12 @@ from collections import Counter
 
 from torch import nn
 
-from fp8booster.nn.fused.causal_lm_loss import use_fused_loss, use_native_loss, why_not_fused
+from fp8booster.nn.fused.causal_lm_loss import (
+    fused_head,
+    use_fused_loss,
+    use_native_loss,
+    why_not_fused,
+)
 from fp8booster.nn.fused.decoder import (
     FAMILIES,
     AttentionOf,
@@ -65,5 +70,7 @@ def fused_summary(model: nn.Module) -> str:
     if layers == 0 and not left:
         return f"nothing is fused, as there are no decoder layers of {', '.join(FAMILIES)}"
     reason = why_not_fused(model)
+    if reason is None and fused_head(model) is None:
+        reason = "use_fused_loss changes that"
     loss = "loss over chunks of logits" if reason is None else f"loss as it was ({reason})"
     return f"{layers} decoder layers fused{f' ({left})' if left else ''}, {loss}"

@@ -47,7 +47,8 @@ def use_fused_loss(model: nn.Module) -> bool:
     native forward (shifted labels, `num_items_in_batch`, `shift_labels` and `ignore_index` included) and whose `logits`
     is None. The native forward runs, logits and all, in evaluation mode, without labels, when `logits_to_keep` asks for
     some of them (the sequence's length asks for all), for `return_dict=False`, with a loss function of one's own, and
-    wherever `why_not_fused` finds a reason. `use_native_loss` undoes it.
+    wherever `why_not_fused` finds a reason. `use_native_loss` undoes it. A pickle comes back with the native
+    forward: call this again.
 
     Args:
         model: any module.
@@ -75,7 +76,9 @@ def why_not_fused(model: nn.Module) -> str | None:
     if language_model is None:
         return f"{type(model).__name__} is no {', '.join(MODELS.values())} of transformers"
     forward = language_model.__dict__.get("forward")
-    if forward is not None and not _is_ours(forward):
+    # a pickle leaves the class's own, bound, where ours was
+    own = getattr(forward, "__func__", None) is type(language_model).forward
+    if forward is not None and not own and not _is_ours(forward):
         return "its forward was replaced, as Colossal-AI does it for tensor, sequence or pipeline parallelism"
     return _why_not_through(language_model)
 

@@ -321,8 +321,22 @@ _mixed: dict[tuple[type, type], type] = {}
 
 def _mix(mixin: type[nn.Module], module: nn.Module) -> None:
     """Put a mixin before a module's class."""
-    original = type(module)
+    module.__class__ = _mixed_class(mixin, type(module))
+
+
+def _mixed_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     key = mixin, original
     if key not in _mixed:
-        _mixed[key] = type(f"Fused{original.__name__}", (mixin, original), {"__doc__": mixin.__doc__})
-    module.__class__ = _mixed[key]
+        members = {"__doc__": mixin.__doc__, "__reduce__": _reduce}
+        _mixed[key] = type(f"Fused{original.__name__}", (mixin, original), members)
+    return _mixed[key]
+
+
+def _reduce(module: nn.Module) -> tuple:
+    # by the two classes that are in modules: a pickle finds no mixed one there
+    return _unpickled, type(module).__bases__, module.__dict__
+
+
+def _unpickled(mixin: type[nn.Module], original: type[nn.Module]) -> nn.Module:
+    mixed = _mixed_class(mixin, original)
+    return mixed.__new__(mixed)

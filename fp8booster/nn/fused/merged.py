@@ -37,6 +37,8 @@ class LentWeight(Protocol):
 class MergedLayers:
     """Linear layers of one input whose products are computed as one where that is right.
 
+    A copy or a pickle of it holds no FP8 weight, and knows nothing of engines.
+
     Args:
         layers: in the order of their outputs.
     """
@@ -205,6 +207,9 @@ class MergedLayers:
         return [
             (layer.weight.data_ptr(), layer.weight._version, layer.fp8_weight.clears) for layer in self.layers
         ]
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.layers,)
 
     def _forget(self) -> None:
         self._kept_for: list[tuple[int, int, int]] = []

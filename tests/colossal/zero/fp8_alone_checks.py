@@ -95,11 +95,11 @@ def what_is_saved_holds_values_and_changes_nothing(how: str) -> None:
     assert all(layer.weight.isnan().all() for _, layer in gathered(run))
 
 
-@check_each("model", "network")
+@check_each("model", "network", "fused model")
 def a_pickle_or_a_copy_holds_values_and_changes_nothing(what: str) -> None:
-    run, undisturbed = alone(), alone()
+    run, undisturbed = (alone(fused="fused" in what) for _ in range(2))
     train(run), train(undisturbed)
-    one = run.model if what == "model" else run.model.unwrap()
+    one = run.model.unwrap() if what == "network" else run.model
     file = io.BytesIO()
     torch.save(one, file)
     file.seek(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections import Counter
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8, fuse
-from fp8booster.nn.fused import fused_summary
+from fp8booster.nn.fused import fused_summary, use_fused_loss
 from fp8booster.nn.fused.merged_linear import merged_linears
 from tests.nn.fused.models import FAMILIES, batch, build
 from tests.nn.fused.test_decoder import sqnr, step
@@ -43,6 +44,28 @@ def test_a_fused_model_has_the_gradients_of_the_model(family: str) -> None:
             optimizer.step()
     assert losses[1] < losses[0] - 0.01
     assert fused_summary(model) == WHOLE
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_of_the_whole_model_is_that_model_but_for_its_loss(family: str, in_fp8: bool) -> None:
+    model = build(family)
+    if in_fp8:
+        convert_to_fp8(model, FP8Config(emulate=True))
+    fuse(model)
+    expected = step(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert fused_summary(loaded) == WHOLE.replace(
+        "loss over chunks of logits", "loss as it was (use_fused_loss changes that)"
+    )
+    assert use_fused_loss(loaded)
+    loss, gradients = step(loaded)
+    assert loss == expected[0]
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in expected[1].items())
+    assert fused_summary(loaded) == WHOLE
 
 
 @pytest.mark.parametrize("family", FAMILIES)
