@@ -8,7 +8,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import cast, choice, gemm, linear
+from benchmarks import accumulation, cast, choice, gemm, linear
 from benchmarks.layers.layer import Layer
 from benchmarks.layers.records import summarize
 
@@ -22,7 +22,7 @@ def run(main: Callable[..., None], *arguments: str) -> object:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-@pytest.mark.parametrize("main", [gemm.main, cast.main, choice.main, linear.main])
+@pytest.mark.parametrize("main", [gemm.main, cast.main, choice.main, linear.main, accumulation.main])
 def test_without_a_gpu_one_sentence_and_exit_code_2(main) -> None:
     result = run(main)
     assert result.exit_code == 2
@@ -172,6 +172,19 @@ def test_summary_is_over_all_shapes() -> None:
         "over_torchao": None,
         "fraction": {"median": 0.95, "least": 0.9, "most": 0.99},
     }
+
+
+@pytest.mark.parametrize("data", accumulation.DATA)
+@pytest.mark.parametrize("kind", ["fprop", "dgrad", "wgrad"])
+def test_accumulation_separates_rounding_from_sums(kind, data) -> None:
+    torch.manual_seed(0)
+    operands = accumulation.operands(kind, data, (64, 48, 80), torch.device("cpu"))
+    assert operands[0].shape[1] == operands[1].shape[1] == {"fprop": 48, "dgrad": 80, "wgrad": 64}[kind]
+    found = accumulation.errors(kind, *operands)
+    assert 1e-3 < found["rounding"] < 0.1
+    # the CPU adds in FP32: what is left of the sums' own error is the rounding of the result to BF16
+    assert found["exact_sums"] == found["fast_sums"] < 3e-3
+    assert abs(found["shrinks"]) < 1e-3
 
 
 def test_choice_shows_what_the_model_chooses() -> None:
