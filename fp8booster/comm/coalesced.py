@@ -16,7 +16,7 @@ from fp8booster.comm.collectives import (
 )
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.one_sided import mailbox_of
-from fp8booster.comm.threshold import why_plain
+from fp8booster.comm.threshold import ranks_of, why_plain
 from fp8booster.kernels.block_cast import side_by_side
 
 BUCKET_BYTES = 64 * 2**20
@@ -65,7 +65,7 @@ def reduce_scatter_coalesced(
         ValueError: sizes that do not fit together.
     """
     group = group or dist.group.WORLD
-    ranks = dist.get_world_size(group)
+    ranks = ranks_of(group)
     inputs = [tensor.detach() if tensor.requires_grad else tensor for tensor in inputs]
     sizes = [tensor.numel() for tensor in inputs]
     if any(size % ranks for size in sizes) or outputs.numel() * ranks != sum(sizes):

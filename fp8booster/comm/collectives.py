@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import Work
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.one_sided import Mailbox, mailbox_of, transfer
 from fp8booster.comm.statistics import count_encoded, count_plain
-from fp8booster.comm.threshold import why_plain
+from fp8booster.comm.threshold import ranks_of, why_plain
 from fp8booster.comm.work import FinishingWork, Transfer, run
 from fp8booster.kernels.block_cast import Layout
 from fp8booster.kernels.cast import aligned
@@ -42,7 +42,7 @@ def all_reduce(
 ) -> Work | None:
     """`torch.distributed.all_reduce`: the sum or mean over ranks, in place. Other reductions run plain."""
     group = group or dist.group.WORLD  # looked up once
-    ranks = dist.get_world_size(group)
+    ranks = ranks_of(group)
     count = aligned(math.ceil(tensor.numel() / ranks))
     layout = encoding.even(count, ranks)
     mailbox = mailbox_of(group, tensor, layout.bytes)
@@ -89,7 +89,7 @@ def reduce_scatter_tensor(
 ) -> Work | None:
     """`torch.distributed.reduce_scatter_tensor`: each rank's part of the sum or mean over ranks, rounded once."""
     group = group or dist.group.WORLD  # looked up once
-    ranks = dist.get_world_size(group)
+    ranks = ranks_of(group)
     mailbox = mailbox_of(group, output, encoding.even(output.numel(), ranks).bytes)
     reason = why_plain(
         "reduce_scatter_tensor", input, input.nbytes, group, min_bytes, op, one_sided=mailbox is not None
@@ -116,7 +116,7 @@ def all_gather_into_tensor(
 ) -> Work | None:
     """`torch.distributed.all_gather_into_tensor`: every rank's tensor, in one."""
     group = group or dist.group.WORLD  # looked up once
-    ranks = dist.get_world_size(group)
+    ranks = ranks_of(group)
     piece = encoding.even(input_tensor.numel())
     mailbox = mailbox_of(group, input_tensor, piece.bytes)
     reason = why_plain(
@@ -158,7 +158,7 @@ def all_gather(
 ) -> Work | None:
     """`torch.distributed.all_gather`: every rank's tensor, in a list; sizes may differ where the backend allows it."""
     group = group or dist.group.WORLD  # looked up once
-    ranks = dist.get_world_size(group)
+    ranks = ranks_of(group)
     payload = sum(gathered.nbytes for gathered in tensor_list)
     reason = why_plain("all_gather", tensor, payload, group, min_bytes)
     if reason is not None:
@@ -201,7 +201,7 @@ def all_to_all_single(
     With splits it goes in FP8 at any size, for payloads may differ: give `min_bytes` where they do not.
     """
     group = group or dist.group.WORLD  # looked up once
-    ranks = dist.get_world_size(group)
+    ranks = ranks_of(group)
     even = not (output_split_sizes or input_split_sizes)  # known to all ranks
     mailbox = mailbox_of(group, input, encoding.even(input.numel() // ranks, ranks).bytes) if even else None
     reason = why_plain(
@@ -247,7 +247,7 @@ def all_to_all(
     min_bytes: int | None = None,
 ) -> Work | None:
     """`torch.distributed.all_to_all`: to each rank its tensor; `min_bytes` as in `all_to_all_single`."""
-    ranks = dist.get_world_size(group)
+    ranks = ranks_of(group)
     payload = sum(tensor.nbytes for tensor in input_tensor_list)
     reason = why_plain("all_to_all", input_tensor_list[0], payload, group, min_bytes, alike=False)
     if reason is not None:
@@ -286,7 +286,7 @@ def broadcast(
     min_bytes: int | None = None,
 ) -> Work | None:
     """`torch.distributed.broadcast`, but that the source's tensor is rounded too: all ranks hold the same bits."""
-    ranks = dist.get_world_size(group)
+    ranks = ranks_of(group)
     reason = why_plain("broadcast", tensor, tensor.nbytes, group, min_bytes)
     if reason is not None:
         count_plain("broadcast", ranks, tensor.nbytes, reason)
@@ -321,7 +321,7 @@ def sums_of_parts(
     asynchronous: bool = False,
 ) -> Transfer:
     """Begin to write this rank's part of the sum or mean of tensors, side by side, over ranks to `sums`; counts it."""
-    ranks = dist.get_world_size(group)
+    ranks = ranks_of(group)
     factor = factor_of(op, ranks)
     layout = encoding.even(sums.numel(), ranks)
     payload = ranks * sums.numel() * values[0].element_size()
@@ -421,7 +421,7 @@ def reduce_scatter_plainly(
     reason: str,
 ) -> Work | None:
     """`reduce_scatter_tensor` uncompressed, counted with the reason."""
-    ranks = dist.get_world_size(group)
+    ranks = ranks_of(group)
     count_plain("reduce_scatter_tensor", ranks, input.nbytes, reason)
     plain = one_tensor("reduce_scatter")
     return reduce_plainly(lambda op: plain(output, input, op, group, async_op), output, op, ranks, async_op)

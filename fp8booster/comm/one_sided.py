@@ -5,7 +5,7 @@ each then reads what it needs: one kernel is transport, decoding and sum at once
 that another kernel has to read again. No multicast is used.
 
     use_one_sided(group, capacity=256 * 2**20)   # every rank of the group; two such buffers a rank
-    comm.all_reduce(gradients, group=group)      # goes this way if its message fits
+    comm.all_reduce(gradients, group=group)      # goes this way if its message fits; `threshold` has sizes for it
 
 Of payloads of 64 MiB and more every collective is faster so than by NCCL in FP8, and from 256 MiB on takes 0.54 to
 0.69 of NCCL's time in BF16 (benchmarks/results/h200, 4 H200). Off unless asked for, since the memory stays taken.

@@ -44,9 +44,9 @@ MINIMUM_BYTES: dict[str, dict[str, int]] = {
 """The payload from which FP8 is sent, in bytes of the plain collective's larger side, by the way and the collective.
 
 Inside a node (NVLink): the smallest of the sizes in benchmarks/results/h200 (4 H200) at which the median time in FP8 is
-under NCCL's in BF16; it is the same for all of them. Between nodes (tens of GB/s a GPU; not measured): where the bytes
-saved outweigh two kernel launches. On the CPU, where bytes are saved and not time: where scales and padding stay under
-a tenth of the message.
+under NCCL's in BF16; it is the same for all of them, by NCCL and by one-sided reads. Between nodes (tens of GB/s a GPU;
+not measured): where the bytes saved outweigh two kernel launches. On the CPU, where bytes are saved and not time: where
+scales and padding stay under a tenth of the message.
 
 An all-to-all of uneven parts has none: its sizes may differ by rank, so one rank cannot tell what the others decide.
 Give it `min_bytes` where they do not.
@@ -80,7 +80,7 @@ def why_plain(
         one_sided: whether peers would read the message in FP8.
         alike: whether all ranks have the same payload. Where they need not, nothing is too small by itself.
     """
-    ranks = dist.get_world_size(group)
+    ranks = ranks_of(group)
     if ranks < 1:
         return "not a member of the group"
     if ranks == 1:
@@ -101,6 +101,11 @@ def minimum_bytes(
 ) -> int:
     """The payload from which a collective of a group goes in FP8; arguments as in `why_plain`."""
     return MINIMUM_BYTES[ONE_SIDED if one_sided else topology(device, group)][name]
+
+
+def ranks_of(group: dist.ProcessGroup | None) -> int:
+    """`torch.distributed.get_world_size`, without its look-ups where a group is given."""
+    return group.size() if isinstance(group, dist.ProcessGroup) else dist.get_world_size(group)
 
 
 def topology(device: torch.device, group: dist.ProcessGroup | None) -> str:
