@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from fp8booster import FP8Config
+from fp8booster.colossal.zero import gathered_weights
+from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights
 from fp8booster.kernels.cast import cast_reference
 from fp8booster.nn.fused import merged
 from fp8booster.nn.fused.merged import MergedLayers, merged_layers
@@ -22,6 +24,33 @@ def whole_masters(run: Boosted, layers: MergedLayers) -> torch.Tensor:
     of_all = masters(run)
     name_of = {id(parameter): name for name, parameter in names(run).items()}
     return torch.cat([of_all[name_of[id(weight)]] for weight in layers.weights])
+
+
+@check
+def merged_layers_wait_for_their_own_weights_alone() -> None:
+    run = boost(wire(fp8_config=FUSED))
+    order, batches, keep, hand_over = [], [], MergedLayers.keep, GatheredWeights._hand_over
+
+    def note_keep(layers: MergedLayers, *arguments: object) -> None:
+        order.append(layers)
+        keep(layers, *arguments)
+
+    def note_hand_over(weights: GatheredWeights, gathered: GatheredWeight) -> None:
+        order.append(gathered.layer)
+        hand_over(weights, gathered)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gathered_weights, "BATCH_BYTES", 1)  # a batch a weight
+        patch.setattr(MergedLayers, "keep", note_keep)
+        patch.setattr(GatheredWeights, "_hand_over", note_hand_over)
+        train(run, steps=1)
+    for group in merged_layers(run.model.unwrap()):
+        last = len(order) - 1 - order[::-1].index(group)
+        batches.append(last)
+        assert max(map(order.index, group.layers)) < last
+    assert min(batches) < max(
+        order.index(layer) for group in merged_layers(run.model.unwrap()) for layer in group.layers
+    )
 
 
 @check_each(*STAGES)
