@@ -35,18 +35,19 @@ MINIMUM_BYTES: dict[str, dict[str, int]] = {
         "send": 64 * _MIB,
     },
     ONE_SIDED: {
-        "all_reduce": 64 * _MIB,
+        "all_reduce": 32 * _MIB,
         "reduce_scatter_tensor": 64 * _MIB,
-        "all_gather_into_tensor": 64 * _MIB,
-        "all_to_all_single": 64 * _MIB,
+        "all_gather_into_tensor": 32 * _MIB,
+        "all_to_all_single": 32 * _MIB,
     },
 }
 """The payload from which FP8 is sent, in bytes of the plain collective's larger side, by the way and the collective.
 
-Inside a node (NVLink): the smallest of the sizes in benchmarks/results/h200 (4 H200) at which the median time in FP8 is
-under NCCL's in BF16; it is the same for all of them, by NCCL and by one-sided reads. Between nodes (tens of GB/s a GPU;
-not measured): where the bytes saved outweigh two kernel launches. On the CPU, where bytes are saved and not time: where
-scales and padding stay under a tenth of the message.
+Inside a node (NVLink): the smallest of the sizes in benchmarks/results/h200 at which the median time in FP8 is under
+NCCL's in BF16, by NCCL among 4 H200 (collectives-4-one-sided), by one-sided reads among 2 (collectives-2-small, after
+work on the host was taken out). Between nodes (tens of GB/s a GPU; not measured): where the bytes saved outweigh two
+kernel launches. On the CPU, where bytes are saved and not time: where scales and padding stay under a tenth of the
+message.
 
 An all-to-all of uneven parts has none: its sizes may differ by rank, so one rank cannot tell what the others decide.
 Give it `min_bytes` where they do not.
