@@ -24,7 +24,8 @@ from fp8booster.comm.collectives import gather_bytes, new_message
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.cast import ALIGNMENT, aligned
 from fp8booster.kernels.shard_cast import cast_shard, unpack
-from fp8booster.nn.fused.merged import MergedLayers, one_below_the_other
+from fp8booster.nn.fused.merged import MergedLayers
+from fp8booster.nn.fused.rows import one_below_the_other
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.resharded_weight import ReshardedMergedWeight
 from fp8booster.tensor import QuantizedMatrix

@@ -14,7 +14,8 @@ from torch import nn
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.functional import LateWeight, quantize_weight
-from fp8booster.nn.fused.merged import merged_layers, one_below_the_other
+from fp8booster.nn.fused.merged import merged_layers
+from fp8booster.nn.fused.rows import one_below_the_other
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.weight_cache import WeightCache
 from fp8booster.tensor import QuantizedMatrix

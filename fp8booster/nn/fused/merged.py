@@ -18,6 +18,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.choice import fp8_pays
 from fp8booster.nn.functional import Defer, LateWeight, linear_from_quantized, quantize_weight
+from fp8booster.nn.fused.rows import one_below_the_other
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.shared_input import share_input
 from fp8booster.nn.weight_cache import reusable, state_of, wait_for
@@ -217,20 +218,6 @@ class MergedLayers:
         self._ready: torch.cuda.Event | None = None
         self._made_from: list[tuple] = []
         self._sources: list[weakref.ref] = []
-
-
-def one_below_the_other(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Weights of as many columns as one matrix: a view where they lie so in memory already, else a copy."""
-    first = weights[0].detach()
-    end = first.data_ptr()
-    for weight in weights:
-        if weight.data_ptr() != end or not weight.is_contiguous():
-            return torch.cat([weight.detach() for weight in weights])
-        end += weight.nbytes
-    storage = first.untyped_storage()
-    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
-        return torch.cat([weight.detach() for weight in weights])
-    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
 
 
 def merged_layers(model: nn.Module) -> list[MergedLayers]:

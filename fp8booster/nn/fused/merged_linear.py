@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8booster.nn.fused.rows import as_one, lie_together
+
 
 class MergedLinears:
     """nn.Linear layers of one input whose products are computed as one where that is right.
@@ -34,7 +36,7 @@ class MergedLinears:
     @property
     def why_apart(self) -> str | None:
         """Why the layers' products run one by one in training, as they are now; None where they run as one."""
-        return self._why_never() or (None if _lie_together(self.weights) else self._why_moved)
+        return self._why_never() or (None if lie_together(self.weights) else self._why_moved)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """All outputs side by side, [..., sum of output features], or None: call the layers one by one.
@@ -50,7 +52,7 @@ class MergedLinears:
             or input.dtype != first.weight.dtype
             or torch.is_autocast_enabled(input.device.type)
             or self._why_never() is not None
-            or not _lie_together(weights)
+            or not lie_together(weights)
         ):
             return None
         bias = None if first.bias is None else torch.cat([layer.bias for layer in self.layers])
@@ -91,29 +93,13 @@ def _lay_together(weights: Sequence[torch.Tensor]) -> str:
     return _MOVED
 
 
-def _lie_together(weights: Sequence[torch.Tensor]) -> bool:
-    """Whether weights are consecutive rows of one matrix in memory."""
-    storage = weights[0].untyped_storage().data_ptr()
-    end = weights[0].data_ptr()
-    for weight in weights:
-        if (
-            weight.data_ptr() != end
-            or not weight.is_contiguous()
-            or weight.untyped_storage().data_ptr() != storage  # neighbours by chance
-        ):
-            return False
-        end += weight.nbytes
-    return True
-
-
 class _AsOne(torch.autograd.Function):
     """Weights that lie one below the other as one matrix, which shares their memory."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, *weights: torch.Tensor) -> torch.Tensor:
         ctx.rows = [len(weight) for weight in weights]
-        first = weights[0].detach()
-        return first.as_strided((sum(ctx.rows), first.shape[1]), first.stride())
+        return as_one(weights)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
