@@ -2,9 +2,10 @@
 
     tokens [T, H] -- sorted by expert --> exchange --> sorted by expert on its rank --> experts --> exchange --> tokens
 
-An expert sees as many tokens as were sent to it. FP8 products need multiples of 16, so the cast of its input pads the
-rows (`kernels.cast`), and an expert without tokens computes an empty product, whose weight gradient is zero: every rank
-has a gradient for every expert that it holds, in the same order, as reductions over ranks need it.
+An expert sees as many tokens as were sent to it. All experts of a rank are computed by grouped products where that is
+right and faster (`grouped_experts`), else one by one: FP8 products need multiples of 16, so the cast of its input pads
+the rows (`kernels.cast`), and an expert without tokens computes an empty product. Its weight gradient is zero: every
+rank has a gradient for every expert that it holds, in the same order, as reductions over ranks need it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8booster.comm.collectives import all_to_all_single
 from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.nn.grouped_experts import GroupedExperts
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
 
@@ -107,6 +109,8 @@ def run_experts(
     counts: Sequence[Sequence[int]],
     experts: Sequence[Expert],
     weight_gradient_factors: Sequence[torch.Tensor | float] | None = None,
+    grouped: GroupedExperts | None = None,
+    usual_rows: float | None = None,
 ) -> torch.Tensor:
     """Each expert on its tokens, one product of all of them whoever sent them.
 
@@ -115,10 +119,16 @@ def run_experts(
         counts: tokens from each sender for each expert, [senders][experts]; add up to T.
         experts: of this rank; one without tokens is called on none.
         weight_gradient_factors: multiply the gradients of each expert's weights, and not those of its tokens; None: 1.
+        grouped: computes the same experts by grouped products where it can; None: one by one.
+        usual_rows: the mean of T over all ranks that hold these experts, by which each of them chooses alike between
+            the two, so that gradients come in one order; None: T.
 
     Returns:
         [T, H'], in the order of `tokens`.
     """
+    made = None if grouped is None else grouped(tokens, counts, weight_gradient_factors, usual_rows)
+    if made is not None:
+        return made
     sizes = [count for sender in counts for count in sender]
     pieces = tokens.split(sizes)
     by_expert = [list(pieces[index :: len(experts)]) for index in range(len(experts))]

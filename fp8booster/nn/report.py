@@ -11,6 +11,7 @@ from torch import nn
 
 from fp8booster.nn.convert import kept_reason, linear_layers, product_features
 from fp8booster.nn.fused.merged import MergedLayers, merged_layers
+from fp8booster.nn.grouped_experts import grouped_experts
 from fp8booster.nn.layer import FP8Layer
 
 PASSES = ("fprop", "dgrad", "wgrad")
@@ -48,11 +49,23 @@ class MergedRow:
 
 
 @dataclass(frozen=True)
+class GroupedRow:
+    """Experts of one block, which grouped products compute where they can."""
+
+    experts: int
+    """How many, on this rank."""
+
+    why_apart: str | None
+    """Why they run one by one in training, or did for some batches; None where they run grouped, as far as is known."""
+
+
+@dataclass(frozen=True)
 class Report:
     """The linear layers of a model, by what they compute in. `str()` gives the table."""
 
     rows: tuple[LayerRow, ...]
     merged: tuple[MergedRow, ...] = ()
+    grouped: tuple[GroupedRow, ...] = ()
 
     @property
     def fp8(self) -> tuple[LayerRow, ...]:
@@ -79,6 +92,12 @@ class Report:
         apart = Counter(group.why_apart for group in self.merged if group.why_apart is not None)
         for reason, count in apart.items():
             line += f", {count} group{'s' if count > 1 else ''} of layers not merged ({reason})"
+        together = sum(block.why_apart is None for block in self.grouped)
+        if together:
+            line += f", experts of {together} block{'s' if together > 1 else ''} in grouped products"
+        one_by_one = Counter(block.why_apart for block in self.grouped if block.why_apart is not None)
+        for reason, count in one_by_one.items():
+            line += f", experts of {count} block{'s' if count > 1 else ''} one by one ({reason})"
         reasons = Counter((row.precision, row.notes) for row in self.other)
         for (precision, reason), count in reasons.items():
             line += f"; {count} in {precision} ({reason})"
@@ -114,6 +133,7 @@ def report(model: nn.Module) -> Report:
     return Report(
         tuple(_row(name, module, apart.get(module)) for name, module in linear_layers(model)),
         tuple(MergedRow(len(group.layers), group.why_apart) for group in groups),
+        tuple(GroupedRow(len(block.experts), block.why_apart) for block in grouped_experts(model)),
     )
 
 

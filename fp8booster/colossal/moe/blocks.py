@@ -22,6 +22,8 @@ from torch import nn
 from fp8booster.comm.encoding import DEFAULT
 from fp8booster.nn.convert import WHY_NOT_ROUTERS, remember_kept
 from fp8booster.nn.experts import exchange_rows, run_experts
+from fp8booster.nn.grouped_experts import GroupedExperts
+from fp8booster.nn.layer import FP8Layer
 
 
 class ExpertParallel(nn.Module):
@@ -64,29 +66,36 @@ class ExpertParallel(nn.Module):
         if self.ep_size > 1:
             arriving = torch.empty_like(counts)
             dist.all_to_all_single(arriving, counts, group=group)
-        factors = self._weight_gradient_factors(arriving.view(-1, held).sum(0))
+        factors, rows_of_all = self._over_holders(arriving.view(-1, held).sum(0))
         # the sizes of the messages: every rank waits for its GPU here, as all-to-all with uneven splits needs it
-        sent, by_sender = counts.view(-1, held).sum(1).tolist(), arriving.view(-1, held).tolist()
+        *sent, rows_of_all = torch.cat([counts.view(-1, held).sum(1), rows_of_all]).tolist()
+        by_sender = arriving.view(-1, held).tolist()
         received = [sum(sender) for sender in by_sender]
         encoding = DEFAULT if self.sends_fp8 else None
         rows = exchange_rows(rows, sent, received, group, encoding)
         own = self.experts[self.expert_start_idx : self.expert_start_idx + held]
-        made = run_experts(rows, by_sender, own, factors)
+        grouped, usual_rows = self.__dict__.get(_GROUPED), rows_of_all / self.moe_dp_size
+        made = run_experts(rows, by_sender, own, factors, grouped, usual_rows)
         return exchange_rows(made, received, sent, group, encoding)
 
-    def _weight_gradient_factors(self, tokens: torch.Tensor) -> list[torch.Tensor | float]:
-        """For each expert of this rank, what makes of the mean over ranks the mean over those where it had tokens.
-
-        The rank that holds it has the tokens of `ep_size` ranks.
+    def _over_holders(self, tokens: torch.Tensor) -> tuple[list[torch.Tensor | float], torch.Tensor]:
+        """What the ranks that hold the same experts agree on.
 
         Args:
             tokens: int64 [experts of this rank], how many each has here.
+
+        Returns:
+            For each expert of this rank, what makes of the mean over ranks the mean over those where it had tokens (the
+            rank that holds it has the tokens of `ep_size` ranks); and the tokens of all ranks for all of them,
+            int64 [1].
         """
+        total = tokens.sum().view(1)
         if self.moe_dp_size == 1:
-            return [1 / self.ep_size] * self.num_experts_per_ep
-        active = (tokens > 0).float()
-        dist.all_reduce(active, group=self.moe_dp_group)
-        return (self.moe_dp_size / (active.clamp(min=1) * self.ep_size)).unbind()
+            return [1 / self.ep_size] * self.num_experts_per_ep, total
+        agreed = torch.cat([(tokens > 0).to(total.dtype), total])
+        dist.all_reduce(agreed, group=self.moe_dp_group)
+        active = agreed[:-1].clamp(min=1).float()
+        return (self.moe_dp_size / (active * self.ep_size)).unbind(), agreed[-1:]
 
 
 class FP8EPMixtralSparseMoeBlock(ExpertParallel, EPMixtralSparseMoeBlock):
@@ -136,6 +145,10 @@ BLOCKS: dict[type[nn.Module], type[Any]] = {
 }
 
 
+_GROUPED = "fp8_grouped_experts"
+"""Attribute of a block that holds its `GroupedExperts`."""
+
+
 def take_over_blocks(model: nn.Module, *, communication: bool) -> int:
     """Turn a model's expert-parallel blocks into those of this file, in place.
 
@@ -150,6 +163,18 @@ def take_over_blocks(model: nn.Module, *, communication: bool) -> int:
     for block in blocks:
         block.__class__ = BLOCKS.get(type(block), type(block))
         block.sends_fp8 = communication
+        _group_experts(block)
         if not isinstance(block.gate, nn.Linear):  # DeepSeek's: a module with a product of its own
             remember_kept(block.gate, WHY_NOT_ROUTERS)
     return len(blocks)
+
+
+def _group_experts(block: ExpertParallel) -> None:
+    """Let this rank's experts be computed by grouped products, where they have FP8 layers and are to be fused."""
+    block.__dict__.pop(_GROUPED, None)
+    start = block.expert_start_idx
+    own = list(block.experts[start : start + block.num_experts_per_ep])
+    layers = [layer for expert in own for layer in expert.modules() if isinstance(layer, FP8Layer)]
+    # another pipeline stage's are shells
+    if layers and all(layer.weight is not None and layer.fp8_config.fused for layer in layers):
+        block.__dict__[_GROUPED] = GroupedExperts(own)

@@ -124,7 +124,12 @@ class FusedExpert(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As transformers', with one product for gate and up, there w1 and w3."""
         gate_up = self.fp8_gate_up(hidden_states)
-        return super().forward(hidden_states) if gate_up is None else self.w2(swiglu(gate_up))
+        if gate_up is not None:
+            return self.w2(swiglu(gate_up))
+        # w3 first: then backward gives gradients in the order of the one product, which a rank may run whose expert has
+        # other tokens; ZeRO adds up gradients of ranks in the order in which they come
+        up = self.w3(hidden_states)
+        return self.w2(self.act_fn(self.w1(hidden_states)) * up)
 
 
 class FusedDecoderLayer(nn.Module):

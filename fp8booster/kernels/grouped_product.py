@@ -1,0 +1,162 @@
+"""Products of several matrices whose rows lie in groups, one weight a group: `torch._scaled_grouped_mm` or one by one.
+
+The CUDA kernel (ATen/native/cuda/GroupedBlas.cpp, ScaledGroupMM.cu) multiplies E4M3 by E4M3 to BF16, with a float32
+scale for each row of either operand. It refuses sizes that are no multiples of 16, and an empty sum: a group has 16
+rows or more. On the CPU, and where products are emulated, `product` runs group by group on the same operands.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from fp8booster.kernels.product import product
+
+CAPABILITY = (9, 0)
+"""Compute capability of the GPUs on which the kernel was measured and its values compared (Hopper)."""
+
+
+class Groups(NamedTuple):
+    """How many rows each of G groups has: multiples of 16, and not 0."""
+
+    rows: tuple[int, ...]
+    ends: torch.Tensor
+    """int32 [G], on the device of the operands: the row behind each group's last."""
+
+    def ranges(self) -> Iterator[tuple[int, int]]:
+        """(first row, row behind the last) of each group."""
+        begin = 0
+        for rows in self.rows:
+            yield begin, begin + rows
+            begin += rows
+
+
+def why_no_grouped_product(device: torch.device, emulate: bool) -> str | None:
+    """Why grouped products do not run on a device, or None where they do."""
+    return None if emulate else _examined(device)
+
+
+@functools.cache
+def _examined(device: torch.device) -> str | None:
+    if device.type == "cpu":
+        return None
+    if not hasattr(torch, "_scaled_grouped_mm"):
+        return "this version of torch has no grouped FP8 product"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
+        return "grouped FP8 products were measured on Hopper alone"
+    return None
+
+
+def grouped_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverse_scale_a: torch.Tensor,
+    inverse_scale_b: torch.Tensor,
+    groups: Groups,
+    *,
+    fast_accumulation: bool,
+    emulate: bool,
+) -> torch.Tensor:
+    """Each group of a's rows times the transpose of its own matrix: `a[group] @ b[group].T`.
+
+    Args:
+        a: [M, K] E4M3, each row contiguous.
+        b: [G, N, K] E4M3, the last dimension contiguous.
+        inverse_scale_a: float32, one for all of a (shape []).
+        inverse_scale_b: float32 [G, N], contiguous.
+        groups: of the M rows.
+        fast_accumulation, emulate: as in `kernels.product.product`.
+
+    Returns:
+        [M, N] BF16.
+    """
+    scale_a = inverse_scale_a.expand(len(a)).contiguous()
+    if a.is_cuda and not emulate:
+        return torch._scaled_grouped_mm(
+            a,
+            b.transpose(1, 2),
+            scale_a,
+            inverse_scale_b,
+            offs=groups.ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=fast_accumulation,
+        )
+    return torch.cat(
+        [
+            _one(
+                a[begin:end], b[group], scale_a[begin:end], inverse_scale_b[group], fast_accumulation, emulate
+            )
+            for group, (begin, end) in enumerate(groups.ranges())
+        ]
+    )
+
+
+def summed_product(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    inverse_scale_a: torch.Tensor,
+    inverse_scale_b: torch.Tensor,
+    groups: Groups,
+    *,
+    fast_accumulation: bool,
+    emulate: bool,
+) -> torch.Tensor:
+    """For each group the sum over its columns: `a[:, group] @ b[:, group].T`.
+
+    Args:
+        a: [N, M] E4M3, contiguous.
+        b: [K, M] E4M3, contiguous.
+        inverse_scale_a: float32 [G], one for each group's columns of a.
+        inverse_scale_b: float32, one for all of b (shape []).
+        groups: of the M columns.
+        fast_accumulation, emulate: as in `kernels.product.product`.
+
+    Returns:
+        [G, N, K] BF16.
+    """
+    count = len(groups.rows)
+    scale_a = inverse_scale_a.unsqueeze(1).expand(count, len(a)).contiguous()
+    scale_b = inverse_scale_b.expand(count, len(b)).contiguous()
+    if a.is_cuda and not emulate:
+        return torch._scaled_grouped_mm(
+            a,
+            b.t(),
+            scale_a.view(-1),
+            scale_b.view(-1),
+            offs=groups.ends,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=fast_accumulation,
+        )
+    return torch.stack(
+        [
+            _one(a[:, begin:end], b[:, begin:end], scale_a[group], scale_b[group], fast_accumulation, emulate)
+            for group, (begin, end) in enumerate(groups.ranges())
+        ]
+    )
+
+
+def _one(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    fast_accumulation: bool,
+    emulate: bool,
+) -> torch.Tensor:
+    return product(
+        _contiguous(a),
+        _contiguous(b),
+        scale_a,
+        scale_b,
+        out_dtype=torch.bfloat16,
+        fast_accumulation=fast_accumulation,
+        emulate=emulate,
+    )
+
+
+def _contiguous(matrix: torch.Tensor) -> torch.Tensor:
+    # through uint8: torch copies few FP8 tensors on CPU
+    return matrix if matrix.is_contiguous() else matrix.view(torch.uint8).contiguous().view(matrix.dtype)

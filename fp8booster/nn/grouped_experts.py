@@ -1,0 +1,375 @@
+"""Gated feed-forward experts, all of a rank, by grouped FP8 products instead of one by one.
+
+    tokens -- laid out by expert --> gate and up --> SwiGLU --> down -- brought back --> results
+
+A grouped product takes one launch for all experts where one by one each takes several, which the host cannot queue as
+fast as small experts run. Where the grouped form is not right or not faster, nothing is computed here, the caller runs
+the experts one by one, and `GroupedExperts.why_apart`, which the report shows, says why.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from fp8booster.formats import E4M3
+from fp8booster.kernels.cast import ALIGNMENT, aligned
+from fp8booster.kernels.device import require_fp8
+from fp8booster.kernels.grouped_product import Groups, why_no_grouped_product
+from fp8booster.nn.choice import fp8_pays
+from fp8booster.nn.fused.merged import one_below_the_other
+from fp8booster.nn.fused.swiglu import swiglu
+from fp8booster.nn.grouped_linear import GroupedWeight, cast_experts, grouped_linear
+from fp8booster.nn.late_transpose import transpose_of
+from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.linear import FP8Linear
+from fp8booster.nn.weight_cache import reusable, state_of
+from fp8booster.tensor import QuantizedMatrix
+
+ONE_BY_ONE_FROM = 1e11
+"""Rows times input times output features of a product of one expert, in the mean over experts and products, from which
+one by one is faster. Of 4096 x 14336 features, 1024 rows (6e10) were 34 % faster grouped and 2048 rows (1.2e11) 9 %
+slower (benchmarks/results/h200/experts_NVIDIA-H200_2026-11-21_torch-2.11.0-cu130.md)."""
+
+EXPERTS_THAT_PAY = 8
+"""So many experts were faster grouped in FP8 than one by one in BF16, whatever their size, in the same file. Fewer are
+grouped where `choice.fp8_pays` for their rows as for one product."""
+
+_GATED = {
+    ("transformers.models.mixtral.modeling_mixtral", "MixtralBlockSparseTop2MLP"): ("w1", "w3", "w2"),
+    ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MLP"): (
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    ),
+}
+"""By module and name, classes of experts that compute `down(act_fn(gate(x)) * up(x))`: what they call the three."""
+
+
+class _Layout(NamedTuple):
+    """Where tokens lie when they are sorted by expert and padded."""
+
+    groups: Groups
+    places: torch.Tensor
+    """int64 [T], different from each other: the row of each token."""
+
+
+class _LayOut(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, tokens: torch.Tensor, layout: _Layout
+    ) -> torch.Tensor:
+        ctx.layout = layout
+        return _laid_out(tokens, layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        return gradient.index_select(0, ctx.layout.places), None
+
+
+class _BringBack(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, rows: torch.Tensor, layout: _Layout
+    ) -> torch.Tensor:
+        ctx.layout = layout
+        return rows.index_select(0, layout.places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        return _laid_out(gradient, ctx.layout), None
+
+
+def _laid_out(tokens: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    # zeros, not copies of some token: what an expert makes of a token that was not sent to it may overflow
+    rows = tokens.new_zeros((sum(layout.groups.rows), *tokens.shape[1:]))
+    return rows.index_copy_(0, layout.places, tokens)
+
+
+def lay_out(counts: Sequence[Sequence[int]], device: torch.device) -> _Layout:
+    """Where tokens go that lie by sender, and of each sender by expert.
+
+    Args:
+        counts: tokens from each sender for each expert, [senders][experts].
+        device: of the tokens.
+    """
+    totals = [sum(of_expert) for of_expert in zip(*counts, strict=True)]
+    # the sum of the weight gradient over no rows would be refused
+    rows = [max(ALIGNMENT, aligned(total)) for total in totals]
+    ends, end = [], 0
+    for each in rows:
+        end += each
+        ends.append(end)
+    free = [end - each for end, each in zip(ends, rows, strict=True)]
+    shifts, sizes, first = [], [], 0
+    for sender in counts:
+        for expert, count in enumerate(sender):
+            shifts.append(free[expert] - first)
+            sizes.append(count)
+            free[expert] += count
+            first += count
+    numbers = torch.tensor(shifts + sizes + ends)
+    if device.type == "cuda":
+        numbers = numbers.pin_memory().to(device, non_blocking=True)  # the host need not wait for the device
+    of_pieces, counted, group_ends = numbers.split([len(shifts), len(sizes), len(ends)])
+    places = torch.arange(first, device=device)
+    places = places + of_pieces.repeat_interleave(counted, output_size=first)
+    return _Layout(Groups(tuple(rows), group_ends.to(torch.int32)), places)
+
+
+class _Layers:
+    """The same layers of every expert, such as gate and up, and their FP8 weights one below the other."""
+
+    def __init__(self) -> None:
+        self._weight: GroupedWeight | None = None
+        self._made_from: list[tuple] = []
+        self._sources: list[weakref.ref] = []
+
+    def weight(self, layers: Sequence[FP8Layer], experts: int, kept: bool) -> GroupedWeight:
+        """The FP8 weight, made once per optimizer step as `weight_cache` does for one layer.
+
+        Args:
+            layers: by expert, as many of each.
+            experts: how many.
+            kept: an engine keeps their FP8 weights.
+        """
+        config, weights = layers[0].fp8_config, [layer.weight for layer in layers]
+        made_from = [
+            (state_of(weight, config), layer.fp8_weight.clears, kept)
+            for layer, weight in zip(layers, weights, strict=True)
+        ]
+        fresh = self._made_from == made_from and all(
+            source() is weight for source, weight in zip(self._sources, weights, strict=True)
+        )
+        if not fresh:
+            self._weight, self._made_from = (
+                None,
+                [],
+            )  # first, so that the allocator can give the same memory again
+            if kept:
+                self._weight = _put_together(layers, experts)
+            else:
+                self._weight = cast_experts(one_below_the_other(weights), experts, config)
+            self._made_from = made_from
+            self._sources = [weakref.ref(weight) for weight in weights]
+        return self._weight
+
+
+def _put_together(layers: Sequence[FP8Layer], experts: int) -> GroupedWeight:
+    """The FP8 weights that an engine keeps, and their scales, as they are; the parameters may hold no values.
+
+    The engine gathers each into memory of its own, so this copies them, once a step.
+    """
+    config = layers[0].fp8_config
+    kept = [layer.fp8_weight.get(layer.weight, config, transposed=False) for layer in layers]
+    data = torch.cat([each.data.view(torch.uint8) for each in kept]).view(kept[0].data.dtype)
+    scales = [each.inverse_scale for each in kept]
+    in_each = len(layers) // experts
+    # those that an engine gathers as one have one scale; then the gradient of their input is one product
+    first_of_expert = [scales[number // in_each * in_each] for number in range(len(scales))]
+    if all(a.data_ptr() == b.data_ptr() for a, b in zip(scales, first_of_expert, strict=True)):
+        scales = scales[::in_each]
+    inverse_scales = torch.stack(scales).view(experts, -1)
+    transpose = data.new_empty(0)
+    if config.keep_weight_transposes:
+        transpose = transpose_of(QuantizedMatrix(data, transpose, inverse_scales, None))
+    return GroupedWeight.of(data, transpose, inverse_scales)
+
+
+class GroupedExperts:
+    """Experts whose products are computed as grouped ones where that is right and faster.
+
+    A copy or a pickle of it holds no FP8 weights.
+
+    Args:
+        experts: of one rank; modules that compute `down(act_fn(gate(x)) * up(x))`.
+    """
+
+    def __init__(self, experts: Sequence[nn.Module]) -> None:
+        self.experts = tuple(experts)
+        self._reasons: dict[str, None] = {}
+        self._gate_up, self._down = _Layers(), _Layers()
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.experts,)
+
+    @property
+    def why_apart(self) -> str | None:
+        """Why the experts run one by one in training, or did for some batches; None where they run as grouped products.
+
+        What only a batch shows is known after it.
+        """
+        return self._why_never() or ", ".join(self._reasons) or None
+
+    def __call__(
+        self,
+        tokens: torch.Tensor,
+        counts: Sequence[Sequence[int]],
+        weight_gradient_factors: Sequence[torch.Tensor | float] | None = None,
+        usual_rows: float | None = None,
+    ) -> torch.Tensor | None:
+        """What `experts.run_experts` gives, or None: run the experts one by one.
+
+        Args:
+            tokens, counts, weight_gradient_factors, usual_rows: as in `run_experts`.
+        """
+        if not all(expert.training for expert in self.experts) or torch.compiler.is_compiling():
+            return None
+        reason = self._why_not(tokens, len(tokens) if usual_rows is None else usual_rows)
+        if reason is not None:
+            self._reasons[reason] = None
+            return None
+        layers = [_parts(expert) for expert in self.experts]
+        gates_ups = [layer for gate, up, _ in layers for layer in (gate, up)]
+        downs = [down for _, _, down in layers]
+        config = downs[0].fp8_config
+        require_fp8(tokens.device, config.emulate)
+        kept, count = _is_kept(downs[0]), len(layers)
+        factors = _side_by_side(weight_gradient_factors, tokens.device)
+        layout = lay_out(counts, tokens.device)
+        x = _LayOut.apply(tokens, layout)
+        for each, of_experts in ((self._gate_up, gates_ups), (self._down, downs)):
+            if each is self._down:
+                x = swiglu(x)
+            x = grouped_linear(
+                x,
+                [layer.weight for layer in of_experts],
+                each.weight(of_experts, count, kept),
+                layout.groups,
+                config,
+                factors,
+            )
+        return _BringBack.apply(x, layout)
+
+    def _why_not(self, tokens: torch.Tensor, rows: float) -> str | None:
+        """Why the experts cannot run as one on these tokens, in training."""
+        reason = self._why_never()
+        if reason is not None:
+            return reason
+        if torch.is_autocast_enabled(tokens.device.type):
+            return "under autocast"
+        if tokens.dtype != torch.bfloat16:
+            return "grouped products give BF16 alone"
+        gate, _, down = _parts(self.experts[0])
+        if not reusable(tokens, down.weight):
+            return "inference mode or a graph that is captured"
+        config, count = down.fp8_config, len(self.experts)
+        inputs, outputs = gate.weight.shape[1], 2 * gate.weight.shape[0]
+        products = (2 * gate.weight.numel() + down.weight.numel()) / 2
+        if rows / count * products >= ONE_BY_ONE_FROM:
+            return "one by one is faster for so many tokens"
+        if not (
+            config.always
+            or config.emulate
+            or not config.weights_in_16_bits
+            or count >= EXPERTS_THAT_PAY
+            or fp8_pays(int(rows), inputs, outputs, tokens.device)
+        ):
+            return "too few tokens for so few experts"
+        kept = _is_kept(down)
+        for layer in (layer for expert in self.experts for layer in _parts(expert)):
+            if layer.fp8_weight.in_backward(layer.weight, config) is not None:
+                return "the weights are whole only while a layer runs"
+            if _is_kept(layer) != kept:
+                return "an engine keeps the FP8 weights of some of the layers alone"
+        return None
+
+    def _why_never(self) -> str | None:
+        """Why the experts, as they are, cannot run as one on any tokens."""
+        if len(self.experts) < 2:
+            return "one expert"
+        first: tuple[nn.Module, ...] | None = None
+        for expert in self.experts:
+            reason = why_not_gated(expert)
+            if reason is not None:
+                return reason
+            layers = _parts(expert)
+            first = layers if first is None else first
+            for layer, same in zip(layers, first, strict=True):
+                if type(layer) is not FP8Linear:
+                    return f"{type(layer).__name__} has no grouped form"
+                if layer.fp8_config != same.fp8_config:
+                    return "the layers' FP8Configs differ"
+                if _has_hooks(layer):
+                    return "a layer has hooks, which must run"
+                if layer.bias is not None:
+                    return "a layer has a bias"
+                weight = layer.weight
+                if weight.dtype != torch.bfloat16:
+                    return "grouped products give BF16 alone"
+                if weight.shape != same.weight.shape or any(size % ALIGNMENT for size in weight.shape):
+                    return f"sizes differ or are no multiples of {ALIGNMENT}"
+        gate, up, down = first
+        config = down.fp8_config
+        if not gate.fp8_config == up.fp8_config == config:
+            return "the layers' FP8Configs differ"
+        if config.rowwise:
+            return "rowwise scales"
+        if config.input_format is not E4M3 or config.weight_format is not E4M3:
+            return "grouped products multiply E4M3 alone"
+        return why_no_grouped_product(down.weight.device, config.emulate)
+
+
+def why_not_gated(expert: nn.Module) -> str | None:
+    """Why a module is not known to compute `down(silu(gate(x)) * up(x))` and nothing else, or None where it is."""
+    if _names(expert) is None:
+        return f"{type(expert).__name__} has no grouped form"
+    if not isinstance(expert.act_fn, nn.SiLU):
+        return f"the activation is {type(expert.act_fn).__name__}"
+    if "forward" in vars(expert) or _has_hooks(expert):
+        return "an expert has hooks or a forward of its own, which must run"
+    return None
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _names(expert: nn.Module) -> tuple[str, str, str] | None:
+    # classes of this package come before the one that they mix into
+    written = next(cls for cls in type(expert).__mro__ if not cls.__module__.startswith("fp8booster."))
+    return _GATED.get((written.__module__, written.__name__))
+
+
+def _parts(expert: nn.Module) -> tuple[FP8Layer, FP8Layer, FP8Layer]:
+    """gate, up and down."""
+    modules = expert._modules
+    gate, up, down = _names(expert)
+    return modules[gate], modules[up], modules[down]
+
+
+def _is_kept(layer: FP8Layer) -> bool:
+    return layer.fp8_weight.is_kept_by_engine(layer.weight)
+
+
+def _side_by_side(
+    factors: Sequence[torch.Tensor | float] | None, device: torch.device
+) -> torch.Tensor | float:
+    """One number for all experts, or float32 [G]."""
+    if factors is None:
+        return 1.0
+    if all(not torch.is_tensor(factor) and factor == factors[0] for factor in factors):
+        return float(factors[0])
+    return torch.stack([torch.as_tensor(factor, dtype=torch.float32, device=device) for factor in factors])
+
+
+def grouped_experts(model: nn.Module) -> list[GroupedExperts]:
+    """Those that the modules of a model hold as attributes."""
+    return [
+        value
+        for module in model.modules()
+        for value in vars(module).values()
+        if isinstance(value, GroupedExperts)
+    ]
