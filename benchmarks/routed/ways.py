@@ -1,10 +1,7 @@
 """Ways to compute the products of all experts: expert by expert, or in one grouped product, in BF16 or in FP8.
 
-Grouped products: `torch._grouped_mm` and `torch._scaled_grouped_mm` take rows sorted by expert and where each expert's
-rows end. The FP8 one (ATen/native/cuda/GroupedBlas.cpp and ScaledGroupMM.cu) multiplies E4M3 by E4M3, the first operand
-row-major and the second column-major, all sizes multiples of 16, with a float32 scale for each row of the first operand
-and each column of the second; in the weight gradient for each of them and each expert, whose tokens must be a multiple
-of 16 there, and not none.
+Grouped products: `torch._grouped_mm` and `torch._scaled_grouped_mm` (`kernels.grouped_product`) take rows sorted by
+expert and where each expert's rows end; the FP8 one takes them padded.
 """
 
 from __future__ import annotations
@@ -18,9 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from benchmarks.routed.work import Products, Work
 from fp8booster import FP8Config, convert_to_fp8
-from fp8booster.formats import E4M3
 from fp8booster.nn.experts import run_experts
-from fp8booster.tensor import QuantizedMatrix, quantize
+from fp8booster.nn.grouped_linear import GroupedWeight, cast_experts, grouped_linear
+
+CONFIG = FP8Config(layers=lambda *_: True, always=True)
 
 
 class Way:
@@ -82,7 +80,7 @@ class FP8ExpertByExpert(ExpertByExpert):
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
-        convert_to_fp8(self.experts, FP8Config(layers=lambda *_: True, always=True))
+        convert_to_fp8(self.experts, CONFIG)
 
 
 class FP8ExpertByExpertCold(FP8ExpertByExpert):
@@ -129,20 +127,25 @@ class _Grouped(torch.autograd.Function):
 
 
 class FP8Grouped(Way):
-    """`torch._scaled_grouped_mm`: one cast and one scale for all experts' tokens, and for all weights, cast once."""
+    """`nn.grouped_linear`: one cast and one scale for all experts' tokens, and for all weights, cast once."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)
         self.x, self.dy = work.padded(work.x), work.padded(work.dy)
-        self.weight = nn.Parameter(work.weight)
-        self.ends = work.padded_ends()
-        self.cast = CastExperts.of(work.weight)
+        self.weights = [nn.Parameter(weight) for weight in work.weight]
+        self.groups = work.padded_groups()
+        self.cast = self.cast_weights()
+
+    def cast_weights(self) -> GroupedWeight:
+        """The FP8 weights of all experts."""
+        weight = self.work.weight
+        return cast_experts(weight.view(-1, weight.shape[2]), len(weight), CONFIG)
 
     def parameters(self) -> list[nn.Parameter]:
-        return [self.weight]
+        return self.weights
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        return _FP8Grouped.apply(x, self.weight, self.cast, self.ends)
+        return grouped_linear(x, self.weights, self.cast, self.groups, CONFIG)
 
     def products(self) -> Products:
         y, dx, dw = super().products()
@@ -153,86 +156,8 @@ class FP8GroupedCold(FP8Grouped):
     """The same with the weights cast each time."""
 
     def compute(self, x: torch.Tensor) -> torch.Tensor:
-        self.cast = CastExperts.of(self.weight.detach())
+        self.cast = self.cast_weights()
         return super().compute(x)
-
-
-@dataclass(frozen=True)
-class CastExperts:
-    """The weights of E experts in FP8, as the second operands of fprop and dgrad."""
-
-    for_fprop: torch.Tensor
-    """[E, K, N]"""
-    for_dgrad: torch.Tensor
-    """[E, N, K]"""
-    fprop_scales: torch.Tensor
-    """float32 [E, N]"""
-    dgrad_scales: torch.Tensor
-    """float32 [E, K]"""
-
-    @classmethod
-    def of(cls, weight: torch.Tensor) -> CastExperts:
-        """Cast [E, N, K] as one matrix, in both layouts."""
-        experts, outputs, inputs = weight.shape
-        cast = quantize(weight.view(-1, inputs), E4M3, transposed=True)
-        return cls(
-            cast.data.view(experts, outputs, inputs).transpose(1, 2),
-            cast.transpose.view(inputs, experts, outputs).permute(1, 2, 0),
-            _repeated(cast, experts, outputs),
-            _repeated(cast, experts, inputs),
-        )
-
-
-def _repeated(cast: QuantizedMatrix, *shape: int) -> torch.Tensor:
-    """The one inverse scale, as the kernels take it: written out for each row."""
-    return cast.inverse_scale.expand(shape).contiguous()
-
-
-class _FP8Grouped(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        cast: CastExperts,
-        ends: torch.Tensor,
-    ) -> torch.Tensor:
-        x8 = quantize(x, E4M3, transposed=True)
-        ctx.save_for_backward(x8.transpose, x8.inverse_scale, cast.for_dgrad, cast.dgrad_scales, ends)
-        return torch._scaled_grouped_mm(
-            x8.data,
-            cast.for_fprop,
-            _repeated(x8, len(x)),
-            cast.fprop_scales,
-            offs=ends,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, dy: torch.Tensor) -> tuple:
-        x8_transpose, x_inverse_scale, weight, weight_scales, ends = ctx.saved_tensors
-        dy8 = quantize(dy, E4M3, transposed=True)
-        dx = torch._scaled_grouped_mm(
-            dy8.data,
-            weight,
-            _repeated(dy8, len(dy)),
-            weight_scales,
-            offs=ends,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=False,
-        )
-        dw = torch._scaled_grouped_mm(
-            dy8.transpose,
-            x8_transpose.t(),
-            _repeated(dy8, len(ends) * dy.shape[1]),
-            x_inverse_scale.expand(len(ends) * len(x8_transpose)).contiguous(),
-            offs=ends,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=False,
-        )
-        return dx, dw, None, None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fp8booster.kernels.cast import ALIGNMENT, aligned
+from fp8booster.kernels.grouped_product import Groups
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,10 @@ class Work:
         """int32 [E]: where each expert's tokens end."""
         return _ends(self.loads, self.x.device)
 
-    def padded_ends(self) -> torch.Tensor:
-        """int32 [E]: where each expert's rows end in `padded` tensors."""
-        return _ends(self._padded_loads(), self.x.device)
+    def padded_groups(self) -> Groups:
+        """Each expert's rows in `padded` tensors."""
+        loads = self._padded_loads()
+        return Groups(tuple(loads), _ends(loads, self.x.device))
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
         """[T16, ...]: rows with zeros behind those of each expert, to a multiple of 16 and at least 16 of them."""
@@ -126,7 +128,7 @@ class Work:
         """int64 [T]: the row of each token in `padded` tensors."""
         device = self.x.device
         loads = torch.tensor(self.loads, device=device)
-        shift = self.padded_ends() - torch.tensor(self._padded_loads(), device=device)
+        shift = self.padded_groups().ends - torch.tensor(self._padded_loads(), device=device)
         shift = shift - (self.ends() - loads)
         return torch.arange(self.tokens, device=device) + shift.repeat_interleave(loads)
 

@@ -74,7 +74,7 @@ def grouped_product(
         [M, N] BF16.
     """
     scale_a = inverse_scale_a.expand(len(a)).contiguous()
-    if a.is_cuda and not emulate:
+    if _runs_kernel(a, emulate):
         return torch._scaled_grouped_mm(
             a,
             b.transpose(1, 2),
@@ -120,7 +120,7 @@ def summed_product(
     count = len(groups.rows)
     scale_a = inverse_scale_a.unsqueeze(1).expand(count, len(a)).contiguous()
     scale_b = inverse_scale_b.expand(count, len(b)).contiguous()
-    if a.is_cuda and not emulate:
+    if _runs_kernel(a, emulate):
         return torch._scaled_grouped_mm(
             a,
             b.t(),
@@ -136,6 +136,10 @@ def summed_product(
             for group, (begin, end) in enumerate(groups.ranges())
         ]
     )
+
+
+def _runs_kernel(operand: torch.Tensor, emulate: bool) -> bool:
+    return operand.is_cuda and not emulate
 
 
 def _one(

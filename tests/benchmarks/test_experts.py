@@ -11,7 +11,7 @@ from benchmarks import experts
 from benchmarks.routed import ways
 from benchmarks.routed.ways import KINDS
 from benchmarks.routed.work import LAYERS, Products, Work, relative_errors, uneven_loads
-from fp8booster.formats import E4M3
+from tests.kernels.grouped_stand_in import stand_in
 
 SMALL = ["--device", "cpu", "--layer", "tiny", "--tokens", "96", "--rounds", "2", "--sample-ms", "0.01"]
 
@@ -20,71 +20,6 @@ def run(*arguments: str) -> object:
     app = typer.Typer()
     app.command()(experts.main)
     return CliRunner().invoke(app, list(arguments))
-
-
-refuse_what_torch_refuses = torch._scaled_grouped_mm
-
-
-def meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def scaled_grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    *,
-    offs: torch.Tensor,
-    out_dtype: torch.dtype,
-    use_fast_accum: bool,
-) -> torch.Tensor:
-    """What `torch._scaled_grouped_mm` computes and what it refuses, where there is no GPU for it."""
-    like = refuse_what_torch_refuses(*map(meta, (a, b, scale_a, scale_b)), meta(offs), out_dtype=out_dtype)
-    computed = _scaled_grouped_mm(a, b, scale_a, scale_b, offs, use_fast_accum)
-    assert computed.shape == like.shape
-    return computed.to(out_dtype)
-
-
-def _scaled_grouped_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    offs: torch.Tensor,
-    use_fast_accum: bool,
-) -> torch.Tensor:
-    assert a.dtype is b.dtype is E4M3
-    assert use_fast_accum is (b.dim() == 3 and b.stride(0) == b.stride(2) * b.shape[2])  # in fprop alone
-    assert offs.dtype is torch.int32
-    assert all(size % 16 == 0 for size in (a.shape[-1], *b.shape[-2:]))
-    assert a.stride(-1) == 1
-    assert a.stride(-2) % 16 == 0
-    assert b.stride(-2) == 1
-    assert b.stride(-1) % 16 == 0
-    assert scale_a.is_contiguous()
-    assert scale_a.dtype is scale_b.dtype is torch.float32
-    groups, ends = len(offs), offs.tolist()
-    begins = [0, *ends[:-1]]
-    if b.dim() == 3:
-        assert scale_a.shape == a.shape[:1]
-        assert scale_b.shape == (groups, b.shape[2])
-        assert scale_b.stride(1) == 1
-        parts = [
-            (a[begin:end].float() * scale_a[begin:end, None]) @ (b[group].float() * scale_b[group])
-            for group, (begin, end) in enumerate(zip(begins, ends, strict=True))
-        ]
-        return torch.cat(parts)
-    assert scale_a.shape == (groups * a.shape[0],)
-    assert scale_b.shape == (groups * b.shape[1],)
-    assert all(end > begin and begin % 16 == 0 for begin, end in zip(begins, ends, strict=True))
-    rows, columns = scale_a.view(groups, -1), scale_b.view(groups, -1)
-    return torch.stack(
-        [
-            (a[:, begin:end].float() * rows[group, :, None]) @ (b[begin:end].float() * columns[group])
-            for group, (begin, end) in enumerate(zip(begins, ends, strict=True))
-        ]
-    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
@@ -112,7 +47,7 @@ def test_loads_are_uneven_and_always_the_same() -> None:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("loads", [(20, 0, 33, 11), (16, 16, 16, 16)])
 def test_every_way_computes_the_products(name: str, loads: tuple[int, ...], monkeypatch) -> None:
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm, raising=False)
+    stand_in(monkeypatch)
     torch.manual_seed(0)
     layer, tokens = LAYERS["tiny"], sum(loads)
     x, dy = (torch.randn(tokens, size).bfloat16() for size in (layer.inputs, layer.outputs))
@@ -137,10 +72,10 @@ def test_every_way_computes_the_products_on_a_gpu(name: str) -> None:
 def test_padding_comes_off_again() -> None:
     work = Work.random(LAYERS["tiny"], 50, torch.device("cpu"))
     padded = work.padded(work.x)
-    assert len(padded) == work.padded_ends()[-1]
+    assert len(padded) == work.padded_groups().ends[-1]
     assert torch.equal(work.without_padding(padded), work.x)
     assert padded.count_nonzero() == work.x.count_nonzero()
-    assert all(end % 16 == 0 for end in work.padded_ends().tolist())
+    assert all(end % 16 == 0 for end in work.padded_groups().ends.tolist())
 
 
 def test_errors_are_seen() -> None:
@@ -163,7 +98,7 @@ def test_a_way_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch) -
         def compute(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().compute(x)
 
-    monkeypatch.setattr(torch, "_scaled_grouped_mm", refused, raising=False)
+    stand_in(monkeypatch, refused)
     monkeypatch.setitem(KINDS, "bf16-grouped", ways.Kind("wrong", Wrong, 0.01))
     result = run(*SMALL, "--out", str(tmp_path), "--json", str(tmp_path / "experts.json"))
     assert result.exit_code == 0, result.output
