@@ -9,6 +9,7 @@ the experts one by one, and `GroupedExperts.why_apart`, which the report shows, 
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -40,13 +41,15 @@ EXPERTS_THAT_PAY = 8
 """So many experts were faster grouped in FP8 than one by one in BF16, whatever their size, in the same file. Fewer are
 grouped where `choice.fp8_pays` for their rows as for one product."""
 
+_HUB = "transformers_modules"
+"""Package of the models whose code comes from the hub, in folders of their own."""
+
+_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 _GATED = {
     ("transformers.models.mixtral.modeling_mixtral", "MixtralBlockSparseTop2MLP"): ("w1", "w3", "w2"),
-    ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MLP"): (
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    ),
+    ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MLP"): _GATE_UP_DOWN,
+    (f"{_HUB}.modeling_deepseek", "DeepseekMLP"): _GATE_UP_DOWN,
+    (f"{_HUB}.modeling_deepseek", "DeepseekV3MLP"): _GATE_UP_DOWN,
 }
 """By module and name, classes of experts that compute `down(act_fn(gate(x)) * up(x))`: what they call the three."""
 
@@ -285,7 +288,7 @@ class GroupedExperts:
         """Why the experts, as they are, cannot run as one on any tokens."""
         if len(self.experts) < 2:
             return "one expert"
-        first: tuple[nn.Module, ...] | None = None
+        first = None
         for expert in self.experts:
             reason = why_not_gated(expert)
             if reason is not None:
@@ -293,23 +296,15 @@ class GroupedExperts:
             layers = _parts(expert)
             first = layers if first is None else first
             for layer, same in zip(layers, first, strict=True):
-                if type(layer) is not FP8Linear:
-                    return f"{type(layer).__name__} has no grouped form"
-                if layer.fp8_config != same.fp8_config:
-                    return "the layers' FP8Configs differ"
-                if _has_hooks(layer):
-                    return "a layer has hooks, which must run"
-                if layer.bias is not None:
-                    return "a layer has a bias"
-                weight = layer.weight
-                if weight.dtype != torch.bfloat16:
-                    return "grouped products give BF16 alone"
-                if weight.shape != same.weight.shape or any(size % ALIGNMENT for size in weight.shape):
-                    return f"sizes differ or are no multiples of {ALIGNMENT}"
+                reason = _why_not_like(layer, same)
+                if reason is not None:
+                    return reason
         gate, up, down = first
         config = down.fp8_config
         if not gate.fp8_config == up.fp8_config == config:
             return "the layers' FP8Configs differ"
+        if any(size % ALIGNMENT for layer in first for size in layer.weight.shape):
+            return f"a size is no multiple of {ALIGNMENT}"
         if config.rowwise:
             return "rowwise scales"
         if config.input_format is not E4M3 or config.weight_format is not E4M3:
@@ -317,10 +312,29 @@ class GroupedExperts:
         return why_no_grouped_product(down.weight.device, config.emulate)
 
 
+def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:
+    """Why a layer cannot be computed together with the same one of the first expert, or None where it can."""
+    # asked of hundreds of layers at each call: parameters are looked up where they are, past nn.Module's search
+    if type(layer) is not FP8Linear:
+        return f"{type(layer).__name__} has no grouped form"
+    if layer.fp8_config is not same.fp8_config and layer.fp8_config != same.fp8_config:
+        return "the layers' FP8Configs differ"
+    if _has_hooks(layer):
+        return "a layer has hooks, which must run"
+    if layer._parameters["bias"] is not None:
+        return "a layer has a bias"
+    weight = layer._parameters["weight"]
+    if weight.dtype is not torch.bfloat16:
+        return "grouped products give BF16 alone"
+    return None if weight.shape == same._parameters["weight"].shape else "the experts' sizes differ"
+
+
 def why_not_gated(expert: nn.Module) -> str | None:
     """Why a module is not known to compute `down(silu(gate(x)) * up(x))` and nothing else, or None where it is."""
-    if _names(expert) is None:
+    if _names(type(expert)) is None:
         return f"{type(expert).__name__} has no grouped form"
+    if getattr(getattr(expert, "config", None), "pretraining_tp", 1) > 1:
+        return "pretraining_tp is more than 1"  # DeepSeek's own code cuts the weights then
     if not isinstance(expert.act_fn, nn.SiLU):
         return f"the activation is {type(expert.act_fn).__name__}"
     if "forward" in vars(expert) or _has_hooks(expert):
@@ -337,16 +351,21 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _names(expert: nn.Module) -> tuple[str, str, str] | None:
+@functools.cache
+def _names(cls: type[nn.Module]) -> tuple[str, str, str] | None:
+    """What a class of experts calls its gate, up and down; None: it is not known to compute no more than these."""
     # classes of this package come before the one that they mix into
-    written = next(cls for cls in type(expert).__mro__ if not cls.__module__.startswith("fp8booster."))
-    return _GATED.get((written.__module__, written.__name__))
+    written = next(each for each in cls.__mro__ if not each.__module__.startswith("fp8booster."))
+    folder, _, file = written.__module__.rpartition(".")
+    if folder.startswith(_HUB):
+        folder = _HUB
+    return _GATED.get((f"{folder}.{file}", written.__name__))
 
 
 def _parts(expert: nn.Module) -> tuple[FP8Layer, FP8Layer, FP8Layer]:
     """gate, up and down."""
     modules = expert._modules
-    gate, up, down = _names(expert)
+    gate, up, down = _names(type(expert))
     return modules[gate], modules[up], modules[down]
 
 

@@ -14,10 +14,11 @@ from torch import nn
 from fp8booster import FP8Config, comm, report
 from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.nn import FP8Layer
+from fp8booster.nn.experts import run_experts
 from tests.colossal.moe.models import tiny_mixtral
 from tests.nn.reference import count_calls
 from tests.plugins import training
-from tests.plugins.census_checks import Census, products
+from tests.plugins.census_checks import Census, Sizes, products
 from tests.plugins.convergence_checks import WITHIN, learn
 from tests.plugins.hybrid_runs import HybridRun, start
 from tests.plugins.registry import check, check_each, shared_folder
@@ -52,6 +53,13 @@ MODES: dict[str, dict[str, Any]] = {
     "TP2": EP2 | {"tp_size": 2, "ep_size": 1},
     "PP2": EP2 | {"pp_size": 2, "ep_size": 1, "num_microbatches": 2},
 }
+
+WHY_ONE_BY_ONE = {
+    "EP2, clipping, late weights": "an expert has hooks or a forward of its own, which must run",
+    "EP2, stage 2, FP16": "grouped products give BF16 alone",
+    "TP2": "FP8Linear1DCol has no grouped form",
+}
+"""In the other modes experts run by grouped products."""
 
 
 def native(**arguments: Any) -> NativePlugin:
@@ -113,7 +121,7 @@ def moe_takes_the_arguments_of_the_native_plugin() -> None:
 
 
 @check
-def moe_runs_all_products_but_those_of_head_and_routers_in_fp8() -> None:
+def moe_runs_the_products_of_layers_with_hooks_one_by_one_in_fp8() -> None:
     run = boost(fp8(fp8_config=None))
     network = run.model.unwrap()
     tokens: Counter[nn.Module] = Counter()
@@ -150,6 +158,44 @@ def moe_runs_all_products_but_those_of_head_and_routers_in_fp8() -> None:
 
 
 @check
+def moe_runs_all_products_but_those_of_head_and_routers_in_fp8() -> None:
+    run = boost(fp8(fp8_config=None))
+    network = run.model.unwrap()
+    batch = rank_batches(1)[0]
+    run.step(batch)  # now the weights are those that ZeRO gathered
+    from fp8booster.colossal.moe import blocks
+
+    loads: list[list[int]] = []
+
+    def recording(tokens: torch.Tensor, counts: list[list[int]], *others: Any) -> torch.Tensor:
+        loads.append([sum(of_expert) for of_expert in zip(*counts, strict=True)])
+        return run_experts(tokens, counts, *others)
+
+    with pytest.MonkeyPatch.context() as monkeypatch, Census() as counted:
+        monkeypatch.setattr(blocks, "run_experts", recording)
+        run.step(batch)
+    assert [(row.experts, row.why_apart) for row in report(run.model).grouped] == [(2, None)] * 2
+    hidden, features, keys = 64, 96, 32
+    expected = 2 * [
+        *_of_layer(batch.numel(), hidden, hidden + 2 * keys),  # q, k and v
+        *_of_layer(batch.numel(), hidden, hidden),
+    ]
+    # what stands for a grouped product here multiplies for one expert after the other
+    for load in (load for of_block in loads for load in of_block):
+        rows = max(16, -(-load // 16) * 16)
+        expected += [*_of_layer(rows, hidden, 2 * features), *_of_layer(rows, features, hidden)]
+    assert len(loads) == 2
+    assert counted.fp8 == Counter(expected)
+    routers = [layer.block_sparse_moe.gate for layer in network.model.layers]
+    in_16_bits = sum(products([network.lm_head, *routers], batch.numel()).values(), Counter())
+    assert {sizes: count for sizes, count in counted.other.items() if all(sizes)} == in_16_bits
+
+
+def _of_layer(rows: int, inputs: int, outputs: int) -> list[Sizes]:
+    return [(rows, inputs, outputs), (rows, outputs, inputs), (outputs, rows, inputs)]
+
+
+@check
 def moe_says_what_is_in_fp8() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         plugin = fp8(fp8_config=FP8Config(fused=False))
@@ -161,13 +207,31 @@ def moe_says_what_is_in_fp8() -> None:
         "1 in BF16 (FP8Config.layers leaves it out); activations and gradients travel in FP8, and 20 of 29 weights"
     ]
     assert len(report(run.model).fp8) == 20
+    assert not report(run.model).grouped
 
 
 @check_each(*MODES)
 def moe_in_fp8_stays_near_native(mode: str) -> None:
-    expected, found = (train(boost(make(**MODES[mode])), micro_batches=2) for make in (native, fp8))
+    expected = train(boost(native(**MODES[mode])), micro_batches=2)
+    run = boost(fp8(**MODES[mode]))
+    found = train(run, micro_batches=2)
     assert_close(expected, found, CLOSE)
     assert expected != found
+    blocks = report(run.model).grouped
+    assert blocks
+    assert {block.why_apart for block in blocks} == {WHY_ONE_BY_ONE.get(mode)}
+
+
+@check
+def moe_trains_alike_where_parameters_keep_no_value() -> None:
+    configs = (FP8Config(emulate=True, weights_in_16_bits=kept) for kept in (True, False))
+    runs = [boost(fp8(fp8_config=config)) for config in configs]
+    losses = [train(run, micro_batches=2) for run in runs]
+    assert losses[0] == losses[1]
+    layer = runs[1].model.unwrap().model.layers[0].block_sparse_moe
+    held = [expert.w2.weight for expert in layer.experts if expert.w2.weight is not None]
+    assert all(weight.isnan().all() for weight in held)
+    assert {row.why_apart for run in runs for row in report(run.model).grouped} == {None}
 
 
 @check
