@@ -7,7 +7,7 @@ Tokens are routed unevenly. Each way is compared with FP32 before it is timed; w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated
 
@@ -17,7 +17,8 @@ import typer
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.timing import Timing, Variant, time_in_turns
-from benchmarks.routed.ways import BASELINE, KINDS, Way
+from benchmarks.routed.ways import BASELINE, KINDS, Kind, Way
+from benchmarks.routed.whole import WHOLE_KINDS, WholeWork
 from benchmarks.routed.work import LAYERS, Products, Work, relative_errors
 
 MEASURED = ["mixtral", "deepseek"]
@@ -29,9 +30,8 @@ PRODUCTS: dict[str, tuple[int, Callable[[Way], object]]] = {
 """What is timed: how many products, and what computes them."""
 
 
-def checked(name: str, work: Work, exact: Products) -> tuple[Way | None, Record]:
+def checked(kind: Kind, work: Work | WholeWork, exact: Products) -> tuple[Way | None, Record]:
     """A way that has run once, or None, and its errors, or why it failed."""
-    kind = KINDS[name]
     try:
         way = kind.make(work)
         errors = relative_errors(way.products(), exact)
@@ -49,10 +49,12 @@ def reason_of(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0][:160]}"
 
 
-def measure(work: Work, *, device: torch.device, rounds: int, sample_ms: float) -> list[Record]:
+def measure(
+    work: Work | WholeWork, kinds: Mapping[str, Kind], *, device: torch.device, rounds: int, sample_ms: float
+) -> list[Record]:
     """A record for each way and for each of `PRODUCTS`."""
     exact = work.reference()
-    found = {name: checked(name, work, exact) for name in KINDS}
+    found = {name: checked(kind, work, exact) for name, kind in kinds.items()}
     del exact
     ways = {name: way for name, (way, _) in found.items() if way is not None}
     records = []
@@ -67,7 +69,7 @@ def measure(work: Work, *, device: torch.device, rounds: int, sample_ms: float) 
                 "loads": [min(work.loads), max(work.loads)],
                 "products": what,
                 "way": name,
-                "label": KINDS[name].label,
+                "label": kinds[name].label,
                 **outcome,
             }
             if name in timings:
@@ -114,7 +116,7 @@ COLUMNS = [
     Column("ms", lambda r: f"failed: {r['failed']}" if r["failed"] else spread(r["ms"], 3)),
     Column("host ms", lambda r: f"{r['host_ms']['median']:.3f}" if "ms" in r else "-"),
     Column("TFLOP/s", lambda r: f"{r['tflops']:.0f}" if "ms" in r else "-"),
-    Column(f"speed over {KINDS[BASELINE].label}", lambda r: spread(r["speed"], 2) if r.get("speed") else "-"),
+    Column("speed over BF16, one by one", lambda r: spread(r["speed"], 2) if r.get("speed") else "-"),
     Column("errors of y, dx, dw", _errors),
 ]
 NOTE = (
@@ -126,6 +128,12 @@ NOTE = (
     "is E4M3, for the kernel takes no other, and all experts share a scale. fprop is that of training, which "
     "keeps what backward needs. Errors: the largest difference from FP32 over the largest value. Rates count no "
     "padding."
+)
+
+WHOLE_NOTE = (
+    "Gate, up, SwiGLU and down of all experts by `nn.experts.run_experts`, from tokens sorted by expert to results in "
+    "the same order; weights are cast once. Grouped: for any number of tokens, where training chooses by "
+    "`nn.grouped_experts.ONE_BY_ONE_FROM`. fprop, dgrad and wgrad are those of the three layers; dw is that of gate."
 )
 
 
@@ -148,15 +156,19 @@ def main(
     if quick:
         tokens, rounds = tokens[:1], 3
     torch.manual_seed(0)
-    records = []
+    records, whole = [], []
+    how = {"device": target, "rounds": rounds, "sample_ms": sample_ms}
     for name, count in command.progress([(name, count) for name in layer for count in tokens]):
-        work = Work.random(LAYERS[name], count, target)
-        records += measure(work, device=target, rounds=rounds, sample_ms=sample_ms)
+        records += measure(Work.random(LAYERS[name], count, target), KINDS, **how)
+        whole += measure(WholeWork.random(LAYERS[name], count, target), WHOLE_KINDS, **how)
     result = Result(
         "experts",
         "The products of experts",
         environment.head(gpu, commit=commit),
-        [Table("experts", "Expert by expert and grouped", COLUMNS, records, NOTE)],
+        [
+            Table("experts", "Expert by expert and grouped", COLUMNS, records, NOTE),
+            Table("whole", "Whole experts", COLUMNS, whole, WHOLE_NOTE),
+        ],
     )
     command.deliver(result, folder=out, json_file=json)
 

@@ -193,15 +193,16 @@ class GroupedExperts:
 
     Args:
         experts: of one rank; modules that compute `down(act_fn(gate(x)) * up(x))`.
+        always: also for numbers of tokens for which one by one is faster.
     """
 
-    def __init__(self, experts: Sequence[nn.Module]) -> None:
-        self.experts = tuple(experts)
+    def __init__(self, experts: Sequence[nn.Module], always: bool = False) -> None:
+        self.experts, self._always = tuple(experts), always
         self._reasons: dict[str, None] = {}
         self._gate_up, self._down = _Layers(), _Layers()
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.experts,)
+        return type(self), (self.experts, self._always)
 
     @property
     def why_apart(self) -> str | None:
@@ -260,22 +261,13 @@ class GroupedExperts:
             return "under autocast"
         if tokens.dtype != torch.bfloat16:
             return "grouped products give BF16 alone"
-        gate, _, down = _parts(self.experts[0])
+        _, _, down = _parts(self.experts[0])
         if not reusable(tokens, down.weight):
             return "inference mode or a graph that is captured"
-        config, count = down.fp8_config, len(self.experts)
-        inputs, outputs = gate.weight.shape[1], 2 * gate.weight.shape[0]
-        products = (2 * gate.weight.numel() + down.weight.numel()) / 2
-        if rows / count * products >= ONE_BY_ONE_FROM:
-            return "one by one is faster for so many tokens"
-        if not (
-            config.always
-            or config.emulate
-            or not config.weights_in_16_bits
-            or count >= EXPERTS_THAT_PAY
-            or fp8_pays(int(rows), inputs, outputs, tokens.device)
-        ):
-            return "too few tokens for so few experts"
+        config = down.fp8_config
+        reason = None if self._always else self._why_slower(rows)
+        if reason is not None:
+            return reason
         kept = _is_kept(down)
         for layer in (layer for expert in self.experts for layer in _parts(expert)):
             if layer.fp8_weight.in_backward(layer.weight, config) is not None:
@@ -283,6 +275,24 @@ class GroupedExperts:
             if _is_kept(layer) != kept:
                 return "an engine keeps the FP8 weights of some of the layers alone"
         return None
+
+    def _why_slower(self, rows: float) -> str | None:
+        """Why grouped products of so many rows in all would take longer, or None where they would not."""
+        gate, _, down = _parts(self.experts[0])
+        config, count = down.fp8_config, len(self.experts)
+        inputs, outputs = gate.weight.shape[1], 2 * gate.weight.shape[0]
+        products = (2 * gate.weight.numel() + down.weight.numel()) / 2
+        if rows / count * products >= ONE_BY_ONE_FROM:
+            return "one by one is faster for so many tokens"
+        if (
+            config.always
+            or config.emulate
+            or not config.weights_in_16_bits
+            or count >= EXPERTS_THAT_PAY
+            or fp8_pays(int(rows), inputs, outputs, down.weight.device)
+        ):
+            return None
+        return "too few tokens for so few experts"
 
     def _why_never(self) -> str | None:
         """Why the experts, as they are, cannot run as one on any tokens."""

@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 from benchmarks import experts
 from benchmarks.routed import ways
 from benchmarks.routed.ways import KINDS
+from benchmarks.routed.whole import WHOLE_KINDS, WholeWork
 from benchmarks.routed.work import LAYERS, Products, Work, relative_errors, uneven_loads
+from fp8booster.nn import grouped_experts
 from tests.kernels.grouped_stand_in import stand_in
 
 SMALL = ["--device", "cpu", "--layer", "tiny", "--tokens", "96", "--rounds", "2", "--sample-ms", "0.01"]
@@ -59,12 +61,31 @@ def test_every_way_computes_the_products(name: str, loads: tuple[int, ...], monk
     assert way.forward().shape[-1] == layer.outputs
 
 
+@pytest.mark.parametrize("name", WHOLE_KINDS)
+def test_every_way_computes_whole_experts(name: str, monkeypatch) -> None:
+    stand_in(monkeypatch)
+    torch.manual_seed(0)
+    work = WholeWork.random(LAYERS["tiny"], 50, torch.device("cpu"))
+    way, record = experts.checked(WHOLE_KINDS[name], work, work.reference())
+    assert record["failed"] is None
+    assert all(parameter.grad is not None for parameter in way.parameters())
+    assert way.forward().shape == work.x.shape
+
+
+def test_whole_experts_that_are_not_grouped_are_not_measured_as_such(monkeypatch) -> None:
+    monkeypatch.setattr(grouped_experts, "why_no_grouped_product", lambda *_: "no such product")
+    work = WholeWork.random(LAYERS["tiny"], 50, torch.device("cpu"))
+    way, record = experts.checked(WHOLE_KINDS["fp8-grouped"], work, work.reference())
+    assert way is None
+    assert record["failed"] == "RuntimeError: not grouped: no such product"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KINDS)
 def test_every_way_computes_the_products_on_a_gpu(name: str) -> None:
     torch.manual_seed(0)
     work = Work.random(LAYERS["tiny"], 500, torch.device("cuda", 0))
-    way, record = experts.checked(name, work, work.reference())
+    way, record = experts.checked(KINDS[name], work, work.reference())
     assert record["failed"] is None
     assert way.forward().is_cuda
 
@@ -102,7 +123,13 @@ def test_a_way_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch) -
     monkeypatch.setitem(KINDS, "bf16-grouped", ways.Kind("wrong", Wrong, 0.01))
     result = run(*SMALL, "--out", str(tmp_path), "--json", str(tmp_path / "experts.json"))
     assert result.exit_code == 0, result.output
-    records = json.loads((tmp_path / "experts.json").read_text())["tables"]["experts"]
+    tables = json.loads((tmp_path / "experts.json").read_text())["tables"]
+    assert {record["way"]: record["failed"] for record in tables["whole"]} == {
+        "bf16": None,
+        "fp8": None,
+        "fp8-grouped": "RuntimeError: no such kernel",
+    }
+    records = tables["experts"]
     assert len(records) == 2 * len(KINDS)
     for record in records:
         if record["way"].startswith("fp8-grouped"):
@@ -122,7 +149,7 @@ def test_timing_that_fails_is_said_too(monkeypatch) -> None:
 
     monkeypatch.setattr(experts, "time_in_turns", fails)
     work = Work.random(LAYERS["tiny"], 50, torch.device("cpu"))
-    records = experts.measure(work, device=torch.device("cpu"), rounds=1, sample_ms=0.01)
+    records = experts.measure(work, KINDS, device=torch.device("cpu"), rounds=1, sample_ms=0.01)
     assert {record["failed"] for record in records if record["way"] == "bf16"} == {
         "RuntimeError: device lost"
     }

@@ -302,6 +302,7 @@ def test_the_number_of_tokens_decides_and_all_ranks_by_their_mean(monkeypatch: p
     assert grouped.why_apart is None
     assert grouped(x, counts, usual_rows=65.0) is None
     assert grouped.why_apart == "one by one is faster for so many tokens"
+    assert GroupedExperts(fp8, always=True)(x, counts, usual_rows=65.0) is not None
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products)
     assert grouped(x, counts) is None
     assert grouped(x, counts, usual_rows=63.0) is not None
