@@ -1,2 +1,1 @@
-"""The parts of `benchmarks.experts`: routed tokens and their reference (`work.py`), ways to multiply (`ways.py`), and to
-run whole experts (`whole.py`)."""
+"""Parts of `benchmarks.experts`: routed tokens (`work.py`), ways to multiply (`ways.py`), whole experts (`whole.py`)."""

@@ -168,7 +168,8 @@ class _Layers:
 def _put_together(layers: Sequence[FP8Layer], experts: int) -> GroupedWeight:
     """The FP8 weights that an engine keeps, and their scales, as they are; the parameters may hold no values.
 
-    The engine gathers each into memory of its own, so this copies them, once a step.
+    The engine gathers each into memory of its own, so this copies them, once a step: one byte a value more, and one for
+    the transpose, unless that is made in backward.
     """
     config = layers[0].fp8_config
     kept = [layer.fp8_weight.get(layer.weight, config, transposed=False) for layer in layers]
