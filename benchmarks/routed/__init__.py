@@ -1,1 +1,1 @@
-"""Parts of `benchmarks.experts`: routed tokens (`work.py`), ways to multiply (`ways.py`), whole experts (`whole.py`)."""
+"""What `benchmarks.experts` times: routed tokens (`work.py`), products (`ways.py`), whole experts (`whole.py`)."""

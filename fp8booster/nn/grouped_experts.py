@@ -152,10 +152,8 @@ class _Layers:
             source() is weight for source, weight in zip(self._sources, weights, strict=True)
         )
         if not fresh:
-            self._weight, self._made_from = (
-                None,
-                [],
-            )  # first, so that the allocator can give the same memory again
+            self._weight = None  # first, so that the allocator can give the same memory again
+            self._made_from = []
             if kept:
                 self._weight = _put_together(layers, experts)
             else:

@@ -330,6 +330,14 @@ def test_autocast_is_left_to_the_layers() -> None:
     assert grouped.why_apart == "under autocast"
 
 
+def test_weights_that_are_whole_only_in_their_layers_stay_there() -> None:
+    fp8, counts = experts(), COUNTS["even"]
+    fp8[1].w3.fp8_weight.in_backward = lambda *_: lambda: None  # as where FSDP gathers it twice
+    grouped = GroupedExperts(fp8)
+    assert grouped(tokens(counts), counts) is None
+    assert grouped.why_apart == "the weights are whole only while a layer runs"
+
+
 def test_in_evaluation_experts_run_one_by_one_and_nothing_is_wrong_with_that() -> None:
     fp8 = experts().eval()
     grouped = GroupedExperts(fp8)
