@@ -23,7 +23,7 @@ from fp8booster.kernels.cast import ALIGNMENT, aligned
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import Groups, why_no_grouped_product
 from fp8booster.nn.choice import fp8_pays
-from fp8booster.nn.fused.merged import one_below_the_other
+from fp8booster.nn.fused.rows import one_below_the_other
 from fp8booster.nn.fused.swiglu import swiglu
 from fp8booster.nn.grouped_linear import GroupedWeight, cast_experts, grouped_linear
 from fp8booster.nn.late_transpose import transpose_of
