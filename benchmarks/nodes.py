@@ -179,9 +179,8 @@ def main(
             json_file.write_text(result.json())
     dist.barrier()
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # a regular exit now and then aborts in threads of process groups that colossalai's objects hold
+    # a regular exit now and then aborts in threads of process groups that colossalai's objects hold
+    os._exit(0)
 
 
 if __name__ == "__main__":

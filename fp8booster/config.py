@@ -45,7 +45,7 @@ class FP8Config:
     """Format of the gradient of a layer's output; None is E5M2 for tensorwise and E4M3 for rowwise scales."""
 
     fast_accumulation_fprop: bool = True
-    """Let the forward product skip the promotion of partial sums to FP32: 7 % faster on an H200, fewer bits."""
+    """Let the forward product skip the promotion of partial sums to FP32: 6 % faster on an H200, fewer bits."""
 
     fast_accumulation_dgrad: bool = False
     """The same for the product that gives the input's gradient."""

@@ -6,6 +6,7 @@ expert and where each expert's rows end; the FP8 one takes them padded.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,19 +22,19 @@ from fp8booster.nn.grouped_linear import GroupedWeight, cast_experts, grouped_li
 CONFIG = FP8Config(layers=lambda *_: True, always=True)
 
 
-class Way:
+class Way(ABC):
     """One way, on one piece of work; `forward` and `step` are what is timed."""
 
     def __init__(self, work: Work) -> None:
         self.work, self.x, self.dy = work, work.x, work.dy
 
+    @abstractmethod
     def parameters(self) -> list[nn.Parameter]:
         """Those that get gradients."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute(self, x: torch.Tensor) -> torch.Tensor:
         """Differentiable: rows by expert [T, K] to [T, N], padded where `self.x` is."""
-        raise NotImplementedError
 
     def forward(self) -> torch.Tensor:
         """As in training: what backward needs is made and kept."""

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from fp8booster.kernels.cast import ALIGNMENT, aligned
 from fp8booster.kernels.grouped_product import Groups
+from fp8booster.nn.expert_rows import RowLayout, bring_back, lay_out
 
 
 @dataclass(frozen=True)
@@ -94,22 +94,19 @@ class Work:
 
     def ends(self) -> torch.Tensor:
         """int32 [E]: where each expert's tokens end."""
-        return _ends(self.loads, self.x.device)
+        return torch.tensor(self.loads, device=self.x.device).cumsum(0).to(torch.int32)
 
     def padded_groups(self) -> Groups:
         """Each expert's rows in `padded` tensors."""
-        loads = self._padded_loads()
-        return Groups(tuple(loads), _ends(loads, self.x.device))
+        return self._layout().groups
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
         """[T16, ...]: rows with zeros behind those of each expert, to a multiple of 16 and at least 16 of them."""
-        padded = rows.new_zeros((sum(self._padded_loads()), *rows.shape[1:]))
-        padded[self._places()] = rows
-        return padded
+        return lay_out(rows, self._layout())
 
     def without_padding(self, padded: torch.Tensor) -> torch.Tensor:
         """What `padded` was made from."""
-        return padded[self._places()]
+        return bring_back(padded, self._layout())
 
     def reference(self) -> Products:
         """In FP32, expert by expert."""
@@ -120,21 +117,8 @@ class Work:
         y, dx, dw = zip(*parts, strict=True)
         return Products(torch.cat(y), torch.cat(dx), torch.stack(dw))
 
-    def _padded_loads(self) -> list[int]:
-        # the grouped kernels refuse an empty sum, which the weight gradient of an expert without tokens would be
-        return [max(ALIGNMENT, aligned(load)) for load in self.loads]
-
-    def _places(self) -> torch.Tensor:
-        """int64 [T]: the row of each token in `padded` tensors."""
-        device = self.x.device
-        loads = torch.tensor(self.loads, device=device)
-        shift = self.padded_groups().ends - torch.tensor(self._padded_loads(), device=device)
-        shift = shift - (self.ends() - loads)
-        return torch.arange(self.tokens, device=device) + shift.repeat_interleave(loads)
-
-
-def _ends(sizes: list[int] | tuple[int, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
+    def _layout(self) -> RowLayout:
+        return RowLayout.of([self.loads], self.x.device)
 
 
 def relative_errors(found: Products, exact: Products) -> dict[str, float]:

@@ -30,7 +30,7 @@ _NAMES = (
     (POINTWISE, r"triton_.*fused.*(rsqrt|silu|sigmoid)"),
     (
         "casts",
-        r"amax|cast_kernel|cast_shard|(en|de)code_(part_)?kernel|^(sum|unpack)_kernel|fp8|float8|e4m3|e5m2|quant",
+        r"amax|cast_kernel|cast_shard|(en|de)code_kernel|^(sum|unpack)_kernel|fp8|float8|e4m3|e5m2|quant",
     ),
     ("casts", r"triton_.*fused.*clamp"),
     ("loss", r"softmax|nll_loss|cross_entropy"),

@@ -72,8 +72,9 @@ LARGE_PRODUCT = 2e11
 def _is_faster_by_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the product with fast accumulation is faster if each row is given the tensor's scale.
 
-    cuBLAS takes another kernel for it: as fast to 15 % faster on an H200, 7 % in the median over the fprops in
-    benchmarks/results/h200/gemm, where power limits both; the bits of the sums are as few.
+    cuBLAS takes another kernel for it, whose sums have as few bits. With it fast products of an H200 are 6 % faster
+    than exact ones in the median over the fprops in benchmarks/results/h200/gemm (from 1 % slower to 10 %), where
+    power limits both; with the kernel for one scale they were no faster (gemm-one-scale).
     """
     if not a.is_cuda or 2.0 * len(a) * len(b) * a.shape[1] < LARGE_PRODUCT:
         return False

@@ -45,6 +45,12 @@ def gathered_layouts(
     return data, transpose
 
 
+def transposed(matrix: torch.Tensor) -> torch.Tensor:
+    """The transpose of one FP8 matrix [R, C]: [C, R16], the bytes that a cast under one scale would give."""
+    _, transpose = gathered_layouts(matrix.view(torch.uint8).unsqueeze(0), 1, plain=False, transposed=True)
+    return transpose.view(matrix.dtype)
+
+
 def order_reference(
     gathered: torch.Tensor, outer: int, data: torch.Tensor | None, transpose: torch.Tensor | None
 ) -> None:

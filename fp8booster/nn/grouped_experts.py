@@ -10,27 +10,26 @@ the experts one by one, and `GroupedExperts.why_apart`, which the report shows, 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from fp8booster.formats import E4M3
-from fp8booster.kernels.cast import ALIGNMENT, aligned
+from fp8booster.kernels.cast import ALIGNMENT
 from fp8booster.kernels.device import require_fp8
-from fp8booster.kernels.grouped_product import Groups, why_no_grouped_product
+from fp8booster.kernels.grouped_product import why_no_grouped_product
+from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.choice import fp8_pays
+from fp8booster.nn.expert_rows import RowLayout, bring_back, lay_out
 from fp8booster.nn.fused.rows import one_below_the_other
 from fp8booster.nn.fused.swiglu import swiglu
 from fp8booster.nn.grouped_linear import GroupedWeight, cast_experts, grouped_linear
-from fp8booster.nn.late_transpose import transpose_of
+from fp8booster.nn.held import held_by_modules
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
-from fp8booster.nn.weight_cache import reusable, state_of
-from fp8booster.tensor import QuantizedMatrix
+from fp8booster.nn.weight_cache import MadeForStep, reusable
 
 ONE_BY_ONE_FROM = 1e11
 """Rows times input times output features of a product of one expert, in the mean over experts and products, from which
@@ -54,113 +53,18 @@ _GATED = {
 """By module and name, classes of experts that compute `down(act_fn(gate(x)) * up(x))`: what they call the three."""
 
 
-class _Layout(NamedTuple):
-    """Where tokens lie when they are sorted by expert and padded."""
-
-    groups: Groups
-    places: torch.Tensor
-    """int64 [T], different from each other: the row of each token."""
-
-
-class _LayOut(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, tokens: torch.Tensor, layout: _Layout
-    ) -> torch.Tensor:
-        ctx.layout = layout
-        return _laid_out(tokens, layout)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
-        return gradient.index_select(0, ctx.layout.places), None
-
-
-class _BringBack(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, rows: torch.Tensor, layout: _Layout
-    ) -> torch.Tensor:
-        ctx.layout = layout
-        return rows.index_select(0, layout.places)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
-        return _laid_out(gradient, ctx.layout), None
-
-
-def _laid_out(tokens: torch.Tensor, layout: _Layout) -> torch.Tensor:
-    # zeros, not copies of some token: what an expert makes of a token that was not sent to it may overflow
-    rows = tokens.new_zeros((sum(layout.groups.rows), *tokens.shape[1:]))
-    return rows.index_copy_(0, layout.places, tokens)
-
-
-def lay_out(counts: Sequence[Sequence[int]], device: torch.device) -> _Layout:
-    """Where tokens go that lie by sender, and of each sender by expert.
+def _weight_of(layers: Sequence[FP8Layer], experts: int, kept: bool) -> GroupedWeight:
+    """The FP8 weight of the same layers of every expert, such as gate and up, one below the other.
 
     Args:
-        counts: tokens from each sender for each expert, [senders][experts].
-        device: of the tokens.
+        layers: by expert, as many of each.
+        experts: how many.
+        kept: an engine keeps their FP8 weights.
     """
-    totals = [sum(of_expert) for of_expert in zip(*counts, strict=True)]
-    # the sum of the weight gradient over no rows would be refused
-    rows = [max(ALIGNMENT, aligned(total)) for total in totals]
-    ends, end = [], 0
-    for each in rows:
-        end += each
-        ends.append(end)
-    free = [end - each for end, each in zip(ends, rows, strict=True)]
-    shifts, sizes, first = [], [], 0
-    for sender in counts:
-        for expert, count in enumerate(sender):
-            shifts.append(free[expert] - first)
-            sizes.append(count)
-            free[expert] += count
-            first += count
-    numbers = torch.tensor(shifts + sizes + ends)
-    if device.type == "cuda":
-        numbers = numbers.pin_memory().to(device, non_blocking=True)  # the host need not wait for the device
-    of_pieces, counted, group_ends = numbers.split([len(shifts), len(sizes), len(ends)])
-    places = torch.arange(first, device=device)
-    places = places + of_pieces.repeat_interleave(counted, output_size=first)
-    return _Layout(Groups(tuple(rows), group_ends.to(torch.int32)), places)
-
-
-class _Layers:
-    """The same layers of every expert, such as gate and up, and their FP8 weights one below the other."""
-
-    def __init__(self) -> None:
-        self._weight: GroupedWeight | None = None
-        self._made_from: list[tuple] = []
-        self._sources: list[weakref.ref] = []
-
-    def weight(self, layers: Sequence[FP8Layer], experts: int, kept: bool) -> GroupedWeight:
-        """The FP8 weight, made once per optimizer step as `weight_cache` does for one layer.
-
-        Args:
-            layers: by expert, as many of each.
-            experts: how many.
-            kept: an engine keeps their FP8 weights.
-        """
-        config, weights = layers[0].fp8_config, [layer.weight for layer in layers]
-        made_from = [
-            (state_of(weight, config), layer.fp8_weight.clears, kept)
-            for layer, weight in zip(layers, weights, strict=True)
-        ]
-        fresh = self._made_from == made_from and all(
-            source() is weight for source, weight in zip(self._sources, weights, strict=True)
-        )
-        if not fresh:
-            self._weight = None  # first, so that the allocator can give the same memory again
-            self._made_from = []
-            if kept:
-                self._weight = _put_together(layers, experts)
-            else:
-                self._weight = cast_experts(one_below_the_other(weights), experts, config)
-            self._made_from = made_from
-            self._sources = [weakref.ref(weight) for weight in weights]
-        return self._weight
+    if kept:
+        return _put_together(layers, experts)
+    weights = [layer.weight for layer in layers]
+    return cast_experts(one_below_the_other(weights), experts, layers[0].fp8_config)
 
 
 def _put_together(layers: Sequence[FP8Layer], experts: int) -> GroupedWeight:
@@ -179,9 +83,7 @@ def _put_together(layers: Sequence[FP8Layer], experts: int) -> GroupedWeight:
     if all(a.data_ptr() == b.data_ptr() for a, b in zip(scales, first_of_expert, strict=True)):
         scales = scales[::in_each]
     inverse_scales = torch.stack(scales).view(experts, -1)
-    transpose = data.new_empty(0)
-    if config.keep_weight_transposes:
-        transpose = transpose_of(QuantizedMatrix(data, transpose, inverse_scales, None))
+    transpose = transposed(data) if config.keep_weight_transposes else data.new_empty(0)
     return GroupedWeight.of(data, transpose, inverse_scales)
 
 
@@ -198,7 +100,7 @@ class GroupedExperts:
     def __init__(self, experts: Sequence[nn.Module], always: bool = False) -> None:
         self.experts, self._always = tuple(experts), always
         self._reasons: dict[str, None] = {}
-        self._gate_up, self._down = _Layers(), _Layers()
+        self._gate_up, self._down = MadeForStep(), MadeForStep()
 
     def __reduce__(self) -> tuple:
         return type(self), (self.experts, self._always)
@@ -236,20 +138,20 @@ class GroupedExperts:
         require_fp8(tokens.device, config.emulate)
         kept, count = _is_kept(downs[0]), len(layers)
         factors = _side_by_side(weight_gradient_factors, tokens.device)
-        layout = lay_out(counts, tokens.device)
-        x = _LayOut.apply(tokens, layout)
+        layout = RowLayout.of(counts, tokens.device)
+        x = lay_out(tokens, layout)
         for each, of_experts in ((self._gate_up, gates_ups), (self._down, downs)):
             if each is self._down:
                 x = swiglu(x)
             x = grouped_linear(
                 x,
                 [layer.weight for layer in of_experts],
-                each.weight(of_experts, count, kept),
+                each.get(of_experts, partial(_weight_of, of_experts, count, kept), kept),
                 layout.groups,
                 config,
                 factors,
             )
-        return _BringBack.apply(x, layout)
+        return bring_back(x, layout)
 
     def _why_not(self, tokens: torch.Tensor, rows: float) -> str | None:
         """Why the experts cannot run as one on these tokens, in training."""
@@ -395,9 +297,4 @@ def _side_by_side(
 
 def grouped_experts(model: nn.Module) -> list[GroupedExperts]:
     """Those that the modules of a model hold as attributes."""
-    return [
-        value
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, GroupedExperts)
-    ]
+    return held_by_modules(model, GroupedExperts)

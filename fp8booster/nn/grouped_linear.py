@@ -23,9 +23,9 @@ from torch.autograd.function import once_differentiable
 from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3
 from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_product
+from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.delivered_amax import delivered_amax
 from fp8booster.nn.functional import quantize_input, quantize_weight
-from fp8booster.nn.late_transpose import transpose_of
 from fp8booster.tensor import QuantizedMatrix, quantize
 
 
@@ -142,7 +142,7 @@ class _GroupedLinear(torch.autograd.Function):
         dx, dw = None, (None,) * len(ctx.rows_of_weights)
         if for_input:
             if ctx.late:
-                w8 = transpose_of(QuantizedMatrix(w8, w8.new_empty(0), w_inverse_scales, None))
+                w8 = transposed(w8)
             dx = _dgrad(dy, w8, w_inverse_scales, groups, config)
         if for_weight:
             factors = ctx.factors

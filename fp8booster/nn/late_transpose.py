@@ -6,16 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from fp8booster.kernels.transpose import gathered_layouts
+from fp8booster.kernels.transpose import transposed
 from fp8booster.tensor import QuantizedMatrix
-
-
-def transpose_of(quantized: QuantizedMatrix) -> torch.Tensor:
-    """The transpose of a matrix under one scale, [C16, R16]: the bytes that a cast would give."""
-    _, transpose = gathered_layouts(
-        quantized.data.view(torch.uint8).unsqueeze(0), 1, plain=False, transposed=True
-    )
-    return transpose.view(quantized.data.dtype)
 
 
 def transposed_in_backward(quantized: QuantizedMatrix) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
@@ -38,6 +30,6 @@ def transposed_in_backward(quantized: QuantizedMatrix) -> Callable[[], tuple[tor
                 "a weight needed for gradient computation has been modified by an inplace operation: an optimizer "
                 "stepped between this forward and its backward; run backward before the step"
             )
-        return transpose_of(quantized), quantized.inverse_scale
+        return transposed(data), quantized.inverse_scale
 
     return late_weight

@@ -10,7 +10,8 @@ version counter. The object counts because a weight that is computed anew at eac
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -19,6 +20,9 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.functional import LateWeight, quantize_weight
 from fp8booster.tensor import QuantizedMatrix
+
+if TYPE_CHECKING:
+    from fp8booster.nn.layer import FP8Layer
 
 
 class _Steps:
@@ -65,6 +69,44 @@ def wait_for(ready: torch.cuda.Event | None) -> None:
     """Make the current stream wait for what writes a weight, if another stream does."""
     if ready is not None:
         torch.cuda.current_stream().wait_event(ready)
+
+
+Made = TypeVar("Made")
+
+
+class MadeForStep(Generic[Made]):
+    """What is made of the weights of several layers, as fresh as a `WeightCache` of each would be."""
+
+    made: Made | None
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def get(self, layers: Sequence[FP8Layer], make: Callable[[], Made], *also: Hashable) -> Made:
+        """What `make` gave, or gives now where a weight has changed since.
+
+        Args:
+            layers: whose weights it is made of.
+            make: makes it.
+            also: what else must be as it was.
+        """
+        made_from = [
+            (state_of(layer.weight, layer.fp8_config), layer.fp8_weight.clears, *also) for layer in layers
+        ]
+        fresh = self._made_from == made_from and all(
+            source() is layer.weight for source, layer in zip(self._sources, layers, strict=True)
+        )
+        if not fresh:
+            self.forget()  # first, so that the allocator can give the same memory again
+            self.made, self._made_from = make(), made_from
+            self._sources = [weakref.ref(layer.weight) for layer in layers]
+        return self.made
+
+    def forget(self) -> None:
+        """Drop it."""
+        self.made = None
+        self._made_from: list[tuple] = []
+        self._sources: list[weakref.ref] = []
 
 
 class WeightCache:

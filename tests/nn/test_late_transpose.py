@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, convert_to_fp8
-from fp8booster.nn.late_transpose import transpose_of
+from fp8booster.kernels.transpose import transposed
 from fp8booster.tensor import quantize
 
 
@@ -29,7 +29,7 @@ def kept(model: nn.Module) -> list[torch.Tensor]:
 def test_the_transpose_is_that_of_a_cast(shape, device) -> None:
     matrix = torch.randn(shape, device=device)
     both = quantize(matrix, torch.float8_e4m3fn, transposed=True)
-    late = transpose_of(quantize(matrix, torch.float8_e4m3fn))
+    late = transposed(quantize(matrix, torch.float8_e4m3fn).data)
     assert torch.equal(late.view(torch.uint8), both.transpose.view(torch.uint8))
 
 

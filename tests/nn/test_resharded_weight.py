@@ -102,7 +102,7 @@ def train_fused_with_fsdp2() -> dict[str, list[float]]:
         for _ in range(4):
             ids = batch()
             loss = model(input_ids=ids, labels=ids).loss
-            held = sum(merged._quantized is not None for merged in merged_layers(model))
+            held = sum(merged._cast.made is not None for merged in merged_layers(model))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -21,7 +21,7 @@ from fp8booster import comm, scaling
 from fp8booster.comm import Encoding
 from fp8booster.comm.amax import largest_of_each
 from fp8booster.comm.statistics import count_encoded, count_plain
-from fp8booster.kernels.transpose import gathered_layouts
+from fp8booster.kernels.transpose import transposed
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "chunk gather"
@@ -199,9 +199,7 @@ class FP8Chunk(ReducedChunk):
 
     def transpose(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
         """The FP8 transpose of what `quantized` gives, made now from the gathered chunk."""
-        data = self._quantized[tuple(parameters)].data
-        as_bytes = data.view(torch.uint8).unsqueeze(0)
-        return gathered_layouts(as_bytes, 1, plain=False, transposed=True)[1].view(data.dtype)
+        return transposed(self._quantized[tuple(parameters)].data)
 
     def own_values(self) -> torch.Tensor:
         """The bytes that this rank casts: its shard, or all where the chunk is kept gathered."""

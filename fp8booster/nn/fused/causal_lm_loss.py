@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster import formats
+from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.choice import fp8_pays
 from fp8booster.nn.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.fused.loss import linear_cross_entropy
-from fp8booster.nn.late_transpose import transpose_of
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
 from fp8booster.nn.weight_cache import WeightCache, reusable
@@ -242,6 +242,6 @@ def _with_transpose(head: FP8Layer) -> QuantizedMatrix:
     if quantized.transpose.numel():
         return quantized
     if late_weight is None:
-        return quantized._replace(transpose=transpose_of(quantized))
+        return quantized._replace(transpose=transposed(quantized.data))
     transpose, inverse_scale = late_weight()
     return QuantizedMatrix(quantized.data, transpose, quantized.inverse_scale, inverse_scale)

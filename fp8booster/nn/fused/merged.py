@@ -6,7 +6,6 @@ product, backward's dgrad adds up what the layers give by itself, and one wgrad 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
@@ -19,9 +18,10 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.choice import fp8_pays
 from fp8booster.nn.functional import Defer, LateWeight, linear_from_quantized, quantize_weight
 from fp8booster.nn.fused.rows import one_below_the_other
+from fp8booster.nn.held import held_by_modules
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.shared_input import share_input
-from fp8booster.nn.weight_cache import reusable, state_of, wait_for
+from fp8booster.nn.weight_cache import MadeForStep, reusable, wait_for
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -51,7 +51,8 @@ class MergedLayers:
         self.layers = tuple(layers)
         self._reasons: dict[str, None] = {}
         self._engines_reason: str | None = None
-        self._forget()
+        self._cast: MadeForStep[QuantizedMatrix] = MadeForStep()
+        self._drop_kept()
 
     @property
     def why_apart(self) -> str | None:
@@ -178,26 +179,16 @@ class MergedLayers:
         if self._is_kept_by_engine():
             wait_for(self._ready)
             return self._quantized
+        self._drop_kept()  # no longer what the weights are
+        return self._cast.get(self.layers, partial(self._cast_of, weights))
+
+    def _cast_of(self, weights: list[torch.Tensor]) -> QuantizedMatrix:
         config = self.layers[0].fp8_config
-        made_from = [
-            (state_of(weight, config), layer.fp8_weight.clears)
-            for layer, weight in zip(self.layers, weights, strict=True)
-        ]
-        fresh = self._made_from == made_from and all(
-            source() is weight for source, weight in zip(self._sources, weights, strict=True)
-        )
-        if not fresh:
-            self._forget()  # first, so that the allocator can give the same memory again
-            self._quantized = quantize_weight(
-                one_below_the_other(weights), config, transposed=config.keep_weight_transposes
-            )
-            self._made_from = made_from
-            self._sources = [weakref.ref(weight) for weight in weights]
-        return self._quantized
+        return quantize_weight(one_below_the_other(weights), config, transposed=config.keep_weight_transposes)
 
     def keep(self, quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None) -> None:
         """Hold an FP8 weight that an engine makes together with the layers' weights, as `WeightCache.keep` does."""
-        self._forget()
+        self._cast.forget()
         self._quantized, self._ready = quantized, ready
         self._kept_for = self._places()
 
@@ -212,22 +203,15 @@ class MergedLayers:
     def __reduce__(self) -> tuple:
         return type(self), (self.layers,)
 
-    def _forget(self) -> None:
+    def _drop_kept(self) -> None:
         self._kept_for: list[tuple[int, int, int]] = []
         self._quantized: QuantizedMatrix | None = None
         self._ready: torch.cuda.Event | None = None
-        self._made_from: list[tuple] = []
-        self._sources: list[weakref.ref] = []
 
 
 def merged_layers(model: nn.Module) -> list[MergedLayers]:
     """Those that the modules of a model hold as attributes."""
-    return [
-        value
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, MergedLayers)
-    ]
+    return held_by_modules(model, MergedLayers)
 
 
 class _SideBySide(torch.autograd.Function):

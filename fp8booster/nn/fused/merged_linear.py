@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.nn.fused.rows import as_one, lie_together
+from fp8booster.nn.held import held_by_modules
 
 
 class MergedLinears:
@@ -108,9 +109,4 @@ class _AsOne(torch.autograd.Function):
 
 def merged_linears(model: nn.Module) -> list[MergedLinears]:
     """Those that the modules of a model hold as attributes."""
-    return [
-        value
-        for module in model.modules()
-        for value in vars(module).values()
-        if isinstance(value, MergedLinears)
-    ]
+    return held_by_modules(model, MergedLinears)

@@ -1,0 +1,97 @@
+"""Where tokens lie for grouped products: sorted by expert, each expert's rows padded with zeros to a multiple of 16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fp8booster.kernels.cast import ALIGNMENT, aligned
+from fp8booster.kernels.grouped_product import Groups
+
+
+class RowLayout(NamedTuple):
+    """The rows of T tokens."""
+
+    groups: Groups
+    places: torch.Tensor
+    """int64 [T], different from each other: the row of each token."""
+
+    @classmethod
+    def of(cls, counts: Sequence[Sequence[int]], device: torch.device) -> RowLayout:
+        """Where tokens go that lie by sender, and of each sender by expert.
+
+        Args:
+            counts: tokens from each sender for each expert, [senders][experts].
+            device: of the tokens.
+        """
+        totals = [sum(of_expert) for of_expert in zip(*counts, strict=True)]
+        # the sum of the weight gradient over no rows would be refused
+        rows = [max(ALIGNMENT, aligned(total)) for total in totals]
+        ends, end = [], 0
+        for each in rows:
+            end += each
+            ends.append(end)
+        free = [end - each for end, each in zip(ends, rows, strict=True)]
+        shifts, sizes, first = [], [], 0
+        for sender in counts:
+            for expert, count in enumerate(sender):
+                shifts.append(free[expert] - first)
+                sizes.append(count)
+                free[expert] += count
+                first += count
+        numbers = torch.tensor(shifts + sizes + ends)
+        if device.type == "cuda":
+            numbers = numbers.pin_memory().to(
+                device, non_blocking=True
+            )  # the host need not wait for the device
+        of_pieces, counted, group_ends = numbers.split([len(shifts), len(sizes), len(ends)])
+        places = torch.arange(first, device=device)
+        places = places + of_pieces.repeat_interleave(counted, output_size=first)
+        return cls(Groups(tuple(rows), group_ends.to(torch.int32)), places)
+
+
+def lay_out(tokens: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    """Tokens [T, ...] in their rows, with zeros between them; differentiable."""
+    return _LayOut.apply(tokens, layout)
+
+
+def bring_back(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    """What lies in the tokens' rows, [T, ...]; differentiable."""
+    return _BringBack.apply(rows, layout)
+
+
+class _LayOut(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, tokens: torch.Tensor, layout: RowLayout
+    ) -> torch.Tensor:
+        ctx.layout = layout
+        return _laid_out(tokens, layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        return gradient.index_select(0, ctx.layout.places), None
+
+
+class _BringBack(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, rows: torch.Tensor, layout: RowLayout
+    ) -> torch.Tensor:
+        ctx.layout = layout
+        return rows.index_select(0, layout.places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        return _laid_out(gradient, ctx.layout), None
+
+
+def _laid_out(tokens: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    # zeros, not copies of some token: what an expert makes of a token that was not sent to it may overflow
+    rows = tokens.new_zeros((sum(layout.groups.rows), *tokens.shape[1:]))
+    return rows.index_copy_(0, layout.places, tokens)
