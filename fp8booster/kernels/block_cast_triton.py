@@ -27,7 +27,7 @@ from fp8booster.kernels.cast_triton import (
     scale_from_bits,
     to_bits,
 )
-from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.launch import Launch, ceil_div
 
 PAYLOAD_ALIGNMENT = tl.constexpr(ALIGNMENT)
 SLOTS_ALIGNMENT = tl.constexpr(SCALES_ALIGNMENT)
@@ -274,13 +274,15 @@ TENSORWISE_BLOCK = 1024
 """Row of a tile where one scale serves all blocks."""
 
 
+LAUNCHES = 4096
+"""How many are remembered of each kind: enough for the gradients of a step, encoded from where they lie."""
+
+
 class _Tiling(NamedTuple):
-    """How the kernels divide a layout among programs; found once for each layout."""
+    """How the kernels divide a layout among programs."""
 
     tiles: int
     """Of the longest piece, its unused scales included."""
-
-    pieces: int
 
     tile: dict[str, int | bool]
     """The constants of a tile."""
@@ -294,7 +296,6 @@ class _Tiling(NamedTuple):
         return self.tiles * self.tile["TILE_BLOCKS"]
 
 
-@functools.lru_cache(maxsize=1024)
 def _tiling(layout: Layout) -> _Tiling:
     longest, block = max(layout.counts), layout.block_size or TENSORWISE_BLOCK
     covered = (
@@ -307,12 +308,8 @@ def _tiling(layout: Layout) -> _Tiling:
     }
     # where all pieces are multiples of 16, the compiler may move 16 values at once
     unit = ALIGNMENT if all(count % ALIGNMENT == 0 for count in layout.counts) else 1
-    return _Tiling(
-        ceil_div(covered, block * tile["TILE_BLOCKS"]),
-        len(layout.counts),
-        tile,
-        {"EVEN": layout.is_even, "UNIT": unit, **tile},
-    )
+    tiles = ceil_div(covered, block * tile["TILE_BLOCKS"])
+    return _Tiling(tiles, tile, {"EVEN": layout.is_even, "UNIT": unit, **tile})
 
 
 def _table(layout: Layout, device: torch.device) -> torch.Tensor:
@@ -334,32 +331,24 @@ def _without_ones(values: torch.Tensor, part: int, pieces: int) -> tuple[torch.T
     return (F.pad(values.flatten(), (0, 1)) if values.numel() == 1 else values), part
 
 
-def encode(
-    values: torch.Tensor, message: torch.Tensor, layout: Layout, dtype: torch.dtype, power_of_two: bool
-) -> None:
-    """What `block_cast.Reference.encode` computes, byte for byte."""
-    if layout.bytes == 0:
-        return
+@functools.lru_cache(maxsize=LAUNCHES)
+def _encode_launch(
+    layout: Layout,
+    total: int,
+    part: int,
+    first: int,
+    end: int | None,
+    partial_count: int,
+    dtype: torch.dtype,
+    power_of_two: bool,
+) -> Launch:
+    """Of `encode_kernel`; up to the last tile where `end` is None."""
     tiling = _tiling(layout)
-    # pointers that are not read need some tensor
-    partials = amax_partials(values.view(1, -1)) if layout.block_size is None else message
-    partial_count = partials.numel() if layout.block_size is None else 1
-    part = layout.counts[0]
-    if layout.is_even:
-        values, part = _without_ones(values, part, tiling.pieces)
-    launch(
+    end = tiling.end if end is None else end
+    return Launch(
         encode_kernel,
-        (tiling.tiles, tiling.pieces),
-        (values, message, message if layout.is_even else _table(layout, values.device), partials),
-        (
-            partial_count,
-            values.numel(),
-            part,
-            0,
-            tiling.end,
-            layout.counts[0],
-            layout.sizes[0],
-        ),
+        (ceil_div(end - first, tiling.tile["TILE_BLOCKS"]), len(layout.counts)),
+        (partial_count, total, part, first, end, layout.counts[0], layout.sizes[0]),
         num_warps=WARPS,
         enable_fp_fusion=False,
         E4M3=dtype is formats.E4M3,
@@ -368,6 +357,25 @@ def encode(
         PARTIALS_BLOCK=1 << (partial_count - 1).bit_length(),
         **tiling.places,
     )
+
+
+def encode(
+    values: torch.Tensor, message: torch.Tensor, layout: Layout, dtype: torch.dtype, power_of_two: bool
+) -> None:
+    """What `block_cast.Reference.encode` computes, byte for byte."""
+    if layout.bytes == 0:
+        return
+    # pointers that are not read need some tensor
+    partials, partial_count, table, part = message, 1, message, layout.counts[0]
+    if layout.block_size is None:
+        partials = amax_partials(values.view(1, -1))
+        partial_count = partials.numel()
+    if layout.is_even:
+        values, part = _without_ones(values, part, len(layout.counts))
+    else:
+        table = _table(layout, values.device)
+    launch = _encode_launch(layout, values.numel(), part, 0, None, partial_count, dtype, power_of_two)
+    launch(values, message, table, partials)
 
 
 def encode_parts(
@@ -388,24 +396,13 @@ def encode_parts(
     of_blocks = list(takewhile(lambda tensor: tensor.numel() // pieces % block == 0, tensors))
     others = tensors[len(of_blocks) :]
     parts = [*of_blocks, side_by_side(others, pieces)] if others else of_blocks
-    first, tiling, count = 0, _tiling(layout), layout.counts[0]
+    first = 0
     for tensor in parts:
         part = tensor.numel() // pieces
-        end = layout.scale_count(count) if tensor is parts[-1] else first + part // block
+        end = layout.scale_count(layout.counts[0]) if tensor is parts[-1] else first + part // block
         tensor, part = _without_ones(tensor, part, pieces)
-        launch(
-            encode_kernel,
-            (ceil_div(end - first, tiling.tile["TILE_BLOCKS"]), pieces),
-            (tensor, message, message, message),
-            (1, tensor.numel(), part, first, end, count, layout.sizes[0]),
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-            E4M3=dtype is formats.E4M3,
-            LIMIT=formats.MAX[dtype],
-            POWER_OF_TWO=power_of_two,
-            PARTIALS_BLOCK=1,
-            **tiling.places,
-        )
+        launch = _encode_launch(layout, tensor.numel(), part, first, end, 1, dtype, power_of_two)
+        launch(tensor, message, message, message)
         first = end
 
 
@@ -416,30 +413,38 @@ def _places(message: Message) -> tuple[torch.Tensor, bool, int, int]:
     return message, False, 0, 0
 
 
+@functools.lru_cache(maxsize=LAUNCHES)
+def _decode_launch(
+    layout: Layout, total: int, at_peers: bool, shift: int, own: int, dtype: torch.dtype
+) -> Launch:
+    tiling, pieces = _tiling(layout), len(layout.counts)
+    return Launch(
+        decode_kernel,
+        tiling.tiles * pieces if at_peers else (tiling.tiles, pieces),
+        (shift, own, total, layout.counts[0], layout.sizes[0]),
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+        E4M3=dtype is formats.E4M3,
+        PEERS=pieces if at_peers else 0,
+        **tiling.places,
+    )
+
+
 def decode(message: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
     """What `block_cast.Reference.decode` computes, byte for byte."""
     if layout.bytes == 0:
         return
-    tiling = _tiling(layout)
     source, at_peers, shift, own = _places(message)
-    launch(
-        decode_kernel,
-        tiling.tiles * tiling.pieces if at_peers else (tiling.tiles, tiling.pieces),
-        (source, values, source if layout.is_even else _table(layout, values.device)),
-        (shift, own, values.numel(), layout.counts[0], layout.sizes[0]),
-        num_warps=WARPS,
-        enable_fp_fusion=False,
-        E4M3=dtype is formats.E4M3,
-        PEERS=tiling.pieces if at_peers else 0,
-        **tiling.places,
-    )
+    launch = _decode_launch(layout, values.numel(), at_peers, shift, own, dtype)
+    launch(source, values, source if layout.is_even else _table(layout, values.device))
 
 
 def decode_sum(
     messages: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float
 ) -> None:
     """What `block_cast.Reference.decode_sum` computes, byte for byte."""
-    _sum(messages, values, layout, dtype, factor, encode=False, power_of_two=False)
+    source, at_peers, shift, _ = _places(messages)
+    _sum_launch(layout, values.numel(), at_peers, shift, dtype, factor, False, False)(source, values)
 
 
 def decode_sum_encode(
@@ -451,32 +456,32 @@ def decode_sum_encode(
     factor: float,
 ) -> None:
     """What `block_cast.Reference.decode_sum_encode` computes, byte for byte."""
-    _sum(messages, message, layout, dtype, factor, encode=True, power_of_two=power_of_two)
+    source, at_peers, shift, _ = _places(messages)
+    _sum_launch(layout, layout.counts[0], at_peers, shift, dtype, factor, True, power_of_two)(source, message)
 
 
-def _sum(
-    messages: Message,
-    out: torch.Tensor,
+@functools.lru_cache(maxsize=LAUNCHES)
+def _sum_launch(
     layout: Layout,
+    total: int,
+    at_peers: bool,
+    shift: int,
     dtype: torch.dtype,
     factor: float,
-    *,
     encode: bool,
     power_of_two: bool,
-) -> None:
+) -> Launch:
     tiling = _tiling(layout)
-    source, at_peers, shift, _ = _places(messages)
-    launch(
+    return Launch(
         sum_kernel,
         tiling.tiles,
-        (source, out),
-        (shift, out.numel(), tiling.end, layout.counts[0], layout.sizes[0], factor),
+        (shift, total, tiling.end, layout.counts[0], layout.sizes[0], float(factor)),
         num_warps=SUM_WARPS,
         enable_fp_fusion=False,
         E4M3=dtype is formats.E4M3,
         LIMIT=formats.MAX[dtype],
         POWER_OF_TWO=power_of_two,
-        PIECES=tiling.pieces,
+        PIECES=len(layout.counts),
         PEERS=at_peers,
         ENCODE=encode,
         **tiling.tile,

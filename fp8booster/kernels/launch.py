@@ -17,10 +17,76 @@ def ceil_div(size: int, part: int) -> int:
     return -(-size // part)
 
 
-MOST_KEYS = 2**16
-"""Where sizes never repeat, as with tokens sent to experts, keys are forgotten from here on; Triton keeps the code."""
+class Launch:
+    """A launch of a kernel of which all but the tensors is known. Its parameters are pointers, then numbers, then
+    compile-time constants.
 
-_compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
+    Args:
+        kernel: the kernel.
+        programs: size of the grid, of one dimension or of two.
+        numbers: the integers, and floats.
+        num_warps: warps a program.
+        enable_fp_fusion: whether the compiler may fuse a product and a sum into one rounding.
+        constants: the compile-time constants, in the order of the kernel's parameters.
+    """
+
+    def __init__(
+        self,
+        kernel: triton.JITFunction,
+        programs: int | tuple[int, int],
+        numbers: tuple[int | float, ...],
+        *,
+        num_warps: int = 4,
+        enable_fp_fusion: bool = True,
+        **constants: Any,
+    ) -> None:
+        self._kernel, self._numbers = kernel, numbers
+        self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
+        self._options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion, **constants}
+        self._behind_pointers = (*numbers, *constants.values())
+        self._compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        """Run the kernel.
+
+        Args:
+            tensors: what the pointers point to; all on one device, on whose current stream the kernel runs.
+        """
+        device = tensors[0].get_device()
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(*tensors)
+            return
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        # what Triton makes variants by, beside the numbers: types and alignment of pointers
+        key = (device, *[tensor.dtype for tensor in tensors], *[pointer % 16 for pointer in pointers])
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        hooks = triton.knobs.runtime
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+            compiled[self._grid](*pointers, *self._behind_pointers, stream=stream)
+            return
+        compiled.run(
+            *self._grid,
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+            *pointers,
+            *self._behind_pointers,
+        )
+
+
+MOST_LAUNCHES = 2**14
+"""Where sizes never repeat, as with tokens sent to experts, launches are forgotten from here on; Triton keeps the code.
+"""
+
+_launches: dict[tuple, Launch] = {}
 
 
 def launch(
@@ -33,47 +99,23 @@ def launch(
     enable_fp_fusion: bool = True,
     **constants: Any,
 ) -> None:
-    """Run a kernel whose parameters are pointers, then numbers, then compile-time constants.
+    """Find the `Launch` of these arguments, or make it, and call it with the tensors.
 
-    Args:
-        kernel: the kernel.
-        programs: size of the grid, of one dimension or of two.
-        tensors: what the pointers point to; all on one device, on whose current stream the kernel runs.
-        numbers: the integers, and floats, each parameter always one or the other.
-        num_warps: warps a program.
-        enable_fp_fusion: whether the compiler may fuse a product and a sum into one rounding.
-        constants: the compile-time constants, in the order of the kernel's parameters.
+    A number is always an integer or always a float.
     """
-    device = tensors[0].get_device()
-    if device >= 0 and device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
-            launch(kernel, programs, tensors, numbers, **options, **constants)
-        return
-    x, y = (programs, 1) if isinstance(programs, int) else programs
-    pointers = tuple([tensor.data_ptr() for tensor in tensors])
-    # what Triton makes variants by: types, alignment of pointers, and (here all of) the numbers
     key = (
         kernel.fn,  # a kernel's own hash takes a lock
-        device,
+        programs,
         num_warps,
         enable_fp_fusion,
         numbers,
-        tuple(constants.values()),
-        tuple([tensor.dtype for tensor in tensors]),
-        tuple([pointer % 16 for pointer in pointers]),
+        *constants.values(),
     )
-    compiled = _compiled.get(key)
-    if compiled is None:
-        if len(_compiled) >= MOST_KEYS:
-            _compiled.clear()
-        _compiled[key] = kernel[(x, y)](
-            *tensors, *numbers, **constants, num_warps=num_warps, enable_fp_fusion=enable_fp_fusion
+    found = _launches.get(key)
+    if found is None:
+        if len(_launches) >= MOST_LAUNCHES:
+            _launches.clear()
+        found = _launches[key] = Launch(
+            kernel, programs, numbers, num_warps=num_warps, enable_fp_fusion=enable_fp_fusion, **constants
         )
-        return
-    stream, arguments = torch._C._cuda_getCurrentRawStream(device), (*pointers, *numbers, *constants.values())
-    hooks = triton.knobs.runtime
-    if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
-        compiled[(x, y, 1)](*arguments, stream=stream)
-        return
-    compiled.run(x, y, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+    found(*tensors)

@@ -38,7 +38,7 @@ class Kernel:
         self.fn = object()
         self.compiled: list[tuple] = []
 
-    def __getitem__(self, grid: tuple[int, int]) -> Any:
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         def compile_and_run(*arguments: Any, **options: Any) -> Compiled:
             self.compiled.append((grid, arguments, options))
             return Compiled()
@@ -46,30 +46,34 @@ class Kernel:
         return compile_and_run
 
 
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[tuple, Compiled]:
-    monkeypatch.setattr(launching, "_compiled", {})
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_launches", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
-    return launching._compiled
 
 
-def test_the_second_launch_passes_raw_pointers_to_what_the_first_compiled(compiled) -> None:
+def compiled() -> list[Compiled]:
+    """All that is remembered."""
+    return [made for each in launching._launches.values() for made in each._compiled.values()]
+
+
+def test_the_second_launch_passes_raw_pointers_to_what_the_first_compiled() -> None:
     kernel, x, y = Kernel(), torch.empty(64), torch.empty(64, dtype=torch.uint8)
     for _ in range(3):
         launch(kernel, (5, 2), (x, y), (7, 0.5), num_warps=8, enable_fp_fusion=False, BLOCK=32, EVEN=True)
     ((grid, arguments, options),) = kernel.compiled
-    assert grid == (5, 2)
+    assert grid == (5, 2, 1)
     assert arguments[0] is x
     assert arguments[1:] == (y, 7, 0.5)
     assert options == {"num_warps": 8, "enable_fp_fusion": False, "BLOCK": 32, "EVEN": True}
-    (made,) = compiled.values()
+    (made,) = compiled()
     pointers = (x.data_ptr(), y.data_ptr())
     whole = (5, 2, 1, 77, "function", "metadata", None, None, None, *pointers, 7, 0.5, 32, True)
     assert made.runs == [whole, whole]
     assert made.with_hooks == []
 
 
-def test_what_triton_compiles_apart_is_kept_apart(compiled) -> None:
+def test_what_triton_compiles_apart_is_kept_apart() -> None:
     memory = torch.empty(64, dtype=torch.uint8)
     kernels = [Kernel(), Kernel()]
     calls = [
@@ -85,11 +89,11 @@ def test_what_triton_compiles_apart_is_kept_apart(compiled) -> None:
     for _ in range(2):
         for kernel, tensor, numbers, options in calls:
             launch(kernel, 3, (tensor,), numbers, **options)
-    assert sum(len(kernel.compiled) for kernel in kernels) == len(calls) == len(compiled)
-    assert all(len(made.runs) == 1 for made in compiled.values())
+    assert sum(len(kernel.compiled) for kernel in kernels) == len(calls) == len(compiled())
+    assert all(len(made.runs) == 1 for made in compiled())
 
 
-def test_a_profiler_hears_of_every_launch(compiled) -> None:
+def test_a_profiler_hears_of_every_launch() -> None:
     kernel, x = Kernel(), torch.empty(64)
     hook = lambda metadata: None  # noqa: E731
     launch(kernel, 3, (x,), (7,), BLOCK=32)
@@ -98,15 +102,15 @@ def test_a_profiler_hears_of_every_launch(compiled) -> None:
         launch(kernel, 3, (x,), (7,), BLOCK=32)
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(hook)
-    (made,) = compiled.values()
+    (made,) = compiled()
     assert made.with_hooks == [((3, 1, 1), (x.data_ptr(), 7, 32), 77)]
     assert made.runs == []
 
 
-def test_sizes_that_never_repeat_do_not_fill_the_memory(compiled, monkeypatch) -> None:
-    monkeypatch.setattr(launching, "MOST_KEYS", 10)
+def test_sizes_that_never_repeat_do_not_fill_the_memory(monkeypatch) -> None:
+    monkeypatch.setattr(launching, "MOST_LAUNCHES", 10)
     kernel, x = Kernel(), torch.empty(64)
     for size in range(25):
         launch(kernel, 3, (x,), (size,), BLOCK=32)
-        assert 0 < len(compiled) <= 10
+        assert 0 < len(compiled()) <= 10
     assert len(kernel.compiled) == 25
