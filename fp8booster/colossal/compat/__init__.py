@@ -19,6 +19,7 @@ from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registe
     moe,
     pipeline,
     precision,
+    ring_attention,
     tensor_parallel,
 )
 from fp8booster.colossal.compat.registry import Mend, State, apply, mends, taken_out

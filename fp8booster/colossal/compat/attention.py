@@ -1,4 +1,4 @@
-"""Mends of attention in sharded models: causality, kernels, and rings of ranks."""
+"""Mends of attention in sharded models: causality and kernels."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from fp8booster.colossal.compat.registry import Patch, mend
 
-_ATTENTION = "colossalai.shardformer.layer.attn"
+ATTENTION = "colossalai.shardformer.layer.attn"
 
 
-def _has_flash_attn() -> bool:
+def has_flash_attn() -> bool:
+    """Whether the package is installed, whose kernels native then takes."""
     return importlib.util.find_spec("flash_attn") is not None
 
 
@@ -99,7 +99,7 @@ def _use_flash_attention_along_a_sequence(module: ModuleType, patch: Patch, name
 
 
 @mend(
-    module=_ATTENTION,
+    module=ATTENTION,
     place="shardformer/layer/attn.py:182; kernel/extensions/pybind/flash_attention/flash_attention_sdpa_cuda.py:41",
     needed_when="flash-attn is not installed",
 )
@@ -110,7 +110,7 @@ def attention_needs_no_mask(module: ModuleType, patch: Patch) -> None:
     flash or cuDNN kernels; on a CPU no kernel is found (AssertionError: No usable kernel found for
     FlashAttentionLoader). No longer needed when `ColoAttention.prepare_attn_kwargs` makes no mask for causal attention.
     """
-    if _has_flash_attn():
+    if has_flash_attn():
         return
     attention, kinds = module.ColoAttention, module.AttnMaskType
     prepare = attention.prepare_attn_kwargs
@@ -168,93 +168,3 @@ def _sdpa(
         is_causal=is_causal and attention_mask is None,
         scale=scale,
     )
-
-
-@mend(
-    module=_ATTENTION,
-    place="shardformer/layer/attn.py:282-320,535",
-    needed_when='sequence_parallelism_mode="ring_attn" and flash-attn is not installed',
-)
-def ring_attention_runs_on_pytorch(module: ModuleType, patch: Patch) -> None:
-    """Ring attention computes by PyTorch's own flash attention, on the CPU too.
-
-    Without it: RuntimeError: Flash Attention is not installed. No longer needed when
-    `RingAttention.prepare_varlen_batch` and `.attention` run without the flash-attn package.
-    """
-    if _has_flash_attn():
-        return
-
-    def attention(*args: Any, **kwargs: Any) -> Any:
-        from fp8booster.colossal.tensor import ring  # it imports the module that is mended
-
-        return ring.attention(*args, **kwargs)
-
-    patch.set(module.RingAttention, "attention", staticmethod(attention))
-    patch.set(module, "_load_varlen_helpers", lambda: None)
-
-
-@mend(
-    module=_ATTENTION,
-    place="shardformer/layer/attn.py:1226, shardformer/layer/utils.py:417",
-    needed_when='sequence_parallelism_mode="ring_attn" and a batch of sequences of different lengths',
-)
-def ring_attention_knows_padding(module: ModuleType, patch: Patch) -> None:
-    """Each sequence of a padded batch has its own positions along the ring, and padding has no label.
-
-    Without it the tokens of shorter sequences are rotated as if they stood where those of the longest do, and padding
-    is trained to predict token 0. No longer needed when `RingAttention.prepare_varlen_batch` gives position ids of
-    [batch, length], and labels of -100 for padding.
-    """
-    upstream = module.RingAttention.prepare_varlen_batch
-    if "index_select" not in upstream.__code__.co_names:
-        return
-
-    def prepare_varlen_batch(
-        padding_mask: torch.Tensor,
-        sp_group: dist.ProcessGroup,
-        inputs_embeds: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        is_label: bool = False,
-        is_batched_seq: bool = True,
-    ) -> tuple[torch.Tensor | None, dict[str, Any], torch.Tensor | None]:
-        inputs, info, positions = upstream(
-            padding_mask, sp_group, inputs_embeds, position_ids, is_label, is_batched_seq
-        )
-        if is_label and is_batched_seq:
-            labels = torch.full_like(inputs, -100).flatten()
-            valid = info["valid_indices"]
-            labels[valid] = inputs.flatten()[valid]
-            inputs = labels.view_as(inputs)
-        if position_ids is not None and is_batched_seq:
-            longest, ends = module.get_pad_info(padding_mask, return_indices=False)
-            whole = position_ids.expand(padding_mask.shape)[:, :longest]
-            positions = module.split_varlen_zigzag(whole, ends, sp_group, longest, is_batched_seq=True)
-        return inputs, info, positions
-
-    patch.set(module.RingAttention, "prepare_varlen_batch", staticmethod(prepare_varlen_batch))
-
-
-@mend(
-    module="colossalai.shardformer.shard.shardformer",
-    place="shardformer/modeling/qwen2.py:500",
-    needed_when='sequence_parallelism_mode="ring_attn" with another model than LLaMA or GPT-2',
-)
-def ring_attention_is_refused_where_there_is_none(module: ModuleType, patch: Patch) -> None:
-    """`ring_attn` is refused for models whose attention does not run in a ring, with the modes that they have.
-
-    Without it the first forward raises AssertionError: Invalid sp_mode, or an error about sizes that do not fit. No
-    longer needed when all models that take `ring_attn` train.
-    """
-    upstream = module.ShardFormer.optimize
-
-    @functools.wraps(upstream)
-    def optimize(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = getattr(getattr(model, "config", None), "model_type", None)
-        if self.shard_config.sequence_parallelism_mode == "ring_attn" and kind not in ("llama", "gpt2"):
-            raise ValueError(
-                f"{type(model).__name__} has no ring attention: it is there for LLaMA and GPT-2; use "
-                "sequence_parallelism_mode='split_gather' or 'all_to_all'"
-            )
-        return upstream(self, model, *args, **kwargs)
-
-    patch.set(module.ShardFormer, "optimize", optimize)

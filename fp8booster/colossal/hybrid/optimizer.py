@@ -39,6 +39,7 @@ class FP8HybridParallelZeroOptimizer(FP8ZeroOptimizer, HybridParallelZeroOptimiz
     """The optimizer of ZeRO stages 1 and 2 within tensor, sequence and pipeline parallelism."""
 
     _norm = FP8ZeroOptimizer._native_norm  # which counts what ranks share once
+    norms_beside_backward = False
 
     @classmethod
     def take_over(

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -138,7 +139,7 @@ class GatheredWeights:
             if key not in self._reasons and key not in self._weights:
                 self._weights[key] = self._allocate(layer)
         self._ready: torch.cuda.Event | None = None
-        self._read_beside: tuple | None = None
+        self._read_beside: Mapping[nn.Parameter, torch.Tensor] | None = None
         alone = [each for each in self._weights.values() if not each.layer.fp8_config.weights_in_16_bits]
         for gathered in alone:
             gathered.layer.fp8_weight.restore = self.restore
@@ -215,19 +216,12 @@ class GatheredWeights:
         by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for working in masters:
             by_group.setdefault(self._optimizer.param_to_pg[working], []).append(working)
-        amax_of: dict[int, torch.Tensor] = {}
-        for group, parameters in by_group.items():
-            amaxes = agree_on_amax([masters[working] for working in parameters], group).unbind()
-            amax_of.update(zip(map(id, parameters), amaxes, strict=True))
-        for together in self._merged_of(masters):
-            keys = [id(weight) for weight in together.layers.weights]
-            amax_of.update(dict.fromkeys(keys, torch.stack([amax_of[key] for key in keys]).amax()))
         with self._beside():
             for group, parameters in by_group.items():
-                self._publish(parameters, masters, amax_of, group)
+                self._publish(parameters, masters, group)
         if self._stream is not None:
             # so that the allocator gives their memory to nobody before `wait`
-            self._read_beside = masters, amax_of
+            self._read_beside = masters
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -267,42 +261,75 @@ class GatheredWeights:
         self,
         parameters: list[nn.Parameter],
         masters: Mapping[nn.Parameter, torch.Tensor],
-        amax_of: Mapping[int, torch.Tensor],
         group: dist.ProcessGroup,
     ) -> None:
         """Cast, gather and unpack batch by batch: while one travels, the next is cast and the last is unpacked."""
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        batches = list(self._batches(parameters))
         travelling: _Batch | None = None
-        for batch in self._batches(parameters):
-            messages = []
-            for gathered in batch:
-                weight = gathered.layer.weight
-                own = gathered.flat.chunk(ranks)[rank]
-                master, amax = masters[weight], amax_of[id(weight)]
-                inverse_scale = gathered.quantized.inverse_scale
-                cast_shard(master, amax, own, inverse_scale, gathered.layer.fp8_config.power_of_two)
-                sent = {_GATHER: own.nbytes, "all_reduce": amax.nbytes}
-                count_encoded(NAME, ranks, master.numel() * weight.element_size(), sent, _GATHER)
-                messages.append((gathered.flat.view(torch.uint8), own.view(torch.uint8)))
+        amax_of = self._agree(batches[0], masters, group)
+        for batch, following in zip_longest(batches, batches[1:]):
+            messages = self._cast(batch, masters, amax_of, group)
+            if following is not None:
+                amax_of = self._agree(following, masters, group)  # first: it would wait for what travels
             leaving = _Batch(batch, gather_many(messages, group))
             if travelling is not None:
                 self._unpack(travelling)
             travelling = leaving
-        if travelling is not None:
-            self._unpack(travelling)
+        self._unpack(travelling)
 
     def _batches(self, parameters: list[nn.Parameter]) -> Iterator[list[GatheredWeight]]:
-        """The weights, in batches of about `BATCH_BYTES`."""
-        batch, size = [], 0
+        """The weights, in batches of about `BATCH_BYTES`; those that share a scale are in one."""
+        batch, size, taken = [], 0, set()
         for parameter in parameters:
-            gathered = self._weights[id(parameter)]
-            batch.append(gathered)
-            size += gathered.flat.nbytes
+            if id(parameter) in taken:
+                continue
+            together = self._merged.get(id(parameter))
+            for weight in [parameter] if together is None else together.layers.weights:
+                taken.add(id(weight))
+                gathered = self._weights[id(weight)]
+                batch.append(gathered)
+                size += gathered.flat.nbytes
             if size >= BATCH_BYTES:
                 yield batch
                 batch, size = [], 0
         if batch:
             yield batch
+
+    def _agree(
+        self,
+        batch: list[GatheredWeight],
+        masters: Mapping[nn.Parameter, torch.Tensor],
+        group: dist.ProcessGroup,
+    ) -> dict[int, torch.Tensor]:
+        """The amax that each weight is cast by, float32 [], by the id of the weight."""
+        weights = [gathered.layer.weight for gathered in batch]
+        amaxes = agree_on_amax([masters[weight] for weight in weights], group).unbind()
+        amax_of = dict(zip(map(id, weights), amaxes, strict=True))
+        for together in self._merged_of(weights):
+            keys = [id(weight) for weight in together.layers.weights]
+            amax_of.update(dict.fromkeys(keys, torch.stack([amax_of[key] for key in keys]).amax()))
+        return amax_of
+
+    def _cast(
+        self,
+        batch: list[GatheredWeight],
+        masters: Mapping[nn.Parameter, torch.Tensor],
+        amax_of: Mapping[int, torch.Tensor],
+        group: dist.ProcessGroup,
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Cast this rank's shards; what is to be gathered, and its own part, as bytes."""
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        messages = []
+        for gathered in batch:
+            weight = gathered.layer.weight
+            own = gathered.flat.chunk(ranks)[rank]
+            master, amax = masters[weight], amax_of[id(weight)]
+            inverse_scale = gathered.quantized.inverse_scale
+            cast_shard(master, amax, own, inverse_scale, gathered.layer.fp8_config.power_of_two)
+            sent = {_GATHER: own.nbytes, "all_reduce": amax.nbytes}
+            count_encoded(NAME, ranks, master.numel() * weight.element_size(), sent, _GATHER)
+            messages.append((gathered.flat.view(torch.uint8), own.view(torch.uint8)))
+        return messages
 
     def _unpack(self, batch: _Batch) -> None:
         for work in batch.works:
@@ -314,7 +341,7 @@ class GatheredWeights:
         for gathered in batch.weights:
             layer = gathered.layer
             layer.fp8_weight.keep(layer.weight, layer.quantized_from(gathered.quantized), self._ready)
-        # each as soon as it is there: layers must not wait for later batches; of one in two batches the second counts
+        # each as soon as it is there: layers must not wait for later batches
         for together in self._merged_of([gathered.layer.weight for gathered in batch.weights]):
             together.layers.keep(together.quantized, self._ready)
 

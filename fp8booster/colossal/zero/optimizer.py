@@ -21,14 +21,16 @@ from colossalai.zero.low_level._utils import (
     calculate_global_norm_from_list,
     release_param_grad,
 )
-from colossalai.zero.low_level.bookkeeping import BucketStore, TensorBucket
+from colossalai.zero.low_level.bookkeeping import BucketStore
 from colossalai.zero.low_level.zero_hook import set_all_gather_handle
 from torch import nn
 from torch.distributed import ReduceOp
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8booster import comm
 from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.comm import AutomaticScaling, Encoding
+from fp8booster.comm.collectives import gather_many
 from fp8booster.kernels.block_cast import side_by_side
 
 Updated = list[tuple[nn.Parameter, torch.Tensor]]
@@ -42,6 +44,9 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
     """Gradients are reduced as backward makes them where native would wait for its end too. Not where ranks may differ
     in which parameters get a gradient."""
 
+    norms_beside_backward: ClassVar[bool] = True
+    """The norm of each gradient is computed where it is reduced, while backward goes on."""
+
     @classmethod
     def take_over(cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, gradient_scaling: str) -> None:
         """Turn a ZeRO optimizer into this class in place.
@@ -53,6 +58,7 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         """
         optimizer.__class__ = cls
         optimizer.gathered_weights = GatheredWeights(model, optimizer)
+        optimizer._norms = WeakIdKeyDictionary()
         optimizer.gradient_encoding = (
             Encoding(block_size=None) if gradient_scaling == "tensor" else Encoding()
         )
@@ -109,6 +115,8 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
             sizes = [gradient.numel() // bucket.world_size for gradient in gradients]
             for parameter, part in zip(parameters, own.split(sizes), strict=True):
                 self._add_grad(part, 1, group_id, id(parameter))
+            if self.norms_beside_backward:
+                self._note_norms([self._own_gradient(group_id, parameter) for parameter in parameters])
 
     def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> torch.Tensor:
         """This rank's parts of the means over ranks, one after the other, of the dtype of the masters."""
@@ -169,14 +177,19 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
             strict=True,
         )
         for working, master in pairs:
-            store = self.pid_to_grad_store[id(working)]
-            gradients = store.get_partitioned_gradients_by_param_id(group_id, id(working))
-            if gradients:
+            gradient = self._own_gradient(group_id, working)
+            if gradient is not None:
                 # without master weights the shard has the gradient's dtype
-                master.grad = gradients[0].to(master.device, master.dtype)
+                master.grad = gradient.to(master.device, master.dtype)
                 updated.append((working, master))
         self.optim.param_groups[group_id]["params"] = [master for _, master in updated]
         return updated
+
+    def _own_gradient(self, group_id: int, working: nn.Parameter) -> torch.Tensor | None:
+        """This rank's part of a working weight's reduced gradient."""
+        store = self.pid_to_grad_store[id(working)]
+        gradients = store.get_partitioned_gradients_by_param_id(group_id, id(working))
+        return gradients[0] if gradients else None
 
     def _clip(self, updated: dict[int, Updated]) -> None:
         """Undo the loss scale and clip by the norm over all ranks, as native does; the host does not wait for it.
@@ -212,12 +225,25 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
                 for gradient in store.get_working_grads_by_group_id(group_id)
             ]
             of_group = torch.zeros_like(squares)
+            self._note_norms([gradient for gradient in gradients if self._noted_norm(gradient) is None])
             if gradients:
-                of_group += torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).square().sum()
+                of_group += torch.stack([self._noted_norm(gradient) for gradient in gradients]).square().sum()
             for ranks in group if isinstance(group, tuple) else (group,):
                 dist.all_reduce(of_group, group=ranks)
             squares += of_group
         return squares.sqrt()
+
+    def _note_norms(self, gradients: list[torch.Tensor]) -> None:
+        """Remember the norms of gradients, as they are now."""
+        if gradients:
+            norms = torch._foreach_norm(gradients, dtype=torch.float32)
+            for gradient, norm in zip(gradients, norms, strict=True):
+                self._norms[gradient] = gradient._version, norm
+
+    def _noted_norm(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The norm that was remembered, unless the gradient has changed since."""
+        version, norm = self._norms.get(gradient, (None, None))
+        return norm if version == gradient._version else None
 
     def _native_norm(self) -> torch.Tensor:
         """`_norm`, as the native optimizer computes it: for engines that count some parameters otherwise."""
@@ -243,8 +269,11 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
             working: master.to(device) for working, master in updated if working in self.gathered_weights
         }
         in_16_bits = [pair for pair in updated if pair[0] not in in_fp8]
-        self._gather(in_16_bits)  # first: it must not wait for those that travel beside the next forward
+        # the casts of FP8 weights run while the others, which the next forward reads first, travel
+        works = self._gather(in_16_bits)
         self.gathered_weights.publish(in_fp8)
+        for work in works:
+            work.wait()
         # a graph that still holds the former values must not go backward with these; native writes past torch's count
         torch.autograd.graph.increment_version([working for working, _ in in_16_bits])
 
@@ -274,30 +303,35 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
             wait=True,
         )
 
-    def _gather(self, pairs: Updated, wait: bool = False) -> None:
-        """Gather master shards into working weights, as native does at the end of its step (:590)."""
+    def _gather(self, pairs: Updated, wait: bool = False) -> list[dist.Work]:
+        """Begin to gather master shards into working weights, as native does at the end of its step (:590).
+
+        Args:
+            pairs: what to gather.
+            wait: for all of it; else for what is returned, and with `overlap_allgather` when it is used.
+        """
         device = get_accelerator().get_current_device()
-        buckets = {group: TensorBucket(self._reduce_bucket_size) for group in self.pg_to_param_list}
+        messages: dict[dist.ProcessGroup, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for working, master in pairs:
             shard = master.detach().to(device).to(self._dtype)
             group = self.param_to_pg[working]
             padded = self._working_param_to_padded_working_param[working]
             self.gathered_weights.count_in_16_bits(working, shard)
-            # over two groups the second gather sends what the first received, which native does not wait for
-            if self._overlap_allgather and not wait and not isinstance(group, tuple):
+            if isinstance(
+                group, tuple
+            ):  # the second gather sends what the first received, so neither is late
+                all_gather_into_flat_tensor_nd(padded, shard, group)
+            elif self._overlap_allgather and not wait:
                 set_all_gather_handle(
                     working, all_gather_into_flat_tensor_nd(padded, shard, group, async_op=True)
                 )
-            elif shard.numel() > self._reduce_bucket_size:
-                all_gather_into_flat_tensor_nd(padded, shard, group)
             else:
-                bucket = buckets[group]
-                if bucket.will_exceed_max_size(shard.numel()):
-                    bucket.all_gather(group)
-                bucket.add_to_bucket(shard, write_back_tensor=working)
-        for group, bucket in buckets.items():
-            if not bucket.is_empty():
-                bucket.all_gather(group)
+                messages.setdefault(group, []).append((padded, shard))
+        works = [work for group, of_group in messages.items() for work in gather_many(of_group, group)]
+        if wait:
+            for work in works:
+                work.wait()
+        return works
 
 
 def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
