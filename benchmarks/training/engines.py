@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ import torch
 
 from benchmarks.training.job import Job
 from benchmarks.training.trainer import Trainer
+from fp8booster.colossal.compat.connections import VARIABLE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,9 @@ class Engine:
     needs: tuple[str, ...] = ()
     """Packages."""
 
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that CUDA reads when it begins."""
+
     def why_missing(self) -> str | None:
         """Why it cannot run here, or None."""
         missing = [package for package in self.needs if find_spec(package) is None]
@@ -39,11 +44,12 @@ class Engine:
     def load(self) -> Callable[[Job, torch.device], Trainer]:
         """The function that builds it on a rank where torch.distributed runs.
 
-        To be called before the GPU is touched: colossalai sets CUDA_DEVICE_MAX_CONNECTIONS when it is imported
-        (initialize.py:10), and CUDA reads that once.
+        To be called before the GPU is touched: CUDA reads its environment once.
         """
         module, function = self.build.split(":")
-        return partial(getattr(import_module(f"benchmarks.training.{module}"), function), **self.options)
+        build = partial(getattr(import_module(f"benchmarks.training.{module}"), function), **self.options)
+        os.environ |= self.environment
+        return build
 
 
 _COLOSSAL = ("colossalai",)
@@ -56,6 +62,8 @@ def _native(label: str, plugin: str, **options: Any) -> Engine:
         build="colossal:native",
         options={"plugin": plugin, **options},
         needs=_COLOSSAL,
+        # as colossalai itself has it (initialize.py:10), which fp8booster takes back
+        environment={VARIABLE: "1"},
     )
 
 

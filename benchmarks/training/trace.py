@@ -9,11 +9,11 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training.trainer import OPTIMIZER_RANGE
+from benchmarks.training.trainer import OPTIMIZER_RANGE, STEP_RANGE
 
 COMMUNICATION = "communication"
 OPTIMIZER = "optimizer"
@@ -39,7 +39,8 @@ _NAMES = (
 )
 _PATTERNS = [(part, re.compile(pattern, re.IGNORECASE)) for part, pattern in _NAMES]
 NOTE = (
-    "Of one step on rank 0, profiled apart from the timed ones, in milliseconds. Kernels are told apart by name: "
+    "Of one step on rank 0, the second of two that are profiled apart from the timed ones and begin and end as those "
+    "do, in milliseconds. Kernels are told apart by name: "
     "products (cuBLAS, CUTLASS), attention (SDPA's), casts (amax, FP8 casts, encoding of what is sent), loss "
     "(softmax, negative log-likelihood), copies (memory copies and concatenation); what is left is the optimizer's "
     "if it was launched in the optimizer's step, else norms and pointwise. Where kernels run at once, the time is "
@@ -70,17 +71,39 @@ def part_of(name: str, *, in_optimizer: bool = False) -> str:
 def breakdown(trace: Path) -> dict[str, Any]:
     """`attribute`, in milliseconds, and the longest kernels, of a chrome trace (gzip)."""
     with gzip.open(trace, "rt") as stream:
-        kernels = kernels_of(json.load(stream)["traceEvents"])
+        events = json.load(stream)["traceEvents"]
+    step = _step(events)
+    kernels = within(kernels_of(events), step)
     sums: Counter[str] = Counter()
     for kernel in kernels:
         sums[kernel.name] += kernel.end - kernel.start
     return {
-        "ms": {row: 1e-3 * time for row, time in attribute(kernels).items()},
+        "ms": {row: 1e-3 * time for row, time in attribute(kernels, step).items()},
         "longest": [
             {"kernel": name, "ms": 1e-3 * time, "part": part_of(name)} for name, time in sums.most_common(20)
         ],
         "kernels": len(kernels),
     }
+
+
+def _step(events: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
+    """Beginning and end of the measured step, in microseconds; None where the trace is of one step alone."""
+    for event in events:
+        if event.get("cat") == "user_annotation" and event.get("name") == STEP_RANGE:
+            return event["ts"], event["ts"] + event["dur"]
+    return None
+
+
+def within(kernels: Sequence[Kernel], span: tuple[float, float] | None) -> list[Kernel]:
+    """The kernels, or their parts, that run in a span of time; all of them without one."""
+    if span is None:
+        return list(kernels)
+    begin, end = span
+    return [
+        replace(kernel, start=max(kernel.start, begin), end=min(kernel.end, end))
+        for kernel in kernels
+        if kernel.start < end and kernel.end > begin
+    ]
 
 
 def kernels_of(events: Sequence[dict[str, Any]]) -> list[Kernel]:
@@ -110,8 +133,12 @@ def kernels_of(events: Sequence[dict[str, Any]]) -> list[Kernel]:
     ]
 
 
-def attribute(kernels: Sequence[Kernel]) -> dict[str, float]:
-    """Give each moment from the first kernel's start to the last one's end to what runs in it.
+def attribute(kernels: Sequence[Kernel], span: tuple[float, float] | None = None) -> dict[str, float]:
+    """Give each moment of a span of time to what runs in it.
+
+    Args:
+        kernels: what ran; none of it outside of the span.
+        span: its beginning and its end; None: from the first kernel's start to the last one's end.
 
     Returns:
         microseconds for each of `ROWS`, their sum as "step", and "hidden communication", which is in no other row.
@@ -136,7 +163,9 @@ def attribute(kernels: Sequence[Kernel]) -> dict[str, float]:
             sums[EXPOSED if running[COMMUNICATION] else IDLE] += passed
 
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
-    if ordered:
+    if span is not None:
+        now = span[0]
+    elif ordered:
         now = ordered[0].start
     for kernel in ordered:
         while ends and ends[0][0] <= kernel.start:
@@ -151,4 +180,6 @@ def attribute(kernels: Sequence[Kernel]) -> dict[str, float]:
         end, part = heapq.heappop(ends)
         advance(end)
         running[part] -= 1
+    if span is not None:
+        advance(span[1])
     return sums | {"step": sum(sums.values()), "hidden communication": hidden}

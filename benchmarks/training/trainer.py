@@ -13,6 +13,9 @@ from fp8booster.cli.train.batches import Replica
 OPTIMIZER_RANGE = "optimizer step"
 """Name of the profiler's range around clipping and the optimizer's step."""
 
+STEP_RANGE = "measured step"
+"""Name of the profiler's range around the step that a profile is of."""
+
 
 class Step(Protocol):
     """One optimizer step."""

@@ -5,7 +5,17 @@ import json
 
 import pytest
 
-from benchmarks.training.trace import EXPOSED, IDLE, ROWS, Kernel, attribute, breakdown, kernels_of, part_of
+from benchmarks.training.trace import (
+    EXPOSED,
+    IDLE,
+    ROWS,
+    Kernel,
+    attribute,
+    breakdown,
+    kernels_of,
+    part_of,
+    within,
+)
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 POINTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float>>"
@@ -90,6 +100,30 @@ def test_nothing_is_attributed_twice_or_lost_where_kernels_overlap() -> None:
     assert sum(found[row] for row in ROWS) == pytest.approx(span)
 
 
+def test_a_span_counts_from_its_beginning_to_its_end() -> None:
+    kernels = [
+        Kernel("nvjet_a", 10, 30),  # begins before the span
+        Kernel(NCCL, 25, 60),  # what the step before has left travels until 60
+        Kernel("cast_kernel", 70, 120),  # ends after it
+        Kernel("nvjet_b", 120, 130),
+    ]
+    span = (20.0, 100.0)
+    inside = within(kernels, span)
+    assert [kernel.name for kernel in inside] == ["nvjet_a", NCCL, "cast_kernel"]
+    assert attribute(inside, span) == dict.fromkeys(ROWS, 0.0) | {
+        "products": 10,
+        EXPOSED: 30,
+        IDLE: 10,
+        "casts": 30,
+        "step": 80,
+        "hidden communication": 5,
+    }
+
+
+def test_a_span_ends_idle_where_nothing_runs() -> None:
+    assert attribute([Kernel("nvjet", 5, 6)], (0.0, 10.0))[IDLE] == 9
+
+
 def test_a_trace_without_kernels() -> None:
     assert set(attribute([]).values()) == {0.0}
 
@@ -137,6 +171,13 @@ def test_the_kernels_of_a_trace(tmp_path) -> None:
     assert found["kernels"] == 4
     assert found["ms"]["products"] == found["ms"]["optimizer"] == pytest.approx(0.01)
     assert found["ms"]["norms and pointwise"] == found["ms"]["copies"] == pytest.approx(0.01)
+    with gzip.open(trace, "wt") as stream:
+        of_step = {"ph": "X", "cat": "user_annotation", "name": "measured step", "ts": 35, "dur": 20}
+        json.dump({"traceEvents": [*events, of_step]}, stream)
+    of_step = breakdown(trace)
+    assert of_step["kernels"] == 3
+    assert of_step["ms"]["step"] == pytest.approx(0.02)
+    assert of_step["ms"]["products"] == 0.0
     assert found["longest"][0] == {
         "kernel": POINTWISE,
         "ms": pytest.approx(0.02),

@@ -175,6 +175,15 @@ def _error(show: Callable[[], None]) -> str | None:
     return None
 
 
+def _look_at_connections() -> None:
+    import colossalai  # noqa: F401
+
+    from fp8booster.colossal.compat.connections import VARIABLE
+
+    if os.environ.get(VARIABLE) == "1":
+        raise RuntimeError("all streams share one queue")
+
+
 def _quantize_without_bitsandbytes() -> None:
     from colossalai.quantization import BnbQuantizationConfig, bnb
 
@@ -335,6 +344,7 @@ def _train_fsdp() -> None:
 
 
 SYMPTOMS = {
+    "streams_have_queues_of_their_own": Symptom(_look_at_connections, "share one queue"),
     "quantized_lora_names_bitsandbytes": Symptom(_quantize_without_bitsandbytes, "NameError"),
     "hccl_is_unavailable": Symptom(_ask_for_hccl, "is_hccl_available"),
     "ranks_of_a_node_are_counted": Symptom(_count_ranks_of_a_node, "KeyError('LOCAL_WORLD_SIZE')"),

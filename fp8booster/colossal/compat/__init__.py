@@ -9,6 +9,7 @@ from __future__ import annotations
 from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registers its mends)
     attention,
     checkpoints,
+    connections,
     cpu,
     distributed,
     fsdp,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -25,10 +26,13 @@ class State(Enum):
 
 
 class Patch:
-    """Replaces attributes and entries of `sys.modules`, and remembers how to put the old ones back."""
+    """Replaces attributes, entries of `sys.modules` and environment variables, and remembers how to put the old ones
+    back."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self.places: set[tuple[int, str]] = set()
+        """The id of each owner and the name that was replaced there, now or before `undo`."""
 
     def __bool__(self) -> bool:
         return bool(self._undo)
@@ -37,12 +41,14 @@ class Patch:
         """Set `owner.name`; an attribute that `owner` inherits stays as it is in the base."""
         old = vars(owner).get(name, _MISSING)
         setattr(owner, name, value)
+        self.places.add((id(owner), name))
         self._undo.append(lambda: delattr(owner, name) if old is _MISSING else setattr(owner, name, old))
 
     def set_function(self, module: ModuleType, name: str, value: Callable) -> None:
         """Set `module.name`, and the same function wherever a colossalai module imported it by name."""
         old = getattr(module, name)
         _exchange(name, old, value)
+        self.places.add((id(module), name))
         # Not `set`: modules imported from now on take the new function, and must get the old one back too.
         self._undo.append(lambda: _exchange(name, value, old))
 
@@ -51,9 +57,22 @@ class Patch:
         sys.modules[module.__name__] = module
         self._undo.append(lambda: sys.modules.pop(module.__name__))
 
+    def set_variable(self, name: str, value: str | None) -> None:
+        """Set an environment variable; None takes it away."""
+        old = os.environ.get(name)
+        _set_variable(name, value)
+        self._undo.append(lambda: _set_variable(name, old))
+
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
 
 
 def _exchange(name: str, old: Callable, new: Callable) -> None:
@@ -142,7 +161,9 @@ def apply(without: Collection[str] = ()) -> None:
     them. Raises ValueError for a name that no mend has.
     """
     for name in without:
-        _find(name).leave_out()
+        each = _find(name)
+        with _those_above_lifted(each):
+            each.leave_out()
     for each in _MENDS.values():
         if each.name not in _watched:
             _watched.add(each.name)
@@ -163,12 +184,28 @@ def taken_out(name: str) -> Iterator[None]:
     each = _find(name)
     if each.state is not State.APPLIED or each.during_import:
         raise ValueError(f"the mend {name} cannot be taken out: it is {each.state.value}")
-    each.leave_out()
+    with _those_above_lifted(each):
+        each.leave_out()
     try:
         yield
     finally:
-        each.state = State.WAITING
-        each.put_in(sys.modules[each.module])
+        with _those_above_lifted(each):
+            each.state = State.WAITING
+            each.put_in(sys.modules[each.module])
+
+
+@contextmanager
+def _those_above_lifted(mend: Mend) -> Iterator[None]:
+    """Change `mend` beneath those that wrap what it put in: they are undone, and put in again on what is there."""
+    later = list(_MENDS.values())[list(_MENDS).index(mend.name) + 1 :]
+    above = [each for each in later if each.module == mend.module and each._patch.places & mend._patch.places]
+    for each in reversed(above):
+        each._patch.undo()
+    try:
+        yield
+    finally:
+        for each in above:
+            each.put_in(sys.modules[each.module])
 
 
 def _find(name: str) -> Mend:
