@@ -1,4 +1,4 @@
-"""What goes wrong in shardformer without each mend of `compat/tensor_parallel.py`."""
+"""What goes wrong in shardformer without the mends of `compat/tensor_parallel.py`, and of attention."""
 
 from __future__ import annotations
 
@@ -110,6 +110,45 @@ def _pad_a_ring() -> None:
         assert (labels[row, length // 2 :] == -100).all(), "padding has labels"
 
 
+def _leave_out_the_mask(make: Callable[[], nn.Module], *modes: str | None) -> None:
+    tokens = token_batch(0)
+    for mode in modes:
+        model = shard(make(), mode)
+        with torch.no_grad():
+            found = model(input_ids=tokens, labels=tokens)
+            expected = model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens))
+        assert torch.equal(found.logits, expected.logits)
+        assert torch.equal(found.loss, expected.loss)
+
+
+def _pipe_a_ring() -> None:
+    from colossalai.shardformer.modeling.llama import LlamaPipelineForwards
+
+    model, config = shard(tiny_llama(), mode="ring_attn"), sharding("ring_attn")
+    tokens = token_batch(0)
+    padded = torch.ones_like(tokens)
+    padded[1, 24:] = 0
+
+    def run(first: bool, **inputs: Any) -> Any:
+        stage = SimpleNamespace(is_first_stage=lambda: first, is_last_stage=lambda: not first)
+        return LlamaPipelineForwards.llama_for_causal_lm_forward(
+            model,
+            input_ids=tokens,
+            labels=tokens,
+            stage_manager=stage,
+            stage_index=[0, 1] if first else [1, 2],
+            shard_config=config,
+            **inputs,
+        )
+
+    for mask in (None, padded):
+        with torch.no_grad():
+            expected = model(input_ids=tokens, labels=tokens, attention_mask=mask).loss
+            middle = run(True, attention_mask=mask)["hidden_states"]
+            found = run(False, attention_mask=mask, hidden_states=middle).loss
+        assert torch.equal(found, expected), "wrong positions"
+
+
 def _mark(cls: str, conv: bool) -> None:
     from colossalai.shardformer import layer
     from colossalai.shardformer.layer.utils import SeqParallelUtils
@@ -204,6 +243,13 @@ SYMPTOMS: dict[str, Any] = {
     "attention_needs_no_mask": Symptom(_attend, "No usable kernel found"),
     "ring_attention_runs_on_pytorch": Symptom(_attend_in_a_ring, "Flash Attention is not installed"),
     "ring_attention_knows_padding": Symptom(_pad_a_ring, "wrong positions"),
+    "llama_rings_need_no_mask": Symptom(
+        lambda: _leave_out_the_mask(tiny_llama, "ring_attn"), "has no attribute 'bool'"
+    ),
+    "gpt2_needs_no_mask": Symptom(
+        lambda: _leave_out_the_mask(tiny_gpt2, None, "split_gather", "ring_attn"), "has no attribute 'size'"
+    ),
+    "llama_rings_keep_positions_in_a_pipeline": Symptom(_pipe_a_ring, "wrong positions"),
     "biases_along_a_sequence_are_added_up": Symptom(_mark_bias, "gradients are not added up"),
     "biases_of_fused_layers_are_added_up": Symptom(_mark_fused_biases, "gradients are not added up"),
     "ring_attention_is_refused_where_there_is_none": Symptom(_refuse_a_ring, "it is not refused"),

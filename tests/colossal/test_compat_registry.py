@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from fp8booster.colossal import compat
+from fp8booster.colossal.compat import registry
 from fp8booster.colossal.compat.registry import Mend, Patch
 
 
@@ -88,6 +89,29 @@ def test_only_an_applied_mend_is_taken_out() -> None:
         compat.taken_out("galore_torch_is_optional"),
     ):
         pass
+
+
+def test_a_mend_is_taken_out_beneath_one_that_wraps_it(
+    module_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repairs = {
+        "lower": lambda module, patch: patch.set(module, "value", module.value + 10),
+        "upper": lambda module, patch: patch.set(module, "value", module.value * 2),
+    }
+    both = {
+        name: Mend(name, module_name, "a.py:1", "always", False, repair) for name, repair in repairs.items()
+    }
+    monkeypatch.setattr(registry, "_MENDS", both)
+    monkeypatch.setattr(registry, "_watched", set(both))
+    for mend in both.values():
+        mend.watch()
+    module = importlib.import_module(module_name)
+    for name, without in (("lower", 2), ("upper", 11)):
+        with compat.taken_out(name):
+            assert module.value == without
+        assert module.value == (1 + 10) * 2
+    compat.apply(without=("lower",))
+    assert module.value == 2
 
 
 @pytest.mark.parametrize("mend", compat.mends(), ids=lambda mend: mend.name)

@@ -16,6 +16,7 @@ from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registe
     gemini,
     huggingface,
     hybrid,
+    masks,
     missing_packages,
     moe,
     pipeline,

@@ -27,7 +27,8 @@ class State(Enum):
 
 class Patch:
     """Replaces attributes, entries of `sys.modules` and environment variables, and remembers how to put the old ones
-    back."""
+    back.
+    """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []

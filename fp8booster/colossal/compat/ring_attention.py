@@ -1,10 +1,9 @@
-"""Mends of ring attention: kernels, padding, and the models that have it."""
+"""Mends of ring attention: kernels, padding, positions, and the models that have it."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster.colossal.compat.attention import ATTENTION, has_flash_attn
+from fp8booster.colossal.compat.masks import LLAMA, is_a_ring, mask_of_ones
 from fp8booster.colossal.compat.registry import Patch, mend
 
 
@@ -106,58 +106,34 @@ def ring_attention_is_refused_where_there_is_none(module: ModuleType, patch: Pat
 
 
 @mend(
-    module="colossalai.shardformer.modeling.llama",
-    place="shardformer/modeling/llama.py:131,153,322",
-    needed_when='sequence_parallelism_mode="ring_attn" and no attention_mask',
+    module=LLAMA,
+    place="shardformer/modeling/llama.py:101,127,178",
+    needed_when='sequence_parallelism_mode="ring_attn" in a pipeline',
 )
-def llama_rings_need_no_mask(module: ModuleType, patch: Patch) -> None:
-    """LLaMA's ring attention takes a batch without a mask for one without padding.
+def llama_rings_keep_positions_in_a_pipeline(module: ModuleType, patch: Patch) -> None:
+    """Later stages of a pipeline rotate the tokens of a ring's ranks by their places in the whole sequence.
 
-    Without it: AttributeError: 'NoneType' object has no attribute 'bool'. No longer needed when
-    `LlamaPipelineForwards` runs under ring_attn without attention_mask, with a pipeline and without.
+    Without it each rank of a later stage takes its tokens for the first of the sequence, so that distances between
+    tokens of different ranks are wrong. No longer needed when `LlamaPipelineForwards.llama_model_forward`, run as two
+    stages under ring_attn, gives what it gives as one.
     """
-    forwards = module.LlamaPipelineForwards
-    for name in ("llama_model_forward", "llama_for_causal_lm_forward"):
-        patch.set(forwards, name, staticmethod(_with_a_mask(getattr(forwards, name))))
-
-
-@mend(
-    module="colossalai.shardformer.modeling.gpt2",
-    place="shardformer/modeling/gpt2.py:231,249,408",
-    needed_when='sequence_parallelism_mode="ring_attn" and no attention_mask',
-)
-def gpt2_rings_need_no_mask(module: ModuleType, patch: Patch) -> None:
-    """GPT-2's ring attention takes a batch without a mask for one without padding.
-
-    Without it: AttributeError: 'NoneType' object has no attribute 'bool'. No longer needed when `GPT2PipelineForwards`
-    runs under ring_attn without attention_mask, with a pipeline and without.
-    """
-    forwards = module.GPT2PipelineForwards
-    for name in ("gpt2_model_forward", "gpt2_lmhead_model_forward"):
-        patch.set(forwards, name, staticmethod(_with_a_mask(getattr(forwards, name))))
-
-
-def _with_a_mask(upstream: Callable) -> Callable:
-    """A forward that is given a mask of ones where ring attention has none."""
+    upstream = module.LlamaPipelineForwards.llama_model_forward
     signature = inspect.signature(upstream)
 
     @functools.wraps(upstream)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def llama_model_forward(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs)
-        config = given.arguments.get("shard_config")
-        rings = config is not None and config.sequence_parallelism_mode == "ring_attn"
-        if rings and given.arguments.get("attention_mask") is None:
-            given.arguments["attention_mask"] = _ones(given.arguments, config.sequence_parallel_size)
+        stage, config = (given.arguments.get(name) for name in ("stage_manager", "shard_config"))
+        if is_a_ring(config) and stage is not None and not stage.is_first_stage():
+            mask, whole = (given.arguments.get(name) for name in ("attention_mask", "position_ids"))
+            if mask is None:
+                mask = mask_of_ones(given.arguments, config)
+            if whole is None:
+                whole = torch.arange(mask.shape[1], device=mask.device).unsqueeze(0)
+            part, *_ = module.RingAttention.prepare_varlen_batch(
+                mask, config.sequence_parallel_process_group, whole.expand(mask.shape)
+            )
+            given.arguments["position_ids"] = part
         return upstream(*given.args, **given.kwargs)
 
-    return forward
-
-
-def _ones(inputs: dict[str, Any], ranks: int) -> torch.Tensor:
-    """A mask, [batch, tokens of all ranks], of what a stage is given: a batch, or this rank's part of hidden states."""
-    for name, parts in (("input_ids", 1), ("inputs_embeds", 1), ("hidden_states", ranks)):
-        found = inputs.get(name)
-        if found is not None:
-            batch, tokens = found.shape[:2]
-            return torch.ones(batch, tokens * parts, dtype=torch.bool, device=found.device)
-    raise ValueError("a model needs input_ids or inputs_embeds; give one of them")
+    patch.set(module.LlamaPipelineForwards, "llama_model_forward", staticmethod(llama_model_forward))

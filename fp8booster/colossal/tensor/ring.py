@@ -31,11 +31,12 @@ def attention(
     """`RingAttention.attention` (shardformer/layer/attn.py:496); keys and values travel in FP8 in compressed groups.
 
     `inner_ring_size`, which lets native go round in two rings, changes what is sent when and not the result: there is
-    one ring here. `max_seqlen`, `valid_indices` and `deterministic` serve native's kernels.
+    one ring here. `max_seqlen` and `deterministic` serve native's kernels.
 
     Args:
         q, k, v: [B, H, S, D], padded at the end of each sequence.
         cu_seqlens: [B + 1], where this rank's sequences begin and end, with PADDED_CAUSAL.
+        valid_indices: [tokens], which of this rank's tokens are not padding, with PADDED_CAUSAL.
         return_softmax: return the log-sum-exp of the scores too, [B * S, H].
 
     Raises:
@@ -47,7 +48,8 @@ def attention(
         raise ValueError(f"ring attention has no dropout; set attention_dropout={dropout_p} to 0")
     group = pg_mesh.get_group_along_axis(sp_axis)
     lengths = None
-    if attention_mask_type == AttnMaskType.PADDED_CAUSAL:
+    # a number of tokens is known without waiting for the GPU, their lengths are not
+    if attention_mask_type == AttnMaskType.PADDED_CAUSAL and valid_indices.numel() < q.shape[0] * q.shape[2]:
         lengths = cu_seqlens.diff().tolist()
     output, lse = ring_attention(
         q, k, v, group, lengths=lengths, scale=softmax_scale, communication=is_compressed(group)

@@ -1,0 +1,89 @@
+"""Mends of forwards that cannot do without a mask: none says that no token is padding."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fp8booster.colossal.compat.registry import Patch, mend
+
+LLAMA = "colossalai.shardformer.modeling.llama"
+
+
+@mend(
+    module=LLAMA,
+    place="shardformer/modeling/llama.py:131,153,322",
+    needed_when='sequence_parallelism_mode="ring_attn" and no attention_mask',
+)
+def llama_rings_need_no_mask(module: ModuleType, patch: Patch) -> None:
+    """LLaMA's ring attention takes a batch without a mask for one without padding.
+
+    Without it: AttributeError: 'NoneType' object has no attribute 'bool'. No longer needed when
+    `LlamaPipelineForwards` runs under ring_attn without attention_mask, with a pipeline and without.
+    """
+    forwards = module.LlamaPipelineForwards
+    for name in ("llama_model_forward", "llama_for_causal_lm_forward"):
+        patch.set(forwards, name, staticmethod(_with_a_mask(getattr(forwards, name), is_a_ring)))
+
+
+@mend(
+    module="colossalai.shardformer.modeling.gpt2",
+    place="shardformer/modeling/gpt2.py:46,231,249,408",
+    needed_when="no attention_mask",
+)
+def gpt2_needs_no_mask(module: ModuleType, patch: Patch) -> None:
+    """A sharded GPT-2 takes a batch without a mask for one without padding.
+
+    Without it: AttributeError: 'NoneType' object has no attribute 'size', in every mode. No longer needed when
+    `GPT2PipelineForwards` runs without attention_mask, under ring_attn too, with a pipeline and without.
+    """
+    forwards = module.GPT2PipelineForwards
+    for name in ("gpt2_model_forward", "gpt2_lmhead_model_forward"):
+        patch.set(forwards, name, staticmethod(_with_a_mask(getattr(forwards, name), lambda config: True)))
+
+
+def is_a_ring(config: Any) -> bool:
+    """Whether a ShardConfig, if there is one, asks for ring attention."""
+    return config is not None and config.sequence_parallelism_mode == "ring_attn"
+
+
+def mask_of_ones(inputs: dict[str, Any], config: Any) -> torch.Tensor:
+    """For whole sequences, [batch, tokens], bool.
+
+    Args:
+        inputs: what a forward is given: a batch or, in later stages of a pipeline, this rank's part of hidden states.
+        config: the ShardConfig.
+
+    Raises:
+        ValueError: none of these is there.
+    """
+    for name, parts in (
+        ("input_ids", 1),
+        ("inputs_embeds", 1),
+        ("hidden_states", config.sequence_parallel_size),
+    ):
+        found = inputs.get(name)
+        if found is not None:
+            batch, tokens = found.shape[:2]
+            return torch.ones(batch, tokens * parts, dtype=torch.bool, device=found.device)
+    raise ValueError("a model needs input_ids or inputs_embeds; give one of them")
+
+
+def _with_a_mask(upstream: Callable, is_needed: Callable[[Any], bool]) -> Callable:
+    """A forward that is given a mask of ones where it has none and a ShardConfig needs one."""
+    signature = inspect.signature(upstream)
+
+    @functools.wraps(upstream)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        config = given.arguments.get("shard_config")
+        if given.arguments.get("attention_mask") is None and is_needed(config):
+            given.arguments["attention_mask"] = mask_of_ones(given.arguments, config)
+        return upstream(*given.args, **given.kwargs)
+
+    return forward
