@@ -141,11 +141,12 @@ def _pipe_a_ring() -> None:
             **inputs,
         )
 
-    for mask in (None, padded):
+    every_second = torch.arange(0, 2 * tokens.shape[1], 2).unsqueeze(0)
+    for inputs in ({}, {"attention_mask": padded}, {"position_ids": every_second}):
         with torch.no_grad():
-            expected = model(input_ids=tokens, labels=tokens, attention_mask=mask).loss
-            middle = run(True, attention_mask=mask)["hidden_states"]
-            found = run(False, attention_mask=mask, hidden_states=middle).loss
+            expected = model(input_ids=tokens, labels=tokens, **inputs).loss
+            middle = run(True, **inputs)["hidden_states"]
+            found = run(False, hidden_states=middle, **inputs).loss
         assert torch.equal(found, expected), "wrong positions"
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.colossal.models import tiny_llama
 from tests.plugins.hybrid_census_checks import assert_all_products_in_fp8
 from tests.plugins.hybrid_learning_checks import assert_follows
-from tests.plugins.hybrid_runs import fp8, learn, native, ours, sizes, start
+from tests.plugins.hybrid_runs import MAKERS, fp8, learn, native, ours, sizes, start
 from tests.plugins.large_collective_checks import gemini, tokens
 from tests.plugins.large_collective_checks import start as start_large
 from tests.plugins.large_collectives import assert_large_collectives_are_compressed
@@ -88,9 +88,6 @@ def learn_in_pipelines(make: Any, **arguments: Any) -> list[float]:
     return learn(start(make(ZERO_1 | arguments), model))
 
 
-MAKERS = {"native": native, "ours": ours, "fp8": fp8}
-
-
 @check_each(*MAKERS)
 def zero_bubble_with_zero_trains_like_1f1b(which: str) -> None:
     expected = learn_in_pipelines(MAKERS[which])
@@ -122,3 +119,11 @@ def a_weight_that_two_stages_share_stays_the_same_on_both(mode: str) -> None:
     ((name, value),) = [(name, weights[name]) for name in SHARED & weights.keys()]
     assert not torch.equal(before[name], value)
     assert_same_over(run.booster.plugin.pp_group, value)
+
+
+@check_each(*MAKERS)
+def a_ring_in_a_pipeline_trains_like_a_pipeline(which: str) -> None:
+    ring = {"sp_size": 2, "sequence_parallelism_mode": "ring_attn"}
+    expected, losses = (learn(start(MAKERS[which]({"pp_size": 2} | more))) for more in ({}, ring))
+    assert_close(expected, losses, 1e-2)
+    assert losses[-1] < losses[0]

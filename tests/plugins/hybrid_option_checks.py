@@ -11,7 +11,7 @@ from torch import nn
 from fp8booster import FP8Config, comm, report
 from fp8booster.nn.layer import FP8Layer
 from tests.colossal.models import tiny_llama
-from tests.plugins.hybrid_runs import fp8, learn, native, norm_gradients, sizes, start
+from tests.plugins.hybrid_runs import MAKERS, fp8, learn, native, norm_gradients, sizes, start
 from tests.plugins.lora_checks import lora_config
 from tests.plugins.registry import check_each
 from tests.plugins.training import assert_close, assert_equal
@@ -145,3 +145,11 @@ def a_model_without_layers_for_fp8_is_refused_unless_another_stage_has_some(case
         run = start(plugin)
         learn(run, last=1)
         assert len(report(run.model).fp8) == (0 if first else 8)  # the head too
+
+
+@check_each(*MAKERS)
+def a_ring_without_a_mask_trains_as_with_one_of_ones(which: str) -> None:
+    with_mask, without = (start(MAKERS[which]("SP2 ring_attn")) for _ in range(2))
+    without.loss = lambda tokens: without.model(input_ids=tokens, labels=tokens).loss
+    assert learn(with_mask) == learn(without)
+    assert_equal(with_mask.parameters(), without.parameters())

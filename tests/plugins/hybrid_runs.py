@@ -91,6 +91,9 @@ def fp8(mode: str | dict[str, Any], **arguments: Any) -> HybridParallelPlugin:
     return ours(mode, **{"use_fp8": True} | arguments)
 
 
+MAKERS = {"native": native, "ours": ours, "fp8": fp8}
+
+
 @dataclass
 class HybridRun(Boosted):
     """A boosted model, in a pipeline or not."""
@@ -107,7 +110,7 @@ class HybridRun(Boosted):
         return losses
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Ring attention asks for a mask, though it is of ones."""
+        """Of sequences without padding, which a mask of ones says."""
         return self.model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)).loss
 
     def backward(self, tokens: torch.Tensor, micro_batches: int = 1) -> float:
