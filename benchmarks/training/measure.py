@@ -34,14 +34,15 @@ def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None
     is done with everything. So the steps add up to the time that all of them took.
 
     Returns:
-        "step_ms": each timed step, of the slowest rank; "rank_ms": the median of each rank; "losses": of all steps, the
+        "step_ms": each timed step, of the slowest rank; "rank_ms": the median of each rank; "host_ms": when
+        Python had launched each timed step, or waited within it, of the slowest rank; "losses": of all steps, the
         mean of the replicas; "peak_bytes" and "reserved_bytes": of the rank that needs most, while timed; "wire":
         `wire_of`; "replicas"; "parts": `trace.breakdown` of rank 0's profiled step, or None.
     """
     feed = batches(job, trainer.replica, device)
     total = job.total_steps
     schedule = Schedule(peak=job.lr, floor=job.lr / 10, warmup=max(1, total // 10), decay=total)
-    seconds, losses = [], []
+    seconds, launched, losses = [], [], []
     began = time.perf_counter()
     for number in range(total):
         if number == job.warm_up:
@@ -53,6 +54,7 @@ def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None
         for group in trainer.optimizer.param_groups:
             group["lr"] = schedule.rate(number + 1)
         losses.append(trainer.step(feed(number)))
+        launched.append(time.perf_counter() - began)
         if number + 1 < total:
             _finish_current_stream(device)
         else:
@@ -61,11 +63,15 @@ def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None
         seconds.append(ended - began)
         began = ended
     peak, reserved = _memory(device)
-    rank_ms = _of_all_ranks([1e3 * value for value in seconds[job.warm_up :]], device)
+    rank_ms, host_ms = (
+        _of_all_ranks([1e3 * value for value in values[job.warm_up :]], device)
+        for values in (seconds, launched)
+    )
     tokens = feed(total)
     return {
         "step_ms": rank_ms.amax(0).tolist(),
         "rank_ms": rank_ms.median(1).values.tolist(),
+        "host_ms": host_ms.amax(0).tolist(),
         "losses": _mean_losses(losses, device),
         "peak_bytes": peak,
         "reserved_bytes": reserved,

@@ -94,6 +94,7 @@ def _record(name: str, found: Findings, setting: Setting) -> Record:
         "ms": ms.as_record(),
         "rank_ms": ranks.tolist(),
         "slowest_rank": int(ranks.argmax()),
+        "host_ms": Samples.of([ms for outcome in outcomes.values() for ms in outcome["host_ms"]]).as_record(),
         "tokens": tokens,
         "tokens_per_second_per_gpu": throughput,
         "by_round": {

@@ -15,7 +15,9 @@ _KERNEL_WIDTH = 90
 STEP_NOTE = (
     "A step begins where the one before ended, and ends when the GPU of the slowest rank has done what its current "
     "stream holds, as in a loop that reads each loss; what travels on other streams goes on, in the next step's time, "
-    "and the last step waits for all of it. Median [10th-90th percentile] over the timed steps of all rounds. Engines "
+    "and the last step waits for all of it. The host's time ends when Python has launched the step, or has waited "
+    "within it: where it is near the step's, the GPU may wait for Python. Median [10th-90th percentile] over the timed "
+    "steps of all rounds. Engines "
     "take turns, each in processes of its own; ratios are of tokens a second, round by round. Memory is the peak of "
     "torch's allocator in the timed steps, on the rank with most. Wire bytes leave a rank in a step, the mean of the "
     "ranks, counted at torch.distributed by the algorithm that sends fewest; where DDP's own reducer sends, computed. "
@@ -32,6 +34,7 @@ def step_table(records: Sequence[Record], baseline: str) -> Table:
             Column("engine", _name),
             Column("ms", _of("ms", lambda ms: spread(ms, 1))),
             Column("slowest rank", _or_dash("slowest_rank", _slowest)),
+            Column("host ms", _of("host_ms", lambda ms: spread(ms, 1))),
             Column("tokens/s/GPU", _of("tokens_per_second_per_gpu", "{:.0f}".format)),
             Column(f"over {ENGINES[baseline].label}", _of("over_baseline", lambda ratio: spread(ratio, 2))),
             Column(ours, _of("ours_over", lambda ratio: spread(ratio, 2))),

@@ -24,9 +24,11 @@ def test_every_rank_finds_the_same(measured, name: str) -> None:
     assert len(first["step_ms"]) == JOB.steps
     assert len(first["rank_ms"]) == 2
     assert min(first["step_ms"]) > 0
+    assert len(first["host_ms"]) == JOB.steps
+    assert all(0 < host <= step for host, step in zip(first["host_ms"], first["step_ms"], strict=True))
     assert len(first["losses"]) == JOB.total_steps
     assert all(math.isfinite(loss) for loss in first["losses"])
-    for key in ("step_ms", "rank_ms", "losses", "replicas"):
+    for key in ("step_ms", "rank_ms", "host_ms", "losses", "replicas"):
         assert first[key] == second[key]
     assert first["replicas"] == (1 if name in ("tensor parallel", "pipeline") else 2)
 

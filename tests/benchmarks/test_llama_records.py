@@ -26,6 +26,7 @@ def outcome(step_ms: list[float], **other: Any) -> dict[str, Any]:
     return {
         "step_ms": step_ms,
         "rank_ms": [10.0, 11.0, 12.0, 9.0, 10.0, 10.0, 10.0, 10.0],
+        "host_ms": step_ms,
         "losses": [5.0, 4.0, 3.0],
         "peak_bytes": 2**30,
         "reserved_bytes": 2**31,

@@ -14,7 +14,7 @@ padded size of a weight is kept in its `_working_param_to_padded_working_param` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
-from fp8booster.comm.amax import agree_on_amax
+from fp8booster.comm.amax import agree_on_amax, largest_of_each
 from fp8booster.comm.collectives import gather_many
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.cast import ALIGNMENT
@@ -129,6 +129,7 @@ class GatheredWeights:
             if reason is not None:
                 self._reasons[key] = reason
         self._merged: dict[int, MergedWeights] = {}
+        self._first_mates: dict[tuple[int, ...], torch.Tensor] = {}
         for merged in merged_layers(model):
             gathered = [key in layers and key not in self._reasons for key in map(id, merged.weights)]
             if all(gathered) and self._can_lie_together(merged):
@@ -266,11 +267,11 @@ class GatheredWeights:
         """Cast, gather and unpack batch by batch: while one travels, the next is cast and the last is unpacked."""
         batches = list(self._batches(parameters))
         travelling: _Batch | None = None
-        amax_of = self._agree(batches[0], masters, group)
+        amaxes = self._agree(batches[0], masters, group)
         for batch, following in zip_longest(batches, batches[1:]):
-            messages = self._cast(batch, masters, amax_of, group)
+            messages = self._cast(batch, masters, amaxes, group)
             if following is not None:
-                amax_of = self._agree(following, masters, group)  # first: it would wait for what travels
+                amaxes = self._agree(following, masters, group)  # first: it would wait for what travels
             leaving = _Batch(batch, gather_many(messages, group))
             if travelling is not None:
                 self._unpack(travelling)
@@ -300,30 +301,34 @@ class GatheredWeights:
         batch: list[GatheredWeight],
         masters: Mapping[nn.Parameter, torch.Tensor],
         group: dist.ProcessGroup,
-    ) -> dict[int, torch.Tensor]:
-        """The amax that each weight is cast by, float32 [], by the id of the weight."""
+    ) -> Sequence[torch.Tensor]:
+        """The amax that each weight is cast by, float32 []."""
         weights = [gathered.layer.weight for gathered in batch]
-        amaxes = agree_on_amax([masters[weight] for weight in weights], group).unbind()
-        amax_of = dict(zip(map(id, weights), amaxes, strict=True))
-        for together in self._merged_of(weights):
-            keys = [id(weight) for weight in together.layers.weights]
-            amax_of.update(dict.fromkeys(keys, torch.stack([amax_of[key] for key in keys]).amax()))
-        return amax_of
+        amaxes = agree_on_amax([masters[weight] for weight in weights], group)
+        return largest_of_each(amaxes, self._mates(weights)).unbind()
+
+    def _mates(self, weights: list[nn.Parameter]) -> torch.Tensor:
+        """For each weight the place of the first one that it shares a scale with: int64 [len(weights)]."""
+        key = tuple(map(id, weights))
+        if key not in self._first_mates:
+            scales = [id(self._merged.get(id(weight), weight)) for weight in weights]
+            firsts = [scales.index(scale) for scale in scales]
+            self._first_mates[key] = torch.tensor(firsts, device=weights[0].device)
+        return self._first_mates[key]
 
     def _cast(
         self,
         batch: list[GatheredWeight],
         masters: Mapping[nn.Parameter, torch.Tensor],
-        amax_of: Mapping[int, torch.Tensor],
+        amaxes: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Cast this rank's shards; what is to be gathered, and its own part, as bytes."""
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         messages = []
-        for gathered in batch:
+        for gathered, amax in zip(batch, amaxes, strict=True):
             weight = gathered.layer.weight
-            own = gathered.flat.chunk(ranks)[rank]
-            master, amax = masters[weight], amax_of[id(weight)]
+            own, master = gathered.flat.chunk(ranks)[rank], masters[weight]
             inverse_scale = gathered.quantized.inverse_scale
             cast_shard(master, amax, own, inverse_scale, gathered.layer.fp8_config.power_of_two)
             sent = {_GATHER: own.nbytes, "all_reduce": amax.nbytes}
