@@ -5,50 +5,62 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import types
 
 import pytest
+import torch
 
-from fp8booster.colossal.compat.connections import VARIABLE
+from fp8booster.colossal.compat import connections
+from fp8booster.colossal.compat.connections import VARIABLE, streams_have_queues_of_their_own
+from fp8booster.colossal.compat.registry import Patch
 
-_IMPORTS = {
-    "fp8booster first": "import fp8booster.plugins",
-    "colossalai first": "import colossalai, fp8booster.plugins",
-    "set in Python": f"import os; os.environ['{VARIABLE}'] = '2'; import fp8booster.plugins",
-}
+INITIALIZE = types.ModuleType("colossalai.initialize")
 
 
-@pytest.mark.parametrize("given", [None, "1", "4"])
-@pytest.mark.parametrize("first", list(_IMPORTS))
-def test_what_the_user_has_set_is_kept(first: str, given: str | None) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    if given is not None:
-        environment[VARIABLE] = given
-    script = f"{_IMPORTS[first]}; import os; print(os.environ.get('{VARIABLE}'))"
+@pytest.fixture
+def patch(monkeypatch: pytest.MonkeyPatch) -> Patch:
+    """After colossalai was imported."""
+    monkeypatch.setenv(VARIABLE, "1")
+    return Patch()
+
+
+@pytest.mark.parametrize("given", [None, "4"])
+def test_what_the_user_has_set_comes_back(
+    patch: Patch, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.setattr(connections, "_GIVEN", given)
+    streams_have_queues_of_their_own(INITIALIZE, patch)
+    assert os.environ.get(VARIABLE) == given
+    patch.undo()
+    assert os.environ[VARIABLE] == "1"
+
+
+def test_one_queue_stays_for_who_asks_for_it(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_GIVEN", "1")
+    streams_have_queues_of_their_own(INITIALIZE, patch)
+    assert os.environ[VARIABLE] == "1"
+    assert not patch
+
+
+def test_a_gpu_that_is_in_use_is_told_of(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_GIVEN", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.warns(UserWarning, match=r"import fp8booster\.plugins before the first use of a GPU"):
+        streams_have_queues_of_their_own(INITIALIZE, patch)
+    assert os.environ[VARIABLE] == "1"
+
+
+def test_the_environment_of_the_process_tells_once_colossalai_is_imported() -> None:
+    script = (
+        f"import colossalai, os; print(os.environ['{VARIABLE}']); import fp8booster.plugins; "
+        f"print(os.environ['{VARIABLE}'])"
+    )
     result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
-        env=environment,
+        env=os.environ | {VARIABLE: "4"},
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
     )
-    expected = "2" if first == "set in Python" else str(given)
-    assert result.stdout.split()[-1] == expected
-
-
-def test_a_gpu_that_is_in_use_is_told_of() -> None:
-    script = (
-        "import colossalai, torch; torch.cuda.is_initialized = lambda: True; "
-        f"import fp8booster.plugins, os; print(os.environ['{VARIABLE}'])"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert result.stdout.split()[-1] == "1"
-    assert "import fp8booster.plugins before the first use of a GPU" in result.stderr
+    assert result.stdout.split()[-2:] == ["1", "4"]
