@@ -44,15 +44,13 @@ MODES: dict[str, dict[str, Any]] = {
         "TP2 ZeRO 1",
         "TP2 split_gather",
         "SP2 all_to_all",
+        "SP2 ring_attn",
         "PP2 1f1b ZeRO 1",
         "PP2 interleaved",
         "PP2 zbv",
     )
 } | {"TP2 flash": {"tp_size": 2} | FLASH, "PP2 1f1b flash": {"pp_size": 2, "pp_style": "1f1b"} | FLASH}
 """One of each kind: stage 2 of ZeRO has the bits of stage 1, and "ring" those of "split_gather"."""
-
-OWN_ATTENTION = ("all_to_all", "ring_attn")
-"""Modes of sequence parallelism that exchange q, k and v between their products and the attention."""
 
 ALIKE_DB = 12
 """At least, between gradients with and without fusion: each is some 17 dB from those of 16 bits, E5M2's two bits."""
@@ -164,20 +162,19 @@ def gradients_and_losses_are_those_of_unfused_layers(mode: str) -> None:
 def q_k_and_v_are_one_product_and_gate_and_up_another_all_in_fp8(mode: str) -> None:
     run, counted = seen(mode, True).run, seen(mode, True).census
     plugin = run.booster.plugin
-    own_attention = plugin.shard_config.sequence_parallelism_mode in OWN_ATTENTION
     layers = dict(linear_layers(run.model.unwrap()))
     heads = [layer for name, layer in layers.items() if name == "lm_head"]
     eligible = [layer for name, layer in layers.items() if name != "lm_head"]
     fused = len(decoder_layers(run))
     assert len(eligible) == 7 * fused > 0
-    products = PASSES * fused * (6 if own_attention else 4)
+    products = PASSES * fused * 4
     assert sum(counted.fp8.values()) == products * (MICRO_BATCHES if plugin.pp_size > 1 else 1)
     rows = SEQUENCES * LENGTH // dist.get_world_size(plugin.dp_group) // plugin.sp_size
     assert operations(counted.fp8) == expected(eligible, rows), counted.fp8
     assert operations(counted.other) == expected(heads, rows), counted.other
     # ZeRO gathers them one below the other, under one scale
     kept = [merged._is_kept_by_engine() for merged in merged_layers(run.model)]
-    assert len(kept) == fused * (1 if own_attention else 2)
+    assert len(kept) == fused * 2
     assert all(kept) if plugin.zero_stage else not any(kept)
 
 
@@ -194,11 +191,7 @@ def no_more_is_sent_and_with_tensor_parallelism_less(mode: str) -> None:
 @check_each(*MODES)
 def the_summary_says_what_is_fused_and_what_is_not(mode: str) -> None:
     found = seen(mode, True)
-    sequence_mode = found.run.booster.plugin.shard_config.sequence_parallelism_mode
-    layers = len(decoder_layers(found.run))
-    assert f"{layers} decoder layers fused" in found.said
-    why = f"({layers} not: attention: sequence_parallelism_mode={sequence_mode!r} has one of its own)"
-    assert (why in found.said) == (sequence_mode in OWN_ATTENTION), found.said
+    assert f"{len(decoder_layers(found.run))} decoder layers fused, loss" in found.said, found.said
     assert "fused" not in seen(mode, False).said
 
 

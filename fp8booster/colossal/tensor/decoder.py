@@ -1,7 +1,9 @@
 """Decoder layers that shardformer has sharded, fused: `nn.fused` over each rank's heads and features.
 
 Its norms, residuals and feed-forward blocks are transformers' own, over sharded linear layers. An attention may have a
-forward of shardformer's: with `enable_flash_attention`, and wherever the sequence is parallel. The loss is computed
+forward of shardformer's: with `enable_flash_attention`, and wherever the sequence is parallel. Its fused form sends
+what shardformer's sends: under "all_to_all" heads are exchanged for parts of the sequence before q and k are rotated,
+by their places in the whole sequence; under "ring_attn" q and k are rotated where they are. The loss is computed
 over chunks of logits where the model's forward is transformers' own: that of a LLaMA or Mistral which is not sharded.
 """
 
@@ -11,10 +13,11 @@ from typing import Any
 
 import torch
 from colossalai.shardformer.layer import ColoAttention, PaddingLMHead
-from colossalai.shardformer.layer.utils import is_share_sp_tp
+from colossalai.shardformer.layer.attn import RingAttention
 from colossalai.shardformer.shard import ShardConfig
 from torch import nn
 
+from fp8booster.colossal.tensor.heads import heads_to_sequence, sequence_to_heads
 from fp8booster.colossal.tensor.linear import FP8PaddingLMHead
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.causal_lm_loss import HEADS
@@ -29,7 +32,9 @@ HEADS.update((PaddingLMHead, FP8PaddingLMHead))
 
 
 class FlashAttention(FusedAttention):
-    """Mixin of a self-attention that runs by `ColoAttention`."""
+    """Mixin of a self-attention that runs by `ColoAttention`, on all tokens of this rank's heads."""
+
+    fp8_shard_config: ShardConfig
 
     def attends_alike(self, attention_mask: Any, **_: Any) -> bool:
         """What the model makes for `ColoAttention` is a dictionary."""
@@ -39,13 +44,54 @@ class FlashAttention(FusedAttention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: dict[str, Any]
     ) -> torch.Tensor:
         """As shardformer's, which repeats the heads of keys and values and drops nothing out."""
-        if self.num_key_value_groups > 1:
-            key, value = (each.repeat_interleave(self.num_key_value_groups, 1) for each in (key, value))
-        return ColoAttention.attention(query, key, value, **attention_mask)
+        return ColoAttention.attention(query, *self.repeated(key, value), **attention_mask)
+
+    def repeated(self, *heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Heads of keys or values, [B, Hkv, S, D], each as often as queries share it."""
+        groups = self.num_key_value_groups
+        return heads if groups == 1 else tuple(each.repeat_interleave(groups, 1) for each in heads)
 
     def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Shardformer's forward."""
         return self.fp8_forward_of_engine(*args, **kwargs)
+
+
+class AllToAllAttention(FlashAttention):
+    """Mixin of one whose ranks hold parts of the sequence, and attend with parts of the heads."""
+
+    def before_attention(self, qkv: torch.Tensor) -> torch.Tensor:
+        """All tokens of this rank's heads, in one message."""
+        key_heads = self.key_heads_of(qkv)
+        kinds = key_heads * self.num_key_value_groups, key_heads, key_heads
+        heads = qkv.unflatten(2, (-1, self.head_dim))
+        group = self.fp8_shard_config.sequence_parallel_process_group
+        return sequence_to_heads(heads, kinds, group).flatten(2)
+
+    def after_attention(self, attended: torch.Tensor) -> torch.Tensor:
+        """All heads of this rank's tokens."""
+        return heads_to_sequence(attended, self.fp8_shard_config.sequence_parallel_process_group)
+
+
+class RingedAttention(FlashAttention):
+    """Mixin of one whose ranks hold parts of the sequence, and pass keys and values on in a ring."""
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: dict[str, Any]
+    ) -> torch.Tensor:
+        """As shardformer's."""
+        config = self.fp8_shard_config
+        return RingAttention.attention(
+            query,
+            *self.repeated(key, value),
+            sp_axis=config.sp_axis,
+            **attention_mask,
+            inner_ring_size=config.inner_ring_size,
+            pg_mesh=config.pg_mesh,
+        )
+
+
+_MIXINS = {"all_to_all": AllToAllAttention, "ring_attn": RingedAttention}
+"""By mode of sequence parallelism; in the others a rank attends to all tokens that its layers gather."""
 
 
 def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
@@ -63,11 +109,11 @@ def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
         forward = attention.forward
         if getattr(forward, "__qualname__", None) not in _FLASH_FORWARDS:
             return REPLACED
-        mode = config.sequence_parallelism_mode
-        if mode is not None and not is_share_sp_tp(mode):
-            return f"sequence_parallelism_mode={mode!r} has one of its own"
         del attention.forward
         attention.__dict__["fp8_forward_of_engine"] = forward
-        return FlashAttention
+        attention.__dict__["fp8_shard_config"] = config
+        # Mistral's policy turns sequence parallelism off, and leaves the mode
+        mode = config.sequence_parallelism_mode if config.enable_sequence_parallelism else None
+        return _MIXINS.get(mode, FlashAttention)
 
     return fuse(model, attention_of)

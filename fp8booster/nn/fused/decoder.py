@@ -72,9 +72,9 @@ class FusedAttention(nn.Module):
                 cache_position=cache_position,
                 **kwargs,
             )
+        qkv = self.before_attention(qkv)
         # of the product, not of the input: ranks may hold heads, and parts of the sequence that it has gathered
-        batch, sequence, features = qkv.shape
-        key_heads = features // self.head_dim // (self.num_key_value_groups + 2)
+        key_heads = self.key_heads_of(qkv)
         heads = split_and_rotate(
             qkv, cos, sin, query_heads=key_heads * self.num_key_value_groups, key_heads=key_heads
         )
@@ -83,7 +83,19 @@ class FusedAttention(nn.Module):
             place = {"sin": sin, "cos": cos, "cache_position": cache_position}
             key, value = past_key_value.update(key, value, self.layer_idx, place)
         attended = self.attend(query, key, value, attention_mask)
-        return self.o_proj(attended.transpose(1, 2).reshape(batch, sequence, -1)), None
+        return self.o_proj(self.after_attention(attended.transpose(1, 2)).flatten(2)), None
+
+    def key_heads_of(self, qkv: torch.Tensor) -> int:
+        """Heads of keys in q, k and v side by side, [..., features]."""
+        return qkv.shape[-1] // self.head_dim // (self.num_key_value_groups + 2)
+
+    def before_attention(self, qkv: torch.Tensor) -> torch.Tensor:
+        """q, k and v, [B, S, features], of the tokens and heads that attend here; nothing else may read them."""
+        return qkv
+
+    def after_attention(self, attended: torch.Tensor) -> torch.Tensor:
+        """What attention gave, [B, S, H, D], as [B, S', H', D] of the tokens and heads that `o_proj` takes here."""
+        return attended
 
     def attends_alike(self, attention_mask: Any, *, output_attentions: bool | None = False, **_: Any) -> bool:
         """Whether `attend` computes what the unfused forward does with these arguments."""
