@@ -19,7 +19,7 @@ from benchmarks.harness.results import Result
 from benchmarks.training.job import Job
 from benchmarks.training.records import Setting, engine_records, loss_records
 from benchmarks.training.rounds import Findings
-from benchmarks.training.tables import loss_table, profile_tables, step_table, wire_tables
+from benchmarks.training.tables import loss_table, power_table, profile_tables, step_table, wire_tables
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ def deliver(
     reference = "fp8booster-bf16" if "fp8booster-bf16" in findings else baseline
     tables = [
         step_table(records, baseline),
+        *([power] if (power := power_table(records)) else []),
         *profile_tables(records),
         loss_table(loss_records(findings, reference), reference),
         *wire_tables(records),
@@ -79,9 +80,9 @@ def deliver(
 
 
 def show(result: Result) -> None:
-    """Print the first two tables, in full width where the output is no terminal."""
+    """Print the first three tables, in full width where the output is no terminal."""
     console = Console() if sys.stdout.isatty() else Console(width=240)
-    for table in result.tables[:2]:
+    for table in result.tables[:3]:
         console.print(table.rich())
     for name, reason in result.left_out.items():
         console.print(f"Left out: {name}: {reason}", markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from benchmarks.harness.power import Draw, PowerMeter
 from benchmarks.training.data import batches
 from benchmarks.training.job import Job
 from benchmarks.training.trace import breakdown
@@ -34,34 +36,35 @@ def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None
     is done with everything. So the steps add up to the time that all of them took.
 
     Returns:
-        "step_ms": each timed step, of the slowest rank; "rank_ms": the median of each rank; "host_ms": when
-        Python had launched each timed step, or waited within it, of the slowest rank; "losses": of all steps, the
-        mean of the replicas; "peak_bytes" and "reserved_bytes": of the rank that needs most, while timed; "wire":
-        `wire_of`; "replicas"; "parts": `trace.breakdown` of rank 0's profiled step, or None.
+        "step_ms": each timed step, of the slowest rank; "rank_ms": the median of each rank; "host_ms": when Python had
+        launched each timed step, or waited within it, of the slowest rank; "losses": of all steps, the mean of the
+        replicas; "peak_bytes" and "reserved_bytes": of the rank that needs most, while timed; "power": `_power` of the
+        timed steps; "wire": `wire_of`; "replicas"; "parts": `trace.breakdown` of rank 0's profiled step, or None.
     """
     feed = batches(job, trainer.replica, device)
     total = job.total_steps
     schedule = Schedule(peak=job.lr, floor=job.lr / 10, warmup=max(1, total // 10), decay=total)
     seconds, launched, losses = [], [], []
     began = time.perf_counter()
-    for number in range(total):
-        if number == job.warm_up:
-            gc.collect()
-            _meet(device)
-            if device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            began = time.perf_counter()
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = schedule.rate(number + 1)
-        losses.append(trainer.step(feed(number)))
-        launched.append(time.perf_counter() - began)
-        if number + 1 < total:
-            _finish_current_stream(device)
-        else:
-            _finish(device)
-        ended = time.perf_counter()
-        seconds.append(ended - began)
-        began = ended
+    with PowerMeter(device) as meter:
+        for number in range(total):
+            if number == job.warm_up:
+                gc.collect()
+                _meet(device)
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                began = first = time.perf_counter()
+            for group in trainer.optimizer.param_groups:
+                group["lr"] = schedule.rate(number + 1)
+            losses.append(trainer.step(feed(number)))
+            launched.append(time.perf_counter() - began)
+            if number + 1 < total:
+                _finish_current_stream(device)
+            else:
+                _finish(device)
+            ended = time.perf_counter()
+            seconds.append(ended - began)
+            began = ended
     peak, reserved = _memory(device)
     rank_ms, host_ms = (
         _of_all_ranks([1e3 * value for value in values[job.warm_up :]], device)
@@ -75,6 +78,7 @@ def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None
         "losses": _mean_losses(losses, device),
         "peak_bytes": peak,
         "reserved_bytes": reserved,
+        "power": _power(meter.draw(first, ended), device),
         "replicas": trainer.replica.count,
         "wire": wire_of(trainer, tokens, device),
         "parts": None if trace is None else _profile(trainer, tokens, device, trace),
@@ -150,6 +154,12 @@ def _memory(device: torch.device) -> tuple[int, int]:
         [float(torch.cuda.max_memory_allocated()), float(torch.cuda.max_memory_reserved())], device
     ).amax(0)
     return int(most[0]), int(most[1])
+
+
+def _power(draw: Draw | None, device: torch.device) -> Outcome | None:
+    """Each rank's `Draw`, as a list for each of its fields; None unless all have one."""
+    ranks = _of_all_ranks([math.nan] * 3 if draw is None else list(draw), device)
+    return None if ranks.isnan().any() else dict(zip(Draw._fields, ranks.t().tolist(), strict=True))
 
 
 def _of_all_ranks(values: list[float], device: torch.device) -> torch.Tensor:

@@ -110,12 +110,23 @@ def _record(name: str, found: Findings, setting: Setting) -> Record:
         "native_tflops": None if natively is None else 1e-12 * natively * throughput,
         "peak_bytes": max(outcome["peak_bytes"] for outcome in outcomes.values()),
         "reserved_bytes": max(outcome["reserved_bytes"] for outcome in outcomes.values()),
+        "power": _power([outcome["power"] for outcome in outcomes.values()], tokens / ms.median),
         "wire": first["wire"],
         "layers": first["layers"],
         "fused": first["fused"],
         "profile": first["parts"],
         "build_s": [outcome["build_s"] for outcome in outcomes.values()],
     }
+
+
+def _power(rounds: Sequence[Record | None], tokens_per_ms: float) -> Record | None:
+    """The mean of the rounds, rank by rank, and tokens for each joule of all GPUs; None unless all rounds have it."""
+    if None in rounds:
+        return None
+    means: Record = {
+        name: np.mean([of_round[name] for of_round in rounds], axis=0).tolist() for name in rounds[0]
+    }
+    return means | {"tokens_per_joule": 1e3 * tokens_per_ms / sum(means["watts"])}
 
 
 def _ratio(one: Record | None, other: Record | None) -> Record | None:

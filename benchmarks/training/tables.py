@@ -51,6 +51,30 @@ def step_table(records: Sequence[Record], baseline: str) -> Table:
     )
 
 
+def power_table(records: Sequence[Record]) -> Table | None:
+    """At which clocks and for how much energy the engines ran; None where it was not sampled."""
+    sampled = [{"label": record["label"], **record["power"]} for record in records if record.get("power")]
+    if not sampled:
+        return None
+    return Table(
+        "power",
+        "Clocks and power",
+        [
+            Column("engine", lambda r: r["label"]),
+            Column("MHz", lambda r: _by_rank(r["mhz"], "{:.0f}")),
+            Column("W", lambda r: _by_rank(r["watts"], "{:.0f}")),
+            Column(
+                "held down by power", lambda r: _by_rank([100 * share for share in r["limited"]], "{:.0f} %")
+            ),
+            Column("tokens/J", lambda r: f"{r['tokens_per_joule']:.2f}"),
+        ],
+        sampled,
+        "Of the GPU of each rank in the timed steps, as nvidia-smi samples it: the median clock of its processors, its "
+        "mean power, and the share of the samples in which the power limit held the clock down. Tokens of all ranks "
+        "for each joule that their GPUs took.",
+    )
+
+
 def wire_tables(records: Sequence[Record]) -> list[Table]:
     """What was sent, by collective, and what fp8booster says of it."""
     sent = [
@@ -169,6 +193,10 @@ def _or_dash(key: str, show: Callable[[Record], str]) -> Callable[[Record], str]
 def _slowest(record: Record) -> str:
     rank = record["slowest_rank"]
     return f"{rank} ({record['rank_ms'][rank]:.1f})"
+
+
+def _by_rank(values: Sequence[float], form: str) -> str:
+    return ", ".join(form.format(value) for value in values)
 
 
 def _percent(share: float | None) -> str:

@@ -30,6 +30,7 @@ def test_every_rank_finds_the_same(measured, name: str) -> None:
     assert all(math.isfinite(loss) for loss in first["losses"])
     for key in ("step_ms", "rank_ms", "host_ms", "losses", "replicas"):
         assert first[key] == second[key]
+    assert first["power"] is None  # of a GPU alone
     assert first["replicas"] == (1 if name in ("tensor parallel", "pipeline") else 2)
 
 

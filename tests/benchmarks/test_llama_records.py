@@ -14,7 +14,7 @@ from benchmarks.training.models import MODELS
 from benchmarks.training.records import Setting, engine_records, loss_records
 from benchmarks.training.rounds import Findings, take_rounds
 from benchmarks.training.scaling import read_runs, scaling_records, scaling_table
-from benchmarks.training.tables import loss_table, profile_tables, step_table, wire_tables
+from benchmarks.training.tables import loss_table, power_table, profile_tables, step_table, wire_tables
 from benchmarks.training.trace import ROWS
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, "580", 1.98e9, "700 W")
@@ -30,6 +30,7 @@ def outcome(step_ms: list[float], **other: Any) -> dict[str, Any]:
         "losses": [5.0, 4.0, 3.0],
         "peak_bytes": 2**30,
         "reserved_bytes": 2**31,
+        "power": {"mhz": [1500.0] * 8, "watts": [500.0] * 8, "limited": [1.0] * 4 + [0.5] * 4},
         "replicas": 8,
         "wire": {"bytes": 3 * 2**20, "most": 4 * 2**20, "unseen": 0, "rows": [], "fp8": []},
         "parts": None,
@@ -62,6 +63,25 @@ def test_rates_follow_from_the_slowest_ranks_median() -> None:
     assert record["utilisation"]["BF16"] == pytest.approx(2 * record["utilisation"]["FP8"])
     assert record["native_tflops"] == pytest.approx(1e-12 * 6 * 6_738_415_616 * 3 * 2 * 4096)
     assert record["peak_bytes"] == 2**30
+
+
+def test_energy_is_that_of_all_gpus() -> None:
+    found = findings(fp8booster__fp8=[[1000.0]], torchao=[[1000.0]])
+    found["torchao"].outcomes[0]["power"] = None
+    records = engine_records(found, Setting(JOB, 8, H200), "fp8booster-fp8")
+    table = power_table(records)
+    (row,) = table.records
+    assert row["label"] == "fp8booster, FP8"
+    assert row["tokens_per_joule"] == pytest.approx(8 * 3 * 2 * 4096 / (8 * 500))
+    shown = [column.show(row) for column in table.columns]
+    assert shown[1:4] == [
+        ", ".join(["1500"] * 8),
+        ", ".join(["500"] * 8),
+        ", ".join(["100 %"] * 4 + ["50 %"] * 4),
+    ]
+    assert (
+        power_table(engine_records({"torchao": found["torchao"]}, Setting(JOB, 8, H200), "torchao")) is None
+    )
 
 
 def test_ranks_of_one_replica_share_its_tokens() -> None:
