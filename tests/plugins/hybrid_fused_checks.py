@@ -195,7 +195,36 @@ def the_summary_says_what_is_fused_and_what_is_not(mode: str) -> None:
     assert "fused" not in seen(mode, False).said
 
 
-@check_each("TP2 ZeRO 1", "PP2 1f1b flash")
+def padded_loss(run: HybridRun, ends: list[int]) -> torch.Tensor:
+    """Of sequences that end before those of `three_batches`, each at its place in `ends`."""
+    tokens, *_ = three_batches(run)
+    mask = (torch.arange(LENGTH) < torch.tensor(ends).unsqueeze(1)).long()
+    tokens = tokens[: len(ends)]
+    labels = tokens.masked_fill(mask == 0, -100)
+    return run.model(input_ids=tokens, labels=labels, attention_mask=mask).loss
+
+
+@check_each("SP2 all_to_all", "SP2 ring_attn")
+def padding_is_left_out_along_a_sequence_as_in_unfused_layers(mode: str) -> None:
+    ends = [LENGTH, LENGTH // 2, LENGTH - 4]
+    losses, gradients = [], []
+    for fused in (False, True):
+        run, _ = boosted(mode, fused)
+        with Census() as counted:
+            loss = padded_loss(run, ends)
+            run.booster.backward(loss, run.optimizer)
+        assert sum(counted.fp8.values()) == PASSES * 2 * (4 if fused else 7)
+        losses.append(loss.item())
+        gradients.append(gradients_of(run))
+    assert_close(losses[:1], losses[1:], CLOSE)
+    for name, gradient in gradients[0].items():
+        assert signal_to_noise(gradients[1][name], gradient) > ALIKE_DB, name
+    # one that took padding for text would have another loss
+    whole = padded_loss(boosted(mode, True)[0], [LENGTH] * len(ends)).item()
+    assert abs(whole / losses[1] - 1) > 10 * abs(losses[0] / losses[1] - 1), (whole, losses)
+
+
+@check_each("TP2 ZeRO 1", "PP2 1f1b flash", "SP2 all_to_all", "SP2 ring_attn")
 def checkpointed_fused_layers_give_the_same_bits(mode: str) -> None:
     model = model_of(mode)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -233,12 +262,13 @@ def a_checkpoint_has_the_names_and_values_of_an_unfused_one(mode: str) -> None:
         each.optimizer.zero_grad()
 
 
-@check_each("Mistral flash", "Qwen2")
+@check_each("TP2 Mistral flash", "TP2 Qwen2", "SP2 all_to_all Qwen2", "SP2 all_to_all Mistral flash")
 def the_other_families_train_fused(case: str) -> None:
-    name, options = case.removesuffix(" flash"), FLASH if "flash" in case else {}
+    mode, name = case.removesuffix(" flash").rsplit(" ", 1)
+    options = FLASH if "flash" in case else {}
     losses, counts = [], []
     for fused in (False, True):
-        run, batch = begin(fp8("TP2", fp8_config=FP8Config(fused=fused), **options), name)
+        run, batch = begin(fp8(mode, fp8_config=FP8Config(fused=fused), **options), name)
         with Census() as counted:
             first = step(run, batch)
         losses.append([first, *(step(run, batch) for _ in range(2))])

@@ -7,7 +7,7 @@ import pytest
 from tests.distributed import run_ranks
 from tests.plugins.registry import names, run_checks
 
-MODULES = [f"tests.colossal.tensor.{role}_checks" for role in ("layer", "model")]
+MODULES = [f"tests.colossal.tensor.{role}_checks" for role in ("layer", "model", "heads")]
 
 
 @pytest.fixture(scope="module")
