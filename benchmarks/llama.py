@@ -63,6 +63,12 @@ def main(
         list[str], typer.Option(help="key=value for the plugin, ours and native's; repeat the option.")
     ] = NONE,
     fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config; repeat the option.")] = NONE,
+    one_sided: Annotated[
+        int,
+        typer.Option(
+            help="MiB of ZeRO's largest message in FP8, read from peers of one node (default: NCCL)."
+        ),
+    ] = 0,
     precision: Annotated[
         str,
         typer.Option(
@@ -132,6 +138,7 @@ def main(
             lazy=lazy,
             plugin_options=tuple(plugin_option),
             fp8_options=tuple(fp8_option),
+            one_sided=one_sided,
             lr=lr,
             seed=seed,
             device=device,

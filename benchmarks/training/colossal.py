@@ -20,7 +20,7 @@ from benchmarks.layers.peers import repaired_native_fp8
 from benchmarks.training.job import MOE, PLUGINS, Job, parse_options
 from benchmarks.training.models import build
 from benchmarks.training.trainer import OPTIMIZER_RANGE, Trainer
-from fp8booster import fuse
+from fp8booster import comm, fuse
 from fp8booster.cli.train.batches import Replica
 from fp8booster.cli.train.engine import Engine, plugin_arguments
 from fp8booster.cli.train.options import TrainOptions
@@ -47,7 +47,8 @@ def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) 
         fused: in BF16, with the same parts fused.
 
     Raises:
-        ValueError: `fp8booster.plugins` has no such plugin, or it takes no fused model.
+        ValueError: `fp8booster.plugins` has no such plugin, it takes no fused model, or it has no ZeRO groups to send
+            one-sided in.
     """
     if fused and job.plugin not in FUSED_BEFORE:
         raise ValueError(
@@ -61,7 +62,16 @@ def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) 
     options: dict[str, Any] = parse_options(job.plugin_options)
     if use_fp8:
         options |= {"use_fp8": True, "fp8_config": fp8_config(TrainOptions(fp8_options=job.fp8_options))}
-    return boosted(job, device, job.plugin, plugin_class, options, fused=fused)
+    trainer = boosted(job, device, job.plugin, plugin_class, options, fused=fused)
+    if use_fp8 and job.one_sided:
+        groups = getattr(trainer.optimizer, "pg_to_param_list", None)
+        if groups is None:
+            raise ValueError(
+                "--one-sided is for low_level_zero, and for hybrid and moe with --zero 1 or 2; leave it out"
+            )
+        for group in groups:
+            comm.use_one_sided(group, capacity=job.one_sided * 2**20)
+    return trainer
 
 
 def native(job: Job, device: torch.device, *, plugin: str, use_fp8: bool = False) -> Trainer:

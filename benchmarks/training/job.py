@@ -58,6 +58,8 @@ class Job:
     """`key=value` pairs for the constructor of the plugin, ours and native's."""
     fp8_options: tuple[str, ...] = ()
     """`key=value` pairs for FP8Config."""
+    one_sided: int = 0
+    """MiB of the largest message that ZeRO of ours sends by `comm.use_one_sided`; 0 is NCCL alone."""
     tokens: TokenFile | None = None
     """Text to train on; None is random tokens."""
     lr: float = 1e-4
@@ -74,6 +76,10 @@ class Job:
                 raise ValueError(
                     f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
                 )
+        if self.one_sided < 0:
+            raise ValueError(
+                f"--one-sided is {self.one_sided}; give the MiB of the largest message, or 0 for none"
+            )
         if self.warm_up < 0:
             raise ValueError(f"--warm-up is {self.warm_up}; it must be at least 0")
         self.parallel(self.plugin).check()

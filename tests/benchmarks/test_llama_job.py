@@ -24,6 +24,7 @@ from fp8booster.cli.train.tokens import TokenFile
         ({"plugin": "hybrid", "model": "mixtral-1b", "ep": 2}, "--plugin hybrid takes no --ep; moe does"),
         ({"micro_batch": 0}, "--micro-batch is 0; it must be at least 1"),
         ({"warm_up": -1}, "--warm-up is -1"),
+        ({"one_sided": -1}, "--one-sided is -1; give the MiB"),
         ({"tp": 2}, "low_level_zero takes no --tp; gemini and hybrid do"),
         ({"plugin": "gemini", "pp": 2}, "gemini takes no --pp; hybrid does"),
         ({"plugin": "hybrid", "sp": 2}, "--sp needs --sp-mode"),
