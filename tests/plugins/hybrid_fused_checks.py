@@ -55,8 +55,11 @@ MODES: dict[str, dict[str, Any]] = {
 ALIKE_DB = 12
 """At least, between gradients with and without fusion: each is some 17 dB from those of 16 bits, E5M2's two bits."""
 
-CLOSE = 1e-2
-"""How far losses may part in the first steps."""
+CLOSE = 1.5e-2
+"""How far losses may part in the first steps; natively those of parts of a sequence are added up in BF16."""
+
+LOSS_AND_COUNT = 2
+"""Ranks with parts of a sequence add up two values, in FP32 where natively they are in BF16."""
 
 
 @dataclass
@@ -185,13 +188,14 @@ def no_more_is_sent_and_with_tensor_parallelism_less(mode: str) -> None:
         # five all-reduces or reduce-scatters of a layer's input gradients are two
         assert fused.sent < 0.8 * plain.sent, (fused.sent, plain.sent)
     else:
-        assert fused.sent <= plain.sent, (fused.sent, plain.sent)
+        more = LOSS_AND_COUNT * 2 if plain.run.booster.plugin.sp_size > 1 else 0
+        assert fused.sent <= plain.sent + more, (fused.sent, plain.sent)
 
 
 @check_each(*MODES)
 def the_summary_says_what_is_fused_and_what_is_not(mode: str) -> None:
     found = seen(mode, True)
-    assert f"{len(decoder_layers(found.run))} decoder layers fused, loss" in found.said, found.said
+    assert f"{len(decoder_layers(found.run))} decoder layers fused, loss over chunks of logits" in found.said, found.said
     assert "fused" not in seen(mode, False).said
 
 

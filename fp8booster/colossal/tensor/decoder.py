@@ -4,11 +4,12 @@ Its norms, residuals and feed-forward blocks are transformers' own, over sharded
 forward of shardformer's: with `enable_flash_attention`, and wherever the sequence is parallel. Its fused form sends
 what shardformer's sends: under "all_to_all" heads are exchanged for parts of the sequence before q and k are rotated,
 by their places in the whole sequence; under "ring_attn" q and k are rotated where they are. The loss is computed
-over chunks of logits where the model's forward is transformers' own: that of a LLaMA or Mistral which is not sharded.
+over chunks of logits where the model's forward is transformers' own, and where it is shardformer's by `loss.py`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 
 from fp8booster.colossal.tensor.heads import heads_to_sequence, sequence_to_heads
 from fp8booster.colossal.tensor.linear import FP8PaddingLMHead
+from fp8booster.colossal.tensor.loss import use_sharded_loss
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.causal_lm_loss import HEADS
 from fp8booster.nn.fused.decoder import REPLACED, FusedAttention
@@ -34,7 +36,8 @@ HEADS.update((PaddingLMHead, FP8PaddingLMHead))
 class FlashAttention(FusedAttention):
     """Mixin of a self-attention that runs by `ColoAttention`, on all tokens of this rank's heads."""
 
-    fp8_shard_config: ShardConfig
+    fp8_sharding: Callable[[], ShardConfig]
+    """Not the config itself: a copy of a model makes a copy of what its modules hold, and groups have none."""
 
     def attends_alike(self, attention_mask: Any, **_: Any) -> bool:
         """What the model makes for `ColoAttention` is a dictionary."""
@@ -64,12 +67,12 @@ class AllToAllAttention(FlashAttention):
         key_heads = self.key_heads_of(qkv)
         kinds = key_heads * self.num_key_value_groups, key_heads, key_heads
         heads = qkv.unflatten(2, (-1, self.head_dim))
-        group = self.fp8_shard_config.sequence_parallel_process_group
+        group = self.fp8_sharding().sequence_parallel_process_group
         return sequence_to_heads(heads, kinds, group).flatten(2)
 
     def after_attention(self, attended: torch.Tensor) -> torch.Tensor:
         """All heads of this rank's tokens."""
-        return heads_to_sequence(attended, self.fp8_shard_config.sequence_parallel_process_group)
+        return heads_to_sequence(attended, self.fp8_sharding().sequence_parallel_process_group)
 
 
 class RingedAttention(FlashAttention):
@@ -79,7 +82,7 @@ class RingedAttention(FlashAttention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: dict[str, Any]
     ) -> torch.Tensor:
         """As shardformer's."""
-        config = self.fp8_shard_config
+        config = self.fp8_sharding()
         return RingAttention.attention(
             query,
             *self.repeated(key, value),
@@ -111,9 +114,10 @@ def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
             return REPLACED
         del attention.forward
         attention.__dict__["fp8_forward_of_engine"] = forward
-        attention.__dict__["fp8_shard_config"] = config
+        attention.__dict__["fp8_sharding"] = lambda: config
         # Mistral's policy turns sequence parallelism off, and leaves the mode
         mode = config.sequence_parallelism_mode if config.enable_sequence_parallelism else None
         return _MIXINS.get(mode, FlashAttention)
 
+    use_sharded_loss(model, config)
     return fuse(model, attention_of)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -58,23 +59,36 @@ def use_fused_loss(model: nn.Module) -> bool:
     """
     if why_not_fused(model) is not None:
         return False
-    language_model = _language_model(model)
-    language_model.forward = types.MethodType(_forward_like(type(language_model).forward), language_model)
+    language_model = language_model_in(model)
+    engine = _engine_loss(language_model)
+    if engine is None:
+        forward = types.MethodType(_forward_like(type(language_model).forward), language_model)
+    else:
+        forward = engine.forward
+    language_model.forward = forward
     return True
 
 
 def use_native_loss(model: nn.Module) -> None:
     """Undo `use_fused_loss`."""
     for module in model.modules():
-        if _is_ours(module.__dict__.get("forward")):
+        if not _is_ours(module.__dict__.get("forward")):
+            continue
+        engine = _engine_loss(module)
+        if engine is None:
             del module.forward
+        else:
+            module.forward = engine.native
 
 
 def why_not_fused(model: nn.Module) -> str | None:
     """Why a model's loss cannot be computed over chunks of logits, or None if it can."""
-    language_model = _language_model(model)
+    language_model = language_model_in(model)
     if language_model is None:
         return f"{type(model).__name__} is no {', '.join(MODELS.values())} of transformers"
+    engine = _engine_loss(language_model)
+    if engine is not None:
+        return engine.why_not(language_model)
     forward = language_model.__dict__.get("forward")
     # a pickle leaves the class's own, bound, where ours was
     own = getattr(forward, "__func__", None) is type(language_model).forward
@@ -83,7 +97,7 @@ def why_not_fused(model: nn.Module) -> str | None:
     return _why_not_through(language_model)
 
 
-def _language_model(model: nn.Module) -> nn.Module | None:
+def language_model_in(model: nn.Module) -> nn.Module | None:
     """The module whose forward is one of those known."""
     for module in model.modules():
         for base in type(module).__mro__:
@@ -94,9 +108,43 @@ def _language_model(model: nn.Module) -> nn.Module | None:
 
 def fused_head(model: nn.Module) -> nn.Module | None:
     """The head of a model whose loss is computed over chunks of logits, for an engine to mix `HeldHead` into it."""
-    language_model = _language_model(model)
-    ours = language_model is not None and _is_ours(language_model.__dict__.get("forward"))
-    return language_model.lm_head if ours else None
+    language_model = language_model_in(model)
+    fused = language_model is not None and _is_ours(language_model.__dict__.get("forward"))
+    return language_model.lm_head if fused else None
+
+
+@dataclass(frozen=True)
+class EngineLoss:
+    """The loss over chunks of logits of a model whose forward an engine has replaced."""
+
+    native: Callable
+    """That forward, bound."""
+
+    forward: Callable
+    """The one with this loss, bound; made by `ours`."""
+
+    why_not: Callable[[nn.Module], str | None]
+    """Why a model's loss is not computed so, or None."""
+
+
+def offer_loss(model: nn.Module, loss: EngineLoss) -> None:
+    """Tell `use_fused_loss` of the loss of an engine, for a module that `language_model_in` gave."""
+    model.__dict__[_ENGINE_LOSS] = loss
+
+
+def ours(forward: Callable, native: Callable) -> Callable:
+    """Mark a function as a forward with a loss over chunks, in place of a native one."""
+    forward._fp8booster_native = native
+    return forward
+
+
+_ENGINE_LOSS = "_fp8booster_engine_loss"
+
+
+def _engine_loss(model: nn.Module) -> EngineLoss | None:
+    """What an engine offered, if the model has one of its two forwards."""
+    loss = model.__dict__.get(_ENGINE_LOSS)
+    return loss if loss is not None and model.__dict__.get("forward") in (loss.native, loss.forward) else None
 
 
 class HeldHead(nn.Module):
@@ -111,10 +159,26 @@ class HeldHead(nn.Module):
 
 
 def _why_not_through(language_model: nn.Module) -> str | None:
-    """What stands against reading the head's weight past its forward, as it is now."""
+    """What stands against computing the loss from the head's weight, as it is now."""
     head = language_model.lm_head
+    reason = why_not_past_forward(head, HEADS)
+    if reason is None and head.weight.shape[0] != language_model.config.vocab_size:
+        return (
+            f"its lm_head makes {head.weight.shape[0]} logits and its config has a vocab_size of "
+            f"{language_model.config.vocab_size}"
+        )
+    return reason
+
+
+def why_not_past_forward(head: nn.Module, classes: Collection[type[nn.Module]]) -> str | None:
+    """Why the weight of an lm_head cannot be read past its forward, or None if it can.
+
+    Args:
+        head: as it is now.
+        classes: those of heads whose product is that of nn.Linear.
+    """
     held = isinstance(head, HeldHead)
-    if (head.head_class if held else type(head)) not in HEADS:
+    if (head.head_class if held else type(head)) not in classes:
         return f"its lm_head is a {type(head).__name__}, whose product may be another than that of nn.Linear"
     if not held and type(head._parameters.get("weight")) is not nn.Parameter:
         kind = type(head.weight).__name__
@@ -129,11 +193,6 @@ def _why_not_through(language_model: nn.Module) -> str | None:
         return "the weight of its lm_head is whole only while the layer runs"
     if "forward" in head.__dict__:
         return "the forward of its lm_head was replaced"
-    if head.weight.shape[0] != language_model.config.vocab_size:
-        return (
-            f"its lm_head makes {head.weight.shape[0]} logits and its config has a vocab_size of "
-            f"{language_model.config.vocab_size}"
-        )
     return None
 
 
@@ -154,8 +213,7 @@ def _forward_like(native: Callable) -> Callable:
             return native(self, *args, **kwargs)
         return _forward_to_loss(self, arguments)
 
-    forward._fp8booster_native = native
-    return forward
+    return ours(forward, native)
 
 
 def _computes_loss_alone(model: nn.Module, arguments: dict[str, Any]) -> bool:
@@ -187,7 +245,7 @@ def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOut
         targets = F.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
     hidden = outputs.last_hidden_state
     items = arguments.get("num_items_in_batch")
-    loss = _head_loss(
+    loss = head_loss(
         model.lm_head,
         hidden,
         targets,
@@ -203,14 +261,21 @@ def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOut
     )
 
 
-def _head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
-    """The loss through a head, in FP8 where the head is an FP8 layer for which that pays."""
+def head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
+    """The loss through a head, in FP8 where the head is an FP8 layer for which that pays.
+
+    Args:
+        head: of a class that `why_not_past_forward` was asked for.
+        hidden: [..., K].
+        targets: int64 [...].
+        how: ignore_index, reduction and vocabulary of `linear_cross_entropy`.
+    """
     compute = partial(_whole_head_loss, head, hidden, targets, **how)
     return head.while_whole(compute) if isinstance(head, HeldHead) else compute()
 
 
 def _whole_head_loss(
-    head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, reduction: str
+    head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any
 ) -> torch.Tensor:
     fp8 = {}
     if isinstance(head, FP8Layer) and hidden.numel():
@@ -226,8 +291,7 @@ def _whole_head_loss(
         head.weight,
         targets.flatten().to(hidden.device),
         bias=head.bias,
-        ignore_index=ignore_index,
-        reduction=reduction,
+        **how,
         **fp8,
     )
 

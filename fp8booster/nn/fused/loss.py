@@ -17,12 +17,12 @@ from torch.autograd.function import once_differentiable
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.cast import aligned
-from fp8booster.kernels.cross_entropy import cross_entropy
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.multiply import multiply_
 from fp8booster.nn.delivered_amax import delivered_amax
 from fp8booster.nn.functional import check_operands, quantize_weight
 from fp8booster.nn.fused.head_products import FP8HeadProducts, HeadProducts
+from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.tensor import QuantizedMatrix
 
 CHUNK_BYTES = 512 * 2**20
@@ -71,6 +71,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         mean: bool,
         wanted: tuple[bool, bool, bool],
+        vocabulary: VocabularyPart,
     ) -> torch.Tensor:
         tokens = hidden.shape[0]
         in_fp16 = dtype is torch.float16
@@ -83,7 +84,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, tokens, chunk):
             part = hidden[start : start + chunk].to(dtype)
             logits = products.logits(part)
-            loss, amax = cross_entropy(
+            loss, amax = vocabulary.cross_entropy(
                 logits, targets[start : start + chunk], ignore_index=ignore_index, factor=factor
             )
             losses.append(loss)
@@ -119,7 +120,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for index, (each, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
             if each is not None:
                 gradients[index] = multiply_(each, factor).to(dtype)
-        return *gradients, *(None,) * 7
+        return *gradients, *(None,) * 8
 
 
 def _check(
@@ -130,6 +131,7 @@ def _check(
     ignore_index: int,
     chunk_tokens: int | None,
     reduction: str,
+    vocabulary: VocabularyPart,
 ) -> None:
     check_operands(hidden, weight, bias)
     if hidden.dim() != 2:
@@ -145,11 +147,11 @@ def _check(
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None for the default")
     if targets.device.type == "cpu":
-        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= weight.shape[0]))]
+        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocabulary.tokens))]
         if wrong.numel():
             raise ValueError(
-                f"targets holds {wrong[0].item()}, which is no token of a vocabulary of {weight.shape[0]}; tokens that "
-                f"do not count are {ignore_index}"
+                f"targets holds {wrong[0].item()}, which is no token of a vocabulary of {vocabulary.tokens}; tokens "
+                f"that do not count are {ignore_index}"
             )
 
 
@@ -164,6 +166,7 @@ def linear_cross_entropy(
     reduction: str = "mean",
     config: FP8Config | None = None,
     quantized_weight: QuantizedMatrix | None = None,
+    vocabulary: VocabularyPart | None = None,
 ) -> torch.Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)` with one chunk's logits alive at a time.
 
@@ -184,6 +187,10 @@ def linear_cross_entropy(
         reduction: "mean" over the tokens that count (NaN where there are none, as in torch), or "sum".
         config: compute the head's three products in FP8; None computes them in the dtype of `hidden`.
         quantized_weight: with `config`, the FP8 weight and its transpose, if they are there already.
+        vocabulary: which tokens the weight's rows are, where some are padding or other ranks hold the rest; None where
+            each is a token. The ranks of its group call this with the same hidden states and targets. Each gets the
+            whole loss, the gradients of its own rows, and its own part of the hidden states' gradient, which is the sum
+            over the ranks.
 
     Returns:
         float32, shape [].
@@ -197,7 +204,16 @@ def linear_cross_entropy(
     if torch.compiler.is_compiling():  # no decorator: the compiler takes seconds to import
         function = torch.compiler.disable(function)
     return function(
-        hidden, weight, targets, bias, ignore_index, chunk_tokens, reduction, config, quantized_weight
+        hidden,
+        weight,
+        targets,
+        bias,
+        ignore_index,
+        chunk_tokens,
+        reduction,
+        config,
+        quantized_weight,
+        vocabulary,
     )
 
 
@@ -211,12 +227,15 @@ def _linear_cross_entropy(
     reduction: str,
     config: FP8Config | None,
     quantized_weight: QuantizedMatrix | None,
+    vocabulary: VocabularyPart | None,
 ) -> torch.Tensor:
-    _check(hidden, weight, targets, bias, ignore_index, chunk_tokens, reduction)
+    if vocabulary is None:
+        vocabulary = VocabularyPart(tokens=weight.shape[0], columns=weight.shape[0])
+    _check(hidden, weight, targets, bias, ignore_index, chunk_tokens, reduction, vocabulary)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    tokens, (vocabulary, features) = hidden.shape[0], weight.shape
-    chunk = default_chunk(tokens, vocabulary, dtype.itemsize) if chunk_tokens is None else chunk_tokens
+    tokens, (rows, features) = hidden.shape[0], weight.shape
+    chunk = default_chunk(tokens, rows, dtype.itemsize) if chunk_tokens is None else chunk_tokens
     wanted = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
         for tensor in (hidden, weight, bias)
@@ -240,7 +259,7 @@ def _linear_cross_entropy(
                 raise ValueError("quantized_weight has no transpose, which the gradient of hidden needs")
             products = FP8HeadProducts(
                 quantized_weight,
-                (vocabulary, features),
+                (rows, features),
                 head_bias,
                 wanted[:2],
                 sum_dtype,
@@ -259,4 +278,5 @@ def _linear_cross_entropy(
             chunk,
             reduction == "mean",
             wanted,
+            vocabulary,
         )

@@ -1,0 +1,221 @@
+"""The loss of language models that shardformer has sharded, over chunks of logits which are never whole.
+
+Shardformer's forwards all end alike: body, `logits = self.lm_head(hidden_states)`, and
+`dist_cross_entropy(labels, logits, ...)` (shardformer/layer/loss.py:145), which picks the tokens of this rank and adds
+up their losses. So they run as they are. While one runs, the head hands its hidden states on, and the loss is that of
+these, by `nn.fused.linear_cross_entropy`. A head whose vocabulary is spread over the ranks of tensor parallelism
+computes it from each rank's part of the logits (`nn.fused.vocabulary`).
+
+Against native's: logits are in FP32 wherever a loss reads them, where without tensor parallelism native may leave them
+in 16 bits; and nothing of the size of all logits is in memory.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from colossalai.shardformer.layer import Linear1D_Col, PaddingLMHead, VocabParallelLMHead1D
+from colossalai.shardformer.layer._operation import reduce_backward, reduce_forward
+from colossalai.shardformer.layer.utils import is_share_sp_tp
+from colossalai.shardformer.shard import ShardConfig
+from torch import nn
+
+from fp8booster.colossal.tensor.linear import FP8Linear1DCol, FP8PaddingLMHead, FP8VocabParallelLMHead1D
+from fp8booster.nn.delivered_amax import deliver_amax, delivered_amax
+from fp8booster.nn.fused.causal_lm_loss import (
+    EngineLoss,
+    head_loss,
+    language_model_in,
+    offer_loss,
+    ours,
+    use_fused_loss,
+    why_not_past_forward,
+)
+from fp8booster.nn.fused.vocabulary import VocabularyPart
+from fp8booster.nn.linear import FP8Linear
+
+_FORWARDS = (
+    "LlamaPipelineForwards.llama_for_causal_lm_forward",
+    "MistralForwards.mistral_for_causal_lm_forward",
+    "Qwen2PipelineForwards.qwen2_for_causal_lm_forward",
+    "get_lm_forward_with_dist_cross_entropy.<locals>.forward",
+)
+"""Of shardformer/modeling/llama.py:266, mistral.py:187 and :557, qwen2.py:270 and :769."""
+
+_SPREAD = (Linear1D_Col, FP8Linear1DCol, VocabParallelLMHead1D, FP8VocabParallelLMHead1D)
+"""Heads whose vocabulary is spread over ranks."""
+
+_WHOLE = (nn.Linear, FP8Linear, PaddingLMHead, FP8PaddingLMHead)
+
+_IGNORED = -100
+"""The target of tokens that do not count, in shardformer/layer/loss.py:13."""
+
+_LOSS = "dist_cross_entropy"
+
+
+def use_sharded_loss(model: nn.Module, config: ShardConfig) -> None:
+    """Let a LLaMA, Mistral or Qwen2 whose forward shardformer replaced compute its loss over chunks of logits.
+
+    In training with labels its output has `loss` and no `logits`, as with `nn.fused.use_fused_loss`, and the forward of
+    shardformer runs as it is in evaluation mode, without labels and for `return_dict=False`. Other models are left
+    alone. `nn.fused.use_native_loss` undoes it, `why_not_fused` says why a model's loss stays as it was.
+
+    Args:
+        model: this rank's part of it.
+        config: by which it was sharded.
+    """
+    language_model = language_model_in(model)
+    native = None if language_model is None else language_model.__dict__.get("forward")
+    if type(native) is not types.MethodType or _written(native).__qualname__ not in _FORWARDS:
+        return
+    forward = types.MethodType(_forward_with(native.__func__, config), language_model)
+    offer_loss(language_model, EngineLoss(native, forward, lambda model: _why_not(model, config)))
+    use_fused_loss(language_model)
+
+
+def _written(forward: Callable) -> Callable:
+    """The function behind bound methods, partial functions and what wraps it."""
+    while True:
+        inner = getattr(forward, "__func__", None) or getattr(forward, "func", None)
+        inner = inner or getattr(forward, "__wrapped__", None)
+        if inner is None:
+            return forward
+        forward = inner
+
+
+def _why_not(model: nn.Module, config: ShardConfig) -> str | None:
+    """Why a model's loss is not computed over chunks, as it is now."""
+    head = model.lm_head
+    if getattr(head, "weight", None) is None:  # another stage of the pipeline has it
+        return None
+    spread = config.enable_tensor_parallelism
+    if getattr(head, "gather_output", False) or (spread and not config.parallel_output):
+        return "parallel_output=False gathers its logits"
+    if getattr(head, "skip_bias_add", False):
+        return "its lm_head has skip_bias_add"
+    if getattr(head, "use_zbv", False):
+        return "the zero-bubble schedule computes the weight gradient of its lm_head in a pass of its own"
+    if is_share_sp_tp(getattr(head, "seq_parallel_mode", None)):
+        return "its lm_head reads a sequence that is spread over ranks"
+    return why_not_past_forward(head, _SPREAD if spread else _WHOLE)
+
+
+def _forward_with(native: Callable, config: ShardConfig) -> Callable:
+    """A forward that computes the loss over chunks where it trains, around the native one."""
+    signature = inspect.signature(native)
+    names = _written(native).__globals__
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs)
+        if not _computes_loss_alone(self, {**bound.arguments, **bound.kwargs}, config):
+            return native(self, *args, **kwargs)
+        with _late_logits(self.lm_head, names, config):
+            outputs = native(self, *args, **kwargs)
+        late = {name for name, value in outputs.items() if isinstance(value, _LateLogits)}
+        if not late:  # not the last stage of a pipeline
+            return outputs
+        return type(outputs)(**{name: value for name, value in outputs.items() if name not in late})
+
+    forward.__signature__ = signature
+    return ours(forward, native)
+
+
+def _computes_loss_alone(model: nn.Module, arguments: dict[str, Any], config: ShardConfig) -> bool:
+    """Whether this call trains and reads no logits, so far as its arguments tell."""
+    labels, kept = arguments.get("labels"), arguments.get("logits_to_keep", 0)
+    return (
+        model.training
+        and labels is not None
+        and labels.dim() == 2
+        and isinstance(kept, int)
+        and kept == 0
+        and arguments.get("return_dict") is not False
+        and model.config.use_return_dict
+        and _why_not(model, config) is None
+    )
+
+
+class _LateLogits:
+    """What shardformer's forwards take for logits: the hidden states of which a loss makes them."""
+
+    def __init__(self, head: nn.Module, hidden: torch.Tensor) -> None:
+        self.head, self.hidden = head, hidden
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden.dtype
+
+    def float(self) -> _LateLogits:
+        """These: the loss reads them in FP32."""
+        return self
+
+
+@contextmanager
+def _late_logits(head: nn.Module, names: dict[str, Any], config: ShardConfig) -> Iterator[None]:
+    """For the length of one forward, let a head hand its hidden states on to the loss.
+
+    Args:
+        head: the last layer; it runs its hooks.
+        names: the globals of the forward.
+        config: by which the model was sharded.
+    """
+    native = names[_LOSS]
+    head.forward = lambda hidden: _LateLogits(head, hidden)
+    names[_LOSS] = lambda labels, logits, *_, **__: _loss(labels, logits, config)
+    try:
+        yield
+    finally:
+        names[_LOSS] = native
+        del head.forward
+
+
+def _loss(labels: torch.Tensor, logits: _LateLogits, config: ShardConfig) -> torch.Tensor:
+    """The mean loss over all tokens that count, float32 [], as `dist_cross_entropy` has it.
+
+    Args:
+        labels: [batch, tokens], of all tokens, or under ring attention of this rank's, shifted.
+        logits: of all tokens or of this rank's.
+        config: by which the model was sharded.
+    """
+    group, ranks = config.sequence_parallel_process_group, config.sequence_parallel_size
+    mode = config.sequence_parallelism_mode
+    length = logits.hidden.shape[1]
+    ring = mode == "ring_attn"
+    if ring and labels.shape[1] == length:
+        targets, spread = labels, True
+    else:
+        targets = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+        spread = ranks > 1 and not is_share_sp_tp(mode) and targets.shape[1] // ranks == length
+        if spread:
+            targets = targets.split(length, dim=1)[dist.get_rank(group)]
+    count = (targets != _IGNORED).sum()
+    loss = _sum(logits, targets)
+    if spread:
+        # gradients are averaged over the ranks of sequence parallelism later, as natively
+        loss, count = reduce_forward(torch.stack((loss, count.float())), group, grad_scale=ranks)
+        count = count.detach()
+    return loss / count
+
+
+def _sum(logits: _LateLogits, targets: torch.Tensor) -> torch.Tensor:
+    """The sum of the losses of targets, of the tokens of these logits."""
+    head, hidden = logits.head, logits.hidden
+    rows = head.weight.shape[0]
+    tokens = getattr(head, "old_num_embeddings", head.out_features)
+    if not isinstance(head, Linear1D_Col):
+        part = VocabularyPart(tokens, columns=tokens)
+    else:
+        group = head.process_group
+        first = dist.get_rank(group) * rows
+        part = VocabularyPart(tokens, min(max(tokens - first, 0), rows), first, group)
+        amax = delivered_amax(hidden)
+        # each rank's gradient of the hidden states is that of its part of the vocabulary
+        hidden = deliver_amax(reduce_backward(hidden, group, head.fp8_communication), amax)
+    return head_loss(head, hidden, targets, ignore_index=_IGNORED, reduction="sum", vocabulary=part)
