@@ -12,7 +12,7 @@ from fp8booster.nn.fused.decoder import FusedAttention, FusedDecoderLayer
 from tests.colossal.models import tiny_llama
 from tests.plugins.hybrid_census_checks import assert_all_products_in_fp8
 from tests.plugins.hybrid_learning_checks import assert_follows
-from tests.plugins.hybrid_runs import MAKERS, HybridRun, fp8, learn, native, ours, sizes, start
+from tests.plugins.hybrid_runs import MAKERS, fp8, learn, native, ours, sizes, start
 from tests.plugins.large_collective_checks import gemini, tokens
 from tests.plugins.large_collective_checks import start as start_large
 from tests.plugins.large_collectives import assert_large_collectives_are_compressed
@@ -36,28 +36,28 @@ ALONG_A_SEQUENCE: dict[str, dict[str, Any]] = {
 """Modes of sequence parallelism among ranks of their own."""
 
 
-def start_along_a_sequence(mode: str, fused: bool = True) -> HybridRun:
-    """With heads of keys for all ranks."""
-    plugin = fp8(ALONG_A_SEQUENCE[mode], fp8_config=FP8Config(fused=fused))
-    return start(plugin, tiny_llama(**sizes(num_key_value_heads=4)))
-
-
-@check_each("TP2 x PP2", "TP2 x DP2 ZeRO 1", "PP2 x DP2 ZeRO 1", *ALONG_A_SEQUENCE)
+@check_each("TP2 x PP2", "TP2 x DP2 ZeRO 1", "PP2 x DP2 ZeRO 1")
 def all_products_but_those_of_the_vocabulary_head_run_in_fp8(mode: str) -> None:
-    run = start_along_a_sequence(mode) if mode in ALONG_A_SEQUENCE else start(fp8(MODES[mode]))
-    assert_all_products_in_fp8(run)
+    assert_all_products_in_fp8(start(fp8(MODES[mode])))
 
 
 @check_each(*ALONG_A_SEQUENCE)
-def layers_along_a_sequence_train_fused_as_unfused(mode: str) -> None:
-    plain, run = (start_along_a_sequence(mode, fused) for fused in (False, True))
+def fused_layers_along_a_sequence_train_in_fp8_as_unfused_ones(mode: str) -> None:
+    plain, run = (
+        start(
+            fp8(ALONG_A_SEQUENCE[mode], fp8_config=FP8Config(fused=fused)),
+            tiny_llama(**sizes(num_key_value_heads=4)),  # for each rank one
+        )
+        for fused in (False, True)
+    )
     layers = [module for module in run.model.modules() if isinstance(module, FusedDecoderLayer)]
     assert len(layers) == 2 // run.booster.plugin.pp_size
     assert all(isinstance(layer.self_attn, FusedAttention) for layer in layers)
-    expected, losses = learn(plain), learn(run)
+    expected, losses = (learn(each, last=2) for each in (plain, run))
     assert_close(expected, losses, 1e-2)
     assert losses != expected
     assert losses[-1] < losses[0]
+    assert_all_products_in_fp8(run)
 
 
 @check_each("TP2 x PP2", "TP2 x DP2 ZeRO 2", "Gemini with TP2")
