@@ -1,4 +1,4 @@
-"""Fused decoder layers under `HybridParallelPlugin`, on two gloo ranks started once for all checks."""
+"""Fused decoder layers and the loss under `HybridParallelPlugin`, on two gloo ranks started once for all checks."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import pytest
 from tests.distributed import run_ranks
 from tests.plugins.registry import names, run_checks
 
-MODULE = "tests.plugins.hybrid_fused_checks"
+MODULES = ["tests.plugins.hybrid_fused_checks", "tests.plugins.hybrid_loss_checks"]
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
     """What each rank found."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return run_ranks(run_checks, 2, [MODULE], folder, timeout=900, initialize=False)
+    return run_ranks(run_checks, 2, MODULES, folder, timeout=900, initialize=False)
 
 
-@pytest.mark.parametrize("name", names(MODULE))
+@pytest.mark.parametrize("name", [name for module in MODULES for name in names(module)])
 def test_on_two_ranks(outcomes: list[dict[str, str | None]], name: str) -> None:
     for rank, outcome in enumerate(outcomes):
         assert outcome[name] is None, f"rank {rank}: {outcome[name]}"

@@ -7,7 +7,10 @@ import pytest
 from tests.distributed import run_ranks
 from tests.plugins.registry import names, run_checks
 
-MODULES = ["tests.plugins.hybrid_four_rank_checks", "tests.plugins.gemini_to_hybrid_checks"]
+MODULES = [
+    f"tests.plugins.{checks}_checks"
+    for checks in ("hybrid_four_rank", "hybrid_loss_four_rank", "gemini_to_hybrid")
+]
 
 
 @pytest.fixture(scope="module")

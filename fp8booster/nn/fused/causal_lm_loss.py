@@ -22,6 +22,7 @@ from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.choice import fp8_pays
 from fp8booster.nn.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.fused.loss import linear_cross_entropy
+from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
 from fp8booster.nn.weight_cache import WeightCache, reusable
@@ -37,7 +38,7 @@ MODELS = {
 """Module and name of the classes whose forward this knows."""
 
 HEADS: set[type[nn.Module]] = {nn.Linear, FP8Linear}
-"""Classes of heads whose logits, where there is no padding among them, are those of nn.Linear; engines add theirs."""
+"""Classes of heads whose logits, up to padding at their end, are those of nn.Linear; engines add theirs."""
 
 
 def use_fused_loss(model: nn.Module) -> bool:
@@ -162,12 +163,17 @@ def _why_not_through(language_model: nn.Module) -> str | None:
     """What stands against computing the loss from the head's weight, as it is now."""
     head = language_model.lm_head
     reason = why_not_past_forward(head, HEADS)
-    if reason is None and head.weight.shape[0] != language_model.config.vocab_size:
+    if reason is None and tokens_of(head) != language_model.config.vocab_size:
         return (
-            f"its lm_head makes {head.weight.shape[0]} logits and its config has a vocab_size of "
+            f"its lm_head makes {tokens_of(head)} logits and its config has a vocab_size of "
             f"{language_model.config.vocab_size}"
         )
     return reason
+
+
+def tokens_of(head: nn.Module) -> int:
+    """How many tokens a head makes logits of; padding, of which Colossal-AI's heads know, is none."""
+    return getattr(head, "old_num_embeddings", head.weight.shape[0])
 
 
 def why_not_past_forward(head: nn.Module, classes: Collection[type[nn.Module]]) -> str | None:
@@ -245,10 +251,12 @@ def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOut
         targets = F.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
     hidden = outputs.last_hidden_state
     items = arguments.get("num_items_in_batch")
+    tokens = tokens_of(model.lm_head)
     loss = head_loss(
         model.lm_head,
         hidden,
         targets,
+        vocabulary=VocabularyPart(tokens, columns=tokens),
         ignore_index=ignore_index,
         reduction="mean" if items is None else "sum",
     )

@@ -1,0 +1,88 @@
+"""Cross entropy of a rank's part of the logits, without other ranks: what they send is computed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fp8booster.nn.fused.vocabulary import VocabularyPart
+
+ROWS, VOCABULARY = 40, 5000
+SPLITS = (0, 3000, 5000)
+"""Where ranks' columns begin and end: more than a block of the kernel, and not whole ones."""
+
+
+@pytest.fixture
+def case(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, the last of a group far above the others in half of the rows, and targets on all ranks."""
+    logits = 3 * torch.randn(ROWS, VOCABULARY, device=device)
+    logits[::2, -1] = 30.0
+    targets = torch.randint(0, VOCABULARY, (ROWS,), device=device)
+    targets[::7] = -100
+    targets[2], targets[4] = VOCABULARY - 1, 0
+    return logits, targets
+
+
+@pytest.fixture
+def whole(case: tuple, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """[all logits]; the gather gives what their ranks would send."""
+    found = [case[0]]
+
+    def gather(output: torch.Tensor, values: torch.Tensor, group: object) -> None:
+        logits, targets = found[0].double(), case[1]
+        parts = []
+        for first, last in pairwise(SPLITS):
+            here = (targets >= first) & (targets < last)
+            at_target = logits.gather(1, targets.clamp(0, VOCABULARY - 1)[:, None])[:, 0]
+            parts += [logits[:, first:last].logsumexp(1), torch.where(here, at_target, 0.0)]
+        counted = (targets != -100).repeat(2)
+        own = [torch.cat(parts[start : start + 2]) for start in (0, 2)]
+        # one of the ranks sent these
+        assert any(
+            torch.allclose(values[counted].double(), part[counted], rtol=1e-5, atol=1e-5) for part in own
+        )
+        output.copy_(torch.cat(own))
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_losses_and_gradient_are_those_of_whole_rows(case, whole, dtype, rank) -> None:
+    targets = case[1]
+    whole[0] = case[0].to(dtype)
+    exact = whole[0].double().requires_grad_()
+    right = F.cross_entropy(exact, targets, reduction="none")
+    (0.25 * right.sum()).backward()
+    first, last = SPLITS[rank : rank + 2]
+    padded = F.pad(whole[0][:, first:last], (0, 24), value=100.0)
+    part = VocabularyPart(VOCABULARY, last - first, first, group="two ranks")
+    factor = torch.full((), 0.25, device=targets.device)
+    losses, _ = part.cross_entropy(padded.clone(), targets, ignore_index=-100)
+    gradient = padded.clone()
+    again, _ = part.cross_entropy(gradient, targets, ignore_index=-100, factor=factor)
+    assert torch.equal(losses, again)
+    torch.testing.assert_close(losses.double(), right.detach(), rtol=1e-5, atol=1e-5)
+    rounding = {torch.float32: 1e-5, torch.bfloat16: 2**-8, torch.float16: 2**-10}[dtype]
+    # in FP16 the smallest values are no more than steps of 2^-24
+    wanted = exact.grad[:, first:last]
+    torch.testing.assert_close(gradient[:, : last - first].double(), wanted, rtol=2 * rounding, atol=2**-23)
+    assert not gradient[:, last - first :].any()
+    assert not gradient[targets == -100].any()
+
+
+def test_padding_of_a_whole_vocabulary_counts_for_nothing(case) -> None:
+    logits, targets = case
+    right = F.cross_entropy(logits, targets, reduction="none")
+    padded = F.pad(logits, (0, 24), value=100.0)
+    part = VocabularyPart(VOCABULARY, VOCABULARY)
+    factor = torch.ones((), device=targets.device)
+    losses, _ = part.cross_entropy(padded, targets, ignore_index=-100, factor=factor)
+    torch.testing.assert_close(losses, right)
+    assert not padded[:, VOCABULARY:].any()
