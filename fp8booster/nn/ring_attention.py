@@ -5,8 +5,9 @@ The sequence is cut into 2n chunks for n ranks, and rank r holds chunks r and 2n
 attends to the keys and values of one rank after the other, which come from its neighbour, and joins the results by
 their log-sum-exp. The blocks are PyTorch's flash attention.
 
-Keys and values are rounded once: the bytes are passed on as they came. In backward each rank sends the gradients of
-another's keys and values straight to it, rounded once too, where they are added in FP32.
+Keys and values are rounded once: the bytes are passed on as they came. Heads that several queries share travel, and are
+saved for backward, once; a block repeats them. In backward each rank sends the gradients of another's keys and values
+straight to it, rounded once too, where they are added in FP32.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def ring_attention(
     """Causal attention of this rank's queries to the whole sequence.
 
     Args:
-        q, k, v: [B, H, S, D], S the tokens of this rank's two chunks, one behind the other.
+        q: [B, H, S, D], S the tokens of this rank's two chunks, one behind the other.
+        k, v: [B, Hkv, S, D], Hkv a divisor of H: queries share heads of keys and values in their order.
         group: the ranks that hold the sequence.
         lengths: tokens of each sequence of the batch on this rank, where some are padded at the end; even.
         scale: of the scores; None is D**-0.5.
@@ -239,7 +241,8 @@ def _deliver(
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention, [B, H, S, D], and the log-sum-exp of its scores, [B, H, S] in float32."""
+    """Attention, [B, H, S, D], and the log-sum-exp of its scores, [B, H, S] in float32; k and v are [B, Hkv, S', D]."""
+    k, v = _repeated(k, q), _repeated(v, q)
     if q.is_cuda:
         output, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention.default(
             q, k, v, 0.0, causal, False, scale=scale
@@ -262,26 +265,40 @@ def attend_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k and v, from output and log-sum-exp of the attention to all keys, of which k are some."""
-    lse = lse.contiguous()
-    if not q.is_cuda:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
+    lse, shape = lse.contiguous(), k.shape
+    k, v = _repeated(k, q), _repeated(v, q)
+    if q.is_cuda:
+        state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is none of
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
+            gradient,
+            q,
+            k,
+            v,
+            output,
+            lse,
+            None,
+            None,
+            q.shape[2],
+            k.shape[2],
+            0.0,
+            causal,
+            state,
+            state,
+            scale=scale,
+        )
+    else:
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
             gradient, q, k, v, output, lse, 0.0, causal, scale=scale
         )
-    state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is none of
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
-        gradient,
-        q,
-        k,
-        v,
-        output,
-        lse,
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        causal,
-        state,
-        state,
-        scale=scale,
-    )
+    return dq, _added_up(dk, shape), _added_up(dv, shape)
+
+
+def _repeated(heads: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Each head of keys or values as often as queries share it."""
+    groups = q.shape[1] // heads.shape[1]
+    return heads if groups == 1 else heads.repeat_interleave(groups, 1)
+
+
+def _added_up(gradient: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The gradient of heads, of the given shape, from that of `_repeated` ones."""
+    return gradient if gradient.shape == shape else gradient.unflatten(1, (shape[1], -1)).sum(2)

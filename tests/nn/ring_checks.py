@@ -55,6 +55,28 @@ def a_ring_attends_as_one_process_does() -> None:
 
 
 @check
+def heads_that_queries_share_travel_once() -> None:
+    q, k, v, dy = tensors()
+    grouped = [q, k[:, ::2], v[:, ::2], dy]  # two queries to each
+    repeated = [q, *(each.repeat_interleave(2, 1) for each in grouped[1:3]), dy]
+    y, dq, *shared = expected(*repeated)
+    references = [y, dq, *(each.unflatten(1, (HEADS // 2, 2)).sum(2) for each in shared)]
+    results = []
+    for communication in (False, True):
+        comm.reset_statistics()
+        results.append(found(grouped, communication))
+    sent = comm.statistics()
+    for reference, exact, in_fp8 in zip(references, *results, strict=True):
+        own = chunks(reference, LENGTH)
+        torch.testing.assert_close(exact, own, rtol=1e-4, atol=1e-5)
+        assert signal_to_noise(own, in_fp8) > WIRE_DB
+    comm.reset_statistics()
+    found(repeated, True)
+    for row in (KEYS_AND_VALUES, "send"):
+        assert 2 * sent[row].raw_bytes == comm.statistics()[row].raw_bytes > 0
+
+
+@check
 def the_log_sum_exp_is_that_of_all_scores() -> None:
     q, k, v, _ = tensors()
     _, lse = ring_attention(*(chunks(each, LENGTH) for each in (q, k, v)), dist.group.WORLD)

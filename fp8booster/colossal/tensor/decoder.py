@@ -18,6 +18,7 @@ from colossalai.shardformer.layer.attn import RingAttention
 from colossalai.shardformer.shard import ShardConfig
 from torch import nn
 
+from fp8booster.colossal.tensor.collectives import is_compressed
 from fp8booster.colossal.tensor.heads import heads_to_sequence, sequence_to_heads
 from fp8booster.colossal.tensor.linear import FP8PaddingLMHead
 from fp8booster.colossal.tensor.loss import use_sharded_loss
@@ -81,11 +82,14 @@ class RingedAttention(FlashAttention):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: dict[str, Any]
     ) -> torch.Tensor:
-        """As shardformer's."""
+        """As shardformer's; in compressed groups, whose ring is ours, heads that queries share travel once."""
         config = self.fp8_sharding()
+        if not is_compressed(config.sequence_parallel_process_group):
+            key, value = self.repeated(key, value)
         return RingAttention.attention(
             query,
-            *self.repeated(key, value),
+            key,
+            value,
             sp_axis=config.sp_axis,
             **attention_mask,
             inner_ring_size=config.inner_ring_size,

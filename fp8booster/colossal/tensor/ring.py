@@ -34,7 +34,8 @@ def attention(
     one ring here. `max_seqlen` and `deterministic` serve native's kernels.
 
     Args:
-        q, k, v: [B, H, S, D], padded at the end of each sequence.
+        q: [B, H, S, D], padded at the end of each sequence.
+        k, v: [B, Hkv, S, D] likewise, with the heads of q, as natively, or a divisor of them, which sends less.
         cu_seqlens: [B + 1], where this rank's sequences begin and end, with PADDED_CAUSAL.
         valid_indices: [tokens], which of this rank's tokens are not padding, with PADDED_CAUSAL.
         return_softmax: return the log-sum-exp of the scores too, [B * S, H].
