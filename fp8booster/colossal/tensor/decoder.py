@@ -38,7 +38,7 @@ class FlashAttention(FusedAttention):
     """Mixin of a self-attention that runs by `ColoAttention`, on all tokens of this rank's heads."""
 
     fp8_sharding: Callable[[], ShardConfig]
-    """Not the config itself: a copy of a model makes a copy of what its modules hold, and groups have none."""
+    """With sequence parallelism. A function, for a copy of a model copies what its modules hold, and groups cannot be."""
 
     def attends_alike(self, attention_mask: Any, **_: Any) -> bool:
         """What the model makes for `ColoAttention` is a dictionary."""
@@ -118,10 +118,10 @@ def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
             return REPLACED
         del attention.forward
         attention.__dict__["fp8_forward_of_engine"] = forward
+        if not config.enable_sequence_parallelism:  # Mistral's policy turns it off, and leaves the mode
+            return FlashAttention
         attention.__dict__["fp8_sharding"] = lambda: config
-        # Mistral's policy turns sequence parallelism off, and leaves the mode
-        mode = config.sequence_parallelism_mode if config.enable_sequence_parallelism else None
-        return _MIXINS.get(mode, FlashAttention)
+        return _MIXINS.get(config.sequence_parallelism_mode, FlashAttention)
 
     use_sharded_loss(model, config)
     return fuse(model, attention_of)
