@@ -38,7 +38,7 @@ class FlashAttention(FusedAttention):
     """Mixin of a self-attention that runs by `ColoAttention`, on all tokens of this rank's heads."""
 
     fp8_sharding: Callable[[], ShardConfig]
-    """With sequence parallelism. A function, for a copy of a model copies what its modules hold, and groups cannot be."""
+    """With sequence parallelism. A function: copies of a model copy what modules hold, and groups cannot be copied."""
 
     def attends_alike(self, attention_mask: Any, **_: Any) -> bool:
         """What the model makes for `ColoAttention` is a dictionary."""
