@@ -129,7 +129,6 @@ CASES = {
         "LLaMA": (
             "DP2",
             "TP2",
-            "TP2 ZeRO 1",
             "TP2 split_gather",
             "SP2 all_to_all",
             "SP2 ring_attn",
@@ -237,7 +236,8 @@ def assert_exact(name: str, mode: str) -> None:
 
 def at_least(name: str, run: HybridRun) -> float:
     """How near a gradient is to that of the exact loss, in dB."""
-    if name == "lm_head.weight" and run.booster.plugin.sp_size == 1:
+    plugin = run.booster.plugin
+    if name == "lm_head.weight" and plugin.sp_size == plugin.dp_size == 1:
         return 45  # rounded to BF16 once more
     # what FP8 makes of hidden states' gradients that differ so, in products or in what ranks add up
     return 25 if name in ("lm_head.weight", "model.norm.weight") else 15
@@ -271,6 +271,7 @@ def whole_logits_are_there_where_something_reads_them(mode: str) -> None:
     as_tuple = run.model(**batch, return_dict=False)
     assert as_tuple[1].shape[:2] == (8, LENGTH)
     assert abs(as_tuple[0].item() - loss) <= 1e-2 * loss
+    assert run.model(**batch, logits_to_keep=LENGTH).logits.shape == as_tuple[1].shape
     unlabelled = {key: value for key, value in batch.items() if key != "labels"}
     assert run.model(**unlabelled).logits.shape == as_tuple[1].shape
     run.model.eval()

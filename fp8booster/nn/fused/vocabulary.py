@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from fp8booster.comm.collectives import gather_bytes
 from fp8booster.kernels.cross_entropy import cross_entropy
 
 _NO_COLUMN = -1
@@ -84,7 +85,7 @@ class VocabularyPart:
         ranks = dist.get_world_size(self.group)
         values = torch.stack((own, torch.where(here, at_column, 0.0)))
         gathered = values.new_empty((ranks, *values.shape))
-        dist.all_gather_into_tensor(gathered.view(-1), values.view(-1), group=self.group)
+        gather_bytes(gathered.view(-1), values.view(-1), self.group)
         whole, at_target = gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
         known = (targets >= 0) & (targets < self.tokens)
         # a row whose target is no token is NaN, as the kernel has it

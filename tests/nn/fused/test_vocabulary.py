@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from fp8booster.nn.fused import vocabulary
 from fp8booster.nn.fused.vocabulary import VocabularyPart
 
 ROWS, VOCABULARY = 40, 5000
@@ -48,7 +49,7 @@ def whole(case: tuple, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         output.copy_(torch.cat(own))
 
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", gather)
+    monkeypatch.setattr(vocabulary, "gather_bytes", gather)
     return found
 
 
