@@ -237,6 +237,18 @@ def padding_is_left_out_along_a_sequence_as_in_unfused_layers(mode: str) -> None
 
 
 @check_each(*ALONG_A_SEQUENCE)
+def a_mask_that_is_not_for_flash_attention_is_left_to_shardformers_forward(mode: str) -> None:
+    attention = decoder_layers(seen(mode, True).run)[0].self_attn
+    tokens = torch.randn(1, 8, attention.config.hidden_size).bfloat16()
+    angles = (torch.ones(1, 16, attention.head_dim),) * 2
+    theirs = mock.Mock(return_value=(tokens, None))
+    with mock.patch.dict(attention.__dict__, {"fp8_forward_of_engine": theirs}):
+        output, _ = attention(tokens, angles, attention_mask=torch.zeros(1, 1, 16, 16))
+    assert output is tokens
+    theirs.assert_called_once()
+
+
+@check_each(*ALONG_A_SEQUENCE)
 def a_copy_of_a_model_along_a_sequence_computes_what_the_model_does(mode: str) -> None:
     run, _ = boosted(mode, True)
     first, *_ = three_batches(run)
