@@ -50,7 +50,7 @@ def use_fused_loss(model: nn.Module) -> bool:
     is None. The native forward runs, logits and all, in evaluation mode, without labels, when `logits_to_keep` asks for
     some of them (the sequence's length asks for all), for `return_dict=False`, with a loss function of one's own, and
     wherever `why_not_fused` finds a reason. `use_native_loss` undoes it. A pickle comes back with the native
-    forward: call this again.
+    forward: call this again. Where an engine has replaced the forward, the one that it offered takes its place.
 
     Args:
         model: any module.
