@@ -1,10 +1,11 @@
-"""What goes wrong in pipelines without each mend of `compat/pipeline.py`."""
+"""What goes wrong in pipelines without each mend of `compat/pipeline.py`, and without OPT's of `compat/masks.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.colossal.models import token_batch
 from tests.colossal.symptom import Symptom
 
 
@@ -199,6 +201,35 @@ def _scale_the_loss_of_zero_bubble() -> None:
     assert torch.equal(*gradients), "the loss is not scaled"
 
 
+def _leave_out_the_mask_of_opt() -> None:
+    from colossalai.shardformer import ShardConfig
+    from colossalai.shardformer.modeling.opt import OPTPipelineForwards
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128}
+    model = OPTForCausalLM(OPTConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)).eval()
+    tokens = token_batch(0)
+
+    def run(first: bool, **inputs: Any) -> Any:
+        stage = SimpleNamespace(is_first_stage=lambda: first, is_last_stage=lambda: not first)
+        return OPTPipelineForwards.opt_for_causal_lm_forward(
+            model,
+            input_ids=tokens,
+            labels=tokens,
+            stage_manager=stage,
+            stage_index=[0, 1] if first else [1, 2],
+            shard_config=ShardConfig(enable_tensor_parallelism=False),
+            **inputs,
+        )
+
+    with torch.no_grad():
+        middle = run(True)["hidden_states"]
+        torch.testing.assert_close(
+            run(False, hidden_states=middle).loss, model(input_ids=tokens, labels=tokens).loss
+        )
+
+
 SYMPTOMS = {
     "zero_bubble_adds_weight_gradients": Symptom(
         _accumulate_native_weight_gradients, "a micro-batch is lost"
@@ -210,5 +241,6 @@ SYMPTOMS = {
     "evaluation_leaves_training_as_it_was": Symptom(_train_after_evaluation, "AssertionError()"),
     "interleaved_sends_metadata": Symptom(_interleave_without_cached_metadata, "would go without metadata"),
     "interleaved_waits_for_what_it_sends": Symptom(_end_an_interleaved_step, "is not waited for"),
+    "opt_needs_no_mask_in_a_pipeline": Symptom(_leave_out_the_mask_of_opt, "has no attribute 'device'"),
     "zero_bubble_scales_the_loss": Symptom(_scale_the_loss_of_zero_bubble, "the loss is not scaled"),
 }

@@ -1,4 +1,6 @@
-"""The model families that Colossal-AI's policies shard, under TP2: each linear layer is in FP8, or says why not."""
+"""The model families that Colossal-AI's policies shard, under TP2 and PP2: each linear layer is in FP8, or says why
+not, and the stages of a pipeline find the gradients of the whole model.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 
@@ -124,6 +127,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
 }
 
 
+TIED = ("GPT-2", "OPT", "BERT", "T5")
+"""Families whose embedding is another stage's head, or the decoder's embedding."""
+
+PIPELINE = {"pp_size": 2, "pp_style": "1f1b", "num_microbatches": 2}
+
+
 def begin(plugin: Any, name: str) -> tuple[HybridRun, dict[str, torch.Tensor]]:
     """A run of a model, and its batch."""
     make, inputs = MODELS[name]
@@ -157,3 +166,71 @@ def a_sharded_model_computes_in_fp8_and_its_loss_is_that_of_16_bits(name: str) -
     assert all(row.notes for row in kept), kept
     # what stays are the heads that make logits
     assert all(row.name.rpartition(".")[2] in ("lm_head", "decoder", "classifier") for row in kept), kept
+
+
+def pass_through(run: HybridRun, batch: dict[str, torch.Tensor]) -> float:
+    """Forward and backward of the whole batch, in a pipeline or not; returns the loss, the same on both ranks."""
+    if run.booster.plugin.pp_size == 1:
+        loss = run.model(**batch).loss
+        run.booster.backward(loss, run.optimizer)
+        return loss.item()
+    found = run.booster.execute_pipeline(
+        iter([batch]), run.model, lambda output, _: output.loss, run.optimizer, return_loss=True
+    )["loss"]
+    loss = torch.zeros(()) if found is None else found.detach().float().reshape(())
+    dist.all_reduce(loss)  # the first stage has 0
+    return loss.item()
+
+
+def gradients_of_matrices(run: HybridRun) -> dict[str, torch.Tensor]:
+    """By parameter; of those that this stage holds."""
+    held = run.model.unwrap().named_parameters()
+    return {
+        name.removeprefix("module."): value.grad.float().flatten() for name, value in held if value.ndim == 2
+    }
+
+
+def step_with_gradients(
+    run: HybridRun, batch: dict[str, torch.Tensor]
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """One on the whole batch, as `step`."""
+    loss, gradients = pass_through(run, batch), gradients_of_matrices(run)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    return loss, gradients
+
+
+def assert_both_stages_have_equal_weights(run: HybridRun, tied: bool) -> None:
+    """Where they share one."""
+    stage, shared = run.booster.plugin.stage_manager.stage, run.model.shared_params
+    assert (len(shared) > 0) is tied, shared
+    for held in shared:
+        assert sorted(held) == [0, 1]
+        weights = [torch.empty_like(held[stage]) for _ in held]
+        dist.all_gather(weights, held[stage].detach(), group=run.booster.plugin.pp_group)
+        assert torch.equal(*weights)
+
+
+@check_each(*MODELS)
+def a_model_in_a_pipeline_computes_in_fp8_and_learns_as_whole_in_16_bits(name: str) -> None:
+    theirs, batch = begin(native({}), name)
+    run, _ = begin(fp8(PIPELINE, fp8_config=FP8Config(fused=False)), name)
+    if name == "OPT":  # later stages take no mask for one of ones
+        del batch["attention_mask"]
+    expected = [step_with_gradients(theirs, batch) for _ in range(2)]
+    with Census() as counted:
+        found = [step_with_gradients(run, batch)]
+    found.append(step_with_gradients(run, batch))
+    assert_close([loss for loss, _ in expected], [loss for loss, _ in found], 2.5e-2)
+    whole, held = expected[0][1], found[0][1]
+    compared = whole.keys() & held.keys()
+    assert held.keys() - compared <= {"lm_head.weight", "cls.predictions.decoder.weight"}  # tied
+    for each in compared:
+        assert nn.functional.cosine_similarity(whole[each], held[each], 0) > 0.9, each
+    assert_both_stages_have_equal_weights(run, tied=name in TIED)
+    rows = report(run.model).rows
+    in_fp8 = [module for module in run.model.modules() if isinstance(module, FP8Layer)]
+    assert len(in_fp8) == sum(row.precision == "FP8" for row in rows) > 0
+    assert sum(counted.fp8.values()) == PIPELINE["num_microbatches"] * 3 * len(in_fp8), (counted.fp8, rows)
+    kept = [row.name.rpartition(".")[2] for row in rows if row.precision != "FP8"]
+    assert set(kept) <= {"lm_head"}, kept

@@ -47,6 +47,25 @@ def gpt2_needs_no_mask(module: ModuleType, patch: Patch) -> None:
         patch.set(forwards, name, staticmethod(_with_a_mask(getattr(forwards, name), lambda config: True)))
 
 
+@mend(
+    module="colossalai.shardformer.modeling.opt",
+    place="shardformer/modeling/opt.py:133,142",
+    needed_when="OPT in a pipeline and no attention_mask",
+)
+def opt_needs_no_mask_in_a_pipeline(module: ModuleType, patch: Patch) -> None:
+    """Later stages of an OPT take a batch without a mask for one without padding.
+
+    Without it: AttributeError: 'NoneType' object has no attribute 'device', and the stages before wait for ever. No
+    longer needed when `OPTPipelineForwards.opt_model_forward` runs as the last of two stages without attention_mask.
+    """
+    forwards = module.OPTPipelineForwards
+    patch.set(
+        forwards,
+        "opt_model_forward",
+        staticmethod(_with_a_mask(forwards.opt_model_forward, lambda config: True)),
+    )
+
+
 def is_a_ring(config: Any) -> bool:
     """Whether a ShardConfig, if there is one, asks for ring attention."""
     return config is not None and config.sequence_parallelism_mode == "ring_attn"
