@@ -1,4 +1,4 @@
-"""What goes wrong in pipelines without each mend of `compat/pipeline.py`, and without OPT's of `compat/masks.py`."""
+"""What goes wrong in pipelines without each mend of `compat/pipeline.py`, and without OPT's and T5's."""
 
 from __future__ import annotations
 
@@ -230,6 +230,72 @@ def _leave_out_the_mask_of_opt() -> None:
         )
 
 
+def _receive_none() -> None:
+    from colossalai.pipeline.schedule import OneForwardOneBackwardSchedule
+
+    schedule = OneForwardOneBackwardSchedule(_Stage(), num_microbatches=2)
+    for rest, kept in (({"position_bias": None}, False), ({}, True)):
+        message = {"hidden_states": torch.zeros(2)} | rest
+        schedule.comm = SimpleNamespace(recv_forward=lambda *_, message=message, **__: (message, []))
+        schedule.recv_forward()
+        assert (schedule.tensor_metadata_recv is not None) is kept
+
+
+def _pipe_t5(masks: bool) -> None:
+    """Through one stage of an encoder and two of a decoder, and back as the schedule does."""
+    from colossalai.pipeline.schedule import OneForwardOneBackwardSchedule
+    from colossalai.shardformer.modeling.t5 import T5PipelineForwards
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0))
+    tokens = token_batch(0)
+    batch = {"input_ids": tokens, "labels": tokens}
+    if masks:
+        padded = torch.ones_like(tokens)
+        padded[1, 24:] = 0
+        batch |= {"attention_mask": padded, "decoder_attention_mask": padded}
+    whole = model(**batch).loss
+    whole.backward()
+    expected = {name: value.grad for name, value in model.named_parameters()}
+    model.zero_grad()
+
+    passed, received = [], {}
+    for number, layers in enumerate(([0, 2], [0, 1], [1, 2])):
+        last = number == 2
+        sent = T5PipelineForwards.t5_for_conditional_generation_forward(
+            model,
+            **batch,
+            **received,
+            stage_manager=SimpleNamespace(stage=number, num_stages=3, is_last_stage=lambda last=last: last),
+            stage_index=layers,
+            decoder_starting_stage=1,
+        )
+        passed.append((received or None, sent.loss if last else sent))
+        if not last:
+            received = {
+                name: value.detach().requires_grad_(value.requires_grad)
+                if isinstance(value, torch.Tensor)
+                else value
+                for name, value in sent.items()
+            }
+    torch.testing.assert_close(passed[-1][1], whole)
+    optimizer = SimpleNamespace(backward=torch.autograd.backward, backward_by_grad=torch.autograd.backward)
+    gradients = None
+    for given, output in reversed(passed):
+        gradients = OneForwardOneBackwardSchedule.backward_step(None, optimizer, given, output, gradients)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(
+            value.grad, expected[name], msg=lambda found, name=name: f"{name} learns otherwise: {found}"
+        )
+
+
+def _pipe_t5_with_masks_and_without() -> None:
+    for masks in (False, True):
+        _pipe_t5(masks)
+
+
 SYMPTOMS = {
     "zero_bubble_adds_weight_gradients": Symptom(
         _accumulate_native_weight_gradients, "a micro-batch is lost"
@@ -242,5 +308,10 @@ SYMPTOMS = {
     "interleaved_sends_metadata": Symptom(_interleave_without_cached_metadata, "would go without metadata"),
     "interleaved_waits_for_what_it_sends": Symptom(_end_an_interleaved_step, "is not waited for"),
     "opt_needs_no_mask_in_a_pipeline": Symptom(_leave_out_the_mask_of_opt, "has no attribute 'device'"),
+    "metadata_is_kept_of_tensors_alone": Symptom(_receive_none, "Only support tensor for fast send"),
+    "t5_stages_return_all_gradients": Symptom(_pipe_t5_with_masks_and_without, "learns otherwise"),
+    "t5_decoders_go_on_in_later_stages": Symptom(
+        _pipe_t5_with_masks_and_without, "has no attribute 'device'"
+    ),
     "zero_bubble_scales_the_loss": Symptom(_scale_the_loss_of_zero_bubble, "the loss is not scaled"),
 }

@@ -22,6 +22,7 @@ from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registe
     pipeline,
     precision,
     ring_attention,
+    t5,
     tensor_parallel,
 )
 from fp8booster.colossal.compat.registry import Mend, State, apply, mends, taken_out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from copy import copy
 from functools import wraps
@@ -215,6 +216,36 @@ def evaluation_leaves_training_as_it_was(module: ModuleType, patch: Patch) -> No
     """
     for schedule in (module.OneForwardOneBackwardSchedule, module.InterleavedSchedule):
         patch.set(schedule, "run_forward_only", _restoring(schedule.run_forward_only))
+
+
+@mend(
+    module="colossalai.pipeline.schedule",
+    place="pipeline/schedule/one_f_one_b.py:133,240, pipeline/p2p.py:196",
+    needed_when="stages send each other more than tensors, as T5's do: its encoder or decoder lies on two or more",
+)
+def metadata_is_kept_of_tensors_alone(module: ModuleType, patch: Patch) -> None:
+    """A stage keeps the metadata of messages that are all tensors, and receives that of others with each.
+
+    Without it AssertionError: Only support tensor for fast send, while the stage before waits for ever: the sender
+    gives the metadata of such messages every time, the receiver looks for it once. No longer needed when
+    `recv_forward` of a message that holds None leaves `tensor_metadata_recv` empty.
+    """
+    for schedule in (
+        module.OneForwardOneBackwardSchedule,
+        module.InterleavedSchedule,
+        module.ZeroBubbleVPipeScheduler,
+    ):
+        home = sys.modules[schedule.__module__]
+        patch.set(home, "create_send_metadata", _only_of_tensors(home.create_send_metadata))
+
+
+def _only_of_tensors(native: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(native)
+    def create_send_metadata(message: Any) -> Any:
+        metadata = native(message, strict=False)
+        return None if metadata.non_tensor_obj_idx else metadata
+
+    return create_send_metadata
 
 
 _OF_TRAINING = (
