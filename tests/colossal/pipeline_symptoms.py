@@ -296,6 +296,37 @@ def _pipe_t5_with_masks_and_without() -> None:
         _pipe_t5(masks)
 
 
+def _cut_into_chunks() -> None:
+    from colossalai.shardformer.policies.bert import BertPolicy
+    from colossalai.shardformer.policies.opt import OPTPolicy
+    from colossalai.shardformer.policies.t5 import T5BasePolicy
+    from colossalai.shardformer.policies.vit import ViTPolicy
+    from colossalai.shardformer.shard.sharder import ModelSharder
+
+    class Nothing(ModelSharder):
+        """Does nothing to its model."""
+
+        def _do_nothing(self, **_: Any) -> None:
+            pass
+
+        _preprocess = _release_unheld_layers = _replace_module = _materialize = _postprocess = _do_nothing
+
+    config = SimpleNamespace(pipeline_stage_manager=SimpleNamespace(is_interleave=True))
+    for kind, has_chunks in (
+        (BertPolicy, True),
+        (OPTPolicy, False),
+        (T5BasePolicy, False),
+        (ViTPolicy, False),
+    ):
+        policy, refusal = kind(), ""
+        policy.set_shard_config = policy.set_model = policy.get_shared_params = lambda *_: None
+        try:
+            Nothing(nn.Linear(1, 1), policy, config).shard()
+        except ValueError as error:
+            refusal = str(error)
+        assert refusal.endswith("use pp_style='1f1b'") is not has_chunks, "it is not refused"
+
+
 SYMPTOMS = {
     "zero_bubble_adds_weight_gradients": Symptom(
         _accumulate_native_weight_gradients, "a micro-batch is lost"
@@ -313,5 +344,6 @@ SYMPTOMS = {
     "t5_decoders_go_on_in_later_stages": Symptom(
         _pipe_t5_with_masks_and_without, "has no attribute 'device'"
     ),
+    "chunks_are_refused_where_there_are_none": Symptom(_cut_into_chunks, "it is not refused"),
     "zero_bubble_scales_the_loss": Symptom(_scale_the_loss_of_zero_bubble, "the loss is not scaled"),
 }

@@ -375,3 +375,35 @@ def zero_bubble_scales_the_loss(module: ModuleType, patch: Patch) -> None:
         ]
 
     patch.set(mixin, "pre_backward_by_grad", pre_backward_by_grad)
+
+
+@mend(
+    module="colossalai.shardformer.shard.sharder",
+    place="shardformer/policies/opt.py:318, shardformer/policies/vit.py:281, shardformer/policies/t5.py:575",
+    needed_when='pp_style="interleaved" or "zbv" with OPT, T5, ViT or another model that is not cut into chunks',
+)
+def chunks_are_refused_where_there_are_none(module: ModuleType, patch: Patch) -> None:
+    """A pipeline of several chunks a stage is refused for models whose policy makes none.
+
+    Without it one stage raises AttributeError: 'PipelineStageManager' object has no attribute 'stage_indices', or an
+    IndexError, and the others wait for ever. No longer needed when the policies of OPT, T5 and ViT set `stage_indices`.
+    """
+    upstream = module.ModelSharder.shard
+
+    @wraps(upstream)
+    def shard(self: Any) -> Any:
+        stages = self.shard_config.pipeline_stage_manager
+        if stages is not None and stages.is_interleave and not _makes_chunks(self.policy):
+            raise ValueError(
+                f"{type(self.model).__name__} is not cut into chunks, as pp_style='interleaved' and 'zbv' need; use "
+                "pp_style='1f1b'"
+            )
+        return upstream(self)
+
+    patch.set(module.ModelSharder, "shard", shard)
+
+
+def _makes_chunks(policy: Any) -> bool:
+    """Whether a policy tells the stage manager which layers each chunk has; one of the user's own is trusted."""
+    method = inspect.unwrap(getattr(type(policy), "set_pipeline_forward", _makes_chunks))
+    return not method.__module__.startswith("colossalai.") or "stage_indices" in method.__code__.co_names
