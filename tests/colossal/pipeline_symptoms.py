@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.colossal.models import token_batch
 from tests.colossal.symptom import Symptom
+from tests.colossal.tensor.models import shard
 
 
 def _zero_bubble_layer() -> nn.Module:
@@ -201,15 +202,27 @@ def _scale_the_loss_of_zero_bubble() -> None:
     assert torch.equal(*gradients), "the loss is not scaled"
 
 
-def _leave_out_the_mask_of_opt() -> None:
-    from colossalai.shardformer import ShardConfig
-    from colossalai.shardformer.modeling.opt import OPTPipelineForwards
+def _tiny_opt() -> nn.Module:
     from transformers import OPTConfig, OPTForCausalLM
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128}
-    model = OPTForCausalLM(OPTConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)).eval()
-    tokens = token_batch(0)
+    return OPTForCausalLM(OPTConfig(**sizes, num_hidden_layers=2, num_attention_heads=4)).eval()
+
+
+def _attend_in_opt() -> None:
+    whole, tokens = _tiny_opt(), token_batch(0)
+    batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
+    with torch.no_grad():
+        expected = whole(**batch).loss
+        torch.testing.assert_close(shard(whole, enable_flash_attention=True)(**batch).loss, expected)
+
+
+def _leave_out_the_mask_of_opt() -> None:
+    from colossalai.shardformer import ShardConfig
+    from colossalai.shardformer.modeling.opt import OPTPipelineForwards
+
+    model, tokens = _tiny_opt(), token_batch(0)
 
     def run(first: bool, **inputs: Any) -> Any:
         stage = SimpleNamespace(is_first_stage=lambda: first, is_last_stage=lambda: not first)
@@ -339,6 +352,7 @@ SYMPTOMS = {
     "interleaved_sends_metadata": Symptom(_interleave_without_cached_metadata, "would go without metadata"),
     "interleaved_waits_for_what_it_sends": Symptom(_end_an_interleaved_step, "is not waited for"),
     "opt_needs_no_mask_in_a_pipeline": Symptom(_leave_out_the_mask_of_opt, "has no attribute 'device'"),
+    "opt_attention_takes_positions": Symptom(_attend_in_opt, "unexpected keyword argument 'position_ids'"),
     "metadata_is_kept_of_tensors_alone": Symptom(_receive_none, "Only support tensor for fast send"),
     "t5_stages_return_all_gradients": Symptom(_pipe_t5_with_masks_and_without, "learns otherwise"),
     "t5_decoders_go_on_in_later_stages": Symptom(

@@ -19,6 +19,7 @@ from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registe
     masks,
     missing_packages,
     moe,
+    opt,
     pipeline,
     precision,
     ring_attention,
