@@ -101,12 +101,13 @@ _MIXINS = {"all_to_all": AllToAllAttention, "ring_attn": RingedAttention}
 """By mode of sequence parallelism; in the others a rank attends to all tokens that its layers gather."""
 
 
-def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
+def fuse_sharded(model: nn.Module, config: ShardConfig, *, loss: bool = True) -> str:
     """Fuse what can be fused of a model that shardformer sharded and whose layers were converted to FP8, in place.
 
     Args:
         model: this rank's part of it.
         config: by which it was sharded.
+        loss: compute the loss over chunks of logits too; not for an engine that keeps the head's weight elsewhere.
 
     Returns:
         What was fused and what was not, in a line.
@@ -123,5 +124,6 @@ def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
         attention.__dict__["fp8_sharding"] = lambda: config
         return _MIXINS.get(config.sequence_parallelism_mode, FlashAttention)
 
-    use_sharded_loss(model, config)
+    if loss:
+        use_sharded_loss(model, config)
     return fuse(model, attention_of)
