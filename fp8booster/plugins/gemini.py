@@ -127,8 +127,7 @@ class GeminiPlugin(NativeGeminiPlugin):
             model, _ = ShardFormer(self.shard_config).optimize(model)
             convert_sharded_to_fp8(model, self.fp8_config, communication=self.fp8_communication)
             if self.fp8_config.fused:
-                # with the loss over chunks it did not learn as data parallelism does
-                fuse_sharded(model, self.shard_config, loss=False)
+                fuse_sharded(model, self.shard_config)
         else:
             convert_to_fp8(model, self.fp8_config)
             if self.fp8_config.fused:

@@ -101,13 +101,12 @@ _MIXINS = {"all_to_all": AllToAllAttention, "ring_attn": RingedAttention}
 """By mode of sequence parallelism; in the others a rank attends to all tokens that its layers gather."""
 
 
-def fuse_sharded(model: nn.Module, config: ShardConfig, *, loss: bool = True) -> str:
+def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
     """Fuse what can be fused of a model that shardformer sharded and whose layers were converted to FP8, in place.
 
     Args:
         model: this rank's part of it.
         config: by which it was sharded.
-        loss: compute the loss over chunks of logits too; not for an engine that keeps the head's weight elsewhere.
 
     Returns:
         What was fused and what was not, in a line.
@@ -124,6 +123,5 @@ def fuse_sharded(model: nn.Module, config: ShardConfig, *, loss: bool = True) ->
         attention.__dict__["fp8_sharding"] = lambda: config
         return _MIXINS.get(config.sequence_parallelism_mode, FlashAttention)
 
-    if loss:
-        use_sharded_loss(model, config)
+    use_sharded_loss(model, config)
     return fuse(model, attention_of)
