@@ -18,7 +18,9 @@ from tests.plugins.gemini_runs import boost, config, fp8_chunks, layers, native,
 from tests.plugins.registry import check, check_each, shared_folder
 from tests.plugins.training import Boosted, assert_close, assert_equal
 
-CLOSE = 1e-2
+CLOSE = 2e-2
+"""Of losses. Adam's first steps go by the signs of gradients, which FP8's rounding turns where they are small, so the
+losses of equally exact gradients come apart: by 1.6 % after two steps over four ranks."""
 LAYERS = 14
 
 
