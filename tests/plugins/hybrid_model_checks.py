@@ -28,6 +28,15 @@ SIZES = {
     "vocab_size": VOCABULARY,
 }
 GROUPED = SIZES | {"num_key_value_heads": 2}
+T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "d_kv": 16,
+    "d_ff": 128,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -99,16 +108,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
     ),
     "T5": (
         lambda: transformers.T5ForConditionalGeneration(
-            transformers.T5Config(
-                vocab_size=VOCABULARY,
-                d_model=64,
-                d_kv=16,
-                d_ff=128,
-                num_layers=2,
-                num_heads=4,
-                dropout_rate=0.0,
-                decoder_start_token_id=0,
-            )
+            transformers.T5Config(**T5, decoder_start_token_id=0)
         ),
         _text,
     ),
@@ -132,17 +132,7 @@ ENCODER = "T5 encoder"
 
 MODELS_IN_A_PIPELINE = MODELS | {
     ENCODER: (
-        lambda: transformers.T5EncoderModel(
-            transformers.T5Config(
-                vocab_size=VOCABULARY,
-                d_model=64,
-                d_kv=16,
-                d_ff=128,
-                num_layers=2,
-                num_heads=4,
-                dropout_rate=0.0,
-            )
-        ),
+        lambda: transformers.T5EncoderModel(transformers.T5Config(**T5)),
         lambda: {"input_ids": _text()["input_ids"]},
     )
 }
