@@ -16,6 +16,13 @@ import torch
 import torch.distributed as dist
 
 _SPAWN = multiprocessing.get_context("spawn")
+_PRELOADED = (
+    "fp8booster.plugins",
+    "colossalai.booster.plugin",
+    "colossalai.shardformer.policies.llama",
+    "transformers.models.llama.modeling_llama",
+)
+"""What takes a rank 7 to 10 s to import; the first of them mends colossalai before it is imported."""
 
 
 class RankError(RuntimeError):
@@ -29,6 +36,7 @@ def run_ranks(
     timeout: float = 120.0,
     initialize: bool = True,
     environment: dict[str, str] | None = None,
+    preloaded: bool = False,
 ) -> list[Any]:
     """Call `fn(*args)` in `world_size` new processes joined by gloo; return each rank's value, in rank order.
 
@@ -36,17 +44,20 @@ def run_ranks(
     that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...) and `environment` on top of
     them, before `fn`'s module is imported. Each runs on one thread. With `initialize=False` no process group is
     made, for a `fn` that makes its own (`launch_from_torch`). `timeout` is in seconds, start-up included.
+    With `preloaded` the ranks are forks of a process that has imported Colossal-AI and its plugins once for the whole
+    session, for a `fn` whose subject is not what gets imported; a process with a GPU is never forked.
 
     Raises RankError when a rank raises, dies or is late; the other ranks are killed before it is raised.
     """
     # The parent holds the store's socket, so there is no free port for another process to take in between.
+    context = _forking() if preloaded and not torch.cuda.is_available() else _SPAWN
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     try:
         for rank in range(world_size):
-            receiver, sender = _SPAWN.Pipe(duplex=False)
+            receiver, sender = context.Pipe(duplex=False)
             variables = _torchrun_variables(rank, world_size, store.port) | (environment or {})
-            process = _SPAWN.Process(
+            process = context.Process(
                 target=_rank_main, args=(sender, variables, initialize, timeout, pickle.dumps((fn, args)))
             )
             process.start()
@@ -58,6 +69,12 @@ def run_ranks(
         for process in processes:
             process.kill()
             process.join()
+
+
+def _forking() -> multiprocessing.context.ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))  # heard by the first rank alone, which starts the server
+    return context
 
 
 def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ MODULES = ["tests.plugins.hybrid_fused_checks", "tests.plugins.hybrid_loss_check
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
     """What each rank found."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return run_ranks(run_checks, 2, MODULES, folder, timeout=900, initialize=False)
+    return run_ranks(run_checks, 2, MODULES, folder, timeout=900, initialize=False, preloaded=True)
 
 
 @pytest.mark.parametrize("name", [name for module in MODULES for name in names(module)])

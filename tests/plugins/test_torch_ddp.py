@@ -14,7 +14,7 @@ MODULE = "tests.plugins.ddp_checks"
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
     """What each rank found."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return run_ranks(run_checks, 2, [MODULE], folder, timeout=900, initialize=False)
+    return run_ranks(run_checks, 2, [MODULE], folder, timeout=900, initialize=False, preloaded=True)
 
 
 @pytest.mark.parametrize("name", names(MODULE))

@@ -38,7 +38,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> object:
     def of(ranks: int) -> list[dict[str, str | None]]:
         modules = [f"tests.colossal.zero.{module}" for module in MODULES[ranks]]
         folder = str(tmp_path_factory.mktemp("checkpoints"))
-        return run_ranks(run_checks, ranks, modules, folder, timeout=900, initialize=False)
+        return run_ranks(run_checks, ranks, modules, folder, timeout=900, initialize=False, preloaded=True)
 
     return of
 
