@@ -12,10 +12,11 @@ from fp8booster.nn.fused.decoder import FusedAttention, FusedDecoderLayer
 from tests.colossal.models import tiny_llama
 from tests.plugins.hybrid_census_checks import assert_all_products_in_fp8
 from tests.plugins.hybrid_learning_checks import assert_follows
-from tests.plugins.hybrid_runs import MAKERS, fp8, learn, native, ours, sizes, start
+from tests.plugins.hybrid_runs import MAKERS, batches, fp8, learn, native, ours, sizes, start
 from tests.plugins.large_collective_checks import gemini, tokens
 from tests.plugins.large_collective_checks import start as start_large
 from tests.plugins.large_collectives import assert_large_collectives_are_compressed
+from tests.plugins.norms import assert_clips_by_native_norm
 from tests.plugins.registry import check_each
 from tests.plugins.training import assert_close
 
@@ -104,6 +105,12 @@ def what_tensor_parallel_ranks_hold_alike_stays_alike(mode: str) -> None:
     assert len(replicated) == 5
     for value in replicated.values():
         assert_same_over(run.booster.plugin.tp_group, value)
+
+
+@check_each("TP2 x PP2", "PP2 x DP2 ZeRO 1")
+def gradients_are_clipped_by_the_norm_that_native_finds(mode: str) -> None:
+    run = start(fp8(MODES[mode]), tiny_llama(**sizes(tie_word_embeddings=True)))
+    assert_clips_by_native_norm(run, batches(0, 1)[0][0])
 
 
 ZERO_1 = {"pp_size": 2, "num_microbatches": 2, "zero_stage": 1}

@@ -21,6 +21,7 @@ from tests.plugins import training
 from tests.plugins.census_checks import Census, Sizes, products
 from tests.plugins.convergence_checks import WITHIN, learn
 from tests.plugins.hybrid_runs import HybridRun, start
+from tests.plugins.norms import assert_clips_by_native_norm
 from tests.plugins.registry import check, check_each, shared_folder
 from tests.plugins.training import (
     Boosted,
@@ -220,6 +221,12 @@ def moe_in_fp8_stays_near_native(mode: str) -> None:
     blocks = report(run.model).grouped
     assert blocks
     assert {block.why_apart for block in blocks} == {WHY_ONE_BY_ONE.get(mode)}
+
+
+@check_each("EP2", "TP2")
+def moe_clips_by_the_norm_that_native_finds(mode: str) -> None:
+    # natively each rank counts the experts that it holds
+    assert_clips_by_native_norm(boost(fp8(**MODES[mode])), *rank_batches(2), same_everywhere=False)
 
 
 @check

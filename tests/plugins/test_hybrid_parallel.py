@@ -13,7 +13,7 @@ MODULES = [
     "tests.plugins.no_effect_checks",
     *(
         f"tests.plugins.hybrid_{role}_checks"
-        for role in ("native", "census", "learning", "traffic", "option", "checkpoint", "model")
+        for role in ("native", "census", "learning", "traffic", "option", "checkpoint", "model", "norm")
     ),
 ]
 

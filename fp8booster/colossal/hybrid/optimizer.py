@@ -1,10 +1,15 @@
-"""Colossal-AI's optimizers for hybrid parallelism, whose gradients travel in FP8."""
+"""Colossal-AI's optimizers for hybrid parallelism, whose gradients travel in FP8.
+
+Their norms stay on the device, so that no step makes the host wait for it; `get_grad_norm` does.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
 from colossalai.booster.plugin.hybrid_parallel_plugin import (
     HybridParallelAMPOptimizer,
     HybridParallelZeroOptimizer,
@@ -13,6 +18,8 @@ from colossalai.zero.low_level.bookkeeping import BucketStore
 from torch import nn
 
 from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated, shared_between_stages
+from fp8booster.colossal.hybrid.norms import SharedSquares
+from fp8booster.colossal.hybrid.sums import SummedGradients
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 
 
@@ -23,6 +30,7 @@ class FP8HybridParallelAMPOptimizer(HybridParallelAMPOptimizer):
     def take_over(cls, optimizer: HybridParallelAMPOptimizer) -> None:
         """Turn an optimizer over an `FP8HybridParallelModule` into this class in place."""
         optimizer.__class__ = cls
+        optimizer.shared_squares = SharedSquares(optimizer)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward from a loss; errors and arguments as in native."""
@@ -34,12 +42,39 @@ class FP8HybridParallelAMPOptimizer(HybridParallelAMPOptimizer):
         self.model.spread_sums()
         super().backward_by_grad(tensor, grad, *args, **kwargs)
 
+    def _compute_grad_norm(
+        self, param_gradient_pairs: list[tuple[nn.Parameter, torch.Tensor]], norm_type: float = 2
+    ) -> torch.Tensor | float:
+        """The norm of (parameter, gradient of its master) over all ranks: float32 [], on the device."""
+        if norm_type != 2:
+            return super()._compute_grad_norm(param_gradient_pairs, norm_type)
+        parameters = [parameter for parameter, _ in param_gradient_pairs]
+        gradients = [gradient for _, gradient in param_gradient_pairs]
+        norms = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else []
+        squares = self.shared_squares.own(zip(parameters, norms, strict=True))
+        self.shared_squares.add_over_ranks(squares)
+        return squares.sqrt()
+
+    def _unscale_and_clip_grads(self, total_norm: torch.Tensor | float) -> None:
+        """Undo the loss scale and clip as native does, in one pass, and in none where both leave gradients alone."""
+        divisor = self.mixed_precision.get_grad_div_scale()
+        if self.max_norm > 0:
+            over = (total_norm / divisor + 1e-6) / self.max_norm
+            divisor = divisor * torch.where(over > 1, over, 1.0)  # a NaN stays where it is
+        elif divisor == 1:
+            return
+        masters = [master for group in self.param_groups for master in group["params"]]
+        gradients = [master.grad for master in masters if master.grad is not None]
+        if gradients:
+            torch._foreach_div_(gradients, divisor)
+
+    def get_grad_norm(self, norm_type: float = 2, **kwargs: object) -> float | None:
+        """The norm of the last step's gradients, None without `max_norm`; asking makes the host wait for the device."""
+        return None if self._current_grad_norm is None else float(self._current_grad_norm)
+
 
 class FP8HybridParallelZeroOptimizer(FP8ZeroOptimizer, HybridParallelZeroOptimizer):
     """The optimizer of ZeRO stages 1 and 2 within tensor, sequence and pipeline parallelism."""
-
-    _norm = FP8ZeroOptimizer._native_norm  # which counts what ranks share once
-    norms_beside_backward = False
 
     @classmethod
     def take_over(
@@ -49,6 +84,7 @@ class FP8HybridParallelZeroOptimizer(FP8ZeroOptimizer, HybridParallelZeroOptimiz
         super().take_over(optimizer, model, gradient_scaling)
         optimizer.partial_sums = gradients_to_sum(optimizer.model)
         optimizer.stage_sums = shared_between_stages(optimizer.model)
+        optimizer.shared_squares = SharedSquares(optimizer)
         if optimizer.tp_pg.size() > 1:
             optimizer._put_replicated_apart()
 
@@ -79,13 +115,49 @@ class FP8HybridParallelZeroOptimizer(FP8ZeroOptimizer, HybridParallelZeroOptimiz
         """Add, over the ranks of sequence parallelism, gradients of which each has a part."""
         if self.require_grad_sync:
             for parameters, sums in self.partial_sums:
-                sums.sum(self._parts(parameters))
+                self._sum(parameters, sums)
 
     def sync_dp_grads(self) -> None:
         """Average what a pipeline's backward left over data parallel ranks, then add what its stages share."""
         super().sync_dp_grads()
         for parameters, sums in self.stage_sums:
-            sums.sum(self._parts(parameters))
+            self._sum(parameters, sums)
+
+    def _sum(self, parameters: list[nn.Parameter], sums: SummedGradients) -> None:
+        parts = self._parts(parameters)
+        sums.sum(parts)
+        for part in parts.values():
+            if part is not None:
+                self._norms.pop(part, None)  # kernels write past torch's count of changes
+
+    def _norm(self) -> torch.Tensor:
+        """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device.
+
+        As native counts, a norm of each parameter group is the sum of those of its process groups, of which a mixture
+        of experts has two (low_level_optim.py:575).
+        """
+        found: dict[tuple[object, int], list[tuple[nn.Parameter, torch.Tensor]]] = {}
+        for group_id, parameters in self._working_param_groups.items():
+            for parameter in parameters:
+                gradient = self._own_gradient(group_id, parameter)
+                if gradient is not None:
+                    of_group = found.setdefault((self.param_to_pg[parameter], group_id), [])
+                    of_group.append((parameter, gradient))
+        gradients = [gradient for of_group in found.values() for _, gradient in of_group]
+        self._note_norms([gradient for gradient in gradients if self._noted_norm(gradient) is None])
+        groups, ids = list(self.pg_to_grad_store), range(self.num_param_groups)
+        squares = torch.zeros(len(groups), len(ids), device=get_accelerator().get_current_device())
+        for index, group in enumerate(groups):
+            for group_id in ids:
+                squares[index, group_id] = self.shared_squares.own(
+                    (parameter, self._noted_norm(gradient))
+                    for parameter, gradient in found.get((group, group_id), [])
+                )
+            for ranks in group if isinstance(group, tuple) else (group,):
+                if dist.get_world_size(ranks) > 1:
+                    dist.all_reduce(squares[index], group=ranks)
+        self.shared_squares.add_over_ranks(squares)
+        return squares.sqrt().sum(0).square().sum().sqrt()
 
     def _parts(self, parameters: list[nn.Parameter]) -> dict[torch.Tensor, torch.Tensor | None]:
         """This rank's part of the reduced gradient of each parameter that this optimizer trains."""

@@ -1,0 +1,50 @@
+"""Norms of gradients under `HybridParallelPlugin` are native's, without the host waiting for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.colossal.models import tiny_llama
+from tests.plugins.hybrid_runs import MODES, batches, fp8, native, sizes, start
+from tests.plugins.norms import assert_clips_by_native_norm, steps_of
+from tests.plugins.registry import check, check_each
+
+CASES: dict[str, dict[str, Any]] = {
+    mode: MODES[mode]
+    for mode in (
+        "DP2 ZeRO 2",
+        "TP2",
+        "TP2 split_gather",
+        "SP2 all_to_all ZeRO 1",
+        "PP2 1f1b",
+        "PP2 1f1b ZeRO 1",
+    )
+} | {
+    "TP2 split_gather ZeRO 1": MODES["TP2 split_gather"] | {"zero_stage": 1},
+    "DP2 FP16": {"precision": "fp16", "initial_scale": 2.0**8},
+}
+
+
+@check_each(*CASES)
+def gradients_are_clipped_by_the_norm_that_native_finds(case: str) -> None:
+    arguments = CASES[case]
+    shared = arguments.get("pp_size", 1) > 1
+    run = start(fp8(arguments), tiny_llama(**sizes(tie_word_embeddings=shared)))
+    assert_clips_by_native_norm(
+        run, *(step[0] for step in batches(0, 2, 2)), scale=arguments.get("initial_scale", 1.0)
+    )
+
+
+@check_each("TP2", "TP2 ZeRO 1")
+def natively_the_host_reads_the_norm(mode: str) -> None:
+    _, _, reads = steps_of(start(native(mode)), batches(0, 1)[0][0], limit=1.0)
+    assert reads > 0
+
+
+@check
+def without_a_limit_there_is_no_norm_and_gradients_stay() -> None:
+    run = start(fp8("TP2"))
+    norm, exact, reads = steps_of(run, batches(0, 1)[0][0], limit=0.0)
+    assert norm is None
+    assert exact > 0
+    assert reads == 0

@@ -1,0 +1,89 @@
+"""The norm that an optimizer of hybrid parallelism finds, beside native's of the same gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.plugins.hybrid_runs import HybridRun
+
+
+class HostReads(TorchDispatchMode):
+    """Counts how often the host reads a value of a tensor, as `item` does: on a GPU it waits there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **kwargs or {})
+
+
+def native_norm(optimizer: Any) -> float:
+    """By native code, of the gradients as they are now."""
+    from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelAMPOptimizer
+    from colossalai.zero.low_level._utils import calculate_global_norm_from_list
+
+    if isinstance(optimizer, HybridParallelAMPOptimizer):
+        masters = [master for group in optimizer.param_groups for master in group["params"]]
+        pairs = [(optimizer.master_to_working_map[master], master.grad) for master in masters]
+        return HybridParallelAMPOptimizer._compute_grad_norm(optimizer, pairs)
+    return calculate_global_norm_from_list(
+        [
+            sum(
+                optimizer._compute_grad_norm(group, store.get_working_grads_by_group_id(group_id))
+                for group, store in optimizer.pg_to_grad_store.items()
+            )
+            for group_id in range(optimizer.num_param_groups)
+        ]
+    )
+
+
+def set_max_norm(optimizer: Any, limit: float) -> None:
+    name = "max_norm" if hasattr(optimizer, "max_norm") else "_clip_grad_norm"
+    assert hasattr(optimizer, name)
+    setattr(optimizer, name, limit)
+
+
+def steps_of(run: HybridRun, *batches: torch.Tensor, limit: float) -> tuple[float, float, int]:
+    """Take a step over micro-batches.
+
+    Returns:
+        (the norm by which gradients were clipped, native's of the clipped ones, what the host read until then).
+    """
+    set_max_norm(run.optimizer, limit)
+    seen = []
+    hook = run.optimizer.unwrap().register_step_pre_hook(
+        lambda *_: seen.extend((reads.count, native_norm(run.optimizer)))
+    )
+    for tokens in batches:
+        run.backward(tokens, len(batches))
+    with HostReads() as reads:
+        run.optimizer.step()
+    run.optimizer.zero_grad()
+    hook.remove()
+    count, norm = seen
+    return run.optimizer.get_grad_norm(), norm, count
+
+
+def assert_clips_by_native_norm(
+    run: HybridRun, *batches: torch.Tensor, scale: float = 1.0, same_everywhere: bool = True
+) -> None:
+    """Norms are native's, and gradients are clipped by them, while the host reads nothing.
+
+    Args:
+        scale: of the loss; the host reads whether gradients overflowed if it is another than 1.
+        same_everywhere: all ranks clip by one norm.
+    """
+    norm, exact, reads = steps_of(run, *batches, limit=1e6)
+    assert norm / scale == pytest.approx(exact, rel=1e-5)
+    assert scale != 1 or reads == 0
+    limit = exact / 8
+    norm, clipped, _ = steps_of(run, *batches, limit=limit)
+    assert norm / scale > 2 * limit
+    if same_everywhere:
+        assert clipped == pytest.approx(limit, rel=1e-4)
