@@ -7,7 +7,11 @@ A row whose target is `ignore_index` has a loss and a gradient of zero, whatever
 no column has NaN in both: on a GPU nobody could be told otherwise without waiting for it. NaN in a row's logits makes
 its loss and gradient NaN, and so does infinity.
 
-`cross_entropy` is the one entry. `cross_entropy_reference` defines what it computes.
+Where a row is longer than what lies here, its sum of exponentials is known only after others were asked for theirs. So
+there the two halves are apart: `cross_entropy` without a factor, then `write_gradient`.
+
+`cross_entropy` and `write_gradient` are the entries. `cross_entropy_reference` and `write_gradient_reference` define
+what they compute.
 """
 
 from __future__ import annotations
@@ -67,3 +71,53 @@ def cross_entropy_reference(
         gradient.masked_fill_((kept & ~inside)[:, None], torch.nan).masked_fill_(~kept[:, None], 0.0)
         logits.copy_(gradient)
     return losses
+
+
+def write_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    logsumexp: torch.Tensor,
+    *,
+    ignore_index: int,
+    factor: torch.Tensor,
+) -> torch.Tensor | None:
+    """Write the gradient of rows over the part of their logits that lies here.
+
+        gradient = (exp(logits - logsumexp) - onehot(target)) * factor   in FP32, rounded once to the logits' dtype
+
+    Args:
+        logits: [R, V], each row contiguous, BF16, FP16 or FP32.
+        targets: int64 [R], the column of each row's right token; any other number where that lies elsewhere.
+        logsumexp: float32 [R], of whole rows; NaN makes a row's gradient NaN.
+        ignore_index: the target of rows that do not count; their gradient is zero.
+        factor: float32, one value.
+
+    Returns:
+        The gradient's amax as float32 partial maxima, or None where it was not found on the way.
+    """
+    if runs_triton(logits):
+        from fp8booster.kernels.cross_entropy_triton import (
+            write_gradient_triton,
+        )  # Triton is needed only here
+
+        return write_gradient_triton(logits, targets, logsumexp, ignore_index=ignore_index, factor=factor)
+    write_gradient_reference(logits, targets, logsumexp, ignore_index=ignore_index, factor=factor)
+    return None
+
+
+def write_gradient_reference(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    logsumexp: torch.Tensor,
+    *,
+    ignore_index: int,
+    factor: torch.Tensor,
+) -> None:
+    """What `write_gradient` computes, in torch."""
+    if logits.shape[1] == 0:
+        return
+    here = (targets >= 0) & (targets < logits.shape[1])
+    gradient = (logits.float() - logsumexp[:, None]).exp_()
+    gradient.scatter_add_(1, torch.where(here, targets, 0)[:, None], -here.float()[:, None])
+    gradient.mul_(factor).masked_fill_((targets == ignore_index)[:, None], 0.0)
+    logits.copy_(gradient)

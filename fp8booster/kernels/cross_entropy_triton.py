@@ -5,6 +5,8 @@ for lanes of as many columns as one thread loads at once, so that threads meet o
 the row from its end to its beginning: what the first read last is still in a cache, and with few programs a processor
 the rows in flight fit into the L2 cache, so memory is read once and written once. Columns beyond the last whole block
 are a piece of their own, so that whole blocks move without masks, in whole vectors.
+
+The gradient alone, where the sum of exponentials is given, reads and writes once, whatever a cache holds.
 """
 
 from __future__ import annotations
@@ -145,3 +147,77 @@ def cross_entropy_triton(
         WIDTH=width,
     )
     return losses, None if factor is None else partials
+
+
+@triton.jit
+def cross_entropy_gradient_kernel(
+    logits,
+    targets,
+    totals,
+    factor,
+    partials,
+    rows,
+    columns,
+    row_stride,
+    ignore_index,
+    TAIL: tl.constexpr,  # whether the last block is not whole
+    BLOCK: tl.constexpr,
+):
+    """Each program takes every num_programs-th row."""
+    lane = tl.arange(0, BLOCK)
+    blocks = columns // BLOCK
+    tail = blocks * BLOCK + lane
+    scale = tl.load(factor)
+    amax_bits = tl.zeros([BLOCK], tl.int32)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        x = logits + tl.cast(row, tl.int64) * row_stride
+        target = tl.load(targets + row)
+        if target == ignore_index:
+            zeros = tl.zeros([BLOCK], tl.float32).to(logits.dtype.element_ty)
+            for block in tl.range(0, blocks):
+                tl.store(x + block * BLOCK + lane, zeros)
+            if TAIL:
+                tl.store(x + tail, zeros, mask=tail < columns)
+        else:
+            place = tl.where((target >= 0) & (target < columns), target, -1).to(tl.int32)
+            logsumexp = tl.load(totals + row)
+            for block in tl.range(0, blocks):
+                column = block * BLOCK + lane
+                values = tl.load(x + column).to(tl.float32)
+                out = gradient_of(values, column, place, logsumexp, 1.0, scale).to(logits.dtype.element_ty)
+                tl.store(x + column, out)
+                amax_bits = tl.maximum(amax_bits, magnitude_bits(out))
+            if TAIL:
+                values = tl.load(x + tail, mask=tail < columns, other=-float("inf")).to(tl.float32)
+                out = gradient_of(values, tail, place, logsumexp, 1.0, scale).to(logits.dtype.element_ty)
+                tl.store(x + tail, out, mask=tail < columns)
+                # beyond the last column, as above, zero or NaN
+                amax_bits = tl.maximum(amax_bits, magnitude_bits(out))
+    tl.store(partials + tl.program_id(0), tl.max(amax_bits, 0).to(tl.float32, bitcast=True))
+
+
+def write_gradient_triton(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    logsumexp: torch.Tensor,
+    *,
+    ignore_index: int,
+    factor: torch.Tensor,
+) -> torch.Tensor:
+    """What `cross_entropy.write_gradient_reference` computes, with the gradient's amax."""
+    rows, columns = logits.shape
+    if rows == 0 or columns == 0:
+        return torch.zeros(1, dtype=torch.float32, device=logits.device)
+    programs = min(rows, PROGRAMS * processors(logits.device))
+    partials = new_partials(programs, logits)
+    block = min(BLOCK, max(128, 1 << (columns - 1).bit_length()))
+    launch(
+        cross_entropy_gradient_kernel,
+        programs,
+        (logits, targets.contiguous(), logsumexp.contiguous(), factor, partials),
+        (rows, columns, logits.stride(0), ignore_index),
+        num_warps=min(8, block // 128),
+        TAIL=columns % block != 0,
+        BLOCK=block,
+    )
+    return partials

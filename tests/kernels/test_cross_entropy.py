@@ -10,7 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from fp8booster import formats
-from fp8booster.kernels.cross_entropy import cross_entropy, cross_entropy_reference
+from fp8booster.kernels.cross_entropy import (
+    cross_entropy,
+    cross_entropy_reference,
+    write_gradient,
+    write_gradient_reference,
+)
 from fp8booster.kernels.multiply import multiply_, multiply_reference_
 from fp8booster.scaling import amax_of
 from tests.distributed import run_ranks
@@ -114,6 +119,40 @@ def kernel_differs(device: torch.device, shapes: list[tuple[int, int]], every: b
         yield "no rows"
 
 
+def written_gradient_differs(
+    device: torch.device, shapes: list[tuple[int, int]], every: bool
+) -> Iterator[str]:
+    """The same for the gradient alone."""
+    from fp8booster.kernels.cross_entropy_triton import write_gradient_triton
+
+    factor = torch.tensor(0.37, device=device)
+    for index, dtype in enumerate(formats.HIGH_PRECISION):
+        for rows, columns in shapes if every else shapes[index::3]:
+            targets = targets_of(rows, columns, device)
+            targets[2::3] = columns + 5  # which other ranks have
+            for pad in (0, 3) if columns in (100, 5000) else (0,):
+                for last in (2.0, math.nan):
+                    logits = logits_of(rows, columns, dtype, device, pad)
+                    logsumexp = logits.double().logsumexp(1).float() + 0.5
+                    logsumexp[-1] += last
+                    ours = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device=device)
+                    ours.copy_(logits)
+                    options = {"ignore_index": IGNORED, "factor": factor}
+                    amax = write_gradient_triton(ours, targets, logsumexp, **options)
+                    write_gradient_reference(logits, targets, logsumexp, **options)
+                    case = f"gradient {rows} x {columns} + {pad} {dtype} {last}"
+                    numbers = ~logits.isnan()
+                    if not torch.equal(numbers, ~ours.isnan()):
+                        yield f"{case}: NaN"
+                    if numbers.any() and not within_rounding(ours[numbers], logits[numbers]):
+                        yield case
+                    if not same(amax.amax(), amax_of(ours)):
+                        yield f"{case}: amax"
+    for empty in (logits[:0], logits[:, :0]):
+        if write_gradient_triton(empty, targets[: len(empty)], logsumexp[: len(empty)], **options) != 0:
+            yield f"{tuple(empty.shape)}"
+
+
 def multiplication_differs(device: torch.device, sizes: list[int]) -> Iterator[str]:
     """The same for the multiplication by one number."""
     from fp8booster.kernels.multiply_triton import multiply_triton_
@@ -138,6 +177,7 @@ def what_differs() -> list[str]:
     device = torch.device("cpu")
     return [
         *kernel_differs(device, SHAPES, every=False),
+        *written_gradient_differs(device, SHAPES, every=False),
         *multiplication_differs(device, [0, 1, 4096, 40000]),
     ]
 
@@ -157,6 +197,7 @@ def test_the_kernels_agree_with_their_references_every_time() -> None:
     shapes = [*SHAPES, (2000, 32000), (300, 128256), (70, 50257), (1000, 151936)]
     for _ in range(5):
         assert list(kernel_differs(device, shapes, every=True)) == []
+        assert list(written_gradient_differs(device, shapes, every=True)) == []
         assert list(multiplication_differs(device, [0, 1, 4096, 70000, 2**24 + 5])) == []
 
 
@@ -187,6 +228,26 @@ def test_loss_and_gradient_are_those_of_torch_in_double_precision(dtype: torch.d
     torch.testing.assert_close(logits.double(), exact.grad, rtol=rounding, atol=1e-6)
     if amax is not None:
         assert torch.equal(amax.amax(), amax_of(logits))
+
+
+@pytest.mark.parametrize("dtype", formats.HIGH_PRECISION)
+def test_the_gradient_alone_is_that_of_whole_rows(dtype: torch.dtype, device) -> None:
+    logits, targets = logits_of(33, 130, dtype, device), targets_of(33, 130, device)
+    factor = torch.tensor(0.25, device=device)
+    logsumexp = logits.double().logsumexp(1).float()
+    whole, left, right = logits.clone(), logits[:, :70].clone(), logits[:, 70:].clone()
+    cross_entropy(whole, targets, ignore_index=IGNORED, factor=factor)
+    for part, first in ((left, 0), (right, 70)):
+        columns = torch.where(targets == IGNORED, IGNORED, targets - first)
+        amax = write_gradient(part, columns, logsumexp, ignore_index=IGNORED, factor=factor)
+        if amax is not None:
+            assert torch.equal(amax.amax(), amax_of(part))
+    rounding = torch.finfo(dtype).eps
+    torch.testing.assert_close(torch.cat((left, right), 1), whole, rtol=rounding, atol=1e-6)
+    logsumexp[:] = torch.nan
+    write_gradient(left, targets, logsumexp, ignore_index=IGNORED, factor=factor)
+    assert torch.equal(left.isnan().all(1), targets != IGNORED)
+    assert not left[targets == IGNORED].any()
 
 
 def test_a_right_and_certain_prediction_keeps_its_small_gradient(device) -> None:

@@ -14,6 +14,7 @@ from tests.kernels.compiled import narrow_accesses, ptx_of
 TYPES = {
     "targets": "*i64",
     "losses": "*fp32",
+    "totals": "*fp32",
     "factor": "*fp32",
     "partials": "*fp32",
     "rows": "i32",
@@ -70,6 +71,25 @@ def test_threads_do_not_meet_while_they_read_a_row() -> None:
     )  # one for each logit, and one that brings the sum so far to the new largest
     assert "bar.sync" not in loop
     assert "shfl" not in loop
+
+
+@pytest.mark.parametrize("logits", WIDTHS)
+@pytest.mark.parametrize("tail", [False, True])
+def test_the_gradient_alone_moves_in_whole_vectors_and_threads_meet_at_the_end(
+    tail: bool, logits: str
+) -> None:
+    ptx = ptx_of(
+        cross_entropy_triton.cross_entropy_gradient_kernel,
+        TYPES | {"logits": logits},
+        {"TAIL": tail, "BLOCK": cross_entropy_triton.BLOCK},
+        unspecialized=("rows", "ignore_index"),
+        num_warps=8,
+    )
+    assert "ld.global.v4.b32" in ptx
+    assert "st.global.v4.b32" in ptx
+    assert narrow_accesses(ptx) == []
+    assert ".local" not in ptx
+    assert "bar.sync" not in ptx[: ptx.rindex("ex2.approx")]
 
 
 @pytest.mark.parametrize("x", WIDTHS)

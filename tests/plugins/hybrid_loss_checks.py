@@ -12,7 +12,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fp8booster import FP8Config
+from fp8booster import FP8Config, comm
+from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.fused import (
     fused_summary,
     linear_cross_entropy,
@@ -21,7 +22,7 @@ from fp8booster.nn.fused import (
     why_not_fused,
 )
 from fp8booster.nn.fused import loss as loss_module
-from fp8booster.nn.fused.vocabulary import VocabularyPart
+from fp8booster.nn.fused.vocabulary import NAME, WHY_PLAIN, VocabularyPart
 from tests.colossal.models import tiny_llama
 from tests.nn.reference import signal_to_noise
 from tests.plugins.census_checks import Census
@@ -81,6 +82,21 @@ def a_head_spread_over_ranks_has_the_loss_and_gradients_of_a_whole_one(case: tup
             for gradient, other in zip(gradients, (exact[0], exact[1][rows], exact[2][rows]), strict=True):
                 assert (gradient - other).norm() <= WITHIN[dtype] * other.norm()
             assert not leaves[1].grad[part.columns :].any()  # padding
+
+
+@check
+def statistics_have_what_a_spread_loss_sends() -> None:
+    hidden, weight, _, targets = whole_head(128)
+    rows, part = own_part(128)
+    comm.reset_statistics()
+    with count_traffic() as counted:
+        linear_cross_entropy(
+            hidden, weight[rows].requires_grad_(), targets, chunk_tokens=16, vocabulary=part
+        ).backward()
+    row = comm.statistics()[NAME]
+    chunks = -(-TOKENS // 16)
+    assert row.uncompressed == {WHY_PLAIN: chunks}
+    assert row.wire_bytes == row.raw_bytes == counted.sent == TOKENS * 2 * 4  # to the one other rank
 
 
 @check

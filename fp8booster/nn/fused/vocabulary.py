@@ -4,11 +4,10 @@ With the logits of a row spread over ranks r
 
     L_r = log(sum(exp(logits of r)))           L = log(sum(exp(L_r) over r))
     loss = L - logits[target]
-    gradient of r = softmax(logits of r) * exp(L_r - L) - onehot(target), where r has the target
+    gradient of r = exp(logits of r - L) - onehot(target), where r has the target
 
-Each rank makes L_r and its own softmax by `kernels.cross_entropy`. One gather of two FP32 values a row from each rank
-makes L and the target's logit; then the softmax is multiplied in place. The value at a row's target is made of FP32
-values and is rounded once, the others are rounded twice.
+Each rank makes L_r by `kernels.cross_entropy`, which reads its logits once. One gather of two FP32 values a row from
+each rank makes L and the target's logit; then the gradient is written over the logits, which are read once more.
 """
 
 from __future__ import annotations
@@ -19,10 +18,17 @@ import torch
 import torch.distributed as dist
 
 from fp8booster.comm.collectives import gather_bytes
-from fp8booster.kernels.cross_entropy import cross_entropy
+from fp8booster.comm.statistics import count_plain
+from fp8booster.kernels.cross_entropy import cross_entropy, write_gradient
 
-_NO_COLUMN = -1
-"""For the kernel: a target that does not count, and that no column can be."""
+NAME = "loss over a spread vocabulary"
+"""The row of `comm.statistics()`."""
+
+WHY_PLAIN = "FP32, two for each token"
+"""A loss that FP8 rounded could not be followed, and the gradient takes from it how sure the model is."""
+
+_IGNORED, _ELSEWHERE = -1, -2
+"""For the kernels: the target of rows that do not count, and of those whose target other ranks have."""
 
 
 @dataclass(frozen=True)
@@ -65,34 +71,35 @@ class VocabularyPart:
             logits[:, self.columns :].zero_()
         if self.group is None:
             return cross_entropy(own, targets, ignore_index=ignore_index, factor=factor)
-        return self._spread(own, targets, targets != ignore_index, factor), None
+        return self._spread(own, targets, targets != ignore_index, factor)
 
     def _spread(
         self, logits: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor, factor: torch.Tensor | None
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         place = targets - self.first
         here = (place >= 0) & (place < self.columns)
-        column = torch.where(here, place, 0)
         if self.columns:
+            column = torch.where(here, place, 0)
             at_column = logits.gather(1, column[:, None])[:, 0].float()
-            losses, _ = cross_entropy(
-                logits, torch.where(kept, column, _NO_COLUMN), ignore_index=_NO_COLUMN, factor=factor
-            )
+            losses, _ = cross_entropy(logits, torch.where(kept, column, _IGNORED), ignore_index=_IGNORED)
             own = losses + at_column
         else:
             at_column = torch.zeros(len(targets), dtype=torch.float32, device=logits.device)
             own = torch.full_like(at_column, -torch.inf)
-        ranks = dist.get_world_size(self.group)
-        values = torch.stack((own, torch.where(here, at_column, 0.0)))
-        gathered = values.new_empty((ranks, *values.shape))
-        gather_bytes(gathered.view(-1), values.view(-1), self.group)
-        whole, at_target = gathered[:, 0].logsumexp(0), gathered[:, 1].sum(0)
+        gathered = self._gathered(torch.stack((own, torch.where(here, at_column, 0.0))))
         known = (targets >= 0) & (targets < self.tokens)
         # a row whose target is no token is NaN, as the kernel has it
-        right = torch.where(kept, torch.where(known, 1.0, torch.nan), 0.0)
-        if factor is not None and self.columns:
-            share = torch.where(kept, (own - whole).exp() * right, 0.0)
-            logits.mul_(share[:, None])
-            value = ((at_column - whole).exp() - here.float()) * factor * right
-            logits.scatter_(1, column[:, None], torch.where(kept, value, 0.0)[:, None].to(logits.dtype))
-        return torch.where(kept, (whole - at_target) * right, 0.0)
+        whole = torch.where(known, gathered[:, 0].logsumexp(0), torch.nan)
+        losses = torch.where(kept, whole - gathered[:, 1].sum(0), 0.0)
+        if factor is None or not self.columns:
+            return losses, None
+        columns = torch.where(kept, torch.where(here, place, _ELSEWHERE), _IGNORED)
+        return losses, write_gradient(logits, columns, whole, ignore_index=_IGNORED, factor=factor)
+
+    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """Those of each rank: [ranks, *values.shape]."""
+        ranks = dist.get_world_size(self.group)
+        count_plain(NAME, ranks, values.nbytes, WHY_PLAIN, "all_gather_into_tensor")
+        gathered = values.new_empty((ranks, *values.shape))
+        gather_bytes(gathered.view(-1), values.view(-1), self.group)
+        return gathered
