@@ -8,7 +8,11 @@ import torch
 import torch.distributed as dist
 
 
-def agree_on_amax(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> torch.Tensor:
+def agree_on_amax(
+    shards: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    known: Sequence[torch.Tensor | None] | None = None,
+) -> torch.Tensor:
     """The largest magnitude of each tensor over all its shards: float32 [len(shards)], from one reduction.
 
     A NaN counts as infinity, since a MAX reduction drops NaN; both make the scale NaN.
@@ -16,12 +20,22 @@ def agree_on_amax(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | Non
     Args:
         shards: this rank's part of each tensor, in the same order on every rank; empty where it has none of it.
         group: the ranks that hold the parts.
+        known: the largest magnitude of each shard, float32 [], or None where it is to be found. None: all are.
     """
-    filled = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
-    amaxes = torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
+    amaxes = torch.stack(_with_those_unknown(known or [None] * len(shards), shards))
     amaxes.nan_to_num_(nan=float("inf"), posinf=float("inf"))
     dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
     return amaxes
+
+
+def _with_those_unknown(
+    known: Sequence[torch.Tensor | None], shards: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The largest magnitude of each shard, float32 []."""
+    unknown = [shard for shard, amax in zip(shards, known, strict=True) if amax is None]
+    filled = [shard if shard.numel() else shard.new_zeros(1) for shard in unknown]
+    found = iter(torch._foreach_norm(filled, float("inf")) if filled else [])
+    return [next(found).float() if amax is None else amax for amax in known]
 
 
 def largest_of_each(amaxes: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

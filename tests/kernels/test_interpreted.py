@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from fp8booster import formats
+from fp8booster.kernels.adamw import update_reference
 from fp8booster.kernels.cast import cast_reference
 from fp8booster.kernels.rowwise_cast import rowwise_cast_reference
 from fp8booster.kernels.shard_cast import cast_shard_reference, unpack_reference
 from fp8booster.scaling import amax_of
 from tests.distributed import run_ranks
+from tests.kernels.adam_shards import RATES, copied, far_apart, shards
 from tests.kernels.matrices import VIEWS, exact, same, special, spread
 
 pytest.importorskip("triton")
@@ -148,11 +150,33 @@ def many_casts_differ() -> Iterator[str]:
             yield f"scales of many {dtype} {source}"
 
 
+def adam_updates_differ() -> Iterator[str]:
+    from fp8booster.kernels.adamw_triton import update_triton
+
+    kinds = (torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.float16, torch.float16)
+    for (name, rates), (dtype, gradients), divisor in product(
+        RATES.items(), kinds, (None, torch.tensor(7.0))
+    ):
+        case = f"{name} {dtype} {gradients} {divisor}"
+        ours = shards(dtype, gradients)
+        theirs = copied(ours)
+        amaxes = update_triton(ours, rates, divisor)
+        update_reference(theirs, rates, divisor)
+        yield from (f"{case}: {what}" for what in far_apart(ours, theirs))
+        if not torch.equal(amaxes, torch.stack([value.abs().max().float() for value in ours.values])):
+            yield f"{case}: amaxes"
+    ours = shards(torch.float32, torch.float32)
+    ours.gradients[3][17] = math.nan
+    if update_triton(ours, RATES["AdamW"], None).isnan().tolist() != [False, False, False, True, False]:
+        yield "one NaN"
+
+
 CHECKS: tuple[Callable[[], Iterator[str]], ...] = (
     amaxes_differ,
     matrix_casts_differ,
     shard_casts_differ,
     many_casts_differ,
+    adam_updates_differ,
 )
 
 

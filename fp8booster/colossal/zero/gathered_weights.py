@@ -140,7 +140,7 @@ class GatheredWeights:
             if key not in self._reasons and key not in self._weights:
                 self._weights[key] = self._allocate(layer)
         self._ready: torch.cuda.Event | None = None
-        self._read_beside: Mapping[nn.Parameter, torch.Tensor] | None = None
+        self._read_beside: tuple[Mapping[nn.Parameter, torch.Tensor], ...] | None = None
         alone = [each for each in self._weights.values() if not each.layer.fp8_config.weights_in_16_bits]
         for gathered in alone:
             gathered.layer.fp8_weight.restore = self.restore
@@ -207,11 +207,14 @@ class GatheredWeights:
             self._merged[id(layer.weight)] = together
 
     @torch.no_grad()
-    def publish(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    def publish(
+        self, masters: Mapping[nn.Parameter, torch.Tensor], amaxes: Mapping[nn.Parameter, torch.Tensor]
+    ) -> None:
         """Cast, gather and hand to the layers the weights of this step.
 
         Args:
             masters: this rank's shard of each updated weight, on the weight's device.
+            amaxes: of the shards whose amax is known already: float32 [], on the weight's device.
         """
         masters = self._with_those_merged(masters)
         by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
@@ -219,10 +222,10 @@ class GatheredWeights:
             by_group.setdefault(self._optimizer.param_to_pg[working], []).append(working)
         with self._beside():
             for group, parameters in by_group.items():
-                self._publish(parameters, masters, group)
+                self._publish(parameters, masters, amaxes, group)
         if self._stream is not None:
             # so that the allocator gives their memory to nobody before `wait`
-            self._read_beside = masters
+            self._read_beside = masters, amaxes
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -262,16 +265,19 @@ class GatheredWeights:
         self,
         parameters: list[nn.Parameter],
         masters: Mapping[nn.Parameter, torch.Tensor],
+        known: Mapping[nn.Parameter, torch.Tensor],
         group: dist.ProcessGroup,
     ) -> None:
         """Cast, gather and unpack batch by batch: while one travels, the next is cast and the last is unpacked."""
         batches = list(self._batches(parameters))
         travelling: _Batch | None = None
-        amaxes = self._agree(batches[0], masters, group)
+        amaxes = self._agree(batches[0], masters, known, group)
         for batch, following in zip_longest(batches, batches[1:]):
             messages = self._cast(batch, masters, amaxes, group)
             if following is not None:
-                amaxes = self._agree(following, masters, group)  # first: it would wait for what travels
+                amaxes = self._agree(
+                    following, masters, known, group
+                )  # first: it would wait for what travels
             leaving = _Batch(batch, gather_many(messages, group))
             if travelling is not None:
                 self._unpack(travelling)
@@ -300,11 +306,14 @@ class GatheredWeights:
         self,
         batch: list[GatheredWeight],
         masters: Mapping[nn.Parameter, torch.Tensor],
+        known: Mapping[nn.Parameter, torch.Tensor],
         group: dist.ProcessGroup,
     ) -> Sequence[torch.Tensor]:
         """The amax that each weight is cast by, float32 []."""
         weights = [gathered.layer.weight for gathered in batch]
-        amaxes = agree_on_amax([masters[weight] for weight in weights], group)
+        amaxes = agree_on_amax(
+            [masters[weight] for weight in weights], group, [known.get(weight) for weight in weights]
+        )
         return largest_of_each(amaxes, self._mates(weights)).unbind()
 
     def _mates(self, weights: list[nn.Parameter]) -> torch.Tensor:

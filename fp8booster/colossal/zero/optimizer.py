@@ -10,6 +10,7 @@ the buckets as backward makes them, so that the blocks that share a scale, and w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -32,6 +33,7 @@ from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.collectives import gather_many
 from fp8booster.kernels.block_cast import side_by_side
+from fp8booster.optim import one_pass
 
 Updated = list[tuple[nn.Parameter, torch.Tensor]]
 """(working weight, this rank's master shard) of each parameter that got a gradient."""
@@ -159,14 +161,11 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
             return
         self.gathered_weights.wait()  # the optimizer overwrites what they are cast from
         updated = {group_id: self._attach_gradients(group_id) for group_id in range(self.num_param_groups)}
-        self._clip(updated)
-        self.optim.step()
-        if _divides_gradients(self.optim):
-            self.optim.grad_scale = None
+        amaxes = self._step_optimizer(self._divisor())
         for group_id, masters in self._master_param_groups_of_current_rank.items():
             release_param_grad(masters)
             self.optim.param_groups[group_id]["params"] = masters
-        self._publish([pair for group in updated.values() for pair in group])
+        self._publish([pair for group in updated.values() for pair in group], amaxes)
 
     def _attach_gradients(self, group_id: int) -> Updated:
         """Give each master shard its gradient; parameters without one, such as of a dropped layer, are left out."""
@@ -191,28 +190,41 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         gradients = store.get_partitioned_gradients_by_param_id(group_id, id(working))
         return gradients[0] if gradients else None
 
-    def _clip(self, updated: dict[int, Updated]) -> None:
-        """Undo the loss scale and clip by the norm over all ranks, as native does; the host does not wait for it.
+    def _divisor(self) -> torch.Tensor | None:
+        """What gradients are divided by, to undo the loss scale and to clip by the norm over all ranks as native does.
 
-        An optimizer that divides gradients while it reads them is told by what, which saves a pass over them.
+        Returns:
+            float32 [], which the host does not wait for; None where it is one.
         """
         self._current_grad_norm = norm = self._norm()
-        gradients = [master.grad for group in updated.values() for _, master in group]
         scaled, clips = self.mixed_precision_mixin is not None, self._clip_grad_norm > 0
         divisor = self.mixed_precision_mixin.get_grad_div_scale() if scaled else 1.0
         if clips:
             over = (norm / divisor + 1e-6) / self._clip_grad_norm
-            divisor = divisor * torch.where(over > 1, over, 1.0)  # a NaN stays where it is
-        elif divisor == 1:
-            return
-        if not gradients:
-            return
-        device = gradients[0].device  # offloaded ones lie on the CPU
-        divisor = divisor.to(device) if clips else torch.full((), divisor, device=device)
-        if _divides_gradients(self.optim):
-            self.optim.grad_scale = divisor
-        else:
-            torch._foreach_div_(gradients, divisor)
+            return divisor * torch.where(over > 1, over, 1.0)  # a NaN stays where it is
+        return None if divisor == 1 else torch.full_like(norm, divisor)
+
+    def _step_optimizer(self, divisor: torch.Tensor | None) -> dict[torch.Tensor, torch.Tensor]:
+        """Step with the masters that have a gradient, in one pass over memory where the optimizer is one of torch's.
+
+        The optimizer's own step follows, though nothing may be left for it: schedules count its calls.
+
+        Returns:
+            the amaxes of masters that are known now: float32 [], on their device.
+        """
+        groups, amaxes = self.optim.param_groups, {}
+        if one_pass.takes(self.optim):
+            for group in groups:
+                amaxes.update(one_pass.step_group(self.optim, group, divisor))
+                group["params"] = []
+        elif divisor is not None:
+            gradients = [master.grad for group in groups for master in group["params"]]
+            for device in {gradient.device for gradient in gradients}:  # offloaded ones lie on the CPU
+                torch._foreach_div_(
+                    [gradient for gradient in gradients if gradient.device == device], divisor.to(device)
+                )
+        self.optim.step()
+        return amaxes
 
     def _norm(self) -> torch.Tensor:
         """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device."""
@@ -262,8 +274,13 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         """The norm of the last step's gradients; asking makes the host wait for the device."""
         return None if self._current_grad_norm is None else float(self._current_grad_norm)
 
-    def _publish(self, updated: Updated) -> None:
-        """Send the new weights to all ranks: those of FP8 layers in FP8, the others in the working dtype."""
+    def _publish(self, updated: Updated, amaxes: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Send the new weights to all ranks: those of FP8 layers in FP8, the others in the working dtype.
+
+        Args:
+            updated: what to send.
+            amaxes: of the masters whose amax is known.
+        """
         device = get_accelerator().get_current_device()
         in_fp8 = {
             working: master.to(device) for working, master in updated if working in self.gathered_weights
@@ -271,7 +288,9 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         in_16_bits = [pair for pair in updated if pair[0] not in in_fp8]
         # the casts of FP8 weights run while the others, which the next forward reads first, travel
         works = self._gather(in_16_bits)
-        self.gathered_weights.publish(in_fp8)
+        self.gathered_weights.publish(
+            in_fp8, {working: amaxes[master].to(device) for working, master in updated if master in amaxes}
+        )
         for work in works:
             work.wait()
         # a graph that still holds the former values must not go backward with these; native writes past torch's count
@@ -284,7 +303,8 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
                 (working, self.working_to_master_param[id(working)])
                 for group in self._working_param_groups.values()
                 for working in group
-            ]
+            ],
+            amaxes={},
         )
 
     def gather_working_weights(self) -> None:
@@ -332,13 +352,6 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
             for work in works:
                 work.wait()
         return works
-
-
-def _divides_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's kernels divide gradients by its `grad_scale`, the convention of torch.amp.GradScaler."""
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
-        group["fused"] for group in optimizer.param_groups
-    )
 
 
 def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter], list[torch.Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config
+from fp8booster.colossal.zero import gathered_weights
+from fp8booster.comm.amax import agree_on_amax
+from fp8booster.optim import one_pass
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import CLOSE, Layers, batch, features, gathered, masters, step, wire
 from tests.plugins.lora_checks import lora_config
@@ -145,14 +149,48 @@ def a_fused_optimizer_divides_the_gradients_itself(option: str) -> None:
     fused = runs[1].optimizer.unwrap()
     for group in fused.param_groups:
         group["fused"] = True
-    divisors = []
-    fused.register_step_pre_hook(lambda optimizer, *_: divisors.append(float(optimizer.grad_scale)))
-    losses = [train(run) for run in runs]
+    divisors, step_group = [], one_pass.step_group
+
+    def observed(optimizer: Any, group: Any, divisor: torch.Tensor) -> Any:
+        divisors.append(float(divisor))
+        return step_group(optimizer, group, divisor)
+
+    with mock.patch.object(one_pass, "step_group", observed):
+        losses = [train(run) for run in runs]
     assert min(divisors) > 1
-    assert fused.grad_scale is None
+    assert all(group["params"] for group in fused.param_groups)
     assert_close(*losses, 1e-3)
     for name, before in masters(runs[0]).items():
         torch.testing.assert_close(masters(runs[1])[name], before, rtol=1e-3, atol=1e-4)
+
+
+@check
+def a_step_in_one_pass_is_the_optimizers_own_and_tells_the_amax() -> None:
+    """A hook makes the optimizer step by itself, and the amaxes are found by reading the masters again."""
+    runs = [boost(wire(max_norm=1e-3)) for _ in range(2)]
+    for run in runs:
+        for group in run.optimizer.unwrap().param_groups:
+            group["fused"] = True
+    seen = []
+    runs[1].optimizer.unwrap().register_step_pre_hook(
+        lambda optimizer, *_: seen.append(len(optimizer.param_groups[0]["params"]))
+    )
+    known = [], []
+    for run, of_run in zip(runs, known, strict=True):
+
+        def observed(shards: Any, group: Any, amaxes: Any, of_run: list[Any] = of_run) -> torch.Tensor:
+            of_run.extend(amaxes)
+            return agree_on_amax(shards, group, amaxes)
+
+        with mock.patch.object(gathered_weights, "agree_on_amax", observed):
+            train(run)
+    assert min(seen) > 0
+    for name, before in masters(runs[0]).items():
+        # a divided gradient is rounded, one that is divided while it is read is not
+        torch.testing.assert_close(masters(runs[1])[name], before, rtol=1e-4, atol=1e-5)
+    assert known[0]
+    assert all(amax is not None for amax in known[0])
+    assert set(known[1]) == {None}
 
 
 @check

@@ -1,0 +1,110 @@
+"""Adam's update of many tensors, each read and written once; the largest magnitude of what was written comes with it.
+
+torch's fused operator writes the divided gradients back, and an amax of the new values would read these once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fp8booster.kernels.device import why_no_fp8
+
+
+class Rates(NamedTuple):
+    """Hyperparameters of a step, as in `torch.optim.Adam`."""
+
+    lr: float | torch.Tensor
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    """Decay the values themselves (AdamW), not by way of the gradient (Adam with L2)."""
+
+
+class Shards(NamedTuple):
+    """Tensors of one device: the i-th of each list belong together. [n_i], contiguous, of BF16, FP16 or FP32."""
+
+    values: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor]
+    """Of any of these dtypes."""
+
+    exp_avgs: Sequence[torch.Tensor]
+    exp_avg_sqs: Sequence[torch.Tensor]
+    """As `exp_avgs`, of the dtype of the values."""
+
+    steps: Sequence[torch.Tensor]
+    """float32 [], on the device or on the host: how many steps this one makes."""
+
+
+def update(shards: Shards, rates: Rates, divisor: torch.Tensor | None = None) -> torch.Tensor:
+    """Take one step of Adam (Kingma and Ba, algorithm 1) or AdamW (Loshchilov and Hutter, algorithm 2), in FP32.
+
+    Args:
+        shards: one or more; values and moments are written, gradients may be.
+        rates: of the step.
+        divisor: float32 [] on their device; gradients are divided by it first. None: they are not.
+
+    Returns:
+        float32 [shards]: the largest magnitude among the new values of each, NaN where one is NaN.
+
+    Raises:
+        ValueError: a tensor's values lie apart.
+    """
+    if not all(tensor.is_contiguous() for tensors in shards[:4] for tensor in tensors):
+        raise ValueError("Adam's update reads and writes values one after the other; give contiguous tensors")
+    device = shards.values[0].device
+    if device.type == "cuda" and why_no_fp8(device) is None:
+        from fp8booster.kernels.adamw_triton import update_triton  # Triton is needed only here
+
+        amaxes = update_triton(shards, rates, divisor)
+        torch.autograd.graph.increment_version([*shards.values, *shards.exp_avgs, *shards.exp_avg_sqs])
+        return amaxes
+    return update_reference(shards, rates, divisor)
+
+
+def update_reference(shards: Shards, rates: Rates, divisor: torch.Tensor | None = None) -> torch.Tensor:
+    """What `update` computes, in torch's fused operator."""
+    values, device = shards.values, shards.values[0].device
+    operator = torch._fused_adamw_ if rates.decoupled else torch._fused_adam_
+    lr = rates.lr
+    if isinstance(lr, torch.Tensor):
+        lr = lr.to(device) if device.type == "cuda" else lr.item()
+    operator(
+        list(values),
+        [gradient.to(value.dtype) for gradient, value in zip(shards.gradients, values, strict=True)],
+        list(shards.exp_avgs),
+        list(shards.exp_avg_sqs),
+        [],
+        [step.to(device) for step in shards.steps],
+        lr=lr,
+        beta1=rates.betas[0],
+        beta2=rates.betas[1],
+        weight_decay=rates.weight_decay,
+        eps=rates.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=divisor,
+        found_inf=None,
+    )
+    filled = [value if value.numel() else value.new_zeros(1) for value in values]
+    return torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
+
+
+def factors(shards: Shards, rates: Rates) -> torch.Tensor:
+    """What Adam's arithmetic takes of a step beside the betas: float32 [shards, 4] on the shards' device.
+
+    A row holds the factor of weight decay, the step size lr / (1 - beta1^t), the root of 1 - beta2^t, and a zero, where
+    the amax comes; 16 bytes, so that each begins at a multiple of 16.
+    """
+    device = shards.values[0].device
+    steps = torch.stack(tuple(shards.steps)).to(device, torch.float64, non_blocking=True)
+    lr = rates.lr.to(steps) if isinstance(rates.lr, torch.Tensor) else rates.lr
+    decay = lr * rates.weight_decay if rates.decoupled else rates.weight_decay
+    rows = torch.zeros(len(steps), 4, dtype=torch.float64, device=device)
+    rows[:, 0] = decay
+    rows[:, 1] = lr / (1 - rates.betas[0] ** steps)
+    rows[:, 2] = (1 - rates.betas[1] ** steps).sqrt()
+    return rows.float()

@@ -1,0 +1,91 @@
+"""The step of a user's Adam or AdamW in one pass over memory (`kernels.adamw`), which tells the amax of each new value.
+
+The optimizer stays what it is: its states, its parameter groups and its schedule are torch's, as is their format.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from fp8booster.kernels.adamw import Rates, Shards, update
+
+
+_COUNTERS = ("torch.profiler", "fp8booster.nn.weight_cache")
+"""Modules whose hooks look at no parameters."""
+
+
+def takes(optimizer: Optimizer) -> bool:
+    """Whether `step_group` computes what the optimizer's own step would, up to the order of rounding.
+
+    Not where somebody asked for another implementation, or hooks that want to see the parameters.
+    """
+    if type(optimizer) not in (Adam, AdamW) or _has_hooks(optimizer):
+        return False
+    return all(
+        (group["fused"] or _left_to_torch(group))
+        and not (group["amsgrad"] or group["maximize"] or group["differentiable"])
+        and not any(isinstance(beta, torch.Tensor) for beta in group["betas"])
+        for group in optimizer.param_groups
+    )
+
+
+def _left_to_torch(group: dict[str, Any]) -> bool:
+    """Whether nobody chose an implementation, for parameters that all lie on a GPU: torch's passes there are many."""
+    chosen = group["fused"] is not None or group["foreach"] is not None
+    return not chosen and all(parameter.is_cuda for parameter in group["params"])
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether anybody is called before or after a step but those who only count steps."""
+    hooks = chain.from_iterable(
+        registered.values()
+        for registered in (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            torch_optimizer._global_optimizer_pre_hooks,
+            torch_optimizer._global_optimizer_post_hooks,
+        )
+    )
+    return any(getattr(hook, "__module__", None) not in _COUNTERS for hook in hooks)
+
+
+@torch.no_grad()
+def step_group(
+    optimizer: Adam, group: dict[str, Any], divisor: torch.Tensor | None = None
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Take a step with the parameters of a group that have a gradient.
+
+    Args:
+        optimizer: one that `takes` accepts.
+        group: one of its parameter groups.
+        divisor: gradients are divided by it first: float32 []. None: they are not.
+
+    Returns:
+        (parameter, the largest magnitude among its new values: float32 [], on the parameter's device).
+    """
+    taken, gradients, exp_avgs, exp_avg_sqs, steps = [], [], [], [], []
+    optimizer._init_group(group, taken, gradients, exp_avgs, exp_avg_sqs, [], steps)
+    if not taken:
+        return []
+    torch._foreach_add_(steps, 1)
+    rates = Rates(
+        group["lr"], group["betas"], group["eps"], group["weight_decay"], group["decoupled_weight_decay"]
+    )
+    amaxes: dict[nn.Parameter, torch.Tensor] = {}
+    for device in dict.fromkeys(parameter.device for parameter in taken):
+        here = [index for index, parameter in enumerate(taken) if parameter.device == device]
+        shards = Shards(
+            *[
+                [of_all[index] for index in here]
+                for of_all in ([each.detach() for each in taken], gradients, exp_avgs, exp_avg_sqs, steps)
+            ]
+        )
+        found = update(shards, rates, None if divisor is None else divisor.to(device))
+        amaxes.update(zip([taken[index] for index in here], found.unbind(), strict=True))
+    return list(amaxes.items())

@@ -1,0 +1,93 @@
+"""Adam's update computes what torch's optimizers do, and delivers the amax of what it writes."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from fp8booster.kernels.adamw import Shards, update, update_reference
+from tests.kernels.adam_shards import COUNTS, RATES, copied, far_apart, shards
+
+
+@pytest.mark.parametrize("case", RATES)
+def test_the_reference_is_torchs_optimizer(case) -> None:
+    rates = RATES[case]
+    of_optimizer = torch.optim.AdamW if rates.decoupled else torch.optim.Adam
+    parameters = [torch.nn.Parameter(torch.randn(count)) for count in COUNTS]
+    settings: dict[str, Any] = {name: getattr(rates, name) for name in ("lr", "betas", "eps", "weight_decay")}
+    optimizer = of_optimizer(parameters, foreach=False, **settings)
+    ours = [parameter.detach().clone() for parameter in parameters]
+    moments = [[torch.zeros_like(one) for one in ours] for _ in range(2)]
+    for step in range(1, 4):
+        gradients = [torch.randn(count) for count in COUNTS]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient / 3
+        optimizer.step()
+        steps = [torch.tensor(float(step))] * len(COUNTS)
+        amaxes = update(Shards(ours, gradients, *moments, steps), rates, torch.tensor(3.0))
+        assert torch.equal(amaxes, torch.stack([one.abs().max() for one in ours]))
+    for one, parameter in zip(ours, parameters, strict=True):
+        torch.testing.assert_close(one, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_nan_is_the_largest() -> None:
+    given = shards(torch.float32, torch.float32)
+    given.gradients[3][17] = math.nan
+    given.values[2][5] = math.inf
+    amaxes = update(given, RATES["AdamW"])
+    assert amaxes[3].isnan()
+    assert amaxes[2] == math.inf
+    assert amaxes[[0, 1, 4]].isfinite().all()
+
+
+def test_empty_shards_have_no_magnitude() -> None:
+    nothing = [torch.zeros(0)]
+    amaxes = update(Shards(nothing, nothing, nothing, nothing, [torch.tensor(1.0)]), RATES["AdamW"])
+    assert amaxes.tolist() == [0.0]
+
+
+def test_values_that_lie_apart_are_refused() -> None:
+    apart, together = [torch.ones(8)[::2]], [torch.ones(4)]
+    with pytest.raises(ValueError, match="contiguous"):
+        update(Shards(together, apart, together, together, [torch.tensor(1.0)]), RATES["AdamW"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", RATES)
+@pytest.mark.parametrize(
+    ("dtype", "gradients"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_triton_computes_what_the_reference_does(case, dtype, gradients) -> None:
+    rates = RATES[case]
+    if isinstance(rates.lr, torch.Tensor):
+        rates = rates._replace(lr=rates.lr.cuda())
+    for divisor, nan in product((None, torch.tensor(7.0, device="cuda")), (False, True)):
+        ours = shards(dtype, gradients, "cuda")
+        if nan:
+            ours.gradients[-1][COUNTS[-1] // 2] = math.nan
+        theirs, versions = copied(ours), [value._version for value in ours.values]
+        amaxes = update(ours, rates, divisor)
+        update_reference(
+            Shards(*([each.float() for each in tensors] for tensors in theirs))
+            if dtype is torch.float32
+            else theirs,
+            rates,
+            divisor,
+        )
+        assert all(value._version > version for value, version in zip(ours.values, versions, strict=True))
+        if nan:
+            assert amaxes.isnan().tolist() == [False] * (len(COUNTS) - 1) + [True]
+            continue
+        assert far_apart(ours, theirs) == []
+        expected = torch.stack([value.abs().max().float() for value in ours.values])
+        assert torch.equal(amaxes, expected)

@@ -1,0 +1,139 @@
+"""A step in one pass leaves parameters and states as the optimizer's own step does, and is left where it cannot."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fp8booster.optim import one_pass
+
+SIZES = (7, 1, 300, 64)
+
+
+def parameters(device: torch.device | str = "cpu") -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(size).to(device)) for size in SIZES]
+
+
+def groups(of: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": of[:2]}, {"params": of[2:], "lr": 0.3, "weight_decay": 0.0}]
+
+
+def give_gradients(of: list[nn.Parameter], step: int) -> None:
+    torch.manual_seed(100 + step)
+    for parameter in of:
+        parameter.grad = torch.randn(parameter.numel()).to(parameter.device)
+    if step == 1:
+        of[1].grad = None
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.3, "betas": (0.5, 0.7)}, {"lr": torch.tensor(0.1)}]
+)
+def test_parameters_and_states_are_those_of_the_optimizer(kind, options, device) -> None:
+    theirs, ours = parameters(device), parameters(device)
+    expected = kind(groups(theirs), fused=True, **({"lr": 0.1} | options))
+    found = kind(groups(ours), fused=True, **({"lr": 0.1} | options))
+    assert one_pass.takes(found)
+    for step in range(4):
+        give_gradients(theirs, step)
+        give_gradients(ours, step)
+        expected.step()
+        amaxes = {}
+        for group in found.param_groups:
+            amaxes |= one_pass.step_group(found, group)
+        assert amaxes.keys() == {one for one in ours if one.grad is not None}
+        for one, amax in amaxes.items():
+            assert torch.equal(amax, one.detach().abs().max())
+    for one, other in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-6)
+        states = expected.state[one], found.state[other]
+        assert states[0].keys() == states[1].keys()
+        for name, value in states[0].items():
+            torch.testing.assert_close(states[1][name], value, rtol=2e-6, atol=1e-6)
+    # each goes on from the other's states
+    found.load_state_dict(copy.deepcopy(expected.state_dict()))
+    give_gradients(ours, 9)
+    one_pass.step_group(found, found.param_groups[0])
+    expected.load_state_dict(copy.deepcopy(found.state_dict()))
+    give_gradients(theirs, 9)
+    expected.step()
+
+
+def test_gradients_are_divided(device) -> None:
+    theirs, ours = parameters(device), parameters(device)
+    expected, found = (AdamW(groups(of), lr=0.1, fused=True) for of in (theirs, ours))
+    give_gradients(theirs, 0)
+    for parameter in theirs:
+        parameter.grad /= 8
+    give_gradients(ours, 0)
+    expected.step()
+    for group in found.param_groups:
+        one_pass.step_group(found, group, torch.tensor(8.0))
+    for one, other in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=1e-6)
+
+
+def test_a_group_without_gradients_is_left_alone() -> None:
+    optimizer = AdamW(parameters(), fused=True)
+    assert one_pass.step_group(optimizer, optimizer.param_groups[0]) == []
+    assert not optimizer.state
+
+
+class Mine(AdamW):
+    """Somebody's own."""
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda of: SGD(of),
+        lambda of: Mine(of, fused=True),
+        lambda of: AdamW(of),  # on the CPU torch's default is as good
+        lambda of: AdamW(of, foreach=True),
+        lambda of: AdamW(of, fused=True, amsgrad=True),
+        lambda of: AdamW(of, fused=True, maximize=True),
+        lambda of: AdamW(
+            of, lr=torch.tensor(0.1), betas=(torch.tensor(0.9), torch.tensor(0.99)), capturable=True
+        ),
+    ],
+)
+def test_others_step_by_themselves(optimizer) -> None:
+    assert not one_pass.takes(optimizer(parameters()))
+
+
+def test_hooks_see_the_optimizers_own_step() -> None:
+    optimizer = AdamW(parameters(), fused=True)
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert not one_pass.takes(optimizer)
+        handle.remove()
+        assert one_pass.takes(optimizer)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_torchs_default_is_taken_and_what_was_chosen_is_not() -> None:
+    assert one_pass.takes(AdamW(parameters("cuda")))
+    assert not one_pass.takes(AdamW(parameters("cuda"), fused=False))
+    assert not one_pass.takes(AdamW(parameters("cuda"), foreach=True))
+    theirs, ours = parameters("cuda"), parameters("cuda")
+    expected, found = AdamW(theirs, lr=0.1), AdamW(ours, lr=0.1)
+    for step in range(3):
+        give_gradients(theirs, step)
+        give_gradients(ours, step)
+        expected.step()
+        one_pass.step_group(found, found.param_groups[0])
+    for one, other in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert found.state[other]["step"].device == expected.state[one]["step"].device
