@@ -16,6 +16,7 @@ from fp8booster.comm.collectives import (
 )
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.one_sided import mailbox_of
+from fp8booster.comm.statistics import count_plain
 from fp8booster.comm.threshold import ranks_of, why_plain
 from fp8booster.kernels.block_cast import side_by_side
 
@@ -78,6 +79,10 @@ def reduce_scatter_coalesced(
     reason = why_plain(
         "reduce_scatter_tensor", inputs[0], payload, group, min_bytes, op, one_sided=mailbox is not None
     )
+    if ranks == 1 and op in (ReduceOp.SUM, ReduceOp.AVG):
+        count_plain("reduce_scatter_tensor", ranks, payload, reason)
+        torch._foreach_copy_(outputs.split(sizes), [tensor.view(-1) for tensor in inputs])
+        return
     if reason is not None:
         values = side_by_side(inputs, ranks)
         part = torch.empty_like(outputs, dtype=values.dtype)

@@ -108,7 +108,7 @@ def run_experts(
     tokens: torch.Tensor,
     counts: Sequence[Sequence[int]],
     experts: Sequence[Expert],
-    weight_gradient_factors: Sequence[torch.Tensor | float] | None = None,
+    weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
     grouped: GroupedExperts | None = None,
     usual_rows: float | None = None,
 ) -> torch.Tensor:
@@ -118,7 +118,8 @@ def run_experts(
         tokens: [T, H], by sender, and of each sender by expert.
         counts: tokens from each sender for each expert, [senders][experts]; add up to T.
         experts: of this rank; one without tokens is called on none.
-        weight_gradient_factors: multiply the gradients of each expert's weights, and not those of its tokens; None: 1.
+        weight_gradient_factors: multiply the gradients of each expert's weights, and not those of its tokens: numbers,
+            or float32 [experts]; None: 1.
         grouped: computes the same experts by grouped products where it can; None: one by one.
         usual_rows: the mean of T over all ranks that hold these experts, by which each of them chooses alike between
             the two, so that gradients come in one order; None: T.

@@ -117,7 +117,7 @@ class GroupedExperts:
         self,
         tokens: torch.Tensor,
         counts: Sequence[Sequence[int]],
-        weight_gradient_factors: Sequence[torch.Tensor | float] | None = None,
+        weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
         usual_rows: float | None = None,
     ) -> torch.Tensor | None:
         """What `experts.run_experts` gives, or None: run the experts one by one.
@@ -285,14 +285,16 @@ def _is_kept(layer: FP8Layer) -> bool:
 
 
 def _side_by_side(
-    factors: Sequence[torch.Tensor | float] | None, device: torch.device
+    factors: Sequence[float] | torch.Tensor | None, device: torch.device
 ) -> torch.Tensor | float:
     """One number for all experts, or float32 [G]."""
     if factors is None:
         return 1.0
-    if all(not torch.is_tensor(factor) and factor == factors[0] for factor in factors):
+    if torch.is_tensor(factors):
+        return factors
+    if all(factor == factors[0] for factor in factors):
         return float(factors[0])
-    return torch.stack([torch.as_tensor(factor, dtype=torch.float32, device=device) for factor in factors])
+    return torch.tensor(factors, dtype=torch.float32, device=device)
 
 
 def grouped_experts(model: nn.Module) -> list[GroupedExperts]:

@@ -64,7 +64,10 @@ def tokens(counts: list[list[int]]) -> torch.Tensor:
 
 
 def results(
-    of: nn.Module, counts: list[list[int]], grouped: GroupedExperts | None, factors: list | None = None
+    of: nn.Module,
+    counts: list[list[int]],
+    grouped: GroupedExperts | None,
+    factors: list | torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Output, gradient of the tokens, gradients of the weights, in FP32."""
     dtype = next(of.parameters()).dtype
@@ -93,7 +96,7 @@ def test_grouped_experts_compute_what_they_compute_one_by_one(counts, way, make,
         stand_in(monkeypatch)
     fp8 = experts(FP8Config(emulate=way == "emulated"), make)
     grouped = GroupedExperts(fp8)
-    factors = [1.0, 0.5, torch.tensor(2.0), 3.0]
+    factors = torch.tensor([1.0, 0.5, 2.0, 3.0])
     exact = results(in_fp32(fp8, make), COUNTS[counts], None, factors)
     one_by_one = results(fp8, COUNTS[counts], None, factors)
     found = results(fp8, COUNTS[counts], grouped, factors)
@@ -138,7 +141,7 @@ def test_one_factor_for_all_is_that_of_each() -> None:
     fp8 = experts()
     found, expected = (
         results(fp8, COUNTS["ragged"], GroupedExperts(fp8), factors)
-        for factors in ([0.5] * EXPERTS, [torch.tensor(0.5)] * EXPERTS)
+        for factors in ([0.5] * EXPERTS, torch.full((EXPERTS,), 0.5))
     )
     assert_same(found, expected)
 

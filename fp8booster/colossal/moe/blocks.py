@@ -9,7 +9,8 @@ The gradient of an expert's weights is native's: a mean over the ranks that hold
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,20 @@ from fp8booster.comm.encoding import DEFAULT
 from fp8booster.nn.convert import WHY_NOT_ROUTERS, remember_kept
 from fp8booster.nn.experts import exchange_rows, run_experts
 from fp8booster.nn.grouped_experts import GroupedExperts
+from fp8booster.nn.host_copy import HostCopy
 from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.routing import Routes, counts_of, spread, weighted_sum
+
+
+class _Loads(NamedTuple):
+    """Rows for the experts, on their way to the host."""
+
+    numbers: HostCopy
+    """Those from this rank for each expert of all ranks; those from each rank for each expert of this one; and, where
+    several ranks hold these, those of all of them."""
+
+    factors: torch.Tensor | None
+    """What the gradients of each expert of this rank are multiplied by, where several ranks hold it."""
 
 
 class ExpertParallel(nn.Module):
@@ -44,41 +58,28 @@ class ExpertParallel(nn.Module):
         Returns:
             [T, H] of the tokens' dtype.
         """
-        experts = chosen.reshape(-1)
-        order = experts.argsort(stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.numel(), device=order.device)
-        made = self._at_experts(
-            tokens[order // chosen.shape[1]], experts.bincount(minlength=self.num_experts)
-        )
-        made = made[place].view(*chosen.shape, -1)
-        return (made * weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+        loads = self._loads(chosen)
+        # the host waits for the loads alone: this is queued behind them, and keeps the GPU busy when the host goes on
+        routes = Routes.of(chosen, self.num_experts)
+        rows = self._at_experts(spread(tokens, routes), loads)
+        return weighted_sum(rows, weights, routes)
 
-    def _at_experts(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Send rows, sorted by expert, to their experts, and what these make of them back.
-
-        Args:
-            rows: [sum(counts), H].
-            counts: int64 [experts], rows for each expert of all ranks.
-        """
-        group, held = self.ep_group, self.num_experts_per_ep
-        arriving = counts
+    def _loads(self, chosen: torch.Tensor) -> _Loads:
+        """Begin to tell the ranks how many rows go from each of them to each expert."""
+        experts, held = self.num_experts, self.num_experts_per_ep
+        numbers = torch.empty(2, experts, dtype=torch.int64, device=chosen.device)
+        counts, arriving = numbers
+        counts_of(chosen, experts, out=counts)
         if self.ep_size > 1:
-            arriving = torch.empty_like(counts)
-            dist.all_to_all_single(arriving, counts, group=group)
-        factors, rows_of_all = self._over_holders(arriving.view(-1, held).sum(0))
-        # the sizes of the messages: every rank waits for its GPU here, as all-to-all with uneven splits needs it
-        *sent, rows_of_all = torch.cat([counts.view(-1, held).sum(1), rows_of_all]).tolist()
-        by_sender = arriving.view(-1, held).tolist()
-        received = [sum(sender) for sender in by_sender]
-        encoding = DEFAULT if self.sends_fp8 else None
-        rows = exchange_rows(rows, sent, received, group, encoding)
-        own = self.experts[self.expert_start_idx : self.expert_start_idx + held]
-        grouped, usual_rows = self.__dict__.get(_GROUPED), rows_of_all / self.moe_dp_size
-        made = run_experts(rows, by_sender, own, factors, grouped, usual_rows)
-        return exchange_rows(made, received, sent, group, encoding)
+            dist.all_to_all_single(arriving, counts, group=self.ep_group)
+        else:
+            arriving.copy_(counts)
+        if self.moe_dp_size == 1:
+            return _Loads(HostCopy(numbers.view(-1)), None)
+        factors, rows = self._over_holders(arriving.view(-1, held).sum(0))
+        return _Loads(HostCopy(torch.cat([numbers.view(-1), rows])), factors)
 
-    def _over_holders(self, tokens: torch.Tensor) -> tuple[list[torch.Tensor | float], torch.Tensor]:
+    def _over_holders(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What the ranks that hold the same experts agree on.
 
         Args:
@@ -86,16 +87,40 @@ class ExpertParallel(nn.Module):
 
         Returns:
             For each expert of this rank, what makes of the mean over ranks the mean over those where it had tokens (the
-            rank that holds it has the tokens of `ep_size` ranks); and the tokens of all ranks for all of them,
+            rank that holds it has the tokens of `ep_size` ranks), float32; and the tokens of all ranks for all of them,
             int64 [1].
         """
-        total = tokens.sum().view(1)
-        if self.moe_dp_size == 1:
-            return [1 / self.ep_size] * self.num_experts_per_ep, total
-        agreed = torch.cat([(tokens > 0).to(total.dtype), total])
+        agreed = torch.cat([(tokens > 0).to(tokens.dtype), tokens.sum().view(1)])
         dist.all_reduce(agreed, group=self.moe_dp_group)
         active = agreed[:-1].clamp(min=1).float()
-        return (self.moe_dp_size / (active * self.ep_size)).unbind(), agreed[-1:]
+        return self.moe_dp_size / (active * self.ep_size), agreed[-1:]
+
+    def _at_experts(self, rows: torch.Tensor, loads: _Loads) -> torch.Tensor:
+        """Send rows, sorted by expert, to their experts, and what these make of them back.
+
+        Args:
+            rows: [T k, H].
+            loads: what `_loads` gave.
+        """
+        experts, held, group = self.num_experts, self.num_experts_per_ep, self.ep_group
+        # every rank waits for its GPU here, as all-to-all with uneven splits needs the sizes of its messages
+        numbers = loads.numbers.tolist()
+        by_receiver, by_sender = (
+            [numbers[first : first + held] for first in range(begin, begin + experts, held)]
+            for begin in (0, experts)
+        )
+        sent, received = ([sum(rank) for rank in ranks] for ranks in (by_receiver, by_sender))
+        factors, of_all = loads.factors, sum(received)
+        if factors is None:
+            factors = [1 / self.ep_size] * held
+        else:
+            of_all = numbers[-1]
+        encoding = DEFAULT if self.sends_fp8 else None
+        rows = exchange_rows(rows, sent, received, group, encoding)
+        own = list(islice(self.experts, self.expert_start_idx, self.expert_start_idx + held))
+        grouped, usual_rows = self.__dict__.get(_GROUPED), of_all / self.moe_dp_size
+        made = run_experts(rows, by_sender, own, factors, grouped, usual_rows)
+        return exchange_rows(made, received, sent, group, encoding)
 
 
 class FP8EPMixtralSparseMoeBlock(ExpertParallel, EPMixtralSparseMoeBlock):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from colossalai.booster.plugin.moe_hybrid_parallel_plugin import MoeHybridParallelZeroOptimizer
+from colossalai.tensor.moe_tensor.api import is_moe_tensor
 
 from fp8booster.colossal.hybrid.optimizer import FP8HybridParallelZeroOptimizer
 
@@ -12,3 +14,22 @@ class FP8MoeHybridParallelZeroOptimizer(FP8HybridParallelZeroOptimizer, MoeHybri
 
     Experts' parameters over the ranks that hold the same experts, all others over all data parallel ranks.
     """
+
+    def _sync_grad(self) -> None:
+        """As native (zero/low_level/low_level_optim.py:723): what hooks left, and zeros for experts without a gradient.
+
+        Native takes an expert whose gradient the hooks have reduced for one without, and reduces zeros for it.
+        """
+        for group_id, parameters in self._working_param_groups.items():
+            for parameter in parameters:
+                if not parameter.requires_grad:
+                    continue
+                if (
+                    parameter.grad is None
+                    and is_moe_tensor(parameter)
+                    and self._own_gradient(group_id, parameter) is None
+                ):
+                    parameter.grad = torch.zeros_like(parameter)
+                if parameter.grad is not None:
+                    self._add_to_bucket(parameter, group_id)
+        self._run_reduction()

@@ -1,0 +1,115 @@
+"""The rows that tokens become on their way to experts, one for each expert of a token, and what is made of them.
+
+    tokens [T, H] -- spread --> rows [T k, H], sorted by expert -- experts --> rows -- weighted sum --> [T, H]
+
+A gradient goes the same ways back: rows are gathered, never added up at indices, for which GPUs sort them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+class Routes(NamedTuple):
+    """The rows of T tokens with k experts each, sorted by expert and among those of an expert by token."""
+
+    choices: torch.Tensor
+    """int64 [T k]: which of the choices, counted token by token, a row is."""
+
+    tokens: torch.Tensor
+    """int64 [T k]: the token of each row."""
+
+    places: torch.Tensor
+    """int64 [T k]: the row of each choice."""
+
+    of_token: int
+    """k."""
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor, experts: int) -> Routes:
+        """From the experts of each token, int64 [T, k], which are fewer than `experts`."""
+        keys = chosen.reshape(-1)
+        if experts <= torch.iinfo(torch.int16).max:
+            keys = keys.to(torch.int16)  # a GPU sorts them in two passes, not in eight
+        choices = keys.argsort(stable=True)
+        places = torch.empty_like(choices)
+        places.scatter_(0, choices, torch.arange(len(choices), device=choices.device))
+        return cls(choices, choices // chosen.shape[1], places, chosen.shape[1])
+
+
+def counts_of(chosen: torch.Tensor, experts: int, out: torch.Tensor) -> torch.Tensor:
+    """How many rows each expert gets; unlike `torch.bincount`, without making the host wait for a GPU.
+
+    Args:
+        chosen: integers [T, k].
+        experts: of all ranks.
+        out: int64 [experts]; written, and returned.
+    """
+    numbers = torch.arange(experts, dtype=chosen.dtype, device=chosen.device)
+    return torch.sum(chosen.reshape(-1, 1) == numbers, 0, out=out)
+
+
+def spread(tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Tokens [T, H] as rows [T k, H]; differentiable."""
+    return _Spread.apply(tokens, routes)
+
+
+def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """The sum over a token's rows times their weights; differentiable.
+
+    Args:
+        rows: [T k, H].
+        weights: [T, k]; the sum is of the dtype that a product of both has.
+        routes: of the rows.
+
+    Returns:
+        [T, H] of the rows' dtype.
+    """
+    return _WeightedSum.apply(rows, weights, routes)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, tokens: torch.Tensor, routes: Routes
+    ) -> torch.Tensor:
+        ctx.routes, ctx.shape = routes, tokens.shape
+        return tokens.index_select(0, routes.tokens)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        count, features = ctx.shape
+        by_choice = gradient.index_select(0, ctx.routes.places)
+        return by_choice.view(count, ctx.routes.of_token, features).sum(1), None
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        rows: torch.Tensor,
+        weights: torch.Tensor,
+        routes: Routes,
+    ) -> torch.Tensor:
+        by_choice = rows.index_select(0, routes.places).view(*weights.shape, rows.shape[1])
+        ctx.save_for_backward(by_choice, weights)
+        ctx.routes = routes
+        return (by_choice * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        by_choice, weights = ctx.saved_tensors
+        routes = ctx.routes
+        drows = dweights = None
+        if ctx.needs_input_grad[0]:
+            of_rows = weights.reshape(-1).index_select(0, routes.choices)
+            drows = (gradient.index_select(0, routes.tokens) * of_rows.unsqueeze(1)).to(by_choice.dtype)
+        if ctx.needs_input_grad[1]:
+            gradient = gradient.to(torch.promote_types(by_choice.dtype, weights.dtype))
+            dweights = (gradient.unsqueeze(1) * by_choice).sum(-1).to(weights.dtype)
+        return drows, dweights, None

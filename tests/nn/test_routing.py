@@ -1,0 +1,65 @@
+"""Rows that tokens become on their way to experts, against plain indexing and its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8booster.nn.host_copy import HostCopy
+from fp8booster.nn.routing import Routes, counts_of, spread, weighted_sum
+
+EXPERTS = 6
+
+
+@pytest.fixture
+def chosen() -> torch.Tensor:
+    """Two experts for each of 40 tokens; one expert is nobody's."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(40, EXPERTS - 1, generator=generator).topk(2).indices
+
+
+def test_rows_lie_by_expert_and_then_by_token(chosen: torch.Tensor) -> None:
+    routes = Routes.of(chosen, EXPERTS)
+    rows = list(zip(chosen.flatten()[routes.choices].tolist(), routes.tokens.tolist(), strict=True))
+    assert rows == sorted(rows)
+    assert torch.equal(routes.choices[routes.places], torch.arange(chosen.numel()))
+    for field, wide in zip(routes[:3], Routes.of(chosen, 2**16)[:3], strict=True):
+        assert torch.equal(field, wide)
+
+
+def test_counts_are_those_of_each_expert(chosen: torch.Tensor) -> None:
+    out = torch.empty(2, EXPERTS, dtype=torch.int64)[1]
+    assert counts_of(chosen, EXPERTS, out) is out
+    assert torch.equal(out, chosen.flatten().bincount(minlength=EXPERTS))
+    assert HostCopy(out).tolist() == out.tolist()
+    assert out[-1] == 0
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_values_and_gradients_are_those_of_indexing(chosen: torch.Tensor, weight_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(40, 16, generator=generator).bfloat16().requires_grad_()
+    weights = torch.rand(40, 2, generator=generator).to(weight_dtype).requires_grad_()
+    factors = torch.randn(80, 16, generator=generator).bfloat16()  # what the experts do
+    dy = torch.randn(40, 16, generator=generator).bfloat16()
+    routes = Routes.of(chosen, EXPERTS)
+    made = weighted_sum(spread(tokens, routes) * factors, weights, routes)
+    by_choice = (tokens[routes.tokens] * factors)[routes.places].view(40, 2, 16)
+    expected = (by_choice * weights.unsqueeze(-1)).sum(1).to(torch.bfloat16)
+    assert torch.equal(made, expected)
+    for found, right in zip(
+        torch.autograd.grad(made, (tokens, weights), dy),
+        torch.autograd.grad(expected, (tokens, weights), dy),
+        strict=True,
+    ):
+        assert found.dtype is right.dtype
+        assert torch.equal(found, right)
+
+
+def test_without_tokens_there_are_no_rows() -> None:
+    routes = Routes.of(torch.empty(0, 2, dtype=torch.int64), EXPERTS)
+    tokens, weights = torch.zeros(0, 16, requires_grad=True), torch.zeros(0, 2, requires_grad=True)
+    made = weighted_sum(spread(tokens, routes), weights, routes)
+    made.sum().backward()
+    assert made.shape == tokens.grad.shape == (0, 16)
+    assert weights.grad.shape == (0, 2)
