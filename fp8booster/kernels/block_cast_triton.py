@@ -27,6 +27,7 @@ from fp8booster.kernels.cast_triton import (
     scale_from_bits,
     to_bits,
 )
+from fp8booster.kernels.device import current_stream
 from fp8booster.kernels.launch import Launch, ceil_div
 
 PAYLOAD_ALIGNMENT = tl.constexpr(ALIGNMENT)
@@ -312,12 +313,25 @@ def _tiling(layout: Layout) -> _Tiling:
     return _Tiling(tiles, tile, {"EVEN": layout.is_even, "UNIT": unit, **tile})
 
 
-def _table(layout: Layout, device: torch.device) -> torch.Tensor:
+def _table(layout: Layout, beside: torch.Tensor) -> torch.Tensor:
     """Starts, counts and offsets of uneven pieces, int64 [pieces, 3]; copied from pinned memory, so without a sync."""
+    # what is sent to experts comes back, and so do its gradients: most tables are used four times
+    made_now = beside.is_cuda and torch.cuda.is_current_stream_capturing()  # its memory belongs to the graph
+    return (_new_table if made_now else _known_table)(layout, beside.device, current_stream(beside))
+
+
+def _new_table(layout: Layout, device: torch.device, stream: int | None) -> torch.Tensor:
     rows = list(zip(layout.starts, layout.counts, layout.offsets, strict=True))
     on_gpu = device.type == "cuda"
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu)
     return table.to(device, non_blocking=True) if on_gpu else table
+
+
+TABLES = 256
+"""How many are remembered: two of each layer of experts, from its forward to its backward."""
+
+_known_table = functools.lru_cache(maxsize=TABLES)(_new_table)
+# by the stream too: on another one the copy may not have ended
 
 
 def _without_ones(values: torch.Tensor, part: int, pieces: int) -> tuple[torch.Tensor, int]:
@@ -373,7 +387,7 @@ def encode(
     if layout.is_even:
         values, part = _without_ones(values, part, len(layout.counts))
     else:
-        table = _table(layout, values.device)
+        table = _table(layout, values)
     launch = _encode_launch(layout, values.numel(), part, 0, None, partial_count, dtype, power_of_two)
     launch(values, message, table, partials)
 
@@ -436,7 +450,7 @@ def decode(message: Message, values: torch.Tensor, layout: Layout, dtype: torch.
         return
     source, at_peers, shift, own = _places(message)
     launch = _decode_launch(layout, values.numel(), at_peers, shift, own, dtype)
-    launch(source, values, source if layout.is_even else _table(layout, values.device))
+    launch(source, values, source if layout.is_even else _table(layout, values))
 
 
 def decode_sum(

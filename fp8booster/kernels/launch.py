@@ -1,7 +1,8 @@
 """Launch a Triton kernel with little work on the host.
 
 Triton looks at every argument of every call to find the compiled variant: 20 to 30 us a launch on a slow host, more
-than many kernels take. Here the variant is found by a key of plain numbers and called with raw pointers.
+than many kernels take. Here the variant is found by a key of plain numbers and called with raw pointers. Sizes that
+were not seen before, as those of tokens sent to experts, find what others of their kind had compiled.
 """
 
 from __future__ import annotations
@@ -15,6 +16,17 @@ import triton
 def ceil_div(size: int, part: int) -> int:
     """How many parts cover a size. (Triton's own costs 10 us a call outside kernels.)"""
     return -(-size // part)
+
+
+def _kind(number: int | float) -> object:
+    """What Triton tells numbers apart by: a one becomes a constant, a multiple of 16 moves in whole vectors."""
+    if isinstance(number, float):
+        return float
+    return number == 1, number % 16 == 0, -(2**31) <= number < 2**31
+
+
+_variants: dict[tuple, dict[tuple, triton.compiler.CompiledKernel]] = {}
+"""By all that tells variants of a kernel apart but its pointers, and then by these."""
 
 
 class Launch:
@@ -44,7 +56,9 @@ class Launch:
         self._grid = (programs, 1, 1) if isinstance(programs, int) else (*programs, 1)
         self._options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion, **constants}
         self._behind_pointers = (*numbers, *constants.values())
-        self._compiled: dict[tuple, triton.compiler.CompiledKernel] = {}
+        kinds = [_kind(number) for number in numbers]
+        key = (kernel.fn, num_warps, enable_fp_fusion, *constants.values(), *kinds)
+        self._compiled = _variants.setdefault(key, {})
 
     def __call__(self, *tensors: torch.Tensor) -> None:
         """Run the kernel.
@@ -83,8 +97,7 @@ class Launch:
 
 
 MOST_LAUNCHES = 2**14
-"""Where sizes never repeat, as with tokens sent to experts, launches are forgotten from here on; Triton keeps the code.
-"""
+"""Where sizes never repeat, as with tokens sent to experts, launches are forgotten from here on; variants are not."""
 
 _launches: dict[tuple, Launch] = {}
 

@@ -49,12 +49,13 @@ class Kernel:
 @pytest.fixture(autouse=True)
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_launches", {})
+    monkeypatch.setattr(launching, "_variants", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
 
 
 def compiled() -> list[Compiled]:
     """All that is remembered."""
-    return [made for each in launching._launches.values() for made in each._compiled.values()]
+    return [made for variants in launching._variants.values() for made in variants.values()]
 
 
 def test_the_second_launch_passes_raw_pointers_to_what_the_first_compiled() -> None:
@@ -82,6 +83,8 @@ def test_what_triton_compiles_apart_is_kept_apart() -> None:
         (kernels[0], memory[1:], (16,), {"BLOCK": 1}),
         (kernels[0], memory.view(torch.int8), (16,), {"BLOCK": 1}),
         (kernels[0], memory, (1,), {"BLOCK": 1}),
+        (kernels[0], memory, (2,), {"BLOCK": 1}),
+        (kernels[0], memory, (2**32,), {"BLOCK": 1}),
         (kernels[0], memory, (16,), {"BLOCK": 2}),
         (kernels[0], memory, (16,), {"BLOCK": 1, "num_warps": 2}),
         (kernels[0], memory, (16,), {"BLOCK": 1, "enable_fp_fusion": False}),
@@ -107,10 +110,14 @@ def test_a_profiler_hears_of_every_launch() -> None:
     assert made.runs == []
 
 
-def test_sizes_that_never_repeat_do_not_fill_the_memory(monkeypatch) -> None:
+def test_sizes_that_never_repeat_take_what_was_compiled_and_do_not_fill_the_memory(monkeypatch) -> None:
     monkeypatch.setattr(launching, "MOST_LAUNCHES", 10)
     kernel, x = Kernel(), torch.empty(64)
     for size in range(25):
-        launch(kernel, 3, (x,), (size,), BLOCK=32)
-        assert 0 < len(compiled()) <= 10
-    assert len(kernel.compiled) == 25
+        launch(kernel, size + 1, (x,), (size,), BLOCK=32)
+        assert 0 < len(launching._launches) <= 10
+    assert [arguments[1] for _, arguments, _ in kernel.compiled] == [0, 1, 2]
+    multiples, ones, others = compiled()
+    assert ones.runs == []
+    assert [(run[0], run[-2]) for run in multiples.runs] == [(17, 16)]
+    assert [(run[0], run[-2]) for run in others.runs] == [(n + 1, n) for n in range(3, 25) if n != 16]
