@@ -19,7 +19,14 @@ from benchmarks.harness.results import Result
 from benchmarks.training.job import Job
 from benchmarks.training.records import Setting, engine_records, loss_records
 from benchmarks.training.rounds import Findings
-from benchmarks.training.tables import loss_table, power_table, profile_tables, step_table, wire_tables
+from benchmarks.training.tables import (
+    loss_table,
+    power_table,
+    profile_tables,
+    step_table,
+    why_no_power,
+    wire_tables,
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ def deliver(
     }
     head |= {f"in FP8, {record['label']}": record["layers"] for record in records if record.get("layers")}
     head |= {f"fused, {record['label']}": record["fused"] for record in records if record.get("fused")}
+    if job.device == "cuda" and (unknown := why_no_power(records)):
+        head["clocks and power"] = unknown
     where = f"{setting.ranks} {'GPUs' if job.device == 'cuda' else 'ranks'}"
     title = f"{job.architecture.label}, {job.architecture.size.layers} layers, trained on {where}"
     result = Result(

@@ -75,6 +75,17 @@ def power_table(records: Sequence[Record]) -> Table | None:
     )
 
 
+def why_no_power(records: Sequence[Record]) -> str | None:
+    """Whose clocks and power are in no table though they ran, in a sentence; None where all are there."""
+    unsampled = [record["label"] for record in records if "power" in record and record["power"] is None]
+    if not unsampled:
+        return None
+    return (
+        f"not known of {'; '.join(unsampled)}, for nvidia-smi did not answer with both for the GPU of every rank "
+        "while steps were timed"
+    )
+
+
 def wire_tables(records: Sequence[Record]) -> list[Table]:
     """What was sent, by collective, and what fp8booster says of it."""
     sent = [

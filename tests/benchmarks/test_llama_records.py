@@ -1,20 +1,30 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from benchmarks.harness.environment import Gpu
 from benchmarks.training.arithmetic import model_flops
+from benchmarks.training.delivery import Output, deliver
 from benchmarks.training.job import Job
 from benchmarks.training.launch import Turn
 from benchmarks.training.models import MODELS
 from benchmarks.training.records import Setting, engine_records, loss_records
 from benchmarks.training.rounds import Findings, take_rounds
 from benchmarks.training.scaling import read_runs, scaling_records, scaling_table
-from benchmarks.training.tables import loss_table, power_table, profile_tables, step_table, wire_tables
+from benchmarks.training.tables import (
+    loss_table,
+    power_table,
+    profile_tables,
+    step_table,
+    wire_tables,
+)
 from benchmarks.training.trace import ROWS
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, "580", 1.98e9, "700 W")
@@ -81,6 +91,26 @@ def test_energy_is_that_of_all_gpus() -> None:
     ]
     assert (
         power_table(engine_records({"torchao": found["torchao"]}, Setting(JOB, 8, H200), "torchao")) is None
+    )
+
+
+def test_a_result_says_of_which_engines_power_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    found = findings(fp8booster__fp8=[[1000.0]], torchao=[[1000.0]])
+    found["fsdp2"] = Findings({}, "RuntimeError: gone")
+
+    def head() -> dict[str, str]:
+        output = Output(None, tmp_path / "result.json", None)
+        deliver(found, Setting(replace(JOB, device="cuda"), 8, H200), "torchao", output, shown=False)
+        return json.loads(output.json_file.read_text())["head"]
+
+    assert "clocks and power" not in head()
+    found["torchao"].outcomes[0]["power"] = None
+    assert head()["clocks and power"] == (
+        "not known of torchao tensorwise, FP8 all-gather, FSDP2, compiled, for nvidia-smi did not answer with both for "
+        "the GPU of every rank while steps were timed"
     )
 
 
