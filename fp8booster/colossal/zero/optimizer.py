@@ -19,7 +19,6 @@ from colossalai.accelerator import get_accelerator
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from colossalai.zero.low_level._utils import (
     all_gather_into_flat_tensor_nd,
-    calculate_global_norm_from_list,
     release_param_grad,
 )
 from colossalai.zero.low_level.bookkeeping import BucketStore
@@ -45,9 +44,6 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
     reduces_during_backward: ClassVar[bool] = True
     """Gradients are reduced as backward makes them where native would wait for its end too. Not where ranks may differ
     in which parameters get a gradient."""
-
-    norms_beside_backward: ClassVar[bool] = True
-    """The norm of each gradient is computed where it is reduced, while backward goes on."""
 
     @classmethod
     def take_over(cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, gradient_scaling: str) -> None:
@@ -117,8 +113,7 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
             sizes = [gradient.numel() // bucket.world_size for gradient in gradients]
             for parameter, part in zip(parameters, own.split(sizes), strict=True):
                 self._add_grad(part, 1, group_id, id(parameter))
-            if self.norms_beside_backward:
-                self._note_norms([self._own_gradient(group_id, parameter) for parameter in parameters])
+            self._note_norms([self._own_gradient(group_id, parameter) for parameter in parameters])
 
     def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> torch.Tensor:
         """This rank's parts of the means over ranks, one after the other, of the dtype of the masters."""
@@ -256,19 +251,6 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         """The norm that was remembered, unless the gradient has changed since."""
         version, norm = self._norms.get(gradient, (None, None))
         return norm if version == gradient._version else None
-
-    def _native_norm(self) -> torch.Tensor:
-        """`_norm`, as the native optimizer computes it: for engines that count some parameters otherwise."""
-        norms = [
-            sum(
-                self._compute_grad_norm(group, store.get_working_grads_by_group_id(group_id))
-                for group, store in self.pg_to_grad_store.items()
-            )
-            for group_id in range(self.num_param_groups)
-        ]
-        return torch.tensor(
-            calculate_global_norm_from_list(norms), device=get_accelerator().get_current_device()
-        )
 
     def get_grad_norm(self, norm_type: float = 2, **kwargs: object) -> float | None:
         """The norm of the last step's gradients; asking makes the host wait for the device."""
