@@ -14,12 +14,13 @@ from tests.colossal.moe.models import tiny_mixtral
 from tests.colossal.symptom import Symptom
 
 
-def _trained(**arguments: Any) -> tuple[Any, Any, Any]:
+def _trained(ep_size: int = 2, **arguments: Any) -> tuple[Any, Any, Any]:
     """Booster, model and optimizer after a step, experts on both ranks."""
     from colossalai.booster import Booster
     from colossalai.booster.plugin import MoeHybridParallelPlugin
 
-    booster = Booster(plugin=MoeHybridParallelPlugin(1, 1, 2, precision="bf16", zero_stage=1, **arguments))
+    plugin = MoeHybridParallelPlugin(1, 1, ep_size, precision="bf16", zero_stage=1, **arguments)
+    booster = Booster(plugin=plugin)
     model = tiny_mixtral()
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), 1e-2))
     tokens = token_batch(dist.get_rank())
@@ -74,6 +75,18 @@ def _save_one_file() -> None:
         raise AssertionError("not refused") from refusal
 
 
+def _share_sequences() -> None:
+    refusal: Exception | None = None
+    try:
+        _trained(
+            ep_size=1, sp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all"
+        )
+    except Exception as error:
+        refusal = error
+    if "leave enable_sequence_parallelism out" not in str(refusal):
+        raise AssertionError(f"not refused, but {refusal!r}") from refusal
+
+
 def _unreadable(*args: object, **named: object) -> None:
     raise RuntimeError("read")
 
@@ -91,4 +104,5 @@ SYMPTOMS = {
         _save_states, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
     ),
     "moe_saves_spread_experts_in_shards": Symptom(_save_one_file, "not refused"),
+    "mixtral_along_a_sequence_is_refused": Symptom(_share_sequences, "_attn_implementation"),
 }

@@ -7,7 +7,7 @@ import pytest
 from tests.distributed import run_ranks
 from tests.plugins.registry import names, run_checks
 
-MODULES = ["tests.colossal.moe.block_checks", "tests.plugins.moe_checks"]
+MODULES = ["tests.colossal.moe.block_checks", "tests.plugins.moe_checks", "tests.plugins.moe_native_checks"]
 
 
 @pytest.fixture(scope="module")

@@ -129,3 +129,29 @@ def _waiting(save: Callable[..., None]) -> Callable[..., None]:
         save(self, model, *args, **named)
 
     return ready
+
+
+@mend(
+    module="colossalai.shardformer.policies.mixtral",
+    place="shardformer/modeling/mixtral.py:675,783",
+    needed_when="a Mixtral with enable_sequence_parallelism",
+)
+def mixtral_along_a_sequence_is_refused(module: ModuleType, patch: Patch) -> None:
+    """Sequence parallelism is refused for Mixtral when the model is boosted.
+
+    Without it every forward raises AttributeError: 'MixtralModel' object has no attribute '_attn_implementation', and
+    behind that heads and tokens change places on the way to attention. No longer needed when a Mixtral with
+    `sequence_parallelism_mode="all_to_all"` gives the loss of one process.
+    """
+    upstream = module.MixtralPolicy.module_policy
+
+    @functools.wraps(upstream)
+    def module_policy(self) -> dict:
+        if self.shard_config.enable_sequence_parallelism:
+            raise ValueError(
+                "colossalai's sequence parallelism does not run a Mixtral; leave enable_sequence_parallelism out, and "
+                "use tensor, pipeline or expert parallelism"
+            )
+        return upstream(self)
+
+    patch.set(module.MixtralPolicy, "module_policy", module_policy)

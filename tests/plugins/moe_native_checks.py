@@ -1,0 +1,137 @@
+"""`MoeHybridParallelPlugin` with `use_fp8` off is the native plugin, bit for bit, with every argument that it has."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from tests.colossal.moe.models import tiny_mixtral
+from tests.plugins.hybrid_runs import learn, start
+from tests.plugins.moe_checks import EP2, MODES, fp8, native, ours
+from tests.plugins.registry import check, check_each
+from tests.plugins.training import assert_equal
+
+ON_EVERY_RANK = EP2 | {"ep_size": 1}
+PP2 = ON_EVERY_RANK | {"pp_size": 2}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "loss scaling": EP2
+    | {
+        "precision": "fp16",
+        "initial_scale": 2.0**26,
+        "min_scale": 2.0,
+        "growth_factor": 4.0,
+        "backoff_factor": 2.0**-9,
+        "growth_interval": 1,
+        "hysteresis": 1,
+        "max_scale": 2.0**27,
+    },
+    "DDP": ON_EVERY_RANK
+    | {
+        "zero_stage": 0,
+        "broadcast_buffers": False,
+        "ddp_bucket_cap_mb": 1,
+        "find_unused_parameters": True,
+        "check_reduction": True,
+        "gradient_as_bucket_view": True,
+        "static_graph": False,
+    },
+    "ZeRO": EP2
+    | {
+        "zero_bucket_size_in_m": 1,
+        "cpu_offload": True,
+        "communication_dtype": torch.float32,
+        "overlap_communication": True,
+        "moe_dp_outside": False,
+        "fp8_communication": True,
+        "use_fp8": False,
+    },
+    "sharding": ON_EVERY_RANK
+    | {
+        "tp_size": 2,
+        "sp_size": 1,
+        "parallel_output": False,
+        "make_vocab_size_divisible_by": 32,
+        "enable_all_optimization": True,
+        "enable_fused_normalization": True,
+        "enable_flash_attention": True,
+        "enable_jit_fused": True,
+    },
+    "pipeline": PP2
+    | {
+        "num_microbatches": None,
+        "microbatch_size": 4,
+        "num_layers_per_stage": [1, 2],
+        "enable_metadata_cache": False,
+    },
+}
+"""Groups of the native plugin's arguments, each with another value where one is possible here."""
+
+CHUNKS = PP2 | {"num_microbatches": 4, "num_model_chunks": 2, "overlap_p2p": False}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "interleaved": (CHUNKS | {"pp_style": "interleaved"}, "use pp_style='1f1b'"),
+    "zero-bubble": (CHUNKS | {"pp_style": "zbv", "scheduler_nodes": []}, "use pp_style='1f1b'"),
+    "sequence parallel": (
+        ON_EVERY_RANK
+        | {
+            "sp_size": 2,
+            "enable_sequence_parallelism": True,
+            "sequence_parallelism_mode": "all_to_all",
+        },
+        "leave enable_sequence_parallelism out",
+    ),
+}
+"""What Colossal-AI's policy of Mixtral does not do, and what is said of it."""
+
+
+def assert_trains_as_native(**arguments: Any) -> None:
+    """Losses, gradient norms and weights of some steps are equal, bit for bit."""
+    layers = sum(arguments.get("num_layers_per_stage", (2,)))
+    runs = [
+        start(make(**arguments), tiny_mixtral(vocab_size=256, num_hidden_layers=layers))
+        for make in (native, ours)
+    ]
+    losses = [learn(run, last=2, accumulate=1 if arguments["pp_size"] > 1 else 2) for run in runs]
+    assert losses[0] == losses[1], losses
+    norms = [run.optimizer.get_grad_norm() for run in runs]
+    assert norms[0] == norms[1], norms
+    assert_equal(*(run.parameters() for run in runs))
+
+
+@check
+def moe_tries_every_argument_of_the_native_plugin() -> None:
+    from colossalai.booster.plugin import MoeHybridParallelPlugin
+
+    groups = (*MODES.values(), *OPTIONS.values(), *(arguments for arguments, _ in REFUSED.values()))
+    tried = {name for arguments in groups for name in arguments}
+    tried |= {"custom_policy", "gradient_checkpoint_config"}
+    assert tried == set(inspect.signature(MoeHybridParallelPlugin.__init__).parameters) - {"self"}
+
+
+@check_each(*OPTIONS)
+def moe_options_without_fp8_do_what_they_do_in_the_native_plugin(group: str) -> None:
+    assert_trains_as_native(**OPTIONS[group])
+
+
+@check
+def moe_takes_a_policy_and_checkpointing_as_the_native_plugin_does() -> None:
+    from colossalai.shardformer import PipelineGradientCheckpointConfig
+    from colossalai.shardformer.policies.mixtral import MixtralForCausalLMPolicy
+
+    assert_trains_as_native(
+        **PP2,
+        num_microbatches=2,
+        custom_policy=MixtralForCausalLMPolicy(),
+        gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5),
+    )
+
+
+@check_each(*REFUSED)
+def moe_refuses_what_colossalai_cannot_do_with_a_mixtral(case: str) -> None:
+    arguments, says = REFUSED[case]
+    for make in (native, ours, fp8):
+        with pytest.raises(ValueError, match=says):
+            start(make(**arguments), tiny_mixtral(num_hidden_layers=4))
