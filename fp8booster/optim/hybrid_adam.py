@@ -1,7 +1,9 @@
-"""Adam and AdamW over FP32 shards with 16-bit gradients, on GPU and host, in PyTorch's own fused operators.
+"""Adam and AdamW over FP32 shards with 16-bit gradients: on a GPU in one pass (`kernels.adamw`), else in PyTorch's own
+fused operators.
 
 It stands where Colossal-AI's HybridAdam does (nn/optimizer/hybrid_adam.py), which needs compiled extensions: the same
-arguments, `step(div_scale=...)`, the same states. Gradients are widened to FP32 a bounded number of values at a time.
+arguments, `step(div_scale=...)`, the same states. Where gradients are widened to FP32, it is a bounded number of values
+at a time.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 
 import torch
 from torch.optim import Adam, AdamW, Optimizer
+
+from fp8booster.kernels.adamw import Rates, Shards, update
 
 VALUES_AT_ONCE = 2**26
 """How many gradient values are held in FP32 at a time; a shard is never split."""
@@ -107,7 +111,7 @@ class HybridAdam(Optimizer):
 
         Args:
             closure: computes the loss anew, and is what this returns.
-            div_scale: gradients are divided by it; -1 divides by nothing. Those of FP32 are divided in place.
+            div_scale: gradients are divided by it; -1 divides by nothing. Those of FP32 may be divided in place.
         """
         loss = None
         if closure is not None:
@@ -119,7 +123,7 @@ class HybridAdam(Optimizer):
         return loss
 
     def _batches(self, group: dict[str, Any]) -> Iterator[list[torch.nn.Parameter]]:
-        """The parameters with a gradient, those that one call of an operator can update together."""
+        """The parameters with a gradient, those that one call can update together."""
         kinds: dict[tuple, list[torch.nn.Parameter]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.numel() > 0:
@@ -127,8 +131,9 @@ class HybridAdam(Optimizer):
                 kinds.setdefault(kind, []).append(parameter)
         for parameters in kinds.values():
             batch, values = [], 0
+            at_once = _INFINITE if _in_one_pass(group, parameters[0]) else VALUES_AT_ONCE
             for parameter in parameters:
-                if batch and values + parameter.numel() > VALUES_AT_ONCE:
+                if batch and values + parameter.numel() > at_once:
                     yield batch
                     batch, values = [], 0
                 batch.append(parameter)
@@ -157,6 +162,21 @@ class HybridAdam(Optimizer):
         corrected = group.get("bias_correction", True)
         steps = {state["step"]: scalar(state["step"] if corrected else _INFINITE) for state in states}
         decoupled = group.get("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
+        divisor = None if div_scale == -1 else scalar(div_scale)
+        if _in_one_pass(group, parameters[0]):
+            shards = Shards(
+                [parameter.data for parameter in parameters],
+                [parameter.grad.data for parameter in parameters],
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [steps[state["step"]] for state in states],
+            )
+            update(
+                shards,
+                Rates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled),
+                divisor,
+            )
+            return
         operator = torch._fused_adamw_ if decoupled else torch._fused_adam_
         lr = group["lr"]
         if isinstance(lr, torch.Tensor):
@@ -175,9 +195,14 @@ class HybridAdam(Optimizer):
             eps=group["eps"],
             amsgrad=amsgrad,
             maximize=group.get("maximize", False),
-            grad_scale=None if div_scale == -1 else scalar(div_scale),
+            grad_scale=divisor,
             found_inf=None,
         )
+
+
+def _in_one_pass(group: dict[str, Any], parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter of a group is updated by the kernel of `kernels.adamw`."""
+    return parameter.is_cuda and not (group.get("amsgrad", False) or group.get("maximize", False))
 
 
 def _tell_schedule(optimizer: HybridAdam) -> Callable[..., Any]:

@@ -15,7 +15,6 @@ from torch.optim import optimizer as torch_optimizer
 
 from fp8booster.kernels.adamw import Rates, Shards, update
 
-
 _COUNTERS = ("torch.profiler", "fp8booster.nn.weight_cache")
 """Modules whose hooks look at no parameters."""
 

@@ -8,7 +8,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import accumulation, cast, choice, gemm, linear
+from benchmarks import accumulation, adamw, cast, choice, gemm, linear
 from benchmarks.layers.layer import Layer
 from benchmarks.layers.records import summarize
 
@@ -22,7 +22,9 @@ def run(main: Callable[..., None], *arguments: str) -> object:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
-@pytest.mark.parametrize("main", [gemm.main, cast.main, choice.main, linear.main, accumulation.main])
+@pytest.mark.parametrize(
+    "main", [gemm.main, cast.main, choice.main, linear.main, accumulation.main, adamw.main]
+)
 def test_without_a_gpu_one_sentence_and_exit_code_2(main) -> None:
     result = run(main)
     assert result.exit_code == 2
@@ -172,6 +174,19 @@ def test_summary_is_over_all_shapes() -> None:
         "over_torchao": None,
         "fraction": {"median": 0.95, "least": 0.9, "most": 0.99},
     }
+
+
+def test_adamw(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(adamw, "LAYER", (64, 128))
+    command = [*FAST, "--ranks", "2", "--layers", "1", "--json", str(tmp_path / "adamw.json")]
+    result = run(adamw.main, *command, "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    records = json.loads((tmp_path / "adamw.json").read_text())["tables"]["steps"]
+    assert [record["values"] for record in records] == [96] * 4
+    for record in records:
+        ms = record["ms"]["median"]
+        assert record["bytes_per_second"] == pytest.approx(96 * 28 / ms * 1e3)
+        assert record["over_one_pass"] == pytest.approx(ms / records[0]["ms"]["median"])
 
 
 @pytest.mark.parametrize("data", accumulation.DATA)

@@ -35,6 +35,7 @@ def far_apart(one: Shards, other: Shards) -> list[str]:
     for name in ("values", "exp_avgs", "exp_avg_sqs"):
         for count, ours, theirs in zip(COUNTS, getattr(one, name), getattr(other, name), strict=True):
             ulp = torch.finfo(ours.dtype).eps
-            if not torch.allclose(ours, theirs, rtol=max(2e-6, ulp), atol=1e-6 if ulp < 1e-6 else ulp):
+            # on a GPU torch takes 1 - 0.999 in FP32, 1.3e-5 off
+            if not torch.allclose(ours, theirs, rtol=max(2e-5, ulp), atol=1e-6 if ulp < 1e-6 else ulp):
                 found.append(f"{name} {count}")
     return found
