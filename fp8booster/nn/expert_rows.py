@@ -42,15 +42,13 @@ class RowLayout(NamedTuple):
                 sizes.append(count)
                 free[expert] += count
                 first += count
-        numbers = torch.tensor(shifts + sizes + ends)
-        if device.type == "cuda":
-            numbers = numbers.pin_memory().to(
-                device, non_blocking=True
-            )  # the host need not wait for the device
-        of_pieces, counted, group_ends = numbers.split([len(shifts), len(sizes), len(ends)])
+        # int32, as the product takes the ends; pinned, so that the host need not wait for the device
+        numbers = torch.tensor(ends + shifts + sizes, dtype=torch.int32, pin_memory=device.type == "cuda")
+        numbers = numbers.to(device, non_blocking=True)
+        group_ends, of_pieces, counted = numbers.split([len(ends), len(shifts), len(sizes)])
         places = torch.arange(first, device=device)
-        places = places + of_pieces.repeat_interleave(counted, output_size=first)
-        return cls(Groups(tuple(rows), group_ends.to(torch.int32)), places)
+        places += of_pieces.repeat_interleave(counted, output_size=first)
+        return cls(Groups(tuple(rows), group_ends), places)
 
 
 def lay_out(tokens: torch.Tensor, layout: RowLayout) -> torch.Tensor:

@@ -136,7 +136,7 @@ class GroupedExperts:
         downs = [down for _, _, down in layers]
         config = downs[0].fp8_config
         require_fp8(tokens.device, config.emulate)
-        kept, count = _is_kept(downs[0]), len(layers)
+        kept, count = _is_kept(downs[0], _weight(downs[0])), len(layers)
         factors = _side_by_side(weight_gradient_factors, tokens.device)
         layout = RowLayout.of(counts, tokens.device)
         x = lay_out(tokens, layout)
@@ -145,7 +145,7 @@ class GroupedExperts:
                 x = swiglu(x)
             x = grouped_linear(
                 x,
-                [layer.weight for layer in of_experts],
+                [_weight(layer) for layer in of_experts],
                 each.get(of_experts, partial(_weight_of, of_experts, count, kept), kept),
                 layout.groups,
                 config,
@@ -169,11 +169,12 @@ class GroupedExperts:
         reason = None if self._always else self._why_slower(rows)
         if reason is not None:
             return reason
-        kept = _is_kept(down)
+        kept = _is_kept(down, _weight(down))
         for layer in (layer for expert in self.experts for layer in _parts(expert)):
-            if layer.fp8_weight.in_backward(layer.weight, config) is not None:
+            weight = _weight(layer)
+            if layer.fp8_weight.in_backward(weight, config) is not None:
                 return "the weights are whole only while a layer runs"
-            if _is_kept(layer) != kept:
+            if _is_kept(layer, weight) != kept:
                 return "an engine keeps the FP8 weights of some of the layers alone"
         return None
 
@@ -234,19 +235,20 @@ def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:
         return "a layer has hooks, which must run"
     if layer._parameters["bias"] is not None:
         return "a layer has a bias"
-    weight = layer._parameters["weight"]
+    weight = _weight(layer)
     if weight.dtype is not torch.bfloat16:
         return "grouped products give BF16 alone"
-    return None if weight.shape == same._parameters["weight"].shape else "the experts' sizes differ"
+    return None if weight.shape == _weight(same).shape else "the experts' sizes differ"
 
 
 def why_not_gated(expert: nn.Module) -> str | None:
     """Why a module is not known to compute `down(silu(gate(x)) * up(x))` and nothing else, or None where it is."""
     if _names(type(expert)) is None:
         return f"{type(expert).__name__} has no grouped form"
-    if getattr(getattr(expert, "config", None), "pretraining_tp", 1) > 1:
+    # past nn.Module's search, which is slow for what is not there
+    if getattr(vars(expert).get("config"), "pretraining_tp", 1) > 1:
         return "pretraining_tp is more than 1"  # DeepSeek's own code cuts the weights then
-    if not isinstance(expert.act_fn, nn.SiLU):
+    if not isinstance(expert._modules.get("act_fn"), nn.SiLU):
         return f"the activation is {type(expert.act_fn).__name__}"
     if "forward" in vars(expert) or _has_hooks(expert):
         return "an expert has hooks or a forward of its own, which must run"
@@ -280,8 +282,12 @@ def _parts(expert: nn.Module) -> tuple[FP8Layer, FP8Layer, FP8Layer]:
     return modules[gate], modules[up], modules[down]
 
 
-def _is_kept(layer: FP8Layer) -> bool:
-    return layer.fp8_weight.is_kept_by_engine(layer.weight)
+def _weight(layer: FP8Layer) -> torch.Tensor:
+    return layer._parameters["weight"]
+
+
+def _is_kept(layer: FP8Layer, weight: torch.Tensor) -> bool:
+    return layer.fp8_weight.is_kept_by_engine(weight)
 
 
 def _side_by_side(
