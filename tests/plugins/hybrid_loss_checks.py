@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -174,8 +175,12 @@ def boosted(name: str, mode: str, config: FP8Config | None = None, **arguments: 
 
 
 def batch_of(run: HybridRun) -> dict[str, torch.Tensor]:
+    """As `batch_of_tokens`, for a run's model."""
+    return batch_of_tokens(run.model.unwrap().config.vocab_size)
+
+
+def batch_of_tokens(vocabulary: int) -> dict[str, torch.Tensor]:
     """Tokens of which one half and some of the other half have no label."""
-    vocabulary = run.model.unwrap().config.vocab_size
     tokens = torch.randint(1, vocabulary, (8, LENGTH), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()
     labels[: len(labels) // 2, : LENGTH // 2] = labels[:, ::5] = -100
@@ -346,6 +351,38 @@ def many_chunks_give_the_loss_of_one() -> None:
     assert sum(counted.other.values()) == 3 * 2  # of 128 tokens each
     assert abs(loss - again) <= 1e-6 * loss
     assert signal_to_noise(taken_gradients(run)["lm_head.weight"], gradients["lm_head.weight"]) > 45
+
+
+@check
+def models_that_train_in_two_threads_keep_their_losses() -> None:
+    runs = [boosted("LLaMA", "TP2") for _ in range(2)]
+    models = [run.model.unwrap() for run in runs]
+    for parameter in models[1].parameters():
+        parameter.data.mul_(1.1)
+    batch = batch_of_tokens(VOCABULARY)
+    expected = [model(**batch).loss.item() for model in models]
+    first_is_within, first_may_end = threading.Event(), threading.Event()
+    found: dict[int, float] = {}
+
+    def wait_within(*_: Any) -> None:
+        first_is_within.set()
+        first_may_end.wait(60)
+
+    def let_first_end(*_: Any) -> None:
+        first_may_end.set()
+        thread.join()
+
+    def forward(number: int) -> None:
+        found[number] = models[number](**batch).loss.item()
+
+    thread = threading.Thread(target=forward, args=(0,))
+    for model, hook in zip(models, (wait_within, let_first_end), strict=True):
+        model.model.embed_tokens.register_forward_pre_hook(hook)
+    thread.start()
+    assert first_is_within.wait(60)
+    forward(1)
+    assert [found[number] for number in range(2)] == expected
+    assert expected[0] != expected[1]
 
 
 @check

@@ -2,9 +2,9 @@
 
 Shardformer's forwards all end alike: body, `logits = self.lm_head(hidden_states)`, and
 `dist_cross_entropy(labels, logits, ...)` (shardformer/layer/loss.py:145), which picks the tokens of this rank and adds
-up their losses. So they run as they are. While one runs, the head hands its hidden states on, and the loss is that of
-these, by `nn.fused.linear_cross_entropy`. A head whose vocabulary is spread over the ranks of tensor parallelism
-computes it from each rank's part of the logits (`nn.fused.vocabulary`).
+up their losses. So they run as they are. While one runs, its head hands the hidden states on, and `dist_cross_entropy`,
+where it is given these, has their loss by `nn.fused.linear_cross_entropy`. A head whose vocabulary is spread over the
+ranks of tensor parallelism computes it from each rank's part of the logits (`nn.fused.vocabulary`).
 
 Against native's: logits are in FP32 wherever a loss reads them, where without tensor parallelism native may leave them
 in 16 bits; and nothing of the size of all logits is in memory.
@@ -12,6 +12,7 @@ in 16 bits; and nothing of the size of all logits is in memory.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -58,6 +59,7 @@ _IGNORED = -100
 """The target of tokens that do not count, in shardformer/layer/loss.py:13."""
 
 _LOSS = "dist_cross_entropy"
+_READS_LATE = "_fp8booster_reads_late_logits"
 
 
 def use_sharded_loss(model: nn.Module, config: ShardConfig) -> None:
@@ -116,7 +118,8 @@ def _forward_with(native: Callable, config: ShardConfig) -> Callable:
         bound = signature.bind(self, *args, **kwargs)
         if not _computes_loss_alone(self, {**bound.arguments, **bound.kwargs}, config):
             return native(self, *args, **kwargs)
-        with _late_logits(self.lm_head, names, config):
+        _let_loss_read_late_logits(names)
+        with _late_logits(self.lm_head, config):
             outputs = native(self, *args, **kwargs)
         late = {name for name, value in outputs.items() if isinstance(value, _LateLogits)}
         if not late:  # not the last stage of a pipeline
@@ -145,8 +148,8 @@ def _computes_loss_alone(model: nn.Module, arguments: dict[str, Any], config: Sh
 class _LateLogits:
     """What shardformer's forwards take for logits: the hidden states of which a loss makes them."""
 
-    def __init__(self, head: nn.Module, hidden: torch.Tensor) -> None:
-        self.head, self.hidden = head, hidden
+    def __init__(self, head: nn.Module, hidden: torch.Tensor, config: ShardConfig) -> None:
+        self.head, self.hidden, self.config = head, hidden, config
 
     @property
     def dtype(self) -> torch.dtype:
@@ -157,33 +160,51 @@ class _LateLogits:
         return self
 
 
+def _let_loss_read_late_logits(names: dict[str, Any]) -> None:
+    """Let the loss of shardformer's forwards take hidden states for logits, from now on; all else it takes as it did.
+
+    It stays so: a function that came and went with each forward would be gone for a forward in another thread.
+
+    Args:
+        names: the globals of a forward.
+    """
+    native = names[_LOSS]
+    if hasattr(native, _READS_LATE):
+        return
+
+    @functools.wraps(native)
+    def dist_cross_entropy(labels: torch.Tensor, logits: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if isinstance(logits, _LateLogits):
+            return _loss(labels, logits)
+        return native(labels, logits, *args, **kwargs)
+
+    setattr(dist_cross_entropy, _READS_LATE, True)
+    names[_LOSS] = dist_cross_entropy
+
+
 @contextmanager
-def _late_logits(head: nn.Module, names: dict[str, Any], config: ShardConfig) -> Iterator[None]:
+def _late_logits(head: nn.Module, config: ShardConfig) -> Iterator[None]:
     """For the length of one forward, let a head hand its hidden states on to the loss.
 
     Args:
         head: the last layer; it runs its hooks.
-        names: the globals of the forward.
         config: by which the model was sharded.
     """
-    native = names[_LOSS]
-    head.forward = lambda hidden: _LateLogits(head, hidden)
-    names[_LOSS] = lambda labels, logits, *_, **__: _loss(labels, logits, config)
+    head.forward = lambda hidden: _LateLogits(head, hidden, config)
     try:
         yield
     finally:
-        names[_LOSS] = native
         del head.forward
 
 
-def _loss(labels: torch.Tensor, logits: _LateLogits, config: ShardConfig) -> torch.Tensor:
+def _loss(labels: torch.Tensor, logits: _LateLogits) -> torch.Tensor:
     """The mean loss over all tokens that count, float32 [], as `dist_cross_entropy` has it.
 
     Args:
         labels: [batch, tokens], of all tokens, or under ring attention of this rank's, shifted.
         logits: of all tokens or of this rank's.
-        config: by which the model was sharded.
     """
+    config = logits.config
     group, ranks = config.sequence_parallel_process_group, config.sequence_parallel_size
     mode = config.sequence_parallelism_mode
     length = logits.hidden.shape[1]
