@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter
 from typing import Any
@@ -29,7 +28,6 @@ from tests.nn.models import tiny_gpt2
 from tests.nn.reference import count_calls
 from tests.plugins import ddp_checks
 from tests.plugins.census_checks import census, products
-from tests.plugins.convergence_checks import WITHIN, learn
 from tests.plugins.fsdp_runs import (
     BF16,
     BLOCKS,
@@ -336,23 +334,3 @@ def fsdp_clips_by_the_norm_that_ddp_finds() -> None:
         assert float(run.optimizer.clip_grad_by_norm(1e9)) == pytest.approx(0.1, rel=1e-3)
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
     assert norms[2] == pytest.approx(norms[0], rel=0.02)  # FP8 rounds the gradients
-
-
-# ---- convergence ----
-
-
-def _learn(plugin: Any) -> list[float]:
-    return learn(boost(plugin, tiny_llama(vocab_size=256)))
-
-
-@functools.cache
-def _learn_with_ddp() -> list[float]:
-    return _learn(ddp_checks.fp8(fp8_config=QUICK))
-
-
-@check_each("one unit", "blocks")
-def fsdp_follows_data_parallel_in_fp8_over_50_steps(wrapping: str) -> None:
-    expected = _learn_with_ddp()
-    losses = _learn(fp8(**WRAPPINGS[wrapping]))
-    assert expected[-1] < 0.8 * expected[0]
-    assert_close(expected, losses, WITHIN)

@@ -13,7 +13,7 @@ from tests.colossal.models import tiny_llama, token_batch
 from tests.plugins.census_checks import products
 from tests.plugins.gemini_observations import census
 from tests.plugins.gemini_runs import boost, config, fp8_chunks, layers, wire
-from tests.plugins.gemini_tensor_parallel_checks import CLOSE, LAYERS, RUNS, learn
+from tests.plugins.gemini_tensor_parallel_checks import CLOSE, LAYERS, RUNS, assert_of_the_head, learn
 from tests.plugins.registry import check, check_each
 from tests.plugins.training import assert_close
 
@@ -52,4 +52,5 @@ def every_product_of_fused_tensor_parallel_layers_runs_in_fp8() -> None:
         shim = torch.nn.Linear(inputs, outputs, device="meta")
         expected += sum(products([shim], tokens.numel()).values(), Counter())
     assert counted.fp8 == expected
+    assert_of_the_head(counted, tokens.numel())
     assert sum(len(chunk.tensors_info) for chunk in fp8_chunks(run)) == LAYERS

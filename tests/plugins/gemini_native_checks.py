@@ -45,6 +45,14 @@ CASES: dict[str, dict[str, Any]] = {
         "enable_sequence_parallelism": True,
         "enable_jit_fused": False,
     },
+    "tensor parallelism": {
+        "tp_size": 2,
+        "enable_all_optimization": True,
+        "enable_fused_normalization": True,
+        "enable_flash_attention": True,
+        "enable_jit_fused": True,
+        "max_norm": 0.1,
+    },
     "fp8 communication of native": {"fp8_communication": True, "use_fp8": False},
 }
 

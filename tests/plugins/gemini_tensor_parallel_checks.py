@@ -12,7 +12,7 @@ from fp8booster import FP8Config, comm, report
 from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.zero.runs import assert_same_on_all_ranks
 from tests.plugins import training
-from tests.plugins.census_checks import products
+from tests.plugins.census_checks import Census, products
 from tests.plugins.gemini_observations import census
 from tests.plugins.gemini_runs import boost, config, fp8_chunks, layers, native, weights, wire
 from tests.plugins.registry import check, check_each, shared_folder
@@ -76,6 +76,12 @@ def it_learns_as_data_parallelism_does(case: str) -> None:
         assert len(set(gathered)) == 1
 
 
+def assert_of_the_head(counted: Census, rows: int, vocabulary: int = 128, hidden: int = 64) -> None:
+    """The products in 16 bits are the three of the head, whose vocabulary two ranks share, in parts or whole."""
+    found = sum(m * k * n * count for (m, k, n), count in counted.other.items())
+    assert found == 3 * rows * hidden * vocabulary // 2, counted.other
+
+
 @check
 def every_product_of_tensor_parallel_layers_runs_in_fp8() -> None:
     run = boost(wire(tp_size=2, fp8_config=FP8Config(fused=False)))
@@ -90,6 +96,7 @@ def every_product_of_tensor_parallel_layers_runs_in_fp8() -> None:
         expected += sum(products([shim], tokens.numel()).values(), Counter())
     assert len(eligible) == LAYERS
     assert counted.fp8 == expected
+    assert_of_the_head(counted, tokens.numel())
     rows = comm.statistics()
     assert rows["chunk gather"].wire_bytes < rows["chunk gather"].raw_bytes
     assert sum(len(chunk.tensors_info) for chunk in fp8_chunks(run)) == LAYERS

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from fp8booster import FP8Config
 from fp8booster.nn.fused.decoder import FusedAttention, FusedDecoderLayer
 from tests.colossal.models import tiny_llama
+from tests.plugins import learning_checks
 from tests.plugins.hybrid_census_checks import assert_all_products_in_fp8
-from tests.plugins.hybrid_learning_checks import assert_follows
+from tests.plugins.hybrid_learning_checks import alone, assert_close_over_steps, assert_follows
 from tests.plugins.hybrid_runs import MAKERS, batches, fp8, learn, native, ours, sizes, start
 from tests.plugins.large_collective_checks import gemini, tokens
 from tests.plugins.large_collective_checks import start as start_large
@@ -71,8 +72,12 @@ def large_collectives_are_compressed(mode: str) -> None:
     assert_large_collectives_are_compressed(lambda: run.step(batch))
 
 
-@check_each("TP2 x PP2", "TP2 x DP2 ZeRO 1")
+@check_each("TP2 x PP2", "TP2 x DP2 ZeRO 1", "Gemini with TP2")
 def the_loss_follows_one_process_in_fp8_over_50_steps(mode: str) -> None:
+    if "Gemini" in mode:
+        run = learning_checks.gemini(tp_size=2)
+        assert_close_over_steps(learning_checks.learn(run, tensor_parallel=2), alone(2))
+        return
     micro_batches = {"num_microbatches": 2} if "PP2" in mode else {}
     assert_follows(fp8(MODES[mode] | micro_batches))
 

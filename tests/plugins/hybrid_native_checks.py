@@ -58,12 +58,12 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {"parallel_output": False, "make_vocab_size_divisible_by": 32, "dp_outside": False, "use_fp8": False},
     ),
     "optimizations": (
-        "DP2",
+        "TP2 split_gather",
         {
-            "enable_all_optimization": False,
-            "enable_fused_normalization": False,
-            "enable_flash_attention": False,
-            "enable_jit_fused": False,
+            "enable_all_optimization": True,
+            "enable_fused_normalization": True,
+            "enable_flash_attention": True,
+            "enable_jit_fused": True,
             "inner_ring_size": None,
         },
     ),

@@ -11,6 +11,7 @@ from torch import nn
 from fp8booster import FP8Config, comm, report
 from fp8booster.nn.layer import FP8Layer
 from tests.colossal.models import tiny_llama
+from tests.plugins.hybrid_native_checks import OPTIONS
 from tests.plugins.hybrid_runs import MAKERS, fp8, learn, native, norm_gradients, sizes, start
 from tests.plugins.lora_checks import lora_config
 from tests.plugins.registry import check_each
@@ -153,3 +154,17 @@ def a_ring_without_a_mask_trains_as_with_one_of_ones(which: str) -> None:
     without.loss = lambda tokens: without.model(input_ids=tokens, labels=tokens).loss
     assert learn(with_mask) == learn(without)
     assert_equal(with_mask.parameters(), without.parameters())
+
+
+@check_each("DDP", "sharding", "optimizations", "pipeline")
+def options_of_native_go_with_fp8(group: str) -> None:
+    mode, arguments = OPTIONS[group]
+    arguments = {name: value for name, value in arguments.items() if name != "use_fp8"}
+    layers = sum(arguments.get("num_layers_per_stage", (2,)))
+    runs = [
+        start(make(mode, **arguments), tiny_llama(**sizes(num_hidden_layers=layers)))
+        for make in (native, fp8)
+    ]
+    assert_close(*(learn(run, last=2) for run in runs), CLOSE)
+    assert all(row.name.endswith("lm_head") for row in report(runs[1].model).other)
+    assert report(runs[1].model).fp8

@@ -15,6 +15,7 @@ MODULES = [
         f"tests.plugins.hybrid_{role}_checks"
         for role in ("native", "census", "learning", "traffic", "option", "checkpoint", "model", "norm")
     ),
+    "tests.plugins.learning_checks",  # which compares with the same process
 ]
 
 
