@@ -47,7 +47,7 @@ def train(
 
 
 def assert_same(expected: list[nn.Parameter], found: list[nn.Parameter]) -> None:
-    """Bit for bit on the CPU. On a GPU torch takes 1 - 0.999 in FP32, 1.3e-5 off, and compilers fuse other roundings."""
+    """Bit for bit on the CPU. On a GPU torch takes 1 - 0.999 in FP32, 1.3e-5 off, and roundings are fused otherwise."""
     for one, other in zip(expected, found, strict=True):
         if one.is_cuda:
             torch.testing.assert_close(one, other, rtol=2e-5, atol=5e-6)
