@@ -17,6 +17,7 @@ from fp8booster.plugins import (
     TorchFSDPPlugin,
 )
 
+from fp8booster.colossal.pipeline import zero_bubble_schedule  # isort: skip
 import torch  # isort: skip
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
@@ -30,7 +31,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 MODES = {
     "low_level_zero": (),
     "gemini": ("tp",),
-    "hybrid": ("tp", "pp", "sp", "sp_mode"),
+    "hybrid": ("tp", "pp", "pp_style", "sp", "sp_mode"),
     "moe": ("tp", "pp", "ep"),
     "ddp": (),
     "fsdp": (),
@@ -44,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bf16", action="store_true", help="train in BF16, to compare")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks (gemini, hybrid, moe)")
     parser.add_argument("--pp", type=int, default=1, help="pipeline stages (hybrid, moe)")
+    parser.add_argument(
+        "--pp-style",
+        choices=("1f1b", "interleaved", "zbv"),
+        default="1f1b",
+        help="schedule of a pipeline; the latter two cut each stage in two (hybrid)",
+    )
     parser.add_argument("--sp-mode", choices=("split_gather", "ring", "all_to_all", "ring_attn"))
     parser.add_argument(
         "--sp", type=int, default=1, help="ranks that share a sequence (all_to_all, ring_attn)"
@@ -65,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
     """The command line; an option that the mode does not take ends it with a sentence."""
     args = parser.parse_args(arguments)
-    for name in ("tp", "pp", "sp", "sp_mode", "ep"):
+    for name in ("tp", "pp", "pp_style", "sp", "sp_mode", "ep"):
         if getattr(args, name) != parser.get_default(name) and name not in MODES[args.plugin]:
             able = ", ".join(mode for mode, options in MODES.items() if name in options)
             parser.error(f"--plugin {args.plugin} takes no --{name.replace('_', '-')}; use {able}")
@@ -90,6 +97,7 @@ def make_plugin(args: argparse.Namespace, model: nn.Module) -> Plugin:
             return HybridParallelPlugin(
                 tp_size=args.tp,
                 pp_size=args.pp,
+                **pipeline_style(args),
                 enable_sequence_parallelism=args.sp_mode is not None,
                 sequence_parallelism_mode=args.sp_mode,
                 sp_size=args.sp,
@@ -120,6 +128,17 @@ def make_plugin(args: argparse.Namespace, model: nn.Module) -> Plugin:
                 auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
                 use_fp8=use_fp8,
             )
+
+
+def pipeline_style(args: argparse.Namespace) -> dict[str, Any]:
+    """The schedule of a pipeline; zero-bubble wants to be told what each stage does when."""
+    match args.pp_style:
+        case "zbv":
+            nodes = zero_bubble_schedule(args.pp, args.micro_batches)
+            return {"pp_style": "zbv", "num_model_chunks": 2, "scheduler_nodes": nodes}
+        case "interleaved":
+            return {"pp_style": "interleaved", "num_model_chunks": 2}
+    return {}
 
 
 def vocabulary_divisor(args: argparse.Namespace, model: nn.Module) -> int:

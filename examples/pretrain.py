@@ -31,7 +31,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig, PretrainedConfig
 
 SIZES = {  # hidden, feed-forward, layers, heads, key-value heads
-    "tiny": (64, 128, 2, 4, 2),
+    "tiny": (64, 128, 4, 4, 2),
     "1b": (2048, 5632, 22, 32, 4),
     "7b": (4096, 11008, 32, 32, 32),
     "13b": (5120, 13824, 40, 40, 40),

@@ -17,6 +17,8 @@ PRETRAINING = {
     "hybrid, tensor parallel": ["--plugin", "hybrid", "--tp", "2", "--sp-mode", "split_gather"],
     "hybrid, sequence parallel": ["--plugin", "hybrid", "--sp", "2", "--sp-mode", "all_to_all"],
     "hybrid, pipeline": ["--plugin", "hybrid", "--pp", "2", "--micro-batches", "2"],
+    "hybrid, interleaved": ["--pp", "2", "--micro-batches", "2", "--pp-style", "interleaved"],
+    "hybrid, zero-bubble": ["--pp", "2", "--micro-batches", "2", "--pp-style", "zbv"],
     "moe": ["--ep", "2", "--experts", "4"],
     "ddp": ["--micro-batches", "2"],
     "fsdp": ["--micro-batches", "2"],
