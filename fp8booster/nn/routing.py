@@ -2,7 +2,8 @@
 
     tokens [T, H] -- spread --> rows [T k, H], sorted by expert -- experts --> rows -- weighted sum --> [T, H]
 
-A gradient goes the same ways back: rows are gathered, never added up at indices, for which GPUs sort them.
+A gradient goes the same ways back: a token's rows are added up where they lie, not row by row at the token's index, for
+which a GPU would sort them.
 """
 
 from __future__ import annotations
@@ -12,21 +13,17 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from fp8booster.kernels.token_rows import sum_rows, sum_rows_backward
+
 
 class Routes(NamedTuple):
     """The rows of T tokens with k experts each, sorted by expert and among those of an expert by token."""
-
-    choices: torch.Tensor
-    """int64 [T k]: which of the choices, counted token by token, a row is."""
 
     tokens: torch.Tensor
     """int64 [T k]: the token of each row."""
 
     places: torch.Tensor
-    """int64 [T k]: the row of each choice."""
-
-    of_token: int
-    """k."""
+    """int64 [T, k]: the rows of each token."""
 
     @classmethod
     def of(cls, chosen: torch.Tensor, experts: int) -> Routes:
@@ -37,7 +34,7 @@ class Routes(NamedTuple):
         choices = keys.argsort(stable=True)
         places = torch.empty_like(choices)
         places.scatter_(0, choices, torch.arange(len(choices), device=choices.device))
-        return cls(choices, choices // chosen.shape[1], places, chosen.shape[1])
+        return cls(choices // chosen.shape[1], places.view(chosen.shape))
 
 
 def counts_of(chosen: torch.Tensor, experts: int, out: torch.Tensor) -> torch.Tensor:
@@ -76,15 +73,13 @@ class _Spread(torch.autograd.Function):
     def forward(
         ctx: torch.autograd.function.FunctionCtx, tokens: torch.Tensor, routes: Routes
     ) -> torch.Tensor:
-        ctx.routes, ctx.shape = routes, tokens.shape
+        ctx.routes = routes
         return tokens.index_select(0, routes.tokens)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
-        count, features = ctx.shape
-        by_choice = gradient.index_select(0, ctx.routes.places)
-        return by_choice.view(count, ctx.routes.of_token, features).sum(1), None
+        return sum_rows(gradient.contiguous(), ctx.routes.places), None
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -95,21 +90,13 @@ class _WeightedSum(torch.autograd.Function):
         weights: torch.Tensor,
         routes: Routes,
     ) -> torch.Tensor:
-        by_choice = rows.index_select(0, routes.places).view(*weights.shape, rows.shape[1])
-        ctx.save_for_backward(by_choice, weights)
+        rows, weights = rows.contiguous(), weights.contiguous()
+        ctx.save_for_backward(rows, weights)
         ctx.routes = routes
-        return (by_choice * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+        return sum_rows(rows, routes.places, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
-        by_choice, weights = ctx.saved_tensors
-        routes = ctx.routes
-        drows = dweights = None
-        if ctx.needs_input_grad[0]:
-            of_rows = weights.reshape(-1).index_select(0, routes.choices)
-            drows = (gradient.index_select(0, routes.tokens) * of_rows.unsqueeze(1)).to(by_choice.dtype)
-        if ctx.needs_input_grad[1]:
-            gradient = gradient.to(torch.promote_types(by_choice.dtype, weights.dtype))
-            dweights = (gradient.unsqueeze(1) * by_choice).sum(-1).to(weights.dtype)
-        return drows, dweights, None
+        rows, weights = ctx.saved_tensors
+        return *sum_rows_backward(gradient.contiguous(), rows, ctx.routes.places, weights), None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from fp8booster.kernels import rms_norm, rope, swiglu
+from fp8booster.kernels import rms_norm, rope, swiglu, token_rows
 from fp8booster.scaling import amax_of
 
 Outputs = list[torch.Tensor]
@@ -113,6 +113,40 @@ def rope_cases(device: torch.device, shapes: list[tuple[int, ...]]) -> Iterator[
                     rope.rotate_back_reference(dq, dk, dv, cos, sin)[0]
                 ],
             )
+
+
+def token_cases(device: torch.device, shapes: list[tuple[int, int, int]]) -> Iterator[Case]:
+    """Sums of tokens' rows, with and without weights, and their backward: (tokens, rows of each, features)."""
+    for (tokens, of_token, features), dtype in zip(shapes, _dtypes(len(shapes)), strict=True):
+        # in eighths, as the norm's
+        rows, dy = (
+            torch.randint(-16, 17, (count, features), device=device).div(8).to(dtype)
+            for count in (tokens * of_token, tokens)
+        )
+        places = torch.randperm(tokens * of_token, device=device).view(tokens, of_token)
+        for weight_dtype in (None, dtype, torch.float32):
+            weights = None
+            if weight_dtype is not None:
+                weights = torch.randint(1, 9, places.shape, device=device).div(8).to(weight_dtype)
+            name = f"{tokens} x {of_token} x {features} {dtype} weights {weight_dtype}"
+
+            def forward(rows=rows, places=places, weights=weights):
+                return [_triton("token_rows").sum_rows_triton(rows, places, weights)], None
+
+            def forward_reference(rows=rows, places=places, weights=weights):
+                return [token_rows.sum_rows_reference(rows, places, weights)]
+
+            yield f"sums of rows {name}", forward, forward_reference
+            if weights is None:
+                continue
+
+            def backward(dy=dy, rows=rows, places=places, weights=weights):
+                return list(_triton("token_rows").sum_rows_backward_triton(dy, rows, places, weights)), None
+
+            def backward_reference(dy=dy, rows=rows, places=places, weights=weights):
+                return list(token_rows.sum_rows_backward_reference(dy, rows, places, weights))
+
+            yield f"sums of rows, backward {name}", backward, backward_reference
 
 
 def differences(cases: Iterator[Case]) -> Iterator[str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8booster.kernels import rms_norm, rope, swiglu
+from fp8booster.kernels import rms_norm, rope, swiglu, token_rows
 from tests.distributed import run_ranks
-from tests.kernels.blocks import differences, norm_cases, rope_cases, swiglu_cases
+from tests.kernels.blocks import differences, norm_cases, rope_cases, swiglu_cases, token_cases
 
 
 def what_differs() -> dict[str, list[str]]:
@@ -18,6 +18,7 @@ def what_differs() -> dict[str, list[str]]:
         "norm": list(differences(norm_cases(device, [(3, 16), (5, 100), (2, 1040), (1, 1)]))),
         "swiglu": list(differences(swiglu_cases(device, [(3, 16), (5, 1100), (1, 2048), (4, 7)]))),
         "rope": list(differences(rope_cases(device, [(1, 3, 2, 2, 16), (2, 2, 6, 2, 8), (2, 3, 33, 1, 96)]))),
+        "tokens": list(differences(token_cases(device, [(5, 2, 16), (3, 3, 100), (2, 1, 4200), (1, 4, 1)]))),
     }
 
 
@@ -26,7 +27,7 @@ def test_the_kernels_interpreted_agree_with_their_references() -> None:
     (differing,) = run_ranks(
         what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, timeout=300
     )
-    assert differing == {"norm": [], "swiglu": [], "rope": []}
+    assert differing == {"norm": [], "swiglu": [], "rope": [], "tokens": []}
 
 
 @pytest.mark.gpu
@@ -35,7 +36,9 @@ def test_the_kernels_agree_with_their_references_every_time() -> None:
     device = torch.device("cuda")
     matrices = [(1, 1), (7, 100), (130, 4096), (8192, 4096), (300, 5120), (64, 11008), (1000, 8192)]
     heads = [(1, 3, 2, 2, 16), (2, 100, 32, 32, 128), (2, 64, 64, 8, 128), (2, 65, 33, 1, 96)]
+    tokens = [(1, 1, 1), (7, 3, 100), (4096, 2, 2048), (300, 6, 5120)]
     for _ in range(5):
+        assert list(differences(token_cases(device, tokens))) == []
         assert list(differences(norm_cases(device, matrices))) == []
         assert list(differences(swiglu_cases(device, matrices))) == []
         assert list(differences(rope_cases(device, heads))) == []
@@ -66,6 +69,20 @@ def test_the_references_are_what_autograd_derives() -> None:
     torch.testing.assert_close(
         swiglu.swiglu_backward(dy.float(), *halves)[0].double(), expected, rtol=1e-5, atol=1e-5
     )
+
+    rows, weights, dy = (torch.randn(*shape, dtype=torch.float64) for shape in ((12, 40), (6, 2), (6, 40)))
+    places = torch.randperm(12).view(6, 2)
+    leaves = [rows.requires_grad_(), weights.requires_grad_()]
+    y = (rows[places] * weights.unsqueeze(2)).sum(1)
+    expected = torch.autograd.grad(y, leaves, dy)
+    rows, weights = (leaf.detach().float() for leaf in leaves)
+    torch.testing.assert_close(
+        token_rows.sum_rows(rows, places, weights).double(), y.detach(), rtol=1e-5, atol=1e-5
+    )
+    for found, right in zip(
+        token_rows.sum_rows_backward(dy.float(), rows, places, weights), expected, strict=True
+    ):
+        torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
 
 
 def test_rope_is_that_of_transformers_and_its_backward_what_autograd_derives() -> None:

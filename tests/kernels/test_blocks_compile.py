@@ -6,16 +6,18 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fp8booster.kernels import rms_norm_triton, rope_triton, swiglu_triton
+from fp8booster.kernels import rms_norm_triton, rope_triton, swiglu_triton, token_rows_triton
 from tests.kernels.compiled import narrow_accesses, ptx_of
 
-FLOATS = ("inverse_rms", "partials", "dweights")
+FLOATS = ("inverse_rms", "partials", "weights", "dweights")
 
 
 class Types(dict):
     """Sums and maxima are FP32; what else a kernel reads or writes is BF16; sizes and strides are numbers."""
 
     def __missing__(self, name: str) -> str:
+        if name == "places":
+            return "*i64"
         tensor = (
             name in FLOATS
             or len(name) <= 2
@@ -31,6 +33,21 @@ CASES = {
     "SwiGLU": (swiglu_triton.swiglu_kernel, {"TILE_ROWS": 2, "TILE_COLUMNS": 1024}, 4),
     "SwiGLU's backward": (swiglu_triton.swiglu_backward_kernel, {"TILE_ROWS": 2, "TILE_COLUMNS": 1024}, 4),
     "rope": (rope_triton.rotate_kernel, {"HALF": 64, "HEADS": 32}, 4),
+    "sums of tokens' rows": (
+        token_rows_triton.sum_rows_kernel,
+        {"WEIGHTED": False, "OF_TOKEN": 2, "ROUNDED": False, "BLOCK": 2048},
+        4,
+    ),
+    "weighted sums of tokens' rows": (
+        token_rows_triton.sum_rows_kernel,
+        {"WEIGHTED": True, "OF_TOKEN": 2, "ROUNDED": False, "BLOCK": 2048},
+        4,
+    ),
+    "sums' backward": (
+        token_rows_triton.sum_rows_backward_kernel,
+        {"OF_TOKEN": 2, "ROUNDED": False, "BLOCK": 2048},
+        4,
+    ),
     "rope's backward": (rope_triton.rotate_back_kernel, {"HALF": 64, "HEADS": 32}, 4),
 }
 

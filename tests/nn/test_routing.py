@@ -20,10 +20,11 @@ def chosen() -> torch.Tensor:
 
 def test_rows_lie_by_expert_and_then_by_token(chosen: torch.Tensor) -> None:
     routes = Routes.of(chosen, EXPERTS)
-    rows = list(zip(chosen.flatten()[routes.choices].tolist(), routes.tokens.tolist(), strict=True))
-    assert rows == sorted(rows)
-    assert torch.equal(routes.choices[routes.places], torch.arange(chosen.numel()))
-    for field, wide in zip(routes[:3], Routes.of(chosen, 2**16)[:3], strict=True):
+    expected = sorted((expert, token) for token, own in enumerate(chosen.tolist()) for expert in own)
+    assert routes.tokens.tolist() == [token for _, token in expected]
+    for token, (own, places) in enumerate(zip(chosen.tolist(), routes.places.tolist(), strict=True)):
+        assert [expected[place] for place in places] == [(expert, token) for expert in own]
+    for field, wide in zip(routes, Routes.of(chosen, 2**16), strict=True):
         assert torch.equal(field, wide)
 
 
@@ -44,7 +45,7 @@ def test_values_and_gradients_are_those_of_indexing(chosen: torch.Tensor, weight
     dy = torch.randn(40, 16, generator=generator).bfloat16()
     routes = Routes.of(chosen, EXPERTS)
     made = weighted_sum(spread(tokens, routes) * factors, weights, routes)
-    by_choice = (tokens[routes.tokens] * factors)[routes.places].view(40, 2, 16)
+    by_choice = (tokens[routes.tokens] * factors)[routes.places]
     expected = (by_choice * weights.unsqueeze(-1)).sum(1).to(torch.bfloat16)
     assert torch.equal(made, expected)
     for found, right in zip(
