@@ -130,8 +130,9 @@ class FP8EPMixtralSparseMoeBlock(ExpertParallel, EPMixtralSparseMoeBlock):
         """Tokens [B, S, H] to ([B, S, H], router's logits [B S, experts])."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.gate(tokens)
-        weights, chosen = F.softmax(logits, dim=1, dtype=torch.float).topk(self.top_k, dim=-1)
-        weights = (weights / weights.sum(dim=-1, keepdim=True)).to(tokens.dtype)
+        # the softmax over all experts, divided by its sum over those chosen, is the softmax over these
+        likeliest, chosen = logits.topk(self.top_k, dim=-1)
+        weights = F.softmax(likeliest, dim=-1, dtype=torch.float).to(tokens.dtype)
         return self.mixture(tokens, chosen, weights).view(hidden_states.shape), logits
 
 

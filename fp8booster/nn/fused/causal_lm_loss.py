@@ -1,6 +1,7 @@
 """The loss of transformers' causal language models over chunks of logits, in place of their native forward.
 
-Written for LLaMA, Mistral and Qwen2 as transformers 4.51.3 has them (modeling_llama.py:769: body, head, loss).
+Written for LLaMA, Mistral, Mixtral and Qwen2 as transformers 4.51.3 has them (modeling_llama.py:769: body, head, loss;
+modeling_mixtral.py:968, which adds the routers' loss).
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from fp8booster.nn.weight_cache import WeightCache, reusable
 from fp8booster.tensor import QuantizedMatrix
 
 if TYPE_CHECKING:  # seconds to import, and there where there is a model
-    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 MODELS = {
     f"transformers.models.{name.lower()}.modeling_{name.lower()}": f"{name}ForCausalLM"
-    for name in ("Llama", "Mistral", "Qwen2")
+    for name in ("Llama", "Mistral", "Mixtral", "Qwen2")
 }
 """Module and name of the classes whose forward this knows."""
 
@@ -45,8 +46,8 @@ def use_fused_loss(model: nn.Module) -> bool:
     """Let a causal language model compute its loss over chunks of logits, which are then never whole.
 
     The model, or the one inside a wrapper such as PEFT's, keeps its class, parameters and hooks; its `forward` is
-    replaced. In training mode, when labels are given, it returns a `CausalLMOutputWithPast` whose `loss` is that of the
-    native forward (shifted labels, `num_items_in_batch`, `shift_labels` and `ignore_index` included) and whose `logits`
+    replaced. In training mode, when labels are given, it returns the native output, whose `loss` is that of the native
+    forward (shifted labels, `num_items_in_batch`, `shift_labels` and `ignore_index` included) and whose `logits`
     is None. The native forward runs, logits and all, in evaluation mode, without labels, when `logits_to_keep` asks for
     some of them (the sequence's length asks for all), for `return_dict=False`, with a loss function of one's own, and
     wherever `why_not_fused` finds a reason. `use_native_loss` undoes it. A pickle comes back with the native
@@ -238,7 +239,9 @@ def _computes_loss_alone(model: nn.Module, arguments: dict[str, Any]) -> bool:
     )
 
 
-def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOutputWithPast:
+def _forward_to_loss(
+    model: nn.Module, arguments: dict[str, Any]
+) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
     """Body and loss, as the native forward has them."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -260,12 +263,34 @@ def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOut
         ignore_index=ignore_index,
         reduction="mean" if items is None else "sum",
     )
-    return CausalLMOutputWithPast(
-        loss=loss if items is None else loss / items,
-        logits=None,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
+    loss = loss if items is None else loss / items
+    also = {
+        name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs
+    }
+    if not hasattr(outputs, "router_logits"):
+        return CausalLMOutputWithPast(loss=loss, logits=None, **also)
+    return _with_routers(model, loss, outputs.router_logits, arguments.get("attention_mask"), also)
+
+
+def _with_routers(
+    model: nn.Module,
+    loss: torch.Tensor,
+    router_logits: tuple[torch.Tensor, ...] | None,
+    attention_mask: torch.Tensor | None,
+    also: dict[str, Any],
+) -> MoeCausalLMOutputWithPast:
+    """The output of a mixture of experts, whose loss has that of its routers where their logits were asked for."""
+    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    of_routers = None
+    if router_logits is not None:
+        of_routers = load_balancing_loss_func(
+            router_logits, model.num_experts, model.num_experts_per_tok, attention_mask
+        )
+        loss = loss + model.router_aux_loss_coef * of_routers.to(loss.device)
+    return MoeCausalLMOutputWithPast(
+        loss=loss, aux_loss=of_routers, logits=None, router_logits=router_logits, **also
     )
 
 

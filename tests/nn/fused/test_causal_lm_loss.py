@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
 from fp8booster import FP8Config, convert_to_fp8, report
@@ -20,6 +19,7 @@ from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.causal_lm_loss import use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.resharded_weight import follow_resharding
 from fp8booster.scaling import amax_of
+from tests.colossal.moe.models import tiny_mixtral
 from tests.distributed import run_ranks
 from tests.nn.fused.models import FAMILIES, VOCABULARY, batch, build
 
@@ -55,7 +55,7 @@ def assert_trains_as_natively(models: list[nn.Module], arguments: dict[str, Any]
     """The same loss and gradients in FP32, and no logits."""
     native, model = models
     right, output = native(**arguments), model(**arguments)
-    assert type(output) is CausalLMOutputWithPast
+    assert type(output) is type(right)
     assert right.logits is not None
     assert output.logits is None
     torch.testing.assert_close(output.loss, right.loss, rtol=1e-6, atol=1e-6)
@@ -68,6 +68,19 @@ def assert_trains_as_natively(models: list[nn.Module], arguments: dict[str, Any]
 @pytest.mark.parametrize("tied", [False, True])
 def test_loss_and_gradients_are_the_native_ones(tied, family, small_chunks) -> None:
     assert_trains_as_natively(pair(family, tie_word_embeddings=tied), labelled())
+
+
+@pytest.mark.parametrize("routers", [False, True])
+def test_loss_and_gradients_of_a_mixtral_are_the_native_ones(routers, small_chunks) -> None:
+    native = tiny_mixtral(router_aux_loss_coef=0.5).train()
+    model = copy.deepcopy(native)
+    assert use_fused_loss(model)
+    arguments = labelled(output_router_logits=routers, attention_mask=torch.ones(2, 32, dtype=torch.int64))
+    assert_trains_as_natively([native, model], arguments)
+    right, output = native(**arguments), model(**arguments)
+    assert (output.aux_loss is None) is (output.router_logits is None) is not routers
+    if routers:
+        assert torch.equal(output.aux_loss, right.aux_loss)
 
 
 def test_a_head_with_a_bias_and_checkpointed_layers(small_chunks) -> None:
