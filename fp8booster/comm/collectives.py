@@ -364,6 +364,11 @@ def gather_many(
     messages: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup | None
 ) -> list[Work]:
     """Begin to gather (message, own part) for several messages, by one launch of NCCL; wait for all it returns."""
+    if ranks_of(group) == 1:  # such as that of the ranks which hold the same experts
+        for message, own in messages:
+            if message.data_ptr() != own.data_ptr():
+                message.copy_(own)
+        return []
     if not messages[0][0].is_cuda:
         return [gather_bytes(message, own, group, asynchronous=True) for message, own in messages]
     with dist._coalescing_manager(group, async_ops=True) as coalesced:
