@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
-from fp8booster.cli.instructions import avoid_trapping_instructions
+from fp8booster.cli.instructions import BEFORE_AMX, VARIABLE, avoid_trapping_instructions
 
-if (
-    avoid_trapping_instructions() is not None
-):  # before any product, here and in the processes that tests start
+# before any product, here and in the processes that tests start, of which a worker of pytest-xdist is one
+if avoid_trapping_instructions() is not None or os.environ.get(VARIABLE) == BEFORE_AMX:
     torch.backends.mkldnn.enabled = False  # as products do by themselves outside compiled code
 torch.set_num_threads(1)  # the tensors are small, and two threads on a busy machine wait for each other
 

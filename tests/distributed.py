@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_SPAWN = multiprocessing.get_context("spawn")
 _PRELOADED = (
     "fp8booster.plugins",
     "colossalai.booster.plugin",
@@ -50,7 +49,7 @@ def run_ranks(
     Raises RankError when a rank raises, dies or is late; the other ranks are killed before it is raised.
     """
     # The parent holds the store's socket, so there is no free port for another process to take in between.
-    context = _forking() if preloaded and not torch.cuda.is_available() else _SPAWN
+    context = rank_context(preloaded)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes, pipes = [], []
     try:
@@ -71,7 +70,10 @@ def run_ranks(
             process.join()
 
 
-def _forking() -> multiprocessing.context.ForkServerContext:
+def rank_context(preloaded: bool = False) -> multiprocessing.context.BaseContext:
+    """What starts the processes of ranks; `preloaded` as in `run_ranks`."""
+    if not preloaded or torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))  # heard by the first rank alone, which starts the server
     return context

@@ -201,7 +201,7 @@ def run_over_nccl() -> dict[str, str | None]:
 @functools.cache
 def outcomes(ranks: int) -> list[dict[str, str | None]]:
     """What each rank found."""
-    return run_ranks(run_checks, ranks, "cpu", timeout=900)
+    return run_ranks(run_checks, ranks, "cpu", timeout=900, preloaded=True)
 
 
 @pytest.mark.parametrize("name", [function.__name__ for function in CHECKS])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import comm
+from tests.distributed import rank_context
 
 TIMEOUT = 3.0
 RANKS = 3
@@ -57,7 +57,7 @@ def run_rank(rank: int, store: str, fate: str, asynchronous: bool, answers: Simp
     [("killed", False), ("killed half way", True), ("hangs", False), ("hangs", True)],
 )
 def test_the_others_fail_with_an_error_of_torch(fate: str, asynchronous: bool, tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = rank_context(preloaded=True)  # they start together: what is late at the store fails there
     answers = context.SimpleQueue()
     processes = [
         context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), fate, asynchronous, answers))

@@ -17,7 +17,9 @@ RING_CHECKS = [name for name, function in CHECKS.items() if function.__module__ 
 @functools.cache
 def outcomes(ranks: int) -> list[dict[str, str | None]]:
     """What each rank found."""
-    return run_ranks(run_checks, ranks, (PARALLEL, RING) if ranks == 2 else (RING,), timeout=900)
+    return run_ranks(
+        run_checks, ranks, (PARALLEL, RING) if ranks == 2 else (RING,), timeout=900, preloaded=True
+    )
 
 
 def judge(ranks: int, name: str) -> None:

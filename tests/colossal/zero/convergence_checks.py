@@ -5,16 +5,15 @@ from __future__ import annotations
 import statistics
 
 from tests.colossal.zero.runs import wire
-from tests.plugins.convergence_checks import LAST, learn, learner
+from tests.plugins.convergence_checks import LAST, learn, learner, losses_of_16_bit_traffic
 from tests.plugins.registry import check
-from tests.plugins.training import fp8
 
 WITHIN = 0.003
 
 
 @check
 def the_loss_ends_within_0_3_percent_of_gradients_and_weights_in_16_bits() -> None:
-    losses = [learn(learner(plugin(stage=2, max_norm=1.0))) for plugin in (fp8, wire)]
+    losses = [losses_of_16_bit_traffic(), learn(learner(wire(stage=2, max_norm=1.0)))]
     plain, on_the_wire = (statistics.fmean(run[-LAST:]) for run in losses)
     assert plain < 0.65 * losses[0][0]
     assert losses[0] != losses[1]
