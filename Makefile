@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
 ARGS   ?=
+# Processes that share out the test files: ranks of one file wait for each other, and another file's run meanwhile.
+WORKERS ?= 2
 
 BIN   := $(VENV)/bin
 READY := $(VENV)/.fp8booster-ready
@@ -24,7 +26,7 @@ train: $(READY) ## train a small LLaMA in BF16 and in FP8 and compare
 	$(BIN)/fp8booster train $(ARGS)
 
 test: $(READY) ## run the test suite on the CPU
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-gpu: $(READY) ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
