@@ -17,7 +17,7 @@ from tests.plugins.hybrid_runs import MAKERS, batches, fp8, learn, native, ours,
 from tests.plugins.large_collective_checks import gemini, tokens
 from tests.plugins.large_collective_checks import start as start_large
 from tests.plugins.large_collectives import assert_large_collectives_are_compressed
-from tests.plugins.norms import assert_clips_by_native_norm
+from tests.plugins.norms import assert_clips_by_one_norm
 from tests.plugins.registry import check_each
 from tests.plugins.training import assert_close
 
@@ -115,7 +115,7 @@ def what_tensor_parallel_ranks_hold_alike_stays_alike(mode: str) -> None:
 @check_each("TP2 x PP2", "PP2 x DP2 ZeRO 1")
 def gradients_are_clipped_by_the_norm_that_native_finds(mode: str) -> None:
     run = start(fp8(MODES[mode]), tiny_llama(**sizes(tie_word_embeddings=True)))
-    assert_clips_by_native_norm(run, batches(0, 1)[0][0])
+    assert_clips_by_one_norm(run, batches(0, 1)[0][0])
 
 
 ZERO_1 = {"pp_size": 2, "num_microbatches": 2, "zero_stage": 1}

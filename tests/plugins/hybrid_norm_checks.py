@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.colossal.models import tiny_llama
 from tests.plugins.hybrid_runs import MODES, batches, fp8, native, sizes, start
-from tests.plugins.norms import assert_clips_by_native_norm, steps_of
+from tests.plugins.norms import assert_clips_by_one_norm, steps_of
 from tests.plugins.registry import check, check_each
 
 CASES: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ def gradients_are_clipped_by_the_norm_that_native_finds(case: str) -> None:
     arguments = CASES[case]
     shared = arguments.get("pp_size", 1) > 1
     run = start(fp8(arguments), tiny_llama(**sizes(tie_word_embeddings=shared)))
-    assert_clips_by_native_norm(
+    assert_clips_by_one_norm(
         run, *(step[0] for step in batches(0, 2, 2)), scale=arguments.get("initial_scale", 1.0)
     )
 

@@ -12,16 +12,18 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config, comm, report
+from fp8booster.colossal.hybrid.gradients import is_replicated
 from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.experts import run_experts
+from fp8booster.nn.grouped_experts import grouped_experts
 from tests.colossal.moe.models import tiny_mixtral
 from tests.nn.reference import count_calls
 from tests.plugins import training
 from tests.plugins.census_checks import Census, Sizes, products
 from tests.plugins.convergence_checks import WITHIN, learn
 from tests.plugins.hybrid_runs import HybridRun, start
-from tests.plugins.norms import assert_clips_by_native_norm
+from tests.plugins.norms import assert_clips_by_one_norm
 from tests.plugins.registry import check, check_each, shared_folder
 from tests.plugins.training import (
     Boosted,
@@ -224,9 +226,22 @@ def moe_in_fp8_stays_near_native(mode: str) -> None:
 
 
 @check_each("EP2", "TP2")
-def moe_clips_by_the_norm_that_native_finds(mode: str) -> None:
-    # natively each rank counts the experts that it holds
-    assert_clips_by_native_norm(boost(fp8(**MODES[mode])), *rank_batches(2), same_everywhere=False)
+def moe_clips_by_one_norm_of_all_experts(mode: str) -> None:
+    """Natively each rank counts the experts that it holds, and adds norms where it should add squares."""
+    assert_clips_by_one_norm(boost(fp8(**MODES[mode])), *rank_batches(2), norm_of=norm_of_all_parts)
+
+
+def norm_of_all_parts(optimizer: Any) -> float:
+    """Of the gradients as they are, of which both ranks hold parts that are their own, or the same (TP)."""
+    parts = [
+        (master.grad.double().square().sum(), is_replicated(optimizer.master_to_working_param[id(master)]))
+        for group in optimizer.param_groups
+        for master in group["params"]
+    ]
+    copies = dist.get_world_size(optimizer.tp_pg)
+    total = sum(square / (copies if replicated else 1) for square, replicated in parts)
+    dist.all_reduce(total)
+    return float(total.sqrt())
 
 
 @check
@@ -239,6 +254,12 @@ def moe_trains_alike_where_parameters_keep_no_value() -> None:
     held = [expert.w2.weight for expert in layer.experts if expert.w2.weight is not None]
     assert all(weight.isnan().all() for weight in held)
     assert {row.why_apart for run in runs for row in report(run.model).grouped} == {None}
+    for grouped in (each for run in runs for each in grouped_experts(run.model.unwrap())):
+        products = zip(grouped.products(), (grouped._gate_up, grouped._down), strict=True)
+        for layers, weight in products:  # no copy of what ZeRO gathers
+            gathered = layers[0].fp8_weight.get(layers[0].weight, QUICK, transposed=True)
+            assert weight.made.data.data_ptr() == gathered.data.data_ptr()
+            assert weight.made.transpose.data_ptr() == gathered.transpose.data_ptr()
 
 
 @check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,16 +50,21 @@ def set_max_norm(optimizer: Any, limit: float) -> None:
     setattr(optimizer, name, limit)
 
 
-def steps_of(run: HybridRun, *batches: torch.Tensor, limit: float) -> tuple[float, float, int]:
+def steps_of(
+    run: HybridRun,
+    *batches: torch.Tensor,
+    limit: float,
+    norm_of: Callable[[Any], float] = native_norm,
+) -> tuple[float, float, int]:
     """Take a step over micro-batches.
 
     Returns:
-        (the norm by which gradients were clipped, native's of the clipped ones, what the host read until then).
+        (the norm by which gradients were clipped, that of the clipped ones, what the host read until then).
     """
     set_max_norm(run.optimizer, limit)
     seen = []
     hook = run.optimizer.unwrap().register_step_pre_hook(
-        lambda *_: seen.extend((reads.count, native_norm(run.optimizer)))
+        lambda *_: seen.extend((reads.count, norm_of(run.optimizer)))
     )
     for tokens in batches:
         run.backward(tokens, len(batches))
@@ -70,20 +76,22 @@ def steps_of(run: HybridRun, *batches: torch.Tensor, limit: float) -> tuple[floa
     return run.optimizer.get_grad_norm(), norm, count
 
 
-def assert_clips_by_native_norm(
-    run: HybridRun, *batches: torch.Tensor, scale: float = 1.0, same_everywhere: bool = True
+def assert_clips_by_one_norm(
+    run: HybridRun,
+    *batches: torch.Tensor,
+    scale: float = 1.0,
+    norm_of: Callable[[Any], float] = native_norm,
 ) -> None:
-    """Norms are native's, and gradients are clipped by them, while the host reads nothing.
+    """Norms are as expected, and gradients are clipped by them, while the host reads nothing.
 
     Args:
         scale: of the loss; the host reads whether gradients overflowed if it is another than 1.
-        same_everywhere: all ranks clip by one norm.
+        norm_of: what is expected of an optimizer's gradients as they are; native's unless given.
     """
-    norm, exact, reads = steps_of(run, *batches, limit=1e6)
+    norm, exact, reads = steps_of(run, *batches, limit=1e6, norm_of=norm_of)
     assert norm / scale == pytest.approx(exact, rel=1e-5)
     assert scale != 1 or reads == 0
     limit = exact / 8
-    norm, clipped, _ = steps_of(run, *batches, limit=limit)
+    norm, clipped, _ = steps_of(run, *batches, limit=limit, norm_of=norm_of)
     assert norm / scale > 2 * limit
-    if same_everywhere:
-        assert clipped == pytest.approx(limit, rel=1e-4)
+    assert clipped == pytest.approx(limit, rel=1e-4)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossalai.accelerator import get_accelerator
 from colossalai.booster.plugin.hybrid_parallel_plugin import (
     HybridParallelAMPOptimizer,
     HybridParallelZeroOptimizer,
@@ -133,31 +132,25 @@ class FP8HybridParallelZeroOptimizer(FP8ZeroOptimizer, HybridParallelZeroOptimiz
     def _norm(self) -> torch.Tensor:
         """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device.
 
-        As native counts, a norm of each parameter group is the sum of those of its process groups, of which a mixture
-        of experts has two (low_level_optim.py:575).
+        Native adds up norms where there are two process groups, as with experts, and leaves out those that other ranks
+        hold (low_level_optim.py:575), so that ranks clip by different norms. Here it is one norm.
         """
-        found: dict[tuple[object, int], list[tuple[nn.Parameter, torch.Tensor]]] = {}
-        for group_id, parameters in self._working_param_groups.items():
-            for parameter in parameters:
-                gradient = self._own_gradient(group_id, parameter)
-                if gradient is not None:
-                    of_group = found.setdefault((self.param_to_pg[parameter], group_id), [])
-                    of_group.append((parameter, gradient))
-        gradients = [gradient for of_group in found.values() for _, gradient in of_group]
-        self._note_norms([gradient for gradient in gradients if self._noted_norm(gradient) is None])
-        groups, ids = list(self.pg_to_grad_store), range(self.num_param_groups)
-        squares = torch.zeros(len(groups), len(ids), device=get_accelerator().get_current_device())
-        for index, group in enumerate(groups):
-            for group_id in ids:
-                squares[index, group_id] = self.shared_squares.own(
-                    (parameter, self._noted_norm(gradient))
-                    for parameter, gradient in found.get((group, group_id), [])
-                )
-            for ranks in group if isinstance(group, tuple) else (group,):
-                if dist.get_world_size(ranks) > 1:
-                    dist.all_reduce(squares[index], group=ranks)
+        pairs = [
+            (parameter, gradient)
+            for group_id, parameters in self._working_param_groups.items()
+            for parameter in parameters
+            if (gradient := self._own_gradient(group_id, parameter)) is not None
+        ]
+        self._note_norms([gradient for _, gradient in pairs if self._noted_norm(gradient) is None])
+        squares = self.shared_squares.own(
+            (parameter, self._noted_norm(gradient)) for parameter, gradient in pairs
+        )
+        # in the widest group no two ranks hold a part of the same: those of experts lie within it
+        ranks = max(self.pg_to_grad_store, key=dist.get_world_size)
+        if dist.get_world_size(ranks) > 1:
+            dist.all_reduce(squares, group=ranks)
         self.shared_squares.add_over_ranks(squares)
-        return squares.sqrt().sum(0).square().sum().sqrt()
+        return squares.sqrt()
 
     def _parts(self, parameters: list[nn.Parameter]) -> dict[torch.Tensor, torch.Tensor | None]:
         """This rank's part of the reduced gradient of each parameter that this optimizer trains."""
