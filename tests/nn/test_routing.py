@@ -12,10 +12,10 @@ EXPERTS = 6
 
 
 @pytest.fixture
-def chosen() -> torch.Tensor:
+def chosen(device: torch.device) -> torch.Tensor:
     """Two experts for each of 40 tokens; one expert is nobody's."""
     generator = torch.Generator().manual_seed(0)
-    return torch.rand(40, EXPERTS - 1, generator=generator).topk(2).indices
+    return torch.rand(40, EXPERTS - 1, generator=generator).topk(2).indices.to(device)
 
 
 def test_rows_lie_by_expert_and_then_by_token(chosen: torch.Tensor) -> None:
@@ -29,7 +29,7 @@ def test_rows_lie_by_expert_and_then_by_token(chosen: torch.Tensor) -> None:
 
 
 def test_counts_are_those_of_each_expert(chosen: torch.Tensor) -> None:
-    out = torch.empty(2, EXPERTS, dtype=torch.int64)[1]
+    out = torch.empty(2, EXPERTS, dtype=torch.int64, device=chosen.device)[1]
     assert counts_of(chosen, EXPERTS, out) is out
     assert torch.equal(out, chosen.flatten().bincount(minlength=EXPERTS))
     assert HostCopy(out).tolist() == out.tolist()
@@ -39,22 +39,20 @@ def test_counts_are_those_of_each_expert(chosen: torch.Tensor) -> None:
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_values_and_gradients_are_those_of_indexing(chosen: torch.Tensor, weight_dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randn(40, 16, generator=generator).bfloat16().requires_grad_()
-    weights = torch.rand(40, 2, generator=generator).to(weight_dtype).requires_grad_()
-    factors = torch.randn(80, 16, generator=generator).bfloat16()  # what the experts do
-    dy = torch.randn(40, 16, generator=generator).bfloat16()
+    tokens, factors, dy = (
+        torch.randn(rows, 16, generator=generator).bfloat16().to(chosen.device) for rows in (40, 80, 40)
+    )
+    weights = torch.rand(40, 2, generator=generator).to(chosen.device, weight_dtype)
+    tokens.requires_grad_(), weights.requires_grad_()
     routes = Routes.of(chosen, EXPERTS)
-    made = weighted_sum(spread(tokens, routes) * factors, weights, routes)
+    made = weighted_sum(spread(tokens, routes) * factors, weights, routes)  # the experts multiply by factors
     by_choice = (tokens[routes.tokens] * factors)[routes.places]
     expected = (by_choice * weights.unsqueeze(-1)).sum(1).to(torch.bfloat16)
     assert torch.equal(made, expected)
-    for found, right in zip(
-        torch.autograd.grad(made, (tokens, weights), dy),
-        torch.autograd.grad(expected, (tokens, weights), dy),
-        strict=True,
-    ):
-        assert found.dtype is right.dtype
-        assert torch.equal(found, right)
+    dtokens, dweights = torch.autograd.grad(made, (tokens, weights), dy)
+    expected_dtokens, expected_dweights = torch.autograd.grad(expected, (tokens, weights), dy)
+    assert torch.equal(dtokens, expected_dtokens)
+    torch.testing.assert_close(dweights, expected_dweights)  # a sum, on a GPU in another order
 
 
 def test_without_tokens_there_are_no_rows() -> None:
