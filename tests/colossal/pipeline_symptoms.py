@@ -311,7 +311,12 @@ def _pipe_t5_with_masks_and_without() -> None:
 
 def _cut_into_chunks() -> None:
     from colossalai.shardformer.policies.bert import BertPolicy
+    from colossalai.shardformer.policies.command import CommandPolicy
+    from colossalai.shardformer.policies.gpt2 import GPT2Policy
+    from colossalai.shardformer.policies.llama import LlamaPolicy
+    from colossalai.shardformer.policies.mistral import MistralPolicy
     from colossalai.shardformer.policies.opt import OPTPolicy
+    from colossalai.shardformer.policies.qwen2 import Qwen2Policy
     from colossalai.shardformer.policies.t5 import T5BasePolicy
     from colossalai.shardformer.policies.vit import ViTPolicy
     from colossalai.shardformer.shard.sharder import ModelSharder
@@ -324,20 +329,24 @@ def _cut_into_chunks() -> None:
 
         _preprocess = _release_unheld_layers = _replace_module = _materialize = _postprocess = _do_nothing
 
-    config = SimpleNamespace(pipeline_stage_manager=SimpleNamespace(is_interleave=True))
-    for kind, has_chunks in (
-        (BertPolicy, True),
-        (OPTPolicy, False),
-        (T5BasePolicy, False),
-        (ViTPolicy, False),
-    ):
-        policy, refusal = kind(), ""
+    def refusal(kind: type, use_zbv: bool) -> str:
+        stages = SimpleNamespace(is_interleave=True, use_zbv=use_zbv)
+        config = SimpleNamespace(pipeline_stage_manager=stages, enable_tensor_parallelism=False)
+        policy = kind()
         policy.set_shard_config = policy.set_model = policy.get_shared_params = lambda *_: None
         try:
             Nothing(nn.Linear(1, 1), policy, config).shard()
         except ValueError as error:
-            refusal = str(error)
-        assert refusal.endswith("use pp_style='1f1b'") is not has_chunks, "it is not refused"
+            return str(error)
+        return ""
+
+    for kind in (OPTPolicy, T5BasePolicy, ViTPolicy):
+        assert refusal(kind, use_zbv=False).endswith("use pp_style='1f1b'"), "it is not refused"
+    for kind in (BertPolicy, CommandPolicy, GPT2Policy, Qwen2Policy):
+        assert not refusal(kind, use_zbv=False)
+        assert "or '1f1b'" in refusal(kind, use_zbv=True), "it is not refused"
+    for kind in (LlamaPolicy, MistralPolicy):
+        assert not refusal(kind, use_zbv=True)
 
 
 SYMPTOMS = {

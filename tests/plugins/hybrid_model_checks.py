@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -227,6 +229,40 @@ def assert_both_stages_have_equal_weights(run: HybridRun, tied: bool) -> None:
         weights = [torch.empty_like(held[stage]) for _ in held]
         dist.all_gather(weights, held[stage].detach(), group=run.booster.plugin.pp_group)
         assert torch.equal(*weights)
+
+
+CHUNKS = {"pp_size": 2, "num_model_chunks": 2, "num_microbatches": 4}
+CUT = ("Mistral", "Qwen2", "Command-R", "BERT")
+"""Families that Colossal-AI cuts into chunks, beside LLaMA."""
+
+
+def begin_with_four_layers(plugin: Any, name: str) -> tuple[HybridRun, dict[str, torch.Tensor]]:
+    """As `begin`, with a layer for each chunk."""
+    with mock.patch.dict(SIZES, num_hidden_layers=4), mock.patch.dict(GROUPED, num_hidden_layers=4):
+        return begin(plugin, name)
+
+
+@check_each(*CUT)
+def a_model_in_an_interleaved_pipeline_learns_in_fp8_as_whole_in_16_bits(name: str) -> None:
+    theirs, batch = begin_with_four_layers(native({}), name)
+    run, _ = begin_with_four_layers(fp8(CHUNKS | {"pp_style": "interleaved"}), name)
+    expected, found = ([step_with_gradients(each, batch)[0] for _ in range(2)] for each in (theirs, run))
+    assert_close(expected, found, 2.5e-2)
+    assert found != expected
+    assert {row.name.rpartition(".")[2] for row in report(run.model).other} <= {"lm_head"}
+
+
+@check_each(*CUT)
+def zero_bubble_trains_a_model_or_says_what_does(name: str) -> None:
+    plugin = fp8(CHUNKS | {"pp_style": "zbv"})
+    if name != "Mistral":
+        with pytest.raises(ValueError, match=r"use pp_style='interleaved' or '1f1b'"):
+            begin_with_four_layers(plugin, name)
+        return
+    theirs, batch = begin_with_four_layers(native({}), name)
+    run, _ = begin_with_four_layers(plugin, name)
+    expected, found = ([step_with_gradients(each, batch)[0] for _ in range(2)] for each in (theirs, run))
+    assert_close(expected, found, 2.5e-2)
 
 
 @check_each(*MODELS_IN_A_PIPELINE)

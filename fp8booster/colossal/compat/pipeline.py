@@ -377,30 +377,49 @@ def zero_bubble_scales_the_loss(module: ModuleType, patch: Patch) -> None:
     patch.set(mixin, "pre_backward_by_grad", pre_backward_by_grad)
 
 
+_ZERO_BUBBLE_FAILS = ("bert", "command", "gpt2", "qwen2")
+"""Policies, by their modules, that raise under the zero-bubble schedule where they shard no tensors."""
+
+
 @mend(
     module="colossalai.shardformer.shard.sharder",
-    place="shardformer/policies/opt.py:318, shardformer/policies/vit.py:281, shardformer/policies/t5.py:575",
-    needed_when='pp_style="interleaved" or "zbv" with OPT, T5, ViT or another model that is not cut into chunks',
+    place="shardformer/policies: opt.py:318, vit.py:281, t5.py:575, qwen2.py:183, command.py:188, gpt2.py:147, "
+    "bert.py:195",
+    needed_when='pp_style="interleaved" or "zbv" with OPT, T5, ViT or another model that is not cut into chunks; "zbv" '
+    "with Qwen2, Command-R, GPT-2 or BERT without tensor parallelism",
 )
 def chunks_are_refused_where_there_are_none(module: ModuleType, patch: Patch) -> None:
-    """A pipeline of several chunks a stage is refused for models whose policy makes none.
+    """A pipeline of several chunks a stage is refused for models whose policy makes none, or none for zero-bubble.
 
     Without it one stage raises AttributeError: 'PipelineStageManager' object has no attribute 'stage_indices', or an
-    IndexError, and the others wait for ever. No longer needed when the policies of OPT, T5 and ViT set `stage_indices`.
+    IndexError, and the others wait for ever; under zero-bubble the policies of Qwen2 and Command-R raise
+    UnboundLocalError, those of GPT-2 and BERT RuntimeError: Failed to replace. No longer needed when the policies of
+    OPT, T5 and ViT set `stage_indices`, and the others shard their models with pp_style="zbv" and tp_size=1.
     """
     upstream = module.ModelSharder.shard
 
     @wraps(upstream)
     def shard(self: Any) -> Any:
         stages = self.shard_config.pipeline_stage_manager
-        if stages is not None and stages.is_interleave and not _makes_chunks(self.policy):
-            raise ValueError(
-                f"{type(self.model).__name__} is not cut into chunks, as pp_style='interleaved' and 'zbv' need; use "
-                "pp_style='1f1b'"
-            )
+        if stages is not None and stages.is_interleave:
+            name = type(self.model).__name__
+            if not _makes_chunks(self.policy):
+                raise ValueError(
+                    f"{name} is not cut into chunks, as pp_style='interleaved' and 'zbv' need; use pp_style='1f1b'"
+                )
+            if stages.use_zbv and not self.shard_config.enable_tensor_parallelism and _fails(self.policy):
+                raise ValueError(
+                    f"colossalai cannot prepare {name} for pp_style='zbv' without tensor parallelism; use "
+                    "pp_style='interleaved' or '1f1b'"
+                )
         return upstream(self)
 
     patch.set(module.ModelSharder, "shard", shard)
+
+
+def _fails(policy: Any) -> bool:
+    package, _, name = type(policy).__module__.rpartition(".")
+    return package == "colossalai.shardformer.policies" and name in _ZERO_BUBBLE_FAILS
 
 
 def _makes_chunks(policy: Any) -> bool:
