@@ -12,7 +12,7 @@ from fp8booster.kernels.launch import ceil_div, launch
 
 _BLOCK = 1024
 _WARPS = 4
-"""By time on an H200. More values a program, of which fewer programs run at once, took up to 14 % longer."""
+"""By time on an H200: 3.97 TB/s where a copy runs at 4.24 (benchmarks/results/h200/adamw)."""
 
 
 @triton.jit
