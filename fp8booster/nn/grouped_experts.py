@@ -23,7 +23,7 @@ from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.choice import fp8_pays
 from fp8booster.nn.expert_rows import RowLayout, bring_back, lay_out
-from fp8booster.nn.fused.rows import one_below_the_other
+from fp8booster.nn.fused.rows import as_one, columns_as_one, lie_together, one_below_the_other
 from fp8booster.nn.fused.swiglu import swiglu
 from fp8booster.nn.grouped_linear import GroupedWeight, cast_experts, grouped_linear
 from fp8booster.nn.held import held_by_modules
@@ -70,12 +70,16 @@ def _weight_of(layers: Sequence[FP8Layer], experts: int, kept: bool) -> GroupedW
 def _put_together(layers: Sequence[FP8Layer], experts: int) -> GroupedWeight:
     """The FP8 weights that an engine keeps, and their scales, as they are; the parameters may hold no values.
 
-    The engine gathers each into memory of its own, so this copies them, once a step: one byte a value more, and one for
-    the transpose, unless that is made in backward.
+    Where they lie in memory of their own each, this copies them, once a step: one byte a value more, and one for the
+    transpose, unless that is made in backward.
     """
     config = layers[0].fp8_config
     kept = [layer.fp8_weight.get(layer.weight, config, transposed=False) for layer in layers]
-    data = torch.cat([each.data.view(torch.uint8) for each in kept]).view(kept[0].data.dtype)
+    parts = [each.data for each in kept]
+    if lie_together(parts):
+        data = as_one(parts)
+    else:  # through uint8: torch copies few FP8 tensors on CPU
+        data = torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
     scales = [each.inverse_scale for each in kept]
     in_each = len(layers) // experts
     # those that an engine gathers as one have one scale; then the gradient of their input is one product
@@ -83,7 +87,10 @@ def _put_together(layers: Sequence[FP8Layer], experts: int) -> GroupedWeight:
     if all(a.data_ptr() == b.data_ptr() for a, b in zip(scales, first_of_expert, strict=True)):
         scales = scales[::in_each]
     inverse_scales = torch.stack(scales).view(experts, -1)
-    transpose = transposed(data) if config.keep_weight_transposes else data.new_empty(0)
+    transpose = data.new_empty(0)
+    if config.keep_weight_transposes:
+        transpose = columns_as_one([each.transpose for each in kept])
+        transpose = transposed(data) if transpose is None else transpose
     return GroupedWeight.of(data, transpose, inverse_scales)
 
 
@@ -112,6 +119,13 @@ class GroupedExperts:
         What only a batch shows is known after it.
         """
         return self._why_never() or ", ".join(self._reasons) or None
+
+    def products(self) -> list[list[FP8Layer]]:
+        """The layers that run as one product, in the order of their weights there; none where experts run apart."""
+        if self._why_never() is not None:
+            return []
+        layers = [_parts(expert) for expert in self.experts]
+        return [[layer for gate, up, _ in layers for layer in (gate, up)], [down for _, _, down in layers]]
 
     def __call__(
         self,

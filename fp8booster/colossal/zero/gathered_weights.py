@@ -31,6 +31,8 @@ from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.cast import ALIGNMENT
 from fp8booster.kernels.shard_cast import cast_shard, unpack
 from fp8booster.nn.fused.merged import MergedLayers, merged_layers
+from fp8booster.nn.fused.rows import as_one, columns_as_one, lie_together
+from fp8booster.nn.grouped_experts import grouped_experts
 from fp8booster.nn.layer import FP8Layer, restore_weight
 from fp8booster.tensor import QuantizedMatrix
 
@@ -100,6 +102,17 @@ def why_in_16_bits(layer: FP8Layer, optimizer: LowLevelZeroOptimizer, readers: i
     return None
 
 
+def _matrix_of(layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for the FP8 weights of layers, one below the other, [N, K], and for their transpose, [K, N] or empty."""
+    first, dtype = layers[0].weight, layers[0].fp8_config.weight_format
+    columns, rows = first.shape[1], sum(len(layer.weight) for layer in layers)
+    kept = _keeps_transpose(layers[0])
+    return (
+        first.new_empty((rows, columns), dtype=dtype),
+        first.new_empty((columns, rows) if kept else 0, dtype=dtype),
+    )
+
+
 class GatheredWeights:
     """The weights of a model that travel in FP8.
 
@@ -130,6 +143,7 @@ class GatheredWeights:
                 self._reasons[key] = reason
         self._merged: dict[int, MergedWeights] = {}
         self._first_mates: dict[tuple[int, ...], torch.Tensor] = {}
+        self._rooms = self._rooms_of_experts(model, layers)
         for merged in merged_layers(model):
             gathered = [key in layers and key not in self._reasons for key in map(id, merged.weights)]
             if all(gathered) and self._can_lie_together(merged):
@@ -165,18 +179,52 @@ class GatheredWeights:
             count_plain(NAME, ranks, payload, self._reasons.get(id(working), reason), _GATHER)
             payload *= ranks
 
+    def _rooms_of_experts(
+        self, model: nn.Module, layers: Mapping[int, FP8Layer]
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Memory for weights that grouped products read as one, one below the other.
+
+        Args:
+            model: whose experts they are.
+            layers: whose weights the optimizer trains, by id of the weight.
+
+        Returns:
+            by id of the weight, its FP8 values [N, K] and their transpose [K, N], or an empty tensor.
+        """
+        padded = self._optimizer._working_param_to_padded_working_param
+        rooms = {}
+        for experts in grouped_experts(model):
+            for of_product in experts.products():
+                weights = [layer.weight for layer in of_product]
+                if not all(
+                    id(weight) in layers
+                    and id(weight) not in self._reasons
+                    and padded[weight].numel() == weight.numel()
+                    for weight in weights
+                ):
+                    continue
+                data, transpose = _matrix_of(of_product)
+                rows = [len(weight) for weight in weights]
+                transposes = transpose.split(rows, 1) if transpose.dim() == 2 else [transpose] * len(rows)
+                rooms.update(
+                    zip(map(id, weights), zip(data.split(rows), transposes, strict=True), strict=True)
+                )
+        return rooms
+
     def _allocate(self, layer: FP8Layer) -> GatheredWeight:
         weight, dtype = layer.weight, layer.fp8_config.weight_format
-        flat = weight.new_empty(
-            self._optimizer._working_param_to_padded_working_param[weight].numel(), dtype=dtype
-        )
-        quantized = QuantizedMatrix(
-            flat[: weight.numel()].view(weight.shape),
-            weight.new_empty(weight.shape[::-1] if _keeps_transpose(layer) else 0, dtype=dtype),
-            weight.new_empty((), dtype=torch.float32),
-            None,
-        )
-        return GatheredWeight(layer, flat, quantized)
+        room = self._rooms.get(id(weight))
+        if room is None:
+            flat = weight.new_empty(
+                self._optimizer._working_param_to_padded_working_param[weight].numel(), dtype=dtype
+            )
+            data = flat[: weight.numel()].view(weight.shape)
+            transpose = weight.new_empty(weight.shape[::-1] if _keeps_transpose(layer) else 0, dtype=dtype)
+        else:
+            data, transpose = room
+            flat = data.view(-1)
+        inverse_scale = weight.new_empty((), dtype=torch.float32)
+        return GatheredWeight(layer, flat, QuantizedMatrix(data, transpose, inverse_scale, None))
 
     def _can_lie_together(self, merged: MergedLayers) -> bool:
         """Whether weights that are multiplied as one can be gathered into one matrix, under one scale."""
@@ -191,20 +239,28 @@ class GatheredWeights:
 
     def _allocate_together(self, merged: MergedLayers) -> None:
         """Memory for weights one below the other, of which each layer's FP8 weight is a part."""
-        weights, dtype = merged.weights, merged.layers[0].fp8_config.weight_format
-        columns = weights[0].shape[1]
+        weights = merged.weights
         rows = [len(weight) for weight in weights]
-        data = weights[0].new_empty((sum(rows), columns), dtype=dtype)
-        kept = _keeps_transpose(merged.layers[0])
-        transpose = weights[0].new_empty((columns, sum(rows)) if kept else 0, dtype=dtype)
+        data, transpose = self._room_of(merged) or _matrix_of(merged.layers)
         inverse_scale = weights[0].new_empty((), dtype=torch.float32)
         together = MergedWeights(merged, QuantizedMatrix(data, transpose, inverse_scale, None))
-        transposes = transpose.split(rows, 1) if kept else [transpose] * len(rows)
+        transposes = transpose.split(rows, 1) if transpose.dim() == 2 else [transpose] * len(rows)
         parts = zip(merged.layers, data.split(rows), transposes, strict=True)
         for layer, part, transposed in parts:
             quantized = QuantizedMatrix(part, transposed, inverse_scale, None)
             self._weights[id(layer.weight)] = GatheredWeight(layer, part.view(-1), quantized)
             self._merged[id(layer.weight)] = together
+
+    def _room_of(self, merged: MergedLayers) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Memory for merged weights within that of experts, if it lies so there."""
+        rooms = [self._rooms.get(id(weight)) for weight in merged.weights]
+        if None in rooms:
+            return None
+        parts, transposes = zip(*rooms, strict=True)
+        if not lie_together(parts):
+            return None
+        whole = transposes[0] if transposes[0].dim() == 1 else columns_as_one(transposes)
+        return None if whole is None else (as_one(parts), whole)
 
     @torch.no_grad()
     def publish(

@@ -31,3 +31,21 @@ def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
 def one_below_the_other(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Weights of as many columns as one matrix: a view where they lie so in memory already, else a copy."""
     return as_one(weights) if lie_together(weights) else torch.cat([weight.detach() for weight in weights])
+
+
+def columns_as_one(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The matrix of which transposes of weights are consecutive columns in memory; it shares it. None: they are not."""
+    first = transposes[0].detach()
+    storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
+    for each in transposes:
+        if (
+            each.data_ptr() != place
+            or each.stride() != first.stride()
+            or each.untyped_storage().data_ptr() != storage
+        ):
+            return None
+        place += each.shape[1] * each.element_size()
+    columns = sum(each.shape[1] for each in transposes)
+    if first.stride(1) != 1 or columns > first.stride(0):
+        return None
+    return first.as_strided((first.shape[0], columns), first.stride())
