@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -75,6 +76,15 @@ def _save_one_file() -> None:
         raise AssertionError("not refused") from refusal
 
 
+def _save_buffers() -> None:
+    booster, model, _ = _trained()
+    folder = _shared_folder()
+    booster.save_model(model, folder, shard=True)
+    dist.barrier()
+    written = {name for file in Path(folder).glob("*.bin") for name in torch.load(file)}
+    assert written == set(tiny_mixtral().state_dict()), "other keys"
+
+
 def _share_sequences() -> None:
     refusal: Exception | None = None
     try:
@@ -104,5 +114,6 @@ SYMPTOMS = {
         _save_states, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
     ),
     "moe_saves_spread_experts_in_shards": Symptom(_save_one_file, "not refused"),
+    "moe_saves_what_a_state_dict_holds": Symptom(_save_buffers, "other keys"),
     "mixtral_along_a_sequence_is_refused": Symptom(_share_sequences, "_attn_implementation"),
 }

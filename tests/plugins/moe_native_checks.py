@@ -1,4 +1,6 @@
-"""`MoeHybridParallelPlugin` with `use_fp8` off is the native plugin, bit for bit, with every argument that it has."""
+"""`MoeHybridParallelPlugin` with `use_fp8` off is the native plugin, bit for bit, with every argument that it has; its
+checkpoints and those of LowLevelZero hold the same.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.colossal.moe.models import tiny_mixtral
+from tests.plugins import training
 from tests.plugins.hybrid_runs import learn, start
-from tests.plugins.moe_checks import EP2, MODES, fp8, native, ours
-from tests.plugins.registry import check, check_each
+from tests.plugins.moe_checks import EP2, MODES, boost, fp8, native, ours
+from tests.plugins.registry import check, check_each, shared_folder
 from tests.plugins.training import assert_equal
 
 ON_EVERY_RANK = EP2 | {"ep_size": 1}
@@ -135,3 +139,26 @@ def moe_refuses_what_colossalai_cannot_do_with_a_mixtral(case: str) -> None:
     for make in (native, ours, fp8):
         with pytest.raises(ValueError, match=says):
             start(make(**arguments), tiny_mixtral(num_hidden_layers=4))
+
+
+def _low_level_zero() -> Any:
+    return training.boost(training.ours(use_fp8=True), tiny_mixtral())
+
+
+@check_each("EP2 to LowLevelZero", "LowLevelZero to EP2", "EP2 to EP2, in the background")
+def moe_checkpoints_cross_to_data_parallelism(crossing: str) -> None:
+    source, _, target = crossing.partition(",")[0].partition(" to ")
+    makers = {"EP2": lambda: boost(fp8()), "LowLevelZero": _low_level_zero}
+    writer, reader = makers[source](), makers[target]()
+    training.train(writer, steps=2)
+    training.train(reader, steps=1)  # other weights
+    folder = str(shared_folder(f"moe {crossing}"))
+    late = "background" in crossing
+    writer.booster.save_model(writer.model, folder, shard=True, use_safetensors=True, use_async=late)
+    writer.booster.checkpoint_io._sync_io()
+    dist.barrier()
+    reader.booster.load_model(reader.model, folder)
+    expected, found = writer.parameters(), reader.parameters()
+    both = expected.keys() & found.keys()
+    assert {name for name in expected if "experts.0." in name or "experts.2." in name} & both
+    assert_equal({name: expected[name] for name in both}, {name: found[name] for name in both})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -129,6 +129,33 @@ def _waiting(save: Callable[..., None]) -> Callable[..., None]:
         save(self, model, *args, **named)
 
     return ready
+
+
+@mend(
+    module=_MOE_CHECKPOINTS,
+    place="checkpoint_io/moe_checkpoint.py:96",
+    needed_when="a model has buffers that its state dict leaves out, as a Mixtral's rotary embedding has",
+)
+def moe_saves_what_a_state_dict_holds(module: ModuleType, patch: Patch) -> None:
+    """MoECheckpointIO writes no buffers that are left out of state dicts.
+
+    Without it a Mixtral's checkpoint holds "model.rotary_emb.inv_freq", and LowLevelZeroPlugin and others do not load
+    it: Unexpected key(s). No longer needed when the checkpoint's keys are those of the model's state dict.
+    """
+    from colossalai.utils import get_non_persistent_buffers_set
+
+    upstream = module.MoECheckpointIO._model_sharder
+
+    @functools.wraps(upstream)
+    def shards(model: nn.Module, *args: Any, **named: Any) -> Iterator[tuple]:
+        own = model._non_persistent_buffers_set  # without those of the modules inside
+        model._non_persistent_buffers_set = get_non_persistent_buffers_set(model)
+        try:
+            yield from upstream(model, *args, **named)
+        finally:
+            model._non_persistent_buffers_set = own
+
+    patch.set(module.MoECheckpointIO, "_model_sharder", staticmethod(shards))
 
 
 @mend(
