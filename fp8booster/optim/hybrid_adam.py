@@ -106,12 +106,14 @@ class HybridAdam(Optimizer):
             optimizer.step = _tell_schedule(optimizer)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, div_scale: float = -1) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, div_scale: float | torch.Tensor = -1) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
             closure: computes the loss anew, and is what this returns.
-            div_scale: gradients are divided by it; -1 divides by nothing. Those of FP32 may be divided in place.
+            div_scale: gradients are divided by it; the number -1 divides by nothing. A tensor, float32 [], stays where
+                it is for gradients on its device, so that the host need not know it. Gradients of FP32 may be divided
+                in place.
         """
         loss = None
         if closure is not None:
@@ -149,7 +151,9 @@ class HybridAdam(Optimizer):
         state["step"] += 1
         return state
 
-    def _update(self, parameters: list[torch.nn.Parameter], group: dict[str, Any], div_scale: float) -> None:
+    def _update(
+        self, parameters: list[torch.nn.Parameter], group: dict[str, Any], div_scale: float | torch.Tensor
+    ) -> None:
         """Update parameters of one device and dtype."""
         device, dtype = parameters[0].device, parameters[0].dtype
         amsgrad = group.get("amsgrad", False)
@@ -162,7 +166,10 @@ class HybridAdam(Optimizer):
         corrected = group.get("bias_correction", True)
         steps = {state["step"]: scalar(state["step"] if corrected else _INFINITE) for state in states}
         decoupled = group.get("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
-        divisor = None if div_scale == -1 else scalar(div_scale)
+        if isinstance(div_scale, torch.Tensor):
+            divisor = div_scale.to(device)
+        else:
+            divisor = None if div_scale == -1 else scalar(div_scale)
         if _in_one_pass(group, parameters[0]):
             shards = Shards(
                 [parameter.data for parameter in parameters],

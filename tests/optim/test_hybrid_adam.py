@@ -36,10 +36,15 @@ def give_gradients(
 
 
 def train(
-    optimizer: Any, parameters: list[nn.Parameter], steps: range = range(STEPS), **gradients: Any
+    optimizer: Any,
+    parameters: list[nn.Parameter],
+    steps: range = range(STEPS),
+    scale_is_a_tensor: bool = False,
+    **gradients: Any,
 ) -> None:
     factor = gradients.get("factor", 1.0)
-    scale = {"div_scale": factor} if factor != 1.0 else {}
+    divisor = torch.tensor(factor, device=parameters[0].device) if scale_is_a_tensor else factor
+    scale = {"div_scale": divisor} if factor != 1.0 else {}
     for step in steps:
         give_gradients(parameters, step, **gradients)
         optimizer.step(**scale)
@@ -85,11 +90,12 @@ def test_it_is_torchs_fused_optimizer(case, dtype, device) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_a_tensor", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients_are_divided_by_the_scale(dtype, device) -> None:
+def test_gradients_are_divided_by_the_scale(dtype, is_a_tensor, device) -> None:
     expected, found = shards(device), shards(device)
     train(HybridAdam(expected, lr=0.1), expected)
-    train(HybridAdam(found, lr=0.1), found, dtype=dtype, factor=64.0)
+    train(HybridAdam(found, lr=0.1), found, scale_is_a_tensor=is_a_tensor, dtype=dtype, factor=64.0)
     assert_same(expected, found)
 
 

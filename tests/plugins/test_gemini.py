@@ -10,7 +10,7 @@ from tests.distributed import run_ranks
 from tests.plugins.registry import names, run_checks
 
 MODULES = {
-    2: ("fp8", "option", "layer", "fused", "native", "checkpoint"),
+    2: ("fp8", "option", "layer", "fused", "native", "checkpoint", "host"),
     4: ("tensor_parallel", "fused_tensor_parallel"),
 }
 CASES = [

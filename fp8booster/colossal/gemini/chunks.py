@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from colossalai.zero.gemini.chunk import Chunk, TensorState
-from colossalai.zero.gemini.chunk.chunk import alloc_storage, free_storage
 from torch.distributed import ReduceOp
 
 from fp8booster import comm, scaling
+from fp8booster.colossal.gemini.memory import give_memory, take_memory
 from fp8booster.comm import Encoding
-from fp8booster.comm.amax import largest_of_each
+from fp8booster.comm.collectives import gather_bytes
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.transpose import transposed
 from fp8booster.tensor import QuantizedMatrix
@@ -70,7 +70,7 @@ class ReducedChunk(Chunk):
             self._average(own, self.extra_dp_group)
             if gradients.is_cuda:  # made on another stream, which must not overwrite it yet
                 gradients.record_stream(torch.cuda.current_stream(gradients.device))
-            free_storage(gradients)
+            take_memory(gradients)
             self.cuda_shard, self.is_gathered = own, False
         if self.earlier is not None:
             own.add_(self.earlier.to(own.device))
@@ -88,7 +88,7 @@ class ReducedChunk(Chunk):
             if self.is_gathered
             else (self.cuda_shard, self.valid_end)
         )
-        self.l2_norm = own[:end].float().square().sum()
+        self.l2_norm = torch.linalg.vector_norm(own[:end], dtype=torch.float32).square()
 
     def init_grad_chunk(self) -> Chunk:
         """The memory for gradients beside the weights, gathered and empty."""
@@ -120,8 +120,8 @@ class FP8Chunk(ReducedChunk):
     inverse_scales: torch.Tensor
     """float32 [tensors], in the order of `tensors_info`."""
 
-    _scale_of: torch.Tensor | None
-    """int64 [tensors]: the first weight of those that share this one's scale; None where each has its own."""
+    scale_of: list[int]
+    """For each tensor, in the order of `tensors_info`, the place of the first of those that share its scale."""
 
     @classmethod
     def take_over(
@@ -151,7 +151,7 @@ class FP8Chunk(ReducedChunk):
         chunk.changes = 0
         device, dtype = chunk.cuda_global_chunk.device, torch.uint8
         chunk.dtype, chunk.chunk_mem, chunk.shard_mem = dtype, chunk.chunk_size, chunk.shard_size
-        free_storage(chunk.cuda_global_chunk)
+        take_memory(chunk.cuda_global_chunk)
         chunk.cuda_global_chunk = torch.zeros(chunk.chunk_size, dtype=dtype, device=device)
         if chunk.cuda_shard is not None:
             chunk.cuda_shard = torch.zeros(chunk.shard_size, dtype=dtype, device=device)
@@ -169,13 +169,12 @@ class FP8Chunk(ReducedChunk):
                 if list(map(id, group)) == list(map(id, weights)):
                     chunk._add_matrix(weights, number)
                     scale_of[number : number + len(group)] = [number] * len(group)
-        shares = len(set(scale_of)) < len(scale_of)
-        chunk._scale_of = torch.tensor(scale_of, device=device) if shares else None
+        chunk.scale_of = scale_of
         for parameter in parameters:
             parameter.data = nothing.expand(parameter.shape)
         chunk._nothing = nothing
         if not chunk.is_gathered:
-            free_storage(chunk.cuda_global_chunk)
+            take_memory(chunk.cuda_global_chunk)
 
     def _add_matrix(self, parameters: Sequence[torch.nn.Parameter], number: int) -> None:
         """Know weights that lie one below the other from the place `number` on as one."""
@@ -188,10 +187,6 @@ class FP8Chunk(ReducedChunk):
     def shares_scale(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether weights are cast by one scale, and known as one matrix."""
         return tuple(parameters) in self._quantized
-
-    def shared(self, amaxes: torch.Tensor) -> torch.Tensor:
-        """The amaxes of all weights, where those that share a scale have the largest of theirs."""
-        return amaxes if self._scale_of is None else largest_of_each(amaxes, self._scale_of)
 
     def quantized(self, parameters: Sequence[torch.nn.Parameter]) -> QuantizedMatrix:
         """A weight, or those that share a scale, as they lie, without transpose; there while the chunk is gathered."""
@@ -228,7 +223,7 @@ class FP8Chunk(ReducedChunk):
         if gradients is None:
             return
         if gradients.is_gathered:
-            free_storage(gradients.cuda_global_chunk)
+            take_memory(gradients.cuda_global_chunk)
         gradients.is_gathered, gradients.cuda_shard = False, None
         if not gradients.pin_memory:
             gradients.cpu_shard = None
@@ -243,18 +238,18 @@ class FP8Chunk(ReducedChunk):
                 parameter.shape, dtype=self.gradient_dtype, device=matrix.data.device
             )
         else:
-            alloc_storage(self._decoded[parameter])
+            give_memory(self._decoded[parameter])
         self._decoded[parameter].copy_(matrix.data.float() * matrix.inverse_scale)
         parameter.data = self._decoded[parameter]
 
     def forget_decoded(self) -> None:
         """Free what `decode` made."""
         for parameter, decoded in self._decoded.items():
-            free_storage(decoded)
+            take_memory(decoded)
             parameter.data = self._nothing.expand(parameter.shape)
 
     def optim_update(self) -> None:
-        """Nothing: `publish_masters` casts the weights of all chunks at once."""
+        """Nothing: `Masters.publish` casts the weights of all chunks at once."""
 
     def init_grad_chunk(self) -> Chunk:
         """The 16-bit memory for gradients, gathered and empty."""
@@ -272,21 +267,19 @@ class FP8Chunk(ReducedChunk):
             {_GATHER: self.shard_size},
             _GATHER,
         )
-        return dist.all_gather_into_tensor(
-            self.cuda_global_chunk, self.cuda_shard, self.torch_pg, async_op=async_op
-        )
+        return gather_bytes(self.cuda_global_chunk, self.cuda_shard, self.torch_pg, async_op)
 
     def _Chunk__gather(self, async_op: bool = False) -> dist.Work | None:
         if self.is_gathered:
             return None
-        alloc_storage(self.cuda_global_chunk)
+        give_memory(self.cuda_global_chunk)
         self.is_gathered = True
         return self._gather_bytes(async_op)  # the shard stays: it is what the chunk is released to
 
     def _Chunk__scatter(self) -> None:
         self.forget_decoded()
         if self.is_gathered and not self.keep_gathered:
-            free_storage(self.cuda_global_chunk)
+            take_memory(self.cuda_global_chunk)
             self.is_gathered = False
 
     def _Chunk__update_tensors_ptr(self) -> None:

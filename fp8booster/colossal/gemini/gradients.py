@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.shardformer.layer.utils import SeqParallelUtils
-from colossalai.utils import free_storage
 from colossalai.zero.gemini.chunk import TensorState
 from torch import nn
 
 from fp8booster import comm
 from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk
 from fp8booster.colossal.gemini.groups import GroupedChunkManager
+from fp8booster.colossal.gemini.memory import take_memory
 
 if TYPE_CHECKING:
     from fp8booster.colossal.gemini.model import FP8GeminiDDP
@@ -73,7 +73,7 @@ def keep_gradient(gradient: torch.Tensor, *, model: FP8GeminiDDP, parameter: nn.
     """
     parameter._gemini_reduced = True
     placeholder = torch.empty_like(gradient)
-    free_storage(placeholder)
+    take_memory(placeholder)
     with torch._C.DisableTorchFunction():
         manager = model.chunk_manager
         chunk = manager.get_chunk(parameter)
@@ -123,7 +123,8 @@ def _reduce(target: ReducedChunk, chunk: ReducedChunk, model: FP8GeminiDDP, para
     """Average the gradients over the ranks, look at them, and move them to where the optimizer steps."""
     manager, device = model.chunk_manager, model.grads_device[parameter]
     manager.reduce_chunk(target)
-    manager.overflow_counter += target.has_inf_or_nan
+    if model.mixed_precision is torch.float16:  # BF16 has no loss scale, so nothing reads it
+        manager.overflow_counter += target.has_inf_or_nan
     if chunk.l2_norm_flag:
         target.l2_norm = None
         target.set_l2_norm()

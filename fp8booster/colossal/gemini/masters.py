@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 
 from fp8booster import scaling
 from fp8booster.colossal.gemini.chunks import FP8Chunk
-from fp8booster.comm.amax import agree_on_amax
+from fp8booster.comm.amax import agree_on_amax, largest_of_each
 from fp8booster.comm.statistics import count_plain
 from fp8booster.kernels.shard_cast import cast_shard
 
@@ -16,51 +18,97 @@ NAME = "amax of weights"
 """The row of `fp8booster.comm.statistics` for the reductions that scales come from."""
 
 
-@torch.no_grad()
-def publish_masters(chunks: Sequence[FP8Chunk]) -> None:
-    """Cast the masters of some chunks into them, each weight by the scale of its whole master; every rank calls it.
+class _Run(NamedTuple):
+    """Weights one after the other in a chunk that share a scale."""
 
-    Weights that share a scale are cast by the smallest of theirs.
+    first: int
+    """The place in the chunk of the weight that the scale is noted for."""
 
-    A shard is cast where it lies. A master that lies on the host goes to a shard on the GPU in FP32, and is cast there.
+    begin: int
+    end: int
+    """This rank's part of them, in what it casts."""
+
+
+class Masters:
+    """The FP32 masters of some chunks.
 
     Args:
-        chunks: of one group of ranks, in the same order on all; their masters are the paired chunks.
+        chunks: of one group of ranks and one configuration, in the same order on all ranks; their masters are the
+            paired chunks.
     """
-    if not chunks:
-        return
-    group, ranks, device = chunks[0].torch_pg, chunks[0].pg_size, chunks[0].inverse_scales.device
-    masters = [_masters(chunk) for chunk in chunks]
-    amaxes = agree_on_amax(_on(device, [part for parts in masters for part in parts.values()]), group)
-    if ranks > 1:
-        count_plain(NAME, ranks, amaxes.nbytes, "FP32, one for each weight", "all_reduce")
-    for chunk, parts, own in zip(
-        chunks, masters, amaxes.split([len(parts) for parts in masters]), strict=True
-    ):
-        own = chunk.shared(own)
-        _, inverse_scales = scaling.scale_of(own, chunk.weight_format, chunk.power_of_two)
-        chunk.inverse_scales.copy_(inverse_scales)
-        values = chunk.own_values()
-        if values.device != own.device:
-            own = own.to(values.device)
-        values = values.view(chunk.weight_format)
-        unused = torch.empty((), dtype=torch.float32, device=values.device)
-        for (parameter, part), amax in zip(parts.items(), own.unbind(), strict=True):
-            if part.numel():
-                begin, end = chunk.own_range(parameter)
-                part = part.to(values.device, non_blocking=values.is_cuda)
-                cast_shard(part, amax, values[begin:end], unused, chunk.power_of_two)
-        chunk.publish()
+
+    def __init__(self, chunks: Sequence[FP8Chunk]) -> None:
+        self._chunks = tuple(chunks)
+        self._sizes = [len(chunk.tensors_info) for chunk in chunks]
+        places = [0, *accumulate(self._sizes)]
+        first = [place + of for chunk, place in zip(chunks, places, strict=False) for of in chunk.scale_of]
+        shares = len(set(first)) < len(first)
+        self._first = torch.tensor(first, device=chunks[0].inverse_scales.device) if shares else None
+        self._ranges = [
+            [(begin, max(begin, end)) for begin, end in map(chunk.own_range, chunk.tensors_info)]
+            for chunk in chunks
+        ]
+        self._runs = [_runs(chunk.scale_of, own) for chunk, own in zip(chunks, self._ranges, strict=True)]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Cast the masters into their chunks, each weight by the scale of its whole master; every rank calls it.
+
+        Weights that share a scale are cast by the smallest of theirs.
+
+        A shard is cast where it lies. A master that lies on the host goes to a shard on the GPU in FP32, and is cast
+        there.
+        """
+        if not self._chunks:
+            return
+        chunk = self._chunks[0]
+        group, ranks, device = chunk.torch_pg, chunk.pg_size, chunk.inverse_scales.device
+        payloads = [chunk.paired_chunk.payload for chunk in self._chunks]
+        parts = [
+            payload[begin:end]
+            for payload, ranges in zip(payloads, self._ranges, strict=True)
+            for begin, end in ranges
+        ]
+        amaxes = agree_on_amax(_on(device, parts), group)
+        if ranks > 1:
+            count_plain(NAME, ranks, amaxes.nbytes, "FP32, one for each weight", "all_reduce")
+        if self._first is not None:
+            amaxes = largest_of_each(amaxes, self._first)
+        _, inverse_scales = scaling.scale_of(amaxes, chunk.weight_format, chunk.power_of_two)
+        torch._foreach_copy_(
+            [chunk.inverse_scales for chunk in self._chunks], inverse_scales.split(self._sizes)
+        )
+        for chunk, payload, own, runs in zip(
+            self._chunks, payloads, amaxes.split(self._sizes), self._runs, strict=True
+        ):
+            _cast(chunk, payload, own, runs)
+            chunk.publish()
 
 
-def _masters(chunk: FP8Chunk) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """This rank's part of each weight's master, empty where it has none of it."""
-    payload = chunk.paired_chunk.payload
-    parts = {}
-    for parameter in chunk.tensors_info:
-        begin, end = chunk.own_range(parameter)
-        parts[parameter] = payload[begin : max(begin, end)]
-    return parts
+def _runs(scale_of: Sequence[int], ranges: Sequence[tuple[int, int]]) -> list[_Run]:
+    """What one launch can cast, where this rank has some of it."""
+    runs: list[_Run] = []
+    for first, (begin, end) in zip(scale_of, ranges, strict=True):
+        if begin == end:
+            continue
+        if runs and (runs[-1].first, runs[-1].end) == (first, begin):
+            runs[-1] = runs[-1]._replace(end=end)
+        else:
+            runs.append(_Run(first, begin, end))
+    return runs
+
+
+def _cast(chunk: FP8Chunk, payload: torch.Tensor, amaxes: torch.Tensor, runs: Sequence[_Run]) -> None:
+    values = chunk.own_values()
+    if values.device != amaxes.device:
+        amaxes = amaxes.to(values.device)
+    values = values.view(chunk.weight_format)
+    unused = torch.empty((), dtype=torch.float32, device=values.device)
+    for first, begin, end in runs:
+        part = payload[begin:end]
+        if part.device != values.device:
+            part = part.to(values.device, non_blocking=values.is_cuda)
+        cast_shard(part, amaxes[first], values[begin:end], unused, chunk.power_of_two)
 
 
 def _on(device: torch.device, parts: list[torch.Tensor]) -> list[torch.Tensor]:

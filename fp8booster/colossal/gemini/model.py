@@ -21,7 +21,8 @@ from fp8booster.colossal.gemini.gradients import keep_gradient, sum_partial_grad
 from fp8booster.colossal.gemini.groups import GroupedChunkManager, Plan
 from fp8booster.colossal.gemini.hook import FP8GeminiHook
 from fp8booster.colossal.gemini.layers import gather_for_layers
-from fp8booster.colossal.gemini.masters import publish_masters
+from fp8booster.colossal.gemini.masters import Masters
+from fp8booster.colossal.gemini.quiet_logger import QuietLogger
 from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
 
@@ -39,6 +40,7 @@ class GatheringGeminiDDP(GeminiDDP):
         if tp_group is not None:
             sum_partial_gradients(module, tp_group)
         super().__init__(module, **arguments)
+        self._logger = QuietLogger(self._logger)
         gather_for_layers(module, self.chunk_manager)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,11 +85,12 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         self.fp8_chunks = [
             chunk for chunk in self.chunk_manager.get_chunks(self.fp16_params) if isinstance(chunk, FP8Chunk)
         ]
+        self._masters = Masters(self.fp8_chunks)
         self.publish_masters()
 
     def publish_masters(self) -> None:
         """Cast all FP8 weights from their masters; every rank calls it."""
-        publish_masters(self.fp8_chunks)
+        self._masters.publish()
 
     def count_weights(self) -> tuple[int, int]:
         """(weights that travel in FP8, all trained parameters)."""

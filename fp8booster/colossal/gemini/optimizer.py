@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from colossalai.zero.gemini import GeminiOptimizer
 
 from fp8booster.colossal.gemini.gradients import gradient_chunk
 from fp8booster.colossal.gemini.model import FP8GeminiDDP
+from fp8booster.optim import HybridAdam
 
 
 class FP8GeminiOptimizer(GeminiOptimizer):
@@ -47,8 +47,12 @@ class FP8GeminiOptimizer(GeminiOptimizer):
             if gradients is not None:
                 gradients.l2_norm = None
 
-    def _calc_global_norm(self) -> float:
-        """The norm over all ranks, each value counted once: native leaves out those of other tensor parallel ranks."""
+    def _calc_global_norm(self) -> torch.Tensor:
+        """The norm over all ranks, each value counted once: native leaves out those of other tensor parallel ranks.
+
+        Returns:
+            float64 [], on the device, as native computes with it on the host.
+        """
         squares = torch.zeros(2, 2, device=get_accelerator().get_current_device())
         """[kept gathered or sharded by ZeRO, whole or sharded by tensor parallelism]"""
         for chunk in self.chunk_manager.get_chunks(self.module.fp16_params):
@@ -59,7 +63,27 @@ class FP8GeminiOptimizer(GeminiOptimizer):
         whole, sharded = squares.sum(0)
         if self.tp_group is not None:
             dist.all_reduce(sharded, group=self.tp_group)
-        return math.sqrt((whole + sharded).item())
+        return (whole + sharded).double().sqrt()
+
+    def _get_combined_scale(self) -> torch.Tensor | float:
+        """What gradients are divided by, to undo the loss scale and to clip, as native finds it; -1: by nothing.
+
+        Where it depends on the norm it is a tensor, float32 [], which the host does not wait for.
+        """
+        if not self.clipping_flag:
+            return super()._get_combined_scale()
+        scale = self.mix_precision_mixin.get_grad_div_scale()
+        self._current_grad_norm = norm = self._calc_global_norm()
+        over = (norm / scale + 1e-6) / self.max_norm
+        divisor = scale * torch.where(over > 1, over, 1.0)
+        if type(self.optim) is HybridAdam:
+            return divisor.float()
+        number = divisor.item()  # which is what Colossal-AI's own optimizers take
+        return -1 if number == 1 else number
+
+    def get_grad_norm(self, norm_type: float = 2, **kwargs: object) -> float | None:
+        """The norm of the last step's gradients; asking makes the host wait for the device."""
+        return None if self._current_grad_norm is None else float(self._current_grad_norm)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Update the masters and cast the weights of the next forward from them."""
