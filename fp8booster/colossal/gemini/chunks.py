@@ -48,6 +48,10 @@ class ReducedChunk(Chunk):
         chunk.__class__ = cls
         chunk.encoding, chunk.why_in_16_bits = encoding, why_in_16_bits
 
+    def set_state(self, parameter: torch.nn.Parameter, state: TensorState) -> None:
+        """Set the state of a parameter, whatever it was: what several `tensor_trans_state` in a row end in."""
+        self._Chunk__update_one_tensor_info(self.tensors_info[parameter], state)
+
     def reduce(self, async_op: bool = False) -> None:
         """Average the gradients over all ranks; each rank keeps its shard, or all where the chunk is kept gathered.
 

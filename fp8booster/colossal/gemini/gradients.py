@@ -85,11 +85,8 @@ def keep_gradient(gradient: torch.Tensor, *, model: FP8GeminiDDP, parameter: nn.
         instead = takes_the_weights_place(chunk, manager)
         target = chunk if instead else _open(chunk, manager)
         if not instead:
-            target.tensor_trans_state(parameter, TensorState.COMPUTE)
-            target.tensor_trans_state(parameter, TensorState.HOLD_AFTER_BWD)
-            chunk.tensor_trans_state(parameter, TensorState.READY_FOR_REDUCE)
-            chunk.tensor_trans_state(parameter, TensorState.HOLD)
-        target.tensor_trans_state(parameter, TensorState.READY_FOR_REDUCE)
+            chunk.set_state(parameter, TensorState.HOLD)
+        target.set_state(parameter, TensorState.READY_FOR_REDUCE)
         target.copy_tensor_to_chunk_slice(parameter, gradient, update_ptr=instead)
         if not target.can_reduce:
             return placeholder

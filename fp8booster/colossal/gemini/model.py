@@ -43,6 +43,13 @@ class GatheringGeminiDDP(GeminiDDP):
         self._logger = QuietLogger(self._logger)
         gather_for_layers(module, self.chunk_manager)
 
+    def _setup_grads_ptr(self) -> None:
+        # native walks over all modules for their parameters
+        with torch._C.DisableTorchFunction():
+            for parameter in self.param2name:
+                if not is_ddp_ignored(parameter):
+                    parameter.grad = None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
         if not torch.is_inference_mode_enabled():

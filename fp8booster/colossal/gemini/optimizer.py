@@ -31,7 +31,16 @@ class FP8GeminiOptimizer(GeminiOptimizer):
                 shard.data = updated.payload[begin:end]
 
     def _update_fp16_params(self) -> None:
-        super()._update_fp16_params()
+        # native moves an empty tensor to the device for each shard
+        nothing: dict[torch.device, torch.Tensor] = {}
+        for group in self.param_groups:
+            for shard in group["params"]:
+                device = shard.device
+                if device not in nothing:
+                    nothing[device] = torch.empty(0, device=device)
+                shard.data = nothing[device]
+        for chunk in self.chunk16_set:
+            chunk.optim_update()
         self.module.publish_masters()
 
     def _maybe_move_fp32_params(self) -> None:
