@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -62,12 +63,15 @@ class FP8GeminiOptimizer(GeminiOptimizer):
         Returns:
             float64 [], on the device, as native computes with it on the host.
         """
-        squares = torch.zeros(2, 2, device=get_accelerator().get_current_device())
-        """[kept gathered or sharded by ZeRO, whole or sharded by tensor parallelism]"""
+        zero = torch.zeros((), device=get_accelerator().get_current_device())
+        kinds = list(itertools.product((False, True), repeat=2))
+        """(sharded by ZeRO, sharded by tensor parallelism)"""
+        found: dict[tuple[bool, bool], list[torch.Tensor]] = {kind: [zero] for kind in kinds}
         for chunk in self.chunk_manager.get_chunks(self.module.fp16_params):
             gradients = gradient_chunk(chunk, self.chunk_manager)
-            squares[int(not chunk.keep_gathered), int(chunk.tensor_parallel)] += gradients.l2_norm
+            found[not chunk.keep_gathered, bool(chunk.tensor_parallel)].append(gradients.l2_norm)
             gradients.l2_norm = None
+        squares = torch.stack([torch.stack(found[kind]).sum() for kind in kinds]).view(2, 2)
         dist.all_reduce(squares[1], group=self.module.zero_group)
         whole, sharded = squares.sum(0)
         if self.tp_group is not None:
