@@ -19,19 +19,24 @@ _COUNTERS = ("torch.profiler", "fp8booster.nn.weight_cache")
 """Modules whose hooks look at no parameters."""
 
 
-def takes(optimizer: Optimizer) -> bool:
-    """Whether `step_group` computes what the optimizer's own step would, up to the order of rounding.
+def why_not(optimizer: Optimizer) -> str | None:
+    """Why an optimizer has to step by itself, or None where `step_group` computes the same up to the order of rounding.
 
-    Not where somebody asked for another implementation, or hooks that want to see the parameters.
+    Not where somebody asked for another implementation, or has hooks that may want to see the parameters.
     """
-    if type(optimizer) not in (Adam, AdamW) or _has_hooks(optimizer):
-        return False
-    return all(
-        (group["fused"] or _left_to_torch(group))
-        and not (group["amsgrad"] or group["maximize"] or group["differentiable"])
-        and not any(isinstance(beta, torch.Tensor) for beta in group["betas"])
-        for group in optimizer.param_groups
-    )
+    if type(optimizer) not in (Adam, AdamW):
+        return f"{type(optimizer).__name__} is not torch's Adam or AdamW"
+    if _has_hooks(optimizer):
+        return "hooks are called before or after its step"
+    for group in optimizer.param_groups:
+        if not (group["fused"] or _left_to_torch(group)):
+            return "it was not made with fused=True"
+        for option in ("amsgrad", "maximize", "differentiable"):
+            if group[option]:
+                return f"it was made with {option}=True"
+        if any(isinstance(beta, torch.Tensor) for beta in group["betas"]):
+            return "its betas are tensors"
+    return None
 
 
 def _left_to_torch(group: dict[str, Any]) -> bool:
@@ -61,7 +66,7 @@ def step_group(
     """Take a step with the parameters of a group that have a gradient.
 
     Args:
-        optimizer: one that `takes` accepts.
+        optimizer: one for which `why_not` finds no reason.
         group: one of its parameter groups.
         divisor: gradients are divided by it first: float32 []. None: they are not.
 

@@ -383,7 +383,8 @@ _ZERO_BUBBLE_FAILS = ("bert", "command", "gpt2", "qwen2")
 
 @mend(
     module="colossalai.shardformer.shard.sharder",
-    place="shardformer/policies/opt.py:318, vit.py:281, t5.py:575, qwen2.py:183, command.py:188, gpt2.py:147, bert.py:195",
+    place="shardformer/policies/opt.py:318, vit.py:281, t5.py:575, qwen2.py:183, command.py:188, gpt2.py:147, "
+    "bert.py:195",
     needed_when='pp_style="interleaved" or "zbv" with OPT, T5, ViT or another model that is not cut into chunks; "zbv" '
     "with Qwen2, Command-R, GPT-2 or BERT without tensor parallelism",
 )

@@ -57,6 +57,7 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         optimizer.__class__ = cls
         optimizer.gathered_weights = GatheredWeights(model, optimizer)
         optimizer._norms = WeakIdKeyDictionary()
+        optimizer._why_by_itself = None
         optimizer.gradient_encoding = (
             Encoding(block_size=None) if gradient_scaling == "tensor" else Encoding()
         )
@@ -207,8 +208,12 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         Returns:
             the amaxes of masters that are known now: float32 [], on their device.
         """
-        groups, amaxes = self.optim.param_groups, {}
-        if one_pass.takes(self.optim):
+        groups, amaxes, reason = self.optim.param_groups, {}, one_pass.why_not(self.optim)
+        if reason != self._why_by_itself:
+            self._why_by_itself = reason
+            if reason is not None:
+                self._logger.info(f"The optimizer steps by itself, in more passes: {reason}.", ranks=[0])
+        if reason is None:
             for group in groups:
                 amaxes.update(one_pass.step_group(self.optim, group, divisor))
                 group["params"] = []

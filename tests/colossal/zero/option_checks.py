@@ -185,6 +185,10 @@ def a_step_in_one_pass_is_the_optimizers_own_and_tells_the_amax() -> None:
         with mock.patch.object(gathered_weights, "agree_on_amax", observed):
             train(run)
     assert min(seen) > 0
+    assert [run.optimizer._why_by_itself for run in runs] == [
+        None,
+        "hooks are called before or after its step",
+    ]
     for name, before in masters(runs[0]).items():
         # a divided gradient is rounded, one that is divided while it is read is not
         torch.testing.assert_close(masters(runs[1])[name], before, rtol=1e-4, atol=1e-5)
