@@ -9,6 +9,9 @@ kernels agree bit for bit (a float32 division is approximate in some compilers' 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from fp8booster import formats
@@ -39,6 +42,12 @@ def amax_of(tensor: torch.Tensor) -> torch.Tensor:
         return torch.zeros((), dtype=torch.float32, device=tensor.device)
     low, high = tensor.detach().aminmax()
     return torch.maximum(-low, high).float()
+
+
+def amaxes_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`amax_of` each of some tensors of one device, by a few launches for all."""
+    filled = [tensor if tensor.numel() else tensor.new_zeros(1) for tensor in tensors]
+    return [norm.float() for norm in torch._foreach_norm(filled, math.inf)] if filled else []
 
 
 def new_inverse_scales(count: int, device: torch.device) -> torch.Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8booster import formats
-from fp8booster.scaling import MAX_SCALE, amax_of, scale_of
+from fp8booster.scaling import MAX_SCALE, amax_of, amaxes_of, scale_of
 
 SMALLEST_SUBNORMAL = 2.0**-149
 SMALLEST_NORMAL = 2.0**-126
@@ -113,3 +113,16 @@ def test_compiled_scales_have_the_bits_of_eager_ones(dtype, power_of_two, device
         scale_of(amax, dtype, power_of_two), compiled(amax, dtype, power_of_two), strict=True
     ):
         assert torch.equal(eager.nan_to_num(-1.0), other.nan_to_num(-1.0))
+
+
+def test_the_amaxes_of_many_are_those_of_each() -> None:
+    tensors = [
+        torch.randn(7),
+        torch.zeros(0),
+        torch.tensor([1.0, torch.nan]),
+        torch.tensor([-torch.inf, 2.0]),
+    ]
+    for one, tensor in zip(amaxes_of(tensors), tensors, strict=True):
+        assert one.dtype is torch.float32
+        assert torch.equal(one.nan_to_num(nan=-1.0), amax_of(tensor).nan_to_num(nan=-1.0))
+    assert amaxes_of([]) == []

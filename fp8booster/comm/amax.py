@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from fp8booster.scaling import amaxes_of
+
 
 def agree_on_amax(
     shards: Sequence[torch.Tensor],
@@ -32,10 +34,8 @@ def _with_those_unknown(
     known: Sequence[torch.Tensor | None], shards: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The largest magnitude of each shard, float32 []."""
-    unknown = [shard for shard, amax in zip(shards, known, strict=True) if amax is None]
-    filled = [shard if shard.numel() else shard.new_zeros(1) for shard in unknown]
-    found = iter(torch._foreach_norm(filled, float("inf")) if filled else [])
-    return [next(found).float() if amax is None else amax for amax in known]
+    found = iter(amaxes_of([shard for shard, amax in zip(shards, known, strict=True) if amax is None]))
+    return [next(found) if amax is None else amax for amax in known]
 
 
 def largest_of_each(amaxes: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

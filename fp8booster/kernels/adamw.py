@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from fp8booster.kernels.device import why_no_fp8
+from fp8booster.kernels.device import runs_triton
+from fp8booster.scaling import amaxes_of
 
 
 class Rates(NamedTuple):
@@ -55,8 +56,7 @@ def update(shards: Shards, rates: Rates, divisor: torch.Tensor | None = None) ->
     """
     if not all(tensor.is_contiguous() for tensors in shards[:4] for tensor in tensors):
         raise ValueError("Adam's update reads and writes values one after the other; give contiguous tensors")
-    device = shards.values[0].device
-    if device.type == "cuda" and why_no_fp8(device) is None:
+    if runs_triton(shards.values[0]):
         from fp8booster.kernels.adamw_triton import update_triton  # Triton is needed only here
 
         amaxes = update_triton(shards, rates, divisor)
@@ -66,7 +66,25 @@ def update(shards: Shards, rates: Rates, divisor: torch.Tensor | None = None) ->
 
 
 def update_reference(shards: Shards, rates: Rates, divisor: torch.Tensor | None = None) -> torch.Tensor:
-    """What `update` computes, in torch's fused operator."""
+    """What `update` computes, in torch."""
+    update_by_torch(shards, rates, divisor)
+    return torch.stack(amaxes_of(shards.values))
+
+
+def update_by_torch(
+    shards: Shards,
+    rates: Rates,
+    divisor: torch.Tensor | None = None,
+    max_exp_avg_sqs: Sequence[torch.Tensor] = (),
+    maximize: bool = False,
+) -> None:
+    """The step of `update` in torch's fused operator, without the amaxes; gradients are widened first.
+
+    Args:
+        shards, rates, divisor: as in `update`.
+        max_exp_avg_sqs: as `exp_avg_sqs`, for amsgrad; none without it.
+        maximize: as in `torch.optim.Adam`.
+    """
     values, device = shards.values, shards.values[0].device
     operator = torch._fused_adamw_ if rates.decoupled else torch._fused_adam_
     lr = rates.lr
@@ -77,20 +95,18 @@ def update_reference(shards: Shards, rates: Rates, divisor: torch.Tensor | None 
         [gradient.to(value.dtype) for gradient, value in zip(shards.gradients, values, strict=True)],
         list(shards.exp_avgs),
         list(shards.exp_avg_sqs),
-        [],
+        list(max_exp_avg_sqs),
         [step.to(device) for step in shards.steps],
         lr=lr,
         beta1=rates.betas[0],
         beta2=rates.betas[1],
         weight_decay=rates.weight_decay,
         eps=rates.eps,
-        amsgrad=False,
-        maximize=False,
+        amsgrad=len(max_exp_avg_sqs) > 0,
+        maximize=maximize,
         grad_scale=divisor,
         found_inf=None,
     )
-    filled = [value if value.numel() else value.new_zeros(1) for value in values]
-    return torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
 
 
 def factors(shards: Shards, rates: Rates) -> torch.Tensor:

@@ -96,9 +96,8 @@ def write_gradient(
         The gradient's amax as float32 partial maxima, or None where it was not found on the way.
     """
     if runs_triton(logits):
-        from fp8booster.kernels.cross_entropy_triton import (
-            write_gradient_triton,
-        )  # Triton is needed only here
+        # Triton is needed only here
+        from fp8booster.kernels.cross_entropy_triton import write_gradient_triton
 
         return write_gradient_triton(logits, targets, logsumexp, ignore_index=ignore_index, factor=factor)
     write_gradient_reference(logits, targets, logsumexp, ignore_index=ignore_index, factor=factor)

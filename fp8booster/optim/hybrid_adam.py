@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
-from fp8booster.kernels.adamw import Rates, Shards, update
+from fp8booster.kernels.adamw import Rates, Shards, update, update_by_torch
+from fp8booster.kernels.device import runs_triton
 
 VALUES_AT_ONCE = 2**26
 """How many gradient values are held in FP32 at a time; a shard is never split."""
@@ -155,7 +156,7 @@ class HybridAdam(Optimizer):
         self, parameters: list[torch.nn.Parameter], group: dict[str, Any], div_scale: float | torch.Tensor
     ) -> None:
         """Update parameters of one device and dtype."""
-        device, dtype = parameters[0].device, parameters[0].dtype
+        device = parameters[0].device
         amsgrad = group.get("amsgrad", False)
         states = [self._state_of(parameter, amsgrad) for parameter in parameters]
 
@@ -170,46 +171,24 @@ class HybridAdam(Optimizer):
             divisor = div_scale.to(device)
         else:
             divisor = None if div_scale == -1 else scalar(div_scale)
-        if _in_one_pass(group, parameters[0]):
-            shards = Shards(
-                [parameter.data for parameter in parameters],
-                [parameter.grad.data for parameter in parameters],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [steps[state["step"]] for state in states],
-            )
-            update(
-                shards,
-                Rates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled),
-                divisor,
-            )
-            return
-        operator = torch._fused_adamw_ if decoupled else torch._fused_adam_
-        lr = group["lr"]
-        if isinstance(lr, torch.Tensor):
-            lr = lr.to(device) if device.type == "cuda" else lr.item()
-        operator(
+        shards = Shards(
             [parameter.data for parameter in parameters],
-            [parameter.grad.data.to(dtype) for parameter in parameters],
+            [parameter.grad.data for parameter in parameters],
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
-            [state["max_exp_avg_sq"] for state in states] if amsgrad else [],
             [steps[state["step"]] for state in states],
-            lr=lr,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=amsgrad,
-            maximize=group.get("maximize", False),
-            grad_scale=divisor,
-            found_inf=None,
         )
+        rates = Rates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
+        if _in_one_pass(group, parameters[0]):
+            update(shards, rates, divisor)
+            return
+        largest = [state["max_exp_avg_sq"] for state in states] if amsgrad else []
+        update_by_torch(shards, rates, divisor, largest, group.get("maximize", False))
 
 
 def _in_one_pass(group: dict[str, Any], parameter: torch.nn.Parameter) -> bool:
     """Whether a parameter of a group is updated by the kernel of `kernels.adamw`."""
-    return parameter.is_cuda and not (group.get("amsgrad", False) or group.get("maximize", False))
+    return runs_triton(parameter) and not (group.get("amsgrad", False) or group.get("maximize", False))
 
 
 def _tell_schedule(optimizer: HybridAdam) -> Callable[..., Any]:

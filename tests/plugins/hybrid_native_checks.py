@@ -10,24 +10,24 @@ import torch
 
 from fp8booster import FP8Config
 from tests.colossal.models import tiny_llama
-from tests.plugins.hybrid_runs import MODES, arguments_of, fp8, learn, native, ours, sizes, start
+from tests.plugins.hybrid_runs import (
+    LOSS_SCALING,
+    MODES,
+    arguments_of,
+    fp8,
+    learn,
+    native,
+    ours,
+    sizes,
+    start,
+)
 from tests.plugins.registry import check, check_each
 from tests.plugins.training import assert_equal
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "loss scaling": (
         "DP2",
-        {
-            "precision": "fp16",
-            "initial_scale": 2.0**26,
-            "min_scale": 2.0,
-            "growth_factor": 4.0,
-            "backoff_factor": 2.0**-9,
-            "growth_interval": 1,
-            "hysteresis": 1,
-            "max_scale": 2.0**27,
-            "max_norm": 0.1,
-        },
+        LOSS_SCALING | {"max_norm": 0.1},
     ),
     "full precision": ("TP2", {"precision": "fp32", "max_norm": 0.1}),
     "DDP": (

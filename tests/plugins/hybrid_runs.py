@@ -33,6 +33,18 @@ LENGTH = 32
 MICRO_BATCHES = 4
 """Of a pipeline."""
 
+LOSS_SCALING = {
+    "precision": "fp16",
+    "initial_scale": 2.0**26,
+    "min_scale": 2.0,
+    "growth_factor": 4.0,
+    "backoff_factor": 2.0**-9,
+    "growth_interval": 1,
+    "hysteresis": 1,
+    "max_scale": 2.0**27,
+}
+"""Every argument of dynamic loss scaling, with a scale that overflows."""
+
 MODES: dict[str, dict[str, Any]] = {
     "DP2": {},
     "DP2 ZeRO 1": {"zero_stage": 1},

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.colossal.moe.models import tiny_mixtral
 from tests.plugins import training
-from tests.plugins.hybrid_runs import learn, start
+from tests.plugins.hybrid_runs import LOSS_SCALING, learn, start
 from tests.plugins.moe_checks import EP2, MODES, boost, fp8, native, ours
 from tests.plugins.registry import check, check_each, shared_folder
 from tests.plugins.training import assert_equal
@@ -22,17 +22,7 @@ ON_EVERY_RANK = EP2 | {"ep_size": 1}
 PP2 = ON_EVERY_RANK | {"pp_size": 2}
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "loss scaling": EP2
-    | {
-        "precision": "fp16",
-        "initial_scale": 2.0**26,
-        "min_scale": 2.0,
-        "growth_factor": 4.0,
-        "backoff_factor": 2.0**-9,
-        "growth_interval": 1,
-        "hysteresis": 1,
-        "max_scale": 2.0**27,
-    },
+    "loss scaling": EP2 | LOSS_SCALING,
     "DDP": ON_EVERY_RANK
     | {
         "zero_stage": 0,

@@ -13,6 +13,7 @@ from colossalai.zero.gemini import GeminiOptimizer
 from fp8booster.colossal.gemini.gradients import gradient_chunk
 from fp8booster.colossal.gemini.model import FP8GeminiDDP
 from fp8booster.optim import HybridAdam
+from fp8booster.optim.clipping import clipping_divisor
 
 
 class FP8GeminiOptimizer(GeminiOptimizer):
@@ -87,8 +88,7 @@ class FP8GeminiOptimizer(GeminiOptimizer):
             return super()._get_combined_scale()
         scale = self.mix_precision_mixin.get_grad_div_scale()
         self._current_grad_norm = norm = self._calc_global_norm()
-        over = (norm / scale + 1e-6) / self.max_norm
-        divisor = scale * torch.where(over > 1, over, 1.0)
+        divisor = clipping_divisor(norm, scale, self.max_norm)
         if type(self.optim) is HybridAdam:
             return divisor.float()
         number = divisor.item()  # which is what Colossal-AI's own optimizers take

@@ -20,6 +20,7 @@ from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated
 from fp8booster.colossal.hybrid.norms import SharedSquares
 from fp8booster.colossal.hybrid.sums import SummedGradients
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
+from fp8booster.optim.clipping import clipping_divisor
 
 
 class FP8HybridParallelAMPOptimizer(HybridParallelAMPOptimizer):
@@ -58,8 +59,7 @@ class FP8HybridParallelAMPOptimizer(HybridParallelAMPOptimizer):
         """Undo the loss scale and clip as native does, in one pass, and in none where both leave gradients alone."""
         divisor = self.mixed_precision.get_grad_div_scale()
         if self.max_norm > 0:
-            over = (total_norm / divisor + 1e-6) / self.max_norm
-            divisor = divisor * torch.where(over > 1, over, 1.0)  # a NaN stays where it is
+            divisor = clipping_divisor(total_norm, divisor, self.max_norm)
         elif divisor == 1:
             return
         masters = [master for group in self.param_groups for master in group["params"]]

@@ -113,6 +113,15 @@ def _matrix_of(layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
+def _parts_of(
+    data: torch.Tensor, transpose: torch.Tensor, weights: Sequence[torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What `_matrix_of` gave, as the rows and the columns of each weight."""
+    rows = [len(weight) for weight in weights]
+    transposes = transpose.split(rows, 1) if transpose.dim() == 2 else [transpose] * len(rows)
+    return list(zip(data.split(rows), transposes, strict=True))
+
+
 class GatheredWeights:
     """The weights of a model that travel in FP8.
 
@@ -203,12 +212,8 @@ class GatheredWeights:
                     for weight in weights
                 ):
                     continue
-                data, transpose = _matrix_of(of_product)
-                rows = [len(weight) for weight in weights]
-                transposes = transpose.split(rows, 1) if transpose.dim() == 2 else [transpose] * len(rows)
-                rooms.update(
-                    zip(map(id, weights), zip(data.split(rows), transposes, strict=True), strict=True)
-                )
+                parts = _parts_of(*_matrix_of(of_product), weights)
+                rooms.update(zip(map(id, weights), parts, strict=True))
         return rooms
 
     def _allocate(self, layer: FP8Layer) -> GatheredWeight:
@@ -240,13 +245,11 @@ class GatheredWeights:
     def _allocate_together(self, merged: MergedLayers) -> None:
         """Memory for weights one below the other, of which each layer's FP8 weight is a part."""
         weights = merged.weights
-        rows = [len(weight) for weight in weights]
         data, transpose = self._room_of(merged) or _matrix_of(merged.layers)
         inverse_scale = weights[0].new_empty((), dtype=torch.float32)
         together = MergedWeights(merged, QuantizedMatrix(data, transpose, inverse_scale, None))
-        transposes = transpose.split(rows, 1) if transpose.dim() == 2 else [transpose] * len(rows)
-        parts = zip(merged.layers, data.split(rows), transposes, strict=True)
-        for layer, part, transposed in parts:
+        parts = _parts_of(data, transpose, weights)
+        for layer, (part, transposed) in zip(merged.layers, parts, strict=True):
             quantized = QuantizedMatrix(part, transposed, inverse_scale, None)
             self._weights[id(layer.weight)] = GatheredWeight(layer, part.view(-1), quantized)
             self._merged[id(layer.weight)] = together
@@ -331,9 +334,8 @@ class GatheredWeights:
         for batch, following in zip_longest(batches, batches[1:]):
             messages = self._cast(batch, masters, amaxes, group)
             if following is not None:
-                amaxes = self._agree(
-                    following, masters, known, group
-                )  # first: it would wait for what travels
+                # first: it would wait for what travels
+                amaxes = self._agree(following, masters, known, group)
             leaving = _Batch(batch, gather_many(messages, group))
             if travelling is not None:
                 self._unpack(travelling)

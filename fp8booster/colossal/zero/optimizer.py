@@ -33,6 +33,7 @@ from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.collectives import gather_many
 from fp8booster.kernels.block_cast import side_by_side
 from fp8booster.optim import one_pass
+from fp8booster.optim.clipping import clipping_divisor
 
 Updated = list[tuple[nn.Parameter, torch.Tensor]]
 """(working weight, this rank's master shard) of each parameter that got a gradient."""
@@ -196,8 +197,7 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         scaled, clips = self.mixed_precision_mixin is not None, self._clip_grad_norm > 0
         divisor = self.mixed_precision_mixin.get_grad_div_scale() if scaled else 1.0
         if clips:
-            over = (norm / divisor + 1e-6) / self._clip_grad_norm
-            return divisor * torch.where(over > 1, over, 1.0)  # a NaN stays where it is
+            return clipping_divisor(norm, divisor, self._clip_grad_norm)
         return None if divisor == 1 else torch.full_like(norm, divisor)
 
     def _step_optimizer(self, divisor: torch.Tensor | None) -> dict[torch.Tensor, torch.Tensor]:
