@@ -26,6 +26,7 @@ from fp8booster.cli.train.engine import Engine, plugin_arguments
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.parallel import PARALLEL
 from fp8booster.cli.train.plugins import fp8_config
+from fp8booster.cli.train.schedules import with_schedule
 from fp8booster.optim import HybridAdam
 
 _WEIGHT_DECAY = 0.01  # torch's default for AdamW
@@ -111,7 +112,7 @@ def boosted(
     arguments = plugin_arguments(job.parallel(name), job.max_norm, model)
     if name == MOE:
         arguments |= _expert_parallelism(job)
-    plugin = plugin_class(**arguments | options)
+    plugin = plugin_class(**with_schedule(arguments | options, job.parallel(name)))
     engine = Engine.boost(name, plugin, model, _optimizer(name, model, job.lr))
 
     def step(tokens: torch.Tensor) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.training.models import MODELS, Architecture
 from fp8booster.cli.train.parallel import PARALLEL, Parallel
 from fp8booster.cli.train.parallel import PLUGINS as TRAINED_BY
+from fp8booster.cli.train.schedules import with_chunks
 from fp8booster.cli.train.tokens import TokenFile
 
 MOE = "moe"
@@ -88,7 +89,7 @@ class Job:
             raise ValueError(
                 f"--plugin {self.plugin} cannot make weights late: leave out --lazy, or use {', '.join(PARALLEL)}"
             )
-        parse_options(self.plugin_options)
+        with_chunks(parse_options(self.plugin_options), self.parallel(self.plugin))
 
     def _check_experts(self) -> None:
         experts = self.architecture.experts

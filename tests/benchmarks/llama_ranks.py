@@ -38,6 +38,10 @@ RUNS = {
     "gemini": ("colossal-gemini", replace(JOB, micro_batches=1)),
     "tensor parallel": ("colossal-hybrid", replace(JOB, plugin="hybrid", tp=2)),
     "pipeline": ("colossal-hybrid", replace(JOB, plugin="hybrid", pp=2)),
+    "zero-bubble pipeline": (
+        "fp8booster-fp8",
+        replace(JOB, layers=4, plugin="hybrid", pp=2, plugin_options=("pp_style=zbv",)),
+    ),
     "cohere": ("colossal-low_level_zero", replace(JOB, model="micro-cohere")),
     "native moe": ("colossal-moe", MOE),
     "moe": ("fp8booster-bf16", MOE),

@@ -32,6 +32,10 @@ from fp8booster.cli.train.tokens import TokenFile
         ({"zero": 3}, "--zero is 3; --plugin low_level_zero takes 1 or 2"),
         ({"plugin": "ddp", "zero": 1}, "--plugin ddp takes none: leave it out"),
         ({"lazy": True}, "low_level_zero cannot make weights late"),
+        (
+            {"plugin": "hybrid", "pp": 2, "micro_batches": 3, "plugin_options": ("pp_style=zbv",)},
+            "--micro-batches is 3; with pp_style=zbv it must be a multiple of --pp",
+        ),
         ({"plugin_options": ("overlap",)}, "'overlap' has no '='"),
     ],
 )

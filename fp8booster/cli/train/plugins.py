@@ -18,6 +18,7 @@ from fp8booster.kernels.device import require_fp8
 
 from .options import PRECISIONS, TrainOptions
 from .parallel import PLUGINS, suggestion
+from .schedules import with_chunks, with_schedule
 
 if TYPE_CHECKING:
     from colossalai.booster.plugin.plugin_base import Plugin
@@ -40,9 +41,6 @@ _OWN_FLAGS = {
     "fp8_config": "--fp8-option",
 }
 """Arguments of plugins that another flag sets."""
-
-PIPELINE_STYLES = ("1f1b", "interleaved", "zbv")
-"""The schedules of Colossal-AI's pipelines; zbv is zero-bubble."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": E4M3, "e5m2": E5M2}
 
@@ -73,11 +71,7 @@ def build_plugin(options: TrainOptions, use_fp8: bool, network: nn.Module) -> Pl
     arguments |= _plugin_arguments(options, plugin_class)
     if use_fp8:
         arguments |= {"use_fp8": True, "fp8_config": fp8_config(options)}
-    if arguments.get("pp_style") == "zbv":
-        from fp8booster.colossal.pipeline import zero_bubble_schedule
-
-        schedule = zero_bubble_schedule(options.pp, options.accumulate)
-        arguments = {"scheduler_nodes": schedule} | arguments
+    arguments = with_schedule(arguments, options.parallel)
     _require_layers(network, options.pp * arguments.get("num_model_chunks", 1))
     return plugin_class(**arguments)
 
@@ -108,31 +102,7 @@ def _plugin_arguments(options: TrainOptions, plugin_class: type[Plugin]) -> dict
             raise ValueError(f"The plugin's option {key!r} is set by {_OWN_FLAGS[key]}; use that.")
     known = [name for name in _constructor_arguments(plugin_class) if name not in _OWN_FLAGS]
     arguments = _parse_pairs(options.plugin_options, "--plugin-option", f"The plugin {options.plugin}", known)
-    return _chunks(options, arguments) | arguments
-
-
-def _chunks(options: TrainOptions, arguments: dict[str, Any]) -> dict[str, int]:
-    """How many pieces of the model a pipeline's stage holds under its schedule, where it is more than one.
-
-    Raises ValueError for a schedule that does not exist, and for sizes that it does not take.
-    """
-    style = arguments.get("pp_style", "1f1b")
-    if style not in PIPELINE_STYLES:
-        raise ValueError(f"pp_style is {style!r}; {suggestion(str(style), PIPELINE_STYLES)}")
-    if style == "1f1b":
-        return {}
-    if options.pp < 2:
-        raise ValueError(f"pp_style={style} is a pipeline's; give --pp, the number of its stages")
-    if options.accumulate % options.pp:
-        raise ValueError(
-            f"--micro-batches is {options.accumulate}; with pp_style={style} it must be a multiple of --pp, which is "
-            f"{options.pp}"
-        )
-    chunks = arguments.get("num_model_chunks", 2)
-    if chunks != 2 and (style == "zbv" or not isinstance(chunks, int) or chunks < 2):
-        more = "" if style == "zbv" else " or more"
-        raise ValueError(f"num_model_chunks is {chunks!r}; with pp_style={style} it must be 2{more}")
-    return {"num_model_chunks": 2}
+    return with_chunks(arguments, options.parallel)
 
 
 def _constructor_arguments(plugin_class: type) -> list[str]:
