@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import nn
 
 from fp8booster.cli.train.schedule import Schedule
 from tests.colossal.models import tiny_llama
@@ -28,10 +30,15 @@ WITHIN = 0.01
 
 @functools.cache
 def alone(layers: int) -> list[float]:
-    """The losses of one process: of the first, while the others wait."""
+    """The losses of one process with a LLaMA of so many layers."""
+    return of_first_process(lambda: tiny_llama(**sizes(num_hidden_layers=layers)))
+
+
+def of_first_process(model: Callable[[], nn.Module]) -> list[float]:
+    """The losses with which the first process learns by itself, while the others wait."""
     losses: list[list[float] | None] = [None]
     if dist.get_rank() == 0:
-        losses = [learn_alone(STEPS, SCHEDULE, tiny_llama(**sizes(num_hidden_layers=layers)))]
+        losses = [learn_alone(STEPS, SCHEDULE, model())]
     dist.broadcast_object_list(losses)
     return losses[0]
 
