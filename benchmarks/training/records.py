@@ -41,10 +41,15 @@ def engine_records(findings: Mapping[str, Findings], setting: Setting, baseline:
     return records
 
 
+BY_HEART = 0.02
+"""Of its first loss: what a model that loses less has learned by heart, as it does random tokens that come again."""
+
+
 def loss_records(findings: Mapping[str, Findings], reference: str) -> list[Record]:
     """The losses of each engine's first round; the last one is the mean of the last tenth of the steps.
 
-    "difference" is that to `reference`'s last, over it.
+    "difference" is that to `reference`'s last, over it; None where there is no reference, or where it has learned its
+    batches by heart, so that the little that is left says nothing about another's.
     """
     curves = {
         name: next(iter(found.outcomes.values()))["losses"]
@@ -52,13 +57,14 @@ def loss_records(findings: Mapping[str, Findings], reference: str) -> list[Recor
         if found.outcomes
     }
     last = {name: float(np.mean(losses[-max(1, len(losses) // 10) :])) for name, losses in curves.items()}
+    comparable = reference in last and last[reference] > BY_HEART * curves[reference][0]
     return [
         {
             "engine": name,
             "label": ENGINES[name].label,
             "first": losses[0],
             "last": last[name],
-            "difference": last[name] / last[reference] - 1 if reference in last else None,
+            "difference": last[name] / last[reference] - 1 if comparable else None,
             "losses": losses,
         }
         for name, losses in curves.items()

@@ -147,7 +147,8 @@ def loss_table(records: Sequence[Record], reference: str) -> Table:
         ],
         records,
         "Mean of all replicas, in the first round, warm-up included. Peers that draw their weights shard by shard "
-        "begin from others.",
+        "begin from others. Random tokens come again every few steps and are learned by heart: what is left of the "
+        "loss then is not compared. `--data` trains on text.",
     )
 
 

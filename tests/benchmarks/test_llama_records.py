@@ -186,6 +186,16 @@ def test_losses_are_compared_over_the_last_tenth() -> None:
     assert "+0.50 %" in loss_table(records, "fp8booster-bf16").markdown()
 
 
+def test_what_was_learned_by_heart_is_not_compared() -> None:
+    found = {
+        "fp8booster-bf16": Findings({0: outcome([1.0], losses=[10.0] * 9 + [0.001])}),
+        "fp8booster-fp8": Findings({0: outcome([1.0], losses=[10.0] * 9 + [0.002])}),
+    }
+    records = loss_records(found, "fp8booster-bf16")
+    assert [record["difference"] for record in records] == [None, None]
+    assert "+100.00 %" not in loss_table(records, "fp8booster-bf16").markdown()
+
+
 def test_only_engines_with_kernels_are_broken_down() -> None:
     ms = dict.fromkeys(ROWS, 1.0) | {"step": 9.0, "hidden communication": 2.0}
     kernel = {"kernel": "nvjet|x", "part": "products", "ms": 3.0}
