@@ -8,10 +8,9 @@ no column has NaN in both: on a GPU nobody could be told otherwise without waiti
 its loss and gradient NaN, and so does infinity.
 
 Where a row is longer than what lies here, its sum of exponentials is known only after others were asked for theirs. So
-there the two halves are apart: `cross_entropy` without a factor, then `write_gradient`.
+there the two halves are apart: `logsumexp` of what lies here, then `write_gradient`.
 
-`cross_entropy` and `write_gradient` are the entries. `cross_entropy_reference` and `write_gradient_reference` define
-what they compute.
+`cross_entropy`, `logsumexp` and `write_gradient` are the entries; the `*_reference` functions define what they compute.
 """
 
 from __future__ import annotations
@@ -58,11 +57,7 @@ def cross_entropy_reference(
     kept = targets != ignore_index
     inside = (targets >= 0) & (targets < logits.shape[1])
     place = torch.where(inside, targets, 0)[:, None]
-    values = logits.float()
-    largest = values.amax(1, keepdim=True)
-    # a row of minus infinity alone has no largest value to subtract; its sum is zero and its softmax NaN
-    exponentials = (values - torch.where(largest == -torch.inf, 0.0, largest)).exp_()
-    total = exponentials.sum(1, keepdim=True)
+    values, largest, exponentials, total = _softmax_parts(logits)
     losses = total.log() + (largest - values.gather(1, place))
     losses = torch.where(kept, torch.where(inside, losses[:, 0], torch.nan), 0.0)
     if factor is not None:
@@ -71,6 +66,39 @@ def cross_entropy_reference(
         gradient.masked_fill_((kept & ~inside)[:, None], torch.nan).masked_fill_(~kept[:, None], 0.0)
         logits.copy_(gradient)
     return losses
+
+
+def _softmax_parts(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(logits in FP32, the largest of each row, exponentials relative to it, their sum)."""
+    values = logits.float()
+    largest = values.amax(1, keepdim=True)
+    # a row of minus infinity alone has no largest value to subtract; its sum is zero and its softmax NaN
+    exponentials = (values - torch.where(largest == -torch.inf, 0.0, largest)).exp_()
+    return values, largest, exponentials, exponentials.sum(1, keepdim=True)
+
+
+def logsumexp(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
+    """The logarithm of the sum of exponentials of every row's part that lies here.
+
+    Args:
+        logits: [R, V], each row contiguous, BF16, FP16 or FP32; V is 1 or more.
+        targets: int64 [R]; read only for which rows count.
+        ignore_index: the target of rows that do not count; they get zero.
+
+    Returns:
+        float32 [R]; minus infinity where all of a row is.
+    """
+    if runs_triton(logits):
+        from fp8booster.kernels.cross_entropy_triton import logsumexp_triton  # Triton is needed only here
+
+        return logsumexp_triton(logits, targets, ignore_index=ignore_index)
+    return logsumexp_reference(logits, targets, ignore_index=ignore_index)
+
+
+def logsumexp_reference(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
+    """What `logsumexp` computes, in torch."""
+    _, largest, _, total = _softmax_parts(logits)
+    return torch.where(targets == ignore_index, 0.0, (total.log() + largest)[:, 0])
 
 
 def write_gradient(

@@ -59,6 +59,7 @@ def cross_entropy_kernel(
     columns,
     row_stride,
     ignore_index,
+    LOSS: tl.constexpr,  # else `losses` takes each row's log-sum-exp
     GRADIENT: tl.constexpr,
     TAIL: tl.constexpr,  # whether the last block is not whole
     LANES: tl.constexpr,
@@ -84,7 +85,9 @@ def cross_entropy_kernel(
         else:
             # before the row is overwritten: the reductions over lanes are barriers between
             inside = (target >= 0) & (target < columns)
-            at_target = tl.load(x + target, mask=inside, other=float("nan")).to(tl.float32)
+            at_target = 0.0
+            if LOSS:
+                at_target = tl.load(x + target, mask=inside, other=float("nan")).to(tl.float32)
             largest_of_lane = tl.full([LANES], -float("inf"), tl.float32)
             total_of_lane = tl.zeros([LANES], tl.float32)
             for block in tl.range(0, blocks):
@@ -127,26 +130,53 @@ def cross_entropy_triton(
     factor: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `cross_entropy.cross_entropy_reference` computes, up to the order of sums, with the gradient's amax."""
-    rows, columns = logits.shape
-    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    if rows == 0:
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits) == 0:
         return losses, None if factor is None else losses.new_zeros(1)
-    programs = min(rows, PROGRAMS * processors(logits.device))
-    partials = losses if factor is None else new_partials(programs, logits)
+    partials = None if factor is None else new_partials(_programs(logits), logits)
+    _launch(logits, targets, losses, ignore_index, factor, partials, loss=True)
+    return losses, partials
+
+
+def logsumexp_triton(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
+    """What `cross_entropy.logsumexp_reference` computes, up to the order of sums."""
+    sums = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _launch(logits, targets, sums, ignore_index, None, None, loss=False)
+    return sums
+
+
+def _programs(logits: torch.Tensor) -> int:
+    return min(len(logits), PROGRAMS * processors(logits.device))
+
+
+def _launch(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    out: torch.Tensor,
+    ignore_index: int,
+    factor: torch.Tensor | None,
+    partials: torch.Tensor | None,
+    *,
+    loss: bool,
+) -> None:
+    rows, columns = logits.shape
     width = 16 // logits.element_size()
     lanes = min(BLOCK // width, max(1, 1 << (ceil_div(columns, width) - 1).bit_length()))
+    # pointers that are not read need some tensor
+    of_gradient = [out if tensor is None else tensor for tensor in (factor, partials)]
     launch(
         cross_entropy_kernel,
-        programs,
-        (logits, targets.contiguous(), losses, losses if factor is None else factor, partials),
+        _programs(logits),
+        (logits, targets.contiguous(), out, *of_gradient),
         (rows, columns, logits.stride(0), ignore_index),
         num_warps=min(8, max(1, lanes // 32)),
+        LOSS=loss,
         GRADIENT=factor is not None,
         TAIL=columns % (lanes * width) != 0,
         LANES=lanes,
         WIDTH=width,
     )
-    return losses, None if factor is None else partials
 
 
 @triton.jit

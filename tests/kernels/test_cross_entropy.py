@@ -13,6 +13,7 @@ from fp8booster import formats
 from fp8booster.kernels.cross_entropy import (
     cross_entropy,
     cross_entropy_reference,
+    logsumexp_reference,
     write_gradient,
     write_gradient_reference,
 )
@@ -119,6 +120,31 @@ def kernel_differs(device: torch.device, shapes: list[tuple[int, int]], every: b
         yield "no rows"
 
 
+def logsumexp_differs(device: torch.device, shapes: list[tuple[int, int]], every: bool) -> Iterator[str]:
+    """The same for the sum of exponentials alone."""
+    from fp8booster.kernels.cross_entropy_triton import logsumexp_triton
+
+    for index, dtype in enumerate(formats.HIGH_PRECISION):
+        for rows, columns in shapes if every else shapes[index::3]:
+            logits = logits_of(rows, columns, dtype, device, 3)
+            logits[:, :1] = torch.finfo(dtype).min
+            targets = targets_of(rows, columns, device)
+            ours = logsumexp_triton(logits, targets, ignore_index=IGNORED)
+            right = logits.double().logsumexp(1).where(targets != IGNORED, 0.0).float()
+            for found in (ours, logsumexp_reference(logits, targets, ignore_index=IGNORED)):
+                if not within_rounding(found, right):
+                    yield f"logsumexp {rows} x {columns} {dtype}"
+        for name, logits in special_logits(dtype, device):
+            targets = torch.zeros(3, dtype=torch.int64, device=device)
+            ours = logsumexp_triton(logits, targets, ignore_index=IGNORED)
+            right = logsumexp_reference(logits, targets, ignore_index=IGNORED)
+            finite = right.isfinite()
+            if not same(ours[~finite], right[~finite]) or not within_rounding(ours[finite], right[finite]):
+                yield f"logsumexp of {name} {dtype}"
+    if logsumexp_triton(logits[:0], targets[:0], ignore_index=IGNORED).shape != (0,):
+        yield "logsumexp of no rows"
+
+
 def written_gradient_differs(
     device: torch.device, shapes: list[tuple[int, int]], every: bool
 ) -> Iterator[str]:
@@ -177,6 +203,7 @@ def what_differs() -> list[str]:
     device = torch.device("cpu")
     return [
         *kernel_differs(device, SHAPES, every=False),
+        *logsumexp_differs(device, SHAPES, every=False),
         *written_gradient_differs(device, SHAPES, every=False),
         *multiplication_differs(device, [0, 1, 4096, 40000]),
     ]
@@ -197,6 +224,7 @@ def test_the_kernels_agree_with_their_references_every_time() -> None:
     shapes = [*SHAPES, (2000, 32000), (300, 128256), (70, 50257), (1000, 151936)]
     for _ in range(5):
         assert list(kernel_differs(device, shapes, every=True)) == []
+        assert list(logsumexp_differs(device, shapes, every=True)) == []
         assert list(written_gradient_differs(device, shapes, every=True)) == []
         assert list(multiplication_differs(device, [0, 1, 4096, 70000, 2**24 + 5])) == []
 

@@ -27,9 +27,12 @@ TYPES = {
 WIDTHS = {"*bf16": 8, "*fp16": 8, "*fp32": 4}
 
 
-def cross_entropy_ptx(logits: str, *, tail: bool, gradient: bool = True, unspecialized: tuple = ()) -> str:
+def cross_entropy_ptx(
+    logits: str, *, tail: bool, gradient: bool = True, loss: bool = True, unspecialized: tuple = ()
+) -> str:
     width = WIDTHS[logits]
     constants = {
+        "LOSS": loss,
         "GRADIENT": gradient,
         "TAIL": tail,
         "LANES": cross_entropy_triton.BLOCK // width,
@@ -61,8 +64,9 @@ def test_whole_blocks_move_in_whole_vectors_for_any_number_of_columns() -> None:
     assert "st.global.v4.b32" in ptx
 
 
-def test_threads_do_not_meet_while_they_read_a_row() -> None:
-    ptx = cross_entropy_ptx("*bf16", tail=False, gradient=False)
+@pytest.mark.parametrize("loss", [True, False])
+def test_threads_do_not_meet_while_they_read_a_row(loss: bool) -> None:
+    ptx = cross_entropy_ptx("*bf16", tail=False, gradient=False, loss=loss)
     whole_vectors = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
     assert len(whole_vectors) == 1
     loop = ptx[ptx.rindex("$L__BB", 0, whole_vectors[0]) : ptx.index("bra", whole_vectors[0])]

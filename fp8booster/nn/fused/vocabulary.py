@@ -6,7 +6,7 @@ With the logits of a row spread over ranks r
     loss = L - logits[target]
     gradient of r = exp(logits of r - L) - onehot(target), where r has the target
 
-Each rank makes L_r by `kernels.cross_entropy`, which reads its logits once. One gather of two FP32 values a row from
+Each rank makes L_r by `kernels.cross_entropy.logsumexp`, which reads its logits once. One gather of two FP32 values a row from
 each rank makes L and the target's logit; then the gradient is written over the logits, which are read once more.
 """
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from fp8booster.comm.collectives import gather_bytes
 from fp8booster.comm.statistics import count_plain
-from fp8booster.kernels.cross_entropy import cross_entropy, write_gradient
+from fp8booster.kernels.cross_entropy import cross_entropy, logsumexp, write_gradient
 
 NAME = "loss over a spread vocabulary"
 """The row of `comm.statistics()`."""
@@ -81,8 +81,7 @@ class VocabularyPart:
         if self.columns:
             column = torch.where(here, place, 0)
             at_column = logits.gather(1, column[:, None])[:, 0].float()
-            losses, _ = cross_entropy(logits, torch.where(kept, column, _IGNORED), ignore_index=_IGNORED)
-            own = losses + at_column
+            own = logsumexp(logits, torch.where(kept, column, _IGNORED), ignore_index=_IGNORED)
         else:
             at_column = torch.zeros(len(targets), dtype=torch.float32, device=logits.device)
             own = torch.full_like(at_column, -torch.inf)

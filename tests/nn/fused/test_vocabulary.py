@@ -78,6 +78,25 @@ def test_losses_and_gradient_are_those_of_whole_rows(case, whole, dtype, rank) -
     assert not gradient[targets == -100].any()
 
 
+@pytest.mark.parametrize("low", [-torch.inf, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tokens_that_cannot_be_chosen_leave_the_loss_of_other_targets_alone(case, whole, rank, low) -> None:
+    logits, targets = case
+    # the first columns of both ranks, where the other rank's rows have no target of their own
+    logits[:, list(SPLITS[:2])] = low
+    targets[:] = torch.randint(1, SPLITS[1], targets.shape, device=targets.device)
+    targets[1::2] += SPLITS[2] - SPLITS[1]
+    targets[3], targets[5] = 0, SPLITS[1]
+    right = F.cross_entropy(logits.double(), targets, reduction="none")
+    first, last = SPLITS[rank : rank + 2]
+    part = VocabularyPart(VOCABULARY, last - first, first, group="two ranks")
+    own = logits[:, first:last].clone()
+    factor = torch.ones((), device=targets.device)
+    losses, _ = part.cross_entropy(own, targets, ignore_index=-100, factor=factor)
+    torch.testing.assert_close(losses.double(), right, rtol=1e-5, atol=1e-5)
+    assert own.isfinite().all()
+
+
 def test_padding_of_a_whole_vocabulary_counts_for_nothing(case) -> None:
     logits, targets = case
     right = F.cross_entropy(logits, targets, reduction="none")
