@@ -345,10 +345,11 @@ def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter]
     """The parameters of a bucket, which is empty then, and their gradients, flat and padded as the masters are.
 
     Those whose parts end within a block of values that share a scale come last: the others are encoded from where they
-    lie.
+    lie. A parameter that backward reached again while its gradient waited here, as checkpointed segments make it do,
+    has one gradient.
     """
     entries = sorted(
-        zip(bucket._param_list, bucket._padding_size, strict=True),
+        dict(zip(bucket._param_list, bucket._padding_size, strict=True)).items(),
         key=lambda entry: (entry[0].numel() + entry[1]) // bucket.world_size % block_size != 0,
     )
     bucket.reset_all()

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config
 from fp8booster.colossal.zero import gathered_weights
@@ -236,6 +237,30 @@ def a_dropped_layer_keeps_its_weight_and_trains_when_it_returns(stage: int) -> N
         for one, other in pairwise(steps)
     ]
     assert changed == [[True] * 3, [True, False, True], [True] * 3]
+
+
+class Repeated(Layers):
+    """Runs its layers twice."""
+
+    checkpoints = False
+    """Each run is computed again in backward, which then reaches each weight twice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            for layer in self.layers:
+                x = x + (checkpoint(layer, x, use_reentrant=True) if self.checkpoints else layer(x)).tanh()
+        return x.float().square().mean()
+
+
+@check_each(*STAGES)
+def layers_that_checkpointed_segments_share_are_trained(stage: int) -> None:
+    losses = []
+    for checkpoints in (False, True):
+        run = boost(wire(stage=stage, overlap_communication=False), Repeated(64, 64, 64))
+        run.model.unwrap().checkpoints = checkpoints
+        losses.append([step(run, features().requires_grad_()) for _ in range(3)])
+    assert_close(*losses, within=CLOSE)
+    assert losses[1][-1] < losses[1][0]
 
 
 @check_each(*STAGES)
