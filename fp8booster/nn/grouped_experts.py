@@ -29,6 +29,7 @@ from fp8booster.nn.grouped_linear import GroupedWeight, cast_experts, grouped_li
 from fp8booster.nn.held import held_by_modules
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
+from fp8booster.nn.past_forward import must_be_called
 from fp8booster.nn.weight_cache import MadeForStep, reusable
 
 ONE_BY_ONE_FROM = 1e11
@@ -245,8 +246,8 @@ def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:
         return f"{type(layer).__name__} has no grouped form"
     if layer.fp8_config is not same.fp8_config and layer.fp8_config != same.fp8_config:
         return "the layers' FP8Configs differ"
-    if _has_hooks(layer):
-        return "a layer has hooks, which must run"
+    if must_be_called(layer):
+        return "a layer has hooks or a forward of its own, which must run"
     if layer._parameters["bias"] is not None:
         return "a layer has a bias"
     weight = _weight(layer)
@@ -264,18 +265,9 @@ def why_not_gated(expert: nn.Module) -> str | None:
         return "pretraining_tp is more than 1"  # DeepSeek's own code cuts the weights then
     if not isinstance(expert._modules.get("act_fn"), nn.SiLU):
         return f"the activation is {type(expert.act_fn).__name__}"
-    if "forward" in vars(expert) or _has_hooks(expert):
+    if must_be_called(expert):
         return "an expert has hooks or a forward of its own, which must run"
     return None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-    )
 
 
 @functools.cache

@@ -228,7 +228,9 @@ def _resize(some: nn.ModuleList, features: int) -> None:
 
 
 WHY = {
-    "a layer has hooks, which must run": lambda fp8: fp8[1].w2.register_forward_hook(lambda *_: None),
+    "a layer has hooks or a forward of its own, which must run": lambda fp8: fp8[1].w2.register_forward_hook(
+        lambda *_: None
+    ),
     "an expert has hooks or a forward of its own, which must run": lambda fp8: fp8[1].register_forward_hook(
         lambda *_: None
     ),

@@ -93,7 +93,8 @@ def test_what_is_merged_and_what_is_not_is_shown() -> None:
     result = report(model)
     assert result.summary().startswith(
         "FP8: 14 of 15 linear layers, 5 of them merged to 2 products, 1 group of layers not merged "
-        "(in different chunks), 1 group of layers not merged (a layer has hooks, which must run); 1 in"
+        "(in different chunks), 1 group of layers not merged "
+        "(a layer has hooks or a forward of its own, which must run); 1 in"
     )
     apart = {row.name: row.notes for row in result.rows if "not merged" in row.notes}
     assert apart["model.layers.0.self_attn.k_proj"] == "not merged: in different chunks"

@@ -26,6 +26,7 @@ from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
+from fp8booster.nn.past_forward import has_hooks
 from fp8booster.nn.weight_cache import WeightCache, reusable
 from fp8booster.tensor import QuantizedMatrix
 
@@ -192,7 +193,7 @@ def why_not_past_forward(head: nn.Module, classes: Collection[type[nn.Module]]) 
         return (
             f"the weight of its lm_head is a {kind}: sharded, or gathered when an operator of torch reads it"
         )
-    if head._forward_pre_hooks or head._forward_hooks or head._backward_hooks or head._backward_pre_hooks:
+    if has_hooks(head):
         return "its lm_head has hooks, which would not run"
     if head.weight.dtype not in formats.HIGH_PRECISION:
         return f"the weight of its lm_head is {head.weight.dtype}"

@@ -62,7 +62,7 @@ class FusedAttention(nn.Module):
         cos, sin = position_embeddings
         qkv = None
         if cos.shape[-1] == self.head_dim and self.attends_alike(attention_mask, **kwargs):
-            qkv = self.fp8_qkv(hidden_states)
+            qkv = _one_product(self.fp8_qkv, hidden_states, self.q_proj, self.k_proj, self.v_proj)
         if qkv is None:
             return self.forward_unfused(
                 hidden_states,
@@ -126,7 +126,7 @@ class FusedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As transformers', with one product for gate and up."""
-        gate_up = self.fp8_gate_up(x)
+        gate_up = _one_product(self.fp8_gate_up, x, self.gate_proj, self.up_proj)
         return super().forward(x) if gate_up is None else self.down_proj(swiglu(gate_up))
 
 
@@ -135,7 +135,7 @@ class FusedExpert(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As transformers', with one product for gate and up, there w1 and w3."""
-        gate_up = self.fp8_gate_up(hidden_states)
+        gate_up = _one_product(self.fp8_gate_up, hidden_states, self.w1, self.w3)
         if gate_up is not None:
             return self.w2(swiglu(gate_up))
         # w3 first: then backward gives gradients in the order of the one product, which a rank may run whose expert has
@@ -331,6 +331,13 @@ def _in_fp8(*layers: nn.Module) -> bool:
 
 def _merge(*layers: nn.Module) -> MergedLayers | MergedLinears:
     return MergedLayers(layers) if _in_fp8(*layers) else MergedLinears(layers)
+
+
+def _one_product(
+    merged: MergedLayers | MergedLinears, input: torch.Tensor, *layers: nn.Module
+) -> torch.Tensor | None:
+    """What merged layers make of an input; None: call the layers, which a module has now, one by one."""
+    return merged(input) if merged.stands_for(*layers) else None
 
 
 _mixed: dict[tuple[type, type], type] = {}

@@ -17,9 +17,11 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.choice import fp8_pays
 from fp8booster.nn.functional import Defer, LateWeight, linear_from_quantized, quantize_weight
+from fp8booster.nn.fused.one_input import LayersOfOneInput
 from fp8booster.nn.fused.rows import one_below_the_other
 from fp8booster.nn.held import held_by_modules
 from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.past_forward import must_be_called
 from fp8booster.nn.shared_input import share_input
 from fp8booster.nn.weight_cache import MadeForStep, reusable, wait_for
 from fp8booster.tensor import QuantizedMatrix
@@ -35,7 +37,7 @@ class LentWeight(Protocol):
         """Where backward gets the transpose."""
 
 
-class MergedLayers:
+class MergedLayers(LayersOfOneInput):
     """Linear layers of one input whose products are computed as one where that is right.
 
     A copy or a pickle of it holds no FP8 weight, and knows nothing of engines.
@@ -48,7 +50,7 @@ class MergedLayers:
     """Gives the FP8 weight, where an engine gathers the weights for forward and again for backward."""
 
     def __init__(self, layers: Sequence[FP8Layer]) -> None:
-        self.layers = tuple(layers)
+        super().__init__(layers)
         self._reasons: dict[str, None] = {}
         self._engines_reason: str | None = None
         self._cast: MadeForStep[QuantizedMatrix] = MadeForStep()
@@ -62,11 +64,6 @@ class MergedLayers:
     def keep_apart(self, reason: str) -> None:
         """Run the layers one by one, for their weights cannot lie together in an engine."""
         self._engines_reason = reason
-
-    @property
-    def weights(self) -> list[nn.Parameter]:
-        """The layers' weights, in the order of their outputs."""
-        return [layer.weight for layer in self.layers]
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """All outputs side by side, [..., sum of output features], or None: call the layers one by one.
@@ -157,9 +154,11 @@ class MergedLayers:
 
     def _why_never(self) -> str | None:
         """Why the layers, as they are, cannot run as one on any input."""
-        if self._engines_reason is not None:
-            return self._engines_reason
+        if self._engines_reason is not None or self._why_replaced is not None:
+            return self._engines_reason or self._why_replaced
         first = self.layers[0]
+        if not all(isinstance(layer, FP8Layer) for layer in self.layers):
+            return "a layer was taken out of FP8"
         config, common = first.fp8_config, first.fp8_merges_by()
         for layer in self.layers:
             if layer.fp8_merges_by() is None:
@@ -170,8 +169,8 @@ class MergedLayers:
                 return "the layers' FP8Configs differ"
             if (layer.bias is None) != (first.bias is None):
                 return "only some of the layers have a bias"
-            if layer._forward_pre_hooks or layer._forward_hooks:
-                return "a layer has hooks, which must run"
+            if must_be_called(layer):
+                return "a layer has hooks or a forward of its own, which must run"
         return "rowwise scales" if config.rowwise else None
 
     def _weight(self, weights: list[torch.Tensor]) -> QuantizedMatrix:

@@ -13,11 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8booster.nn.fused.one_input import LayersOfOneInput
 from fp8booster.nn.fused.rows import as_one, lie_together
 from fp8booster.nn.held import held_by_modules
+from fp8booster.nn.past_forward import must_be_called
 
 
-class MergedLinears:
+class MergedLinears(LayersOfOneInput):
     """nn.Linear layers of one input whose products are computed as one where that is right.
 
     Args:
@@ -26,13 +28,8 @@ class MergedLinears:
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.layers = tuple(layers)
+        super().__init__(layers)
         self._why_moved = _lay_together(self.weights)
-
-    @property
-    def weights(self) -> list[nn.Parameter]:
-        """The layers' weights, in the order of their outputs."""
-        return [layer.weight for layer in self.layers]
 
     @property
     def why_apart(self) -> str | None:
@@ -60,6 +57,8 @@ class MergedLinears:
         return F.linear(input, _AsOne.apply(*weights), bias)
 
     def _why_never(self) -> str | None:
+        if self._why_replaced is not None:
+            return self._why_replaced
         first = self.layers[0]
         for layer in self.layers:
             if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
@@ -68,7 +67,7 @@ class MergedLinears:
                 return "the layers' dtypes differ"
             if (layer.bias is None) != (first.bias is None):
                 return "only some of the layers have a bias"
-            if layer._forward_pre_hooks or layer._forward_hooks or "forward" in vars(layer):
+            if must_be_called(layer):
                 return "a layer has hooks or a forward of its own, which must run"
         return None
 

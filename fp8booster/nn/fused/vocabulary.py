@@ -6,8 +6,9 @@ With the logits of a row spread over ranks r
     loss = L - logits[target]
     gradient of r = exp(logits of r - L) - onehot(target), where r has the target
 
-Each rank makes L_r by `kernels.cross_entropy.logsumexp`, which reads its logits once. One gather of two FP32 values a row from
-each rank makes L and the target's logit; then the gradient is written over the logits, which are read once more.
+Each rank makes L_r by `kernels.cross_entropy.logsumexp`, which reads its logits once. One gather of two FP32 values a
+row from each rank makes L and the target's logit; then the gradient is written over the logits, which are read once
+more.
 """
 
 from __future__ import annotations

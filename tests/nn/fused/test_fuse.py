@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import io
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from fp8booster import FP8Config, convert_to_fp8, fuse
+from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.nn.fused import fused_summary, use_fused_loss
 from fp8booster.nn.fused.merged_linear import merged_linears
 from tests.nn.fused.models import FAMILIES, batch, build
@@ -154,6 +155,85 @@ def test_layers_that_cannot_be_merged_run_one_by_one_and_it_says_why(change: str
     assert loss == pytest.approx(right, rel=1e-6 if exact else 1e-2)
     for name, gradient in right_gradients.items():
         assert sqnr(gradients[name], gradient) > (90 if exact else 25), name
+
+
+def fused(in_fp8: bool) -> nn.Module:
+    model = build()
+    if in_fp8:
+        convert_to_fp8(model)
+    fuse(model)
+    return model
+
+
+def own_forward(layer: nn.Module, called: list) -> None:
+    native = layer.forward
+    layer.forward = lambda input: (called.append(1), native(input))[1]
+
+
+def backward_hook(layer: nn.Module, called: list) -> None:
+    layer.register_full_backward_hook(lambda *_: called.append(1))
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("add", [own_forward, backward_hook])
+def test_what_a_call_of_a_layer_runs_is_run(add: Callable, in_fp8: bool) -> None:
+    model, called = fused(in_fp8), []
+    step(model)
+    for layer in model.model.layers:
+        add(layer.self_attn.q_proj, called)
+        add(layer.mlp.up_proj, called)
+    step(model)
+    assert len(called) == 4
+    why = "a layer has hooks or a forward of its own, which must run"
+    assert why in (report(model).summary() if in_fp8 else fused_summary(model))
+
+
+class Adapter(nn.Module):
+    """As PEFT's LoRA: in the place of a layer, which it holds."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        options = {"bias": False, "dtype": base_layer.weight.dtype}
+        self.down = nn.Linear(base_layer.in_features, 4, **options)
+        self.up = nn.Linear(4, base_layer.out_features, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_adapters_put_in_after_a_model_was_fused_are_trained(in_fp8: bool) -> None:
+    model = fused(in_fp8).requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(True)
+    step(model)
+    adapters = []
+    for layer in model.model.layers:
+        for block, name in ((layer.self_attn, "v_proj"), (layer.mlp, "gate_proj")):
+            adapters.append(Adapter(getattr(block, name)))
+            setattr(block, name, adapters[-1])
+    step(model)
+    assert all(adapter.up.weight.grad.any() for adapter in adapters)
+    why = (
+        "4 groups of layers not merged"
+        + (" (" if in_fp8 else ": ")
+        + "a layer was replaced, as by an adapter"
+    )
+    assert why in (report(model).summary() if in_fp8 else fused_summary(model))
+    for layer in model.model.layers:  # as PEFT's merge_and_unload
+        layer.self_attn.v_proj = layer.self_attn.v_proj.base_layer
+        layer.mlp.gate_proj = layer.mlp.gate_proj.base_layer
+    step(model)
+    assert fused_summary(model) == WHOLE
+    assert not in_fp8 or "10 of them merged to 4 products" in report(model).summary()
+
+
+def test_another_choice_of_layers_may_come_after_the_model_was_fused() -> None:
+    model = fused(True)
+    step(model)
+    convert_to_fp8(model, FP8Config(layers=lambda name, _: "q_proj" not in name and "lm_head" not in name))
+    step(model)
+    assert "2 groups of layers not merged (a layer was taken out of FP8)" in report(model).summary()
 
 
 def test_evaluation_autocast_and_frozen_layers() -> None:

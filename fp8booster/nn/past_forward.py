@@ -1,0 +1,20 @@
+"""Whether a layer has to be called, or its product may be computed past its forward."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own, forward or backward, which only a call runs."""
+    return bool(
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def must_be_called(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward of its own in place of its class's."""
+    return "forward" in vars(module) or has_hooks(module)
