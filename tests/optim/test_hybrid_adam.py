@@ -122,6 +122,37 @@ def test_states_are_what_gemini_saves(device) -> None:
             assert state[name].dtype is torch.float32
 
 
+def test_states_of_torchs_optimizer_are_taken(device) -> None:
+    theirs, ours = shards(device), shards(device)
+    expected, found = AdamW(theirs, fused=True), HybridAdam(ours)
+    train(expected, theirs)
+    found.load_state_dict(copy.deepcopy(expected.state_dict()))  # else both hold the same tensors
+    for one, other in zip(theirs, ours, strict=True):
+        other.data.copy_(one.data)
+    later = range(STEPS, 2 * STEPS)
+    train(expected, theirs, steps=later)
+    train(found, ours, steps=later)
+    assert_same(theirs, ours)
+    assert [found.state[one]["step"] for one in ours] == [2 * STEPS] * len(ours)
+    assert all(type(found.state[one]["step"]) is int for one in ours)
+
+
+def test_moments_of_a_checkpoint_are_rounded_to_the_dtype_of_the_values(device) -> None:
+    parameters = [nn.Parameter(one.data.bfloat16()) for one in shards(device)]
+    optimizer = HybridAdam(parameters)
+    train(optimizer, parameters, dtype=torch.bfloat16)
+    for parameter in parameters:
+        state = optimizer.state[parameter]
+        state.update(
+            {name: state[name].float() for name in ("exp_avg", "exp_avg_sq")}
+        )  # as Gemini loads them
+    train(optimizer, parameters, dtype=torch.bfloat16)
+    for parameter in parameters:
+        assert {value.dtype for name, value in optimizer.state[parameter].items() if name != "step"} == {
+            torch.bfloat16
+        }
+
+
 def test_parameters_without_gradient_or_values_are_left_out(device) -> None:
     used, unused, empty = (nn.Parameter(torch.ones(size, device=device)) for size in (3, 3, 0))
     optimizer = HybridAdam([used, unused, empty], lr=0.1)

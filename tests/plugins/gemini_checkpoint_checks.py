@@ -37,6 +37,7 @@ WRITERS = {
     "fp8": lambda: gemini_runs.boost(wire()),
     "fp8 on the host": lambda: gemini_runs.boost(wire(**OFFLOADED)),
     "fp8, accumulating": lambda: gemini_runs.boost(wire(enable_gradient_accumulation=True)),
+    "fp8, no masters": lambda: gemini_runs.boost(wire(master_weights=False)),
     "native": lambda: gemini_runs.boost(native()),
     "zero": zero,
 }
@@ -45,6 +46,7 @@ CROSSINGS = (
     ("fp8", "fp8", tuple(FORMS)),
     ("fp8 on the host", "fp8", ("safetensors shards", "one file")),
     ("fp8, accumulating", "fp8 on the host", ("safetensors shards", "one file")),
+    ("fp8, no masters", "fp8, no masters", ("one file",)),
     ("fp8", "native", ("safetensors shards", "one file")),
     ("fp8", "zero", ("safetensors shards", "one file")),
     ("native", "fp8", ("safetensors shards", "one file")),
