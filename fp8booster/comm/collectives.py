@@ -435,8 +435,8 @@ def reduce_scatter_plainly(
 def reduce_plainly(
     reduce: Callable[[Op], Work | None], output: torch.Tensor, op: Op, ranks: int, async_op: bool
 ) -> Work | None:
-    """A plain reduction; gloo knows no mean, so on the CPU it is a sum that is divided."""
-    if op != ReduceOp.AVG or output.is_cuda:
+    """A plain reduction; gloo knows no mean, so on the CPU it is a sum that its members divide."""
+    if op != ReduceOp.AVG or output.is_cuda or ranks < 1:
         return reduce(op)
     work = reduce(ReduceOp.SUM)
     if async_op and work is not None:

@@ -119,6 +119,8 @@ def topology(device: torch.device, group: dist.ProcessGroup | None) -> str:
 @functools.cache
 def _topology(group_name: str, ranks: tuple[int, ...]) -> str:
     # torchrun numbers the ranks of a node one after the other. A launcher that does not say how many a node has is
-    # taken to start several nodes: there fewer bytes always help.
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return INSIDE_A_NODE if len({rank // ranks_per_node for rank in ranks}) == 1 else BETWEEN_NODES
+    # taken to start several nodes: there fewer bytes always help. Nodes may have different numbers of ranks, so each
+    # rank looks where its own node begins: what members of one group find is the same.
+    here, rank = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), dist.get_rank()
+    first = rank - int(os.environ.get("LOCAL_RANK", rank % here))
+    return INSIDE_A_NODE if all(first <= each < first + here for each in ranks) else BETWEEN_NODES

@@ -6,6 +6,7 @@ import faulthandler
 import math
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
 from unittest.mock import patch
@@ -447,6 +448,39 @@ def polling_ends_with_the_outputs_written() -> None:
     while not work.is_completed():
         pass
     assert torch.equal(values, expected)
+
+
+@check
+def a_handle_may_be_asked_and_waited_for_again() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    values, output = spread(3000), torch.empty(3000, device=DEVICE)
+    exact = of_all_ranks(values)[(rank - 1) % ranks]
+    works = comm.batch_isend_irecv(
+        [
+            comm.P2POp(comm.isend, values, (rank + 1) % ranks, min_bytes=0),
+            comm.P2POp(comm.irecv, output, (rank - 1) % ranks, min_bytes=0),
+        ]
+    )
+    for work in works:
+        assert work.wait()
+    assert_within(output, exact, sent_bound(exact, Encoding()))
+    output.zero_()  # what is decoded again would show
+    for work in works:
+        assert work.is_completed()
+        assert work.wait()
+    assert not output.any()
+
+
+@check
+def a_rank_outside_a_group_keeps_its_values() -> None:
+    group = dist.new_group([0])
+    values, part = torch.ones(3000, device=DEVICE), torch.ones(3000, device=DEVICE)
+    if dist.get_rank() > 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, that it is not a member
+            comm.all_reduce(values, dist.ReduceOp.AVG, group)
+            comm.reduce_scatter_tensor(part, values, dist.ReduceOp.AVG, group)
+    assert values.tolist() == part.tolist() == [1.0] * 3000
 
 
 @check

@@ -28,16 +28,18 @@ def topologies() -> dict[str, str]:
     found = {}
     pairs = {"0 1": dist.new_group([0, 1]), "1 2": dist.new_group([1, 2]), "2 3": dist.new_group([2, 3])}
     gpu = torch.device("cuda", 0)
-    for per_node in ("2", "4", None):
-        if per_node is None:
+    for nodes in ((2, 2), (4,), (1, 3), None):
+        if nodes is None:
             os.environ.pop("LOCAL_WORLD_SIZE")
         else:
-            os.environ["LOCAL_WORLD_SIZE"] = per_node
+            places = [(place, size) for size in nodes for place in range(size)]
+            place, size = places[dist.get_rank()]
+            os.environ |= {"LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(size)}
         threshold._topology.cache_clear()
-        found[f"{per_node}: all"] = threshold.topology(gpu, None)
+        found[f"{nodes}: all"] = threshold.topology(gpu, None)
         for name, group in pairs.items():
             if dist.get_rank() in dist.get_process_group_ranks(group):
-                found[f"{per_node}: {name}"] = threshold.topology(gpu, group)
+                found[f"{nodes}: {name}"] = threshold.topology(gpu, group)
     found["cpu"] = threshold.topology(torch.device("cpu"), None)
     return found
 
@@ -48,14 +50,18 @@ def test_a_group_inside_a_node_is_told_from_one_between_nodes() -> None:
         for name, topology in rank.items():
             assert found.setdefault(name, topology) == topology  # all ranks must decide alike
     assert found == {
-        "2: all": BETWEEN_NODES,
-        "2: 0 1": INSIDE_A_NODE,
-        "2: 1 2": BETWEEN_NODES,
-        "2: 2 3": INSIDE_A_NODE,
-        "4: all": INSIDE_A_NODE,
-        "4: 0 1": INSIDE_A_NODE,
-        "4: 1 2": INSIDE_A_NODE,
-        "4: 2 3": INSIDE_A_NODE,
+        "(2, 2): all": BETWEEN_NODES,
+        "(2, 2): 0 1": INSIDE_A_NODE,
+        "(2, 2): 1 2": BETWEEN_NODES,
+        "(2, 2): 2 3": INSIDE_A_NODE,
+        "(4,): all": INSIDE_A_NODE,
+        "(4,): 0 1": INSIDE_A_NODE,
+        "(4,): 1 2": INSIDE_A_NODE,
+        "(4,): 2 3": INSIDE_A_NODE,
+        "(1, 3): all": BETWEEN_NODES,
+        "(1, 3): 0 1": BETWEEN_NODES,
+        "(1, 3): 1 2": INSIDE_A_NODE,
+        "(1, 3): 2 3": INSIDE_A_NODE,
         "None: all": BETWEEN_NODES,
         "None: 0 1": BETWEEN_NODES,
         "None: 1 2": BETWEEN_NODES,
