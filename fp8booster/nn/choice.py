@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8booster.config import FP8Config
+
 CAST_BYTES = 6
 """Bytes that a cast moves for each 16-bit element: read for the amax, read again, written in two layouts."""
 
@@ -69,6 +71,23 @@ def fp8_pays(rows: int, inputs: int, outputs: int, device: torch.device) -> bool
 
 def _look_up(device: torch.device) -> Rates | None:
     return MEASURED.get(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+
+
+def computes_in_fp8(config: FP8Config, rows: int, inputs: int, outputs: int, device: torch.device) -> bool:
+    """Whether a layer computes in FP8: where that pays, or is asked for, or no 16-bit weight is kept to compute with.
+
+    Args:
+        config: of the layer.
+        rows: tokens.
+        inputs, outputs: features.
+        device: that of the weight.
+    """
+    return (
+        config.always
+        or config.emulate
+        or not config.weights_in_16_bits
+        or fp8_pays(rows, inputs, outputs, device)
+    )
 
 
 _looked_up = functools.cache(_look_up)

@@ -11,7 +11,7 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.kernels.cast import ALIGNMENT, aligned
 from fp8booster.kernels.device import require_fp8
-from fp8booster.nn.choice import fp8_pays
+from fp8booster.nn.choice import computes_in_fp8
 from fp8booster.nn.exchange import Exchange
 from fp8booster.nn.functional import (
     Defer,
@@ -20,7 +20,7 @@ from fp8booster.nn.functional import (
     quantize_weight,
 )
 from fp8booster.nn.shared_input import cast_input, share_input
-from fp8booster.nn.weight_cache import WeightCache, reusable
+from fp8booster.nn.weight_cache import WeightCache, is_captured, reusable
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -132,7 +132,7 @@ class FP8Layer(nn.Module):
         gradients = torch.is_grad_enabled()
         cast = share_input if again else cast_input
         x = cast(input, config, transposed=gradients and weight.requires_grad, exchange=exchange)
-        if again and (self.training or self.fp8_weight.is_kept_by_engine(weight)):
+        if self._is_kept(input, weight) or (again and self.training):
             # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
             w = self.fp8_weight.get(
                 weight,
@@ -157,6 +157,15 @@ class FP8Layer(nn.Module):
             weight_is_transposed=self.weight_is_transposed,
         )
 
+    def _is_kept(self, input: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether an engine keeps the FP8 weight; it may be all that there is of the weight, in inference mode too."""
+        return (
+            not torch.compiler.is_compiling()
+            and not weight.is_inference()
+            and not is_captured(input)
+            and self.fp8_weight.is_kept_by_engine(weight)
+        )
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FP8Layer:
         # the parameters move to another device or dtype: the copy goes, and what was found to pay there
         self.fp8_weight.clear()
@@ -168,14 +177,8 @@ class FP8Layer(nn.Module):
         return self.__dict__
 
     def _pays(self, rows: int, matrix: torch.Tensor) -> bool:
-        config = self.fp8_config
         outputs, inputs = matrix.shape
-        return (
-            config.always
-            or config.emulate
-            or not config.weights_in_16_bits
-            or fp8_pays(rows, inputs, outputs, matrix.device)
-        )
+        return computes_in_fp8(self.fp8_config, rows, inputs, outputs, matrix.device)
 
     def fp8_notes(self) -> str:
         """What the report says beside the precision: emulation, sizes padded as "from->to", token counts in BF16."""

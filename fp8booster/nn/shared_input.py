@@ -82,7 +82,8 @@ def share_input(
         and (newest.quantized.transpose.numel() or not transposed)
     ):
         return newest.quantized
-    newest.quantized = cast_input(input, config, transposed=transposed, exchange=exchange)
-    newest.made_from = made_from
+    quantized = cast_input(input, config, transposed=transposed, exchange=exchange)
+    newest.source = None  # its death, at any time, must not take the new copy
+    newest.made_from, newest.quantized = made_from, quantized
     newest.source = weakref.ref(input, newest.forget)
-    return newest.quantized
+    return quantized

@@ -42,14 +42,21 @@ def reusable(input: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether casts of these tensors made earlier may be used again here.
 
     Not in code that is being compiled or captured into a CUDA graph: it would keep the first copy for ever. Not for
-    tensors made in inference mode: torch does not count their changes.
+    tensors made in inference mode: torch does not count their changes. Not in that mode: what is cast there cannot be
+    saved for a backward.
     """
     return not (
         torch.compiler.is_compiling()
+        or torch.is_inference_mode_enabled()
         or input.is_inference()
         or weight.is_inference()
-        or (input.is_cuda and torch.cuda.is_current_stream_capturing())
+        or is_captured(input)
     )
+
+
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether work on a tensor is being captured into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def state_of(weight: torch.Tensor, config: FP8Config) -> tuple:

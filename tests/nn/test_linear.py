@@ -120,6 +120,16 @@ def test_it_runs_without_gradients(mode, training, device) -> None:
         assert torch.equal(layer(hidden), layer.bias.expand(24, 32))
 
 
+def test_it_trains_after_a_forward_in_inference_mode(device) -> None:
+    layer, x = layer_and_input(device)
+    with torch.inference_mode():
+        layer(x)
+    x.requires_grad_()
+    layer(x).sum().backward()
+    assert layer.weight.grad.any()
+    assert x.grad.any()
+
+
 def test_an_empty_batch_trains(device) -> None:
     layer, _ = layer_and_input(device)
     y = layer(torch.empty(0, 48, device=device, dtype=BF16))

@@ -3,11 +3,13 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fp8booster import FP8Config, FP8Linear, formats, fp8_linear
+from fp8booster.nn import shared_input
 from fp8booster.nn.shared_input import share_input
 
 CONFIG = FP8Config()
@@ -85,6 +87,22 @@ def test_the_death_of_the_input_in_another_thread_frees_its_copy(device) -> None
     backward.start()
     backward.join()
     assert copy() is None
+
+
+def test_the_death_of_the_last_input_at_any_moment_leaves_the_new_copy(device, monkeypatch) -> None:
+    last = [torch.randn(16, 48, device=device)]
+    share_input(last[0], CONFIG, transposed=True)
+
+    def ref(*of: object) -> weakref.ref:
+        last.clear()
+        return weakref.ref(*of)
+
+    monkeypatch.setattr(shared_input, "weakref", SimpleNamespace(ref=ref))
+    x = torch.randn(16, 48, device=device)
+    made = share_input(x, CONFIG, transposed=True)
+    assert made is not None
+    assert not last
+    assert share_input(x, CONFIG, transposed=True) is made
 
 
 def test_at_most_one_copy_is_held(device) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights, fp8_linear
+from fp8booster.nn.functional import quantize_weight
 from fp8booster.nn.weight_cache import WeightCache
 
 
@@ -147,6 +148,18 @@ def test_a_forward_without_gradients_makes_the_copy_that_training_reads(layer, x
         layer(x)
     layer(x.requires_grad_()).sum().backward()
     assert weight_casts(casts, layer) == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_copy_that_an_engine_keeps_is_used_without_gradients_too(mode, training, layer, x) -> None:
+    expected = layer.train(training)(x)
+    kept = quantize_weight(layer.weight, layer.fp8_config, transposed=True)
+    layer.weight.data.fill_(torch.nan)  # as where no 16-bit weight is kept
+    layer.fp8_weight.keep(layer.weight, kept)
+    with mode():
+        assert torch.equal(layer(x), expected)
+        assert torch.equal(layer(x * 1), expected)
 
 
 def test_another_weight_at_the_same_address_is_cast_anew(device) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from fp8booster import formats
 from fp8booster.kernels.transpose import transposed
-from fp8booster.nn.choice import fp8_pays
+from fp8booster.nn.choice import computes_in_fp8
 from fp8booster.nn.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.fused.vocabulary import VocabularyPart
@@ -314,7 +314,7 @@ def _whole_head_loss(
     fp8 = {}
     if isinstance(head, FP8Layer) and hidden.numel():
         config, tokens = head.fp8_config, hidden.numel() // hidden.shape[-1]
-        in_fp8 = config.always or config.emulate or fp8_pays(tokens, *head.product_features, hidden.device)
+        in_fp8 = computes_in_fp8(config, tokens, *head.product_features, hidden.device)
         head.in_fp8[tokens] = in_fp8
         if in_fp8:
             fp8["config"] = config

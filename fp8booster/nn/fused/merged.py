@@ -15,7 +15,7 @@ from torch import nn
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
-from fp8booster.nn.choice import fp8_pays
+from fp8booster.nn.choice import computes_in_fp8
 from fp8booster.nn.functional import Defer, LateWeight, linear_from_quantized, quantize_weight
 from fp8booster.nn.fused.one_input import LayersOfOneInput
 from fp8booster.nn.fused.rows import one_below_the_other
@@ -80,13 +80,7 @@ class MergedLayers(LayersOfOneInput):
         config = first.fp8_config
         exchange = first.fp8_exchange()
         rows = input.numel() // input.shape[-1] * (1 if exchange is None else exchange.growth)
-        in_fp8 = (
-            config.always
-            or config.emulate
-            or not config.weights_in_16_bits
-            or fp8_pays(rows, input.shape[-1], sum(map(len, weights)), input.device)
-        )
-        if not in_fp8:
+        if not computes_in_fp8(config, rows, input.shape[-1], sum(map(len, weights)), input.device):
             return None
         for layer in self.layers:
             layer.in_fp8[rows] = True

@@ -55,10 +55,14 @@ def rms_norm(
         x: [..., K], BF16, FP16 or FP32.
         weight: [K].
         eps: added to the mean square.
-        residual: as x; None adds nothing.
+        residual: of x's shape; None adds nothing.
 
     Returns:
-        (y, h), of x's shape. A block that adds to h later should take this one, not x: then the gradients of both
-        meet in one kernel.
+        (y, h), of x's shape, and of the dtype that the sum has. A block that adds to h later should take this one, not
+        x: then the gradients of both meet in one kernel.
     """
+    if residual is not None and residual.dtype != x.dtype:
+        # under autocast: a block's output has 16 bits, and what it is added to may have 32
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        x, residual = x.to(dtype), residual.to(dtype)
     return _RMSNorm.apply(x, weight, eps, residual)

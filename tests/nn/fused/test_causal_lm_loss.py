@@ -13,8 +13,8 @@ from torch import nn
 
 import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
 from fp8booster import FP8Config, convert_to_fp8, report
+from fp8booster.nn import choice
 from fp8booster.nn.delivered_amax import deliver_amax
-from fp8booster.nn.fused import causal_lm_loss
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.causal_lm_loss import use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.resharded_weight import follow_resharding
@@ -272,11 +272,14 @@ def test_a_head_in_fp8_is_counted_and_reported(products, small_chunks, monkeypat
     model(**labelled())
     assert model.lm_head.fp8_weight._quantized is weight  # one cast until an optimizer steps
     model.lm_head.fp8_config = FP8Config()
-    monkeypatch.setattr(causal_lm_loss, "fp8_pays", lambda *sizes: False)
+    monkeypatch.setattr(choice, "fp8_pays", lambda *sizes: False)
     products.clear()
     assert model(**labelled()).logits is None
     assert products == []
     assert "lm_head" in [row.name for row in report(model).other]
+    model.lm_head.fp8_config = FP8Config(weights_in_16_bits=False)
+    model(**labelled())
+    assert len(products) == 2 * 3  # there may be no 16-bit weight to compute with
 
 
 def test_a_head_in_fp8_takes_the_amax_that_came_with_its_input(small_chunks) -> None:

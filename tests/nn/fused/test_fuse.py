@@ -14,6 +14,7 @@ from torch import nn
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.nn.fused import fused_summary, use_fused_loss
 from fp8booster.nn.fused.merged_linear import merged_linears
+from fp8booster.nn.fused.rms_norm import rms_norm
 from tests.nn.fused.models import FAMILIES, batch, build
 from tests.nn.fused.test_decoder import sqnr, step
 from tests.plugins.census_checks import Census, products
@@ -250,6 +251,17 @@ def test_evaluation_autocast_and_frozen_layers() -> None:
     model.eval(), exact.eval()
     with torch.no_grad():
         torch.testing.assert_close(model(batch()).logits, exact(batch()).logits)
+
+
+def test_under_autocast_what_blocks_add_to_keeps_its_precision() -> None:
+    x, residual = torch.randn(2, 3, 16).bfloat16(), 100 * torch.randn(2, 3, 16)
+    leaves = [x.requires_grad_(), residual.requires_grad_()]
+    y, h = rms_norm(x, torch.ones(16), 1e-5, residual)
+    assert torch.equal(h, x + residual)
+    torch.testing.assert_close(y, h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt())
+    (y * torch.randn(16)).sum().backward()
+    assert [leaf.grad.dtype for leaf in leaves] == [torch.bfloat16, torch.float32]
+    torch.testing.assert_close(x.grad, residual.grad.bfloat16())
 
 
 def test_layers_left_out_of_fp8_are_merged_in_their_precision() -> None:
