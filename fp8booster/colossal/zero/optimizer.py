@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
+from colossalai.nn.optimizer import DistributedLamb
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from colossalai.zero.low_level._utils import (
     all_gather_into_flat_tensor_nd,
@@ -157,6 +158,8 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
             self.zero_grad()
             return
         self.gathered_weights.wait()  # the optimizer overwrites what they are cast from
+        if isinstance(self.optim, DistributedLamb):
+            self.gathered_weights.restore()  # its trust ratios are of the norms of working weights
         updated = {group_id: self._attach_gradients(group_id) for group_id in range(self.num_param_groups)}
         amaxes = self._step_optimizer(self._divisor())
         for group_id, masters in self._master_param_groups_of_current_rank.items():

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import FP8Config
+from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import CLOSE, batch, gathered, masters, wire
 from tests.plugins.fp8_checks import LAYERS
 from tests.plugins.registry import check, check_each, shared_folder
@@ -32,6 +33,21 @@ def it_trains_bit_for_bit_as_with_16_bits(stage: int) -> None:
         run = alone(stage=stage, max_norm=1.0, fused=fused)
         assert train(beside, steps=4) == train(run, steps=4)
         assert_equal(masters(beside), masters(run))
+
+
+@check
+def an_optimizer_that_reads_the_weights_finds_their_values() -> None:
+    from colossalai.booster import Booster
+    from colossalai.nn.optimizer import Lamb
+
+    runs = []
+    for weights_in_16_bits in (True, False):
+        model = tiny_llama()
+        booster = Booster(plugin=wire(fp8_config=FP8Config(weights_in_16_bits=weights_in_16_bits)))
+        model, optimizer, *_ = booster.boost(model, Lamb(model.parameters(), lr=1e-3))
+        runs.append(Boosted(booster, model.train(), optimizer))
+    assert train(runs[0], steps=3) == train(runs[1], steps=3)
+    assert_equal(*map(masters, runs))
 
 
 @check
