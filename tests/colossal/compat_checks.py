@@ -343,6 +343,17 @@ def _train_fsdp() -> None:
     assert losses[-1] < 0.8 * losses[0], losses
 
 
+def _save_tied_weights() -> None:
+    from colossalai.checkpoint_io.utils import save_state_dict
+    from safetensors.torch import load_file
+
+    weight = nn.Parameter(torch.ones(2, 3))
+    with tempfile.TemporaryDirectory() as folder:
+        save_state_dict({"first": weight, "second": weight}, f"{folder}/a.safetensors", use_safetensors=True)
+        loaded = load_file(f"{folder}/a.safetensors")
+    assert all(torch.equal(loaded[name], weight) for name in ("first", "second"))
+
+
 SYMPTOMS = {
     "streams_have_queues_of_their_own": Symptom(_look_at_connections, "share one queue"),
     "quantized_lora_names_bitsandbytes": Symptom(_quantize_without_bitsandbytes, "NameError"),
@@ -356,6 +367,7 @@ SYMPTOMS = {
     "async_save_without_tensornvme": Symptom(_save_in_background, "AsyncFileWriter"),
     "cpu_memory_is_not_pinned": Symptom(_load_through_pinned_memory, "Cannot access accelerator device"),
     "cpu_optimizer_states_are_not_pinned": Symptom(_gather_optimizer_states, "pin_memory=True requires"),
+    "tied_weights_are_saved_from_the_cpu": Symptom(_save_tied_weights, "share memory"),
     "sharded_checkpoint_keeps_its_config": Symptom(_save_config, "config.json is missing"),
     "bf16_autocasts": Symptom(_train_ddp_in_bf16, "abstract class BF16MixedPrecision"),
     "cpu_autocasts": Symptom(_train_ddp_in_fp16, "context manager protocol"),

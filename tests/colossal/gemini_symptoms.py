@@ -74,6 +74,16 @@ def _accumulate_past_an_overflow() -> None:
     assert not model.chunk_manager.accumulating_grads, "it goes on accumulating"
 
 
+def _load_tied_weights() -> None:
+    _, model, _ = boosted(tiny_llama(tie_word_embeddings=True))
+    state = model.state_dict(only_rank_0=False)
+    embeddings = 2 * state["model.embed_tokens.weight"]
+    tied = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings}
+    model.load_state_dict({**state, **tied})
+    loaded = model.state_dict(only_rank_0=False)["model.embed_tokens.weight"]
+    assert torch.equal(loaded, embeddings)
+
+
 def _accumulate_in_a_gathered_chunk() -> None:
     moments = []
     for micro_batches in (1, 2):
@@ -149,6 +159,7 @@ def _ask_for_capacity() -> None:
 
 
 SYMPTOMS = {
+    "gemini_loads_tied_weights": Symptom(_load_tied_weights, "Unexpected key"),
     "gemini_takes_an_uncompiled_optimizer": Symptom(
         _boost_with_an_uncompiled_optimizer, "You should use an optimizer in the available list"
     ),

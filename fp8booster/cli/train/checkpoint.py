@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,12 +109,14 @@ def save_checkpoint(
     return final
 
 
-def load_checkpoint(checkpoint: Path, tokens: str, engine: Engine, shapes: dict[str, list[int]]) -> State:
+def load_checkpoint(
+    checkpoint: Path, tokens: str, engine: Engine, shapes: dict[str, list[int]], tied: Collection[str]
+) -> State:
     """Set model, masters, optimizer and random state to a checkpoint's; every rank calls it.
 
-    `shapes` are those of the whole model's state dict. With another number of ranks than wrote it, weights and
-    optimizer are spread anew and random states start from the seed. Raises ValueError for a checkpoint of another model
-    or of other data.
+    `shapes` are those of the whole model's state dict, `tied` the further names of a parameter in it. With another
+    number of ranks than wrote it, weights and optimizer are spread anew and random states start from the seed. Raises
+    ValueError for a checkpoint of another model or of other data.
     """
     from fp8booster.colossal.zero.master_weights import load_master_weights
 
@@ -123,7 +126,7 @@ def load_checkpoint(checkpoint: Path, tokens: str, engine: Engine, shapes: dict[
             f"The checkpoint {checkpoint} was trained on other text or with another tokenizer; "
             "resume with the --data, --text-column and --vocabulary it was started with."
         )
-    _check_shapes(checkpoint, shapes)
+    _check_shapes(checkpoint, shapes, tied)
     booster, model, optimizer = engine.booster, engine.model, engine.optimizer
     booster.load_model(model, str(checkpoint / "model"))
     booster.load_optimizer(optimizer, str(checkpoint / "optimizer"))
@@ -147,14 +150,15 @@ def _prune(root: Path, keep: int) -> None:
             shutil.rmtree(old)
 
 
-def _check_shapes(checkpoint: Path, here: dict[str, list[int]]) -> None:
+def _check_shapes(checkpoint: Path, here: dict[str, list[int]], tied: Collection[str]) -> None:
     folder = checkpoint / "model"
     files = set(json.loads((folder / _MODEL_INDEX).read_text())["weight_map"].values())
     saved: dict[str, list[int]] = {}
     for file in files:
         with safe_open(folder / file, framework="pt") as tensors:
             saved.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
-    for name in sorted({*saved, *here}):
+    absent = set(tied) - set(saved)  # plugins that shard models save a tied weight under one name
+    for name in sorted({*saved, *here} - absent):
         if saved.get(name) != here.get(name):
             raise ValueError(
                 f"The checkpoint {checkpoint} is of another shape: {name} is {saved.get(name, 'missing')} there and "

@@ -75,7 +75,9 @@ class Trainer:
         self._step = self._position = 0
         if task.resume is not None:
             self._events.send("status", text=f"loading {task.resume}")
-            state = load_checkpoint(Path(task.resume), task.tokens.identity, self._engine, self._shapes)
+            state = load_checkpoint(
+                Path(task.resume), task.tokens.identity, self._engine, self._shapes, self._tied
+            )
             self._step, self._position = state.step, state.position
         self._log = MetricsLog(task.folder, self._step) if dist.get_rank() == 0 else None
 
@@ -116,6 +118,8 @@ class Trainer:
         )
         self._parameters = sum(parameter.numel() for parameter in network.parameters())
         self._shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
+        names = {name for name, _ in network.named_parameters()}
+        self._tied = {name for name, _ in network.named_parameters(remove_duplicate=False)} - names
         plugin = build_plugin(options, self._task.precision == "fp8", network)
         # One group: ZeRO sends its bucket of gradients whenever the group changes, so a second one for the norms
         # would cut every bucket at every norm.

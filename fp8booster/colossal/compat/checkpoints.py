@@ -79,3 +79,63 @@ def cpu_optimizer_states_are_not_pinned(module: ModuleType, patch: Patch) -> Non
 
     patch.set(optimizer_class, "state_dict", state_dict)
     patch.set(optimizer_class, "state_dict_shard", state_dict_shard)
+
+
+@mend(
+    module="colossalai.checkpoint_io.utils",
+    place="checkpoint_io/utils.py:484-490",
+    needed_when="weights are tied and on the CPU, and are saved with use_safetensors=True",
+)
+def tied_weights_are_saved_from_the_cpu(module: ModuleType, patch: Patch) -> None:
+    """Weights that share memory on the CPU are saved under each of their names, as those of a GPU are.
+
+    Without it: RuntimeError: Some tensors share memory. No longer needed when `save_state_dict` writes two names of one
+    CPU tensor with `use_safetensors=True`.
+    """
+    save_upstream = module.save_state_dict
+
+    @functools.wraps(save_upstream)
+    def save_state_dict(state_dict: dict, checkpoint_file_path: str, use_safetensors: bool) -> None:
+        if use_safetensors:
+            state_dict = _without_shared_memory(state_dict)
+        save_upstream(state_dict, checkpoint_file_path, use_safetensors)
+
+    patch.set_function(module, "save_state_dict", save_state_dict)
+
+
+def _without_shared_memory(state_dict: dict) -> dict:
+    """The same values, where each name but the first of some CPU memory has a copy."""
+    seen: set[int] = set()
+    apart = {}
+    for name, value in state_dict.items():
+        shared = False
+        if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.numel() > 0:
+            memory = value.untyped_storage().data_ptr()
+            shared = memory in seen
+            seen.add(memory)
+        apart[name] = value.detach().clone() if shared else value
+    return apart
+
+
+@mend(
+    module="colossalai.zero.gemini.gemini_ddp",
+    place="zero/gemini/gemini_ddp.py:811-817",
+    needed_when="Gemini loads a checkpoint of a model with tied weights",
+)
+def gemini_loads_tied_weights(module: ModuleType, patch: Patch) -> None:
+    """A checkpoint that has a tied weight under each of its names, as Gemini's own, loads.
+
+    Without it: RuntimeError: Unexpected key(s) in state_dict: "lm_head.weight". No longer needed when
+    `GeminiDDP._load_from_state_dict` takes each name of a parameter.
+    """
+    load_upstream = module.GeminiDDP._load_from_state_dict
+
+    @functools.wraps(load_upstream)
+    def _load_from_state_dict(self, state_dict: dict, *arguments) -> None:
+        names = {name for name, _ in self.module.named_parameters()}
+        tied = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} - names
+        load_upstream(
+            self, {name: value for name, value in state_dict.items() if name not in tied}, *arguments
+        )
+
+    patch.set(module.GeminiDDP, "_load_from_state_dict", _load_from_state_dict)

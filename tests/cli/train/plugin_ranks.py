@@ -38,6 +38,11 @@ DEEP_MODES: dict[str, dict[str, Any]] = {
 }
 """The same with a model of four layers: a stage holds two pieces of it."""
 
+TIED_MODES: dict[str, dict[str, Any]] = {
+    f"{name}, tied": MODES[name] for name in ("low_level_zero", "gemini", "hybrid, TP", "ddp")
+}
+"""The same with a model whose head is its embeddings."""
+
 DEEP = "low_level_zero, deep"
 """What they are compared with, in BF16."""
 
@@ -69,6 +74,9 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
     for name, mode in {**DEEP_MODES, DEEP: MODES["low_level_zero"]}.items():
         modes[name] = {**mode, "model": f"{options.model}-deep"}
 
+    for name, mode in TIED_MODES.items():
+        modes[name] = {**mode, "model": f"{options.model}-tied"}
+
     def train(name: str, precision: str, resume: str | None = None) -> None:
         kind = "resumed" if resume else precision
         out = Path(folder, name, kind)
@@ -92,7 +100,7 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
         gc.collect()
         dist.barrier()
 
-    for name in (*MODES, *DEEP_MODES):
+    for name in (*MODES, *DEEP_MODES, *TIED_MODES):
         train(name, "fp8")
         train(name, "fp8", f"{folder}/{name}/fp8/fp8/checkpoints/step-{SAVED:08d}")
     for name in ("low_level_zero", DEEP, "ddp"):
