@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .models import SIZES, is_folder
+from .models import SIZES, folder_config, is_folder
 from .options import TrainOptions
 
 CPU_PROCESSES = 2
@@ -86,6 +86,4 @@ def cache_folder() -> Path:
 
 
 def _folder_vocabulary(folder: str) -> int:
-    from transformers import AutoConfig
-
-    return min(_FOLDER_VOCABULARY, AutoConfig.from_pretrained(folder, local_files_only=True).vocab_size)
+    return min(_FOLDER_VOCABULARY, folder_config(folder).vocab_size)

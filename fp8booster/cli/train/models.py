@@ -113,12 +113,13 @@ def has_weights(folder: str) -> bool:
 def load_config(model: str, vocabulary: int, sequence: int) -> PretrainedConfig:
     """The config of a size, with embeddings for `vocabulary` tokens, or of a folder.
 
-    Raises ValueError when the folder's model is too small for the vocabulary or the sequence.
+    Raises ValueError when the folder's model is no causal language model, or too small for the vocabulary or the
+    sequence.
     """
-    from transformers import AutoConfig, LlamaConfig
+    from transformers import LlamaConfig
 
     if is_folder(model):
-        config = AutoConfig.from_pretrained(model, local_files_only=True)
+        config = folder_config(model)
         config.use_cache = False
     else:
         size = SIZES[model]
@@ -146,6 +147,39 @@ def load_config(model: str, vocabulary: int, sequence: int) -> PretrainedConfig:
     return config
 
 
+def folder_config(folder: str) -> PretrainedConfig:
+    """The config of a folder in Hugging Face's format.
+
+    Raises ValueError when transformers cannot read it, or knows no decoder for its kind of model.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError):
+        raise ValueError(
+            f"{Path(folder) / 'config.json'} is not a config that transformers knows; it must be JSON with the "
+            "model_type of a causal language model (save it by save_pretrained)."
+        ) from None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+        raise ValueError(
+            f"The model {folder} is of the type {config.model_type}; give a causal language model, as llama or "
+            "qwen2."
+        )
+    return config
+
+
+def require_divisible_heads(config: PretrainedConfig, ranks: int, flag: str) -> None:
+    """Raise ValueError where `ranks`, which `flag` gives, cannot divide the attention heads among them."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads is not None and heads % ranks:
+            raise ValueError(
+                f"The model has {heads} {name.removeprefix('num_').replace('_', ' ')}, which {flag} {ranks} cannot "
+                f"divide; give another {flag}."
+            )
+
+
 def build_model(
     model: str,
     config: PretrainedConfig,
@@ -156,13 +190,28 @@ def build_model(
     """The model on `device`, in training mode: weights from the folder if it holds any, else at random.
 
     The random weights follow torch's seed on that kind of device, so equal seeds give equal weights on all ranks.
+    Raises ValueError when the folder's weights cannot be read, or do not fit its config.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     if is_folder(model) and has_weights(model):
-        network = AutoModelForCausalLM.from_pretrained(
-            model, config=config, torch_dtype=dtype, attn_implementation="sdpa", local_files_only=True
-        ).to(device)
+        try:
+            network = AutoModelForCausalLM.from_pretrained(
+                model, config=config, torch_dtype=dtype, attn_implementation="sdpa", local_files_only=True
+            )
+        except SafetensorError as error:
+            raise ValueError(
+                f"The weights in {model} cannot be read ({error}); copy or save them again."
+            ) from None
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):
+                raise
+            raise ValueError(
+                f"The weights in {model} do not fit its config.json ({str(error).splitlines()[-1].strip()}); save both "
+                "again, together."
+            ) from None
+        network = network.to(device)
     else:
         with device:
             network = AutoModelForCausalLM.from_config(config, torch_dtype=dtype, attn_implementation="sdpa")

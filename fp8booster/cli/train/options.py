@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -130,8 +131,16 @@ def _at_least(least: float) -> tuple[Callable[[Any], bool], str]:
     return lambda value: value >= least, f"at least {least}"
 
 
-def _above(limit: float) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value > limit, f"above {limit}"
+def _finite(least: float, itself: bool) -> tuple[Callable[[Any], bool], str]:
+    """From `least` on, with or without it `itself`."""
+    return (
+        lambda value: math.isfinite(value) and (value >= least if itself else value > least),
+        f"finite and {'at least' if itself else 'above'} {least}",
+    )
+
+
+def _within(least: int, most: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: least <= value <= most, f"from {least} to {most}"
 
 
 def _one_of(allowed: Any) -> tuple[Callable[[Any], bool], str]:
@@ -146,12 +155,13 @@ _RULES = [
     ("accumulate", *_at_least(1)),
     ("sequence", *_at_least(2)),
     ("vocabulary", *_at_least(272)),
-    ("lr", *_above(0)),
-    ("min_lr", *_at_least(0)),
+    ("lr", *_finite(0, itself=False)),
+    ("min_lr", *_finite(0, itself=True)),
     ("warmup", *_at_least(0)),
     ("decay", *_at_least(1)),
-    ("weight_decay", *_at_least(0)),
+    ("weight_decay", *_finite(0, itself=True)),
     ("max_norm", *_at_least(0)),
+    ("seed", *_within(0, 2**32 - 1)),  # what NumPy takes
     ("nproc", *_at_least(1)),
     ("save", *_at_least(0)),
     ("keep", *_at_least(0)),

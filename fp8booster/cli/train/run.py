@@ -18,6 +18,7 @@ from fp8booster.cli.instructions import avoid_trapping_instructions
 from .checkpoint import read_state
 from .defaults import resolve
 from .launch import Interrupts, is_launched, is_main, ranks, run_workers
+from .models import is_folder, load_config, require_divisible_heads
 from .options import PRECISIONS, TrainOptions
 from .plot import plot_losses
 from .plugins import check_plugin
@@ -78,6 +79,7 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str) -> in
     finally:
         display.end()
     options.layout(ranks(options)).require(tokens.count)
+    _check_model(options, tokens.vocabulary)
     if is_main():
         write_run_file(options, {"command": command, **machine()})
 
@@ -99,6 +101,16 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str) -> in
     if is_main():
         _sum_up(options, command, tokens)
     return 0
+
+
+def _check_model(options: TrainOptions, vocabulary: int) -> None:
+    """Raise ValueError for a model that does not go with the tokenizer, the sequence or the ranks that share it."""
+    if not is_folder(options.model):
+        vocabulary = options.vocabulary
+    config = load_config(options.model, vocabulary, options.sequence)
+    require_divisible_heads(config, options.tp, "--tp")
+    if options.sp_mode == "all_to_all":
+        require_divisible_heads(config, options.sp, "--sp")
 
 
 def _changed(options: TrainOptions, given: dict[str, Any]) -> TrainOptions:

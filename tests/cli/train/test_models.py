@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
-from fp8booster.cli.train.models import SIZES, build_model, is_folder, load_config
+from fp8booster.cli.train.models import SIZES, build_model, is_folder, load_config, require_divisible_heads
 
 
 @pytest.mark.parametrize(
@@ -55,3 +58,42 @@ def test_what_does_not_fit_is_told(tmp_path):
         load_config(str(tmp_path), 5000, 64)
     with pytest.raises(ValueError, match="--sequence is 9999"):
         load_config(str(tmp_path), 300, 9999)
+
+
+def test_a_config_that_is_no_causal_language_model_is_told(tmp_path):
+    from transformers import T5Config
+
+    for text in ("{nope", "{}", json.dumps({"model_type": "no-such-model"})):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ValueError, match=r"config\.json is not a config that transformers knows") as told:
+            load_config(str(tmp_path), 300, 64)
+        assert len(str(told.value)) < 300
+    T5Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is of the type t5; give a causal language model"):
+        load_config(str(tmp_path), 300, 64)
+
+
+def test_weights_that_cannot_be_loaded_are_told(tmp_path):
+    config = load_config("tiny", 300, 64)
+    build_model("tiny", config, torch.device("cpu"), checkpointing=False).save_pretrained(tmp_path)
+
+    def build():
+        folder = str(tmp_path)
+        return build_model(folder, load_config(folder, 300, 64), torch.device("cpu"), checkpointing=False)
+
+    config.intermediate_size = 512
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"do not fit its config\.json \(size mismatch"):
+        build()
+    weights = Path(tmp_path, "model.safetensors")
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"The weights in .* cannot be read"):
+        build()
+
+
+def test_heads_that_ranks_cannot_divide_are_told():
+    require_divisible_heads(load_config("1b", 32000, 64), 4, "--tp")
+    with pytest.raises(
+        ValueError, match="has 4 key value heads, which --tp 8 cannot divide; give another --tp"
+    ):
+        require_divisible_heads(load_config("1b", 32000, 64), 8, "--tp")
