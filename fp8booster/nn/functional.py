@@ -91,7 +91,7 @@ class _Linear(torch.autograd.Function):
             fast_accumulation=config.fast_accumulation_fprop,
             emulate=config.emulate,
         )
-        y = _crop(y, prod(shape[:-1]), outputs).view(*shape[:-1], outputs)
+        y = own_shape(_crop(y, prod(shape[:-1]), outputs), (*shape[:-1], outputs))
         return y if exchange is None else exchange.output(y)
 
     @staticmethod
@@ -179,6 +179,14 @@ def _wgrad(
 def _crop(padded: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """The first rows and columns, contiguous as callers of F.linear expect it."""
     return padded if padded.shape == (rows, columns) else padded[:rows, :columns].contiguous()
+
+
+def own_shape(made: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor just made, which nothing else holds, in another shape, and no view for autograd.
+
+    torch refuses to change a view in place that a custom function gave, as `nn.ReLU(inplace=True)` does after a layer.
+    """
+    return made if made.shape == shape else torch.ops.aten._unsafe_view.default(made, shape)
 
 
 def check_operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

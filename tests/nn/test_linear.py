@@ -120,6 +120,19 @@ def test_it_runs_without_gradients(mode, training, device) -> None:
         assert torch.equal(layer(hidden), layer.bias.expand(24, 32))
 
 
+@pytest.mark.parametrize("shape", [(16, 48), (2, 8, 48), (24, 48), (48,)])
+def test_its_output_may_be_changed_in_place(shape, device) -> None:
+    layer, _ = layer_and_input(device)
+    x = torch.randn(shape, dtype=BF16, device=device, requires_grad=True)
+    torch.relu(2 * layer(x)).sum().backward()
+    expected, x.grad = x.grad, None
+    y = layer(x)
+    y *= 2
+    y.relu_()
+    y.sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
 def test_it_trains_after_a_forward_in_inference_mode(device) -> None:
     layer, x = layer_and_input(device)
     with torch.inference_mode():

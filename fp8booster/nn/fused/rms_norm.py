@@ -7,6 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8booster.kernels import rms_norm as kernel
 from fp8booster.nn.delivered_amax import deliver_amax
+from fp8booster.nn.functional import own_shape
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -24,7 +25,9 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(h, weight, inverse_rms)
         ctx.set_materialize_grads(False)
         ctx.has_residual = residual is not None
-        return deliver_amax(y.view(x.shape), amax), x.view_as(x) if residual is None else h.view(x.shape)
+        return deliver_amax(own_shape(y, x.shape), amax), x.view_as(x) if residual is None else h.view(
+            x.shape
+        )
 
     @staticmethod
     @once_differentiable

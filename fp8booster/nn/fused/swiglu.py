@@ -7,6 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8booster.kernels import swiglu as kernel
 from fp8booster.nn.delivered_amax import deliver_amax
+from fp8booster.nn.functional import own_shape
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -15,7 +16,7 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate_up)
         features = gate_up.shape[-1] // 2
         y, amax = kernel.swiglu(*_halves(gate_up))
-        return deliver_amax(y.view(*gate_up.shape[:-1], features), amax)
+        return deliver_amax(own_shape(y, (*gate_up.shape[:-1], features)), amax)
 
     @staticmethod
     @once_differentiable

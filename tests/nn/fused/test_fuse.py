@@ -6,10 +6,12 @@ import copy
 import io
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.nn.fused import fused_summary, use_fused_loss
@@ -251,6 +253,33 @@ def test_evaluation_autocast_and_frozen_layers() -> None:
     model.eval(), exact.eval()
     with torch.no_grad():
         torch.testing.assert_close(model(batch()).logits, exact(batch()).logits)
+
+
+def keep_products(_: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    kept = operator in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_selective_checkpointing_may_keep_what_products_gave(in_fp8: bool) -> None:
+    model = fused(in_fp8)
+    loss, right = step(model)
+    for layer in model.model.layers:
+        layer.forward = partial(
+            checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            context_fn=partial(create_selective_checkpoint_contexts, keep_products),
+        )
+    again, gradients = step(model)
+    assert again == loss
+    assert all(torch.equal(gradients[name], gradient) for name, gradient in right.items())
+
+
+def test_a_fused_norm_gives_what_may_be_changed_in_place() -> None:
+    norm = fused(False).model.norm
+    norm(torch.randn(2, 3, 64).bfloat16()).mul_(2).sum().backward()
+    assert norm.weight.grad.any()
 
 
 def test_under_autocast_what_blocks_add_to_keeps_its_precision() -> None:
