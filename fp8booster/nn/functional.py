@@ -182,11 +182,11 @@ def _crop(padded: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def own_shape(made: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor just made, which nothing else holds, in another shape, and no view for autograd.
+    """A tensor just made, which nothing else holds, in a shape of the same size, and no view for autograd.
 
     torch refuses to change a view in place that a custom function gave, as `nn.ReLU(inplace=True)` does after a layer.
     """
-    return made if made.shape == shape else torch.ops.aten._unsafe_view.default(made, shape)
+    return torch.ops.aten._unsafe_view.default(made, shape)
 
 
 def check_operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
