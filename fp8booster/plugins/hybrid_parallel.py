@@ -21,6 +21,7 @@ from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
 from fp8booster.colossal.hybrid.optimizer import FP8HybridParallelAMPOptimizer, FP8HybridParallelZeroOptimizer
 from fp8booster.colossal.pipeline import compress_pipeline
 from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, fuse_sharded
+from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import make_parameters_plain, wait_before_forward
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config
@@ -118,6 +119,8 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
             wait_before_forward(boosted_model.module)
         if self.sends_fp8:
             self.compress_gradients(boosted_model, boosted_optimizer)
+        if isinstance(boosted_optimizer, LowLevelZeroOptimizer):
+            keep_one_order(boosted_optimizer, boosted_model.unwrap(unwrap_peft=False))
         self.logger.info(
             f"{report(boosted_model).summary()}{fused}; {self.wire(boosted_optimizer)}", ranks=[0]
         )

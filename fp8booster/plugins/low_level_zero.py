@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import wait_before_forward
 from fp8booster.colossal.zero.model import FP8ZeroModel
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
@@ -100,6 +101,8 @@ class LowLevelZeroPlugin(NativeLowLevelZeroPlugin):
                 boosted_optimizer, boosted_model.module, self.fp8_config.gradient_scaling
             )
             FP8ZeroModel.take_over(boosted_model, boosted_optimizer)
+        if boosted_optimizer is not None:
+            keep_one_order(boosted_optimizer, boosted_model.module)
         self.logger.info(
             f"{report(boosted_model).summary()}{fused}; {self._wire(boosted_optimizer)}", ranks=[0]
         )

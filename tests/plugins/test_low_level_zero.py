@@ -9,7 +9,7 @@ from tests.plugins.registry import names, run_checks
 
 MODULES = [
     f"tests.plugins.{role}_checks"
-    for role in ("native", "fp8", "fused", "census", "lora", "checkpoint", "convergence")
+    for role in ("native", "fp8", "fused", "order", "census", "lora", "checkpoint", "convergence")
 ]
 
 

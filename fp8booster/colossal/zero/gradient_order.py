@@ -1,0 +1,86 @@
+"""One order on all ranks in which gradients enter ZeRO's buckets.
+
+ZeRO fills its buckets as backward makes gradients, and what lies in one place of a bucket is added up over the ranks.
+Whether layers such as q, k and v run as one product is chosen by a batch's number of tokens (`nn.choice`), of which
+ranks may have different ones; and as one product they give their gradients in another order than one by one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from colossalai.zero.low_level import LowLevelZeroOptimizer
+from torch import nn
+
+from fp8booster.nn.fused.merged import merged_layers
+
+
+def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:
+    """Let the gradients of layers that may run as one product enter the buckets together, in the order of the layers.
+
+    Args:
+        optimizer: made by a plugin; changes its class in place.
+        model: what it trains, its layers converted and fused.
+    """
+    sets = _sets(model)
+    if sets:
+        optimizer.__class__ = _ordered(type(optimizer))
+        optimizer._sets = sets
+        optimizer._set_of = {id(each): number for number, members in enumerate(sets) for each in members}
+        optimizer._arrived = {}
+        optimizer._holds_back = True
+
+
+def _sets(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The trained parameters of layers that may run as one product."""
+    sets, taken = [], set()
+    for merged in merged_layers(model):
+        found = (each for layer in merged.layers for each in layer.parameters(recurse=False))
+        members = [each for each in found if each.requires_grad and id(each) not in taken]
+        taken.update(map(id, members))
+        if len(members) > 1:
+            sets.append(members)
+    return sets
+
+
+@functools.cache
+def _ordered(native: type[LowLevelZeroOptimizer]) -> type[LowLevelZeroOptimizer]:
+    return type(native.__name__, (_InOneOrder, native), {})
+
+
+class _InOneOrder(LowLevelZeroOptimizer):
+    """Mixin before a ZeRO optimizer, which holds gradients back until those of their set are there."""
+
+    def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
+        number = self._set_of.get(id(param)) if self._holds_back else None
+        if number is None:
+            super()._add_to_bucket(param, group_id)
+            return
+        arrived = self._arrived.setdefault(number, {})
+        arrived[id(param)] = group_id
+        if len(arrived) == len(self._sets[number]):
+            self._release(number)
+
+    def _release(self, number: int) -> None:
+        arrived = self._arrived.pop(number)
+        for each in self._sets[number]:
+            if id(each) in arrived:
+                super()._add_to_bucket(each, arrived[id(each)])
+
+    def _reduce_grad(self, partition_grad: bool) -> None:
+        """As it is, behind sets of which some parameters got no gradient."""
+        for number in sorted(self._arrived):
+            self._release(number)
+        self._holds_back = False  # what is left comes in the order of the parameters
+        try:
+            super()._reduce_grad(partition_grad)
+        finally:
+            self._holds_back = True
+
+    def _sync_grad(self) -> None:
+        """As it is; pipelines call it by itself."""
+        before, self._holds_back = self._holds_back, False
+        try:
+            super()._sync_grad()
+        finally:
+            self._holds_back = before
