@@ -8,6 +8,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from fp8booster import FP8Config
 from fp8booster.nn import choice
 from tests.colossal.models import tiny_llama, token_batch
 from tests.plugins import hybrid_runs
@@ -20,6 +21,11 @@ LENGTHS = (16, 64)
 CASES: dict[str, dict[str, Any]] = {
     "ZeRO 1": {"stage": 1},
     "ZeRO 2, in 16 bits": {"stage": 2, "fp8_communication": False},
+    "ZeRO 2, in 16 bits, unfused": {
+        "stage": 2,
+        "fp8_communication": False,
+        "fp8_config": FP8Config(fused=False),
+    },
     "hybrid, ZeRO 1": {"zero_stage": 1},
     "hybrid, ZeRO 1 beside backward, in 16 bits": {
         "zero_stage": 1,

@@ -1,8 +1,9 @@
 """One order on all ranks in which gradients enter ZeRO's buckets.
 
 ZeRO fills its buckets as backward makes gradients, and what lies in one place of a bucket is added up over the ranks.
-Whether layers such as q, k and v run as one product is chosen by a batch's number of tokens (`nn.choice`), of which
-ranks may have different ones; and as one product they give their gradients in another order than one by one.
+Whether layers run in FP8, and those such as q, k and v as one product, is chosen by a batch's number of tokens
+(`nn.choice`), of which ranks may have different ones. As one product they give their gradients in another order than
+one by one, and in FP8 a layer gives weight and bias in another order than in 16 bits.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
 from fp8booster.nn.fused.merged import merged_layers
+from fp8booster.nn.layer import FP8Layer
 
 
 def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:
-    """Let the gradients of layers that may run as one product enter the buckets together, in the order of the layers.
+    """Let gradients whose order a rank's batch may change enter the buckets together, in the order of their layers.
 
     Args:
         optimizer: made by a plugin; changes its class in place.
@@ -32,10 +34,12 @@ def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:
 
 
 def _sets(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The trained parameters of layers that may run as one product."""
+    """The trained parameters of layers that may run as one product, and weight and bias of each other FP8 layer."""
+    by_layer = [merged.layers for merged in merged_layers(model)]
+    by_layer += [(module,) for module in model.modules() if isinstance(module, FP8Layer)]
     sets, taken = [], set()
-    for merged in merged_layers(model):
-        found = (each for layer in merged.layers for each in layer.parameters(recurse=False))
+    for layers in by_layer:
+        found = (each for layer in layers for each in layer.parameters(recurse=False))
         members = [each for each in found if each.requires_grad and id(each) not in taken]
         taken.update(map(id, members))
         if len(members) > 1:
