@@ -9,8 +9,8 @@ at a time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from types import MethodType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ class HybridAdam(Optimizer):
 
     num_fp32_shards_per_param = 4
     """Weight, gradient and two moments: what Gemini counts when it looks whether masters fit on the GPU."""
+
+    amaxes: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
+    """Of each parameter that the last step updated in one pass, the largest magnitude of its new values: float32 []."""
 
     def __init__(
         self,
@@ -120,9 +123,10 @@ class HybridAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.amaxes = amaxes = {}
         for group in self.param_groups:
             for parameters in self._batches(group):
-                self._update(parameters, group, div_scale)
+                amaxes.update(self._update(parameters, group, div_scale))
         return loss
 
     def _batches(self, group: dict[str, Any]) -> Iterator[list[torch.nn.Parameter]]:
@@ -158,8 +162,8 @@ class HybridAdam(Optimizer):
 
     def _update(
         self, parameters: list[torch.nn.Parameter], group: dict[str, Any], div_scale: float | torch.Tensor
-    ) -> None:
-        """Update parameters of one device and dtype."""
+    ) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Update parameters of one device and dtype; the amaxes of their new values, where these are known."""
         device = parameters[0].device
         amsgrad = group.get("amsgrad", False)
         states = [self._state_of(parameter, amsgrad) for parameter in parameters]
@@ -184,10 +188,10 @@ class HybridAdam(Optimizer):
         )
         rates = Rates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
         if _in_one_pass(group, parameters[0]):
-            update(shards, rates, divisor)
-            return
+            return dict(zip(parameters, update(shards, rates, divisor).unbind(), strict=True))
         largest = [state["max_exp_avg_sq"] for state in states] if amsgrad else []
         update_by_torch(shards, rates, divisor, largest, group.get("maximize", False))
+        return {}
 
 
 def _in_one_pass(group: dict[str, Any], parameter: torch.nn.Parameter) -> bool:

@@ -26,7 +26,7 @@ def why_not(optimizer: Optimizer) -> str | None:
     """
     if type(optimizer) not in (Adam, AdamW):
         return f"{type(optimizer).__name__} is not torch's Adam or AdamW"
-    if _has_hooks(optimizer):
+    if has_hooks(optimizer):
         return "hooks are called before or after its step"
     for group in optimizer.param_groups:
         if not (group["fused"] or _left_to_torch(group)):
@@ -45,7 +45,7 @@ def _left_to_torch(group: dict[str, Any]) -> bool:
     return not chosen and all(parameter.is_cuda for parameter in group["params"])
 
 
-def _has_hooks(optimizer: Optimizer) -> bool:
+def has_hooks(optimizer: Optimizer) -> bool:
     """Whether anybody is called before or after a step but those who only count steps."""
     hooks = chain.from_iterable(
         registered.values()

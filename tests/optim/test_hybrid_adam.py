@@ -179,6 +179,22 @@ def test_shards_that_share_a_call_change_nothing(device, monkeypatch) -> None:
         assert all(map(torch.equal, runs[0], others))
 
 
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_amaxes_are_told_of_what_one_pass_updated(amsgrad, device, monkeypatch) -> None:
+    parameters = shards(device)
+    optimizer = HybridAdam(parameters, amsgrad=amsgrad)
+    assert not optimizer.amaxes
+    if device.type == "cpu" and not amsgrad:
+        monkeypatch.setattr(hybrid_adam, "_in_one_pass", lambda group, parameter: True)
+    train(optimizer, parameters)
+    told = [] if amsgrad else parameters
+    assert list(optimizer.amaxes) == told
+    for parameter in told:
+        assert optimizer.amaxes[parameter] == parameter.abs().max()
+    optimizer.step()  # without gradients
+    assert not optimizer.amaxes
+
+
 def test_groups_keep_their_own_settings(device) -> None:
     fast, slow = (nn.Parameter(torch.ones(4, device=device)) for _ in range(2))
     optimizer = HybridAdam([{"params": [fast]}, {"params": [slow], "lr": torch.tensor(0.0)}], lr=0.1)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config, comm, report
+from fp8booster.comm.amax import agree_on_amax
 from fp8booster.monitor.traffic import bytes_sent, count_traffic
+from fp8booster.optim import hybrid_adam
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import Layers, batch, features
 from tests.plugins.census_checks import products
@@ -25,7 +28,7 @@ from tests.plugins.gemini_runs import (
     wire,
 )
 from tests.plugins.registry import check, check_each
-from tests.plugins.training import train
+from tests.plugins.training import rank_batches, train
 
 
 @check
@@ -99,6 +102,36 @@ def a_weight_is_the_cast_of_its_whole_master(option: str) -> None:
     for _ in range(2):
         assert_are_casts_of_masters(run, power_of_two="power_of_two" in formats)
         train(run, steps=1)
+
+
+@check_each("defaults", "kept gathered")
+def casts_take_the_amax_that_the_optimizer_tells(option: str) -> None:
+    """As it does on a GPU; one with hooks, which may change the masters, tells none."""
+    from fp8booster.colossal.gemini import masters as gemini_masters
+
+    batches = rank_batches(4)
+    plain = boost(wire(max_norm=1e-3, **OPTIONS[option]))
+    expected = [plain.step(batch) for batch in batches]
+    known = []
+
+    def observed(shards: Any, group: Any, amaxes: Any) -> torch.Tensor:
+        known.append([amax is not None for amax in amaxes])
+        assert [amax is not None for amax in amaxes] == [told and shard.numel() > 0 for shard in shards]
+        return agree_on_amax(shards, group, amaxes)
+
+    with (
+        mock.patch.object(hybrid_adam, "_in_one_pass", return_value=True),
+        mock.patch.object(gemini_masters, "agree_on_amax", observed),
+    ):
+        told = False
+        run = boost(wire(max_norm=1e-3, **OPTIONS[option]))
+        told = True
+        found = [run.step(batch) for batch in batches[:2]]
+        told = False
+        run.optimizer.unwrap().register_step_post_hook(lambda *_: None)
+        found += [run.step(batch) for batch in batches[2:]]
+    assert [any(of_step) for of_step in known] == [False, True, True, False, False]
+    assert found == expected
 
 
 @check

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -16,6 +16,10 @@ from fp8booster.kernels.shard_cast import cast_shard
 
 NAME = "amax of weights"
 """The row of `fp8booster.comm.statistics` for the reductions that scales come from."""
+
+
+Part = tuple[FP8Chunk, int]
+"""This rank's part of a weight's master, by the chunk of the weight and the place in its payload where it begins."""
 
 
 class _Run(NamedTuple):
@@ -51,13 +55,17 @@ class Masters:
         self._runs = [_runs(chunk.scale_of, own) for chunk, own in zip(chunks, self._ranges, strict=True)]
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def publish(self, known: Mapping[Part, torch.Tensor] | None = None) -> None:
         """Cast the masters into their chunks, each weight by the scale of its whole master; every rank calls it.
 
         Weights that share a scale are cast by the smallest of theirs.
 
         A shard is cast where it lies. A master that lies on the host goes to a shard on the GPU in FP32, and is cast
         there.
+
+        Args:
+            known: the largest magnitude of parts of these masters as they are now, float32 [] on the GPU. Others are
+                read for theirs.
         """
         if not self._chunks:
             return
@@ -69,7 +77,12 @@ class Masters:
             for payload, ranges in zip(payloads, self._ranges, strict=True)
             for begin, end in ranges
         ]
-        amaxes = agree_on_amax(_on(device, parts), group)
+        amaxes_known = [
+            (known or {}).get((chunk, begin)) if begin < end else None
+            for chunk, ranges in zip(self._chunks, self._ranges, strict=True)
+            for begin, end in ranges
+        ]
+        amaxes = agree_on_amax(_on(device, parts), group, amaxes_known)
         if ranks > 1:
             count_plain(NAME, ranks, amaxes.nbytes, "FP32, one for each weight", "all_reduce")
         if self._first is not None:

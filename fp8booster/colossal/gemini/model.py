@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from fp8booster.colossal.gemini.gradients import keep_gradient, sum_partial_grad
 from fp8booster.colossal.gemini.groups import GroupedChunkManager, Plan
 from fp8booster.colossal.gemini.hook import FP8GeminiHook
 from fp8booster.colossal.gemini.layers import gather_for_layers
-from fp8booster.colossal.gemini.masters import Masters
+from fp8booster.colossal.gemini.masters import Masters, Part
 from fp8booster.colossal.gemini.quiet_logger import QuietLogger
 from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
@@ -95,9 +95,9 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         self._masters = Masters(self.fp8_chunks)
         self.publish_masters()
 
-    def publish_masters(self) -> None:
-        """Cast all FP8 weights from their masters; every rank calls it."""
-        self._masters.publish()
+    def publish_masters(self, known: Mapping[Part, torch.Tensor] | None = None) -> None:
+        """Cast all FP8 weights from their masters; every rank calls it. `known` as in `Masters.publish`."""
+        self._masters.publish(known)
 
     def count_weights(self) -> tuple[int, int]:
         """(weights that travel in FP8, all trained parameters)."""

@@ -11,9 +11,11 @@ from colossalai.accelerator import get_accelerator
 from colossalai.zero.gemini import GeminiOptimizer
 
 from fp8booster.colossal.gemini.gradients import gradient_chunk
+from fp8booster.colossal.gemini.masters import Part
 from fp8booster.colossal.gemini.model import FP8GeminiDDP
 from fp8booster.optim import HybridAdam
 from fp8booster.optim.clipping import clipping_divisor
+from fp8booster.optim.one_pass import has_hooks
 
 
 class FP8GeminiOptimizer(GeminiOptimizer):
@@ -43,7 +45,19 @@ class FP8GeminiOptimizer(GeminiOptimizer):
                 shard.data = nothing[device]
         for chunk in self.chunk16_set:
             chunk.optim_update()
-        self.module.publish_masters()
+        self.module.publish_masters(self._known_amaxes())
+
+    def _known_amaxes(self) -> dict[Part, torch.Tensor]:
+        """The amaxes that the optimizer found as it wrote the masters, once: a step that is skipped finds none."""
+        if type(self.optim) is not HybridAdam:
+            return {}
+        amaxes, self.optim.amaxes = self.optim.amaxes, {}
+        if has_hooks(self.optim):  # which may have changed the masters since
+            return {}
+        return {
+            (self.param_to_chunk16[shard], self.param_to_range[shard][0]): amax
+            for shard, amax in amaxes.items()
+        }
 
     def _maybe_move_fp32_params(self) -> None:
         super()._maybe_move_fp32_params()
