@@ -42,7 +42,12 @@ def cross_entropy(
     if runs_triton(logits):
         from fp8booster.kernels.cross_entropy_triton import cross_entropy_triton  # Triton is needed only here
 
-        return cross_entropy_triton(logits, targets, ignore_index=ignore_index, factor=factor)
+        results = cross_entropy_triton(logits, targets, ignore_index=ignore_index, factor=factor)
+        if factor is not None:
+            torch.autograd.graph.increment_version(
+                logits
+            )  # whoever holds them, as a checkpoint may, can tell
+        return results
     return cross_entropy_reference(logits, targets, ignore_index=ignore_index, factor=factor), None
 
 
@@ -127,7 +132,9 @@ def write_gradient(
         # Triton is needed only here
         from fp8booster.kernels.cross_entropy_triton import write_gradient_triton
 
-        return write_gradient_triton(logits, targets, logsumexp, ignore_index=ignore_index, factor=factor)
+        amax = write_gradient_triton(logits, targets, logsumexp, ignore_index=ignore_index, factor=factor)
+        torch.autograd.graph.increment_version(logits)
+        return amax
     write_gradient_reference(logits, targets, logsumexp, ignore_index=ignore_index, factor=factor)
     return None
 

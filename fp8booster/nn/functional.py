@@ -27,6 +27,7 @@ from fp8booster.kernels.product import product
 from fp8booster.nn.delivered_amax import delivered_amax
 from fp8booster.nn.exchange import Exchange
 from fp8booster.nn.late_transpose import transposed_in_backward
+from fp8booster.nn.own_product import own_product
 from fp8booster.tensor import QuantizedMatrix, quantize
 
 DEFAULT_CONFIG = FP8Config()
@@ -92,7 +93,7 @@ class _Linear(torch.autograd.Function):
             emulate=config.emulate,
         )
         y = own_shape(_crop(y, prod(shape[:-1]), outputs), (*shape[:-1], outputs))
-        return y if exchange is None else exchange.output(y)
+        return y if exchange is None else exchange.output(own_product(y))
 
     @staticmethod
     @once_differentiable

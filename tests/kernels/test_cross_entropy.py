@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from fp8booster import formats
+from fp8booster.kernels import cross_entropy as cross_entropy_module
 from fp8booster.kernels.cross_entropy import (
     cross_entropy,
     cross_entropy_reference,
@@ -179,6 +181,23 @@ def written_gradient_differs(
             yield f"{tuple(empty.shape)}"
 
 
+def writing_is_not_counted() -> Iterator[str]:
+    """Which entries write over logits without a change of the version that torch counts, on a GPU as on a CPU."""
+    targets, factor = torch.zeros(3, dtype=torch.int64), torch.ones(())
+    calls = {
+        "cross_entropy": lambda logits: cross_entropy(logits, targets, ignore_index=IGNORED, factor=factor),
+        "write_gradient": lambda logits: write_gradient(
+            logits, targets, torch.ones(3), ignore_index=IGNORED, factor=factor
+        ),
+    }
+    with mock.patch.object(cross_entropy_module, "runs_triton", return_value=True):
+        for name, call in calls.items():
+            logits = torch.randn(3, 20)
+            call(logits)
+            if logits._version == 0:
+                yield f"{name} is not counted"
+
+
 def multiplication_differs(device: torch.device, sizes: list[int]) -> Iterator[str]:
     """The same for the multiplication by one number."""
     from fp8booster.kernels.multiply_triton import multiply_triton_
@@ -206,6 +225,7 @@ def what_differs() -> list[str]:
         *logsumexp_differs(device, SHAPES, every=False),
         *written_gradient_differs(device, SHAPES, every=False),
         *multiplication_differs(device, [0, 1, 4096, 40000]),
+        *writing_is_not_counted(),
     ]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from fp8booster import FP8Config, comm, fp8_linear
 from fp8booster.monitor.traffic import count_traffic
@@ -20,7 +20,7 @@ from fp8booster.nn.delivered_amax import deliver_amax
 from fp8booster.nn.functional import Defer, linear_from_quantized, quantize_input, quantize_weight
 from fp8booster.nn.parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
 from tests.nn.rank_registry import check
-from tests.nn.reference import signal_to_noise
+from tests.nn.reference import products_kept, signal_to_noise
 
 INPUTS, OUTPUTS = 96, 64
 SHAPES = ((4, 16), (1, 24), (3, 10))
@@ -139,6 +139,26 @@ def row_parallel_layers_compute_what_one_layer_does() -> None:
         assert_near(y, found[0], WIRE_DB if wire else SUMS_DB)
         assert_near(part(dx, -1), found[1], SUMS_DB)
         assert_near(part(dw, 1), found[2], SUMS_DB)
+
+
+@check
+def a_checkpoint_may_keep_products_that_are_summed_over_ranks() -> None:
+    whole, gradients = Whole.of(SHAPES[0]), []
+    x, w, config = part(whole.x, -1), part(whole.w, 1), CONFIGS[0]
+    exchange = RowParallel(dist.group.WORLD)
+    for context in (noop_context_fn, products_kept):
+        leaf = x.clone().requires_grad_()
+
+        def block(leaf: torch.Tensor) -> torch.Tensor:
+            quantized = (
+                exchange.input(leaf, config, transposed=False),
+                quantize_weight(w, config, transposed=True),
+            )
+            return linear_from_quantized(leaf, w, None, *quantized, config, exchange=exchange).sin()
+
+        checkpoint(block, leaf, use_reentrant=False, context_fn=context).backward(whole.dy)
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
 
 
 @check

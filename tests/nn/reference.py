@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -95,3 +96,13 @@ def count_calls(monkeypatch, owner: object, name: str) -> list:
 
     monkeypatch.setattr(owner, name, recording)
     return calls
+
+
+def products_kept() -> tuple:
+    """The contexts of a checkpoint that keeps what products gave."""
+
+    def policy(_: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+        kept = operator in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)

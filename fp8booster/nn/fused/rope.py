@@ -7,6 +7,7 @@ from torch.autograd.function import once_differentiable
 
 from fp8booster.kernels import rope as kernel
 from fp8booster.nn.delivered_amax import deliver_amax
+from fp8booster.nn.own_product import own_product
 
 
 class _SplitAndRotate(torch.autograd.Function):
@@ -20,11 +21,7 @@ class _SplitAndRotate(torch.autograd.Function):
         key_heads: int,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
-        if torch._C._len_torch_dispatch_stack():
-            qkv = (
-                qkv.clone()
-            )  # a mode may hold what products gave, as selective checkpointing does for its recomputation
-        heads = qkv.view(*qkv.shape[:2], query_heads + 2 * key_heads, -1)
+        heads = own_product(qkv).view(*qkv.shape[:2], query_heads + 2 * key_heads, -1)
         # in place: nothing that made qkv reads it again
         kernel.rotate(heads, cos, sin, query_heads + key_heads)
         return heads.split([query_heads, key_heads, key_heads], 2)

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.nn.fused import fused_summary, use_fused_loss
@@ -19,6 +19,7 @@ from fp8booster.nn.fused.merged_linear import merged_linears
 from fp8booster.nn.fused.rms_norm import rms_norm
 from tests.nn.fused.models import FAMILIES, batch, build
 from tests.nn.fused.test_decoder import sqnr, step
+from tests.nn.reference import products_kept
 from tests.plugins.census_checks import Census, products
 
 WHOLE = "2 decoder layers fused, loss over chunks of logits"
@@ -255,22 +256,12 @@ def test_evaluation_autocast_and_frozen_layers() -> None:
         torch.testing.assert_close(model(batch()).logits, exact(batch()).logits)
 
 
-def keep_products(_: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
-    kept = operator in (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 @pytest.mark.parametrize("in_fp8", [False, True])
 def test_selective_checkpointing_may_keep_what_products_gave(in_fp8: bool) -> None:
     model = fused(in_fp8)
     loss, right = step(model)
     for layer in model.model.layers:
-        layer.forward = partial(
-            checkpoint,
-            layer.forward,
-            use_reentrant=False,
-            context_fn=partial(create_selective_checkpoint_contexts, keep_products),
-        )
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, context_fn=products_kept)
     again, gradients = step(model)
     assert again == loss
     assert all(torch.equal(gradients[name], gradient) for name, gradient in right.items())
