@@ -19,12 +19,12 @@ from modes import (
     make_booster,
     make_plugin,
     parse_arguments,
+    run,
     train_step,
     weights_dtype,
 )
 
-import colossalai  # isort: skip  (after modes, which imports fp8booster)
-import torch
+import torch  # isort: skip  (after modes, which imports fp8booster)
 import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
@@ -38,8 +38,14 @@ class Instructions(Dataset):
 
     def __init__(self, file: str, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
         self.samples = []
-        for line in Path(file).read_text(encoding="utf-8").splitlines():
-            example = json.loads(line)
+        for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                example = json.loads(line)
+                example["instruction"], example["output"]
+            except (ValueError, TypeError, KeyError):
+                raise ValueError(
+                    f'line {number} of {file} is no JSON object with "instruction" and "output"; mend or remove it'
+                ) from None
             question = f"{example['instruction']}\n{example.get('input', '')}".strip() + "\n\n"
             prompt = tokenizer(question)["input_ids"]
             answer = tokenizer(example["output"], add_special_tokens=False)["input_ids"]
@@ -78,6 +84,19 @@ def train(args: argparse.Namespace) -> list[float]:
     """Train as the arguments say; returns the loss of each step."""
     config = AutoConfig.from_pretrained(args.model, use_cache=False)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer in {args.model} has no eos_token to end answers with; set one and save it"
+        )
+    if len(tokenizer) > config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {args.model} has {len(tokenizer)} tokens and the model {config.vocab_size} embeddings; "
+            "use the tokenizer that belongs to it"
+        )
+    if getattr(config, "max_position_embeddings", args.sequence) < args.sequence:
+        raise ValueError(
+            f"--sequence is {args.sequence} and the model has {config.max_position_embeddings} positions; give less"
+        )
     model = AutoModelForCausalLM.from_pretrained(args.model, config=config, torch_dtype=weights_dtype(args))
     if args.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -119,7 +138,4 @@ def train(args: argparse.Namespace) -> list[float]:
 
 
 if __name__ == "__main__":
-    args = parse()
-    colossalai.launch_from_torch()
-    train(args)
-    dist.destroy_process_group()
+    run(train, parse())

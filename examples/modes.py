@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 # fp8booster comes before colossalai, which it mends
@@ -18,6 +22,7 @@ from fp8booster.plugins import (
 )
 
 from fp8booster.colossal.pipeline import zero_bubble_schedule  # isort: skip
+import colossalai  # isort: skip
 import torch  # isort: skip
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
@@ -76,7 +81,53 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
         if getattr(args, name) != parser.get_default(name) and name not in MODES[args.plugin]:
             able = ", ".join(mode for mode, options in MODES.items() if name in options)
             parser.error(f"--plugin {args.plugin} takes no --{name.replace('_', '-')}; use {able}")
+    if (wrong := what_is_wrong(args)) is not None:
+        parser.error(wrong)
     return args
+
+
+def what_is_wrong(args: argparse.Namespace) -> str | None:
+    """What cannot be done as the arguments say, in a sentence; None where all can."""
+    processes, sharing = int(os.environ.get("WORLD_SIZE", "1")), args.tp * args.pp * args.sp
+    if min(args.tp, args.pp, args.sp, args.ep, args.batch, args.micro_batches, args.steps) < 1:
+        return "sizes and --steps must be at least 1"
+    if processes % sharing:
+        return f"{processes} processes cannot be divided into groups of {sharing} (--tp x --pp x --sp)"
+    if args.pp > args.micro_batches:
+        return f"--pp {args.pp} takes --micro-batches {args.pp} or more"
+    if args.pp_style != "1f1b" and (args.pp < 2 or args.micro_batches % args.pp):
+        return (
+            f"--pp-style {args.pp_style} takes --pp 2 or more, and --micro-batches that are a multiple of it"
+        )
+    if args.sp_mode in ("split_gather", "ring") and (args.tp < 2 or args.sp > 1):
+        return f"--sp-mode {args.sp_mode} shares sequences among --tp ranks: give --tp, and no --sp"
+    if (args.sp_mode in ("all_to_all", "ring_attn")) != (args.sp > 1):
+        return "--sp goes with --sp-mode all_to_all or ring_attn, and they with --sp"
+    return None
+
+
+def what_files_miss(args: argparse.Namespace) -> str | None:
+    """What of the files is not as the arguments say, in a sentence; None where all are."""
+    if args.data is not None and not Path(args.data).is_file():
+        return f"--data {args.data} is not a file"
+    done = (Path(args.out) / "state.json").is_file()
+    if args.resume and not done:
+        return f"--out {args.out} holds no checkpoint; leave --resume out"
+    if done and not args.resume:
+        return f"--out {args.out} holds a checkpoint; add --resume to go on from it, or give another --out"
+    return None
+
+
+def run(train: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> None:
+    """Train on this rank; ends it with a sentence where data, model or options are not what they must be."""
+    if (wrong := what_files_miss(args)) is not None:
+        sys.exit(f"error: {wrong}")
+    colossalai.launch_from_torch()
+    try:
+        train(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    dist.destroy_process_group()
 
 
 def make_plugin(args: argparse.Namespace, model: nn.Module) -> Plugin:

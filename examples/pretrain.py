@@ -19,12 +19,12 @@ from modes import (
     make_booster,
     make_plugin,
     parse_arguments,
+    run,
     train_step,
     weights_dtype,
 )
 
-import colossalai  # isort: skip  (after modes, which imports fp8booster)
-import torch
+import torch  # isort: skip  (after modes, which imports fp8booster)
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from torch.utils.data import Dataset
@@ -143,7 +143,4 @@ def train(args: argparse.Namespace) -> list[float]:
 
 
 if __name__ == "__main__":
-    args = parse()
-    colossalai.launch_from_torch()
-    train(args)
-    dist.destroy_process_group()
+    run(train, parse())

@@ -89,13 +89,53 @@ def modes(monkeypatch: pytest.MonkeyPatch):
     [
         (["--plugin", "ddp", "--tp", "2"], "--plugin ddp takes no --tp; use gemini, hybrid, moe"),
         (["--plugin", "moe", "--sp-mode", "ring"], "--plugin moe takes no --sp-mode; use hybrid"),
+        (["--plugin", "hybrid", "--pp", "2"], "--pp 2 takes --micro-batches 2 or more"),
+        (["--plugin", "hybrid", "--tp", "4"], "2 processes cannot be divided into groups of 4"),
+        (["--plugin", "hybrid", "--sp", "2"], "--sp goes with --sp-mode"),
     ],
 )
-def test_an_option_of_another_mode_is_refused(modes, capsys, options, says) -> None:
+def test_what_cannot_be_done_is_refused(modes, capsys, monkeypatch, options, says) -> None:
     import argparse
 
+    monkeypatch.setenv("WORLD_SIZE", "2")
     parser = argparse.ArgumentParser()
     modes.add_arguments(parser)
     with pytest.raises(SystemExit):
         modes.parse_arguments(parser, options)
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--data", "no-such-file"], "error: --data no-such-file is not a file"),
+        (["--resume", "--out", "no-such-folder"], "holds no checkpoint; leave --resume out"),
+        (["--out", "done"], "holds a checkpoint; add --resume to go on from it, or give another --out"),
+    ],
+)
+def test_files_that_are_not_as_told_end_it_before_ranks_meet(
+    modes, monkeypatch, tmp_path, options, says
+) -> None:
+    import argparse
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "done").mkdir()
+    (tmp_path / "done" / "state.json").touch()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data")
+    modes.add_arguments(parser)
+    with pytest.raises(SystemExit, match=says):
+        modes.run(lambda args: pytest.fail("it trained"), parser.parse_args(options))
+
+
+def test_a_line_without_an_answer_is_told(modes, monkeypatch, tmp_path) -> None:
+    import finetune
+
+    sys.modules.pop("finetune")
+    file = tmp_path / "instructions.jsonl"
+    for line in ('{"instruction": "a"}', "not JSON", "3"):
+        file.write_text(line + "\n")
+        with pytest.raises(
+            ValueError, match=r'line 1 of .* is no JSON object with "instruction" and "output"'
+        ):
+            finetune.Instructions(str(file), None, 8)
