@@ -195,14 +195,23 @@ class FP8Layer(nn.Module):
         ]
         notes = ["emulated in FP32"] if self.fp8_config.emulate else []
         if padded:
-            notes.append("padded: " + ", ".join(padded))
+            notes.append("padded: " + _first_of(padded))
         slower = sorted(rows for rows, in_fp8 in self.in_fp8.items() if not in_fp8)
         if slower:
-            counts = ", ".join(map(str, slower))
+            counts = _first_of(list(map(str, slower)))
             notes.append(
                 f"not in FP8 for {counts} tokens, where it would take longer; FP8Config(always=True) does it"
             )
         return "; ".join(notes)
+
+
+SHOWN = 8
+"""Sizes that a note names; experts see thousands of numbers of tokens."""
+
+
+def _first_of(sizes: list[str]) -> str:
+    more = len(sizes) - SHOWN
+    return ", ".join(sizes[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def restore_weight(layer: FP8Layer, *_: Any) -> None:

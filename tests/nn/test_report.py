@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fp8booster import FP8Config, convert_to_fp8, report
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
 from fp8booster.nn.fused import fuse_blocks
 from tests.nn.fused.models import batch, build
 from tests.nn.models import tiny_llama
@@ -61,6 +61,13 @@ def test_a_weight_that_is_not_trained_has_no_gradient_to_compute() -> None:
     (one, other) = report(convert_to_fp8(model, FP8Config(layers=lambda name, _: name == "0"))).rows
     assert (one.passes, other.passes) == (("FP8", "FP8", "none"), ("FP32", "FP32", "none"))
     assert "none" in str(report(model))
+
+
+def test_notes_name_a_few_of_many_sizes() -> None:
+    layer = FP8Linear(32, 32)
+    for tokens in range(1, 101):
+        layer(torch.zeros(tokens, 32))
+    assert layer.fp8_notes().endswith("tokens 8->16 and 86 more")
 
 
 def test_emulation_is_not_silent() -> None:
