@@ -23,10 +23,13 @@ from .options import PRECISIONS, TrainOptions
 from .plot import plot_losses
 from .plugins import check_plugin
 from .progress import make_display
-from .resume import find_resume, write_run_file
+from .resume import RUN_FILE, find_resume, write_run_file
 from .summary import layer_lines, machine, read_column, render, write_summary
 from .task import Task
 from .tokens import TokenFile, prepare_tokens
+
+_CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "nproc"}
+"""Options that say nothing of steps that a run has taken."""
 
 INTERRUPTED = 130
 """Exit status of a run that was stopped by a signal."""
@@ -50,7 +53,7 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     check_plugin(options)
     options = resolve(options, is_launched())
     with _held(Path(options.out), new=resume is None) if is_main() else nullcontext():
-        return _run(options, checkpoints, command)
+        return _run(options, checkpoints, command, sorted(given.keys() - _CHANGED_AT_ANY_TIME))
 
 
 @contextmanager
@@ -70,8 +73,9 @@ def _held(out: Path, new: bool) -> Iterator[None]:
         ) from None
 
 
-def _run(options: TrainOptions, checkpoints: dict[str, str], command: str) -> int:
+def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given: list[str]) -> int:
     out = Path(options.out)
+    done = _finished(checkpoints, options, given)
     display = make_display(options.progress if is_main() else "none")
     display.begin("data")
     try:
@@ -80,18 +84,29 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str) -> in
         display.end()
     options.layout(ranks(options)).require(tokens.count)
     _check_model(options, tokens.vocabulary)
-    if is_main():
-        write_run_file(options, {"command": command, **machine()})
+
+    def keep_options() -> None:
+        if is_main():
+            write_run_file(options, {"command": command, **machine()})
+
+    def tell(event: dict[str, Any]) -> None:
+        # not before: options that ranks cannot start with would stand in the way of the next resume
+        if event["kind"] == "start":
+            keep_options()
+        display.show(event)
+
+    if not (out / RUN_FILE).exists():
+        keep_options()
 
     with Interrupts().watched() as interrupts:
         for index, precision in enumerate(PRECISIONS[options.precision]):
-            checkpoint = checkpoints.get(precision)
-            if checkpoint is not None and _is_finished(checkpoint, out / precision, options.steps):
+            if precision in done:
                 continue
+            checkpoint = checkpoints.get(precision)
             task = Task(options=options, precision=precision, tokens=tokens, resume=checkpoint)
             display.begin(precision)
             try:
-                outcome = run_workers(task, index, display.show, interrupts)
+                outcome = run_workers(task, index, tell, interrupts)
             finally:
                 display.end()
             if not outcome.finished:
@@ -124,10 +139,36 @@ def _changed(options: TrainOptions, given: dict[str, Any]) -> TrainOptions:
             f"What --resume names trained with --precision {options.precision}; leave --precision out. To train "
             "its model in another precision, give the checkpoint's model folder as --model."
         )
+    if "plugin" in given and given["plugin"] != options.plugin:
+        raise ValueError(
+            f"The run was started with --plugin {options.plugin}; resume it without another --plugin. To train its "
+            "model by another, give the checkpoint's model folder as --model."
+        )
     # a decay that ended with the run's steps goes on ending with them
     if "steps" in given and "decay" not in given and options.decay == options.steps:
         given = {**given, "decay": None}
     return dataclasses.replace(options, **given)
+
+
+def _finished(checkpoints: dict[str, str], options: TrainOptions, given: list[str]) -> set[str]:
+    """The precisions that a resumed run has no step left for.
+
+    Raises ValueError where that is all of them, and options are given that would change what they were trained with.
+    """
+    precisions = PRECISIONS[options.precision]
+    done = {
+        precision
+        for precision in precisions
+        if precision in checkpoints
+        and _is_finished(checkpoints[precision], Path(options.out) / precision, options.steps)
+    }
+    if given and len(done) == len(precisions):
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(
+            f"The run in {options.out} has taken all its {options.steps} steps, so {flags} changes nothing; give more "
+            "--steps to go on."
+        )
+    return done
 
 
 def _is_finished(checkpoint: str, folder: Path, steps: int) -> bool:

@@ -6,10 +6,14 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
+import time
 import warnings
 
 from .events import Events
 from .task import Task
+
+_LOOK = 1.0  # seconds between looks whether the command is there
 
 
 class StopRequest:
@@ -24,9 +28,22 @@ class StopRequest:
         self.wanted = True
 
 
+def end_with_the_command() -> None:
+    """End this process when the command that started it is gone: a rank that waits for another would stay for good."""
+    command = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == command:
+            time.sleep(_LOOK)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> int:
     """Train; returns the exit status. What goes wrong is sent to the command as a sentence."""
     faulthandler.enable()
+    end_with_the_command()
     stop = StopRequest()
     events = Events()
     try:

@@ -183,6 +183,42 @@ def test_a_rank_that_dies_ends_the_run_with_its_name(tmp_path, data):
     assert not psutil.wait_procs(workers, timeout=1)[1]
 
 
+def test_a_rank_that_waits_ends_when_the_command_is_killed(tmp_path, data):
+    process = begin(tmp_path / "run", "--precision", "bf16", *data)
+    workers = {worker.environ()["RANK"]: worker for worker in psutil.Process(process.pid).children()}
+    workers["0"].suspend()
+    process.kill()
+    process.wait()
+    try:
+        assert psutil.wait_procs([workers["1"]], timeout=10)[0]
+    finally:
+        for worker in workers.values():
+            if worker.is_running():
+                worker.kill()
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(compared):
+    out, _ = compared
+    before = (out / "run.json").read_text()
+    for arguments, says in (
+        (("--steps", 2), "has done 6 steps and --steps is 2; give more --steps"),
+        (("--lr", 1e-4), "has taken all its 6 steps, so --lr changes nothing; give more --steps"),
+        (
+            ("--plugin", "gemini"),
+            "was started with --plugin low_level_zero; resume it without another --plugin",
+        ),
+        (("--steps", 8, "--batch", 100000), "tokens and one step takes"),
+    ):
+        done = train("--resume", out, *arguments)
+        assert done.returncode == 2
+        assert says in done.stderr
+    # a sentence of a rank's
+    done = train("--resume", out, "--steps", 8, "--data", out / "summary.md", "--batch", 1, "--sequence", 2)
+    assert done.returncode == 2
+    assert "was trained on other text" in done.stderr
+    assert (out / "run.json").read_text() == before
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_take_it(tmp_path, data):
     out = tmp_path / "run"
     done = train(
