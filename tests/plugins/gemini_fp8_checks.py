@@ -14,6 +14,7 @@ from torch import nn
 from fp8booster import FP8Config, comm, report
 from fp8booster.comm.amax import agree_on_amax
 from fp8booster.monitor.traffic import bytes_sent, count_traffic
+from fp8booster.nn import choice
 from fp8booster.optim import hybrid_adam
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import Layers, batch, features
@@ -45,6 +46,18 @@ def all_products_but_those_of_the_vocabulary_head_run_in_fp8() -> None:
         assert counted.fp8 == sum(products(eligible, tokens.numel()).values(), Counter())
         assert counted.other == sum(products([network.lm_head], tokens.numel()).values(), Counter())
         assert set(counted.batched) == {torch.float32}  # the angles of the rotary embedding
+
+
+@check
+def ranks_choose_fp8_alike_for_any_number_of_tokens() -> None:
+    """Chunks travel in the order in which layers run, which a choice by a rank's own tokens would change."""
+    for communication in (True, False):
+        run = boost(wire(fp8_config=FP8Config(fused=False), fp8_communication=communication))
+        tokens = batch()
+        with mock.patch.object(choice, "fp8_pays", lambda *_: False):
+            counted = census(run, tokens)
+        eligible = [layer for _, layer in layers(run)]
+        assert counted.fp8 == sum(products(eligible, tokens.numel()).values(), Counter())
 
 
 LARGE = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "vocab_size": 64}
