@@ -11,6 +11,9 @@ import torch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+_TRAINED_WITHOUT_SHIFT = ("cpmant", "xlm", "xlnet")
+"""Types whose loss in transformers compares a token with its own position's output, not with that before it."""
+
 _WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -150,7 +153,7 @@ def load_config(model: str, vocabulary: int, sequence: int) -> PretrainedConfig:
 def folder_config(folder: str) -> PretrainedConfig:
     """The config of a folder in Hugging Face's format.
 
-    Raises ValueError when transformers cannot read it, or knows no decoder for its kind of model.
+    Raises ValueError when transformers cannot read it, and for a model that does not predict the next token of text.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
@@ -161,12 +164,31 @@ def folder_config(folder: str) -> PretrainedConfig:
             f"{Path(folder) / 'config.json'} is not a config that transformers knows; it must be JSON with the "
             "model_type of a causal language model (save it by save_pretrained)."
         ) from None
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+    if (
+        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        or config.is_encoder_decoder
+        or config.model_type in _TRAINED_WITHOUT_SHIFT
+        or not hasattr(config, "vocab_size")  # of several parts, as text and vision
+    ):
         raise ValueError(
             f"The model {folder} is of the type {config.model_type}; give a causal language model, as llama or "
             "qwen2."
         )
+    if _is_encoder(config):
+        raise ValueError(
+            f"The model {folder} is of the type {config.model_type} and an encoder: each token would see those that "
+            'it is to predict. Set "is_decoder": true in its config.json to train it as a decoder, or give a causal '
+            "language model, as llama or qwen2."
+        )
     return config
+
+
+def _is_encoder(config: PretrainedConfig) -> bool:
+    """Whether transformers would build a model that attends to later tokens, BERT's kin without `is_decoder`."""
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    either = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type == "bert-generation"
+    return either and not config.is_decoder
 
 
 def require_divisible_heads(config: PretrainedConfig, ranks: int, flag: str) -> None:

@@ -73,6 +73,41 @@ def test_a_config_that_is_no_causal_language_model_is_told(tmp_path):
         load_config(str(tmp_path), 300, 64)
 
 
+def test_a_model_that_does_not_predict_the_next_token_is_told(tmp_path):
+    from transformers import BertConfig, Gemma3Config, ReformerConfig, RobertaConfig, ViTConfig, XLNetConfig
+
+    folder = str(tmp_path)
+    for encoder in (BertConfig, RobertaConfig, ReformerConfig):
+        encoder().save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r'an encoder: .* Set "is_decoder": true in its config\.json'):
+            load_config(folder, 300, 64)
+    for other in (ViTConfig, Gemma3Config, XLNetConfig):
+        other().save_pretrained(tmp_path)
+        with pytest.raises(
+            ValueError, match=f"is of the type {other.model_type}; give a causal language model"
+        ):
+            load_config(folder, 300, 64)
+
+
+@pytest.mark.parametrize("name", ["BertConfig", "GPT2Config", "LlamaConfig"])
+def test_an_accepted_model_sees_no_later_token(tmp_path, name):
+    import transformers
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    decoder = {"is_decoder": True} if name == "BertConfig" else {}
+    getattr(transformers, name)(**sizes, **decoder).save_pretrained(tmp_path)
+    folder = str(tmp_path)
+    config = load_config(folder, 64, 8)
+    model = build_model(folder, config, torch.device("cpu"), checkpointing=False, dtype=torch.float32).eval()
+    tokens = torch.arange(8)[None]
+    other = tokens.clone()
+    other[0, -1] = 63
+    with torch.no_grad():
+        before, after = (model(input_ids=ids).logits[0] for ids in (tokens, other))
+    torch.testing.assert_close(before[:-1], after[:-1])
+    assert not torch.allclose(before[-1], after[-1])
+
+
 def test_weights_that_cannot_be_loaded_are_told(tmp_path):
     config = load_config("tiny", 300, 64)
     build_model("tiny", config, torch.device("cpu"), checkpointing=False).save_pretrained(tmp_path)
