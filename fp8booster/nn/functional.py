@@ -30,6 +30,7 @@ from fp8booster.nn.late_transpose import transposed_in_backward
 from fp8booster.nn.own_product import own_product
 from fp8booster.tensor import QuantizedMatrix, quantize
 
+_unsafe_view = torch.ops.aten._unsafe_view.default
 DEFAULT_CONFIG = FP8Config()
 
 Defer = Callable[[Callable[[], torch.Tensor]], None]
@@ -187,7 +188,7 @@ def own_shape(made: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
     torch refuses to change a view in place that a custom function gave, as `nn.ReLU(inplace=True)` does after a layer.
     """
-    return torch.ops.aten._unsafe_view.default(made, shape)
+    return made if made.shape == shape else _unsafe_view(made, shape)
 
 
 def check_operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
