@@ -183,6 +183,29 @@ def _train_after_evaluation() -> None:
     assert (schedule.num_microbatch, schedule.enable_metadata_cache) == (2, True)
 
 
+def _load_longer_batches() -> None:
+    from colossalai.pipeline.schedule import OneForwardOneBackwardSchedule
+
+    schedules = (
+        OneForwardOneBackwardSchedule(_Stage(), num_microbatches=2),
+        _interleaved_schedule(_Silence()),
+        _zero_bubble_scheduler("F", "F"),
+    )
+    for schedule in schedules:
+        schedule.forward_only = False
+        chunks = isinstance(schedule.send_grad_metadata, list)
+        unknown, known = (([each] * 2 if chunks else each) for each in (None, "known"))
+        for length, kept in ((32, True), (32, True), (48, False), (32, False)):
+            schedule.tensor_metadata_recv = schedule.grad_metadata_recv = known
+            schedule.send_tensor_metadata = schedule.send_grad_metadata = [False] * 2 if chunks else False
+            tokens = torch.zeros(2, length)
+            schedule.load_batch(iter([{"input_ids": tokens, "labels": tokens}]))
+            for received in (schedule.tensor_metadata_recv, schedule.grad_metadata_recv):
+                assert received == (known if kept else unknown), "metadata of other shapes is kept"
+            for sends in (schedule.send_tensor_metadata, schedule.send_grad_metadata):
+                assert sends == ([not kept] * 2 if chunks else not kept)
+
+
 def _scale_the_loss_of_zero_bubble() -> None:
     from colossalai.amp.naive_amp.mixed_precision_mixin import FP16MixedPrecisionMixin
 
@@ -358,6 +381,7 @@ SYMPTOMS = {
     "zero_bubble_evaluates": Symptom(_evaluate_under_zero_bubble, "'list' object has no attribute 'type'"),
     "zero_bubble_adds_up_the_loss": Symptom(_add_up_late_losses_under_zero_bubble, "the loss is not added"),
     "evaluation_leaves_training_as_it_was": Symptom(_train_after_evaluation, "AssertionError()"),
+    "metadata_is_kept_of_equal_batches_alone": Symptom(_load_longer_batches, "of other shapes is kept"),
     "interleaved_sends_metadata": Symptom(_interleave_without_cached_metadata, "would go without metadata"),
     "interleaved_waits_for_what_it_sends": Symptom(_end_an_interleaved_step, "is not waited for"),
     "opt_needs_no_mask_in_a_pipeline": Symptom(_leave_out_the_mask_of_opt, "has no attribute 'device'"),

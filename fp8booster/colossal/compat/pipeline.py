@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from fp8booster.colossal.compat.registry import Patch, mend
 
@@ -259,6 +260,7 @@ _OF_TRAINING = (
     "send_grad_metadata",
     "tensor_metadata_recv",
     "grad_metadata_recv",
+    "batch_layout",
 )
 """What schedules keep from batch to batch."""
 
@@ -273,6 +275,53 @@ def _restoring(native: Callable[..., dict]) -> Callable[..., dict]:
             vars(self).update(before)
 
     return run_forward_only
+
+
+@mend(
+    module="colossalai.pipeline.schedule",
+    place="pipeline/schedule/one_f_one_b.py:98-107, pipeline/schedule/interleaved_pp.py:99-108, "
+    "pipeline/schedule/zero_bubble_pp.py:200-203",
+    needed_when="enable_metadata_cache=True, and a batch is longer or shorter than the one before",
+)
+def metadata_is_kept_of_equal_batches_alone(module: ModuleType, patch: Patch) -> None:
+    """Schedules forget the metadata of messages when a batch has other shapes than the one before.
+
+    Without it a stage receives into tensors of the former shapes: it raises, or the ranks hang. Every stage loads the
+    same batch, so all forget at once and none has to be told. No longer needed when `load_batch` of longer sequences
+    leaves `tensor_metadata_recv` empty.
+    """
+    for schedule in (
+        module.OneForwardOneBackwardSchedule,
+        module.InterleavedSchedule,
+        module.ZeroBubbleVPipeScheduler,
+    ):
+        patch.set(schedule, "load_batch", _forgetting(schedule.load_batch))
+
+
+def _forgetting(native: Callable[..., None]) -> Callable[..., None]:
+    @wraps(native)
+    def load_batch(self: Any, *args: Any, **kwargs: Any) -> None:
+        native(self, *args, **kwargs)
+        leaves, tree = tree_flatten(self.batch)
+        # What does not depend on how many micro-batches there are.
+        shapes = [(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        before = vars(self).get("batch_layout")
+        self.batch_layout = (self.microbatch_size, tree, shapes)
+        if before not in (None, self.batch_layout):
+            for name, forgotten in _OF_MESSAGES.items():
+                kept = getattr(self, name)  # by zero-bubble for each chunk
+                setattr(self, name, [forgotten] * len(kept) if isinstance(kept, list) else forgotten)
+
+    return load_batch
+
+
+_OF_MESSAGES = {
+    "send_tensor_metadata": True,
+    "send_grad_metadata": True,
+    "tensor_metadata_recv": None,
+    "grad_metadata_recv": None,
+}
+"""What schedules keep of the messages of a step, as it is before the first."""
 
 
 @mend(

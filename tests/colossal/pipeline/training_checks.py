@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from fp8booster import comm
 from fp8booster.monitor.traffic import count_traffic
+from tests.colossal.models import token_batch
 from tests.colossal.pipeline.runs import HIDDEN, MICRO_BATCHES, SCHEDULES, batch, pipeline
 from tests.plugins.census_checks import Census, products
 from tests.plugins.registry import check, check_each
@@ -115,6 +117,23 @@ def evaluation_gives_the_loss_of_training(schedule: str) -> None:
             assert math.isfinite(run.forward_backward(other).item())
     assert math.isclose(found, expected, rel_tol=1e-6)
     assert run.forward_backward(batch()).item() == expected  # training goes on
+
+
+@check_each(*product(("1f1b", "interleaved, overlapped", "zero-bubble"), (False, True)))
+def batches_may_be_of_any_length(case: tuple[str, bool]) -> None:
+    schedule, in_fp8 = case
+    losses = []
+    for cached in (False, True):
+        run = pipeline(schedule, sends_fp8=in_fp8)
+        run.plugin.scheduler.enable_metadata_cache = cached  # the plugin's option does not reach zero-bubble
+        found = []
+        for length, trains in ((32, True), (48, False), (32, True), (48, True)):
+            with torch.set_grad_enabled(trains):
+                tokens = token_batch(seed=length, batch=MICRO_BATCHES, length=length)
+                found.append(run.step(tokens) if trains else run.forward_backward(tokens).item())
+        losses.append(found)
+    assert losses[0] == losses[1], losses
+    assert all(map(math.isfinite, losses[0]))
 
 
 @check_each("1f1b", "interleaved, overlapped")
