@@ -27,7 +27,13 @@ from modes import (
 import torch  # isort: skip  (after modes, which imports fp8booster)
 import torch.distributed as dist
 from torch.utils.data import Dataset
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 IGNORED = -100
 """The label of a token that does not count, in transformers and in Colossal-AI."""
@@ -83,6 +89,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def train(args: argparse.Namespace) -> list[float]:
     """Train as the arguments say; returns the loss of each step."""
     config = AutoConfig.from_pretrained(args.model, use_cache=False)
+    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_decoder:
+        raise ValueError(
+            f"the model in {args.model} is an encoder ({config.model_type}), whose tokens see those that they are to "
+            "predict; give a causal language model"
+        )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if tokenizer.eos_token_id is None:
         raise ValueError(

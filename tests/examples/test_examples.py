@@ -139,3 +139,13 @@ def test_a_line_without_an_answer_is_told(modes, monkeypatch, tmp_path) -> None:
             ValueError, match=r'line 1 of .* is no JSON object with "instruction" and "output"'
         ):
             finetune.Instructions(str(file), None, 8)
+
+
+def test_an_encoder_is_refused(modes, tmp_path) -> None:
+    import finetune
+    from transformers import BertConfig
+
+    sys.modules.pop("finetune")
+    BertConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"is an encoder \(bert\)"):
+        finetune.train(finetune.parse(["--model", str(tmp_path), "--data", "none.jsonl"]))
