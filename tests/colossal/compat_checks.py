@@ -354,6 +354,21 @@ def _save_tied_weights() -> None:
     assert all(torch.equal(loaded[name], weight) for name in ("first", "second"))
 
 
+def _load_shards_that_name_a_tied_weight_once() -> None:
+    from colossalai.checkpoint_io.utils import load_state_dict_into_model
+
+    model, missing = tiny_llama(tie_word_embeddings=True), []
+    once = {name: 2 * value for name, value in model.named_parameters()}
+    assert "lm_head.weight" not in once
+    load_state_dict_into_model(model, once, missing, strict=True)
+    assert torch.equal(model.lm_head.weight, once["model.embed_tokens.weight"])
+    load_state_dict_into_model(
+        model, {"model.norm.weight": once["model.norm.weight"]}, missing, strict=True
+    )  # a shard without it
+    assert {"model.embed_tokens.weight", "lm_head.weight"} < set(missing[1])
+    assert missing[0] == [], f"missing: {missing[0]}"
+
+
 SYMPTOMS = {
     "streams_have_queues_of_their_own": Symptom(_look_at_connections, "share one queue"),
     "quantized_lora_names_bitsandbytes": Symptom(_quantize_without_bitsandbytes, "NameError"),
@@ -368,6 +383,9 @@ SYMPTOMS = {
     "cpu_memory_is_not_pinned": Symptom(_load_through_pinned_memory, "Cannot access accelerator device"),
     "cpu_optimizer_states_are_not_pinned": Symptom(_gather_optimizer_states, "pin_memory=True requires"),
     "tied_weights_are_saved_from_the_cpu": Symptom(_save_tied_weights, "share memory"),
+    "shards_name_a_tied_weight_once": Symptom(
+        _load_shards_that_name_a_tied_weight_once, "missing: ['lm_head.weight']"
+    ),
     "sharded_checkpoint_keeps_its_config": Symptom(_save_config, "config.json is missing"),
     "bf16_autocasts": Symptom(_train_ddp_in_bf16, "abstract class BF16MixedPrecision"),
     "cpu_autocasts": Symptom(_train_ddp_in_fp16, "context manager protocol"),

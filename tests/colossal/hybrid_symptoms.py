@@ -7,6 +7,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 
+from tests.colossal.models import tiny_llama
 from tests.colossal.symptom import Symptom
 
 
@@ -68,6 +69,33 @@ def _train_command_r() -> None:
     step(*begin(native("TP2"), "Command-R"))
 
 
+def _load_a_tied_weight_into_a_pipeline() -> None:
+    from tests.plugins.hybrid_runs import native, sizes, start
+
+    written = tiny_llama(seed=1, **sizes(tie_word_embeddings=True)).bfloat16()
+    embeddings = written.model.embed_tokens.weight
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    for form, size in (("shards", "50KB"), ("one file", "1GB")):
+        if dist.get_rank() == 0:
+            written.save_pretrained(f"{folder[0]}/{form}", max_shard_size=size)
+        dist.barrier()
+        run = start(native("PP2 1f1b", zero_stage=1), tiny_llama(**sizes(tie_word_embeddings=True)))
+        run.booster.load_model(run.model, f"{folder[0]}/{form}")
+        name = (
+            "model.embed_tokens.weight"
+            if run.booster.plugin.stage_manager.is_first_stage()
+            else "lm_head.weight"
+        )
+        held = dict(run.model.unwrap().named_parameters())[name]
+        master = run.optimizer.get_working_to_master_map()[id(held)]
+        same = [None] * dist.get_world_size()
+        dist.all_gather_object(
+            same, torch.equal(held, embeddings) and torch.equal(master, embeddings.flatten().float())
+        )
+        assert same == [True, True], f"stages of {form} differ: {same}"
+
+
 SYMPTOMS = {
     "masters_are_plain_tensors": Symptom(_train_colo_parameters_without_zero, "moments do not decay"),
     "parts_of_gradients_are_added_once": Symptom(
@@ -75,4 +103,7 @@ SYMPTOMS = {
     ),
     "cpu_shards_are_not_pinned": Symptom(_save_shards_in_the_background, "pin_memory=True requires"),
     "command_prepares_masks_for_its_attention": Symptom(_train_command_r, "should be a dict"),
+    "pipeline_stages_load_a_weight_that_they_share": Symptom(
+        _load_a_tied_weight_into_a_pipeline, "stages of shards differ: [True, False]"
+    ),
 }

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from fp8booster.colossal.compat.background_writer import BackgroundFileWriter
 from fp8booster.colossal.compat.registry import Patch, mend
@@ -139,3 +143,121 @@ def gemini_loads_tied_weights(module: ModuleType, patch: Patch) -> None:
         )
 
     patch.set(module.GeminiDDP, "_load_from_state_dict", _load_from_state_dict)
+
+
+@mend(
+    module="colossalai.checkpoint_io.utils",
+    place="checkpoint_io/utils.py:726-729",
+    needed_when="shards that name a tied weight once, as HybridParallelPlugin's, are loaded by another plugin",
+)
+def shards_name_a_tied_weight_once(module: ModuleType, patch: Patch) -> None:
+    """Shards that hold a tied weight under one of its names load where every name is asked for.
+
+    Without it: RuntimeError: Missing key(s) in state_dict: "lm_head.weight". No longer needed when
+    `load_state_dict_into_model(model, shard, missing, strict=True)` counts no name whose weight another name loaded.
+    """
+    load_upstream = module.load_state_dict_into_model
+
+    @functools.wraps(load_upstream)
+    def load_state_dict_into_model(
+        model: nn.Module,
+        state_dict: dict,
+        missing_keys: list,
+        strict: bool = False,
+        load_sub_module: bool = True,
+    ) -> None:
+        load_upstream(model, state_dict, missing_keys, strict, load_sub_module)
+        if strict:
+            loaded = model.base_model if isinstance(model, module.PeftUnwrapMixin) else model
+            missing_keys[-1] = _of_no_loaded_weight(loaded, missing_keys[-1])
+
+    patch.set_function(module, "load_state_dict_into_model", load_state_dict_into_model)
+
+
+def _of_no_loaded_weight(model: nn.Module, missing: Sequence[str]) -> list[str]:
+    """The missing names but those of a parameter that has a name which is not missing."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    absent = set(missing)
+    loaded = {id(parameter) for name, parameter in parameters.items() if name not in absent}
+    return [name for name in missing if name not in parameters or id(parameters[name]) not in loaded]
+
+
+@mend(
+    module="colossalai.checkpoint_io.hybrid_parallel_checkpoint_io",
+    place="checkpoint_io/hybrid_parallel_checkpoint_io.py:384,846",
+    needed_when="a pipeline loads a checkpoint that names a tied weight once, as Hugging Face's and other modes' do",
+)
+def pipeline_stages_load_a_weight_that_they_share(module: ModuleType, patch: Patch) -> None:
+    """A stage whose name of a tied weight is not in a checkpoint takes it from the stage whose name is.
+
+    Without it the last stage keeps the head that it had, without a word. No longer needed when a pipeline with tied
+    embeddings has one value in both after `load_model` of a checkpoint without `lm_head.weight`.
+    """
+    io_class = module.HybridParallelCheckpointIO
+
+    def sharing(load_upstream: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(load_upstream)
+        def load(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+            shared = _shared_between_stages(model)
+            with _found([parameter for parameter, _ in shared], model.unwrap()) as found:
+                load_upstream(self, model, *args, **kwargs)
+            sources = [_stage_that_loaded(id(parameter) in found, group) for parameter, group in shared]
+            if all(source is None for source in sources):
+                return
+            model._force_wait_all_gather()
+            for (parameter, group), source in zip(shared, sources, strict=True):
+                if source is not None:
+                    value = parameter.detach().clone()
+                    dist.broadcast(value, source, group=group)
+                    with torch.no_grad():
+                        parameter.copy_(value)
+            model.update_master_params()
+
+        return load
+
+    for name in ("load_sharded_model", "load_unsharded_model"):
+        patch.set(io_class, name, sharing(getattr(io_class, name)))
+
+
+def _shared_between_stages(model: nn.Module) -> list[tuple[nn.Parameter, dist.ProcessGroup]]:
+    """What this stage of a pipeline holds together with other stages, and the group of these."""
+    by_stages = [by_stage for by_stage in model.shared_params if by_stage]
+    return [
+        (by_stage[model.stage_manager.stage], group)
+        for by_stage, group in zip(by_stages, model.shared_param_process_groups, strict=True)
+        if len(by_stage) > 1 and model.stage_manager.stage in by_stage
+    ]
+
+
+@contextmanager
+def _found(parameters: Sequence[nn.Parameter], model: nn.Module) -> Iterator[set[int]]:
+    """The ids of those parameters whose names are in the state dicts that are loaded meanwhile."""
+    found: set[int] = set()
+    wanted = {id(parameter) for parameter in parameters}
+
+    def look(module: nn.Module, state_dict: dict, prefix: str, *_: Any) -> None:
+        found.update(
+            id(parameter)
+            for name, parameter in module._parameters.items()
+            if id(parameter) in wanted and prefix + name in state_dict
+        )
+
+    hooks = [
+        module.register_load_state_dict_pre_hook(look)
+        for module in model.modules()
+        if any(id(parameter) in wanted for parameter in module._parameters.values())
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _stage_that_loaded(has_loaded: bool, group: dist.ProcessGroup) -> int | None:
+    """The first rank of a group that has loaded a weight which another has not; None: they are alike."""
+    loaded: list[bool] = [False] * dist.get_world_size(group)
+    dist.all_gather_object(loaded, has_loaded, group=group)
+    if any(loaded) and not all(loaded):
+        return dist.get_global_rank(group, loaded.index(True))
+    return None
