@@ -176,7 +176,8 @@ def shards_name_a_tied_weight_once(module: ModuleType, patch: Patch) -> None:
 
 def _of_no_loaded_weight(model: nn.Module, missing: Sequence[str]) -> list[str]:
     """The missing names but those of a parameter that has a name which is not missing."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    # past GeminiDDP's own, which takes no such argument
+    parameters = dict(nn.Module.named_parameters(model, remove_duplicate=False))
     absent = set(missing)
     loaded = {id(parameter) for name, parameter in parameters.items() if name not in absent}
     return [name for name in missing if name not in parameters or id(parameters[name]) not in loaded]
