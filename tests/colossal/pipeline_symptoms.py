@@ -95,7 +95,7 @@ def _zero_bubble_scheduler(*types: str) -> Any:
 
 
 def _step_twice_under_zero_bubble() -> None:
-    scheduler, handles = _zero_bubble_scheduler("SEND_FORWARD"), []
+    scheduler, handles = _zero_bubble_scheduler("F", "F", "SEND_FORWARD"), []
 
     def send(chunk: int) -> list[_Handle]:
         handles.append(_Handle())
@@ -204,6 +204,24 @@ def _load_longer_batches() -> None:
                 assert received == (known if kept else unknown), "metadata of other shapes is kept"
             for sends in (schedule.send_tensor_metadata, schedule.send_grad_metadata):
                 assert sends == ([not kept] * 2 if chunks else not kept)
+
+
+def _train_on_batches_of_several_sizes() -> None:
+    from colossalai.pipeline.schedule import OneForwardOneBackwardSchedule
+
+    by_number = OneForwardOneBackwardSchedule(_Stage(), num_microbatches=2)
+    by_size = OneForwardOneBackwardSchedule(_Stage(), microbatch_size=2)
+    zero_bubble = _zero_bubble_scheduler("F", "F")  # for micro-batches of one row
+    for schedule in (by_number, by_size, zero_bubble):
+        schedule.forward_only = False
+    for rows in (4, 6, 4):
+        for schedule, sizes in ((by_number, (2, rows // 2)), (by_size, (rows // 2, 2))):
+            schedule.load_batch(iter([torch.zeros(rows, 1)]))
+            assert (schedule.num_microbatches, schedule.microbatch_size) == sizes
+    zero_bubble.num_microbatch = None
+    zero_bubble.load_batch(iter([torch.zeros(2, 1)]))
+    with pytest.raises(ValueError, match="train with batches of 2, or give num_microbatches"):
+        zero_bubble.load_batch(iter([torch.zeros(4, 1)]))
 
 
 def _scale_the_loss_of_zero_bubble() -> None:
@@ -382,6 +400,7 @@ SYMPTOMS = {
     "zero_bubble_adds_up_the_loss": Symptom(_add_up_late_losses_under_zero_bubble, "the loss is not added"),
     "evaluation_leaves_training_as_it_was": Symptom(_train_after_evaluation, "AssertionError()"),
     "metadata_is_kept_of_equal_batches_alone": Symptom(_load_longer_batches, "of other shapes is kept"),
+    "training_batches_differ_in_size": Symptom(_train_on_batches_of_several_sizes, "AssertionError()"),
     "interleaved_sends_metadata": Symptom(_interleave_without_cached_metadata, "would go without metadata"),
     "interleaved_waits_for_what_it_sends": Symptom(_end_an_interleaved_step, "is not waited for"),
     "opt_needs_no_mask_in_a_pipeline": Symptom(_leave_out_the_mask_of_opt, "has no attribute 'device'"),

@@ -149,7 +149,7 @@ def zero_bubble_evaluates(module: ModuleType, patch: Patch) -> None:
     ) -> dict:
         self.load_batch(data_iter)
         nodes = self.schedules[self.stage_manager.stage]
-        planned = sum(node.type == "F" and node.chunk == 0 for node in nodes)
+        planned = _planned(self)
         if self.batch_size != planned * self.microbatch_size:
             raise ValueError(
                 f"scheduler_nodes are for {planned} micro-batches of {self.microbatch_size}; evaluate with batches of "
@@ -322,6 +322,53 @@ _OF_MESSAGES = {
     "grad_metadata_recv": None,
 }
 """What schedules keep of the messages of a step, as it is before the first."""
+
+
+@mend(
+    module="colossalai.pipeline.schedule",
+    place="pipeline/schedule/one_f_one_b.py:92, pipeline/schedule/interleaved_pp.py:92, "
+    "pipeline/schedule/zero_bubble_pp.py:193",
+    needed_when="a pipeline trains with batches of several sizes, such as a last one that is smaller",
+)
+def training_batches_differ_in_size(module: ModuleType, patch: Patch) -> None:
+    """Schedules cut each training batch anew, by the number or the size of micro-batches that the user gave.
+
+    Without it AssertionError at the first batch of another size. Zero-bubble refuses as many micro-batches as its
+    nodes are not for. No longer needed when `load_batch` in training takes 4 rows, then 6.
+    """
+    for schedule in (
+        module.OneForwardOneBackwardSchedule,
+        module.InterleavedSchedule,
+        module.ZeroBubbleVPipeScheduler,
+    ):
+        patch.set(schedule, "load_batch", _cutting_anew(schedule.load_batch))
+
+
+def _cutting_anew(native: Callable[..., None]) -> Callable[..., None]:
+    @wraps(native)
+    def load_batch(self: Any, *args: Any, **kwargs: Any) -> None:
+        names = ("num_microbatch", "num_microbatches", "microbatch_size")
+        sizes = {name: vars(self)[name] for name in names if name in vars(self)}
+        given = vars(self).setdefault("given_sizes", sizes)  # before the first batch: the user's
+        if not self.forward_only:
+            vars(self).update(given, last_batch_size=None)
+        native(self, *args, **kwargs)
+        if not self.forward_only and hasattr(self, "schedules"):
+            planned = _planned(self)
+            if self.num_microbatch != planned:
+                raise ValueError(
+                    f"scheduler_nodes are for {planned} micro-batches, and a batch of {self.batch_size} makes "
+                    f"{self.num_microbatch} of {self.microbatch_size}; train with batches of "
+                    f"{planned * self.microbatch_size}, or give num_microbatches instead of microbatch_size"
+                )
+
+    return load_batch
+
+
+def _planned(scheduler: Any) -> int:
+    """How many micro-batches a zero-bubble schedule is for."""
+    nodes = scheduler.schedules[scheduler.stage_manager.stage]
+    return sum(node.type == "F" and node.chunk == 0 for node in nodes)
 
 
 @mend(

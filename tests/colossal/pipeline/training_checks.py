@@ -120,16 +120,22 @@ def evaluation_gives_the_loss_of_training(schedule: str) -> None:
 
 
 @check_each(*product(("1f1b", "interleaved, overlapped", "zero-bubble"), (False, True)))
-def batches_may_be_of_any_length(case: tuple[str, bool]) -> None:
+def batches_may_be_of_any_length_and_size(case: tuple[str, bool]) -> None:
     schedule, in_fp8 = case
     losses = []
     for cached in (False, True):
         run = pipeline(schedule, sends_fp8=in_fp8)
         run.plugin.scheduler.enable_metadata_cache = cached  # the plugin's option does not reach zero-bubble
         found = []
-        for length, trains in ((32, True), (48, False), (32, True), (48, True)):
+        for length, rows, trains in (
+            (32, 4, True),
+            (48, 4, False),
+            (32, 4, True),
+            (48, 4, True),
+            (48, 8, True),
+        ):
             with torch.set_grad_enabled(trains):
-                tokens = token_batch(seed=length, batch=MICRO_BATCHES, length=length)
+                tokens = token_batch(seed=length, batch=rows, length=length)
                 found.append(run.step(tokens) if trains else run.forward_backward(tokens).item())
         losses.append(found)
     assert losses[0] == losses[1], losses
