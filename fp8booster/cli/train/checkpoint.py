@@ -7,7 +7,7 @@ A folder `step-<step>` holds
     model/       weights, config and tokenizer in Hugging Face's format (BF16; FP32 under DDP and FSDP)
     optimizer/   the optimizer's states, as Colossal-AI's Booster saves them
     masters/     FP32 master weights, one file a rank (empty under Gemini, DDP and FSDP)
-    random/      torch's random states, one file a rank
+    random/      random states of torch and of Colossal-AI's dropouts, one file a rank
     state.json   step, position in the data, options
 It is written under another name and renamed when whole, so a kill leaves the former one as it was.
 """
@@ -20,11 +20,12 @@ import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from torch import nn
 
 from .options import TrainOptions
 
@@ -94,7 +95,7 @@ def save_checkpoint(
     booster.save_optimizer(optimizer, str(partial / "optimizer"), shard=True)
     if engine.name in _WITH_MASTERS:
         save_master_weights(model.unwrap(), optimizer, partial / "masters")
-    torch.save(_random_state(), partial / "random" / f"rank-{rank:05d}.pt")
+    torch.save(_random_state(model), partial / "random" / f"rank-{rank:05d}.pt")
     if rank == 0:
         config.save_pretrained(partial / "model")
         shutil.copytree(tokenizer, partial / "model", dirs_exist_ok=True)
@@ -138,7 +139,7 @@ def load_checkpoint(
     if engine.name in _WITH_MASTERS:
         load_master_weights(model.unwrap(), optimizer, checkpoint / "masters")
     if state.world_size == dist.get_world_size():
-        _set_random_state(torch.load(checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt"))
+        _set_random_state(torch.load(checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt"), model)
     return state
 
 
@@ -166,14 +167,29 @@ def _check_shapes(checkpoint: Path, here: dict[str, list[int]], tied: Collection
             )
 
 
-def _random_state() -> dict[str, torch.Tensor]:
-    state = {"torch": torch.get_rng_state()}
+def _random_state(model: nn.Module) -> dict[str, Any]:
+    state = {
+        "torch": torch.get_rng_state(),
+        "dropouts": {name: dropout.device_rng_state for name, dropout in _dropouts(model).items()},
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def _set_random_state(state: dict[str, torch.Tensor]) -> None:
+def _set_random_state(state: dict[str, Any], model: nn.Module) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+    dropouts = _dropouts(model)
+    for name, value in state.get("dropouts", {}).items():
+        dropouts[name].device_rng_state = value
+
+
+def _dropouts(model: nn.Module) -> dict[str, Any]:
+    """The generators of dropouts among tensor parallel ranks, which Colossal-AI keeps beside torch's."""
+    return {
+        name: module.randomizer
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Dropout) and hasattr(module, "randomizer")
+    }
