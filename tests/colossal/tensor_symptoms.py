@@ -121,6 +121,21 @@ def _leave_out_the_mask(make: Callable[[], nn.Module], *modes: str | None) -> No
         assert torch.equal(found.loss, expected.loss)
 
 
+def _leave_out_the_labels(make: Callable[[], nn.Module], *modes: str | None) -> None:
+    tokens = token_batch(0)
+    padded = torch.ones_like(tokens)
+    padded[1, 24:] = 0
+    for mode in modes:
+        model = shard(make(), mode)
+        for mask in (torch.ones_like(tokens), padded):
+            with torch.no_grad():
+                found = model(input_ids=tokens, attention_mask=mask)
+                expected = model(input_ids=tokens, labels=tokens, attention_mask=mask)
+            assert torch.equal(found.logits, expected.logits)
+            assert found.loss is None
+            assert expected.loss.isfinite()
+
+
 def _pipe_a_ring() -> None:
     from colossalai.shardformer.modeling.llama import LlamaPipelineForwards
 
@@ -249,6 +264,12 @@ SYMPTOMS: dict[str, Any] = {
     ),
     "gpt2_needs_no_mask": Symptom(
         lambda: _leave_out_the_mask(tiny_gpt2, None, "split_gather", "ring_attn"), "has no attribute 'size'"
+    ),
+    "rings_need_no_labels": Symptom(
+        lambda: _leave_out_the_labels(tiny_llama, "ring_attn"), "'NoneType' object is not iterable"
+    ),
+    "gpt2_needs_no_labels": Symptom(
+        lambda: _leave_out_the_labels(tiny_gpt2, None, "split_gather", "ring_attn"), "UnboundLocalError"
     ),
     "llama_rings_keep_positions_in_a_pipeline": Symptom(_pipe_a_ring, "wrong positions"),
     "biases_along_a_sequence_are_added_up": Symptom(_mark_bias, "gradients are not added up"),

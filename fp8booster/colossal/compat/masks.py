@@ -1,4 +1,4 @@
-"""Mends of forwards that cannot do without a mask: none says that no token is padding."""
+"""Mends of forwards that cannot do without a mask, where none says that no token is padding, or without labels."""
 
 from __future__ import annotations
 
@@ -45,6 +45,36 @@ def gpt2_needs_no_mask(module: ModuleType, patch: Patch) -> None:
     forwards = module.GPT2PipelineForwards
     for name in ("gpt2_model_forward", "gpt2_lmhead_model_forward"):
         patch.set(forwards, name, staticmethod(_with_a_mask(getattr(forwards, name), lambda config: True)))
+
+
+@mend(
+    module="colossalai.shardformer.modeling.gpt2",
+    place="shardformer/modeling/gpt2.py:414-425",
+    needed_when="GPT-2 and no labels",
+)
+def gpt2_needs_no_labels(module: ModuleType, patch: Patch) -> None:
+    """A sharded GPT-2 gives its logits without labels.
+
+    Without it UnboundLocalError: cannot access local variable 'loss', in every mode. No longer needed when
+    `GPT2PipelineForwards.gpt2_lmhead_model_forward` runs without labels.
+    """
+    forwards, native = module.GPT2PipelineForwards, module.dist_cross_entropy
+    upstream, none = forwards.gpt2_lmhead_model_forward, object()
+    signature = inspect.signature(upstream)
+
+    @functools.wraps(upstream)
+    def gpt2_lmhead_model_forward(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        if given.arguments.get("labels") is None:
+            given.arguments["labels"] = none
+        return upstream(*given.args, **given.kwargs)
+
+    @functools.wraps(native)
+    def dist_cross_entropy(labels: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        return None if labels is none else native(labels, *args, **kwargs)
+
+    patch.set(forwards, "gpt2_lmhead_model_forward", staticmethod(gpt2_lmhead_model_forward))
+    patch.set(module, "dist_cross_entropy", dist_cross_entropy)
 
 
 @mend(

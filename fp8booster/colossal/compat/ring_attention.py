@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -77,6 +78,38 @@ def ring_attention_knows_padding(module: ModuleType, patch: Patch) -> None:
         return inputs, info, positions
 
     patch.set(module.RingAttention, "prepare_varlen_batch", staticmethod(prepare_varlen_batch))
+
+
+@mend(
+    module=ATTENTION,
+    place="shardformer/modeling/llama.py:323,326, shardformer/modeling/gpt2.py:410,412",
+    needed_when='sequence_parallelism_mode="ring_attn" and no labels',
+)
+def rings_need_no_labels(module: ModuleType, patch: Patch) -> None:
+    """Models with ring attention give the logits of this rank's tokens, as they do with labels.
+
+    Without it TypeError: 'NoneType' object is not iterable. No longer needed when a LLaMA under ring_attn runs without
+    labels, with padding and without.
+    """
+    prepare = module.RingAttention.prepare_varlen_batch
+    utils = sys.modules[module.split_varlen_zigzag.__module__]
+    split = utils.split_batch_zigzag
+    rows = inspect.signature(prepare)
+
+    @functools.wraps(prepare)
+    def prepare_varlen_batch(*args: Any, **kwargs: Any) -> Any:
+        given = rows.bind(*args, **kwargs).arguments
+        labels = given.get("inputs_embeds")
+        if given.get("is_label") and not isinstance(labels, torch.Tensor):
+            return labels, {}, None
+        return prepare(*args, **kwargs)
+
+    @functools.wraps(split)
+    def split_batch_zigzag(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return split(batch, *args, **kwargs) if isinstance(batch, (torch.Tensor, list)) else batch
+
+    patch.set(module.RingAttention, "prepare_varlen_batch", staticmethod(prepare_varlen_batch))
+    patch.set_function(utils, "split_batch_zigzag", split_batch_zigzag)
 
 
 @mend(
