@@ -175,6 +175,42 @@ def torchs_adamw_turns_into_ours_and_other_optimizers_are_refused() -> None:
         Booster(plugin=wire()).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+class Spare(nn.Module):
+    """A layer that only some steps use; without biases the weight is alone in its chunk."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.first, self.spare = nn.Linear(64, 128, bias=bias), nn.Linear(128, 128, bias=bias)
+        self.last, self.used = nn.Linear(128, 1, bias=bias), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean of what the layers make of the features."""
+        x = self.first(x)
+        return self.last(self.spare(x) if self.used else x).float().mean()
+
+
+@check_each("with bias", "without", "without, accumulating", "16-bit weights, without")
+def a_trained_layer_that_a_step_does_not_use_is_named(kind: str) -> None:
+    options = {"enable_gradient_accumulation": True} if "accumulating" in kind else {}
+    if "16-bit" in kind:
+        options["fp8_config"] = config(layers=lambda name, layer: name != "spare")
+    run = boost(wire(**options), Spare(bias="with bias" in kind))
+
+    def step(*uses: bool) -> None:
+        for used in uses:
+            run.model.unwrap().used = used
+            run.booster.backward(run.model(features()), run.optimizer)
+        run.optimizer.step()
+
+    step(True)
+    if "accumulating" in kind:
+        step(True, False)
+    with pytest.raises(
+        RuntimeError, match=r"no gradient for `spare.weight`.*: .*requires_grad_\(False\) on layers"
+    ):
+        step(False)
+
+
 @check
 def wrong_values_are_refused_with_what_to_give() -> None:
     with pytest.raises(TypeError, match=r"'max_prefetchs'; did you mean max_prefetch"):

@@ -8,6 +8,7 @@ again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,9 @@ from fp8booster.colossal.gemini.memory import take_memory
 
 if TYPE_CHECKING:
     from fp8booster.colossal.gemini.model import FP8GeminiDDP
+
+SHOWN = 8
+"""Names of parameters in a message."""
 
 
 def sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -72,6 +76,7 @@ def keep_gradient(gradient: torch.Tensor, *, model: FP8GeminiDDP, parameter: nn.
         RuntimeError: something read the parameter past Gemini's hooks.
     """
     parameter._gemini_reduced = True
+    model.trained_since_step.add(parameter)
     placeholder = torch.empty_like(gradient)
     take_memory(placeholder)
     with torch._C.DisableTorchFunction():
@@ -101,6 +106,21 @@ def keep_gradient(gradient: torch.Tensor, *, model: FP8GeminiDDP, parameter: nn.
         with get_accelerator().stream(stream):
             _reduce(target, chunk, model, parameter)
     return placeholder
+
+
+def no_gradient(names: Sequence[str]) -> RuntimeError:
+    """The error of a step in which trained parameters have no gradient: their chunks hold something else, or nothing.
+
+    Args:
+        names: of these parameters, at least one.
+    """
+    shown = ", ".join(f"`{name}`" for name in names[:SHOWN])
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return RuntimeError(
+        f"no gradient for {shown}{more}: Gemini trains a layer in every step or not at all; call requires_grad_(False) "
+        "on layers that are not trained before booster.boost, or add 0 * output.sum() of a layer to the loss of the "
+        "steps that do not use it"
+    )
 
 
 def _open(chunk: ReducedChunk, manager: GroupedChunkManager) -> ReducedChunk:

@@ -127,8 +127,8 @@ def gather_for_layers(model: nn.Module, manager: ChunkManager) -> None:
         if not isinstance(module, FP8Layer) or is_ddp_ignored(module.weight):
             continue  # frozen: whole on every rank, so its FP8 copy may stay too
         chunk = manager.get_chunk(module.weight)
-        # for any number of tokens: ranks with different ones must gather and reduce chunks in one order, and layers that
-        # run as one product do it in another than one by one; nor has an FP8 chunk 16-bit values to compute with
+        # for any number of tokens: ranks with different ones must gather and reduce chunks in one order, and layers
+        # that run as one product do it in another than one by one; nor has an FP8 chunk 16-bit values to compute with
         module.fp8_config = dataclasses.replace(module.fp8_config, always=True)
         if isinstance(chunk, FP8Chunk):
             module.fp8_weight = ChunkWeight(chunk, module.weight, module.weight_is_transposed)

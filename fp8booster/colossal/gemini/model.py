@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from fp8booster.colossal.gemini.chunks import FP8Chunk
-from fp8booster.colossal.gemini.gradients import keep_gradient, sum_partial_gradients
+from fp8booster.colossal.gemini.gradients import keep_gradient, no_gradient, sum_partial_gradients
 from fp8booster.colossal.gemini.groups import GroupedChunkManager, Plan
 from fp8booster.colossal.gemini.hook import FP8GeminiHook
 from fp8booster.colossal.gemini.layers import gather_for_layers
@@ -76,6 +76,9 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         self.offloads_weights = policy != "static" or frac > 0
         """Weights wait on the host for the next step, as their gradients do."""
 
+        self.trained_since_step: set[nn.Parameter] = set()
+        """Parameters that have got a gradient since the optimizer stepped last."""
+
         super().__init__(module, **arguments)
         self.param_op_hook.__class__ = FP8GeminiHook
         for parameter in module.parameters():
@@ -103,7 +106,29 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         """(weights that travel in FP8, all trained parameters)."""
         return sum(len(chunk.tensors_info) for chunk in self.fp8_chunks), len(self.fp16_params)
 
+    def require_gradients(self) -> None:
+        """Raise RuntimeError where a trained parameter has got no gradient since the optimizer stepped last.
+
+        Else a chunk without gradients would be stepped by what lies in it: weights, or an earlier step's gradients.
+        """
+        without = [
+            name
+            for parameter, name in self.param2name.items()
+            if not is_ddp_ignored(parameter) and parameter not in self.trained_since_step
+        ]
+        if without:
+            raise no_gradient(without)
+        self.trained_since_step.clear()
+
     def _post_backward(self) -> None:
+        if self.chunk_manager.accessed_mem != 0:
+            without = [
+                name
+                for parameter, name in self.param2name.items()
+                if not is_ddp_ignored(parameter) and not parameter._gemini_reduced
+            ]
+            if without:
+                raise no_gradient(without)
         asynchronous, stream = self.enable_async_reduce, self.async_reduce_stream
         if asynchronous and not any(device.type == "cpu" for device in self.grads_device.values()):
             # native waits on the host, which only what lies there needs

@@ -113,7 +113,12 @@ class FP8GeminiOptimizer(GeminiOptimizer):
         return None if self._current_grad_norm is None else float(self._current_grad_norm)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Update the masters and cast the weights of the next forward from them."""
+        """Update the masters and cast the weights of the next forward from them.
+
+        Raises:
+            RuntimeError: a trained parameter has got no gradient since the last step.
+        """
+        self.module.require_gradients()
         result = super().step(*args, **kwargs)
         self.chunk_manager.drop_weight_gradients(self.module.fp8_chunks)
         return result
