@@ -10,6 +10,7 @@ from torch import nn
 
 from fp8booster.config import FP8Config, all_but_vocabulary_heads
 from fp8booster.kernels.cast import aligned
+from fp8booster.nn.adapters import follow_merges
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
 
@@ -87,6 +88,7 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
             + ("; ".join(reasons) if reasons else "it has no linear layers")
             + ". Train it without use_fp8, or choose layers with FP8Config(layers=...)"
         )
+    follow_merges()
     return model
 
 

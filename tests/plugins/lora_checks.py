@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from fp8booster import FP8Linear, report
+from fp8booster import FP8Config, FP8Linear, report
 from tests.colossal.models import tiny_llama
 from tests.plugins.registry import check_each, shared_folder
 from tests.plugins.training import (
@@ -89,3 +89,25 @@ def saved_adapters_load_here_in_native_and_in_peft(stage: int) -> None:
     assert here.loss(batch) == run.loss(batch)
     in_peft = PeftModel.from_pretrained(tiny_llama(), folder).bfloat16().train()
     assert in_peft(input_ids=batch, labels=batch).loss == there.loss(batch)
+
+
+@check_each("16 bits", "FP8 alone")
+def merged_adapters_go_into_the_base(weights: str) -> None:
+    config = FP8Config(fused=False, weights_in_16_bits=weights == "16 bits")
+    plugin = fp8(stage=1, fp8_communication=True, fp8_config=config)
+    run = with_lora(plugin, lora_config=lora_config(16))
+    train(run)
+    (batch,) = rank_batches(1)
+    model = run.model.unwrap(unwrap_peft=False)
+    apart = run.loss(batch).item()
+    base = {name: value.clone() for name, value in model.named_parameters() if "base_layer" in name}
+    model.merge_adapter()
+    merged = dict(model.named_parameters())
+    for name, value in base.items():
+        assert torch.isfinite(merged[name]).all(), name
+        assert not torch.equal(merged[name], value), name
+    assert_close([apart], [run.loss(batch).item()], 1e-2)
+    model.unmerge_adapter()
+    assert_close([apart], [run.loss(batch).item()], 1e-2)
+    train(run, steps=1)
+    assert all(torch.isfinite(value).all() for value in run.parameters().values())
