@@ -1,5 +1,4 @@
-"""Checkpoints from which a run continues: bit for bit, but under Gemini, under DDP in FP8, and
-with dropout among tensor parallel ranks.
+"""Checkpoints from which a run continues: bit for bit, but under Gemini, DDP in FP8, and with dropout under --tp.
 
 Gemini's masters come back from the BF16 weights. DDP fills its buckets in another order after its first step, so that
 gradients meet in other FP8 blocks.
