@@ -37,7 +37,7 @@ class FinishingWork(Work):
     def __init__(self, transfer: Transfer, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._unfinished: Transfer | None = transfer
-        self._finished: torch.cuda.Event | None = None
+        self._finished_on: torch.cuda.Stream | None = None
         self._transport = transfer.work
         self._outputs = list(outputs)
         self._lock = threading.Lock()
@@ -49,8 +49,8 @@ class FinishingWork(Work):
             RuntimeError: torch's own, when a rank has failed or `timeout` has passed.
         """
         if self._unfinished is None:  # gloo waits for ever for a message that was waited for
-            if self._finished is not None:
-                torch.cuda.current_stream(self._outputs[0].device).wait_event(self._finished)
+            if self._finished_on is not None:
+                torch.cuda.current_stream(self._finished_on.device).wait_stream(self._finished_on)
             return True
         done = self._transport.wait() if timeout is None else self._transport.wait(timeout)
         self._finish()
@@ -110,7 +110,7 @@ class FinishingWork(Work):
                 if message.is_cuda:  # made on another stream, whose next message must not overwrite it yet
                     message.record_stream(torch.cuda.current_stream(message.device))
             if self._outputs and self._outputs[0].is_cuda:  # another stream may wait later
-                self._finished = torch.cuda.current_stream(self._outputs[0].device).record_event()
+                self._finished_on = torch.cuda.current_stream(self._outputs[0].device)
             self._unfinished = None
 
 

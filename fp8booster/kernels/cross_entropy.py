@@ -43,10 +43,8 @@ def cross_entropy(
         from fp8booster.kernels.cross_entropy_triton import cross_entropy_triton  # Triton is needed only here
 
         results = cross_entropy_triton(logits, targets, ignore_index=ignore_index, factor=factor)
-        if factor is not None:
-            torch.autograd.graph.increment_version(
-                logits
-            )  # whoever holds them, as a checkpoint may, can tell
+        if factor is not None:  # whoever holds the logits, as a checkpoint may, can tell
+            torch.autograd.graph.increment_version(logits)
         return results
     return cross_entropy_reference(logits, targets, ignore_index=ignore_index, factor=factor), None
 

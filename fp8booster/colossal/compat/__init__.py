@@ -21,6 +21,7 @@ from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registe
     moe,
     opt,
     pipeline,
+    pipeline_batches,
     precision,
     ring_attention,
     t5,

@@ -17,7 +17,6 @@ from fp8booster.kernels.shard_cast import cast_shard
 NAME = "amax of weights"
 """The row of `fp8booster.comm.statistics` for the reductions that scales come from."""
 
-
 Part = tuple[FP8Chunk, int]
 """This rank's part of a weight's master, by the chunk of the weight and the place in its payload where it begins."""
 
@@ -77,8 +76,9 @@ class Masters:
             for payload, ranges in zip(payloads, self._ranges, strict=True)
             for begin, end in ranges
         ]
+        known = known or {}
         amaxes_known = [
-            (known or {}).get((chunk, begin)) if begin < end else None
+            known.get((chunk, begin)) if begin < end else None
             for chunk, ranges in zip(self._chunks, self._ranges, strict=True)
             for begin, end in ranges
         ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -111,24 +111,22 @@ class FP8GeminiDDP(GatheringGeminiDDP):
 
         Else a chunk without gradients would be stepped by what lies in it: weights, or an earlier step's gradients.
         """
+        self._raise_without(lambda parameter: parameter in self.trained_since_step)
+        self.trained_since_step.clear()
+
+    def _raise_without(self, has_gradient: Callable[[nn.Parameter], bool]) -> None:
+        """Raise RuntimeError with the names of trained parameters that have no gradient, where there are some."""
         without = [
             name
             for parameter, name in self.param2name.items()
-            if not is_ddp_ignored(parameter) and parameter not in self.trained_since_step
+            if not (is_ddp_ignored(parameter) or has_gradient(parameter))
         ]
         if without:
             raise no_gradient(without)
-        self.trained_since_step.clear()
 
     def _post_backward(self) -> None:
         if self.chunk_manager.accessed_mem != 0:
-            without = [
-                name
-                for parameter, name in self.param2name.items()
-                if not is_ddp_ignored(parameter) and not parameter._gemini_reduced
-            ]
-            if without:
-                raise no_gradient(without)
+            self._raise_without(lambda parameter: parameter._gemini_reduced)
         asynchronous, stream = self.enable_async_reduce, self.async_reduce_stream
         if asynchronous and not any(device.type == "cpu" for device in self.grads_device.values()):
             # native waits on the host, which only what lies there needs

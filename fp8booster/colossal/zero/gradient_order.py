@@ -75,16 +75,12 @@ class _InOneOrder(LowLevelZeroOptimizer):
         """As it is, behind sets of which some parameters got no gradient."""
         for number in sorted(self._arrived):
             self._release(number)
-        self._holds_back = False  # what is left comes in the order of the parameters
-        try:
-            super()._reduce_grad(partition_grad)
-        finally:
-            self._holds_back = True
+        super()._reduce_grad(partition_grad)
 
     def _sync_grad(self) -> None:
-        """As it is; pipelines call it by itself."""
-        before, self._holds_back = self._holds_back, False
+        """As it is: it takes what gradients there are in the order of the parameters."""
+        self._holds_back = False
         try:
             super()._sync_grad()
         finally:
-            self._holds_back = before
+            self._holds_back = True

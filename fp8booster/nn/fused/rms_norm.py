@@ -25,9 +25,8 @@ class _RMSNorm(torch.autograd.Function):
         ctx.save_for_backward(h, weight, inverse_rms)
         ctx.set_materialize_grads(False)
         ctx.has_residual = residual is not None
-        return deliver_amax(own_shape(y, x.shape), amax), x.view_as(x) if residual is None else h.view(
-            x.shape
-        )
+        h = x.view_as(x) if residual is None else h.view(x.shape)
+        return deliver_amax(own_shape(y, x.shape), amax), h
 
     @staticmethod
     @once_differentiable
