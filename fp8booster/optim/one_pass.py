@@ -5,6 +5,7 @@ The optimizer stays what it is: its states, its parameter groups and its schedul
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -61,22 +62,26 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def step_group(
-    optimizer: Adam, group: dict[str, Any], divisor: torch.Tensor | None = None
+    optimizer: Adam,
+    group: dict[str, Any],
+    gradients: Mapping[torch.Tensor, torch.Tensor],
+    divisor: torch.Tensor | None = None,
 ) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Take a step with the parameters of a group that have a gradient.
+    """Take a step with the parameters of a group that have a gradient, which need not have their dtype.
 
     Args:
         optimizer: one for which `why_not` finds no reason.
         group: one of its parameter groups.
+        gradients: by parameter, on its device: BF16, FP16 or FP32. What `.grad` holds is not read.
         divisor: gradients are divided by it first: float32 []. None: they are not.
 
     Returns:
         (parameter, the largest magnitude among its new values: float32 [], on the parameter's device).
     """
-    taken, gradients, exp_avgs, exp_avg_sqs, steps = [], [], [], [], []
-    optimizer._init_group(group, taken, gradients, exp_avgs, exp_avg_sqs, [], steps)
+    taken = [parameter for parameter in group["params"] if parameter in gradients]
     if not taken:
         return []
+    exp_avgs, exp_avg_sqs, steps = _states(optimizer, group, taken)
     torch._foreach_add_(steps, 1)
     rates = Rates(
         group["lr"], group["betas"], group["eps"], group["weight_decay"], group["decoupled_weight_decay"]
@@ -87,9 +92,33 @@ def step_group(
         shards = Shards(
             *[
                 [of_all[index] for index in here]
-                for of_all in ([each.detach() for each in taken], gradients, exp_avgs, exp_avg_sqs, steps)
+                for of_all in (
+                    [each.detach() for each in taken],
+                    [gradients[each] for each in taken],
+                    exp_avgs,
+                    exp_avg_sqs,
+                    steps,
+                )
             ]
         )
         found = update(shards, rates, None if divisor is None else divisor.to(device))
         amaxes.update(zip([taken[index] for index in here], found.unbind(), strict=True))
     return list(amaxes.items())
+
+
+def _states(
+    optimizer: Adam, group: dict[str, Any], parameters: list[nn.Parameter]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """(exp_avgs, exp_avg_sqs, steps) of parameters of a group, which torch makes where there are none.
+
+    It makes them for parameters with a gradient of their own dtype, and reads no more of it: their values stand in.
+    """
+    held = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = parameter.detach()
+    found: tuple[list, ...] = ([], [], [], [], [], [])
+    optimizer._init_group(group | {"params": parameters}, *found)
+    for parameter, gradient in zip(parameters, held, strict=True):
+        parameter.grad = gradient
+    _, _, exp_avgs, exp_avg_sqs, _, steps = found
+    return exp_avgs, exp_avg_sqs, steps

@@ -28,6 +28,10 @@ def groups(of: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": of[:2]}, {"params": of[2:], "lr": 0.3, "weight_decay": 0.0}]
 
 
+def gradients_of(of: list[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+    return {parameter: parameter.grad for parameter in of if parameter.grad is not None}
+
+
 def give_gradients(of: list[nn.Parameter], step: int) -> None:
     torch.manual_seed(100 + step)
     for parameter in of:
@@ -51,7 +55,7 @@ def test_parameters_and_states_are_those_of_the_optimizer(kind, options, device)
         expected.step()
         amaxes = {}
         for group in found.param_groups:
-            amaxes |= one_pass.step_group(found, group)
+            amaxes |= one_pass.step_group(found, group, gradients_of(ours))
         assert amaxes.keys() == {one for one in ours if one.grad is not None}
         for one, amax in amaxes.items():
             assert torch.equal(amax, one.detach().abs().max())
@@ -64,7 +68,7 @@ def test_parameters_and_states_are_those_of_the_optimizer(kind, options, device)
     # each goes on from the other's states
     found.load_state_dict(copy.deepcopy(expected.state_dict()))
     give_gradients(ours, 9)
-    one_pass.step_group(found, found.param_groups[0])
+    one_pass.step_group(found, found.param_groups[0], gradients_of(ours))
     expected.load_state_dict(copy.deepcopy(found.state_dict()))
     give_gradients(theirs, 9)
     expected.step()
@@ -79,14 +83,34 @@ def test_gradients_are_divided(device) -> None:
     give_gradients(ours, 0)
     expected.step()
     for group in found.param_groups:
-        one_pass.step_group(found, group, torch.tensor(8.0))
+        one_pass.step_group(found, group, gradients_of(ours), torch.tensor(8.0))
     for one, other in zip(theirs, ours, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
 
 
+def test_gradients_need_not_have_the_dtype_of_the_parameters(device) -> None:
+    """FP32 parameters with BF16 gradients step as if these were FP32, and what `.grad` holds is left alone."""
+    theirs, ours = parameters(device), parameters(device)
+    expected, found = (AdamW(groups(of), lr=0.1, fused=True) for of in (theirs, ours))
+    give_gradients(theirs, 0)
+    narrow = {one: other.grad.bfloat16() for one, other in zip(ours, theirs, strict=True)}
+    for one, other in zip(ours, theirs, strict=True):
+        other.grad = narrow[one].float()
+    ours[0].grad = own = torch.full_like(ours[0], 7.0)
+    expected.step()
+    for group in found.param_groups:
+        one_pass.step_group(found, group, narrow)
+    for one, other in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
+        assert found.state[other]["exp_avg"].dtype is torch.float32
+    assert ours[0].grad is own
+    assert torch.equal(own, torch.full_like(own, 7.0))
+    assert all(parameter.grad is None for parameter in ours[1:])
+
+
 def test_a_group_without_gradients_is_left_alone() -> None:
     optimizer = AdamW(parameters(), fused=True)
-    assert one_pass.step_group(optimizer, optimizer.param_groups[0]) == []
+    assert one_pass.step_group(optimizer, optimizer.param_groups[0], {}) == []
     assert not optimizer.state
 
 
@@ -139,7 +163,7 @@ def test_on_a_gpu_torchs_default_is_taken_and_what_was_chosen_is_not() -> None:
         give_gradients(theirs, step)
         give_gradients(ours, step)
         expected.step()
-        one_pass.step_group(found, found.param_groups[0])
+        one_pass.step_group(found, found.param_groups[0], gradients_of(found.param_groups[0]["params"]))
     for one, other in zip(theirs, ours, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
         assert found.state[other]["step"].device == expected.state[one]["step"].device

@@ -15,6 +15,9 @@ from tests.plugins import hybrid_runs
 from tests.plugins.registry import check_each
 from tests.plugins.training import ours
 
+LEARNING_RATE = 16.0
+"""So large that what rounding to BF16 makes of a weight of one is little beside its change."""
+
 LENGTHS = (16, 64)
 """Tokens of each rank."""
 
@@ -44,7 +47,7 @@ def changes_of_weights(case: str, fp8_from: int) -> dict[str, torch.Tensor]:
     model = tiny_llama(attention_bias=True, mlp_bias=True)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     booster = Booster(plugin=plugin)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     tokens = token_batch(seed=dist.get_rank(), batch=1, length=LENGTHS[dist.get_rank()])
     with patch.object(choice, "fp8_pays", lambda rows, *_: rows >= fp8_from):
         loss = model.train()(input_ids=tokens, labels=tokens).loss

@@ -115,18 +115,25 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
             own = self._reduced(bucket, gradients)
             sizes = [gradient.numel() // bucket.world_size for gradient in gradients]
             for parameter, part in zip(parameters, own.split(sizes), strict=True):
+                self._widen(group_id, parameter)
                 self._add_grad(part, 1, group_id, id(parameter))
             self._note_norms([self._own_gradient(group_id, parameter) for parameter in parameters])
 
     def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """This rank's parts of the means over ranks, one after the other, of the dtype of the masters."""
-        dtype = torch.float32 if self._master_weights else gradients[0].dtype
+        """This rank's parts of the means over ranks, one after the other.
+
+        Sums are FP32 and rounded once, to BF16 where gradients are BF16, as native's sums are: the optimizer reads half
+        as much. FP16 is too narrow for a sum that is yet to be divided by the loss scale.
+        """
+        rounds = gradients[0].dtype is torch.bfloat16 or not self._master_weights
+        kept = gradients[0].dtype if rounds else torch.float32
         if self._communication_dtype is not None:
             gradients = [gradient.to(self._communication_dtype) for gradient in gradients]
         groups = bucket.torch_pg if isinstance(bucket.torch_pg, tuple) else (bucket.torch_pg,)
         for group, ranks in zip(groups, bucket.sizes, strict=True):
             sizes = [gradient.numel() // ranks for gradient in gradients]
             if self.automatic_scaling is None:
+                dtype = kept if group is groups[-1] else torch.float32
                 part = gradients[0].new_empty(sum(sizes), dtype=dtype)
                 comm.reduce_scatter_coalesced(
                     part, gradients, ReduceOp.AVG, group, encoding=self.gradient_encoding
@@ -136,7 +143,16 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
                 part = whole.new_empty(sum(sizes))
                 self.automatic_scaling.reduce_scatter_tensor(part, whole, ReduceOp.AVG, group, sizes=sizes)
             gradients = part.split(sizes)
-        return part.to(dtype)
+        return part.to(kept)
+
+    def _widen(self, group_id: int, parameter: nn.Parameter) -> None:
+        """Make FP32 of what earlier micro-batches left of a gradient, so that sums are not rounded each time."""
+        store = self.pid_to_grad_store[id(parameter)]
+        kept = store.get_partitioned_gradients_by_param_id(group_id, id(parameter))
+        if kept and kept[0].dtype is torch.bfloat16 and self._master_weights:
+            del store.grad_to_param_mapping[id(kept[0])]
+            kept[0] = kept[0].float()
+            store.grad_to_param_mapping[id(kept[0])] = id(parameter)
 
     def step(self, closure: None = None) -> None:
         """Update this rank's master shards and publish the new weights to all ranks.
@@ -160,16 +176,19 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         self.gathered_weights.wait()  # the optimizer overwrites what they are cast from
         if isinstance(self.optim, DistributedLamb):
             self.gathered_weights.restore()  # its trust ratios are of the norms of working weights
-        updated = {group_id: self._attach_gradients(group_id) for group_id in range(self.num_param_groups)}
-        amaxes = self._step_optimizer(self._divisor())
+        taken = [entry for group_id in range(self.num_param_groups) for entry in self._taken(group_id)]
+        amaxes = self._step_optimizer({master: gradient for _, master, gradient in taken}, self._divisor())
         for group_id, masters in self._master_param_groups_of_current_rank.items():
             release_param_grad(masters)
             self.optim.param_groups[group_id]["params"] = masters
-        self._publish([pair for group in updated.values() for pair in group], amaxes)
+        self._publish([(working, master) for working, master, _ in taken], amaxes)
 
-    def _attach_gradients(self, group_id: int) -> Updated:
-        """Give each master shard its gradient; parameters without one, such as of a dropped layer, are left out."""
-        updated = []
+    def _taken(self, group_id: int) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
+        """(working weight, this rank's master shard, its gradient) of what a step updates, where the master lies.
+
+        Parameters without a gradient, such as of a dropped layer, are left out, of the optimizer's group too.
+        """
+        taken = []
         pairs = zip(
             self._working_param_groups[group_id],
             self._master_param_groups_of_current_rank[group_id],
@@ -178,11 +197,9 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         for working, master in pairs:
             gradient = self._own_gradient(group_id, working)
             if gradient is not None:
-                # without master weights the shard has the gradient's dtype
-                master.grad = gradient.to(master.device, master.dtype)
-                updated.append((working, master))
-        self.optim.param_groups[group_id]["params"] = [master for _, master in updated]
-        return updated
+                taken.append((working, master, gradient.to(master.device)))
+        self.optim.param_groups[group_id]["params"] = [master for _, master, _ in taken]
+        return taken
 
     def _own_gradient(self, group_id: int, working: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of a working weight's reduced gradient."""
@@ -203,10 +220,16 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
             return clipping_divisor(norm, divisor, self._clip_grad_norm)
         return None if divisor == 1 else torch.full_like(norm, divisor)
 
-    def _step_optimizer(self, divisor: torch.Tensor | None) -> dict[torch.Tensor, torch.Tensor]:
+    def _step_optimizer(
+        self, gradients: Mapping[torch.Tensor, torch.Tensor], divisor: torch.Tensor | None
+    ) -> dict[torch.Tensor, torch.Tensor]:
         """Step with the masters that have a gradient, in one pass over memory where the optimizer is one of torch's.
 
         The optimizer's own step follows, though nothing may be left for it: schedules count its calls.
+
+        Args:
+            gradients: by master.
+            divisor: what they are divided by; None: they are not.
 
         Returns:
             the amaxes of masters that are known now: float32 [], on their device.
@@ -218,16 +241,22 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
                 self._logger.info(f"The optimizer steps by itself, in more passes: {reason}.", ranks=[0])
         if reason is None:
             for group in groups:
-                amaxes.update(one_pass.step_group(self.optim, group, divisor))
+                amaxes.update(one_pass.step_group(self.optim, group, gradients, divisor))
                 group["params"] = []
-        elif divisor is not None:
-            gradients = [master.grad for group in groups for master in group["params"]]
-            for device in {gradient.device for gradient in gradients}:  # offloaded ones lie on the CPU
-                torch._foreach_div_(
-                    [gradient for gradient in gradients if gradient.device == device], divisor.to(device)
-                )
+        else:
+            self._attach(gradients, divisor)
         self.optim.step()
         return amaxes
+
+    def _attach(self, gradients: Mapping[torch.Tensor, torch.Tensor], divisor: torch.Tensor | None) -> None:
+        """Give masters their gradients, of their dtype and divided, for an optimizer that steps by itself."""
+        for master, gradient in gradients.items():
+            master.grad = gradient.to(master.dtype)
+        if divisor is not None:
+            for device in {master.device for master in gradients}:  # offloaded ones lie on the CPU
+                torch._foreach_div_(
+                    [master.grad for master in gradients if master.device == device], divisor.to(device)
+                )
 
     def _norm(self) -> torch.Tensor:
         """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device."""

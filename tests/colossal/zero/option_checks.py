@@ -97,6 +97,35 @@ def gradients_accumulate_by_no_sync_and_by_several_backwards() -> None:
     assert_close(in_16_bits, train(boost(wire(stage=2)), micro_batches=3), CLOSE)
 
 
+def own_gradients(run: Boosted) -> list[torch.Tensor]:
+    """This rank's part of each gradient, as reduced up to now."""
+    (store,) = run.optimizer.pg_to_grad_store.values()
+    return store.get_working_grads_by_group_id(0)
+
+
+@check_each(*STAGES)
+def a_reduced_gradient_is_bf16_and_those_of_more_micro_batches_are_added_in_fp32(stage: int) -> None:
+    run, backwards = boost(wire(stage=stage)), 7
+    for number in range(backwards):
+        loss = run.model(input_ids=batch(), labels=batch()).loss
+        run.booster.backward(loss, run.optimizer)
+        if number == 0:
+            first = [gradient.clone() for gradient in own_gradients(run)]
+    total = own_gradients(run)
+    assert {gradient.dtype for gradient in first} == {torch.bfloat16}
+    assert {gradient.dtype for gradient in total} == {torch.float32}
+    for one, all_of_them in zip(first, total, strict=True):
+        # seven times eight bits of a mantissa need eleven, and FP32 holds them
+        assert torch.equal(all_of_them, backwards * one.float())
+
+
+@check
+def a_reduced_gradient_is_fp32_where_it_is_yet_to_be_divided_by_a_loss_scale() -> None:
+    run = boost(wire(**FP16))
+    run.booster.backward(run.model(input_ids=batch(), labels=batch()).loss, run.optimizer)
+    assert {gradient.dtype for gradient in own_gradients(run)} == {torch.float32}
+
+
 @check_each(True, False)
 def a_layer_that_only_the_first_micro_batch_used_is_trained(overlap: bool) -> None:
     run = boost(wire(stage=1, overlap_communication=overlap), Layers(64, 64, 64))
@@ -152,9 +181,9 @@ def a_fused_optimizer_divides_the_gradients_itself(option: str) -> None:
         group["fused"] = True
     divisors, step_group = [], one_pass.step_group
 
-    def observed(optimizer: Any, group: Any, divisor: torch.Tensor) -> Any:
+    def observed(optimizer: Any, group: Any, gradients: Any, divisor: torch.Tensor) -> Any:
         divisors.append(float(divisor))
-        return step_group(optimizer, group, divisor)
+        return step_group(optimizer, group, gradients, divisor)
 
     with mock.patch.object(one_pass, "step_group", observed):
         losses = [train(run) for run in runs]
