@@ -16,6 +16,7 @@ import torch
 from fp8booster import formats
 from fp8booster.kernels.adamw import update_reference
 from fp8booster.kernels.cast import cast_reference
+from fp8booster.kernels.norms import norms_reference
 from fp8booster.kernels.rowwise_cast import rowwise_cast_reference
 from fp8booster.kernels.shard_cast import cast_shard_reference, unpack_reference
 from fp8booster.scaling import amax_of
@@ -171,12 +172,29 @@ def adam_updates_differ() -> Iterator[str]:
         yield "one NaN"
 
 
+def norms_differ() -> Iterator[str]:
+    from fp8booster.kernels.norms_triton import norms_triton
+
+    for source in formats.HIGH_PRECISION:
+        tensors = [torch.randn(shape).to(source) for shape in ((), 1, 0, 3000, (7, 4097), 4096)]
+        tensors[3][17] = math.inf
+        for index, (norm, expected) in enumerate(
+            zip(norms_triton(tensors), norms_reference(tensors), strict=True)
+        ):
+            if not math.isclose(norm, expected, rel_tol=1e-5):
+                yield f"norm {index} {source}: {norm} {expected}"
+        tensors[4][3, 5] = math.nan
+        if [bool(norm.isnan()) for norm in norms_triton(tensors)] != [index == 4 for index in range(6)]:
+            yield f"one NaN {source}"
+
+
 CHECKS: tuple[Callable[[], Iterator[str]], ...] = (
     amaxes_differ,
     matrix_casts_differ,
     shard_casts_differ,
     many_casts_differ,
     adam_updates_differ,
+    norms_differ,
 )
 
 

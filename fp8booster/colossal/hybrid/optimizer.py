@@ -20,6 +20,7 @@ from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated
 from fp8booster.colossal.hybrid.norms import SharedSquares
 from fp8booster.colossal.hybrid.sums import SummedGradients
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
+from fp8booster.kernels.norms import norms_of
 from fp8booster.optim.clipping import clipping_divisor
 
 
@@ -49,8 +50,7 @@ class FP8HybridParallelAMPOptimizer(HybridParallelAMPOptimizer):
         if norm_type != 2:
             return super()._compute_grad_norm(param_gradient_pairs, norm_type)
         parameters = [parameter for parameter, _ in param_gradient_pairs]
-        gradients = [gradient for _, gradient in param_gradient_pairs]
-        norms = torch._foreach_norm(gradients, dtype=torch.float32) if gradients else []
+        norms = norms_of([gradient for _, gradient in param_gradient_pairs])
         squares = self.shared_squares.own(zip(parameters, norms, strict=True))
         self.shared_squares.add_over_ranks(squares)
         return squares.sqrt()

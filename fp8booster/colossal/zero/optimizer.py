@@ -33,6 +33,7 @@ from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.collectives import gather_many
 from fp8booster.kernels.block_cast import side_by_side
+from fp8booster.kernels.norms import norms_of
 from fp8booster.optim import one_pass
 from fp8booster.optim.clipping import clipping_divisor
 
@@ -177,14 +178,16 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         if isinstance(self.optim, DistributedLamb):
             self.gathered_weights.restore()  # its trust ratios are of the norms of working weights
         taken = [entry for group_id in range(self.num_param_groups) for entry in self._taken(group_id)]
-        amaxes = self._step_optimizer({master: gradient for _, master, gradient in taken}, self._divisor())
+        updated = [(working, master) for working, master, _ in taken]
+        gradients = {master: gradient for _, master, gradient in taken}
+        works, amaxes = self._step_optimizer(updated, gradients, self._divisor())
         for group_id, masters in self._master_param_groups_of_current_rank.items():
             release_param_grad(masters)
             self.optim.param_groups[group_id]["params"] = masters
-        self._publish([(working, master) for working, master, _ in taken], amaxes)
+        self._publish(updated, works, amaxes)
 
     def _taken(self, group_id: int) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
-        """(working weight, this rank's master shard, its gradient) of what a step updates, where the master lies.
+        """(working weight, this rank's master shard, its gradient) of what a step updates, on the master's device.
 
         Parameters without a gradient, such as of a dropped layer, are left out, of the optimizer's group too.
         """
@@ -221,32 +224,59 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         return None if divisor == 1 else torch.full_like(norm, divisor)
 
     def _step_optimizer(
-        self, gradients: Mapping[torch.Tensor, torch.Tensor], divisor: torch.Tensor | None
-    ) -> dict[torch.Tensor, torch.Tensor]:
-        """Step with the masters that have a gradient, in one pass over memory where the optimizer is one of torch's.
+        self,
+        updated: Updated,
+        gradients: Mapping[torch.Tensor, torch.Tensor],
+        divisor: torch.Tensor | None,
+    ) -> tuple[list[dist.Work], dict[torch.Tensor, torch.Tensor]]:
+        """Step with the masters that have a gradient, and begin to send the weights that travel in 16 bits.
 
-        The optimizer's own step follows, though nothing may be left for it: schedules count its calls.
+        Where the optimizer is one of torch's, it is one pass over memory, over these weights first: the next forward
+        reads them first, and they travel while the others are updated.
 
         Args:
+            updated: what has a gradient.
             gradients: by master.
             divisor: what they are divided by; None: they are not.
 
         Returns:
-            the amaxes of masters that are known now: float32 [], on their device.
+            what `_gather` gave for the weights in 16 bits, and the amaxes of masters that are known now: float32 [], on
+            their device.
         """
-        groups, amaxes, reason = self.optim.param_groups, {}, one_pass.why_not(self.optim)
+        in_16_bits = self._in_16_bits(updated)
+        reason = one_pass.why_not(self.optim)
         if reason != self._why_by_itself:
             self._why_by_itself = reason
             if reason is not None:
                 self._logger.info(f"The optimizer steps by itself, in more passes: {reason}.", ranks=[0])
-        if reason is None:
-            for group in groups:
-                amaxes.update(one_pass.step_group(self.optim, group, gradients, divisor))
-                group["params"] = []
-        else:
+        if reason is not None:
             self._attach(gradients, divisor)
-        self.optim.step()
-        return amaxes
+            self.optim.step()
+            return self._gather(in_16_bits), {}
+        first = {master: gradients[master] for _, master in in_16_bits}
+        self._in_one_pass(first, divisor)
+        works = self._gather(in_16_bits)
+        amaxes = self._in_one_pass(
+            {master: gradients[master] for _, master in updated if master not in first}, divisor
+        )
+        for group in self.optim.param_groups:
+            group["params"] = []
+        self.optim.step()  # of nothing that is left; schedules count its calls
+        return works, amaxes
+
+    def _in_one_pass(
+        self, gradients: Mapping[torch.Tensor, torch.Tensor], divisor: torch.Tensor | None
+    ) -> dict[torch.Tensor, torch.Tensor]:
+        """Update masters, in the order of the optimizer's groups; the amax of each."""
+        return {
+            master: amax
+            for group in self.optim.param_groups
+            for master, amax in one_pass.step_group(self.optim, group, gradients, divisor)
+        }
+
+    def _in_16_bits(self, updated: Updated) -> Updated:
+        """What of it travels in the working dtype."""
+        return [pair for pair in updated if pair[0] not in self.gathered_weights]
 
     def _attach(self, gradients: Mapping[torch.Tensor, torch.Tensor], divisor: torch.Tensor | None) -> None:
         """Give masters their gradients, of their dtype and divided, for an optimizer that steps by itself."""
@@ -280,8 +310,7 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
     def _note_norms(self, gradients: list[torch.Tensor]) -> None:
         """Remember the norms of gradients, as they are now."""
         if gradients:
-            norms = torch._foreach_norm(gradients, dtype=torch.float32)
-            for gradient, norm in zip(gradients, norms, strict=True):
+            for gradient, norm in zip(gradients, norms_of(gradients), strict=True):
                 self._norms[gradient] = gradient._version, norm
 
     def _noted_norm(self, gradient: torch.Tensor) -> torch.Tensor | None:
@@ -293,38 +322,36 @@ class FP8ZeroOptimizer(LowLevelZeroOptimizer):
         """The norm of the last step's gradients; asking makes the host wait for the device."""
         return None if self._current_grad_norm is None else float(self._current_grad_norm)
 
-    def _publish(self, updated: Updated, amaxes: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Send the new weights to all ranks: those of FP8 layers in FP8, the others in the working dtype.
+    def _publish(
+        self, updated: Updated, works: list[dist.Work], amaxes: Mapping[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Send the new weights of FP8 layers in FP8 to all ranks, and wait for the others.
 
         Args:
-            updated: what to send.
+            updated: what is sent in all.
+            works: the gathers of what travels in 16 bits, under way.
             amaxes: of the masters whose amax is known.
         """
         device = get_accelerator().get_current_device()
         in_fp8 = {
             working: master.to(device) for working, master in updated if working in self.gathered_weights
         }
-        in_16_bits = [pair for pair in updated if pair[0] not in in_fp8]
-        # the casts of FP8 weights run while the others, which the next forward reads first, travel
-        works = self._gather(in_16_bits)
         self.gathered_weights.publish(
             in_fp8, {working: amaxes[master].to(device) for working, master in updated if master in amaxes}
         )
         for work in works:
             work.wait()
         # a graph that still holds the former values must not go backward with these; native writes past torch's count
-        torch.autograd.graph.increment_version([working for working, _ in in_16_bits])
+        torch.autograd.graph.increment_version([working for working, _ in self._in_16_bits(updated)])
 
     def publish_masters(self) -> None:
         """Send every weight as a step would, after the masters were set from outside; every rank calls it."""
-        self._publish(
-            [
-                (working, self.working_to_master_param[id(working)])
-                for group in self._working_param_groups.values()
-                for working in group
-            ],
-            amaxes={},
-        )
+        updated = [
+            (working, self.working_to_master_param[id(working)])
+            for group in self._working_param_groups.values()
+            for working in group
+        ]
+        self._publish(updated, self._gather(self._in_16_bits(updated)), amaxes={})
 
     def gather_working_weights(self) -> None:
         """Set every working weight to its master's value, rounded once; every rank calls it.
