@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from fp8booster import FP8Config
 from tests.colossal.zero.runs import CLOSE, Layers, batch, features, step
@@ -94,6 +96,15 @@ def accumulated_gradients_are_those_of_one_large_batch(option: str) -> None:
             state["exp_avg"].abs().sum().item() for state in one.optimizer.state_dict(False)["state"].values()
         ]
     assert_close(moments, found, 0.1)
+
+
+@check
+def parameters_that_come_after_boost_are_refused() -> None:
+    run = boost(wire())
+    groups = len(run.optimizer.param_groups)
+    with pytest.raises(ValueError, match="before boost"):
+        run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(16))]})
+    assert len(run.optimizer.param_groups) == groups
 
 
 @check

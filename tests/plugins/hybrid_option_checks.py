@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -27,6 +28,15 @@ def fp16_trains_near_native(mode: str) -> None:
     expected, losses = (learn(start(plugin(mode, **scaling))) for plugin in (native, fp8))
     assert_close(expected, losses, CLOSE)
     assert losses != expected
+
+
+@check_each("DP2", "TP2 ZeRO 1")
+def parameters_that_come_after_boost_are_refused(mode: str) -> None:
+    run = start(fp8(mode))
+    groups = len(run.optimizer.param_groups)
+    with pytest.raises(ValueError, match="before boost"):
+        run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(16))]})
+    assert len(run.optimizer.param_groups) == groups
 
 
 @check_each("DP2", "TP2 ZeRO 1")

@@ -33,6 +33,7 @@ def native_norm(optimizer: Any) -> float:
         masters = [master for group in optimizer.param_groups for master in group["params"]]
         pairs = [(optimizer.master_to_working_map[master], master.grad) for master in masters]
         return HybridParallelAMPOptimizer._compute_grad_norm(optimizer, pairs)
+    _keep_what_is_attached(optimizer)
     return calculate_global_norm_from_list(
         [
             sum(
@@ -42,6 +43,18 @@ def native_norm(optimizer: Any) -> float:
             for group_id in range(optimizer.num_param_groups)
         ]
     )
+
+
+def _keep_what_is_attached(optimizer: Any) -> None:
+    """Let the store hold the gradients that the masters have: divided ones, which may be copies in FP32."""
+    for group_id, workings in optimizer._working_param_groups.items():
+        masters = optimizer._master_param_groups_of_current_rank[group_id]
+        for working, master in zip(workings, masters, strict=True):
+            store = optimizer.pid_to_grad_store[id(working)]
+            kept = store.get_partitioned_gradients_by_param_id(group_id, id(working))
+            if kept and kept[store._working_index] is not master.grad:
+                kept[store._working_index] = master.grad
+                store.grad_to_param_mapping[id(master.grad)] = id(working)
 
 
 def set_max_norm(optimizer: Any, limit: float) -> None:

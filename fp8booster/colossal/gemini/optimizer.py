@@ -10,6 +10,7 @@ import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.zero.gemini import GeminiOptimizer
 
+from fp8booster.colossal.fixed_groups import FixedGroups
 from fp8booster.colossal.gemini.gradients import gradient_chunk
 from fp8booster.colossal.gemini.masters import Part
 from fp8booster.colossal.gemini.model import FP8GeminiDDP
@@ -18,7 +19,7 @@ from fp8booster.optim.clipping import clipping_divisor
 from fp8booster.optim.one_pass import has_hooks
 
 
-class FP8GeminiOptimizer(GeminiOptimizer):
+class FP8GeminiOptimizer(FixedGroups, GeminiOptimizer):
     """GeminiOptimizer for a `FP8GeminiDDP`."""
 
     module: FP8GeminiDDP

@@ -16,6 +16,7 @@ from colossalai.booster.plugin.hybrid_parallel_plugin import (
 from colossalai.zero.low_level.bookkeeping import BucketStore
 from torch import nn
 
+from fp8booster.colossal.fixed_groups import FixedGroups
 from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated, shared_between_stages
 from fp8booster.colossal.hybrid.norms import SharedSquares
 from fp8booster.colossal.hybrid.sums import SummedGradients
@@ -24,7 +25,7 @@ from fp8booster.kernels.norms import norms_of
 from fp8booster.optim.clipping import clipping_divisor
 
 
-class FP8HybridParallelAMPOptimizer(HybridParallelAMPOptimizer):
+class FP8HybridParallelAMPOptimizer(FixedGroups, HybridParallelAMPOptimizer):
     """The optimizer without ZeRO: the model wrapper reduces the gradients."""
 
     @classmethod

@@ -29,6 +29,7 @@ from torch.distributed import ReduceOp
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8booster import comm
+from fp8booster.colossal.fixed_groups import FixedGroups
 from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.collectives import gather_many
@@ -41,7 +42,7 @@ Updated = list[tuple[nn.Parameter, torch.Tensor]]
 """(working weight, this rank's master shard) of each parameter that got a gradient."""
 
 
-class FP8ZeroOptimizer(LowLevelZeroOptimizer):
+class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
     """The ZeRO optimizer of stages 1 and 2, sending FP8."""
 
     reduces_during_backward: ClassVar[bool] = True

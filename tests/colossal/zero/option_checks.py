@@ -29,6 +29,7 @@ from tests.plugins.training import (
     assert_trains_equally,
     boost,
     native,
+    ours,
     train,
 )
 
@@ -124,6 +125,35 @@ def a_reduced_gradient_is_fp32_where_it_is_yet_to_be_divided_by_a_loss_scale() -
     run = boost(wire(**FP16))
     run.booster.backward(run.model(input_ids=batch(), labels=batch()).loss, run.optimizer)
     assert {gradient.dtype for gradient in own_gradients(run)} == {torch.float32}
+
+
+@check_each(*STAGES)
+def parameters_that_come_after_boost_are_refused(stage: int) -> None:
+    run = boost(wire(stage=stage))
+    groups = len(run.optimizer.param_groups)
+    with pytest.raises(ValueError, match="before boost"):
+        run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(16))]})
+    assert len(run.optimizer.param_groups) == groups
+
+
+@check_each(*STAGES)
+def parameters_may_be_frozen_for_a_while_after_boost(stage: int) -> None:
+    """One of three that are multiplied as one, and a whole layer."""
+    run = boost(ours(stage=stage, use_fp8=True))
+    frozen = {
+        name: value
+        for name, value in run.model.unwrap().named_parameters()
+        if "layers.0." in name or name == "model.layers.1.self_attn.q_proj.weight"
+    }
+    weights = [masters(run)]
+    for trains in (False, True):
+        for value in frozen.values():
+            value.requires_grad_(trains)
+        train(run, steps=2)
+        weights.append(masters(run))
+    first, without, after = weights
+    assert {name for name in first if torch.equal(first[name], without[name])} == frozen.keys()
+    assert not any(torch.equal(without[name], after[name]) for name in first)
 
 
 @check_each(True, False)

@@ -1,0 +1,24 @@
+"""Optimizers whose parameters were sharded when they were boosted."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+
+class FixedGroups:
+    """Refuses parameter groups that come later.
+
+    Native hands them to the wrapped optimizer (interface/optimizer.py:37), which has shards of the others: ZeRO steps
+    by gradients that no other rank has added to, or not at all, and Gemini does not find their chunk.
+    """
+
+    def add_param_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Not after boost.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "a boosted optimizer takes no further parameters, which it would neither shard nor reduce; give it all "
+            "parameter groups before boost"
+        )
