@@ -1,4 +1,4 @@
-"""Optimizers whose parameters were sharded when they were boosted."""
+"""Boosted optimizers, which train what they were given before."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 class FixedGroups:
     """Refuses parameter groups that come later.
 
-    Native hands them to the wrapped optimizer (interface/optimizer.py:37), which has shards of the others: ZeRO steps
-    by gradients that no other rank has added to, or not at all, and Gemini does not find their chunk.
+    Native hands them to the wrapped optimizer (interface/optimizer.py:37), which has masters of the others: ZeRO
+    would step by gradients that no other rank has added to, or not at all, and Gemini would not find their chunk.
     """
 
     def add_param_group(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -11,6 +11,7 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.kernels.cast import ALIGNMENT, aligned
 from fp8booster.kernels.device import require_fp8
+from fp8booster.listing import first_of
 from fp8booster.nn.choice import computes_in_fp8
 from fp8booster.nn.exchange import Exchange
 from fp8booster.nn.functional import (
@@ -195,23 +196,14 @@ class FP8Layer(nn.Module):
         ]
         notes = ["emulated in FP32"] if self.fp8_config.emulate else []
         if padded:
-            notes.append("padded: " + _first_of(padded))
+            notes.append("padded: " + first_of(padded))
         slower = sorted(rows for rows, in_fp8 in self.in_fp8.items() if not in_fp8)
         if slower:
-            counts = _first_of(list(map(str, slower)))
+            counts = first_of(list(map(str, slower)))  # experts see thousands
             notes.append(
                 f"not in FP8 for {counts} tokens, where it would take longer; FP8Config(always=True) does it"
             )
         return "; ".join(notes)
-
-
-SHOWN = 8
-"""Sizes that a note names; experts see thousands of numbers of tokens."""
-
-
-def _first_of(sizes: list[str]) -> str:
-    more = len(sizes) - SHOWN
-    return ", ".join(sizes[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def restore_weight(layer: FP8Layer, *_: Any) -> None:

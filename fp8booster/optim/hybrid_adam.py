@@ -153,9 +153,8 @@ class HybridAdam(Optimizer):
             state["step"] = 0
             for name in ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if amsgrad else [])):
                 state[name] = torch.zeros_like(parameter.data)
-        if (
-            state["exp_avg"].dtype != parameter.dtype
-        ):  # a checkpoint's moments are FP32 even where the values are not
+        # a checkpoint's moments are FP32 even where the values are not
+        if state["exp_avg"].dtype != parameter.dtype:
             moments = [name for name in state if name != "step"]
             state.update({name: state[name].to(parameter.dtype) for name in moments})
         state["step"] = int(state["step"]) + 1  # torch's count of steps is a tensor

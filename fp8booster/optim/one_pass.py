@@ -108,17 +108,21 @@ def step_group(
 
 def _states(
     optimizer: Adam, group: dict[str, Any], parameters: list[nn.Parameter]
-) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """(exp_avgs, exp_avg_sqs, steps) of parameters of a group, which torch makes where there are none.
+) -> tuple[list[torch.Tensor], ...]:
+    """(exp_avgs, exp_avg_sqs, steps) of parameters of a group, which torch makes where there are none."""
+    _make_states(optimizer, group, [each for each in parameters if not optimizer.state[each]])
+    states = [optimizer.state[each] for each in parameters]
+    return tuple([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
 
-    It makes them for parameters with a gradient of their own dtype, and reads no more of it: their values stand in.
+
+def _make_states(optimizer: Adam, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+    """Let torch make the states of parameters, which it does for those with a gradient of their own dtype.
+
+    It reads no more of a gradient: the values stand in for it.
     """
-    held = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = parameter.detach()
-    found: tuple[list, ...] = ([], [], [], [], [], [])
-    optimizer._init_group(group | {"params": parameters}, *found)
-    for parameter, gradient in zip(parameters, held, strict=True):
-        parameter.grad = gradient
-    _, _, exp_avgs, exp_avg_sqs, _, steps = found
-    return exp_avgs, exp_avg_sqs, steps
+    held = [each.grad for each in parameters]
+    for each in parameters:
+        each.grad = each.detach()
+    optimizer._init_group(group | {"params": parameters}, *([] for _ in range(6)))
+    for each, gradient in zip(parameters, held, strict=True):
+        each.grad = gradient

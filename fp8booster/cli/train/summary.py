@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from fp8booster.listing import first_of
 from fp8booster.version import __version__
 
 from .metrics import StepMetrics, read_metrics
@@ -61,7 +62,7 @@ class Column:
         for row in self.layers:
             if row["precision"] != "FP8":
                 names[row["notes"]].append(row["name"])
-        return [f"{_few(layers)} ({reason})" for reason, layers in names.items()]
+        return [f"{first_of(layers, _NAMED)} ({reason})" for reason, layers in names.items()]
 
 
 def read_column(folder: Path, precision: str) -> tuple[Column, list[StepMetrics]]:
@@ -121,12 +122,6 @@ def layer_lines(columns: list[Column]) -> list[str]:
         if column.fp8_layers
         for layers in column.other_layers
     ]
-
-
-def _few(names: list[str]) -> str:
-    if len(names) <= _NAMED:
-        return ", ".join(names)
-    return f"{', '.join(names[:_NAMED])} and {len(names) - _NAMED} more"
 
 
 def machine() -> dict[str, str]:

@@ -22,12 +22,10 @@ from fp8booster import comm
 from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk
 from fp8booster.colossal.gemini.groups import GroupedChunkManager
 from fp8booster.colossal.gemini.memory import take_memory
+from fp8booster.listing import first_of
 
 if TYPE_CHECKING:
     from fp8booster.colossal.gemini.model import FP8GeminiDDP
-
-SHOWN = 8
-"""Names of parameters in a message."""
 
 
 def sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -114,10 +112,9 @@ def no_gradient(names: Sequence[str]) -> RuntimeError:
     Args:
         names: of these parameters, at least one.
     """
-    shown = ", ".join(f"`{name}`" for name in names[:SHOWN])
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    shown = first_of([f"`{name}`" for name in names])
     return RuntimeError(
-        f"no gradient for {shown}{more}: Gemini trains a layer in every step or not at all; call requires_grad_(False) "
+        f"no gradient for {shown}: Gemini trains a layer in every step or not at all; call requires_grad_(False) "
         "on layers that are not trained before booster.boost, or add 0 * output.sum() of a layer to the loss of the "
         "steps that do not use it"
     )
