@@ -1,8 +1,8 @@
 """Processes for the engines: torchrun for the whole command, and fresh ones for each engine's turn.
 
-Under torchrun every rank runs the command, and its process starts a child in each turn that stands for it. The children
-of one turn meet at a store of their own. If one fails or is late, the others, which may wait for it in a collective,
-are ended too, and the next engine has its turn.
+Under torchrun every rank runs the command, and its process has a host (`host.py`) that forks one for it in each turn.
+Those of one turn meet at a store of their own. If one fails or is late, the others, which may wait for it in a
+collective, are ended too, and the next engine has its turn.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness.environment import REPOSITORY
+from benchmarks.training.host import Host
 
-_POLL = 0.2  # seconds between looks at a child
+_POLL = 0.2  # seconds between looks at the other ranks
 _LOG_LINES = 1  # of a log that a reason quotes
 CPU_PROCESSES = 2
 
@@ -70,20 +71,21 @@ class Crew:
     """This rank among those that torchrun started; all of them call the same functions in the same order."""
 
     def __init__(self, worker: str = "benchmarks.training.worker") -> None:
-        """`worker`: the module that a child runs."""
+        """`worker`: the module of the host."""
         self._worker = worker
+        self._host: Host | None = None
         self._store, self.rank, self.size = next(dist.rendezvous("env://"))
         self._store.set_timeout(timedelta(hours=2))  # one machine may still prepare the text
         self._turns = 0
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a child is ended with it
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the host is ended with it
 
     def take_turn(self, task: dict[str, Any], *, limit_s: float, log: Path | None) -> Turn:
-        """Do a task (`worker.run`) in one child for each rank.
+        """Do a task (`worker.run`) in one process for each rank.
 
         Args:
             task: with the engine, the job and where a trace goes.
             limit_s: seconds after which the turn has failed.
-            log: folder for what the children print; None throws it away.
+            log: folder for what they print; None throws it away.
         """
         turn = f"turn {self._turns}"
         self._turns += 1
@@ -93,7 +95,7 @@ class Crew:
             self._store.set(f"{turn}/place", f"{_address()} {server.port}")
         place = self._store.get(f"{turn}/place").decode()
         with tempfile.TemporaryDirectory() as folder:
-            verdict = self._run_child(task, turn, place, Path(folder), limit_s, log)
+            verdict = self._run(task, turn, place, Path(folder), limit_s, log)
         self._store.set(f"{turn}/verdict {self.rank}", json.dumps(verdict))
         verdicts = [
             json.loads(self._store.get(f"{turn}/verdict {rank}").decode()) for rank in range(self.size)
@@ -105,67 +107,75 @@ class Crew:
         return Turn(verdicts[0], None)
 
     def close(self) -> None:
-        """Wait until every rank is done with the store, which rank 0 may hold."""
+        """End the host, and wait until every rank is done with the store, which rank 0 may hold."""
+        self._end_host()
         self._store.set(f"left {self.rank}", "")
         if self.rank == 0:
             self._store.wait([f"left {rank}" for rank in range(self.size)])
 
-    def _run_child(
+    def _run(
         self, task: dict[str, Any], turn: str, place: str, folder: Path, limit_s: float, log: Path | None
     ) -> dict[str, Any]:
         """This rank's outcome, or why it failed and when."""
         outcome = folder / "outcome.json"
         address, port = place.split()
         printed = (log or folder) / f"{task['engine']}-{turn.replace(' ', '-')}-rank-{self.rank}.log"
+        printed = printed.resolve()
         printed.parent.mkdir(parents=True, exist_ok=True)
-        environment = os.environ | {
+        printed.touch()
+        meeting = {
             "MASTER_ADDR": address,
             "MASTER_PORT": port,
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0's command serves the store
-            # the child must find what this process has found, whatever the folder it was started in
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(
-                os.pathsep
-            ),
         }
-        with printed.open("wb") as stream:
-            child = subprocess.Popen(
-                [sys.executable, "-m", self._worker],
-                stdin=subprocess.PIPE,
-                stdout=stream,
-                stderr=stream,
-                env=environment,
-            )
+        status, reason = None, None
         try:
-            child.stdin.write(
-                (json.dumps(task | {"outcome": str(outcome), "limit_s": limit_s}) + "\n").encode()
+            self._live_host().begin(
+                task
+                | {
+                    "outcome": str(outcome),
+                    "limit_s": limit_s,
+                    "log": str(printed),
+                    "environment": meeting,
+                }
             )
-            child.stdin.flush()
-            reason = self._watch(child, turn, limit_s)
+            status, reason = self._watch(turn, limit_s)
         except BrokenPipeError:
-            child.wait()
-            reason = None
+            reason = "its host has died"
         finally:
-            child.kill()
-            child.wait()
-            child.stdin.close()
+            if status is None:
+                self._end_host()
         if outcome.exists() and (found := _read(outcome)) is not None:
             verdict = found
         else:
-            verdict = {"failed": reason or self._ending(child.returncode, printed), "at": time.time()}
+            verdict = {"failed": reason or self._ending(status, printed), "at": time.time()}
         if "failed" in verdict:
             self._store.set(f"{turn}/failed", "")
         return verdict
 
-    def _watch(self, child: subprocess.Popen, turn: str, limit_s: float) -> str | None:
-        """Wait for a child; the reason, where it is to be ended."""
+    def _live_host(self) -> Host:
+        """The host; a new one at first, and where the last one was ended."""
+        if self._host is None or not self._host.alive:
+            self._end_host()
+            # it must find what this process has found, whatever the folder it was started in
+            path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+            self._host = Host(self._worker, os.environ | {"PYTHONPATH": path})
+        return self._host
+
+    def _end_host(self) -> None:
+        if self._host is not None:
+            self._host.kill()
+            self._host = None
+
+    def _watch(self, turn: str, limit_s: float) -> tuple[int | None, str | None]:
+        """Wait for the task; its exit status, or None and the reason why it is to be ended."""
         deadline = time.monotonic() + limit_s
-        while child.poll() is None:
+        while (status := self._host.ended(_POLL)) is None:
             if time.monotonic() > deadline:
-                return f"it did not finish within {limit_s:g} s"
+                return None, f"it did not finish within {limit_s:g} s"
             if self._store.check([f"{turn}/failed"]):
-                return "another rank failed"
-            time.sleep(_POLL)
-        return None
+                return None, "another rank failed"
+        return status, None
 
     def _ending(self, code: int, log: Path) -> str:
         how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"

@@ -1,12 +1,10 @@
-"""One rank of one engine's turn: `python -m benchmarks.training.worker` reads its task from standard input."""
+"""One rank of one engine's turn, in a process that `host.serve` forks: `python -m benchmarks.training.worker`."""
 
 from __future__ import annotations
 
 import faulthandler
 import json
 import os
-import sys
-import threading
 import time
 import traceback
 import warnings
@@ -18,8 +16,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.training.engines import ENGINES
+from benchmarks.training.host import serve
 from benchmarks.training.job import Job
 from benchmarks.training.measure import measure
+
+PRELOADED = (
+    "torch._inductor.compile_fx",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "peft",
+)
+"""What engines import that takes seconds. Not colossalai: it asks for the current GPU (gemini_optimizer.py:578), and
+fp8booster changes it, which a peer must not see."""
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
@@ -71,10 +79,8 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"
 
 
-def main() -> int:
+def do(task: dict[str, Any]) -> int:
     """Measure and write the outcome, or the reason why there is none; returns the exit status."""
-    task = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     outcome = Path(task["outcome"])
     warnings.filterwarnings("ignore", message="Please install")  # colossalai's advertisements
     try:
@@ -86,17 +92,8 @@ def main() -> int:
     return 0
 
 
-def _end_with_parent() -> None:
-    """The other end of standard input closes when the process that started this one is gone."""
-    sys.stdin.read()
-    os._exit(1)
-
-
 if __name__ == "__main__":
     faulthandler.enable()
-    status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(
-        status
-    )  # without the orderly exit of process groups, which may hang where another rank has failed
+    # asked of the driver alone, so that CUDA does not begin before a fork
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    serve(do, preload=PRELOADED, may_fork=lambda: not torch.cuda.is_initialized())

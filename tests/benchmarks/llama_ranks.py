@@ -103,8 +103,10 @@ def take_turns() -> list[Turn]:
         crew.take_turn({"engine": task}, limit_s=limit, log=None)
         for task, limit in [
             ("well", 60),
+            ("well", 60),
             ("fails on rank 1", 60),
             ("dies on rank 1", 60),
+            ("its host dies on rank 1", 60),
             ("hangs", 2),
             ("well", 60),
         ]

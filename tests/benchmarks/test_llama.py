@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import subprocess
@@ -111,12 +110,10 @@ def test_the_whole_command_on_two_ranks(tmp_path) -> None:
     assert list((tmp_path / "logs").glob("fp8booster-fp8-*-rank-1.log"))
 
 
-def test_a_worker_that_fails_writes_why(tmp_path, monkeypatch, capsys) -> None:
+def test_a_worker_that_fails_writes_why(tmp_path, capsys) -> None:
     outcome = tmp_path / "outcome.json"
     task = {"engine": "fsdp2", "job": {"model": "8b", "tokens": None}, "outcome": str(outcome)}
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(task) + "\n"))
-    monkeypatch.setattr(worker, "_end_with_parent", lambda: None)
-    assert worker.main() == 1
+    assert worker.do(task) == 1
     found = json.loads(outcome.read_text())
     assert found["failed"].startswith("ValueError: --model is '8b'")
     assert found["at"] > 0

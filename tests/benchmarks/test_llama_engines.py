@@ -118,10 +118,14 @@ def test_a_plugin_that_takes_no_fused_model_is_named(measured) -> None:
 def test_a_turn_that_fails_ends_on_all_ranks_and_the_next_one_runs() -> None:
     first, second = run_ranks(take_turns, 2, initialize=False)
     assert first == second
-    well, fails, dies, hangs, again = first
-    assert well.outcome == again.outcome == {"rank": 0, "store": "served"}
-    assert well.reason is again.reason is None
+    well, next_one, fails, dies, without_host, hangs, again = first
+    assert well.outcome == next_one.outcome  # forked by one host
+    assert well.outcome["host"] != again.outcome["host"]  # which ended with what hung
+    assert [each.outcome["rank"] for each in (well, again)] == [0, 0]
+    assert [each.outcome["store"] for each in (well, again)] == ["served", "served"]
+    assert [each.reason for each in (well, next_one, again)] == [None, None, None]
     assert fails.reason == "out of GPU memory"
-    assert dies.reason == "rank 1 ended with code 1: no such device"
+    assert dies.reason == "rank 1 ended with code 1: SystemExit: no such device"
+    assert without_host.reason == "rank 1 ended by signal SIGKILL"
     assert hangs.reason == "it did not finish within 2 s"
-    assert fails.outcome is dies.outcome is hangs.outcome is None
+    assert fails.outcome is dies.outcome is without_host.outcome is hangs.outcome is None
