@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import torch
 import typer
@@ -117,7 +117,9 @@ def main(
     if context.invoked_subcommand is not None:
         return
     if device == "cuda" and not torch.cuda.is_available():
-        refuse("this benchmark measures CUDA GPUs and torch finds none; run it on a machine that has some")
+        command.refuse(
+            "this benchmark measures CUDA GPUs and torch finds none; run it on a machine that has some"
+        )
     try:
         job = Job(
             model=model,
@@ -148,7 +150,7 @@ def main(
         if baseline not in engines:
             raise ValueError(f"--baseline is {baseline!r}; it must be measured: one of {', '.join(engines)}")
     except ValueError as error:
-        refuse(str(error))
+        command.refuse(str(error))
     output = Output(out, json, commit)
     if one_layer:
         measure_one_layer(job, rounds=rounds, sample_ms=sample_ms, output=output)
@@ -254,7 +256,7 @@ def scaling(
     try:
         runs = read_runs(files)
     except ValueError as error:
-        refuse(str(error))
+        command.refuse(str(error))
     head = runs[-1]["head"] | {"command": environment.command_line()}
     head["ranks"] = ", ".join(run["head"]["ranks"] for run in runs)
     head["dates"] = ", ".join(run["head"]["date"] for run in runs)
@@ -262,12 +264,6 @@ def scaling(
     show(result)
     for path in result.write(folder=out, json_file=json):
         typer.echo(f"wrote {path}", err=True)
-
-
-def refuse(sentence: str) -> NoReturn:
-    """Say what the user can mend and exit with 2."""
-    typer.echo(f"error: {sentence}", err=True)
-    raise typer.Exit(2)
 
 
 if __name__ == "__main__":

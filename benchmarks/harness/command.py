@@ -43,16 +43,17 @@ def run_command(main: Callable[..., None]) -> None:
 def measured_device(name: str) -> tuple[torch.device, Gpu]:
     """The device to measure and its facts; where it cannot be, say so in one sentence and exit with 2."""
     if name == "cuda" and not torch.cuda.is_available():
-        _refuse("this benchmark measures a CUDA GPU and torch finds none; run it on a machine that has one")
+        refuse("this benchmark measures a CUDA GPU and torch finds none; run it on a machine that has one")
     device = torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
     try:
         require_fp8(device, emulate=False)
         return device, gpu_of(device)
     except (ValueError, RuntimeError) as error:
-        _refuse(str(error))
+        refuse(str(error))
 
 
-def _refuse(sentence: str) -> NoReturn:
+def refuse(sentence: str) -> NoReturn:
+    """Say what the user can mend and exit with 2."""
     typer.echo(f"error: {sentence}", err=True)
     raise typer.Exit(2)
 

@@ -52,11 +52,7 @@ def deliver(
         loss_table(loss_records(findings, reference), reference),
         *wire_tables(records),
     ]
-    head = environment.head(setting.gpu, commit=output.commit) | {
-        "ranks": str(setting.ranks),
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if job.device == "cuda" else "gloo",
-        "training": describe(job),
-    }
+    head = head_of(setting, output) | {"training": describe(job)}
     head |= {f"in FP8, {record['label']}": record["layers"] for record in records if record.get("layers")}
     head |= {f"fused, {record['label']}": record["fused"] for record in records if record.get("fused")}
     if job.device == "cuda" and (unknown := why_no_power(records)):
@@ -86,6 +82,12 @@ def deliver(
         show(result)
         for path in written:
             typer.echo(f"wrote {path}", err=True)
+
+
+def head_of(setting: Setting, output: Output) -> dict[str, str]:
+    """Where and with what it was measured."""
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if setting.job.device == "cuda" else "gloo"
+    return environment.head(setting.gpu, commit=output.commit) | {"ranks": str(setting.ranks), "NCCL": nccl}
 
 
 def show(result: Result) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +67,22 @@ def test_a_task_ends_with_the_process_that_gave_it(host: Host, tmp_path) -> None
     gone, _ = psutil.wait_procs([fork], timeout=10)
     assert gone
     assert host.ended(10) == 1
+
+
+def test_what_is_imported_before_a_fork_leaves_native_plugins_as_they_are() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", _IMPORTS], env=ENVIRONMENT, capture_output=True, text=True, check=True
+    ).stdout
+    assert said.splitlines()[-1] == "[]"
+
+
+_IMPORTS = """
+import importlib, sys
+from benchmarks.training.worker import PRELOADED
+for name in PRELOADED:
+    importlib.import_module(name)
+print([name for name in sys.modules if name.partition(".")[0] in ("colossalai", "torchao")])
+"""
 
 
 def test_where_a_fork_is_of_no_use_the_process_does_one_task_and_ends(tmp_path) -> None:
