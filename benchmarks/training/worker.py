@@ -92,8 +92,16 @@ def do(task: dict[str, Any]) -> int:
     return 0
 
 
+def cuda_begins_in_a_fork() -> bool:
+    """Whether it does: torch refuses where this process has asked for a GPU."""
+    child = os.fork()
+    if child == 0:
+        os._exit(torch.cuda._is_in_bad_fork())
+    return os.waitpid(child, 0)[1] == 0
+
+
 if __name__ == "__main__":
     faulthandler.enable()
     # asked of the driver alone, so that CUDA does not begin before a fork
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    serve(do, preload=PRELOADED, may_fork=lambda: not torch.cuda.is_initialized())
+    serve(do, preload=PRELOADED, may_fork=cuda_begins_in_a_fork)

@@ -122,6 +122,12 @@ def test_a_worker_that_fails_writes_why(tmp_path, capsys) -> None:
     assert worker.reason_of(memory) == "out of GPU memory: CUDA out of memory"
 
 
+def test_a_process_that_asked_for_a_gpu_does_not_fork(monkeypatch) -> None:
+    assert worker.cuda_begins_in_a_fork()
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert not worker.cuda_begins_in_a_fork()
+
+
 def test_one_layer(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # seconds for each
     monkeypatch.setattr(one_layer, "find_spec", lambda package: None)
