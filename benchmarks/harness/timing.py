@@ -49,6 +49,18 @@ class Timing:
 
 
 @dataclass(frozen=True)
+class Alone:
+    """What `time_alone` found."""
+
+    ms: float
+    """Of one call."""
+
+    begin: float
+    end: float
+    """When it was counted, of `time.perf_counter`."""
+
+
+@dataclass(frozen=True)
 class _Pass:
     """One call for each input set."""
 
@@ -100,6 +112,32 @@ def time_in_turns(
                 elapsed[name].append(gpu_ms / (repeats * one_pass.calls))
                 issued[name].append(host_ms / (repeats * one_pass.calls))
     return {name: Timing(Samples.of(elapsed[name]), Samples.of(issued[name])) for name in bursts}
+
+
+def time_alone(variant: Variant, *, device: torch.device, seconds: float) -> Alone:
+    """Run one variant without a pause, once so long for power and clock to settle and once more to count.
+
+    Args:
+        variant: what to time.
+        device: where the work runs.
+        seconds: that each of the two lasts at least.
+    """
+    one_pass = _prepare(variant, device)
+    sample = _sample_cuda if device.type == "cuda" else _sample_cpu
+    pass_ms, _ = sample(one_pass.run, 1)
+    repeats = max(1, math.ceil(_BURST_MS / pass_ms))
+    for _ in ("settles", "counted"):
+        begin = end = time.perf_counter()
+        elapsed = bursts = 0
+        while end - begin < seconds:
+            # the GPU waits a few microseconds between two of them
+            elapsed += sample(one_pass.run, repeats)[0]
+            bursts += 1
+            end = time.perf_counter()
+    return Alone(elapsed / (bursts * repeats * one_pass.calls), begin, end)
+
+
+_BURST_MS = 50.0
 
 
 def _prepare(variant: Variant, device: torch.device) -> _Pass:

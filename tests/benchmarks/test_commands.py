@@ -8,7 +8,8 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import accumulation, adamw, cast, choice, gemm, linear
+from benchmarks import accumulation, adamw, cast, choice, energy, gemm, linear
+from benchmarks.harness import power
 from benchmarks.layers.layer import Layer
 from benchmarks.layers.records import summarize
 
@@ -23,13 +24,44 @@ def run(main: Callable[..., None], *arguments: str) -> object:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 @pytest.mark.parametrize(
-    "main", [gemm.main, cast.main, choice.main, linear.main, accumulation.main, adamw.main]
+    "main", [gemm.main, cast.main, choice.main, linear.main, accumulation.main, adamw.main, energy.main]
 )
 def test_without_a_gpu_one_sentence_and_exit_code_2(main) -> None:
     result = run(main)
     assert result.exit_code == 2
     assert "measures a CUDA GPU and torch finds none" in result.output
     assert len(result.output.strip().splitlines()) == 1
+
+
+def test_energy(tmp_path, monkeypatch) -> None:
+    file = tmp_path / "energy.json"
+    arguments = ["--device", "cpu", "--models", "tiny", "--tokens", "16", "--seconds", "0.001"]
+    monkeypatch.setattr(power.PowerMeter, "draw", lambda self, begin, end: power.Draw(1500.0, 700.0, 1.0))
+    result = run(energy.main, *arguments, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    records = json.loads(file.read_text())["tables"]["products"]
+    assert {record["direction"] for record in records} == {"fprop", "dgrad", "wgrad"}
+    for record in records:
+        assert list(record["kinds"]) == [kind.name for kind in energy.KINDS]
+        for found in record["kinds"].values():
+            assert found["failed"] is None
+            assert found["ms"] > 0
+            assert found["mj"] == pytest.approx(700 * found["ms"])
+    first = records[0]["kinds"]["E4M3"]
+    assert f"{first['mj']:.0f} ({first['ms']:.3f}, 1500, 700)" in result.output
+
+
+def test_a_product_that_does_not_run_is_left_out(tmp_path, monkeypatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("no kernel\nmore")
+
+    monkeypatch.setattr(energy.products, "product", fails)
+    arguments = ["--device", "cpu", "--models", "tiny", "--tokens", "16", "--seconds", "0.001"]
+    result = run(energy.main, *arguments, "--json", str(tmp_path / "energy.json"))
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "energy.json").read_text())
+    assert found["left_out"] == {kind.name: "no kernel" for kind in energy.KINDS if kind.name != "BF16"}
+    assert found["tables"]["products"][0]["kinds"]["BF16"]["ms"] > 0
 
 
 def test_gemm(tmp_path) -> None:

@@ -1,0 +1,173 @@
+"""What products take where power holds the clock down: time, clock and energy of each kind by itself.
+
+    python -m benchmarks.energy --models 13b --out results --json results/energy.json
+
+Kinds that take turns share one clock, which hides that one of them draws more power. So each runs alone here, without a
+pause, until power and clock have settled, and is counted then. In training, where the power limit holds for a whole
+step, what a product adds to the step is its energy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
+from unittest.mock import patch
+
+import torch
+import typer
+
+from benchmarks.harness import command, environment
+from benchmarks.harness.power import PowerMeter
+from benchmarks.harness.products import Operands
+from benchmarks.harness.results import Column, Record, Result, Table
+from benchmarks.harness.shapes import DIRECTIONS, workloads
+from benchmarks.harness.timing import Variant, input_sets, time_alone
+from fp8booster import formats
+from fp8booster.kernels import product as products
+from fp8booster.tensor import quantize
+
+MODELS = ["7b", "13b"]
+TOKENS = [8192]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to multiply."""
+
+    name: str
+    left: torch.dtype | None
+    """None is BF16."""
+    fast: bool = False
+    by_rows: bool = False
+    """The tensor's scale is given once for each row."""
+
+    def multiplication(self, operands: Operands) -> Callable[[], torch.Tensor]:
+        """A function that multiplies these operands, cast beforehand."""
+        if self.left is None:
+            return lambda: operands.left @ operands.right.t()
+        left, right = quantize(operands.left, self.left), quantize(operands.right, formats.E4M3)
+        scales = [
+            one.inverse_scale.repeat(len(one.data)) if self.by_rows else one.inverse_scale
+            for one in (left, right)
+        ]
+
+        def multiply() -> torch.Tensor:
+            with patch.object(products, "LARGE_PRODUCT", math.inf):  # else it gives rows the scale by itself
+                return products.product(
+                    left.data, right.data, *scales, out_dtype=torch.bfloat16, fast_accumulation=self.fast
+                )
+
+        return multiply
+
+
+KINDS = (
+    Kind("BF16", None),
+    Kind("E4M3 fast", formats.E4M3, fast=True),
+    Kind("E4M3 fast by rows", formats.E4M3, fast=True, by_rows=True),
+    Kind("E4M3", formats.E4M3),
+    Kind("E4M3 by rows", formats.E4M3, by_rows=True),
+    Kind("E5M2 fast", formats.E5M2, fast=True),
+    Kind("E5M2", formats.E5M2),
+    Kind("E5M2 by rows", formats.E5M2, by_rows=True),
+)
+"""The format is the first operand's, the second is E4M3. Without "fast", partial sums are promoted to FP32."""
+
+NOTE = (
+    "Milliseconds of one product that runs alone without a pause; the median clock of the processors and the "
+    "mean power over that time, and energy, which is power times time: with the power limit reached it is "
+    "what counts. As `torch._scaled_mm` takes them; by rows: the tensor's scale given once for each row, for "
+    "which cuBLAS has other kernels."
+)
+
+
+def product_record(
+    kind: Kind,
+    rows: int,
+    inner: int,
+    columns: int,
+    *,
+    meter: PowerMeter,
+    device: torch.device,
+    seconds: float,
+) -> Record:
+    """What one kind of product of one shape takes, or why it does not run."""
+    sets = input_sets(inner * (rows + columns), device)
+    operands = [Operands.random(rows, inner, columns, device) for _ in range(sets)]
+    try:
+        calls = [kind.multiplication(each) for each in operands]
+        variant = Variant(kind.name, lambda i: calls[i](), sets, graph=True)
+        alone = time_alone(variant, device=device, seconds=seconds)
+    except (RuntimeError, ValueError) as error:
+        return {"kind": kind.name, "failed": str(error).splitlines()[0]}
+    draw = meter.draw(alone.begin, alone.end)
+    record = {"kind": kind.name, "failed": None, "ms": alone.ms, "draw": None, "mj": None}
+    return record if draw is None else record | {"draw": draw._asdict(), "mj": draw.watts * alone.ms}
+
+
+def _shown(record: Record) -> str:
+    if record["failed"] is not None:
+        return "-"
+    if record["draw"] is None:
+        return f"{record['ms']:.3f}"
+    draw = record["draw"]
+    return f"{record['mj']:.0f} ({record['ms']:.3f}, {draw['mhz']:.0f}, {draw['watts']:.0f})"
+
+
+def main(
+    models: command.Models = MODELS,
+    tokens: command.Tokens = TOKENS,
+    seconds: Annotated[
+        float, typer.Option(help="That each product runs before it is counted, and while it is.")
+    ] = 0.6,
+    quick: command.Quick = False,
+    json: command.JsonFile = None,
+    out: command.Folder = None,
+    commit: command.Commit = None,
+    device: command.DeviceName = "cuda",
+) -> None:
+    """Measure time, clock and energy of BF16 and FP8 products, each alone."""
+    target, gpu = command.measured_device(device)
+    if quick:
+        models, tokens, seconds = models[:1], tokens[:1], min(seconds, 0.2)
+    torch.manual_seed(0)
+    records, left_out = [], {}
+    with PowerMeter(target) as meter:
+        for work in command.progress(workloads(models, tokens, fused=True)):
+            for direction in DIRECTIONS:
+                found = [
+                    product_record(
+                        kind, *work.product(direction), meter=meter, device=target, seconds=seconds
+                    )
+                    for kind in KINDS
+                ]
+                left_out |= {each["kind"]: each["failed"] for each in found if each["failed"] is not None}
+                records.append(
+                    {
+                        "layer": work.label,
+                        "shape": work.shape,
+                        "direction": direction,
+                        "kinds": {each["kind"]: each for each in found},
+                    }
+                )
+    table = Table(
+        "products",
+        "mJ of a product (ms, MHz, W)",
+        [
+            Column("layer", lambda r: r["layer"]),
+            Column("M x K -> N", lambda r: r["shape"]),
+            Column("product", lambda r: r["direction"]),
+            *(Column(kind.name, lambda r, name=kind.name: _shown(r["kinds"][name])) for kind in KINDS),
+        ],
+        records,
+        NOTE,
+    )
+    head = environment.head(gpu, commit=commit)
+    command.deliver(
+        Result("energy", "Energy of products", head, [table], left_out), folder=out, json_file=json
+    )
+
+
+if __name__ == "__main__":
+    command.run_command(main)
