@@ -24,6 +24,7 @@ from rich.console import Console
 
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Result
+from benchmarks.training.data import tokens_of
 from benchmarks.training.delivery import Output, deliver, gpu_facts, show
 from benchmarks.training.engines import ENGINES, PEERS, PRECISIONS, chosen
 from benchmarks.training.job import PLUGINS, Job
@@ -31,10 +32,8 @@ from benchmarks.training.launch import Crew, Turn, is_launched, start_torchrun
 from benchmarks.training.models import MODELS
 from benchmarks.training.records import Setting
 from benchmarks.training.rounds import Findings, take_rounds
-from fp8booster.cli.train.defaults import cache_folder
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.plugins import fp8_config
-from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 
 NONE: list[str] = []
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, invoke_without_command=True)
@@ -203,18 +202,6 @@ def compare(
         turn=turn,
         after_turn=after_turn,
     )
-
-
-def tokens_of(data: str, text_column: str, job: Job) -> TokenFile:
-    """The text as tokens, of a tokenizer with at most as many as the model has embeddings; made once a machine."""
-    options = TrainOptions(
-        model="7b",  # a size, so the tokenizer is trained on the text
-        data=None if data == "python" else data,
-        text_column=text_column,
-        vocabulary=min(job.architecture.size.vocabulary, 32000),
-        cache=str(cache_folder()),
-    )
-    return prepare_tokens(options, lambda text: None)
 
 
 def measure_one_layer(job: Job, *, rounds: int, sample_ms: float, output: Output) -> None:

@@ -8,6 +8,9 @@ import torch
 
 from benchmarks.training.job import Job
 from fp8booster.cli.train.batches import Batches, Layout, Replica
+from fp8booster.cli.train.defaults import cache_folder
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 
 RANDOM_BATCHES = 2
 """Batches of random tokens, taken in turn."""
@@ -42,3 +45,15 @@ def batches(job: Job, replica: Replica, device: torch.device) -> Callable[[int],
     )
     text = Batches(job.tokens.open(), layout, replica.index, job.seed)
     return lambda step: torch.cat(list(text.micro_batches(step * layout.step_sequences))).to(device)
+
+
+def tokens_of(data: str, text_column: str, job: Job) -> TokenFile:
+    """The text as tokens, of a tokenizer with at most as many as the model has embeddings; made once a machine."""
+    options = TrainOptions(
+        model="7b",  # a size, so the tokenizer is trained on the text
+        data=None if data == "python" else data,
+        text_column=text_column,
+        vocabulary=min(job.architecture.size.vocabulary, 32000),
+        cache=str(cache_folder()),
+    )
+    return prepare_tokens(options, lambda text: None)
