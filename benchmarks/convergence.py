@@ -2,6 +2,7 @@
 
     python -m benchmarks.convergence --model 7b --layers 8 --data corpus.txt --seeds 4 --processes 1 --out results
     python -m benchmarks.convergence --model 7b --data corpus.txt --also gradient_format=e4m3 --out results
+    python -m benchmarks.convergence join seed-0.json seed-1.json --out results
 
 One pair of runs does not tell what rounding costs from chance: two runs in BF16 that round differently part too. So
 each seed, of weights and of the order of the text, has a run of each variant, and BF16 two: as native rounds, and with
@@ -21,9 +22,9 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks.harness import command
+from benchmarks.harness import command, environment
 from benchmarks.harness.results import Result
-from benchmarks.training.convergence import BF16, course_table, end_table, plot
+from benchmarks.training.convergence import BF16, course_table, end_table, plot, read_runs
 from benchmarks.training.data import tokens_of
 from benchmarks.training.delivery import Output, describe, gpu_facts, head_of, show
 from benchmarks.training.job import Job
@@ -31,9 +32,12 @@ from benchmarks.training.launch import Crew, is_launched, start_torchrun
 from benchmarks.training.records import Setting
 
 NONE: list[str] = []
+app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, invoke_without_command=True)
 
 
+@app.callback()
 def main(
+    context: typer.Context,
     data: Annotated[
         str, typer.Option(help="Text to train on, as `fp8booster train --data`, or python.")
     ] = "python",
@@ -65,6 +69,8 @@ def main(
     device: command.DeviceName = "cuda",
 ) -> None:
     """Train in FP8 and in BF16 by LowLevelZero, with several seeds, and compare the losses."""
+    if context.invoked_subcommand is not None:
+        return
     if device == "cuda" and not torch.cuda.is_available():
         command.refuse(
             "this benchmark measures CUDA GPUs and torch finds none; run it on a machine that has some"
@@ -145,6 +151,29 @@ def learn(
     return losses
 
 
+@app.command()
+def join(
+    files: Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="What --json wrote.")],
+    json: command.JsonFile = None,
+    out: command.Folder = None,
+) -> None:
+    """Put together the results of runs with different seeds, such as on different GPUs."""
+    try:
+        losses, variants, runs = read_runs(files)
+    except ValueError as error:
+        command.refuse(str(error))
+    head = runs[0]["head"] | {"command": environment.command_line()}
+    head["dates"] = ", ".join(run["head"]["date"] for run in runs)
+    left_out = {name: reason for run in runs for name, reason in run["left_out"].items()}
+    title = f"Losses of {len(losses)} seeds, each on {head['ranks']} GPUs or ranks"
+    result, written = deliver(
+        f"{runs[0]['benchmark']}-joined", title, head, losses, variants, left_out, out, json
+    )
+    show(result)
+    for path in written:
+        typer.echo(f"wrote {path}", err=True)
+
+
 def write(
     losses: dict[int, dict[str, list[float]]],
     variants: list[str],
@@ -158,19 +187,30 @@ def write(
     title = (
         f"{job.steps} steps of {job.architecture.label}, {job.architecture.size.layers} layers, on {where}"
     )
-    result = Result(
-        f"convergence-{job.model}-{setting.ranks}",
-        title,
-        head_of(setting, output) | {"training": describe(job)},
-        [end_table(losses, variants), course_table(losses, variants)],
-        left_out,
-    )
-    if output.folder is not None:
-        name = f"{result.stem}.png"
-        if plot(output.folder / name, losses, variants, title):
-            result = replace(result, plots=[name])
-    return result, result.write(folder=output.folder, json_file=output.json_file)
+    head = head_of(setting, output) | {"training": f"{describe(job)}, {job.steps} steps"}
+    name = f"convergence-{job.model}-{setting.ranks}"
+    return deliver(name, title, head, losses, variants, left_out, output.folder, output.json_file)
+
+
+def deliver(
+    name: str,
+    title: str,
+    head: dict[str, str],
+    losses: dict[int, dict[str, list[float]]],
+    variants: list[str],
+    left_out: dict[str, str],
+    folder: Path | None,
+    json_file: Path | None,
+) -> tuple[Result, list[Path]]:
+    """Write tables and plot; returns the result and its files."""
+    tables = [end_table(losses, variants), course_table(losses, variants)]
+    result = Result(name, title, head, tables, left_out)
+    if folder is not None:
+        image = f"{result.stem}.png"
+        if plot(folder / image, losses, variants, title):
+            result = replace(result, plots=[image])
+    return result, result.write(folder=folder, json_file=json_file)
 
 
 if __name__ == "__main__":
-    command.run_command(main)
+    app()

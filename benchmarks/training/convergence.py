@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +46,45 @@ class Difference:
     def __str__(self) -> str:
         error = "" if math.isnan(self.error) else f" ± {100 * self.error:.2f}"
         return f"{100 * self.mean:+.2f}{error} %"
+
+
+def read_runs(
+    files: Sequence[Path],
+) -> tuple[dict[int, dict[str, list[float]]], list[str], list[dict[str, Any]]]:
+    """Results of `benchmarks.convergence --json`, with different seeds.
+
+    Returns:
+        the losses of all, their variants, and the results.
+
+    Raises:
+        ValueError: a file is no such result, two have one seed, or they differ in what they train.
+    """
+    losses: dict[int, dict[str, list[float]]] = {}
+    variants: dict[str, None] = {}
+    runs = []
+    for file in files:
+        found = json.loads(file.read_text())
+        if "ends" not in found.get("tables", {}):
+            raise ValueError(f"{file} is not a result of `benchmarks.convergence --json`")
+        runs.append(found)
+        for line in COMPARED:
+            if found["head"][line] != runs[0]["head"][line]:
+                raise ValueError(
+                    f"{file} differs in {line} from {files[0]}: {found['head'][line]} and {runs[0]['head'][line]}; "
+                    "join runs that differ in their seeds alone"
+                )
+        for record in found["tables"]["ends"]:
+            if "losses" not in record:
+                continue  # the mean over seeds
+            if int(record["seed"]) in losses:
+                raise ValueError(f"{file} has seed {record['seed']}, which another file has too")
+            losses[int(record["seed"])] = record["losses"]
+            variants |= dict.fromkeys(record["losses"])
+    return dict(sorted(losses.items())), list(variants), runs
+
+
+COMPARED = ("GPU", "ranks", "training")
+"""Lines of the head that must be alike."""
 
 
 def tenths(losses: Sequence[float]) -> list[float]:

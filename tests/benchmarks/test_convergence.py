@@ -5,9 +5,9 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from benchmarks import convergence
@@ -83,11 +83,49 @@ def test_plot(tmp_path) -> None:
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], sentence: str) -> None:
-    app = typer.Typer()
-    app.command()(convergence.main)
-    result = CliRunner().invoke(app, ["--device", "cpu", *arguments])
+    result = CliRunner().invoke(convergence.app, ["--device", "cpu", *arguments])
     assert result.exit_code == 2
     assert result.output.startswith(sentence)
+
+
+def write(path: Path, seed: int, steps: int = STEPS) -> str:
+    head = {
+        "GPU": "CPU",
+        "ranks": "1",
+        "training": f"model micro, steps {steps}",
+        "date": "2026-11-22",
+        "torch": "2",
+    }
+    losses = {seed: {BF16: [4.0] * steps, "FP8": [4.0 + 0.04 * seed] * steps}}
+    _, written = convergence.deliver("convergence", "", head, losses, [BF16, "FP8"], {}, None, path)
+    return str(*written)
+
+
+def test_results_of_several_seeds_are_joined(tmp_path) -> None:
+    files = [write(tmp_path / f"{seed}.json", seed) for seed in (2, 0)]
+    joined = tmp_path / "joined.json"
+    result = CliRunner().invoke(
+        convergence.app, ["join", *files, "--json", str(joined), "--out", str(tmp_path)]
+    )
+    assert result.exit_code == 0, result.output
+    zero, two, over_all = json.loads(joined.read_text())["tables"]["ends"]
+    assert (zero["seed"], two["seed"]) == ("0", "2")
+    assert over_all["differences"]["FP8"]["shown"] == "+1.00 ± 1.00 %"
+    assert list(tmp_path.glob("*.png"))
+
+
+def test_what_cannot_be_joined_is_one_sentence(tmp_path) -> None:
+    one, same = write(tmp_path / "a.json", 0), write(tmp_path / "b.json", 0)
+    longer = write(tmp_path / "c.json", 1, steps=30)
+    (tmp_path / "d.json").write_text("{}")
+    for files, sentence in [
+        ([one, same], "has seed 0, which another file has too"),
+        ([one, longer], "differs in training"),
+        ([one, str(tmp_path / "d.json")], "is not a result of `benchmarks.convergence --json`"),
+    ]:
+        result = CliRunner().invoke(convergence.app, ["join", *files])
+        assert result.exit_code == 2
+        assert sentence in result.output
 
 
 def test_the_whole_command(tmp_path) -> None:
