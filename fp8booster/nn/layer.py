@@ -21,6 +21,7 @@ from fp8booster.nn.functional import (
     quantize_weight,
 )
 from fp8booster.nn.shared_input import cast_input, share_input
+from fp8booster.nn.token_counts import TokenCounts
 from fp8booster.nn.weight_cache import WeightCache, is_captured, reusable
 from fp8booster.tensor import QuantizedMatrix
 
@@ -44,8 +45,8 @@ class FP8Layer(nn.Module):
     weight: nn.Parameter
     fp8_config: FP8Config
     fp8_weight: WeightCache
-    in_fp8: dict[int, bool]
-    """For each token count seen so far, whether the products run in FP8."""
+    in_fp8: TokenCounts
+    """For the token counts seen so far, whether the products run in FP8."""
 
     @classmethod
     def take_over(cls, module: nn.Module, config: FP8Config) -> None:
@@ -62,7 +63,7 @@ class FP8Layer(nn.Module):
         self.fp8_config = config
         self._whole_shape = self.weight.shape
         self.fp8_weight = WeightCache()
-        self.in_fp8 = {}
+        self.in_fp8 = TokenCounts()
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
@@ -125,7 +126,7 @@ class FP8Layer(nn.Module):
         elif rows in self.in_fp8:
             in_fp8 = self.in_fp8[rows]
         else:
-            in_fp8 = self.in_fp8[rows] = self._pays(rows, matrix)
+            self.in_fp8[rows] = in_fp8 = self._pays(rows, matrix)
         if not in_fp8:
             return None
         check_operands(input, matrix, bias)
@@ -196,12 +197,13 @@ class FP8Layer(nn.Module):
         ]
         notes = ["emulated in FP32"] if self.fp8_config.emulate else []
         if padded:
-            notes.append("padded: " + first_of(padded))
+            notes.append("padded: " + first_of(padded) + self.in_fp8.note)
         slower = sorted(rows for rows, in_fp8 in self.in_fp8.items() if not in_fp8)
         if slower:
-            counts = first_of(list(map(str, slower)))  # experts see thousands
+            counts = first_of(list(map(str, slower)))
             notes.append(
-                f"not in FP8 for {counts} tokens, where it would take longer; FP8Config(always=True) does it"
+                f"not in FP8 for {counts} tokens{self.in_fp8.note}, where it would take longer; "
+                "FP8Config(always=True) does it"
             )
         return "; ".join(notes)
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, report
-from fp8booster.nn import choice
+from fp8booster.nn import choice, token_counts
 
 H200 = choice.MEASURED[9, 0]
 
@@ -72,6 +72,21 @@ def test_one_layer_decides_by_its_tokens(small_layers_are_slow, monkeypatch) -> 
     assert [call[0].shape[0] for call in calls] == [128, 256]
     (row,) = report(layer).fp8
     assert "not in FP8 for 32 tokens" in row.notes
+
+
+def test_token_counts_without_end_fill_no_memory(small_layers_are_slow, monkeypatch) -> None:
+    """As of experts, to which every step sends other counts."""
+    monkeypatch.setattr(choice, "speedup", lambda rows, *_: rows % 3)  # 3, 6, 9 ... tokens stay in BF16
+    monkeypatch.setattr(token_counts, "MOST", 6)
+    calls = count_products(monkeypatch)
+    layer = FP8Linear(32, 32, bias=False, dtype=torch.bfloat16)
+    for rows in (1, 2, 3, 4, 5, 6, 8, 9, 5):
+        layer(torch.randn(rows, 32, dtype=torch.bfloat16))
+    assert len(layer.in_fp8) == 6
+    assert len(calls) == 4  # of 2, 5, 8 and 5 again; where nothing is gained, none
+    (row,) = report(layer).fp8
+    assert "tokens 5->16, of the first 6 token counts" in row.notes
+    assert "not in FP8 for 1, 3, 4, 6 tokens, of the first 6 token counts, where it would take" in row.notes
 
 
 def test_compiled_code_decides_alike(monkeypatch) -> None:
