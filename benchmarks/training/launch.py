@@ -159,7 +159,9 @@ class Crew:
             self._end_host()
             # it must find what this process has found, whatever the folder it was started in
             path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-            self._host = Host(self._worker, os.environ | {"PYTHONPATH": path})
+            # torch asks the driver alone whether there are GPUs, so that CUDA does not begin before a fork
+            without_cuda = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            self._host = Host(self._worker, os.environ | {"PYTHONPATH": path} | without_cuda)
         return self._host
 
     def _end_host(self) -> None:

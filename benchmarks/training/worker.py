@@ -102,6 +102,4 @@ def cuda_begins_in_a_fork() -> bool:
 
 if __name__ == "__main__":
     faulthandler.enable()
-    # asked of the driver alone, so that CUDA does not begin before a fork
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     serve(do, preload=PRELOADED, may_fork=cuda_begins_in_a_fork)
