@@ -60,6 +60,8 @@ def ddp_hook(state: DDPState | None, bucket: dist.GradBucket) -> torch.futures.F
         (buffer,) = future.value()
         first.wait()
         copy_parts(gradients, message)
+        if message.is_cuda:  # made on the stream of backward, whose next message must not overwrite it yet
+            message.record_stream(torch.cuda.current_stream(message.device))
         return buffer
 
     return second.get_future().then(put_back)

@@ -85,11 +85,13 @@ def _repeated(scale: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
     """The scale once for each row of an operand."""
     rows, device = len(operand), operand.device
     # memory that is allocated during a capture belongs to its graph
-    fresh = torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
-    return (_ones if fresh else _known_ones)(rows, device) * scale
+    if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return _ones(rows, device) * scale
+    # of each stream its own: another may read before they are written, or after the cache has given them up
+    return _known_ones(rows, device, torch.cuda.current_stream(device).cuda_stream) * scale
 
 
-def _ones(count: int, device: torch.device) -> torch.Tensor:
+def _ones(count: int, device: torch.device, stream: int | None = None) -> torch.Tensor:
     return torch.ones(count, dtype=torch.float32, device=device)
 
 

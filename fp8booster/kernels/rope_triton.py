@@ -76,7 +76,7 @@ def back_heads(
     for first in tl.range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
         inside = (head < heads) & (column < half)
-        place = source + head * head_stride + column
+        place = source + head.to(tl.int64) * head_stride + column
         d1 = tl.load(place, mask=inside, other=0.0).to(tl.float32)
         d2 = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
         if ROTATE:

@@ -170,6 +170,7 @@ class FP8Layer(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FP8Layer:
         # the parameters move to another device or dtype: the copy goes, and what was found to pay there
+        restore_weight(self)  # the copy may be all that there is of the weight
         self.fp8_weight.clear()
         self.in_fp8.clear()
         return super()._apply(fn, recurse)
@@ -221,4 +222,5 @@ def forget_weights(model: nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, FP8Layer):
+            restore_weight(module)
             module.fp8_weight.clear()

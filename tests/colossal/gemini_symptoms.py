@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -72,6 +74,20 @@ def _accumulate_past_an_overflow() -> None:
     after = model.state_dict(only_rank_0=False)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert not model.chunk_manager.accumulating_grads, "it goes on accumulating"
+
+
+def _end_an_evaluation() -> None:
+    """With a chunk on the way; a real one would be written after its memory was freed, which ends the process."""
+    from colossalai.zero.gemini.gemini_ddp import GeminiDDP
+
+    work = Mock()
+    manager = SimpleNamespace(accessed_chunks=set(), accessed_mem=0)
+    model = SimpleNamespace(
+        gemini_manager=SimpleNamespace(async_works={"chunk": work}), chunk_manager=manager
+    )
+    GeminiDDP._post_forward(model)
+    assert not model.gemini_manager.async_works, "chunks are on their way"
+    work.wait.assert_called_once()
 
 
 def _load_tied_weights() -> None:
@@ -167,6 +183,7 @@ SYMPTOMS = {
     "gemini_forgets_gradients_that_overflowed": Symptom(
         _accumulate_past_an_overflow, "it goes on accumulating"
     ),
+    "evaluation_leaves_nothing_on_the_way": Symptom(_end_an_evaluation, "chunks are on their way"),
     "accumulated_gradients_count_once": Symptom(
         _accumulate_in_a_gathered_chunk, "earlier micro-batches weigh more"
     ),

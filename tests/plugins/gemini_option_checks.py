@@ -35,6 +35,18 @@ def what_only_moves_work_changes_no_bit(option: str) -> None:
     assert_equal(masters(expected), masters(found))
 
 
+@check
+def evaluation_with_prefetch_leaves_training_as_it_is() -> None:
+    for make in (wire, native):
+        expected, found = boost(make()), boost(make(max_prefetch=1))
+        for run in (expected, found):
+            train(run, steps=2)
+        with torch.no_grad():
+            values = [found.loss(batch()).item() for _ in range(2)]
+        assert values[0] == values[1]
+        assert train(expected, steps=2) == train(found, steps=2)
+
+
 @check_each(
     "defaults",
     "16 bits on the wire",

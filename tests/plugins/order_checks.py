@@ -12,7 +12,7 @@ from fp8booster import FP8Config
 from fp8booster.nn import choice
 from tests.colossal.models import tiny_llama, token_batch
 from tests.plugins import hybrid_runs
-from tests.plugins.registry import check_each
+from tests.plugins.registry import check, check_each
 from tests.plugins.training import ours
 
 LEARNING_RATE = 16.0
@@ -64,3 +64,21 @@ def ranks_whose_batches_run_in_different_ways_add_up_the_same_gradients(case: st
     found = changes_of_weights(case, fp8_from=max(LENGTHS))  # on one rank of two
     for name, change in expected.items():
         assert (found[name] - change).norm() <= 0.25 * change.norm(), name
+
+
+@check
+def a_frozen_mate_holds_nothing_back_in_a_pipeline() -> None:
+    """q, k and v enter the buckets together; a pipeline's gradients go there by `sync_dp_grads`."""
+    model = tiny_llama(**hybrid_runs.sizes(attention_bias=True))
+    run = hybrid_runs.start(hybrid_runs.fp8("PP2 1f1b ZeRO 1"), model)
+    masters = run.optimizer.get_working_to_master_map()
+    trained = {}
+    for name, parameter in run.model.unwrap().named_parameters():
+        if name.endswith("q_proj.bias"):
+            parameter.requires_grad_(False)
+        elif id(parameter) in masters:
+            trained[name] = masters[id(parameter)], masters[id(parameter)].detach().clone()
+    assert any("k_proj" in name for name in trained)
+    run.step(token_batch(seed=dist.get_rank(), batch=4, length=hybrid_runs.LENGTH) % 256)
+    for name, (master, before) in trained.items():
+        assert not torch.equal(master, before), name

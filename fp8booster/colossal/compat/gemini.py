@@ -92,6 +92,31 @@ def gemini_forgets_gradients_that_overflowed(module: ModuleType, patch: Patch) -
 
 
 @mend(
+    module=f"{_GEMINI}.gemini_ddp",
+    place="zero/gemini/gemini_ddp.py:260-272",
+    needed_when="Gemini evaluates with max_prefetch",
+)
+def evaluation_leaves_nothing_on_the_way(module: ModuleType, patch: Patch) -> None:
+    """What the last operator of an evaluation fetches ahead has arrived, and is forgotten, before chunks are released.
+
+    Without it the next forward takes such a chunk for a gathered one and reads memory that is gone: a crash at the
+    second evaluation, or at the next training step. No longer needed when `gemini_manager.async_works` is empty after
+    a forward without gradients.
+    """
+    upstream = module.GeminiDDP._post_forward
+
+    @functools.wraps(upstream)
+    def _post_forward(self) -> None:
+        works = self.gemini_manager.async_works
+        for work in works.values():
+            work.wait()
+        works.clear()
+        upstream(self)
+
+    patch.set(module.GeminiDDP, "_post_forward", _post_forward)
+
+
+@mend(
     module=f"{_GEMINI}.chunk.manager",
     place="zero/gemini/chunk/manager.py:287-289",
     needed_when="Gemini accumulates gradients in a chunk that is kept gathered, as all are in small models",

@@ -78,6 +78,8 @@ class ReducedChunk(Chunk):
             self.cuda_shard, self.is_gathered = own, False
         if self.earlier is not None:
             own.add_(self.earlier.to(own.device))
+            if self.earlier.is_cuda:  # made on another stream, too
+                self.earlier.record_stream(torch.cuda.current_stream(own.device))
             self.earlier = None
         self._Chunk__update_tensors_state(TensorState.HOLD)
 

@@ -144,4 +144,7 @@ def _reduce(target: ReducedChunk, chunk: ReducedChunk, model: FP8GeminiDDP, para
         target.set_l2_norm()
     manager.move_chunk(target, device, force_copy=True, async_move=model.enable_async_reduce)
     if target is not chunk and model.offloads_weights:
+        if chunk.cuda_shard is not None and chunk.cuda_shard.is_cuda:
+            # made on another stream, whose next shard must not overwrite it while it goes to the host
+            chunk.cuda_shard.record_stream(torch.cuda.current_stream(chunk.cuda_shard.device))
         manager.move_chunk(chunk, device, force_copy=True, async_move=model.enable_async_reduce)

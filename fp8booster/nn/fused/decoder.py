@@ -28,6 +28,7 @@ from fp8booster.nn.fused.rms_norm import rms_norm
 from fp8booster.nn.fused.rope import split_and_rotate
 from fp8booster.nn.fused.swiglu import swiglu
 from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.past_forward import has_hooks
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2")
 """Prefixes of the classes, which share one structure; in `transformers.models.<family in lower case>`."""
@@ -97,14 +98,25 @@ class FusedAttention(nn.Module):
         """What attention gave, [B, S, H, D], as [B, S', H', D] of the tokens and heads that `o_proj` takes here."""
         return attended
 
-    def attends_alike(self, attention_mask: Any, *, output_attentions: bool | None = False, **_: Any) -> bool:
+    def attends_alike(
+        self,
+        attention_mask: Any,
+        *,
+        output_attentions: bool | None = False,
+        is_causal: bool | None = None,
+        **_: Any,
+    ) -> bool:
         """Whether `attend` computes what the unfused forward does with these arguments."""
-        return self.config._attn_implementation == "sdpa" and not output_attentions
+        return self.config._attn_implementation == "sdpa" and not output_attentions and is_causal is None
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any
     ) -> torch.Tensor:
         """The attention of query [B, Hq, S, D] to key and value [B, Hkv, S', D]: [B, Hq, S, D]."""
+        shared = self.num_key_value_groups > 1
+        if shared and attention_mask is not None and not takes_mask_and_groups(query):
+            key, value = (each.repeat_interleave(self.num_key_value_groups, 1) for each in (key, value))
+            shared = False
         return F.scaled_dot_product_attention(
             query,
             key,
@@ -113,12 +125,21 @@ class FusedAttention(nn.Module):
             dropout_p=self.attention_dropout if self.training else 0.0,
             is_causal=attention_mask is None and query.shape[2] > 1,
             scale=self.scaling,
-            enable_gqa=self.num_key_value_groups > 1,
+            enable_gqa=shared,
         )
 
     def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What runs where `forward` does not cover a case."""
         return super().forward(*args, **kwargs)
+
+
+def takes_mask_and_groups(query: torch.Tensor) -> bool:
+    """Whether SDPA has a kernel for a mask and heads that share keys, but the one that holds all scores in memory.
+
+    cuDNN's is, which PyTorch prefers on Hopper and Blackwell. Flash attention takes no mask, the memory-efficient
+    kernel no shared keys.
+    """
+    return not query.is_cuda or torch.cuda.get_device_capability(query.device)[0] in (9, 10)
 
 
 class FusedMLP(nn.Module):
@@ -151,9 +172,19 @@ class FusedDecoderLayer(nn.Module):
         self, hidden_states: torch.Tensor, **attention: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(input of the feed-forward block, what its output is added to, attention's weights)."""
-        hidden_states, residual = self.input_layernorm(hidden_states, both=True)
+        hidden_states, residual = _normed(self.input_layernorm, hidden_states)
         hidden_states, weights = self.self_attn(hidden_states=hidden_states, **attention)
-        return *self.post_attention_layernorm(hidden_states, residual, both=True), weights
+        return *_normed(self.post_attention_layernorm, hidden_states, residual), weights
+
+
+def _normed(
+    norm: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of a sum, or of what is given alone, and the sum; hooks see the norm as transformers calls it."""
+    if not has_hooks(norm):
+        return norm(hidden_states, residual, both=True)
+    total = hidden_states if residual is None else residual + hidden_states
+    return norm(total), total
 
 
 class FusedDenseLayer(FusedDecoderLayer):

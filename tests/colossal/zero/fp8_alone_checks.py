@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8booster import FP8Config
+from fp8booster import FP8Config, forget_weights
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import CLOSE, batch, gathered, masters, wire
 from tests.plugins.fp8_checks import LAYERS
@@ -64,6 +64,17 @@ def it_trains_bit_for_bit_as_with_transposes_kept() -> None:
         run.optimizer.gather_working_weights()  # a checkpoint reads them
         for name, layer in gathered(run):
             assert layer.weight.isfinite().all(), name
+
+
+@check
+def moving_or_forgetting_weights_after_a_step_loses_none() -> None:
+    expected, found = alone(), alone()
+    for run in (expected, found):
+        train(run, steps=1)
+    found.model.to("cpu")
+    forget_weights(found.model)
+    # the first forward casts again what the FP8 weights were, rounded to BF16
+    assert train(found, steps=3) == pytest.approx(train(expected, steps=3), rel=0.01)
 
 
 @check

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8, forget_weights, report
-from fp8booster.nn.fused import fuse_blocks
+from fp8booster.nn.fused import decoder, fuse_blocks
 from tests.nn.fused.models import FAMILIES, batch, build
 from tests.plugins.census_checks import Census, products
 
@@ -196,3 +196,51 @@ def test_another_model_is_left_alone() -> None:
     model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
     assert fuse_blocks(model) == 0
     assert fuse_blocks(build(hidden_act="gelu")) == 2  # all but its MLP, which has another activation
+
+
+def test_attention_both_ways_is_what_was_asked_for() -> None:
+    model = build()
+    plain = convert_to_fp8(copy.deepcopy(model))
+    fused(model)
+    _, causal = step(model)
+    (both_ways, gradients), (right, of_plain) = (step(each, is_causal=False) for each in (model, plain))
+    assert both_ways == pytest.approx(right, rel=5e-4)
+    for name, gradient in of_plain.items():
+        assert sqnr(gradients[name], gradient) > 15, name
+    name = "model.layers.0.self_attn.v_proj.weight"
+    assert sqnr(causal[name], of_plain[name]) < 5
+
+
+def test_hooks_on_norms_see_what_transformers_gives_them() -> None:
+    model = build()
+    plain = convert_to_fp8(copy.deepcopy(model))
+    fused(model)
+    seen = []
+    for each in (model, plain):
+        values = []
+        for layer in each.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.register_forward_pre_hook(lambda _, x, values=values: values.append(x[0].detach()))
+                norm.register_forward_hook(lambda *_, values=values: values.append(_[2].detach()) or 2 * _[2])
+        seen.append((values, step(each)))
+    (values, (loss, gradients)), (right_values, (right, right_gradients)) = seen
+    assert len(values) == len(right_values) == 2 * 2 * len(model.model.layers)
+    for value, expected in zip(values, right_values, strict=True):
+        assert sqnr(value, expected) > 20
+    assert loss == pytest.approx(right, rel=5e-3)
+    for name, gradient in right_gradients.items():
+        assert sqnr(gradients[name], gradient) > 12, name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mask_where_no_kernel_takes_it_with_shared_keys(family: str, monkeypatch) -> None:
+    model = fused(build(family))
+    mask = torch.ones_like(batch())
+    mask[0, :3] = 0
+    loss, gradients = step(model, attention_mask=mask)
+    monkeypatch.setattr(decoder, "takes_mask_and_groups", lambda query: False)
+    again, others = step(model, attention_mask=mask)
+    assert again == pytest.approx(loss, rel=1e-4)
+    for name, gradient in gradients.items():
+        if not name.endswith("k_proj.bias"):  # of which attention takes no notice: noise
+            assert sqnr(others[name], gradient) > 20, name
