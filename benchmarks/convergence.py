@@ -30,6 +30,8 @@ from benchmarks.training.delivery import Output, describe, gpu_facts, head_of, s
 from benchmarks.training.job import Job
 from benchmarks.training.launch import Crew, is_launched, start_torchrun
 from benchmarks.training.records import Setting
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.plugins import fp8_config
 
 NONE: list[str] = []
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, invoke_without_command=True)
@@ -89,7 +91,9 @@ def main(
         )
         if wrong := next((option for option in also if "=" not in option), None):
             raise ValueError(f"--also {wrong!r} has no '='; write it as key=value")
-    except ValueError as error:
+        for options in ((), *((option,) for option in also)):
+            fp8_config(TrainOptions(fp8_options=(*base.fp8_options, *options)))
+    except (TypeError, ValueError) as error:
         command.refuse(str(error))
     if not is_launched():
         raise typer.Exit(
@@ -167,7 +171,14 @@ def join(
     left_out = {name: reason for run in runs for name, reason in run["left_out"].items()}
     title = f"Losses of {len(losses)} seeds, each on {head['ranks']} GPUs or ranks"
     result, written = deliver(
-        f"{runs[0]['benchmark']}-joined", title, head, losses, variants, left_out, out, json
+        f"{runs[0]['benchmark'].partition('-seeds-')[0]}-joined",
+        title,
+        head,
+        losses,
+        variants,
+        left_out,
+        out,
+        json,
     )
     show(result)
     for path in written:
@@ -188,7 +199,8 @@ def write(
         f"{job.steps} steps of {job.architecture.label}, {job.architecture.size.layers} layers, on {where}"
     )
     head = head_of(setting, output) | {"training": f"{describe(job)}, {job.steps} steps"}
-    name = f"convergence-{job.model}-{setting.ranks}"
+    seeds = "-".join(map(str, losses)) or "none"
+    name = f"convergence-{job.model}-{setting.ranks}-seeds-{seeds}"
     return deliver(name, title, head, losses, variants, left_out, output.folder, output.json_file)
 
 

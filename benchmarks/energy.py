@@ -142,7 +142,11 @@ def main(
                     )
                     for kind in KINDS
                 ]
-                left_out |= {each["kind"]: each["failed"] for each in found if each["failed"] is not None}
+                left_out |= {
+                    f"{each['kind']}, {direction} of {work.label}": each["failed"]
+                    for each in found
+                    if each["failed"] is not None
+                }
                 records.append(
                     {
                         "layer": work.label,

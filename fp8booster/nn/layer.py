@@ -60,6 +60,8 @@ class FP8Layer(nn.Module):
         self.__class__ = self.original
 
     def _start_fp8(self, config: FP8Config) -> None:
+        if "fp8_weight" in vars(self):
+            restore_weight(self)  # an engine before may have left no other copy than the one that goes here
         self.fp8_config = config
         self._whole_shape = self.weight.shape
         self.fp8_weight = WeightCache()

@@ -15,6 +15,21 @@ def has_hooks(module: nn.Module) -> bool:
     )
 
 
+def is_looked_at(module: nn.Module) -> bool:
+    """Whether a module has hooks that may read what it is given or gives: all but those marked to only wait."""
+    hooks = (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(not getattr(hook, ONLY_WAITS, False) for of_kind in hooks for hook in of_kind.values())
+
+
+ONLY_WAITS = "fp8_only_waits"
+"""Attribute of a hook that does nothing but wait for parameters."""
+
+
 def must_be_called(module: nn.Module) -> bool:
     """Whether a module has hooks, or a forward of its own in place of its class's."""
     return "forward" in vars(module) or has_hooks(module)

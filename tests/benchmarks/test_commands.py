@@ -60,7 +60,9 @@ def test_a_product_that_does_not_run_is_left_out(tmp_path, monkeypatch) -> None:
     result = run(energy.main, *arguments, "--json", str(tmp_path / "energy.json"))
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "energy.json").read_text())
-    assert found["left_out"] == {kind.name: "no kernel" for kind in energy.KINDS if kind.name != "BF16"}
+    assert set(found["left_out"].values()) == {"no kernel"}
+    assert "E5M2, wgrad of tiny gate+up" in found["left_out"]
+    assert not any(name.startswith("BF16") for name in found["left_out"])
     assert found["tables"]["products"][0]["kinds"]["BF16"]["ms"] > 0
 
 

@@ -80,6 +80,8 @@ def test_plot(tmp_path) -> None:
     [
         (["--also", "rowwise"], "error: --also 'rowwise' has no '='; write it as key=value"),
         (["--model", "8b"], "error: --model is '8b'; use one of"),
+        (["--also", "scales=two"], "error:"),
+        (["--fp8-option", "rowwise"], "error:"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], sentence: str) -> None:
@@ -156,6 +158,6 @@ def test_the_whole_command(tmp_path) -> None:
         assert record["last"]["FP8"] < record["losses"]["FP8"][0]
     assert by_seed[0]["losses"][BF16] != by_seed[1]["losses"][BF16]
     assert abs(over_all["differences"]["FP8"]["mean"]) < 0.02
-    (markdown,) = tmp_path.glob("convergence-micro-1_*.md")
-    (image,) = tmp_path.glob("convergence-micro-1_*.png")
+    (markdown,) = tmp_path.glob("convergence-micro-1-seeds-3-4_*.md")
+    (image,) = tmp_path.glob("convergence-micro-1-seeds-3-4_*.png")
     assert image.name in markdown.read_text()

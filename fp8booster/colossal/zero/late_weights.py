@@ -15,6 +15,7 @@ from torch import nn
 
 from fp8booster.nn.fused.causal_lm_loss import fused_head
 from fp8booster.nn.fused.merged import merged_layers
+from fp8booster.nn.past_forward import ONLY_WAITS
 
 
 def make_parameters_plain(model: nn.Module) -> None:
@@ -43,3 +44,6 @@ def _wait_for_parameters(module: nn.Module, args: tuple) -> None:
         for parameter in each._parameters.values():
             if parameter is not None:
                 wait_all_gather_handle(parameter)
+
+
+setattr(_wait_for_parameters, ONLY_WAITS, True)

@@ -28,7 +28,7 @@ from fp8booster.nn.fused.rms_norm import rms_norm
 from fp8booster.nn.fused.rope import split_and_rotate
 from fp8booster.nn.fused.swiglu import swiglu
 from fp8booster.nn.layer import FP8Layer
-from fp8booster.nn.past_forward import has_hooks
+from fp8booster.nn.past_forward import is_looked_at
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2")
 """Prefixes of the classes, which share one structure; in `transformers.models.<family in lower case>`."""
@@ -181,7 +181,7 @@ def _normed(
     norm: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of a sum, or of what is given alone, and the sum; hooks see the norm as transformers calls it."""
-    if not has_hooks(norm):
+    if not is_looked_at(norm):
         return norm(hidden_states, residual, both=True)
     total = hidden_states if residual is None else residual + hidden_states
     return norm(total), total

@@ -78,6 +78,15 @@ def moving_or_forgetting_weights_after_a_step_loses_none() -> None:
 
 
 @check
+def boosting_again_keeps_the_weights() -> None:
+    run = alone()
+    losses = train(run, steps=2)
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
+    model, optimizer, *_ = run.booster.boost(run.model, optimizer)
+    assert train(Boosted(run.booster, model, optimizer), steps=2)[0] == pytest.approx(losses[-1], rel=0.2)
+
+
+@check
 def a_step_between_a_forward_and_its_backward_is_refused_without_transposes() -> None:
     run = alone(keep_weight_transposes=False)
     loss = run.loss(batch())
