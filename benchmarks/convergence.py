@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
@@ -73,10 +72,7 @@ def main(
     """Train in FP8 and in BF16 by LowLevelZero, with several seeds, and compare the losses."""
     if context.invoked_subcommand is not None:
         return
-    if device == "cuda" and not torch.cuda.is_available():
-        command.refuse(
-            "this benchmark measures CUDA GPUs and torch finds none; run it on a machine that has some"
-        )
+    command.require_gpus(device)
     try:
         base = Job(
             model=model,

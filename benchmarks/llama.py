@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
@@ -115,10 +114,7 @@ def main(
     """Time training steps of fp8booster and its peers, in turns."""
     if context.invoked_subcommand is not None:
         return
-    if device == "cuda" and not torch.cuda.is_available():
-        command.refuse(
-            "this benchmark measures CUDA GPUs and torch finds none; run it on a machine that has some"
-        )
+    command.require_gpus(device)
     try:
         job = Job(
             model=model,

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
@@ -61,10 +60,7 @@ def main(
     device: command.DeviceName = "cuda",
 ) -> None:
     """Train in every parallel mode, in FP8 and in BF16."""
-    if device == "cuda" and not torch.cuda.is_available():
-        command.refuse(
-            "this benchmark measures CUDA GPUs and torch finds none; run it on a machine that has some"
-        )
+    command.require_gpus(device)
     chosen = only or list(MODES)
     try:
         if unknown := next((name for name in chosen if name not in MODES), None):

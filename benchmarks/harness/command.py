@@ -52,6 +52,12 @@ def measured_device(name: str) -> tuple[torch.device, Gpu]:
         refuse(str(error))
 
 
+def require_gpus(device: str) -> None:
+    """Exit with 2 and a sentence where GPUs are to be measured and there are none; none is touched."""
+    if device == "cuda" and not torch.cuda.is_available():
+        refuse("this benchmark measures CUDA GPUs and torch finds none; run it on a machine that has some")
+
+
 def refuse(sentence: str) -> NoReturn:
     """Say what the user can mend and exit with 2."""
     typer.echo(f"error: {sentence}", err=True)
