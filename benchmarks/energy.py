@@ -10,8 +10,6 @@ step, what a product adds to the step is its energy.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated
 from unittest.mock import patch
 
@@ -20,57 +18,26 @@ import typer
 
 from benchmarks.harness import command, environment
 from benchmarks.harness.power import PowerMeter
-from benchmarks.harness.products import Operands
+from benchmarks.harness.products import BF16, Kind, Operands
 from benchmarks.harness.results import Column, Record, Result, Table
 from benchmarks.harness.shapes import DIRECTIONS, workloads
 from benchmarks.harness.timing import Variant, input_sets, time_alone
 from fp8booster import formats
-from fp8booster.kernels import product as products
-from fp8booster.tensor import quantize
+from fp8booster.kernels import product
 
 MODELS = ["7b", "13b"]
 TOKENS = [8192]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One way to multiply."""
-
-    name: str
-    left: torch.dtype | None
-    """None is BF16."""
-    fast: bool = False
-    by_rows: bool = False
-    """The tensor's scale is given once for each row."""
-
-    def multiplication(self, operands: Operands) -> Callable[[], torch.Tensor]:
-        """A function that multiplies these operands, cast beforehand."""
-        if self.left is None:
-            return lambda: operands.left @ operands.right.t()
-        left, right = quantize(operands.left, self.left), quantize(operands.right, formats.E4M3)
-        scales = [
-            one.inverse_scale.repeat(len(one.data)) if self.by_rows else one.inverse_scale
-            for one in (left, right)
-        ]
-
-        def multiply() -> torch.Tensor:
-            with patch.object(products, "LARGE_PRODUCT", math.inf):  # else it gives rows the scale by itself
-                return products.product(
-                    left.data, right.data, *scales, out_dtype=torch.bfloat16, fast_accumulation=self.fast
-                )
-
-        return multiply
-
-
 KINDS = (
-    Kind("BF16", None),
-    Kind("E4M3 fast", formats.E4M3, fast=True),
-    Kind("E4M3 fast by rows", formats.E4M3, fast=True, by_rows=True),
-    Kind("E4M3", formats.E4M3),
-    Kind("E4M3 by rows", formats.E4M3, by_rows=True),
-    Kind("E5M2 fast", formats.E5M2, fast=True),
-    Kind("E5M2", formats.E5M2),
-    Kind("E5M2 by rows", formats.E5M2, by_rows=True),
+    BF16,
+    Kind("E4M3 fast", "FP8", formats.E4M3, fast_accumulation=True),
+    Kind("E4M3 fast by rows", "FP8", formats.E4M3, fast_accumulation=True, by_rows=True),
+    Kind("E4M3", "FP8", formats.E4M3),
+    Kind("E4M3 by rows", "FP8", formats.E4M3, by_rows=True),
+    Kind("E5M2 fast", "FP8", formats.E5M2, fast_accumulation=True),
+    Kind("E5M2", "FP8", formats.E5M2),
+    Kind("E5M2 by rows", "FP8", formats.E5M2, by_rows=True),
 )
 """The format is the first operand's, the second is E4M3. Without "fast", partial sums are promoted to FP32."""
 
@@ -96,9 +63,10 @@ def product_record(
     sets = input_sets(inner * (rows + columns), device)
     operands = [Operands.random(rows, inner, columns, device) for _ in range(sets)]
     try:
-        calls = [kind.multiplication(each) for each in operands]
+        calls = [each.multiplication(kind) for each in operands]
         variant = Variant(kind.name, lambda i: calls[i](), sets, graph=True)
-        alone = time_alone(variant, device=device, seconds=seconds)
+        with patch.object(product, "LARGE_PRODUCT", math.inf):  # else it gives rows the scale by itself
+            alone = time_alone(variant, device=device, seconds=seconds)
     except (RuntimeError, ValueError) as error:
         return {"kind": kind.name, "failed": str(error).splitlines()[0]}
     draw = meter.draw(alone.begin, alone.end)

@@ -21,6 +21,8 @@ class Kind:
     left: torch.dtype = torch.bfloat16
     fast_accumulation: bool = False
     rowwise: bool = False
+    by_rows: bool = False
+    """The tensor's scale is given once for each row."""
 
 
 BF16 = Kind("BF16", "BF16")
@@ -53,11 +55,14 @@ class Operands:
             return lambda: self.left @ self.right.t()
         left = quantize(self.left, kind.left, rowwise=kind.rowwise)
         right = quantize(self.right, formats.E4M3, rowwise=kind.rowwise)
+        scales = [
+            one.inverse_scale.repeat(len(one.data)) if kind.by_rows else one.inverse_scale
+            for one in (left, right)
+        ]
         return lambda: product(
             left.data,
             right.data,
-            left.inverse_scale,
-            right.inverse_scale,
+            *scales,
             out_dtype=torch.bfloat16,
             fast_accumulation=kind.fast_accumulation,
         )

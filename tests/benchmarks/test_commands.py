@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import accumulation, adamw, cast, choice, energy, gemm, linear
-from benchmarks.harness import power
+from benchmarks.harness import power, products
 from benchmarks.layers.layer import Layer
 from benchmarks.layers.records import summarize
 
@@ -55,7 +55,7 @@ def test_a_product_that_does_not_run_is_left_out(tmp_path, monkeypatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel\nmore")
 
-    monkeypatch.setattr(energy.products, "product", fails)
+    monkeypatch.setattr(products, "product", fails)
     arguments = ["--device", "cpu", "--models", "tiny", "--tokens", "16", "--seconds", "0.001"]
     result = run(energy.main, *arguments, "--json", str(tmp_path / "energy.json"))
     assert result.exit_code == 0, result.output
