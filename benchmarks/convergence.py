@@ -28,7 +28,7 @@ from benchmarks.training.data import tokens_of
 from benchmarks.training.delivery import Output, describe, gpu_facts, head_of, show
 from benchmarks.training.job import Job
 from benchmarks.training.launch import Crew, is_launched, start_torchrun
-from benchmarks.training.records import Setting
+from benchmarks.training.records import Setting, place_of
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.plugins import fp8_config
 
@@ -163,9 +163,12 @@ def join(
     except ValueError as error:
         command.refuse(str(error))
     head = runs[0]["head"] | {"command": environment.command_line()}
+    head["command of the first run"] = runs[0]["head"]["command"]
     head["dates"] = ", ".join(run["head"]["date"] for run in runs)
     left_out = {name: reason for run in runs for name, reason in run["left_out"].items()}
-    title = f"Losses of {len(losses)} seeds, each on {head['ranks']} GPUs or ranks"
+    title = (
+        f"Losses of {len(losses)} seeds, each on {place_of(int(head['ranks']), on_gpus=head['GPU'] != 'CPU')}"
+    )
     result, written = deliver(
         f"{runs[0]['benchmark'].partition('-seeds-')[0]}-joined",
         title,
@@ -190,10 +193,8 @@ def write(
 ) -> tuple[Result, list[Path]]:
     """Write the result so far; returns it and its files."""
     job = setting.job
-    where = f"{setting.ranks} {'GPUs' if job.device == 'cuda' else 'ranks'}"
-    title = (
-        f"{job.steps} steps of {job.architecture.label}, {job.architecture.size.layers} layers, on {where}"
-    )
+    size = job.architecture.size
+    title = f"{job.steps} steps of {job.architecture.label}, {size.layers} layers, on {setting.place}"
     head = head_of(setting, output) | {"training": f"{describe(job)}, {job.steps} steps"}
     seeds = "-".join(map(str, losses)) or "none"
     name = f"convergence-{job.model}-{setting.ranks}-seeds-{seeds}"

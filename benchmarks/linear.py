@@ -88,9 +88,13 @@ def time_layers(
     variants += [product_variant(work, direction, device) for direction in DIRECTIONS]
     timings = time_in_turns([*variants, copy.variant], device=device, rounds=rounds, sample_ms=sample_ms)
     steps = {variant.name: variant.call for variant in variants if variant.name in profiled}
-    return timings, {
-        name: kernel_us(lambda step=step: step(0), PROFILED_STEPS) for name, step in steps.items()
+    kernels = {name: kernel_us(lambda step=step: step(0), PROFILED_STEPS) for name, step in steps.items()}
+    left_out |= {
+        f"kernels of {name}, {work.shape}": "torch's profiler saw none"
+        for name in kernels
+        if not kernels[name]
     }
+    return timings, {name: found for name, found in kernels.items() if found}
 
 
 def main(

@@ -142,16 +142,15 @@ def write(
     records: dict[str, Record], left_out: dict[str, str], setting: Setting, output: Output
 ) -> tuple[Result, list[Path]]:
     """Write the result so far; returns it and its files."""
-    base = setting.job
+    model = setting.job.architecture
     failed = {
         f"{name}, {ENGINES[engine].label}": reason
         for name, record in records.items()
         for engine, reason in record["failed"].items()
     }
-    where = f"{setting.ranks} {'GPUs' if base.device == 'cuda' else 'ranks'}"
     result = Result(
         f"modes-{setting.ranks}",
-        f"Modes of fp8booster on {where}, {base.architecture.label} with {base.architecture.size.layers} layers",
+        f"Modes of fp8booster on {setting.place}, {model.label} with {model.size.layers} layers",
         head_of(setting, output),
         [mode_table(list(records.values())), layer_table(list(records.values()))],
         left_out | failed,

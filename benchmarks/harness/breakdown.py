@@ -6,24 +6,29 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, schedule
 
 PARTS = {"products": ("gemm", "nvjet", "cutlass", "splitk"), "casts": ("amax", "cast")}
 """What the names of kernels contain; nvjet is cuBLAS's family on Hopper. All else is "other"."""
 
 
 def kernel_us(run: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Microseconds on the GPU of each kernel in one run, the mean of `repeats`."""
-    run()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    """Microseconds on the GPU of each kernel in one run, the mean of `repeats`; empty where the profiler saw none."""
+    # kernels that run while the profiler starts may be missed, so the first cycle is thrown away
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
+        schedule=schedule(wait=0, warmup=1, active=1),
+    ) as profiler:
+        run()
+        torch.cuda.synchronize()
+        profiler.step()
         for _ in range(repeats):
             run()
         torch.cuda.synchronize()
     return {
         event.key: event.self_device_time_total / repeats
         for event in profiler.key_averages()
-        if event.device_type is DeviceType.CUDA
+        if event.device_type is DeviceType.CUDA and not event.is_user_annotation
     }
 
 

@@ -57,8 +57,7 @@ def deliver(
     head |= {f"fused, {record['label']}": record["fused"] for record in records if record.get("fused")}
     if job.device == "cuda" and (unknown := why_no_power(records)):
         head["clocks and power"] = unknown
-    where = f"{setting.ranks} {'GPUs' if job.device == 'cuda' else 'ranks'}"
-    title = f"{job.architecture.label}, {job.architecture.size.layers} layers, trained on {where}"
+    title = f"{job.architecture.label}, {job.architecture.size.layers} layers, trained on {setting.place}"
     result = Result(
         f"llama-{job.model}-{setting.ranks}",
         title,

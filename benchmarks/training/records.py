@@ -25,6 +25,16 @@ class Setting:
     ranks: int
     gpu: Gpu
 
+    @property
+    def place(self) -> str:
+        """Where it ran, for titles."""
+        return place_of(self.ranks, on_gpus=self.job.device == "cuda")
+
+
+def place_of(ranks: int, *, on_gpus: bool) -> str:
+    """As "1 GPU", "8 GPUs", "2 ranks"."""
+    return f"{ranks} {'GPU' if on_gpus else 'rank'}{'s' if ranks != 1 else ''}"
+
 
 def engine_records(findings: Mapping[str, Findings], setting: Setting, baseline: str) -> list[Record]:
     """A record for each engine, in the order of `findings`; one that failed has its reason and what it found before.

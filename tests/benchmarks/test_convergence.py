@@ -97,6 +97,7 @@ def write(path: Path, seed: int, steps: int = STEPS) -> str:
         "training": f"model micro, steps {steps}",
         "date": "2026-11-22",
         "torch": "2",
+        "command": f"`first-seed {seed}`",
     }
     losses = {seed: {BF16: [4.0] * steps, "FP8": [4.0 + 0.04 * seed] * steps}}
     _, written = convergence.deliver("convergence", "", head, losses, [BF16, "FP8"], {}, None, path)
@@ -114,6 +115,9 @@ def test_results_of_several_seeds_are_joined(tmp_path) -> None:
     assert (zero["seed"], two["seed"]) == ("0", "2")
     assert over_all["differences"]["FP8"]["shown"] == "+1.00 ± 1.00 %"
     assert list(tmp_path.glob("*.png"))
+    (written,) = tmp_path.glob("*.md")
+    assert written.read_text().startswith("# Losses of 2 seeds, each on 1 rank\n")
+    assert "first-seed 2" in written.read_text()
 
 
 def test_what_cannot_be_joined_is_one_sentence(tmp_path) -> None:

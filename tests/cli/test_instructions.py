@@ -35,9 +35,10 @@ def test_what_the_user_chose_stays(monkeypatch) -> None:
 
 def test_the_held_instructions_multiply_in_both_precisions() -> None:
     program = (
-        "import torch; a = torch.ones(32, 32).bfloat16(); assert (a @ a)[0, 0] == 32; one = torch.ones(());"
+        "import torch; from fp8booster.kernels.product import product;"
+        "a = torch.ones(32, 32).bfloat16(); assert (a @ a)[0, 0] == 32; one = torch.ones(());"
         "b = a.to(torch.float8_e4m3fn); c = a.to(torch.float8_e5m2);"
-        "multiply = lambda x: torch._scaled_mm(x, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16);"
+        "multiply = lambda x: product(x, b, one, one, out_dtype=torch.bfloat16);"
         "assert multiply(b)[0, 0] == multiply(c)[0, 0] == 32"
     )
     environment = {**instructions.os.environ, VARIABLE: BEFORE_AMX}

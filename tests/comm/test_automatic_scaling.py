@@ -213,7 +213,7 @@ def test_on_gloo(ranks: int, name: str) -> None:
 
 @pytest.mark.gpu
 def test_on_nccl() -> None:
-    """NCCL's own sum of FP8. Not yet run on a GPU."""
+    """NCCL's own sum of FP8."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     for rank, outcome in enumerate(run_ranks(run_over_nccl, 2, initialize=False, timeout=900)):

@@ -40,6 +40,8 @@ class HeadProducts:
         tokens, vocabulary = hidden.shape[0], self._weight.shape[0]
         if self._memory is None:  # rows that begin where whole vectors do
             self._memory = hidden.new_empty((tokens, aligned(vocabulary)))
+            # oneDNN's product for AMX reads what lies between rows, and multiplies it by zero: NaN stays NaN
+            self._memory[:, vocabulary:] = 0
         logits = self._memory[:tokens, :vocabulary]
         if self._bias is None:
             return torch.mm(hidden, self._weight.t(), out=logits)

@@ -17,6 +17,7 @@ from fp8booster.kernels.cast import aligned
 from fp8booster.nn.delivered_amax import deliver_amax
 from fp8booster.nn.functional import quantize_weight
 from fp8booster.nn.fused import loss as loss_module
+from fp8booster.nn.fused.head_products import HeadProducts
 from fp8booster.nn.fused.loss import default_chunk, linear_cross_entropy
 from fp8booster.scaling import amax_of
 from tests.nn.reference import signal_to_noise
@@ -67,6 +68,17 @@ def test_value_and_gradients_are_those_in_double_precision(dtype, chunk_tokens, 
             if leaf is not None:
                 assert leaf.grad.dtype is dtype
                 assert error(leaf.grad, gradient) < TOLERANCES[dtype]
+
+
+def test_what_lies_between_rows_of_logits_is_not_left_to_chance(monkeypatch) -> None:
+    """A product may read it, and multiply it by zero: NaN would stay."""
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, shape: self.new_full(shape, math.nan))
+    products = HeadProducts(torch.randn(VOCABULARY, FEATURES), None, (True, True), torch.float32)
+    logits = products.logits(torch.randn(TOKENS, FEATURES))
+    rows = torch.as_strided(logits, (TOKENS, logits.stride(0)), logits.stride(), 0)
+    assert rows.shape[1] == aligned(VOCABULARY) > VOCABULARY
+    assert rows[:, :VOCABULARY].isfinite().all()
+    assert (rows[:, VOCABULARY:] == 0).all()
 
 
 def test_another_ignored_target(device) -> None:
