@@ -148,6 +148,29 @@ def casts_take_the_amax_that_the_optimizer_tells(option: str) -> None:
 
 
 @check
+def a_check_before_the_update_knows_the_norm_and_hides_no_amax() -> None:
+    from fp8booster.colossal.gemini import masters as gemini_masters
+
+    known, norms = [], []
+
+    def observed(shards: Any, group: Any, amaxes: Any) -> torch.Tensor:
+        known.append(any(amax is not None for amax in amaxes))
+        return agree_on_amax(shards, group, amaxes)
+
+    with (
+        mock.patch.object(hybrid_adam, "_in_one_pass", return_value=True),
+        mock.patch.object(gemini_masters, "agree_on_amax", observed),
+    ):
+        run = boost(wire(max_norm=1e-3))
+        run.optimizer.before_update = lambda: norms.append(run.optimizer.get_grad_norm())
+        for each in rank_batches(2):
+            run.step(each)
+    assert known == [False, True, True]
+    assert min(norms) > 1e-3
+    assert len(norms) == 2
+
+
+@check
 def no_weight_of_an_fp8_layer_exists_in_16_bits() -> None:
     run = boost(wire(), Layers(64, 272, 304, 64))  # sizes that no other check has
     seen = []

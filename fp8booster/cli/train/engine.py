@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fp8booster.colossal  # noqa: F401  isort: skip  (mends colossalai before it is imported)
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -185,6 +185,13 @@ class Engine:
         """
         plugin = self.booster.plugin
         return plugin.support_no_sync() and getattr(plugin, "zero_stage", 1) != 2
+
+    def before_update(self, check: Callable[[], object]) -> None:
+        """Call `check` in each step when the gradients' norm is known and no weight has changed."""
+        if hasattr(self.optimizer, "before_update"):
+            self.optimizer.before_update = check
+        else:
+            self.optimizer.unwrap().register_step_pre_hook(lambda *_: check())
 
     def clip(self, max_norm: float) -> torch.Tensor | None:
         """Clip gradients where the optimizer's step does not; returns their norm  [], None where the step clips."""

@@ -133,7 +133,7 @@ class Trainer:
             optimizer,
             mixed_precision="bf16" if options.plugin == "ddp" else None,
         )
-        self._engine.optimizer.unwrap().register_step_pre_hook(lambda *_: self._check_norm())
+        self._engine.before_update(self._check_norm)
         self._norm = 0.0
 
     def _take_step(self) -> bool:
@@ -189,7 +189,7 @@ class Trainer:
         return total / losses, stops > 0
 
     def _check_norm(self) -> None:
-        """Called by the inner optimizer before it changes the masters; the norm is the same on all ranks."""
+        """Called before the optimizer changes the masters; the norm is the same on all ranks."""
         clipped = self._clipped_norm
         self._norm = float(self._engine.optimizer.get_grad_norm() if clipped is None else clipped)
         if not math.isfinite(self._norm):

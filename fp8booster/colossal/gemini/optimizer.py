@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,10 @@ class FP8GeminiOptimizer(FixedGroups, GeminiOptimizer):
     """GeminiOptimizer for a `FP8GeminiDDP`."""
 
     module: FP8GeminiDDP
+
+    before_update: Callable[[], object] | None = None
+    """Called in each step when the gradients' norm is known, where it is asked for, and no weight has changed; what it
+    raises ends the step. With a hook of the optimizer inside, its amaxes would not be believed (`_known_amaxes`)."""
 
     def _set_grad_ptr(self) -> None:
         for group in self.param_groups:
@@ -95,7 +100,14 @@ class FP8GeminiOptimizer(FixedGroups, GeminiOptimizer):
         return (whole + sharded).double().sqrt()
 
     def _get_combined_scale(self) -> torch.Tensor | float:
-        """What gradients are divided by, to undo the loss scale and to clip, as native finds it; -1: by nothing.
+        """What gradients are divided by; native asks for it right before the optimizer's step."""
+        divisor = self._divisor()
+        if self.before_update is not None:
+            self.before_update()
+        return divisor
+
+    def _divisor(self) -> torch.Tensor | float:
+        """What undoes the loss scale and clips, as native finds it; -1: nothing is to be divided.
 
         Where it depends on the norm it is a tensor, float32 [], which the host does not wait for.
         """

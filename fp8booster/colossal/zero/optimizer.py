@@ -10,7 +10,7 @@ the buckets as backward makes them, so that the blocks that share a scale, and w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
@@ -48,6 +48,10 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
     reduces_during_backward: ClassVar[bool] = True
     """Gradients are reduced as backward makes them where native would wait for its end too. Not where ranks may differ
     in which parameters get a gradient."""
+
+    before_update: Callable[[], object] | None = None
+    """Called in each step when the gradients' norm is known and no weight has changed; what it raises ends the step. A
+    hook of the optimizer inside would make it step in more passes (`one_pass.why_not`)."""
 
     @classmethod
     def take_over(cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, gradient_scaling: str) -> None:
@@ -181,7 +185,10 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         taken = [entry for group_id in range(self.num_param_groups) for entry in self._taken(group_id)]
         updated = [(working, master) for working, master, _ in taken]
         gradients = {master: gradient for _, master, gradient in taken}
-        works, amaxes = self._step_optimizer(updated, gradients, self._divisor())
+        divisor = self._divisor()
+        if self.before_update is not None:
+            self.before_update()
+        works, amaxes = self._step_optimizer(updated, gradients, divisor)
         for group_id, masters in self._master_param_groups_of_current_rank.items():
             release_param_grad(masters)
             self.optim.param_groups[group_id]["params"] = masters

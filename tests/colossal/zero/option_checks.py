@@ -257,6 +257,30 @@ def a_step_in_one_pass_is_the_optimizers_own_and_tells_the_amax() -> None:
     assert set(known[1]) == {None}
 
 
+@check_each("one pass", "by itself")
+def a_check_before_the_update_knows_the_norm_and_loses_nothing(option: str) -> None:
+    run = boost(wire(max_norm=1e-3))
+    for group in run.optimizer.unwrap().param_groups:
+        group["fused"] = option == "one pass"
+    train(run, steps=1)
+    norms = []
+    run.optimizer.before_update = lambda: norms.append(run.optimizer.get_grad_norm())
+    train(run, steps=1)
+    assert (run.optimizer._why_by_itself is None) == (option == "one pass")
+    before = {name: value.clone() for name, value in masters(run).items()}
+
+    def refuse() -> None:
+        raise ArithmeticError("enough")
+
+    run.optimizer.before_update = refuse
+    with pytest.raises(ArithmeticError, match="enough"):
+        run.step(batch())
+    for name, value in masters(run).items():
+        assert torch.equal(value, before[name])
+    assert norms == [pytest.approx(norms[0])]
+    assert norms[0] > 1e-3
+
+
 @check
 def each_parameter_group_keeps_its_own_rate() -> None:
     from colossalai.booster import Booster
