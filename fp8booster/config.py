@@ -16,7 +16,11 @@ VOCABULARY_HEADS = ("lm_head", "embed_out")
 
 
 def all_but_vocabulary_heads(name: str, module: nn.Module) -> bool:
-    """True for every linear layer but the one that makes the logits, whose output is the most sensitive to rounding."""
+    """True for every linear layer but the one that makes the logits, whose output is the most sensitive to rounding.
+
+    A name tells this of some heads. As `FP8Config.layers` it leaves out those that the model itself names too
+    (`nn.heads`).
+    """
     return name.rpartition(".")[2] not in VOCABULARY_HEADS
 
 
@@ -33,7 +37,9 @@ class FP8Config:
     """
 
     layers: LayerPredicate = all_but_vocabulary_heads
-    """`layers(name, module)` is True for each linear layer that shall compute in FP8; name is the module's path."""
+    """`layers(name, module)` is True for each linear layer that shall compute in FP8; name is the module's path. The
+    default leaves out vocabulary heads, by their names and by what a model's `get_output_embeddings()` gives, and the
+    routers of experts."""
 
     input_format: torch.dtype = formats.E4M3
     """Format of a layer's input."""

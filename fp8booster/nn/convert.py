@@ -11,6 +11,7 @@ from torch import nn
 from fp8booster.config import FP8Config, all_but_vocabulary_heads
 from fp8booster.kernels.cast import aligned
 from fp8booster.nn.adapters import follow_merges
+from fp8booster.nn.heads import vocabulary_heads
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
 
@@ -21,6 +22,8 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names, beside `experts`, of layers that choose a token's experts."""
 
 WHY_NOT_ROUTERS = "a router, where rounding would send tokens to other experts"
+
+LEFT_OUT = "FP8Config.layers leaves it out"
 
 _KEPT = "_fp8booster_kept"
 """Attribute of a linear layer left alone, that holds a `_Kept`."""
@@ -71,9 +74,9 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
         for name, module in model.named_modules()
         if (is_linear(module) or type(module) in kinds) and not _is_elsewhere(module)
     ]
-    routers = _routers(model) if config.layers is all_but_vocabulary_heads else set()
+    by_role = _kept_by_role(model) if config.layers is all_but_vocabulary_heads else {}
     for name, module in linears:
-        reason = WHY_NOT_ROUTERS if id(module) in routers else why_kept(name, module, config, kinds)
+        reason = by_role.get(id(module)) or why_kept(name, module, config, kinds)
         if reason is None:
             module.__dict__.pop(_KEPT, None)
             kinds[_original(module)].take_over(module, config)
@@ -90,6 +93,11 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
         )
     follow_merges()
     return model
+
+
+def _kept_by_role(model: nn.Module) -> dict[int, str]:
+    """By their identity, why the default leaves out layers whose name alone does not tell what they do in a model."""
+    return dict.fromkeys(vocabulary_heads(model), LEFT_OUT) | dict.fromkeys(_routers(model), WHY_NOT_ROUTERS)
 
 
 def _routers(model: nn.Module) -> set[int]:
@@ -136,7 +144,7 @@ def why_kept(name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KIN
             return f"{original.__name__} is a subclass of nn.Linear that may compute its product otherwise"
         return f"{original.__name__} has no FP8 form"
     if not config.layers(name, module):
-        return "FP8Config.layers leaves it out"
+        return LEFT_OUT
     reason = kinds[original].why_not(module)
     if reason is not None:
         return reason

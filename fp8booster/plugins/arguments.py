@@ -49,12 +49,17 @@ def require_config(config: FP8Config | None) -> FP8Config:
 
 
 def warn_of_no_effect(
-    logger: DistributedLogger, given: FP8Config | None, use_fp8: bool, weights: str | None
+    logger: DistributedLogger,
+    given: FP8Config | None,
+    use_fp8: bool,
+    communication: bool,
+    weights: str | None,
 ) -> None:
-    """Warn, on rank 0, of a configuration that nothing reads, and of `weights_in_16_bits=False` where it does nothing.
+    """Warn, on rank 0, of a configuration that nothing reads, and of options in it that do nothing.
 
     Args:
         given: what the user gave as `fp8_config`.
+        communication: gradients and weights are to travel in FP8.
         weights: why ZeRO gathers no weight in FP8, and what to do; None where it does.
     """
     if given is None:
@@ -63,8 +68,15 @@ def warn_of_no_effect(
         logger.warning(
             "fp8_config has no effect: use_fp8 is off; give use_fp8=True, or leave fp8_config out", ranks=[0]
         )
-    elif weights is not None and not given.weights_in_16_bits:
+        return
+    if weights is not None and not given.weights_in_16_bits:
         logger.warning(f"fp8_config.weights_in_16_bits=False has no effect: {weights}", ranks=[0])
+    if not communication and given.gradient_scaling != "block":
+        logger.warning(
+            f'fp8_config.gradient_scaling="{given.gradient_scaling}" has no effect: gradients travel uncompressed '
+            "without fp8_communication; turn it on, or leave the option out",
+            ranks=[0],
+        )
 
 
 def why_zero_gathers_16_bits(config: FP8Config, communication: bool, needs: Mapping[str, bool]) -> str | None:

@@ -65,7 +65,7 @@ class GeminiPlugin(NativeGeminiPlugin):
         # with use_fp8 off all is native's; with it on, native's own FP8 stays off, since ours takes its place
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
         self.use_fp8 = use_fp8
-        warn_of_no_effect(self.logger, fp8_config, use_fp8, self._why_weights_stay())
+        warn_of_no_effect(self.logger, fp8_config, use_fp8, communication, self._why_weights_stay())
         if use_fp8 and communication and self.fp8_config.gradient_scaling == "auto":
             self.logger.warning(
                 'gradient_scaling="auto" has no effect: Gemini\'s gradients are scaled by block', ranks=[0]

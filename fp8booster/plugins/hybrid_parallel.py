@@ -84,7 +84,7 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
             self.compress_activations()
         zero = {"zero_stage=1 or 2": self.zero_stage > 0}
         weights = why_zero_gathers_16_bits(self.fp8_config, self.sends_fp8, zero)
-        warn_of_no_effect(self.logger, fp8_config, use_fp8, weights)
+        warn_of_no_effect(self.logger, fp8_config, use_fp8, self.sends_fp8, weights)
 
     def __del__(self) -> None:
         if "pg_mesh" in self.__dict__:  # refused arguments leave a plugin without groups

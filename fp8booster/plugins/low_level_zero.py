@@ -72,7 +72,7 @@ class LowLevelZeroPlugin(NativeLowLevelZeroPlugin):
             "extra_dp_size=1": arguments.get("extra_dp_size", 1) == 1,
         }
         weights = why_zero_gathers_16_bits(self.fp8_config, fp8_communication, needs)
-        warn_of_no_effect(self.logger, fp8_config, use_fp8, weights)
+        warn_of_no_effect(self.logger, fp8_config, use_fp8, fp8_communication, weights)
 
     def configure(
         self,

@@ -64,7 +64,7 @@ class TorchDDPPlugin(NativeTorchDDPPlugin):
         if self.reduces_in_fp8:
             arguments.setdefault("bucket_cap_mb", FP8_BUCKET_CAP_MB)
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
-        warn_of_no_effect(self.logger, fp8_config, use_fp8, WHY_WEIGHTS_STAY)
+        warn_of_no_effect(self.logger, fp8_config, use_fp8, self.reduces_in_fp8, WHY_WEIGHTS_STAY)
         if self.reduces_in_fp8 and self.fp8_config.gradient_scaling != "block":
             self.logger.warning(
                 "fp8_config.gradient_scaling has no effect: DDP's gradients are scaled by block", ranks=[0]

@@ -58,7 +58,7 @@ class TorchFSDPPlugin(NativeTorchFSDPPlugin):
         """Parameters and gradients travel in FP8 by `compress_flat_fsdp`; `fp8_communication` says whether by native's
         hooks."""
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
-        warn_of_no_effect(self.logger, fp8_config, use_fp8, WHY_WEIGHTS_STAY)
+        warn_of_no_effect(self.logger, fp8_config, use_fp8, self.sends_fp8, WHY_WEIGHTS_STAY)
         if self.sends_fp8 and self.fp8_config.gradient_scaling == "auto":
             self.logger.warning(
                 'fp8_config.gradient_scaling="auto" has no effect: FSDP\'s gradients are scaled by block',

@@ -13,7 +13,7 @@ from fp8booster import FP8Config, comm, report
 from fp8booster.nn.layer import FP8Layer
 from tests.colossal.models import tiny_llama
 from tests.plugins.hybrid_native_checks import OPTIONS
-from tests.plugins.hybrid_runs import MAKERS, fp8, learn, native, norm_gradients, sizes, start
+from tests.plugins.hybrid_runs import MAKERS, HybridRun, fp8, learn, native, norm_gradients, sizes, start
 from tests.plugins.lora_checks import lora_config
 from tests.plugins.registry import check_each
 from tests.plugins.training import assert_close, assert_equal
@@ -37,6 +37,31 @@ def parameters_that_come_after_boost_are_refused(mode: str) -> None:
     with pytest.raises(ValueError, match="before boost"):
         run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(16))]})
     assert len(run.optimizer.param_groups) == groups
+
+
+def learn_and_count(run: HybridRun, first: int, last: int) -> tuple[list[float], dict[str, int]]:
+    """As `learn`, and how often it called each collective of `fp8booster.comm`."""
+    comm.reset_statistics()
+    losses = learn(run, first, last)
+    return losses, {name: row.calls for name, row in comm.statistics().rows.items()}
+
+
+@check_each("DP2", "DP2 ZeRO 1", "TP2 split_gather")
+def a_model_that_is_boosted_again_trains_on_as_native_does(mode: str) -> None:
+    losses = []
+    for plugin in (native, fp8):
+        run = start(plugin(mode))
+        _, calls = learn_and_count(run, 0, 2)
+        model, optimizer, *_ = run.booster.boost(
+            run.model, torch.optim.AdamW(run.model.parameters(), lr=1e-3)
+        )
+        assert model is run.model
+        again, calls_again = learn_and_count(HybridRun(run.booster, model, optimizer), 2, 4)
+        assert calls_again == calls  # no gradient travels twice
+        losses.append(again)
+    assert_close(*losses, CLOSE)
+    assert losses[0] != losses[1]
+    assert calls
 
 
 @check_each("DP2", "TP2 ZeRO 1")

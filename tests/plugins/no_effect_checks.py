@@ -12,6 +12,7 @@ from tests.plugins.registry import check, check_each
 
 OFF = "fp8_config has no effect: use_fp8 is off; give use_fp8=True"
 WEIGHTS = "fp8_config.weights_in_16_bits=False has no effect: "
+SCALING = 'fp8_config.gradient_scaling="tensor" has no effect: gradients travel uncompressed without fp8_communication'
 IN_16_BITS = {"fp8_communication": False}
 
 FP8_ALONE: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
@@ -29,6 +30,8 @@ FP8_ALONE: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
     ("TorchFSDPPlugin", "FP8 on the wire"): ({}, "leave the option out"),
 }
 """By plugin and case: arguments, and what `weights_in_16_bits=False` is told."""
+
+PLUGINS = tuple(dict.fromkeys(plugin for plugin, _ in FP8_ALONE))
 
 SIZES = {
     "HybridParallelPlugin": {"tp_size": 1, "pp_size": 1},
@@ -70,7 +73,18 @@ def rowwise_weights_are_gathered_in_16_bits_and_that_is_said() -> None:
     assert 'granularity="rowwise"; use "tensorwise"' in warning
 
 
-@check_each(*dict.fromkeys(plugin for plugin, _ in FP8_ALONE))
+@check_each(*PLUGINS)
+def a_scaling_of_gradients_that_travel_in_16_bits_is_warned_of(plugin: str) -> None:
+    config = FP8Config(gradient_scaling="tensor")
+    (warning,) = warnings_of(plugin, use_fp8=True, fp8_config=config, **IN_16_BITS)
+    assert warning.startswith(SCALING)
+    (warning,) = warnings_of(plugin, fp8_config=config)
+    assert warning.startswith(OFF)
+    assert not any(line.startswith(SCALING) for line in warnings_of(plugin, use_fp8=True, fp8_config=config))
+    assert not warnings_of(plugin, use_fp8=True, fp8_config=FP8Config(), **IN_16_BITS)
+
+
+@check_each(*PLUGINS)
 def a_config_without_use_fp8_is_warned_of_once(plugin: str) -> None:
     (warning,) = warnings_of(plugin, fp8_config=FP8Config(weights_in_16_bits=False))
     assert warning.startswith(OFF)

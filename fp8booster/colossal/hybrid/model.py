@@ -26,16 +26,18 @@ class FP8HybridParallelModule(HybridParallelModule):
         """Turn a model wrapper into this class in place.
 
         Args:
-            model: made by the native plugin.
+            model: made by the native plugin, or of this class already: native wraps no model twice, and its DDP takes
+                one hook.
             optimizer: what trains it; None where nothing does.
         """
+        is_new = not isinstance(model, cls)
         model.__class__ = cls
         # past nn.Module's own attributes: the optimizer is no part of the model
         model.__dict__["zero_optimizer"] = optimizer if isinstance(optimizer, FP8ZeroOptimizer) else None
         model.partial_sums = gradients_to_sum(model)
         model.stage_sums = shared_between_stages(model)
         ranks = dist.get_world_size(model.dp_group)
-        if isinstance(model.module, DistributedDataParallel) and ranks > 1:
+        if is_new and isinstance(model.module, DistributedDataParallel) and ranks > 1:
             apart = is_replicated if dist.get_world_size(model.tp_group) > 1 else None
             model.module.register_comm_hook(comm.DDPState(group=model.dp_group, apart=apart), comm.ddp_hook)
 

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
+from fp8booster.nn.convert import LEFT_OUT
+from tests.nn.models import tiny_llama
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+EMBEDDING = {"embedding_size": 64}
+DISTILBERT = {"vocab_size": 128, "dim": 64, "hidden_dim": 160, "n_layers": 1, "n_heads": 4}
+WHISPER = {
+    "vocab_size": 128,
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_mel_bins": 16,
+    "pad_token_id": 0,
+}
+MUSICGEN = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+VIT = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+
+CLASSES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
+    "BertForMaskedLM": ("BertConfig", SIZES, {"cls.predictions.decoder"}),
+    "BertForPreTraining": ("BertConfig", SIZES, {"cls.predictions.decoder"}),
+    "RobertaForMaskedLM": ("RobertaConfig", SIZES, {"lm_head.decoder"}),
+    "ElectraForMaskedLM": ("ElectraConfig", SIZES | EMBEDDING, {"generator_lm_head"}),
+    "DistilBertForMaskedLM": ("DistilBertConfig", DISTILBERT, {"vocab_projector"}),
+    "AlbertForMaskedLM": ("AlbertConfig", SIZES | EMBEDDING, {"predictions.decoder"}),
+    "ModernBertForMaskedLM": ("ModernBertConfig", SIZES | {"pad_token_id": 0}, {"decoder"}),
+    "WhisperForConditionalGeneration": ("WhisperConfig", WHISPER, {"proj_out"}),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", SIZES, {"embed_out"}),
+    "MptForCausalLM": (
+        "MptConfig",
+        {"vocab_size": 128, "d_model": 64, "n_heads": 4, "n_layers": 1},
+        {"lm_head"},
+    ),
+    "MusicgenForCausalLM": ("MusicgenDecoderConfig", MUSICGEN, {f"lm_heads.{n}" for n in range(4)}),
+    "BertForSequenceClassification": ("BertConfig", SIZES | {"num_labels": 16}, set()),
+    "ViTForImageClassification": ("ViTConfig", VIT | {"num_labels": 16}, set()),
+}
+"""By class: its configuration's class and arguments, and its vocabulary heads."""
+
+
+class Wrapper(nn.Module):
+    """Around a model, as DDP is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def left_out(model: nn.Module) -> set[str]:
+    """The layers that the report says were left out by choice."""
+    return {row.name for row in report(model).other if row.notes == LEFT_OUT}
+
+
+def tiny_bert() -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES))
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_head_that_a_model_names_is_left_out_by_default(name) -> None:
+    config, arguments, heads = CLASSES[name]
+    model = getattr(transformers, name)(getattr(transformers, config)(**arguments))
+    convert_to_fp8(model)
+    assert left_out(model) == heads
+    # what else stays is too small, as the two outputs that tell whether a sentence follows
+    others = {row.name for row in report(model).other} - heads
+    assert others <= {"cls.seq_relationship"}
+
+
+def test_a_wrapped_model_is_asked_too() -> None:
+    model = Wrapper(Wrapper(tiny_bert()))
+    convert_to_fp8(model)
+    assert left_out(model) == {"module.module.cls.predictions.decoder"}
+
+
+def test_a_head_that_took_the_place_of_another_is_left_out() -> None:
+    model = tiny_bert()
+    model.cls.predictions.decoder = nn.Linear(64, 256)  # as sharding does
+    convert_to_fp8(model)
+    assert left_out(model) == {"cls.predictions.decoder"}
+
+
+def test_adapters_of_a_head_are_a_part_of_it() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=16, target_modules=["q_proj", "lm_head"])
+    model = convert_to_fp8(peft.get_peft_model(tiny_llama(), config))
+    parts = ("base_layer", "lora_A.default", "lora_B.default")
+    assert left_out(model) == {f"base_model.model.lm_head.{part}" for part in parts}
+
+
+def test_a_model_without_the_head_that_its_class_has_is_converted() -> None:
+    model = tiny_bert()
+    del model.cls
+    convert_to_fp8(model)
+    assert report(model).fp8
+    assert not report(model).other
+
+
+def test_a_choice_of_layers_is_asked_alone() -> None:
+    model = convert_to_fp8(tiny_bert(), FP8Config(layers=lambda name, module: True))
+    assert type(model.cls.predictions.decoder) is FP8Linear
+    convert_to_fp8(model)
+    assert type(model.cls.predictions.decoder) is nn.Linear
+    # tied to the embedding, which keeps values that FP8 does not have
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+
+
+def test_the_head_left_out_runs_no_product_in_fp8(device, products) -> None:
+    model = convert_to_fp8(tiny_bert()).to(device)
+    model(input_ids=torch.randint(0, 128, (2, 32), device=device))
+    assert len(products) == len(report(model).fp8) == 7
