@@ -63,7 +63,17 @@ def is_checkpoint(folder: Path) -> bool:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of the highest step in a folder of checkpoints."""
-    return max((path for path in folder.glob("step-*") if is_checkpoint(path)), default=None)
+    return max(checkpoints_in(folder), default=None)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder of checkpoints, by step."""
+    return sorted(path for path in folder.glob("step-*") if is_checkpoint(path))
+
+
+def step_of(checkpoint: Path) -> int:
+    """Optimizer steps done when the checkpoint was written."""
+    return json.loads((checkpoint / _STATE).read_text())["step"]
 
 
 def read_state(checkpoint: Path) -> State:
@@ -113,7 +123,7 @@ def save_checkpoint(
 def load_checkpoint(
     checkpoint: Path, tokens: str, engine: Engine, shapes: dict[str, list[int]], tied: Collection[str]
 ) -> State:
-    """Set model, masters, optimizer and random state to a checkpoint's; every rank calls it.
+    """Set model, masters, optimizer and random state to a checkpoint's; every rank calls it, and returns when all have.
 
     `shapes` are those of the whole model's state dict, `tied` the further names of a parameter in it. With another
     number of ranks than wrote it, weights and optimizer are spread anew and random states start from the seed. Raises
@@ -140,6 +150,7 @@ def load_checkpoint(
         load_master_weights(model.unwrap(), optimizer, checkpoint / "masters")
     if state.world_size == dist.get_world_size():
         _set_random_state(torch.load(checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt"), model)
+    dist.barrier()  # the run's folder may change after this: no rank reads it any more, and none has failed to
     return state
 
 
@@ -147,7 +158,7 @@ def _prune(root: Path, keep: int) -> None:
     for unfinished in root.glob(".step-*"):
         shutil.rmtree(unfinished)
     if keep > 0:
-        for old in sorted(path for path in root.glob("step-*") if is_checkpoint(path))[:-keep]:
+        for old in checkpoints_in(root)[:-keep]:
             shutil.rmtree(old)
 
 

@@ -23,8 +23,8 @@ class Events:
     def send(self, kind: str, **values: Any) -> None:
         """Send one event.
 
-        Kinds: "status" (text), "start" (done, steps), "step" (a line of metrics), "checkpoint" (folder, step),
-        "stopped" (step), "done", "error" (message, expected).
+        Kinds: "status" (text), "notice" (text, a sentence to keep), "start" (done, steps), "step" (a line of
+        metrics), "checkpoint" (folder, step), "stopped" (step), "done", "error" (message, expected).
         """
         self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
 

@@ -22,6 +22,7 @@ from fp8booster import report
 from fp8booster.monitor.traffic import Traffic, count_traffic
 
 from .batches import Batches
+from .branches import set_aside
 from .checkpoint import State, load_checkpoint, newest_checkpoint, save_checkpoint
 from .engine import Engine
 from .events import Events
@@ -79,6 +80,8 @@ class Trainer:
                 Path(task.resume), task.tokens.identity, self._engine, self._shapes, self._tied
             )
             self._step, self._position = state.step, state.position
+            if dist.get_rank() == 0:
+                set_aside(task, lambda text: events.send("notice", text=text))
         self._log = MetricsLog(task.folder, self._step) if dist.get_rank() == 0 else None
 
     def run(self) -> None:

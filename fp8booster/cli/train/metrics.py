@@ -35,14 +35,16 @@ class MetricsLog:
         from torch.utils.tensorboard import SummaryWriter
 
         path = folder / "metrics.jsonl"
-        kept = [metrics for metrics in read_metrics(path) if metrics.step <= done] if path.exists() else []
-        self._stream = path.open("w", buffering=1)
-        for metrics in kept:
-            self._write_line(metrics)
+        if path.exists():
+            partial = folder / "metrics.jsonl.partial"  # so that a kill loses no line
+            kept = [metrics for metrics in read_metrics(path) if metrics.step <= done]
+            partial.write_text("".join(_line(metrics) for metrics in kept))
+            partial.replace(path)
+        self._stream = path.open("a", buffering=1)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
 
     def write(self, metrics: StepMetrics) -> None:
-        self._write_line(metrics)
+        self._stream.write(_line(metrics))
         for name, value in dataclasses.asdict(metrics).items():
             if name != "step":
                 self._board.add_scalar(name, value, metrics.step)
@@ -51,11 +53,12 @@ class MetricsLog:
         self._stream.close()
         self._board.close()
 
-    def _write_line(self, metrics: StepMetrics) -> None:
-        self._stream.write(json.dumps(dataclasses.asdict(metrics)) + "\n")
-
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """The lines of a `metrics.jsonl`, a last one that a kill cut short left out."""
     lines = path.read_text().split("\n")
     return [StepMetrics(**json.loads(line)) for line in lines[:-1]]
+
+
+def _line(metrics: StepMetrics) -> str:
+    return json.dumps(dataclasses.asdict(metrics)) + "\n"

@@ -41,11 +41,13 @@ def make_display(progress: str) -> Display:
 
 
 class Silent:
-    """Shows nothing."""
+    """Shows no progress, only notices."""
 
     def begin(self, name: str) -> None: ...
 
-    def show(self, event: dict[str, Any]) -> None: ...
+    def show(self, event: dict[str, Any]) -> None:
+        if event["kind"] == "notice":
+            _console().print(event["text"])
 
     def end(self) -> None: ...
 
@@ -71,6 +73,8 @@ class Bar:
         match event["kind"]:
             case "status":
                 self._progress.update(self._task, description=event["text"])
+            case "notice":
+                self._progress.console.print(event["text"], soft_wrap=True, highlight=False, markup=False)
             case "start":
                 self._progress.update(
                     self._task, total=event["steps"], completed=event["done"], description="first step"
@@ -89,7 +93,7 @@ class Lines:
     """About 20 lines a run, and one at least every 30 seconds, on standard error."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+        self._console = _console()
         self._steps = 1
         self._shown = 0.0
         self._name = ""
@@ -106,6 +110,8 @@ class Lines:
                 if topic != self._text or self._overdue():
                     self._print(event["text"])
                 self._text = topic
+            case "notice":
+                self._print(event["text"])
             case "start":
                 self._steps = event["steps"]
             case "step":
@@ -124,6 +130,10 @@ class Lines:
     def _print(self, text: str) -> None:
         self._shown = time.monotonic()
         self._console.print(f"{self._name}: {text}")
+
+
+def _console() -> Console:
+    return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 
 
 def figures(metrics: dict[str, Any]) -> str:

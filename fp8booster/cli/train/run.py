@@ -15,7 +15,8 @@ from rich.console import Console
 
 from fp8booster.cli.instructions import avoid_trapping_instructions
 
-from .checkpoint import read_state
+from .branches import is_own, left_behind
+from .checkpoint import step_of
 from .defaults import resolve
 from .launch import Interrupts, is_launched, is_main, ranks, run_workers
 from .models import is_folder, load_config, require_divisible_heads
@@ -176,12 +177,14 @@ def _is_finished(checkpoint: str, folder: Path, steps: int) -> bool:
 
     Raises ValueError when the checkpoint leaves no step to do and the folder has no steps to sum up.
     """
-    step = read_state(Path(checkpoint)).step
-    if step > steps or (step == steps and not (folder / "metrics.jsonl").exists()):
+    path = Path(checkpoint)
+    step = step_of(path)
+    summable = is_own(path, folder) and (folder / "metrics.jsonl").exists()
+    if step > steps or (step == steps and not summable):
         raise ValueError(
             f"{checkpoint} has done {step} steps and --steps is {steps}; give more --steps to go on."
         )
-    return step == steps and (folder / "result.json").exists()
+    return step == steps and (folder / "result.json").exists() and not left_behind(path, folder)
 
 
 def _tell_interrupted(out: Path, checkpoint: str | None) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import pytest
+
 from fp8booster.cli.train.progress import make_display
 
 STEPS = 200
@@ -48,6 +50,16 @@ def test_a_bar_ends_full(capsys):
     last = capsys.readouterr().err.splitlines()[-1]
     assert "200/200" in last
     assert "loss 2.5" in last  # the figures, not that the end was saved
+
+
+@pytest.mark.parametrize("progress", ["bar", "lines", "none"])
+def test_a_notice_is_shown_whole_by_all(capsys, progress):
+    text = "What the run held of another branch is set aside in " + "runs/[1]/" * 20
+    display = make_display(progress)
+    display.begin("fp8")
+    display.show({"kind": "notice", "text": text})
+    display.end()
+    assert text in capsys.readouterr().err
 
 
 def test_none_is_silent(capsys):

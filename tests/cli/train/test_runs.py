@@ -107,6 +107,50 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(compared, tmp_path)
     assert now[4] != pytest.approx(was[5], rel=1e-4)
 
 
+@pytest.fixture
+def copy(compared, tmp_path) -> Path:
+    """A copy of the run in both precisions, to change."""
+    return Path(shutil.copytree(compared[0], tmp_path / "run"))
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_stays_on_that_branch(copy):
+    before = losses(copy / "fp8")
+    done = train("--resume", copy / "fp8" / "checkpoints" / "step-00000003", "--steps", 5, "--lr", 1e-4)
+    assert done.returncode == 0, done.stderr
+    aside = copy / "abandoned-00000004-1"
+    assert f"what {copy / 'fp8'} held of another branch is set aside in {aside}." in done.stderr
+    branch = losses(copy / "fp8")
+    assert branch[5] != before[5]
+
+    done = train("--resume", copy, "--steps", 6)
+    assert done.returncode == 0, done.stderr
+    assert "set aside" not in done.stderr
+    assert list(copy.glob("abandoned-*")) == [aside]
+    after = losses(copy / "fp8")
+    assert list(after) == [1, 2, 3, 4, 5, 6]
+    assert {step: after[step] for step in branch} == branch
+
+    # the branch that was left is a finished run
+    assert "6 steps" in succeed("--resume", aside)
+    assert losses(aside / "fp8") == before
+
+
+def test_a_checkpoint_that_one_rank_cannot_load_leaves_the_run_as_it_was(copy):
+    checkpoint = copy / "fp8" / "checkpoints" / "step-00000003"
+    (checkpoint / "random" / "rank-00001.pt").unlink()
+
+    def contents() -> dict[Path, bytes]:
+        return {
+            path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.suffix != ".log"
+        }
+
+    before = contents()
+    done = train("--resume", checkpoint, "--steps", 5)
+    assert done.returncode == 2
+    assert "rank-00001.pt" in done.stderr
+    assert contents() == before
+
+
 def test_the_model_of_a_checkpoint_is_a_hugging_face_folder(compared):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
