@@ -85,7 +85,7 @@ def _shared_steps(checkpoint: Path, folder: Path) -> int:
 def _last_step(file: Path, read: Callable[[dict[str, Any]], int]) -> int:
     try:
         return read(json.loads(file.read_text()))
-    except (FileNotFoundError, json.JSONDecodeError):  # a kill cut it short: the run's end writes it anew
+    except FileNotFoundError:
         return 0
 
 

@@ -26,6 +26,7 @@ from .branches import set_aside
 from .checkpoint import State, load_checkpoint, newest_checkpoint, save_checkpoint
 from .engine import Engine
 from .events import Events
+from .files import write_whole
 from .metrics import MetricsLog, StepMetrics
 from .models import build_model, is_folder, load_config
 from .plugins import build_plugin
@@ -241,7 +242,7 @@ class Trainer:
                 "layers": layers,
                 "traffic": self._traffic.rows(),
             }
-            (self._task.folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+            write_whole(self._task.folder / "result.json", json.dumps(result, indent=1) + "\n")
 
     def _layers(self) -> list[dict[str, Any]]:
         """Rows of the report, those of all pipeline stages."""

@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from .files import write_whole
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
@@ -36,10 +38,7 @@ class MetricsLog:
 
         path = folder / "metrics.jsonl"
         if path.exists():
-            partial = folder / "metrics.jsonl.partial"  # so that a kill loses no line
-            kept = [metrics for metrics in read_metrics(path) if metrics.step <= done]
-            partial.write_text("".join(_line(metrics) for metrics in kept))
-            partial.replace(path)
+            write_whole(path, "".join(_line(each) for each in read_metrics(path) if each.step <= done))
         self._stream = path.open("a", buffering=1)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoint import is_checkpoint, newest_checkpoint, read_state
+from .files import write_whole
 from .options import PRECISIONS, TrainOptions
 
 RUN_FILE = "run.json"
@@ -54,4 +55,4 @@ def find_resume(folder: str) -> Resume:
 def write_run_file(options: TrainOptions, about: dict[str, Any]) -> None:
     """Keep a run's options in its folder."""
     path = Path(options.out) / RUN_FILE
-    path.write_text(json.dumps({**about, "options": dataclasses.asdict(options)}, indent=1) + "\n")
+    write_whole(path, json.dumps({**about, "options": dataclasses.asdict(options)}, indent=1) + "\n")

@@ -20,6 +20,7 @@ from rich.table import Table
 from fp8booster.listing import first_of
 from fp8booster.version import __version__
 
+from .files import write_whole
 from .metrics import StepMetrics, read_metrics
 from .options import TrainOptions
 
@@ -152,7 +153,7 @@ def write_summary(
         "options": dataclasses.asdict(options),
         "columns": [dataclasses.asdict(column) for column in columns],
     }
-    (folder / "summary.json").write_text(json.dumps(document, indent=1) + "\n")
+    write_whole(folder / "summary.json", json.dumps(document, indent=1) + "\n")
 
     first = columns[0]
     lines = [
@@ -176,4 +177,4 @@ def write_summary(
         "",
         "![loss](loss.png)",
     ]
-    (folder / "summary.md").write_text("\n".join(lines) + "\n")
+    write_whole(folder / "summary.md", "\n".join(lines) + "\n")

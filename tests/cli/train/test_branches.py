@@ -146,11 +146,6 @@ def test_a_summary_of_the_steps_before_stays(out):
     assert (out / "fp8" / "result.json").exists()
 
 
-def test_a_result_that_a_kill_cut_short_does_not_stand_in_the_way(out):
-    (out / "fp8" / "result.json").write_text('{"st')
-    assert go_on(out, checkpoint_at(out, LAST)) == (None, [])
-
-
 def test_each_branch_gets_a_folder_of_its_own(out):
     first, _ = go_on(out, checkpoint_at(out, 3))
     checkpoint(out / "fp8" / "checkpoints", 6, {})
