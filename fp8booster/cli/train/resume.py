@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,10 @@ from .files import write_whole
 from .options import PRECISIONS, TrainOptions
 
 RUN_FILE = "run.json"
-"""Beside a run's results: its options and command."""
+"""Beside a run's results: its options, its command and what it went on from."""
+
+_ORIGINS = "resumed"
+"""In it: the checkpoint that each precision went on from, which may be another run's."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Resume:
 def find_resume(folder: str) -> Resume:
     """Read what a run's folder or a checkpoint says.
 
-    Raises ValueError when the folder is neither.
+    Raises ValueError when the folder is neither, or has saved nothing and what it went on from is gone.
     """
     path = Path(folder)
     if is_checkpoint(path):
@@ -39,12 +43,15 @@ def find_resume(folder: str) -> Resume:
         options = dataclasses.replace(state.options, precision=state.precision, out=out)
         return Resume(options, {state.precision: folder})
     if (path / RUN_FILE).is_file():
-        options = TrainOptions.from_mapping(json.loads((path / RUN_FILE).read_text())["options"])
-        found = {
-            precision: newest_checkpoint(path / precision / "checkpoints")
-            for precision in PRECISIONS[options.precision]
-        }
-        checkpoints = {precision: str(checkpoint) for precision, checkpoint in found.items() if checkpoint}
+        about = json.loads((path / RUN_FILE).read_text())
+        options = TrainOptions.from_mapping(about["options"])
+        checkpoints = {}
+        for precision in PRECISIONS[options.precision]:
+            newest = newest_checkpoint(path / precision / "checkpoints")
+            if newest is not None:
+                checkpoints[precision] = str(newest)
+            elif origin := about.get(_ORIGINS, {}).get(precision):
+                checkpoints[precision] = _origin(folder, origin)
         return Resume(dataclasses.replace(options, out=folder), checkpoints)
     raise ValueError(
         f"{folder} is neither a run nor a checkpoint; --resume takes a run's folder (with {RUN_FILE}) or one of its "
@@ -52,7 +59,26 @@ def find_resume(folder: str) -> Resume:
     )
 
 
-def write_run_file(options: TrainOptions, about: dict[str, Any]) -> None:
-    """Keep a run's options in its folder."""
-    path = Path(options.out) / RUN_FILE
-    write_whole(path, json.dumps({**about, "options": dataclasses.asdict(options)}, indent=1) + "\n")
+def _origin(run: str, checkpoint: str) -> str:
+    if not is_checkpoint(Path(checkpoint)):
+        raise ValueError(
+            f"{run} went on from {checkpoint}, which is gone, and has saved nothing since; start a new run with "
+            "another --out."
+        )
+    return checkpoint
+
+
+def write_run_file(
+    options: TrainOptions, about: dict[str, Any], resumed: Mapping[str, str] | None = None
+) -> None:
+    """Keep a run's options in its folder.
+
+    Args:
+        about: what else is to be known of it.
+        resumed: the checkpoint that each precision goes on from, where one does.
+    """
+    origins = {
+        precision: str(Path(checkpoint).absolute()) for precision, checkpoint in (resumed or {}).items()
+    }
+    document = {**about, **({_ORIGINS: origins} if origins else {}), "options": dataclasses.asdict(options)}
+    write_whole(Path(options.out) / RUN_FILE, json.dumps(document, indent=1) + "\n")

@@ -88,7 +88,7 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given
 
     def keep_options() -> None:
         if is_main():
-            write_run_file(options, {"command": command, **machine()})
+            write_run_file(options, {"command": command, **machine()}, checkpoints)
 
     def tell(event: dict[str, Any]) -> None:
         # not before: options that ranks cannot start with would stand in the way of the next resume

@@ -54,6 +54,23 @@ def test_a_checkpoint_goes_on_in_its_own_precision_and_run(out):
     assert resume.checkpoints == {"fp8": str(path)}
 
 
+def test_a_run_that_has_saved_nothing_yet_goes_on_from_where_it_began(out, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    origin = out / "fp8" / "checkpoints" / "step-00000010"
+    other = tmp_path / "other"
+    other.mkdir()
+    options = TrainOptions(out="other", precision="fp8")
+    write_run_file(options, {}, {"fp8": str(origin.relative_to(tmp_path))})
+    monkeypatch.chdir(out)
+    assert find_resume(str(other)).checkpoints == {"fp8": str(origin)}
+    own = checkpoint(other / "fp8" / "checkpoints", 12, {})
+    assert find_resume(str(other)).checkpoints == {"fp8": str(own)}
+    own.rename(other / "elsewhere")
+    origin.rename(tmp_path / "gone")
+    with pytest.raises(ValueError, match="which is gone, and has saved nothing since; start a new run"):
+        find_resume(str(other))
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
