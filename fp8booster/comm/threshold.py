@@ -44,10 +44,10 @@ MINIMUM_BYTES: dict[str, dict[str, int]] = {
 """The payload from which FP8 is sent, in bytes of the plain collective's larger side, by the way and the collective.
 
 Inside a node (NVLink): the smallest of the sizes in benchmarks/results/h200 at which the median time in FP8 is under
-NCCL's in BF16, by NCCL among 4 H200 (collectives-4-one-sided), by one-sided reads among 2 (collectives-2-small, after
-work on the host was taken out). Between nodes (tens of GB/s a GPU; not measured): where the bytes saved outweigh two
-kernel launches. On the CPU, where bytes are saved and not time: where scales and padding stay under a tenth of the
-message.
+NCCL's in BF16, by NCCL among 4 H200 (collectives-4; at 64 MiB that rests with the host's launches, which took longer in
+collectives-4-one-sided, where FP8 gains from 256 MiB on), by one-sided reads among 2 (collectives-2-small, after work
+on the host was taken out). Between nodes (tens of GB/s a GPU; not measured): where the bytes saved outweigh two kernel
+launches. On the CPU, where bytes are saved and not time: where scales and padding stay under a tenth of the message.
 
 An all-to-all of uneven parts has none: its sizes may differ by rank, so one rank cannot tell what the others decide.
 Give it `min_bytes` where they do not.

@@ -202,9 +202,7 @@ def train(
     ] = None,
     resume: Annotated[
         str | None,
-        typer.Option(
-            help="Run or checkpoint to continue, bit for bit, with its own options.", rich_help_panel=_RUN
-        ),
+        typer.Option(help="Run or checkpoint to continue, with its own options.", rich_help_panel=_RUN),
     ] = None,
     progress: Annotated[
         str | None, typer.Option(help=f"{', '.join(PROGRESS)} (default: auto).", rich_help_panel=_RUN)

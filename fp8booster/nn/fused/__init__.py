@@ -39,8 +39,8 @@ def fuse(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) ->
 
     In decoder layers of LLaMA, Mistral, Mixtral and Qwen2 (as transformers 4.51 writes them) the residual's addition
     and the norm become one kernel, so do rotary embedding and SwiGLU; in training q, k and v are one product, and gate
-    and up. A LLaMA, Mistral or Qwen2 for causal language modelling computes its loss over chunks of logits, which are
-    then never whole (`use_fused_loss`). Parameters, their names and the state dict stay as they were.
+    and up. Such a model for causal language modelling computes its loss over chunks of logits, which are then never
+    whole (`use_fused_loss`). Parameters, their names and the state dict stay as they were.
 
     `use_fp8=True` fuses by itself. By hand it serves a model that was converted by `convert_to_fp8`, and one that
     computes in BF16, as plain PyTorch or under `TorchDDPPlugin` and `LowLevelZeroPlugin`: fuse it when it has its dtype
