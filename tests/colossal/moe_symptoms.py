@@ -20,7 +20,7 @@ def _trained(ep_size: int = 2, **arguments: Any) -> tuple[Any, Any, Any]:
     from colossalai.booster import Booster
     from colossalai.booster.plugin import MoeHybridParallelPlugin
 
-    plugin = MoeHybridParallelPlugin(1, 1, ep_size, precision="bf16", zero_stage=1, **arguments)
+    plugin = MoeHybridParallelPlugin(1, 1, ep_size, **{"precision": "bf16", "zero_stage": 1} | arguments)
     booster = Booster(plugin=plugin)
     model = tiny_mixtral()
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), 1e-2))
@@ -97,6 +97,16 @@ def _share_sequences() -> None:
         raise AssertionError(f"not refused, but {refusal!r}") from refusal
 
 
+def _spread_without_zero() -> None:
+    refusal: Exception | None = None
+    try:
+        _trained(zero_stage=0)
+    except Exception as error:
+        refusal = error
+    if "use zero_stage=1" not in str(refusal):
+        raise AssertionError(f"not refused, but {refusal!r}") from refusal
+
+
 def _unreadable(*args: object, **named: object) -> None:
     raise RuntimeError("read")
 
@@ -109,6 +119,7 @@ def _shared_folder() -> str:
 
 SYMPTOMS = {
     "moe_waits_for_gathered_weights": Symptom(_overlap_gathers, "did not wait for its weights"),
+    "moe_spreads_experts_with_zero_alone": Symptom(_spread_without_zero, "not refused"),
     "moe_waits_before_saving": Symptom(_save_late_weights, "saved before they were there"),
     "moe_states_are_gathered_on_cpu": Symptom(
         _save_states, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"

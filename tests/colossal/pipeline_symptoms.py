@@ -224,6 +224,20 @@ def _train_on_batches_of_several_sizes() -> None:
         zero_bubble.load_batch(iter([torch.zeros(4, 1)]))
 
 
+def _go_backward_through_tuples() -> None:
+    from colossalai.pipeline.schedule.one_f_one_b import OneForwardOneBackwardSchedule
+
+    schedule = OneForwardOneBackwardSchedule.__new__(OneForwardOneBackwardSchedule)
+    optimizer = SimpleNamespace(backward=torch.Tensor.backward, backward_by_grad=torch.autograd.backward)
+    weight = torch.ones((), requires_grad=True)
+    sent = {"hidden_states": 2 * weight, "past_router_logits": (3 * weight, 5 * weight)}
+    states, *logits = (torch.ones((), requires_grad=True) for _ in range(3))
+    received = {"hidden_states": states, "past_router_logits": tuple(logits)}
+    gradients = schedule.backward_step(optimizer, received, states + 10 * logits[0] + 100 * logits[1], None)
+    schedule.backward_step(optimizer, None, sent, gradients)
+    assert weight.grad == 2 + 30 + 500, "a gradient does not come back"
+
+
 def _scale_the_loss_of_zero_bubble() -> None:
     from colossalai.amp.naive_amp.mixed_precision_mixin import FP16MixedPrecisionMixin
 
@@ -401,6 +415,9 @@ SYMPTOMS = {
     "evaluation_leaves_training_as_it_was": Symptom(_train_after_evaluation, "AssertionError()"),
     "metadata_is_kept_of_equal_batches_alone": Symptom(_load_longer_batches, "of other shapes is kept"),
     "training_batches_differ_in_size": Symptom(_train_on_batches_of_several_sizes, "AssertionError()"),
+    "stages_return_gradients_in_tuples": Symptom(
+        _go_backward_through_tuples, "a gradient does not come back"
+    ),
     "interleaved_sends_metadata": Symptom(_interleave_without_cached_metadata, "would go without metadata"),
     "interleaved_waits_for_what_it_sends": Symptom(_end_an_interleaved_step, "is not waited for"),
     "opt_needs_no_mask_in_a_pipeline": Symptom(_leave_out_the_mask_of_opt, "has no attribute 'device'"),

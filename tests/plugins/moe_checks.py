@@ -17,6 +17,7 @@ from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.experts import run_experts
 from fp8booster.nn.grouped_experts import grouped_experts
+from tests.colossal.models import token_batch
 from tests.colossal.moe.models import tiny_mixtral
 from tests.nn.reference import count_calls
 from tests.plugins import training
@@ -272,6 +273,27 @@ def moe_trains_where_experts_get_no_tokens() -> None:
         assert losses[-1] < losses[0]
         for parameter in run.parameters().values():
             assert torch.isfinite(parameter).all()
+
+
+@check_each("native", "fp8")
+def moe_routers_of_all_stages_learn_to_balance_their_experts(which: str) -> None:
+    """Natively the loss of balance reaches those of the last stage alone."""
+    balanced = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+    batch, alone = token_batch(seed=0, batch=4), tiny_mixtral(**balanced).bfloat16()
+    for micro_batch in batch.chunk(2):
+        (alone(input_ids=micro_batch, labels=micro_batch).loss / 2).backward()
+    make = native if which == "native" else fp8
+    run = boost(make(**MODES["PP2"] | {"zero_stage": 0}), **balanced)
+    run.backward(batch)
+    expected = {name: value.grad.float().flatten() for name, value in alone.named_parameters()}
+    found = {
+        name: value.grad.float().flatten()
+        for name, value in run.model.unwrap().named_parameters()
+        if "gate" in name
+    }
+    assert len(found) == 1
+    for name, gradient in found.items():
+        assert nn.functional.cosine_similarity(expected[name], gradient, 0) > 0.9, name
 
 
 # ---- communication ----

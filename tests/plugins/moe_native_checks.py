@@ -66,6 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 CHUNKS = PP2 | {"num_microbatches": 4, "num_model_chunks": 2, "overlap_p2p": False}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "spread without ZeRO": (EP2 | {"zero_stage": 0}, "use zero_stage=1"),
     "interleaved": (CHUNKS | {"pp_style": "interleaved"}, "use pp_style='1f1b'"),
     "zero-bubble": (CHUNKS | {"pp_style": "zbv", "scheduler_nodes": []}, "use pp_style='1f1b'"),
     "sequence parallel": (
@@ -78,7 +79,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "leave enable_sequence_parallelism out",
     ),
 }
-"""What Colossal-AI's policy of Mixtral does not do, and what is said of it."""
+"""What Colossal-AI does not do with a Mixtral, and what is said of it."""
 
 
 def assert_trains_as_native(**arguments: Any) -> None:

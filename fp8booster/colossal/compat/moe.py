@@ -47,6 +47,33 @@ def moe_waits_for_gathered_weights(module: ModuleType, patch: Patch) -> None:
     patch.set(module.MoeHybridParallelPlugin, "configure", configure)
 
 
+@mend(
+    module=_MOE_PLUGIN,
+    place="booster/plugin/moe_hybrid_parallel_plugin.py:438; booster/plugin/hybrid_parallel_plugin.py:173",
+    needed_when="ep_size > 1 with zero_stage=0",
+)
+def moe_spreads_experts_with_zero_alone(module: ModuleType, patch: Patch) -> None:
+    """Training without ZeRO is refused for experts that are spread over ranks, since their gradients would be mixed.
+
+    Without it the ranks of pipelines average the gradients of different experts, each of which its rank alone holds;
+    without a pipeline NameError: name 'dp_group' is not defined. No longer needed when with ep_size=2, pp_size=2 and
+    zero_stage=0 the gradients of experts are averaged over `moe_dp_group`, and norms count every rank's experts.
+    """
+    upstream = module.MoeHybridParallelPlugin.configure
+
+    @functools.wraps(upstream)
+    def configure(self, model: nn.Module, optimizer: Any = None, *others: Any, **named: Any) -> tuple:
+        trains = optimizer is not None or self.pp_size == 1  # without a pipeline it fails in any case
+        if self.ep_size > 1 and self.zero_stage == 0 and trains:
+            raise ValueError(
+                f"experts are spread over {self.ep_size} ranks, and without ZeRO colossalai would average their "
+                "gradients with those of other experts; use zero_stage=1"
+            )
+        return upstream(self, model, optimizer, *others, **named)
+
+    patch.set(module.MoeHybridParallelPlugin, "configure", configure)
+
+
 _MOE_CHECKPOINTS = "colossalai.checkpoint_io.moe_checkpoint"
 
 

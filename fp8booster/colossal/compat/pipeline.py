@@ -225,6 +225,44 @@ def _collecting(native: Callable[..., list]) -> Callable[..., list]:
 
 
 @mend(
+    module="colossalai.pipeline.schedule.one_f_one_b",
+    place="pipeline/schedule/one_f_one_b.py:323",
+    needed_when='pp_style="1f1b" with a Mixtral whose config has output_router_logits',
+)
+def stages_return_gradients_in_tuples(module: ModuleType, patch: Patch) -> None:
+    """Stages of 1F1B pipelines send back the gradients of tensors that came in a tuple, too.
+
+    Without it a Mixtral's loss that balances its experts, which the last stage makes of all router logits, reaches the
+    routers of the last stage alone. No longer needed when `backward_step` gives a gradient for {"a": (tensor,)}.
+    """
+    schedule = module.OneForwardOneBackwardSchedule
+    native = schedule.backward_step
+
+    @wraps(native)
+    def backward_step(
+        self: Any, optimizer: Any, input_obj: Any, output_obj: Any, output_obj_grad: Any
+    ) -> dict | None:
+        return native(
+            self, optimizer, _without_tuples(input_obj), _without_tuples(output_obj), output_obj_grad
+        )
+
+    patch.set(schedule, "backward_step", backward_step)
+
+
+def _without_tuples(message: Any) -> Any:
+    """A stage's message with "a.0", "a.1" in place of "a", where "a" is a tuple of tensors; a loss as it is."""
+    if not isinstance(message, dict):
+        return message
+    flat = {}
+    for name, value in message.items():
+        if isinstance(value, (tuple, list)) and any(isinstance(each, torch.Tensor) for each in value):
+            flat.update((f"{name}.{place}", each) for place, each in enumerate(value))
+        else:
+            flat[name] = value
+    return flat
+
+
+@mend(
     module="colossalai.amp.naive_amp.mixed_precision_mixin.fp16",
     place="amp/naive_amp/mixed_precision_mixin/fp16.py:72",
     needed_when='zero-bubble with precision="fp16"',

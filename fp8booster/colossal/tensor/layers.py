@@ -11,10 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from colossalai.shardformer.layer._operation import (
-    gather_forward_split_backward,
-    split_forward_gather_backward,
-)
+from colossalai.shardformer.layer import _operation
+from colossalai.shardformer.layer._operation import split_forward_gather_backward
 from colossalai.shardformer.layer.utils import is_share_sp_tp
 
 from fp8booster.colossal.pipeline import defer_weight_gradient
@@ -93,7 +91,8 @@ class ColumnLayer(ShardedLayer):
         return (output, self.bias) if self.skip_bias_add else output
 
     def _gather_output(self, output: torch.Tensor) -> torch.Tensor:
-        return gather_forward_split_backward(
+        # looked up now: `operations.install` may have put its own there since
+        return _operation.gather_forward_split_backward(
             output, dim=-1, process_group=self.process_group, fp8_communication=self.fp8_communication
         )
 

@@ -3,6 +3,9 @@
 Natively a model's policy or a mode of sequence parallelism may not pass `fp8_communication` on: GPT-2 splits its input
 without it, and linear layers along a sequence send BF16 in every case (shardformer/layer/_operation.py:585,770). The
 layers that compute in FP8 do not come here; these are the operations of the others.
+
+Features of outputs are gathered as they are: they are the logits of a vocabulary head or a router, or a position bias,
+and rounded on the way they would not be what a product in 16 bits is there for.
 """
 
 from __future__ import annotations
@@ -16,10 +19,12 @@ import torch
 import torch.distributed as dist
 from colossalai.quantization import fp8
 from colossalai.shardformer.layer import _operation, attn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fp8booster.colossal.compat.registry import Patch
 from fp8booster.colossal.tensor import collectives, ring
+from fp8booster.comm.statistics import count_plain
 
 
 @functools.cache
@@ -42,6 +47,7 @@ def install() -> None:
             _by_group(theirs, functools.partial(_compressing, theirs, inspect.signature(theirs))),
         )
     for ours in (
+        gather_forward_split_backward,
         linear_gather_forward_reducescatter_backward,
         linear_reducescatter_forward_gather_backward,
         matmul_gather_forward_reducescatter_backward,
@@ -84,7 +90,43 @@ def _attention(
     return (ring.attention if compressed else theirs)(q, k, v, sp_axis, *args, pg_mesh=pg_mesh, **kwargs)
 
 
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        part: torch.Tensor,
+        group: dist.ProcessGroup,
+        grad_scale: float | None,
+    ) -> torch.Tensor:
+        ctx.group, ctx.grad_scale = group, grad_scale
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        count_plain("all_gather", group.size(), part.nbytes, "features such as logits")
+        dist.all_gather(parts, part, group)
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        if ctx.grad_scale is not None:
+            gradient = gradient * ctx.grad_scale
+        return gradient.chunk(ctx.group.size(), -1)[dist.get_rank(ctx.group)].contiguous(), None, None
+
+
 # Signatures as in shardformer/layer/_operation.py. A ring gives the result of a gather.
+
+
+def gather_forward_split_backward(
+    input_: torch.Tensor,
+    dim: int,
+    process_group: dist.ProcessGroup,
+    grad_scale: float | None = None,
+    fp8_communication: bool = False,
+) -> torch.Tensor:
+    """A sequence gathered compressed; features as they are."""
+    if process_group.size() > 1 and dim % input_.dim() == input_.dim() - 1:
+        return _GatherFeatures.apply(input_, process_group, grad_scale)
+    return _operation._GatherForwardSplitBackward.apply(input_, dim, process_group, grad_scale, True)
 
 
 def linear_gather_forward_reducescatter_backward(

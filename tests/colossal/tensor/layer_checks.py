@@ -214,6 +214,24 @@ def a_layer_kept_in_16_bits_sends_fp8(name: str) -> None:
         assert signal_to_noise(tensor, found[what]) > 22, what
 
 
+@check_each("column gathering", "head")
+def features_such_as_logits_are_gathered_as_they_are(name: str) -> None:
+    from fp8booster.colossal.tensor import compress_groups
+
+    compress_groups(dist.group.WORLD)
+    torch.manual_seed(0)
+    x, layer = torch.randn(2, 16, 64).bfloat16(), CASES[name].make()
+    part = nn.functional.linear(x, layer.weight, layer.bias).detach()
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part)
+    comm.reset_statistics()
+    found = run(layer, x)["y"]
+    assert torch.equal(found, torch.cat(parts, -1)[..., : found.shape[-1]])
+    assert comm.statistics()["all_gather"].uncompressed == {"features such as logits": 1}
+    run(converted(layer), x)
+    assert comm.statistics()["all_gather"].uncompressed == {"features such as logits": 2}
+
+
 @check
 def the_report_shows_this_ranks_part_and_why_a_layer_is_kept() -> None:
     from fp8booster.colossal.tensor import convert_sharded_to_fp8
