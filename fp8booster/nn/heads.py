@@ -29,3 +29,5 @@ def _head(module: nn.Module) -> object:
         return None if ask is None else ask()
     except AttributeError:  # the head was taken out of the model
         return None
+    except (NotImplementedError, TypeError):  # a method of another meaning that has the name
+        return None

@@ -117,6 +117,9 @@ class FP8Layer(nn.Module):
         """
         if input.numel() == 0:
             return None
+        if torch.compiler.is_compiling() and self.fp8_weight.restore is not None:
+            # compiled code casts the weight, which has no values where an engine keeps its FP8 copy alone
+            return torch.compiler.disable(FP8Layer.fp8_product)(self, input, bias, exchange, defer)
         config, weight = self.fp8_config, self.weight
         matrix = weight.t() if self.weight_is_transposed else weight
         rows = input.numel() // input.shape[-1]

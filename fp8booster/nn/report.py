@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.nn.utils import parametrize
 
 from fp8booster.nn.convert import kept_reason, linear_layers, product_features
 from fp8booster.nn.fused.merged import MergedLayers, merged_layers
@@ -138,7 +140,8 @@ def report(model: nn.Module) -> Report:
 
 
 def _row(name: str, module: nn.Module, apart: MergedLayers | None) -> LayerRow:
-    dtype = str(module.weight.dtype).removeprefix("torch.")
+    weight = _told_by(module)
+    dtype = str(weight.dtype).removeprefix("torch.")
     precision = _SHORT_NAMES.get(dtype, dtype)
     if isinstance(module, FP8Layer):
         never = module.in_fp8 and not any(module.in_fp8.values())
@@ -147,5 +150,17 @@ def _row(name: str, module: nn.Module, apart: MergedLayers | None) -> LayerRow:
         notes = kept_reason(module)
     if apart is not None:
         notes = "; ".join(filter(None, (notes, f"not merged: {apart.why_apart}")))
-    passes = (precision, precision, precision if module.weight.requires_grad else "none")
+    passes = (precision, precision, precision if weight.requires_grad else "none")
     return LayerRow(name, product_features(module), precision, passes, notes)
+
+
+def _told_by(module: nn.Module) -> torch.Tensor:
+    """What tells dtype and training of a layer's weight: that, or what a parametrization computes it from.
+
+    To look at a parametrized weight is to compute it, which may change it (spectral norm) and cannot be done between
+    forwards where an engine shards what it is made of.
+    """
+    if not parametrize.is_parametrized(module, "weight"):
+        return module.weight
+    originals = module.parametrizations.weight
+    return originals.original if originals.is_tensor else originals.original0

@@ -42,6 +42,19 @@ def _save() -> None:
         booster.save_model(model, f"{folder}/model.bin")
 
 
+def _warm_up() -> None:
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import TorchFSDPPlugin
+
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW([{"params": model.parameters(), "weight_decay": 0.5}], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+    _, optimizer, *_ = Booster(plugin=TorchFSDPPlugin()).boost(model, optimizer, lr_scheduler=schedule)
+    (group,) = optimizer.param_groups
+    assert group["lr"] == 0.0, "the full learning rate"
+    assert (group["weight_decay"], group["initial_lr"]) == (0.5, 1e-2)
+
+
 def _split_in_background() -> None:
     from colossalai.checkpoint_io import utils
 
@@ -52,6 +65,7 @@ def _split_in_background() -> None:
 
 SYMPTOMS = {
     "fsdp_clips_by_the_whole_norm": Symptom(_clip, "a norm of its own"),
+    "fsdp_keeps_the_options_of_a_group": Symptom(_warm_up, "the full learning rate"),
     "fsdp_saves_on_cpu": Symptom(_save, "out of bounds for storage of size 0"),
     "fsdp_shards_are_not_pinned": Symptom(_split_in_background, "pin_memory=True requires"),
 }

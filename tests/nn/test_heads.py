@@ -113,6 +113,23 @@ def test_a_model_without_the_head_that_its_class_has_is_converted() -> None:
     assert not report(model).other
 
 
+class Another(nn.Sequential):
+    """Has a method of the name with another meaning, or none."""
+
+    def get_output_embeddings(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self(tokens)
+
+
+class Abstract(nn.Sequential):
+    def get_output_embeddings(self) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("kind", [Another, Abstract])
+def test_a_method_of_another_meaning_names_no_head(kind) -> None:
+    assert not report(convert_to_fp8(kind(nn.Linear(64, 64)))).other
+
+
 def test_a_choice_of_layers_is_asked_alone() -> None:
     model = convert_to_fp8(tiny_bert(), FP8Config(layers=lambda name, module: True))
     assert type(model.cls.predictions.decoder) is FP8Linear

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
 from fp8booster.nn.fused import fuse_blocks
@@ -120,3 +121,20 @@ def test_what_only_a_batch_shows_to_be_not_merged_is_shown_after_it() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         model(input_ids=ids)
     assert "4 groups of layers not merged (under autocast)" in report(model).summary()
+
+
+def test_to_report_a_parametrized_weight_is_not_to_compute_it() -> None:
+    """Spectral norm improves its vectors whenever the weight is read."""
+    model = nn.Sequential(
+        nn.Linear(64, 64),
+        parametrizations.spectral_norm(nn.Linear(64, 64)),
+        parametrizations.weight_norm(nn.Linear(64, 64, dtype=torch.bfloat16)),
+    )
+    model[1].requires_grad_(False)
+    convert_to_fp8(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows = report(model).rows
+    assert [row.precision for row in rows] == ["FP8", "FP32", "BF16"]
+    assert [row.passes[2] for row in rows] == ["FP8", "none", "BF16"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])

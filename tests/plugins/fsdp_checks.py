@@ -15,6 +15,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.utils import parametrizations
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8, report
@@ -24,6 +25,7 @@ from fp8booster.nn.conv1d import FP8Conv1D
 from fp8booster.nn.flat_fsdp import compress_flat_fsdp
 from fp8booster.nn.flat_weights import NAME, NOT_FP8
 from tests.colossal.models import tiny_llama
+from tests.colossal.zero.runs import Layers, features, step
 from tests.nn.models import tiny_gpt2
 from tests.nn.reference import count_calls
 from tests.plugins import ddp_checks
@@ -141,6 +143,18 @@ def fsdp_evaluates_with_the_weights_it_gathered() -> None:
         expected = run.loss(batch)
         run.model.eval()
         assert run.loss(batch) == expected
+
+
+@check
+def fsdp_trains_weights_that_are_computed_for_each_forward() -> None:
+    losses = []
+    for make in (native, fp8):
+        network = Layers(64, 64, 64, 64)
+        nn.utils.spectral_norm(network.layers[0])
+        parametrizations.weight_norm(network.layers[1])
+        run = boost(make(), network.bfloat16())
+        losses.append([step(run, features()) for _ in range(3)])
+    assert_close(*losses, within=3 * CLOSE)
 
 
 @check

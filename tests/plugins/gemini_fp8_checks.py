@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -168,6 +169,36 @@ def a_check_before_the_update_knows_the_norm_and_hides_no_amax() -> None:
     assert known == [False, True, True]
     assert min(norms) > 1e-3
     assert len(norms) == 2
+
+
+@check_each("defaults", "kept gathered", "accumulation", "accumulation on the host")
+def a_check_before_the_update_ends_that_step_alone(option: str) -> None:
+    batches = rank_batches(4)
+    plain, run = boost(wire(**OPTIONS[option])), boost(wire(**OPTIONS[option]))
+    expected = [plain.step(batch) for batch in (batches[0], *batches[2:])]
+
+    def refuse() -> None:
+        raise ArithmeticError("enough")
+
+    found = [run.step(batches[0])]
+    run.optimizer.before_update = refuse
+    with pytest.raises(ArithmeticError, match="enough"):
+        run.step(batches[1])
+    run.optimizer.before_update = None
+    found += [run.step(batch) for batch in batches[2:]]
+    assert found == expected
+
+
+@check_each(*OPTIONS)
+def gradients_that_are_forgotten_change_nothing(option: str) -> None:
+    batches = rank_batches(4)
+    plain, run = (boost(wire(max_norm=1.0, **OPTIONS[option])) for _ in range(2))
+    expected = [plain.step(batch) for batch in (batches[0], *batches[2:])]
+    found = [run.step(batches[0])]
+    run.booster.backward(run.loss(batches[1]) * torch.nan, run.optimizer)
+    run.optimizer.zero_grad()
+    found += [run.step(batch) for batch in batches[2:]]
+    assert found == expected
 
 
 @check

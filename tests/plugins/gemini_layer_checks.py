@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import parametrizations
 
 from fp8booster import comm, report
 from fp8booster.nn import FP8Linear
@@ -136,6 +138,20 @@ def a_head_in_fp8_that_an_embedding_shares_is_gathered_in_16_bits() -> None:
     assert sum(len(chunk.tensors_info) for chunk in fp8_chunks(run)) == LAYERS
     assert len(report(run.model).fp8) == LAYERS + 1
     assert_close(train(boost(native(), tiny_llama(tie_word_embeddings=True))), losses, 3 * CLOSE)
+
+
+@check
+def a_weight_that_is_computed_for_each_forward_trains_near_native() -> None:
+    losses = []
+    for make in (native, wire, functools.partial(wire, fp8_communication=False)):
+        torch.manual_seed(0)
+        network = Layers(64, 64, 64, 64)
+        nn.utils.spectral_norm(network.layers[0])
+        parametrizations.weight_norm(network.layers[1])
+        run = boost(make(), network, lr=1e-3)
+        losses.append([step(run, features()) for _ in range(3)])
+    for found in losses[1:]:
+        assert_close(losses[0], found, 3 * CLOSE)
 
 
 @check

@@ -125,7 +125,7 @@ class Trainer:
         names = {name for name, _ in network.named_parameters()}
         self._tied = {name for name, _ in network.named_parameters(remove_duplicate=False)} - names
         plugin = build_plugin(options, self._task.precision == "fp8", network)
-        # One group: ZeRO sends its bucket of gradients whenever the group changes, so a second one for the norms
+        # One group: native ZeRO sends its bucket of gradients whenever the group changes, so a second one for norms
         # would cut every bucket at every norm.
         optimizer = torch.optim.AdamW(
             network.parameters(), lr=options.lr, betas=_BETAS, weight_decay=options.weight_decay, fused=True

@@ -45,6 +45,35 @@ def fsdp_makes_optimizers_anew(module: ModuleType, patch: Patch) -> None:
     patch.set(module.TorchFSDPPlugin, "configure", configure)
 
 
+@mend(
+    module=_FSDP_PLUGIN,
+    place="booster/plugin/torch_fsdp_plugin.py:553",
+    needed_when="a parameter group has other options than its optimizer's defaults, as a warm-up of the learning rate "
+    "makes it",
+)
+def fsdp_keeps_the_options_of_a_group(module: ModuleType, patch: Patch) -> None:
+    """TorchFSDPPlugin makes the optimizer anew with the options of its parameter group: rates, decay, `initial_lr`.
+
+    Without it the group has the optimizer's defaults, and the first step after a warm-up's start is taken at the full
+    learning rate. Of several groups native makes one, and warns. No longer needed when the options of a group are the
+    same after boost.
+    """
+    upstream = module.TorchFSDPPlugin.configure
+
+    @functools.wraps(upstream)
+    def configure(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any, **named: Any
+    ) -> tuple:
+        groups = [] if optimizer is None else optimizer.param_groups
+        boosted = upstream(self, model, optimizer, *others, **named)
+        if len(groups) == 1:
+            options = {name: value for name, value in groups[0].items() if name != "params"}
+            boosted[1].param_groups[0].update(options)
+        return boosted
+
+    patch.set(module.TorchFSDPPlugin, "configure", configure)
+
+
 def _unknown_defaults(optimizer: Optimizer) -> set[str]:
     """The defaults of an optimizer that its constructor does not take."""
     parameters = inspect.signature(type(optimizer)).parameters

@@ -126,10 +126,12 @@ def gather_for_layers(model: nn.Module, manager: ChunkManager) -> None:
             module.__class__ = _gathered_class(type(module), GatheredModule)
         if not isinstance(module, FP8Layer) or is_ddp_ignored(module.weight):
             continue  # frozen: whole on every rank, so its FP8 copy may stay too
-        chunk = manager.get_chunk(module.weight)
         # for any number of tokens: ranks with different ones must gather and reduce chunks in one order, and layers
         # that run as one product do it in another than one by one; nor has an FP8 chunk 16-bit values to compute with
         module.fp8_config = dataclasses.replace(module.fp8_config, always=True)
+        if module._parameters.get("weight") is None:
+            continue  # computed anew for each forward, as by spectral norm, from a parameter that Gemini gathers then
+        chunk = manager.get_chunk(module.weight)
         if isinstance(chunk, FP8Chunk):
             module.fp8_weight = ChunkWeight(chunk, module.weight, module.weight_is_transposed)
         else:

@@ -27,7 +27,8 @@ class FP8GeminiOptimizer(FixedGroups, GeminiOptimizer):
 
     before_update: Callable[[], object] | None = None
     """Called in each step when the gradients' norm is known, where it is asked for, and no weight has changed; what it
-    raises ends the step. With a hook of the optimizer inside, its amaxes would not be believed (`_known_amaxes`)."""
+    raises ends the step, whose gradients are gone then: some lie where weights do. With a hook of the optimizer inside,
+    its amaxes would not be believed (`_known_amaxes`)."""
 
     def _set_grad_ptr(self) -> None:
         for group in self.param_groups:
@@ -41,6 +42,11 @@ class FP8GeminiOptimizer(FixedGroups, GeminiOptimizer):
                 shard.data = updated.payload[begin:end]
 
     def _update_fp16_params(self) -> None:
+        self._put_weights_back()
+        self.module.publish_masters(self._known_amaxes())
+
+    def _put_weights_back(self) -> None:
+        """Round 16-bit weights from their masters, in the place of their gradients."""
         # native moves an empty tensor to the device for each shard
         nothing: dict[torch.device, torch.Tensor] = {}
         for group in self.param_groups:
@@ -51,7 +57,6 @@ class FP8GeminiOptimizer(FixedGroups, GeminiOptimizer):
                 shard.data = nothing[device]
         for chunk in self.chunk16_set:
             chunk.optim_update()
-        self.module.publish_masters(self._known_amaxes())
 
     def _known_amaxes(self) -> dict[Part, torch.Tensor]:
         """The amaxes that the optimizer found as it wrote the masters, once: a step that is skipped finds none."""
@@ -103,8 +108,34 @@ class FP8GeminiOptimizer(FixedGroups, GeminiOptimizer):
         """What gradients are divided by; native asks for it right before the optimizer's step."""
         divisor = self._divisor()
         if self.before_update is not None:
-            self.before_update()
+            try:
+                self.before_update()
+            except BaseException:
+                self.zero_grad()
+                self._give_up()
+                raise
         return divisor
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Forget the gradients, of a backward too that no step shall follow.
+
+        Natively those lie where the weights did, and the next forward reads them.
+        """
+        super().zero_grad(*args, **kwargs)
+        manager = self.chunk_manager
+        broke_off = manager.reuse_fp16_chunk and manager.accessed_mem != 0  # in the middle of a backward
+        if self.module.trained_since_step and not broke_off:
+            self.module.trained_since_step.clear()
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Do without a step: drop the gradients, and put weights where some of them lie."""
+        if self.clipping_flag:
+            self._clear_global_norm()
+        if self.chunk_manager.reuse_fp16_chunk:
+            self._put_weights_back()  # those in FP8 are as they were
+        self.chunk_manager.accumulating_grads = False  # the next backward adds to none of these
+        self.chunk_manager.drop_weight_gradients(self.module.fp8_chunks)
 
     def _divisor(self) -> torch.Tensor | float:
         """What undoes the loss scale and clips, as native finds it; -1: nothing is to be divided.

@@ -65,6 +65,11 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         optimizer.__class__ = cls
         optimizer.gathered_weights = GatheredWeights(model, optimizer)
         optimizer._norms = WeakIdKeyDictionary()
+        optimizer._group_of = {
+            id(working): group_id
+            for group_id, group in optimizer._working_param_groups.items()
+            for working in group
+        }
         optimizer._why_by_itself = None
         optimizer.gradient_encoding = (
             Encoding(block_size=None) if gradient_scaling == "tensor" else Encoding()
@@ -91,10 +96,11 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         self._sync_grad()
 
     def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
+        # natively a bucket ends where the parameter group changes, and with vectors in a group of their own, without
+        # weight decay, that is in each layer: many messages, too small for FP8
         bucket = self.pid_to_bucket_store[id(param)]
         waiting = bucket.num_elements_in_bucket()
-        full = waiting + param.numel() > self._reduce_bucket_size
-        if waiting and (full or group_id != bucket.current_group_id):
+        if waiting and waiting + param.numel() > self._reduce_bucket_size:
             self._reduce_bucket(bucket)  # this one alone: others may still fill
         bucket.add_param_grad(group_id, param, self.get_param_padding_size(param))
 
@@ -108,7 +114,6 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
 
     def _reduce_bucket(self, bucket: BucketStore) -> None:
         """Reduce-scatter a bucket's gradients and keep this rank's part of each."""
-        group_id = bucket.current_group_id
         parameters, gradients = _taken_out(bucket, self.gradient_encoding.block_size or 1)
         accelerator = get_accelerator()
         stream = accelerator.current_stream()
@@ -120,10 +125,11 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         with accelerator.stream(stream):
             own = self._reduced(bucket, gradients)
             sizes = [gradient.numel() // bucket.world_size for gradient in gradients]
-            for parameter, part in zip(parameters, own.split(sizes), strict=True):
+            groups = [self._group_of[id(parameter)] for parameter in parameters]
+            for parameter, group_id, part in zip(parameters, groups, own.split(sizes), strict=True):
                 self._widen(group_id, parameter)
                 self._add_grad(part, 1, group_id, id(parameter))
-            self._note_norms([self._own_gradient(group_id, parameter) for parameter in parameters])
+            self._note_norms(list(map(self._own_gradient, groups, parameters)))
 
     def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> torch.Tensor:
         """This rank's parts of the means over ranks, one after the other.
@@ -182,12 +188,12 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         self.gathered_weights.wait()  # the optimizer overwrites what they are cast from
         if isinstance(self.optim, DistributedLamb):
             self.gathered_weights.restore()  # its trust ratios are of the norms of working weights
-        taken = [entry for group_id in range(self.num_param_groups) for entry in self._taken(group_id)]
-        updated = [(working, master) for working, master, _ in taken]
-        gradients = {master: gradient for _, master, gradient in taken}
         divisor = self._divisor()
         if self.before_update is not None:
             self.before_update()
+        taken = [entry for group_id in range(self.num_param_groups) for entry in self._taken(group_id)]
+        updated = [(working, master) for working, master, _ in taken]
+        gradients = {master: gradient for _, master, gradient in taken}
         works, amaxes = self._step_optimizer(updated, gradients, divisor)
         for group_id, masters in self._master_param_groups_of_current_rank.items():
             release_param_grad(masters)

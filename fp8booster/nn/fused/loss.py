@@ -76,7 +76,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tokens = hidden.shape[0]
         in_fp16 = dtype is torch.float16
         one = torch.ones((), dtype=torch.float32, device=hidden.device)
-        count = (targets != ignore_index).sum() if mean else one
+        counted = (targets != ignore_index).sum()
+        count = counted if mean else one
         share = one / count.clamp(min=1)
         factor = (one if in_fp16 else share) if any(wanted) else None
         losses, hidden_gradients = [], []
@@ -106,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 for gradient, of in zip(gradients, ctx.dtypes, strict=True)
             ]
         # an attribute, not saved tensors: what is given away must have no other holder, or autograd would copy it
-        ctx.gradients, ctx.share = gradients, share if in_fp16 else None
+        ctx.gradients, ctx.share, ctx.counted = gradients, share if in_fp16 else None, counted
         total = torch.cat(losses).sum()
         return total / count if mean else total
 
@@ -117,6 +118,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise RuntimeError(SPENT)
         gradients, ctx.gradients = ctx.gradients, None
         factor = gradient.float() if ctx.share is None else gradient.float() * ctx.share
+        # of no token the gradients are zeros, natively also where the loss is divided by how many there are
+        factor = torch.where(ctx.counted > 0, factor, 0.0)
         for index, (each, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
             if each is not None:
                 gradients[index] = multiply_(each, factor).to(dtype)

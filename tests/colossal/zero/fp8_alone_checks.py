@@ -67,6 +67,18 @@ def it_trains_bit_for_bit_as_with_transposes_kept() -> None:
 
 
 @check
+def compiled_code_leaves_layers_without_weights_to_eager_code() -> None:
+    """Only on the layers: what is compiled around them takes other roundings."""
+    expected, found = alone(), alone()
+    for layer in (layer for _, layer in gathered(found)):
+        layer.compile(backend="eager")
+    assert train(expected, steps=2) == train(found, steps=2)
+    network = found.model.unwrap()
+    network.forward = torch.compile(network.forward, backend="eager")
+    assert_close(train(expected, steps=2), train(found, steps=2), CLOSE)
+
+
+@check
 def moving_or_forgetting_weights_after_a_step_loses_none() -> None:
     expected, found = alone(), alone()
     for run in (expected, found):

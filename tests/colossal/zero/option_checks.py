@@ -282,6 +282,24 @@ def a_check_before_the_update_knows_the_norm_and_loses_nothing(option: str) -> N
 
 
 @check
+def a_check_that_ends_a_step_leaves_every_parameter_to_the_optimizer() -> None:
+    run = boost(wire(), Layers(64, 64, 64, 64))
+    step(run, features())
+    expected = run.optimizer.state_dict()
+
+    def refuse() -> None:
+        raise ArithmeticError("enough")
+
+    run.optimizer.before_update = refuse
+    run.model.unwrap().dropped = {1}  # without a gradient it takes no part in a step
+    with pytest.raises(ArithmeticError, match="enough"):
+        step(run, features())
+    found = run.optimizer.state_dict()
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+
+
+@check
 def each_parameter_group_keeps_its_own_rate() -> None:
     from colossalai.booster import Booster
 

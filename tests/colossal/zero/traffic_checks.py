@@ -66,6 +66,23 @@ def statistics_agree_with_what_is_seen_at_torch_distributed(option: str) -> None
         assert gradients.wire_bytes < 0.55 * gradients.raw_bytes
 
 
+@check_each(*STAGES)
+def gradients_of_several_parameter_groups_share_messages(stage: int) -> None:
+    """Vectors are in a group of their own, without weight decay, in most training."""
+    from colossalai.booster import Booster
+
+    booster, model = Booster(plugin=wire(stage=stage)), tiny_llama(attention_bias=True)
+    groups = [
+        {"params": [value for value in model.parameters() if value.dim() > 1]},
+        {"params": [value for value in model.parameters() if value.dim() == 1], "weight_decay": 0.0},
+    ]
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(groups, lr=1e-2))
+    traffic(Boosted(booster, model.train(), optimizer))
+    gradients = comm.statistics()["reduce_scatter_tensor"]
+    assert gradients.calls == 1
+    assert gradients.uncompressed == {}
+
+
 @check_each("checkpoint")
 def the_gather_for_a_checkpoint_is_counted_by_its_reason(_: str) -> None:
     run = boost(wire())

@@ -111,6 +111,19 @@ def test_nothing_to_count_is_torchs_result_and_all_gradients_vanish(tokens, dtyp
             assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
 
+def test_nothing_to_count_divided_by_none_leaves_gradients_zero(device) -> None:
+    """As where a batch of all ranks has no token that counts: its loss is NaN, and the weights are not."""
+    leaves, targets = operands(torch.float32, device=device)
+    ignored = torch.full_like(targets, -100)
+    loss = linear_cross_entropy(*leaves[:2], ignored, bias=leaves[2], reduction="sum") / torch.zeros_like(
+        leaves[0][0, 0]
+    )
+    loss.backward()
+    assert loss.isnan()
+    for leaf in leaves:
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
+
+
 def test_what_is_no_number_reaches_loss_and_gradients() -> None:
     leaves, targets = operands(torch.float32)
     with torch.no_grad():
