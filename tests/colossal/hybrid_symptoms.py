@@ -96,10 +96,28 @@ def _load_a_tied_weight_into_a_pipeline() -> None:
         assert same == [True, True], f"stages of {form} differ: {same}"
 
 
+def _put_adapters_into_a_model_that_is_cut() -> None:
+    from colossalai.booster import Booster
+
+    from tests.plugins.hybrid_runs import native
+    from tests.plugins.lora_checks import lora_config
+
+    for mode in ("TP2", "PP2 1f1b"):
+        refusal: Exception | None = None
+        try:
+            Booster(plugin=native(mode)).enable_lora(tiny_llama(), lora_config=lora_config())
+        except (AssertionError, ValueError) as error:
+            refusal = error
+        assert "use tp_size=1 and pp_size=1" in str(refusal), f"not refused with a sentence, but {refusal!r}"
+
+
 SYMPTOMS = {
     "masters_are_plain_tensors": Symptom(_train_colo_parameters_without_zero, "moments do not decay"),
     "parts_of_gradients_are_added_once": Symptom(
         _accumulate_under_sequence_parallelism, "a micro-batch is added twice"
+    ),
+    "adapters_need_a_whole_model": Symptom(
+        _put_adapters_into_a_model_that_is_cut, "not refused with a sentence"
     ),
     "cpu_shards_are_not_pinned": Symptom(_save_shards_in_the_background, "pin_memory=True requires"),
     "command_prepares_masks_for_its_attention": Symptom(_train_command_r, "should be a dict"),

@@ -44,6 +44,33 @@ def masters_are_plain_tensors(module: ModuleType, patch: Patch) -> None:
 
 @mend(
     module="colossalai.booster.plugin.hybrid_parallel_plugin",
+    place="booster/plugin/hybrid_parallel_plugin.py:1516",
+    needed_when="booster.enable_lora with tp_size or pp_size above 1",
+)
+def adapters_need_a_whole_model(module: ModuleType, patch: Patch) -> None:
+    """LoRA is refused with a sentence where tensor parallelism or a pipeline would cut the model.
+
+    Without it tensor parallelism raises an AssertionError without words, and a pipeline fails when the model is boosted
+    (AttributeError: no attribute 'embed_tokens'), for the policies do not look behind peft's wrapper. No longer needed
+    when such a model trains.
+    """
+    plugin = module.HybridParallelPlugin
+    upstream = plugin.enable_lora
+
+    @functools.wraps(upstream)
+    def enable_lora(self, *args: Any, **kwargs: Any) -> nn.Module:
+        if self.tp_size > 1 or self.pp_size > 1:
+            raise ValueError(
+                "colossalai does not cut a model with adapters; use tp_size=1 and pp_size=1 with LoRA, not "
+                f"tp_size={self.tp_size} and pp_size={self.pp_size}"
+            )
+        return upstream(self, *args, **kwargs)
+
+    patch.set(plugin, "enable_lora", enable_lora)
+
+
+@mend(
+    module="colossalai.booster.plugin.hybrid_parallel_plugin",
     place="booster/plugin/hybrid_parallel_plugin.py:156,242,793",
     needed_when="gradients accumulate without no_sync under sequence parallelism (split_gather, ring) or tied weights",
 )
