@@ -143,7 +143,7 @@ def learn(
                 left_out[f"seed {seed}, {name}"] = reason
                 console.print(f"  failed: {reason}", markup=False)
             if first:
-                result, written = write(losses, list(variants), left_out, setting, output)
+                result, written = write(losses, seeds, list(variants), left_out, setting, output)
     if first:
         show(result)
         for path in written:
@@ -186,18 +186,18 @@ def join(
 
 def write(
     losses: dict[int, dict[str, list[float]]],
+    seeds: Sequence[int],
     variants: list[str],
     left_out: dict[str, str],
     setting: Setting,
     output: Output,
 ) -> tuple[Result, list[Path]]:
-    """Write the result so far; returns it and its files."""
+    """Write the result so far, under the name that it has when all seeds are done; returns it and its files."""
     job = setting.job
     size = job.architecture.size
     title = f"{job.steps} steps of {job.architecture.label}, {size.layers} layers, on {setting.place}"
     head = head_of(setting, output) | {"training": f"{describe(job)}, {job.steps} steps"}
-    seeds = "-".join(map(str, losses)) or "none"
-    name = f"convergence-{job.model}-{setting.ranks}-seeds-{seeds}"
+    name = f"convergence-{job.model}-{setting.ranks}-seeds-{'-'.join(map(str, seeds))}"
     return deliver(name, title, head, losses, variants, left_out, output.folder, output.json_file)
 
 

@@ -27,7 +27,6 @@ def _head(module: nn.Module) -> object:
     ask = getattr(module, "get_output_embeddings", None)
     try:
         return None if ask is None else ask()
-    except AttributeError:  # the head was taken out of the model
-        return None
-    except (NotImplementedError, TypeError):  # a method of another meaning that has the name
+    # the head was taken out of the model; or a method of another meaning has the name, or none of its own
+    except (AttributeError, TypeError, NotImplementedError):
         return None
