@@ -24,8 +24,8 @@ from fp8booster.comm.one_sided import Mailbox, mailbox_of, transfer
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.threshold import ranks_of, why_plain
 from fp8booster.comm.work import FinishingWork, Transfer, run
+from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.block_cast import Layout
-from fp8booster.kernels.cast import aligned
 
 ReduceOp = dist.ReduceOp
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType

@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 
 from fp8booster import scaling
-from fp8booster.kernels.cast import aligned, saturate
+from fp8booster.kernels.alignment import aligned
+from fp8booster.kernels.cast import saturate
 from fp8booster.kernels.device import why_no_fp8
 
 SCALES_ALIGNMENT = 4

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from fp8booster import formats
+from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.block_cast import SCALES_ALIGNMENT, Layout, Message, Peers, side_by_side
-from fp8booster.kernels.cast import ALIGNMENT
 from fp8booster.kernels.cast_triton import (
     amax_partials,
     largest_partial,

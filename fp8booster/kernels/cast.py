@@ -9,15 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from fp8booster import formats, scaling
+from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.device import why_no_fp8
-
-ALIGNMENT = 16
-"""Rows and columns that `torch._scaled_mm` takes on CUDA come in multiples of this."""
-
-
-def aligned(size: int) -> int:
-    """`size`, rounded up to the multiple of 16 that FP8 products need."""
-    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def saturate(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

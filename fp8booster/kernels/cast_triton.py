@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from fp8booster import formats, scaling
+from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.amax_partials import new_partials, processors
-from fp8booster.kernels.cast import aligned
 from fp8booster.kernels.launch import ceil_div, launch
 
 MAX_SCALE = tl.constexpr(scaling.MAX_SCALE)

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from fp8booster import formats
-from fp8booster.kernels.cast import ALIGNMENT, cast_reference
+from fp8booster.kernels.alignment import ALIGNMENT
+from fp8booster.kernels.cast import cast_reference
 from fp8booster.kernels.device import why_no_fp8
 
 
@@ -49,7 +50,9 @@ class ManyCast:
         if inverse_scales.is_cuda and why_no_fp8(inverse_scales.device) is None:
             from fp8booster.kernels.many_cast_triton import Launches  # Triton is needed only here
 
-            self._launches = Launches(self)
+            self._launches = Launches(
+                self.matrices, self.plains, self.transposes, inverse_scales, power_of_two
+            )
 
     def run(self) -> None:
         """Cast the matrices as they are now. A backward that has yet to read the outputs of an earlier run raises."""

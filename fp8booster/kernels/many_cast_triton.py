@@ -6,7 +6,7 @@ host's work does not grow with the number of matrices.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -15,9 +15,6 @@ import triton.language as tl
 from fp8booster import formats
 from fp8booster.kernels.cast_triton import magnitude_bits, scale_from_bits, to_bits
 from fp8booster.kernels.launch import ceil_div, launch
-
-if TYPE_CHECKING:
-    from fp8booster.kernels.many_cast import ManyCast
 
 FIELDS = tl.constexpr(6)
 """Of a matrix's entry: addresses of matrix, plain and transpose, rows, columns, first tile."""
@@ -92,14 +89,22 @@ def many_cast_kernel(
 class Launches:
     """What `kernels.many_cast.many_cast_reference` computes, byte for byte; its tables are made once."""
 
-    def __init__(self, casts: ManyCast) -> None:
-        self.casts = casts
+    def __init__(
+        self,
+        matrices: Sequence[torch.Tensor],
+        plains: Sequence[torch.Tensor],
+        transposes: Sequence[torch.Tensor],
+        inverse_scales: torch.Tensor,
+        power_of_two: bool,
+    ) -> None:
+        self.first, self.dtype, self.power_of_two = matrices[0], plains[0].dtype, power_of_two
+        self.inverse_scales = inverse_scales
         entries, tiles = [], []
-        for matrix, plain, transpose in zip(casts.matrices, casts.plains, casts.transposes, strict=True):
-            addresses = [tensor.data_ptr() for tensor in (matrix, plain, transpose)]
-            entries.append([*addresses, *matrix.shape, sum(tiles)])
-            tiles.append(ceil_div(matrix.shape[0], TILE_ROWS) * ceil_div(matrix.shape[1], TILE_COLUMNS))
-        device = casts.inverse_scales.device
+        for tensors in zip(matrices, plains, transposes, strict=True):
+            addresses, (rows, columns) = [tensor.data_ptr() for tensor in tensors], tensors[0].shape
+            entries.append([*addresses, rows, columns, sum(tiles)])
+            tiles.append(ceil_div(rows, TILE_ROWS) * ceil_div(columns, TILE_COLUMNS))
+        device = inverse_scales.device
         self.table = torch.tensor(entries, dtype=torch.int64, device=device)
         self.matrix_of_tile = torch.arange(len(tiles), dtype=torch.int32).repeat_interleave(
             torch.tensor(tiles)
@@ -109,19 +114,18 @@ class Launches:
 
     def run(self) -> None:
         """Cast every matrix."""
-        casts, programs = self.casts, self.matrix_of_tile.numel()
-        dtype = casts.plains[0].dtype
-        tensors = (casts.matrices[0], self.table, self.matrix_of_tile, self.amax)
+        programs = self.matrix_of_tile.numel()
+        tensors = (self.first, self.table, self.matrix_of_tile, self.amax)
         self.amax.zero_()
         launch(many_amax_kernel, programs, tensors, (), TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS)
         launch(
             many_cast_kernel,
             programs,
-            (*tensors, casts.inverse_scales),
-            (casts.inverse_scales.stride(0),),
-            E4M3=dtype is formats.E4M3,
-            LIMIT=formats.MAX[dtype],
-            POWER_OF_TWO=casts.power_of_two,
+            (*tensors, self.inverse_scales),
+            (self.inverse_scales.stride(0),),
+            E4M3=self.dtype is formats.E4M3,
+            LIMIT=formats.MAX[self.dtype],
+            POWER_OF_TWO=self.power_of_two,
             TILE_ROWS=TILE_ROWS,
             TILE_COLUMNS=TILE_COLUMNS,
         )

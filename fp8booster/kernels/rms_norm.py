@@ -60,7 +60,7 @@ def rms_norm(
     if runs_triton(x):
         from fp8booster.kernels.rms_norm_triton import rms_norm_triton
 
-        return rms_norm_triton(x, weight, eps, residual)
+        return Normalized(*rms_norm_triton(x, weight, eps, residual))
     return rms_norm_reference(x, weight, eps, residual)
 
 
@@ -81,7 +81,7 @@ def rms_norm_backward(
     if runs_triton(dy):
         from fp8booster.kernels.rms_norm_triton import rms_norm_backward_triton
 
-        return rms_norm_backward_triton(dy, h, weight, inverse_rms, dh)
+        return NormGradients(*rms_norm_backward_triton(dy, h, weight, inverse_rms, dh))
     return rms_norm_backward_reference(dy, h, weight, inverse_rms, dh)
 
 

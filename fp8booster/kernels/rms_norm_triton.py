@@ -9,7 +9,6 @@ import triton.language as tl
 from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
 from fp8booster.kernels.launch import launch
-from fp8booster.kernels.rms_norm import Normalized, NormGradients
 
 FORWARD_PROGRAMS = 8
 BACKWARD_PROGRAMS = 2
@@ -97,7 +96,7 @@ def _block(columns: int) -> dict[str, int]:
 
 def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-) -> Normalized:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `rms_norm.rms_norm_reference` computes, up to the order of the sum over a row."""
     rows, columns = x.shape
     programs = min(rows, FORWARD_PROGRAMS * processors(x.device))
@@ -114,7 +113,7 @@ def rms_norm_triton(
         RESIDUAL=residual is not None,
         **_block(columns),
     )
-    return Normalized(y, h, inverse_rms, partials)
+    return y, h, inverse_rms, partials
 
 
 def rms_norm_backward_triton(
@@ -123,7 +122,7 @@ def rms_norm_backward_triton(
     weight: torch.Tensor,
     inverse_rms: torch.Tensor,
     dh: torch.Tensor | None,
-) -> NormGradients:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `rms_norm.rms_norm_backward_reference` computes, up to the order of sums."""
     rows, columns = h.shape
     programs = min(rows, BACKWARD_PROGRAMS * processors(h.device))
@@ -138,4 +137,4 @@ def rms_norm_backward_triton(
         RESIDUAL=dh is not None,
         **_block(columns),
     )
-    return NormGradients(dx, dweights.sum(0).to(weight.dtype), partials)
+    return dx, dweights.sum(0).to(weight.dtype), partials

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from fp8booster import scaling
-from fp8booster.kernels.cast import aligned, padded, saturate
+from fp8booster.kernels.alignment import aligned
+from fp8booster.kernels.cast import padded, saturate
 from fp8booster.kernels.device import why_no_fp8
 
 RowwiseCast = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -7,10 +7,9 @@ import triton
 import triton.language as tl
 
 from fp8booster import formats
-from fp8booster.kernels.cast import aligned
+from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.cast_triton import as_bytes, magnitude_bits, scale_from_bits, to_bits, widened
 from fp8booster.kernels.launch import ceil_div, launch
-from fp8booster.kernels.rowwise_cast import RowwiseCast
 
 
 @triton.jit
@@ -91,7 +90,7 @@ def rowwise_cast_kernel(
 
 def rowwise_cast_triton(
     matrix: torch.Tensor, dtype: torch.dtype, *, plain: bool, transposed: bool, power_of_two: bool
-) -> RowwiseCast:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `kernels.rowwise_cast.rowwise_cast_reference` computes, byte for byte."""
     if matrix.stride(1) != 1 and matrix.stride(0) == 1:  # a transposed view: cast what it is a view of
         one, other, one_scale, other_scale = rowwise_cast_triton(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8booster.kernels.cast import aligned
+from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.device import why_no_fp8
 
 

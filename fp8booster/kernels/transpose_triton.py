@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8booster.kernels.cast import aligned
+from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.launch import ceil_div, launch
 
 _TILE = 64

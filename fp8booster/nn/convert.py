@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from fp8booster.config import FP8Config, all_but_vocabulary_heads
-from fp8booster.kernels.cast import aligned
+from fp8booster.kernels.alignment import aligned
 from fp8booster.nn.adapters import follow_merges
 from fp8booster.nn.heads import vocabulary_heads
 from fp8booster.nn.layer import FP8Layer

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from fp8booster.kernels.cast import ALIGNMENT, aligned
+from fp8booster.kernels.alignment import ALIGNMENT, aligned
 from fp8booster.kernels.grouped_product import Groups
 
 

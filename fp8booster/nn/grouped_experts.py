@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fp8booster.formats import E4M3
-from fp8booster.kernels.cast import ALIGNMENT
+from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.kernels.transpose import transposed

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fp8booster.config import FP8Config
-from fp8booster.kernels.cast import ALIGNMENT, aligned
+from fp8booster.kernels.alignment import ALIGNMENT, aligned
 from fp8booster.kernels.device import require_fp8
 from fp8booster.listing import first_of
 from fp8booster.nn.choice import computes_in_fp8

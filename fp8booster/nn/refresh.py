@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fp8booster.kernels.cast import ALIGNMENT
+from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.many_cast import ManyCast
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.scaling import new_inverse_scales

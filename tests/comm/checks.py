@@ -18,7 +18,7 @@ from fp8booster import comm, formats
 from fp8booster.comm import Encoding
 from fp8booster.comm.one_sided import mailbox_of
 from fp8booster.comm.threshold import MINIMUM_BYTES, ON_THE_CPU
-from fp8booster.kernels.cast import aligned
+from fp8booster.kernels.alignment import aligned
 from fp8booster.monitor.traffic import count_traffic
 from tests.comm.bounds import assert_within, block_amax, rounding_bound
 

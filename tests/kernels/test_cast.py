@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from fp8booster import formats
-from fp8booster.kernels.cast import aligned, cast, cast_reference, saturate
+from fp8booster.kernels.alignment import aligned
+from fp8booster.kernels.cast import cast, cast_reference, saturate
 from fp8booster.scaling import amax_of, scale_of
 
 MANTISSA_BITS = {formats.E4M3: 3, formats.E5M2: 2}

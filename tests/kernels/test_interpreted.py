@@ -130,7 +130,10 @@ def many_casts_differ() -> Iterator[str]:
             )
             for fill in (3.0, 5.0)
         ]
-        launches = Launches(casts[0])
+        of_first = casts[0]
+        launches = Launches(
+            of_first.matrices, of_first.plains, of_first.transposes, of_first.inverse_scales, power_of_two
+        )
         for factor in (1.0, 2.0**-4):  # the second over what the first left
             for index, matrix in enumerate(matrices):
                 matrix.mul_(factor * 2.0**-index)

@@ -24,7 +24,7 @@ from torch import nn
 from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk
 from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
-from fp8booster.kernels.cast import ALIGNMENT
+from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.fused.merged import merged_layers
 

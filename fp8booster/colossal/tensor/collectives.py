@@ -1,4 +1,4 @@
-"""Colossal-AI's `*_fp8` collectives, led to `fp8booster.comm` for the groups that ask for it.
+"""Colossal-AI's `*_fp8` collectives by `fp8booster.comm`, for the groups that ask for it.
 
 With `fp8_communication` shardformer calls `all_reduce_fp8`, `reduce_scatter_fp8`, `all_gather_fp8`, `all_to_all_fp8`
 and `all_to_all_single_fp8` of quantization/fp8.py, of which the first two never compress, and the others only between
@@ -9,7 +9,6 @@ changed. `operations.py` leads what shardformer sends without these functions to
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
@@ -17,27 +16,6 @@ import torch.distributed as dist
 
 from fp8booster import comm
 from fp8booster.comm.threshold import minimum_bytes
-
-_compressed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
-
-
-def compress_groups(*groups: dist.ProcessGroup | None) -> None:
-    """Let what Colossal-AI sends over some groups by its `*_fp8` collectives go through `fp8booster.comm`.
-
-    Args:
-        groups: None is left out, so that a mode's groups can be given as they are. A group stays registered as long as
-            it lives.
-    """
-    from fp8booster.colossal.tensor import operations  # it leads to the functions of this file
-
-    operations.install()
-    _compressed.update(group for group in groups if group is not None)
-
-
-def is_compressed(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group was given to `compress_groups`."""
-    return group is not None and group in _compressed
-
 
 # Signatures as in quantization/fp8.py. Its formats are not used: with a scale for each block E4M3 has the range.
 

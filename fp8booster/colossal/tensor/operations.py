@@ -23,12 +23,24 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fp8booster.colossal.compat.registry import Patch
-from fp8booster.colossal.tensor import collectives, ring
+from fp8booster.colossal.tensor import collectives, compressed_groups, ring
+from fp8booster.colossal.tensor.compressed_groups import is_compressed
 from fp8booster.comm.statistics import count_plain
 
 
+def compress_groups(*groups: dist.ProcessGroup | None) -> None:
+    """Let what Colossal-AI sends over some groups by its `*_fp8` collectives go through `fp8booster.comm`.
+
+    Args:
+        groups: None is left out, so that a mode's groups can be given as they are. A group stays registered as long as
+            it lives.
+    """
+    _install()
+    compressed_groups.register(*groups)
+
+
 @functools.cache
-def install() -> None:
+def _install() -> None:
     """Put functions that look at the group in the place of native ones, wherever a module of colossalai holds one."""
     patch = Patch()
     for ours in (
@@ -65,7 +77,7 @@ def _by_group(theirs: Callable, ours: Callable) -> Callable:
         group = kwargs.get("group") or kwargs.get("process_group")
         if group is None:
             group = next((argument for argument in args if isinstance(argument, dist.ProcessGroup)), None)
-        return (ours if collectives.is_compressed(group) else theirs)(*args, **kwargs)
+        return (ours if is_compressed(group) else theirs)(*args, **kwargs)
 
     return call
 
@@ -86,7 +98,7 @@ def _attention(
     pg_mesh: Any = None,
     **kwargs: Any,
 ) -> Any:
-    compressed = collectives.is_compressed(pg_mesh.get_group_along_axis(sp_axis))
+    compressed = is_compressed(pg_mesh.get_group_along_axis(sp_axis))
     return (ring.attention if compressed else theirs)(q, k, v, sp_axis, *args, pg_mesh=pg_mesh, **kwargs)
 
 

@@ -28,7 +28,7 @@ from torch import nn
 from fp8booster.comm.amax import agree_on_amax, largest_of_each
 from fp8booster.comm.collectives import gather_many
 from fp8booster.comm.statistics import count_encoded, count_plain
-from fp8booster.kernels.cast import ALIGNMENT
+from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.shard_cast import cast_shard, unpack
 from fp8booster.nn.fused.merged import MergedLayers, merged_layers
 from fp8booster.nn.fused.rows import as_one, columns_as_one, lie_together

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fp8booster.config import FP8Config
-from fp8booster.kernels.cast import aligned
+from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.multiply import multiply_
 from fp8booster.nn.delivered_amax import delivered_amax

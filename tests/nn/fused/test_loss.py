@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, fp8_linear
-from fp8booster.kernels.cast import aligned
+from fp8booster.kernels.alignment import aligned
 from fp8booster.nn.delivered_amax import deliver_amax
 from fp8booster.nn.functional import quantize_weight
 from fp8booster.nn.fused import loss as loss_module
