@@ -19,7 +19,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import checkpoints_in, step_of
+from fp8booster.checkpoints import checkpoints_in, named_step
+
+from .checkpoint import step_of
 from .options import TrainOptions
 from .resume import RUN_FILE, write_run_file
 from .task import Task
@@ -41,7 +43,7 @@ def left_behind(checkpoint: Path, folder: Path) -> list[Path]:
     they leave a run that ended earlier.
     """
     shared = _shared_steps(checkpoint, folder)
-    checkpoints = [path for path in checkpoints_in(folder / "checkpoints") if step_of(path) > shared]
+    checkpoints = [path for path in checkpoints_in(folder / "checkpoints") if named_step(path) > shared]
     found = sorted(checkpoints, reverse=True)
     result = folder / "result.json"
     if _last_step(result, lambda values: values["step"]) > shared:

@@ -9,7 +9,7 @@ A folder `step-<step>` holds
     masters/     FP32 master weights, one file a rank (empty under Gemini, DDP and FSDP)
     random/      random states of torch and of Colossal-AI's dropouts, one file a rank
     state.json   step, position in the data, options
-It is written under another name and renamed when whole, so a kill leaves the former one as it was.
+It appears when it is whole (`fp8booster.checkpoints`), so a kill leaves the former one as it was.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
+
+from fp8booster.checkpoints import new_checkpoint, newest_checkpoint
 
 from .options import TrainOptions
 
@@ -61,16 +63,6 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / _STATE).is_file()
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the highest step in a folder of checkpoints."""
-    return max(checkpoints_in(folder), default=None)
-
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder of checkpoints, by step."""
-    return sorted(path for path in folder.glob("step-*") if is_checkpoint(path))
-
-
 def step_of(checkpoint: Path) -> int:
     """Optimizer steps done when the checkpoint was written."""
     return json.loads((checkpoint / _STATE).read_text())["step"]
@@ -92,32 +84,23 @@ def save_checkpoint(
     """Write the checkpoint of a step; every rank calls it. `root` is on a disk that all ranks share."""
     from fp8booster.colossal.zero.master_weights import save_master_weights
 
-    final = root / f"step-{state.step:08d}"
-    partial = root / f".{final.name}.partial"
     rank = dist.get_rank()
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        for name in ("model", "optimizer", "masters", "random"):
-            (partial / name).mkdir(parents=True)
-    dist.barrier()
     booster, model, optimizer = engine.booster, engine.model, engine.optimizer
-    booster.save_model(model, str(partial / "model"), shard=True, use_safetensors=True)
-    booster.save_optimizer(optimizer, str(partial / "optimizer"), shard=True)
-    if engine.name in _WITH_MASTERS:
-        save_master_weights(model.unwrap(), optimizer, partial / "masters")
-    torch.save(_random_state(model), partial / "random" / f"rank-{rank:05d}.pt")
-    if rank == 0:
-        config.save_pretrained(partial / "model")
-        shutil.copytree(tokenizer, partial / "model", dirs_exist_ok=True)
-        (partial / _STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
-    dist.barrier()
-    if rank == 0:
-        if final.exists():
-            final.rename(root / f".{final.name}.former")
-        partial.rename(final)
-        _prune(root, state.options.keep)
-    dist.barrier()
-    return final
+    with new_checkpoint(root, state.step, keep=state.options.keep) as folder:
+        if rank == 0:
+            for name in ("model", "optimizer", "masters", "random"):
+                (folder / name).mkdir()
+        dist.barrier()
+        booster.save_model(model, str(folder / "model"), shard=True, use_safetensors=True)
+        booster.save_optimizer(optimizer, str(folder / "optimizer"), shard=True)
+        if engine.name in _WITH_MASTERS:
+            save_master_weights(model.unwrap(), optimizer, folder / "masters")
+        torch.save(_random_state(model), folder / "random" / f"rank-{rank:05d}.pt")
+        if rank == 0:
+            config.save_pretrained(folder / "model")
+            shutil.copytree(tokenizer, folder / "model", dirs_exist_ok=True)
+            (folder / _STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
+    return newest_checkpoint(root)
 
 
 def load_checkpoint(
@@ -152,14 +135,6 @@ def load_checkpoint(
         _set_random_state(torch.load(checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt"), model)
     dist.barrier()  # the run's folder may change after this: no rank reads it any more, and none has failed to
     return state
-
-
-def _prune(root: Path, keep: int) -> None:
-    for unfinished in root.glob(".step-*"):
-        shutil.rmtree(unfinished)
-    if keep > 0:
-        for old in checkpoints_in(root)[:-keep]:
-            shutil.rmtree(old)
 
 
 def _check_shapes(checkpoint: Path, here: dict[str, list[int]], tied: Collection[str]) -> None:

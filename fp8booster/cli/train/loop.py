@@ -19,14 +19,15 @@ import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 
 from fp8booster import report
+from fp8booster.checkpoints import newest_checkpoint
+from fp8booster.files import write_whole
 from fp8booster.monitor.traffic import Traffic, count_traffic
 
 from .batches import Batches
 from .branches import set_aside
-from .checkpoint import State, load_checkpoint, newest_checkpoint, save_checkpoint
+from .checkpoint import State, load_checkpoint, save_checkpoint
 from .engine import Engine
 from .events import Events
-from .files import write_whole
 from .metrics import MetricsLog, StepMetrics
 from .models import build_model, is_folder, load_config
 from .plugins import build_plugin

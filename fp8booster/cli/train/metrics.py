@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from .files import write_whole
+from fp8booster.files import write_whole
 
 
 @dataclass(frozen=True, kw_only=True)

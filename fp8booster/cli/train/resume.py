@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import is_checkpoint, newest_checkpoint, read_state
-from .files import write_whole
+from fp8booster.checkpoints import newest_checkpoint
+from fp8booster.files import write_whole
+
+from .checkpoint import is_checkpoint, read_state
 from .options import PRECISIONS, TrainOptions
 
 RUN_FILE = "run.json"

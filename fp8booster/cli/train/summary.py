@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from fp8booster.files import write_whole
 from fp8booster.listing import first_of
 from fp8booster.version import __version__
 
-from .files import write_whole
 from .metrics import StepMetrics, read_metrics
 from .options import TrainOptions
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fp8booster.checkpoints import checkpoints_in, new_checkpoint, newest_checkpoint
 from fp8booster.cli.train import branches
 from fp8booster.cli.train.branches import left_behind, set_aside
-from fp8booster.cli.train.checkpoint import _prune, checkpoints_in, newest_checkpoint
 from fp8booster.cli.train.metrics import MetricsLog, StepMetrics, read_metrics
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.resume import find_resume, write_run_file
@@ -181,8 +181,8 @@ def test_a_kill_halfway_leaves_a_run_that_ended_earlier_and_the_rest_goes_next(o
 
 def test_checkpoints_set_aside_do_not_count_among_those_that_are_kept(out):
     aside, _ = go_on(out, checkpoint_at(out, 3))
-    checkpoint(out / "fp8" / "checkpoints", 4, {})
-    _prune(out / "fp8" / "checkpoints", keep=1)
+    with new_checkpoint(out / "fp8" / "checkpoints", 4, keep=1):
+        pass
     assert names(checkpoints_in(out / "fp8" / "checkpoints")) == ["step-00000004"]
     assert len(checkpoints_in(aside / "fp8" / "checkpoints")) == 2
 

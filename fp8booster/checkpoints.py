@@ -1,0 +1,83 @@
+"""Folders of checkpoints: `step-<step>` is whole or not there, and the last ones stay.
+
+Every rank runs `with new_checkpoint(root, step, keep=2) as folder:`, with whatever belongs to the checkpoint in the
+block, as `booster.save_model(model, str(folder / "model"), shard=True)`. `newest_checkpoint(root)` is where to resume.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from .files import former_of, put_in_place, sync_folder
+
+_NAME = re.compile(r"\.?(step-(\d{8,}))(\.former)?")
+
+
+def checkpoints_in(root: Path) -> list[Path]:
+    """The checkpoints in a folder of checkpoints, by step. Folders of other names are not looked at."""
+    finals = {root / match[1] for path in root.glob("*") if (match := _NAME.fullmatch(path.name))}
+    places = [final if final.is_dir() else former_of(final) for final in sorted(finals, key=named_step)]
+    return [place for place in places if place.is_dir()]
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """The checkpoint of the highest step in a folder of checkpoints."""
+    return next(reversed(checkpoints_in(root)), None)
+
+
+def named_step(checkpoint: Path) -> int | None:
+    """The step that a checkpoint's name says; None for a folder that was given another name."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return int(match[2]) if match else None
+
+
+@contextmanager
+def new_checkpoint(root: Path, step: int, *, keep: int = 0) -> Iterator[Path]:
+    """A new folder, which takes its place as the checkpoint of `step` when all ranks have left the block.
+
+    Every rank enters and leaves. A block that is not finished, on any rank, leaves the checkpoints before as they
+    were; what it wrote is removed by the next.
+
+    Args:
+        root: on a disk that all ranks share.
+        keep: newest checkpoints that stay, of those up to this step; 0: all.
+
+    Raises:
+        OSError: the disk did not take what was written.
+    """
+    final = root / f"step-{step:08d}"
+    partial = root / f".{final.name}.partial"
+    if _rank() == 0:
+        for left in root.glob(".step-*"):
+            if left not in checkpoints_in(root):
+                shutil.rmtree(left)
+        partial.mkdir(parents=True)
+    _barrier()
+    yield partial
+    _barrier()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        sync_folder(partial)
+    _barrier()
+    if _rank() == 0:
+        put_in_place(partial, final)
+        written = [path for path in checkpoints_in(root) if named_step(path) <= step]
+        for old in written[:-keep] if keep else []:
+            # out of sight first: a checkpoint that is removed in part is none
+            shutil.rmtree(old.rename(root / f".step-{named_step(old):08d}.old"))
+    _barrier()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fp8booster.checkpoints import checkpoints_in, named_step, new_checkpoint, newest_checkpoint
+
+
+def save(root: Path, step: int, keep: int = 0, text: str = "whole") -> None:
+    with new_checkpoint(root, step, keep=keep) as folder:
+        (folder / "weights").write_text(text)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_the_last_checkpoints_stay(tmp_path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-00000003"
+    save(tmp_path, 4)
+    assert [named_step(path) for path in checkpoints_in(tmp_path)] == [2, 3, 4]
+
+
+def test_steps_are_numbers_not_names(tmp_path) -> None:
+    save(tmp_path, 99_999_999)
+    save(tmp_path, 100_000_000)
+    assert named_step(newest_checkpoint(tmp_path)) == 100_000_000
+
+
+def test_a_checkpoint_of_a_later_step_does_not_cost_the_one_just_written(tmp_path) -> None:
+    save(tmp_path, 9, keep=1)
+    save(tmp_path, 3, keep=1)
+    assert names(tmp_path) == ["step-00000003", "step-00000009"]
+
+
+def test_stray_folders_are_no_checkpoints(tmp_path) -> None:
+    save(tmp_path, 1)
+    for name in ("step-abc", "step-9", "step-00000007-copy", ".step-00000008.partial"):
+        shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
+    (tmp_path / "step-00000009").write_text("a file")
+    assert checkpoints_in(tmp_path) == [tmp_path / "step-00000001"]
+    assert newest_checkpoint(tmp_path / "absent") is None
+    assert named_step(tmp_path / "step-abc") is None
+
+
+def test_what_is_not_finished_is_none_and_is_removed_by_the_next(tmp_path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(TypeError), new_checkpoint(tmp_path, 2) as folder:
+        (folder / "weights").write_text(None)
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-00000001"
+    save(tmp_path, 3)
+    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_a_kill_between_the_two_renames_keeps_what_was_there(tmp_path, monkeypatch) -> None:
+    save(tmp_path, 1, text="before")
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name.endswith(".partial"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 1, text="after")
+    monkeypatch.undo()
+    assert (newest_checkpoint(tmp_path) / "weights").read_text() == "before"
+    save(tmp_path, 2, keep=2)
+    assert [named_step(path) for path in checkpoints_in(tmp_path)] == [1, 2]
+    save(tmp_path, 3, keep=2)
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_a_kill_while_an_old_one_is_removed_leaves_no_half(tmp_path, monkeypatch) -> None:
+    save(tmp_path, 1)
+
+    def killed(path: Path, **_) -> None:
+        if path.exists():
+            (path / "weights").unlink()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2, keep=1)
+    monkeypatch.undo()
+    assert checkpoints_in(tmp_path) == [tmp_path / "step-00000002"]
