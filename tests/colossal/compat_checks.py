@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import tempfile
@@ -24,6 +25,7 @@ from tests.colossal import (
     tensor_symptoms,
 )
 from tests.colossal.models import tiny_llama, token_batch
+from tests.colossal.payload import Payload
 from tests.colossal.symptom import Symptom
 from tests.plugins.registry import spare_time
 
@@ -272,6 +274,39 @@ def _gather_optimizer_states() -> None:
     list(optimizer.state_dict_shard(pinned_state_dicts={}))
 
 
+def _load_what_an_index_names_elsewhere() -> None:
+    from colossalai.checkpoint_io import GeneralCheckpointIO
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(nn.Linear(4, 4).state_dict(), f"{folder}/secret.bin")
+        os.mkdir(f"{folder}/checkpoint")
+        index = {"metadata": {}, "weight_map": dict.fromkeys(("weight", "bias"), "../secret.bin")}
+        Path(folder, "checkpoint", "model.index.json").write_text(json.dumps(index))
+        found = _error(lambda: GeneralCheckpointIO().load_model(nn.Linear(4, 4), f"{folder}/checkpoint"))
+        assert found is not None, "it was read"
+        assert "names a file outside of its folder, '../secret.bin': do not trust" in found
+
+
+def _load_code() -> None:
+    from colossalai.checkpoint_io import GeneralCheckpointIO
+
+    io, layer = GeneralCheckpointIO(), nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        file = f"{folder}/part.bin"
+        torch.save({"weight": Payload(f"{folder}/ran")}, file)
+        for load, target in (
+            (io.load_model, layer),
+            (io.load_optimizer, optimizer),
+            (io.load_lr_scheduler, scheduler),
+        ):
+            with pytest.raises(ValueError, match=r"part.bin asks for posix.mkdir, .* not trust") as caught:
+                load(target, file)
+            assert "weights_only" not in str(caught.value)
+        assert not Path(folder, "ran").exists()
+
+
 def _save_config() -> None:
     from colossalai.checkpoint_io import GeneralCheckpointIO
 
@@ -386,6 +421,8 @@ SYMPTOMS = {
     "shards_name_a_tied_weight_once": Symptom(
         _load_shards_that_name_a_tied_weight_once, "missing: ['lm_head.weight']"
     ),
+    "an_index_names_files_of_its_folder": Symptom(_load_what_an_index_names_elsewhere, "it was read"),
+    "a_file_with_code_is_not_to_be_trusted": Symptom(_load_code, "UnpicklingError"),
     "sharded_checkpoint_keeps_its_config": Symptom(_save_config, "config.json is missing"),
     "bf16_autocasts": Symptom(_train_ddp_in_bf16, "abstract class BF16MixedPrecision"),
     "cpu_autocasts": Symptom(_train_ddp_in_fp16, "context manager protocol"),

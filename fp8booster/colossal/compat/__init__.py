@@ -26,6 +26,7 @@ from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registe
     ring_attention,
     t5,
     tensor_parallel,
+    untrusted,
 )
 from fp8booster.colossal.compat.registry import Mend, State, apply, mends, taken_out
 

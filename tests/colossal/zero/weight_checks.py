@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -168,6 +169,45 @@ def a_run_resumed_from_its_masters_goes_on_bit_for_bit(stage: int) -> None:
     assert_is_cast_of_masters(runs[1])
     assert train(runs[0]) == train(runs[1])
     assert_equal(*map(masters, runs))
+
+
+@check
+def masters_of_another_rank_or_model_are_refused() -> None:
+    from fp8booster.colossal.zero.master_weights import load_master_weights, save_master_weights
+
+    run, other = boost(wire()), boost(wire(), Layers(64, 64, 64))
+    folder = shared_folder("swapped masters")
+    save_master_weights(run.model.unwrap(), run.optimizer, folder)
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"belongs to another model or run: .* is missing there and"):
+        load_master_weights(other.model.unwrap(), other.optimizer, folder)
+    with pytest.raises(ValueError, match="is damaged or no file of tensors; copy the checkpoint again"):
+        load_with(run, folder, lambda first, second: second.write_bytes(second.read_bytes()[:100]))
+    save_master_weights(run.model.unwrap(), run.optimizer, folder)
+    dist.barrier()
+    with pytest.raises(ValueError, match="holds the master weights of rank 1 of 2: files were renamed"):
+        load_with(run, folder, swap)
+    with pytest.raises(FileNotFoundError, match="holds 1 of 2 files of master weights; copy the whole"):
+        load_with(run, folder, lambda first, second: second.unlink())
+
+
+def swap(first: Path, second: Path) -> None:
+    aside = first.rename(first.with_suffix(".aside"))
+    second.rename(first)
+    aside.rename(second)
+
+
+def load_with(run: Boosted, folder: Path, change: Callable[[Path, Path], object]) -> None:
+    """Load masters after rank 0 has changed the files of ranks 0 and 1."""
+    from fp8booster.colossal.zero.master_weights import load_master_weights
+
+    if dist.get_rank() == 0:
+        change(*sorted(folder.glob("rank-*-of-00002.safetensors")))
+    dist.barrier()
+    try:
+        load_master_weights(run.model.unwrap(), run.optimizer, folder)
+    finally:
+        dist.barrier()
 
 
 @check

@@ -1,0 +1,166 @@
+"""Reading files that a person, another version, a broken disk or a stranger may have written.
+
+Every fault is a ValueError of one sentence: the file, what is wrong with it, and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any
+from zipfile import BadZipFile
+
+Kind = type | tuple[type, ...]
+
+COPY_AGAIN = "copy the checkpoint again, or take another"
+"""What to do about a part of a checkpoint that is missing or damaged."""
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}
+"""What JSON's types are called."""
+
+
+def read_record(path: Path, fields: Mapping[str, Kind], remedy: str) -> dict[str, Any]:
+    """The JSON object in a file, of which `fields` are there and of their types; others are left as they are.
+
+    Raises:
+        ValueError: the file is missing, is no JSON object, or lacks one of the fields; the sentence ends with `remedy`.
+        OSError: it cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; {remedy}.") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not text; {remedy}.") from None
+    return parse_record(text, str(path), fields, remedy)
+
+
+def parse_record(text: str, name: str, fields: Mapping[str, Kind], remedy: str) -> dict[str, Any]:
+    """`read_record` of a text that `name` tells the place of."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name} is not JSON, or not all of it; {remedy}.") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{name} holds {_kind_of(record)} where an object belongs; {remedy}.")
+    require_fields(record, name, fields, remedy)
+    return record
+
+
+def require_fields(record: Mapping[str, Any], name: str, fields: Mapping[str, Kind], remedy: str) -> None:
+    """Raise ValueError unless `record`, of the file `name`, has the fields, of their types."""
+    for field, kind in fields.items():
+        if field not in record:
+            raise ValueError(f"{name} has no {field!r}; {remedy}.")
+        if not is_of(record[field], kind):
+            raise ValueError(
+                f"{field!r} in {name} is {_kind_of(record[field])} where {_kind(kind)} belongs; {remedy}."
+            )
+
+
+def is_of(value: Any, kind: Kind) -> bool:
+    """Whether a JSON value is of a type; true and false are no numbers, and a whole number is a number."""
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+
+
+def _kind(kind: Kind) -> str:
+    return " or ".join(_WORDS[each] for each in (kind if isinstance(kind, tuple) else (kind,)))
+
+
+def _kind_of(value: Any) -> str:
+    return _WORDS[type(value)]
+
+
+def read_index(path: Path, remedy: str) -> dict[str, Any]:
+    """The index of a checkpoint in several files: "weight_map" from names of tensors to files beside the index.
+
+    Raises:
+        ValueError: it is none, names a file that is not in its folder, or one that is missing.
+    """
+    index = read_record(path, {"weight_map": dict}, remedy)
+    metadata = index.get("metadata")
+    groups = metadata.get("param_groups") if isinstance(metadata, dict) else None
+    for name in {*map(str, index["weight_map"].values()), *([] if groups is None else [str(groups)])}:
+        require_inside(name, path)
+        if "*" not in name and not (path.parent / name).is_file():
+            raise ValueError(f"{path.parent / name} is missing, which {path} names; {remedy}.")
+    return index
+
+
+def require_inside(name: str, index: Path) -> None:
+    """Raise ValueError for a file name, in an index, that leads out of the index's folder."""
+    parts = PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts or "\\" in name or "\0" in name:
+        raise ValueError(
+            f"{index} names a file outside of its folder, {name!r}: do not trust this checkpoint; get it anew from who "
+            "made it."
+        )
+
+
+@contextmanager
+def faults_named(file: Path | None = None, remedy: str = COPY_AGAIN) -> Iterator[None]:
+    """Tensors are read in the block: a file that is damaged, or that could run code, is named in a ValueError.
+
+    Args:
+        file: what is read; None where another package opens files, of torch or of safetensors, by their names.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (*_OF_DAMAGE, pickle.UnpicklingError, SafetensorError, RuntimeError) as error:
+        place = file or _file_read(error.__traceback__)
+        if place is None or (isinstance(error, RuntimeError) and not _DAMAGED.search(str(error))):
+            raise
+        if not isinstance(error, pickle.UnpicklingError):
+            raise ValueError(f"{place} is damaged or no file of tensors; {remedy}.") from None
+        asked = _GLOBAL.search(str(error))
+        what = f"asks for {asked[1]}, which is" if asked else "is damaged, or holds"
+        raise ValueError(
+            f"{place} {what} more than tensors and plain values, and was not loaded, for loading it could run code: do "
+            "not trust this checkpoint; get it anew from who made it."
+        ) from None
+
+
+_OF_DAMAGE = (EOFError, BadZipFile, LookupError, AttributeError)
+"""What torch's loader raises for bytes that it takes for a pickle."""
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_DAMAGED = re.compile(r"PytorchStream|central directory|magic number|corrupt")
+"""What torch's loader says of a function that a file asks for, and of a file that is cut short."""
+
+_READERS = {
+    ("torch.serialization", "load"): "f",
+    ("safetensors.torch", "load_file"): "filename",
+    ("colossalai.checkpoint_io.utils", "load_state_dict"): "checkpoint_file_path",
+}
+"""Functions that read a file of tensors, and their argument with its name."""
+
+
+def _file_read(traceback: TracebackType | None) -> str | None:
+    """The file that was read where an error arose."""
+    file = None
+    while traceback is not None:
+        frame = traceback.tb_frame
+        name = _READERS.get((frame.f_globals.get("__name__"), frame.f_code.co_name))
+        value = frame.f_locals.get(name) if name else None
+        if isinstance(value, str | Path):
+            file = str(value)
+        traceback = traceback.tb_next
+    return file
