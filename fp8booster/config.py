@@ -84,15 +84,17 @@ class FP8Config:
     and the experts of a rank as grouped products. What has no fused form stays as it is, and the line that a plugin
     logs says so."""
 
-    weights_in_16_bits: bool = True
+    weights_in_16_bits: bool | None = None
     """Under ZeRO, keep the value of each gathered FP8 weight in 16 bits too, for what reads a parameter itself. False
-    saves these two bytes a value, and weights travel while the next forward runs. The parameters of FP8 layers then
-    read as NaN after a step, but in checkpoints and state dicts, and run in FP8 for any number of tokens."""
+    saves these two bytes a value, and weights are gathered while the next forward runs. The parameters of FP8 layers
+    then read as NaN after a step, but in checkpoints and state dicts, and run in FP8 for any number of tokens. None is
+    False where these copies would take more than 1/32 of the GPU's memory (`nn.weight_memory`)."""
 
-    keep_weight_transposes: bool = True
+    keep_weight_transposes: bool | None = None
     """Keep the transpose of each FP8 weight, which backward reads, from step to step. False makes it in backward, at
     each micro-batch: one byte a value less for a pass over the FP8 weights. Nothing changes where an engine keeps none
-    anyway (Gemini, FSDP), nor for GPT-2's Conv1D under ZeRO. For tensorwise scales."""
+    anyway (Gemini, FSDP), nor for GPT-2's Conv1D under ZeRO. None is False where the transposes would take more than
+    1/32 of the GPU's memory. For tensorwise scales; rowwise ones keep the transposes."""
 
     emulate: bool = False
     """Compute the products in FP32 from the FP8 values, for GPUs without FP8 products: same rounding, no speed."""
@@ -112,7 +114,7 @@ class FP8Config:
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
                 choices = " or ".join(repr(choice) for choice in allowed)
                 raise ValueError(f"FP8Config.{name} is {value!r}; use {choices}")
-        if self.rowwise and not self.keep_weight_transposes:
+        if self.rowwise and self.keep_weight_transposes is False:
             raise ValueError(
                 "FP8Config.keep_weight_transposes is False, and with rowwise scales a transpose has scales of its own "
                 'that its FP8 values do not tell; keep the transposes or use granularity="tensorwise"'
@@ -128,6 +130,16 @@ class FP8Config:
     def rowwise(self) -> bool:
         """Whether each row has a scale of its own."""
         return self.granularity == "rowwise"
+
+    @property
+    def keeps_16_bits(self) -> bool:
+        """Whether FP8 weights have a 16-bit copy; they have one as long as `weights_in_16_bits` is undecided."""
+        return self.weights_in_16_bits is not False
+
+    @property
+    def keeps_transposes(self) -> bool:
+        """Whether FP8 weights have their transpose; they have it as long as `keep_weight_transposes` is undecided."""
+        return self.keep_weight_transposes is not False
 
 
 _SWITCH = (True, False)
@@ -148,8 +160,8 @@ _ALLOWED = {
     "communication": _SWITCH,
     "gradient_scaling": ("block", "tensor", "auto"),
     "fused": _SWITCH,
-    "weights_in_16_bits": _SWITCH,
-    "keep_weight_transposes": _SWITCH,
+    "weights_in_16_bits": (None, *_SWITCH),
+    "keep_weight_transposes": (None, *_SWITCH),
     "emulate": _SWITCH,
 }
 _MULTIPLIED = (

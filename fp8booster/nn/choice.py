@@ -83,10 +83,7 @@ def computes_in_fp8(config: FP8Config, rows: int, inputs: int, outputs: int, dev
         device: that of the weight.
     """
     return (
-        config.always
-        or config.emulate
-        or not config.weights_in_16_bits
-        or fp8_pays(rows, inputs, outputs, device)
+        config.always or config.emulate or not config.keeps_16_bits or fp8_pays(rows, inputs, outputs, device)
     )
 
 

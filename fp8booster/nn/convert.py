@@ -14,6 +14,7 @@ from fp8booster.nn.adapters import follow_merges
 from fp8booster.nn.heads import vocabulary_heads
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
+from fp8booster.nn.weight_memory import without_large_transposes
 
 PADDING_LIMIT = 1.125
 """A layer whose features, rounded up to multiples of 16, make its products larger than this stays in BF16."""
@@ -68,6 +69,7 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
         ValueError: no linear layer is left to compute in FP8.
     """
     config = FP8Config() if config is None else config
+    config = without_large_transposes(config, model)
     kinds = known_kinds(kinds)
     linears = [
         (name, module)

@@ -89,7 +89,7 @@ def _put_together(layers: Sequence[FP8Layer], experts: int) -> GroupedWeight:
         scales = scales[::in_each]
     inverse_scales = torch.stack(scales).view(experts, -1)
     transpose = data.new_empty(0)
-    if config.keep_weight_transposes:
+    if config.keeps_transposes:
         transpose = columns_as_one([each.transpose for each in kept])
         transpose = transposed(data) if transpose is None else transpose
     return GroupedWeight.of(data, transpose, inverse_scales)
@@ -204,7 +204,7 @@ class GroupedExperts:
         if (
             config.always
             or config.emulate
-            or not config.weights_in_16_bits
+            or not config.keeps_16_bits
             or count >= EXPERTS_THAT_PAY
             or fp8_pays(int(rows), inputs, outputs, down.weight.device)
         ):

@@ -61,7 +61,7 @@ def cast_experts(weight: torch.Tensor, experts: int, config: FP8Config) -> Group
         experts: G.
         config: scaling, and whether the transpose is made now.
     """
-    cast = quantize_weight(weight, config, transposed=config.keep_weight_transposes)
+    cast = quantize_weight(weight, config, transposed=config.keeps_transposes)
     return GroupedWeight.of(cast.data, cast.transpose, cast.inverse_scale.expand(experts, 1))
 
 

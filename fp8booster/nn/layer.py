@@ -144,7 +144,7 @@ class FP8Layer(nn.Module):
             w = self.fp8_weight.get(
                 weight,
                 config,
-                transposed=config.keep_weight_transposes,
+                transposed=config.keeps_transposes,
                 is_transposed=self.weight_is_transposed,
             )
         else:

@@ -124,7 +124,7 @@ def _can_be_served(layer: FP8Layer) -> bool:
     return (
         type(weight) is nn.Parameter  # no shard, and not computed anew at each look
         and not layer.fp8_config.rowwise
-        and layer.fp8_config.keep_weight_transposes
+        and layer.fp8_config.keeps_transposes
         and not weight.is_inference()
         and weight.device.type in ("cpu", "cuda")
         and weight.dim() == 2

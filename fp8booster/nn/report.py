@@ -68,6 +68,8 @@ class Report:
     rows: tuple[LayerRow, ...]
     merged: tuple[MergedRow, ...] = ()
     grouped: tuple[GroupedRow, ...] = ()
+    copies_dropped: tuple[str, ...] = ()
+    """Which copies of FP8 weights are not kept from step to step: "16-bit copies", "transposes"."""
 
     @property
     def fp8(self) -> tuple[LayerRow, ...]:
@@ -88,6 +90,8 @@ class Report:
         emulated = sum("emulated" in row.notes for row in self.fp8)
         if emulated:
             line += f", {emulated} emulated in FP32"
+        if self.copies_dropped:
+            line += f", without {' and '.join(self.copies_dropped)} of their weights"
         as_one = [group.layers for group in self.merged if group.why_apart is None]
         if as_one:
             line += f", {sum(as_one)} of them merged to {len(as_one)} products"
@@ -136,7 +140,16 @@ def report(model: nn.Module) -> Report:
         tuple(_row(name, module, apart.get(module)) for name, module in linear_layers(model)),
         tuple(MergedRow(len(group.layers), group.why_apart) for group in groups),
         tuple(GroupedRow(len(block.experts), block.why_apart) for block in grouped_experts(model)),
+        _copies_dropped([module for module in model.modules() if isinstance(module, FP8Layer)]),
     )
+
+
+def _copies_dropped(layers: list[FP8Layer]) -> tuple[str, ...]:
+    dropped = {
+        "16-bit copies": any(layer.fp8_weight.restore is not None for layer in layers),
+        "transposes": any(not layer.fp8_config.keeps_transposes for layer in layers),
+    }
+    return tuple(name for name, is_dropped in dropped.items() if is_dropped)
 
 
 def _row(name: str, module: nn.Module, apart: MergedLayers | None) -> LayerRow:

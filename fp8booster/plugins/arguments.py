@@ -69,7 +69,7 @@ def warn_of_no_effect(
             "fp8_config has no effect: use_fp8 is off; give use_fp8=True, or leave fp8_config out", ranks=[0]
         )
         return
-    if weights is not None and not given.weights_in_16_bits:
+    if weights is not None and given.weights_in_16_bits is False:
         logger.warning(f"fp8_config.weights_in_16_bits=False has no effect: {weights}", ranks=[0])
     if not communication and given.gradient_scaling != "block":
         logger.warning(

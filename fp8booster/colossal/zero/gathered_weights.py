@@ -34,6 +34,7 @@ from fp8booster.nn.fused.merged import MergedLayers, merged_layers
 from fp8booster.nn.fused.rows import as_one, columns_as_one, lie_together
 from fp8booster.nn.grouped_experts import grouped_experts
 from fp8booster.nn.layer import FP8Layer, restore_weight
+from fp8booster.nn.weight_memory import fits, without_large_copies
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "weight gather"
@@ -78,7 +79,7 @@ class MergedWeights(NamedTuple):
 def _keeps_transpose(layer: FP8Layer) -> bool:
     """Whether a layer's FP8 weight lies in memory in both layouts between steps."""
     # one that lies transposed is multiplied in forward by what is not gathered
-    return layer.fp8_config.keep_weight_transposes or layer.weight_is_transposed
+    return layer.fp8_config.keeps_transposes or layer.weight_is_transposed
 
 
 def why_in_16_bits(layer: FP8Layer, optimizer: LowLevelZeroOptimizer, readers: int) -> str | None:
@@ -146,9 +147,12 @@ class GatheredWeights:
             for module in model.modules()
             if isinstance(module, FP8Layer) and id(module.weight) in masters
         }
+        copies_fit = fits(model, bytes_a_value=2)
         for key, layer in layers.items():
             reason = why_in_16_bits(layer, optimizer, readers[key])
-            if reason is not None:
+            if reason is None:
+                layer.fp8_config = without_large_copies(layer.fp8_config, copies_fit)
+            else:
                 self._reasons[key] = reason
         self._merged: dict[int, MergedWeights] = {}
         self._first_mates: dict[tuple[int, ...], torch.Tensor] = {}
@@ -164,7 +168,7 @@ class GatheredWeights:
                 self._weights[key] = self._allocate(layer)
         self._ready: torch.cuda.Event | None = None
         self._read_beside: tuple[Mapping[nn.Parameter, torch.Tensor], ...] | None = None
-        alone = [each for each in self._weights.values() if not each.layer.fp8_config.weights_in_16_bits]
+        alone = [each for each in self._weights.values() if not each.layer.fp8_config.keeps_16_bits]
         for gathered in alone:
             gathered.layer.fp8_weight.restore = self.restore
             gathered.layer.register_state_dict_pre_hook(restore_weight)
@@ -420,7 +424,7 @@ class GatheredWeights:
     def _hand_over(self, gathered: GatheredWeight) -> None:
         """Make of the gathered bytes what else is read."""
         weight, quantized = gathered.layer.weight, gathered.quantized
-        in_16_bits = gathered.layer.fp8_config.weights_in_16_bits
+        in_16_bits = gathered.layer.fp8_config.keeps_16_bits
         values = weight.data if in_16_bits else None
         transpose = quantized.transpose if _keeps_transpose(gathered.layer) else None
         unpack(quantized.data, quantized.inverse_scale, transpose, values)

@@ -177,7 +177,7 @@ class MergedLayers(LayersOfOneInput):
 
     def _cast_of(self, weights: list[torch.Tensor]) -> QuantizedMatrix:
         config = self.layers[0].fp8_config
-        return quantize_weight(one_below_the_other(weights), config, transposed=config.keep_weight_transposes)
+        return quantize_weight(one_below_the_other(weights), config, transposed=config.keeps_transposes)
 
     def keep(self, quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None) -> None:
         """Hold an FP8 weight that an engine makes together with the layers' weights, as `WeightCache.keep` does."""

@@ -36,6 +36,27 @@ def it_trains_bit_for_bit_as_with_16_bits(stage: int) -> None:
 
 
 @check
+def by_default_large_models_keep_their_weights_in_fp8_alone() -> None:
+    from fp8booster.nn import report, weight_memory
+
+    undisturbed, weight_memory.gpu_memory = weight_memory.gpu_memory, lambda: 1
+    try:
+        run = boost(wire())
+    finally:
+        weight_memory.gpu_memory = undisturbed
+    beside = boost(wire())
+    assert train(beside, steps=3) == train(run, steps=3)
+    assert_equal(masters(beside), masters(run))
+    assert gathered(run)
+    for _, layer in gathered(run):
+        assert layer.weight.isnan().all()
+        assert layer.fp8_weight.get(layer.weight, layer.fp8_config, transposed=False).transpose.numel() == 0
+    assert "without 16-bit copies and transposes of their weights" in report(run.model).summary()
+    for _, layer in gathered(beside):
+        assert not layer.weight.isnan().any()
+
+
+@check
 def an_optimizer_that_reads_the_weights_finds_their_values() -> None:
     from colossalai.booster import Booster
     from colossalai.nn.optimizer import Lamb
