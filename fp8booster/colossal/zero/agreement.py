@@ -1,0 +1,58 @@
+"""Whether every rank of a group takes part in a save or a load, before the one that writes waits for it in vain."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import torch.distributed as dist
+
+from fp8booster.listing import first_of
+
+PATIENCE = 30.0
+"""Seconds that the first rank of a group waits for the others."""
+
+_LOOK = 0.02  # seconds between looks
+
+_calls: Counter[str] = Counter()
+"""By the name of a group, how often this rank has taken part."""
+
+
+def require_all_ranks(group: dist.ProcessGroup) -> None:
+    """Return when every rank of a group has called this; on ranks but the first of it, return at once.
+
+    Only the first rank of a data parallel group writes a model, so it is the one that programs let save alone. The
+    others may wait long for it, while it writes what it was given before.
+
+    Raises:
+        RuntimeError: on the first rank, where another has not called it within `PATIENCE` seconds.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    own = dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    name = group.group_name
+    keys = {rank: f"fp8booster/{name}/{_calls[name]}/{rank}" for rank in ranks[1:]}
+    if own in keys:
+        store.set(keys[own], "")
+    elif not _come(store, list(keys.values())):
+        absent = [str(rank) for rank, key in keys.items() if not store.check([key])]
+        raise RuntimeError(
+            f"rank {own} saves or loads a model and rank{'s' * (len(absent) > 1)} {first_of(absent)} did not join it "
+            f"within {PATIENCE:g} s; with FP8 communication each rank holds a part of the weights, so call "
+            "booster.save_model and booster.load_model on every rank"
+        )
+    else:
+        for key in keys.values():
+            store.delete_key(key)
+    _calls[name] += 1
+
+
+def _come(store: dist.Store, keys: list[str]) -> bool:
+    """Whether all keys are set, once they are or patience is over."""
+    deadline = time.monotonic() + PATIENCE
+    # not store.wait, which would hold the connection that other threads of this process use
+    while not store.check(keys):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK)
+    return True

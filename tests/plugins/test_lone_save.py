@@ -1,0 +1,23 @@
+"""Saves that rank 0 alone calls, on two gloo ranks that are started once for all checks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed import run_ranks
+from tests.plugins.registry import names, run_checks
+
+MODULES = ["tests.plugins.lone_save_checks"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    """What each rank found."""
+    folder = str(tmp_path_factory.mktemp("checks"))
+    return run_ranks(run_checks, 2, MODULES, folder, timeout=240, initialize=False, preloaded=True)
+
+
+@pytest.mark.parametrize("name", [name for module in MODULES for name in names(module)])
+def test_on_two_ranks(outcomes: list[dict[str, str | None]], name: str) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
