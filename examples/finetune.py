@@ -12,20 +12,10 @@ import argparse
 import json
 from pathlib import Path
 
-from modes import (
-    add_arguments,
-    endless,
-    learning_rate,
-    make_booster,
-    make_plugin,
-    parse_arguments,
-    run,
-    train_step,
-    weights_dtype,
-)
+from loop import train_and_save
+from modes import add_arguments, make_booster, make_plugin, parse_arguments, run, weights_dtype
 
 import torch  # isort: skip  (after modes, which imports fp8booster)
-import torch.distributed as dist
 from torch.utils.data import Dataset
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -50,7 +40,7 @@ class Instructions(Dataset):
                 example["instruction"], example["output"]
             except (ValueError, TypeError, KeyError):
                 raise ValueError(
-                    f'line {number} of {file} is no JSON object with "instruction" and "output"; mend or remove it'
+                    f'line {number} of {file} is no JSON object with "instruction" and "output"; correct or remove it'
                 ) from None
             question = f"{example['instruction']}\n{example.get('input', '')}".strip() + "\n\n"
             prompt = tokenizer(question)["input_ids"]
@@ -123,29 +113,11 @@ def train(args: argparse.Namespace) -> list[float]:
     booster = make_booster(args, plugin)
     model, optimizer, *_ = booster.boost(model.train(), optimizer)
 
-    out, done = Path(args.out), 0
-    if args.resume:
-        booster.load_model(model, str(out / "model"))
-        booster.load_optimizer(optimizer, str(out / "optimizer"))
-        done = json.loads((out / "state.json").read_text())["step"]
+    def save_config(folder: Path) -> None:
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
-    losses = []
-    batches = endless(loader, skip=done)
-    for step in range(done, args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step)
-        losses.append(train_step(args, booster, model, optimizer, next(batches)))
-        if dist.get_rank() == 0:
-            print(f"step {step + 1}/{args.steps}  loss {losses[-1]:.4f}", flush=True)
-        if step + 1 == args.steps or (args.save_every and (step + 1) % args.save_every == 0):
-            booster.save_model(model, str(out / "model"), shard=True, use_safetensors=True)
-            booster.save_optimizer(optimizer, str(out / "optimizer"), shard=True)
-            if dist.get_rank() == 0:
-                config.save_pretrained(out / "model")
-                tokenizer.save_pretrained(out / "model")
-                (out / "state.json").write_text(json.dumps({"step": step + 1}))
-            dist.barrier()
-    return losses
+    return train_and_save(args, booster, model, optimizer, loader, save_config)
 
 
 if __name__ == "__main__":

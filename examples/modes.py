@@ -33,6 +33,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from fp8booster.checkpoints import checkpoints_in
+
 MODES = {
     "low_level_zero": (),
     "gemini": ("tp",),
@@ -110,7 +112,7 @@ def what_files_miss(args: argparse.Namespace) -> str | None:
     """What of the files is not as the arguments say, in a sentence; None where all are."""
     if args.data is not None and not Path(args.data).is_file():
         return f"--data {args.data} is not a file"
-    done = (Path(args.out) / "state.json").is_file()
+    done = bool(checkpoints_in(Path(args.out)))
     if args.resume and not done:
         return f"--out {args.out} holds no checkpoint; leave --resume out"
     if done and not args.resume:
@@ -262,19 +264,3 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
         return args.lr * (step + 1) / warm_up
     progress = (step - warm_up) / max(1, args.steps - warm_up)
     return args.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
-
-
-def endless(loader: torch.utils.data.DataLoader, skip: int) -> Any:
-    """Batches, epoch after epoch, in an order that depends on the epoch alone; the first `skip` are left out."""
-    epoch, taken = 0, 0
-    while True:
-        loader.sampler.set_epoch(epoch)
-        for batch in loader:
-            taken += 1
-            if taken > skip:
-                yield batch
-        if taken == 0:
-            raise ValueError(
-                "the data does not fill one batch; give more, or a smaller --batch or --sequence"
-            )
-        epoch += 1

@@ -8,24 +8,13 @@ Without `--data` it trains on random tokens, which shows speed and memory; witho
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 import numpy as np
-from modes import (
-    add_arguments,
-    endless,
-    learning_rate,
-    make_booster,
-    make_plugin,
-    parse_arguments,
-    run,
-    train_step,
-    weights_dtype,
-)
+from loop import train_and_save
+from modes import add_arguments, make_booster, make_plugin, parse_arguments, run, weights_dtype
 
 import torch  # isort: skip  (after modes, which imports fp8booster)
-import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig, PretrainedConfig
@@ -118,28 +107,7 @@ def train(args: argparse.Namespace) -> list[float]:
     booster = make_booster(args, plugin)
     model, optimizer, *_ = booster.boost(model.train(), optimizer)
 
-    out, done = Path(args.out), 0
-    if args.resume:
-        booster.load_model(model, str(out / "model"))
-        booster.load_optimizer(optimizer, str(out / "optimizer"))
-        done = json.loads((out / "state.json").read_text())["step"]
-
-    losses = []
-    batches = endless(loader, skip=done)
-    for step in range(done, args.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(args, step)
-        losses.append(train_step(args, booster, model, optimizer, next(batches)))
-        if dist.get_rank() == 0:
-            print(f"step {step + 1}/{args.steps}  loss {losses[-1]:.4f}", flush=True)
-        if step + 1 == args.steps or (args.save_every and (step + 1) % args.save_every == 0):
-            booster.save_model(model, str(out / "model"), shard=True, use_safetensors=True)
-            booster.save_optimizer(optimizer, str(out / "optimizer"), shard=True)
-            if dist.get_rank() == 0:
-                config.save_pretrained(out / "model")
-                (out / "state.json").write_text(json.dumps({"step": step + 1}))
-            dist.barrier()
-    return losses
+    return train_and_save(args, booster, model, optimizer, loader, config.save_pretrained)
 
 
 if __name__ == "__main__":

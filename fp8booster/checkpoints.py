@@ -16,6 +16,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from .files import former_of, put_in_place, sync_folder
+from .manifest import write_manifest
 
 _NAME = re.compile(r"\.?(step-(\d{8,}))(\.former)?")
 
@@ -62,6 +63,8 @@ def new_checkpoint(root: Path, step: int, *, keep: int = 0) -> Iterator[Path]:
     _barrier()
     yield partial
     _barrier()
+    if _rank() == 0:
+        write_manifest(partial)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sync_folder(partial)
     _barrier()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.cli.train.tokenizer import train_tokenizer
 from tests.colossal.models import tiny_llama
 from tests.distributed import run_ranks
@@ -60,7 +61,9 @@ def test_pretraining_learns_and_goes_on_from_its_checkpoint(outcomes, folder, na
     (resumed,) = losses_of(outcomes, "resume", name)
     # from other weights, a step would begin at the first loss
     assert resumed < 0.5 * (losses[0] + losses[-1])
-    model, loading = AutoModelForCausalLM.from_pretrained(folder / name / "model", output_loading_info=True)
+    checkpoint = newest_checkpoint(folder / name)
+    assert checkpoint.name == "step-00000005"
+    model, loading = AutoModelForCausalLM.from_pretrained(checkpoint / "model", output_loading_info=True)
     assert not loading["missing_keys"]
     tokens = torch.tensor([list(b"import os")])
     assert model(input_ids=tokens, labels=tokens).loss < losses[0]
@@ -70,7 +73,7 @@ def test_pretraining_learns_and_goes_on_from_its_checkpoint(outcomes, folder, na
 def test_finetuning_learns_answers(outcomes, folder, name) -> None:
     losses = losses_of(outcomes, "finetune", name)
     assert losses[-1] < losses[0]
-    tuned = folder / f"tuned {name}"
+    tuned = newest_checkpoint(folder / f"tuned {name}")
     assert (tuned / "model" / "tokenizer.json").is_file()
     assert json.loads((tuned / "state.json").read_text()) == {"step": 3}
 
@@ -119,8 +122,7 @@ def test_files_that_are_not_as_told_end_it_before_ranks_meet(
     import argparse
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "done").mkdir()
-    (tmp_path / "done" / "state.json").touch()
+    (tmp_path / "done" / "step-00000004").mkdir(parents=True)
     parser = argparse.ArgumentParser()
     parser.add_argument("--data")
     modes.add_arguments(parser)

@@ -14,13 +14,17 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "train.sbatch"
 
 STAND_INS = {
     "scontrol": 'test "$*" = "show hostnames node[3-4]" && printf "node3\\nnode4\\n"',
-    "srun": 'python3 -c "import json, sys; print(json.dumps(sys.argv[1:]))" "threads=$OMP_NUM_THREADS" "$@"',
+    "srun": 'python3 -c "import json, sys; print(json.dumps(sys.argv[1:]))" "threads=$OMP_NUM_THREADS" '
+    '"patience=$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" "$@"',
 }
 
 
 @pytest.fixture
 def started(tmp_path: Path) -> list[str]:
-    """The threads of a process, then what srun is given, in a job of two nodes with 8 GPUs and 64 CPUs each."""
+    """The threads of a process, the seconds it has to save, then what srun is given.
+
+    In a job of two nodes with 8 GPUs and 64 CPUs each.
+    """
     for name, line in STAND_INS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
@@ -45,9 +49,17 @@ def started(tmp_path: Path) -> list[str]:
 
 
 def test_each_node_starts_torchrun_with_all_of_its_cpus(started: list[str]) -> None:
-    threads, *srun = started[: started.index("torchrun")]
+    threads, _, *srun = started[: started.index("torchrun")]
     assert threads == "threads=8"
     assert set(srun) == {"--cpus-per-task=64", "--kill-on-bad-exit=1"}
+
+
+def test_it_is_told_before_the_time_is_up_and_has_most_of_it_to_save(started: list[str]) -> None:
+    (line,) = [line for line in SCRIPT.read_text().splitlines() if "--signal" in line]
+    name, _, seconds = line.removeprefix("#SBATCH --signal=").partition("@")
+    assert name == "TERM"  # which examples/loop.py notes, and torchrun passes on
+    patience = int(started[1].removeprefix("patience="))
+    assert 0.9 * int(seconds) <= patience < int(seconds)
 
 
 def test_the_nodes_meet_at_the_first_one(started: list[str]) -> None:
@@ -62,7 +74,7 @@ def test_what_follows_its_name_goes_to_the_example(started: list[str], monkeypat
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import pretrain
 
-    for module in ("pretrain", "modes"):
+    for module in ("pretrain", "loop", "modes"):
         sys.modules.pop(module)
     args = pretrain.parse(started[started.index("examples/pretrain.py") + 1 :])
     assert args.resume
