@@ -11,6 +11,9 @@ from typing import Any
 from fp8booster.colossal.compat.registry import Patch, mend
 from fp8booster.reading import COPY_AGAIN, faults_named, read_index
 
+_BEING_WRITTEN = "tmp_index_files"
+"""Where stages of a pipeline write, and read, indices of files that lie in the folder above."""
+
 
 @mend(
     module="colossalai.checkpoint_io.index_file",
@@ -27,7 +30,8 @@ def an_index_names_files_of_its_folder(module: ModuleType, patch: Patch) -> None
 
     @functools.wraps(upstream)
     def load(self, json_path: str) -> None:
-        read_index(Path(json_path), COPY_AGAIN)
+        if Path(json_path).parent.name != _BEING_WRITTEN:
+            read_index(Path(json_path), COPY_AGAIN)
         upstream(self, json_path)
 
     patch.set(module.CheckpointIndexFile, "load", load)
