@@ -52,6 +52,6 @@ say "Installing fp8booster beside PyTorch $version"
 constraints=$VENV/constraints.txt
 # The version by which pip knows it, from which PyTorch's own may differ by a suffix such as +cu130.
 installed=$("$python" -c 'from importlib.metadata import version; print(version("torch"))')
-{ cat constraints.txt; echo "torch==$installed"; } >"$constraints"
+{ grep -v '^torch<' constraints.txt; echo "torch==$installed"; } >"$constraints"
 "$python" -m pip install --quiet --constraint "$constraints" --editable '.[dev]'
 "$python" -m pip install --quiet --no-deps colossalai==0.5.0
