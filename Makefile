@@ -7,11 +7,14 @@ ARGS   ?=
 # Processes that share out the test files: ranks of one file wait for each other, and another file's run meanwhile.
 WORKERS ?= 2
 
+# The site is built from sources alone: its environment needs no PyTorch.
+DOCS_VENV ?= .venv-docs
+
 BIN   := $(VENV)/bin
 READY := $(VENV)/.fp8booster-ready
-CODE  := fp8booster tests $(wildcard benchmarks examples)
+CODE  := fp8booster tests $(wildcard benchmarks examples scripts)
 
-.PHONY: help setup train test test-gpu lint format doctor clean
+.PHONY: help setup train test test-gpu lint format docs doctor clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -39,9 +42,18 @@ format: $(READY) ## rewrite the code in the project's style
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
+$(DOCS_VENV)/.ready: pyproject.toml
+	"$(PYTHON)" -m venv "$(DOCS_VENV)"
+	$(DOCS_VENV)/bin/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(DOCS_VENV)/bin/python -m pip install --quiet --group docs
+	@touch $@
+
+docs: $(DOCS_VENV)/.ready ## build the site into site/, strictly, with its links checked
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict $(ARGS)
+
 doctor: $(READY) ## say what this machine can do and what is missing
 	$(BIN)/fp8booster doctor $(ARGS)
 
 clean: ## remove the virtual environment, caches and build output; runs/ stays
-	rm -rf "$(VENV)" build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf "$(VENV)" "$(DOCS_VENV)" site build dist *.egg-info .pytest_cache .ruff_cache
 	find fp8booster tests -name __pycache__ -type d -prune -exec rm -rf {} +
