@@ -1,8 +1,10 @@
 """The amax that came with a tensor, from the kernel that made it, so that a cast need not read the tensor for it.
 
-It is an attribute of the tensor object. A tensor that was computed from it has none, and an in-place change is seen by
-torch's version counter, so a stale amax is never used: who finds none computes it. autograd hands the very object that
-one backward returned to the next, unless it had to add a second gradient to it.
+It is an attribute of the tensor object, together with the tensor's version. A tensor that was computed from it has
+none. One that was changed in place has another version: torch's operations raise it, our kernels and collectives do,
+and `weights.collectives` does so for those of torch.distributed. Who finds no amax that fits computes it. A change
+through `.data`, as a tensor hook may make it, is not seen. autograd hands the very object that one backward returned to
+the next, unless it had to add a second gradient to it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """The FP8 copy of a weight and its transpose, made once and used until the weight changes.
 
-A copy is fresh while no optimizer has stepped, and the weight is the same tensor object with the same storage and
-version counter. The object counts because a weight that is computed anew at each forward (spectral norm,
-`functional_call`) may lie where the last one lay. torch counts in-place changes of a tensor, but not those made through
-`.data`, as optimizers over sharded or flat parameters do; the count of optimizer steps sees these. A change through
-`.data` between two steps, made by hand, is seen by neither: call `forget_weights(model)` after it.
+When that is: `weights.freshness`.
 """
 
 from __future__ import annotations
@@ -14,28 +10,14 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8booster.config import FP8Config
-from fp8booster.kernels.device import current_stream
 from fp8booster.nn.functional import LateWeight, quantize_weight
+from fp8booster.nn.weights.freshness import state_of
 from fp8booster.tensor import QuantizedMatrix
 
 if TYPE_CHECKING:
     from fp8booster.nn.layer import FP8Layer
-
-
-class _Steps:
-    """Counts the steps of every optimizer in this process."""
-
-    count = 0
-
-    @classmethod
-    def add(cls, *_: object) -> None:
-        cls.count += 1
-
-
-register_optimizer_step_post_hook(_Steps.add)
 
 
 def reusable(input: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -57,19 +39,6 @@ def reusable(input: torch.Tensor, weight: torch.Tensor) -> bool:
 def is_captured(tensor: torch.Tensor) -> bool:
     """Whether work on a tensor is being captured into a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def state_of(weight: torch.Tensor, config: FP8Config) -> tuple:
-    """What changes when a copy of the weight is no longer fresh."""
-    # another stream casts anew rather than read a copy that this one may not have finished
-    return (
-        weight.data_ptr(),
-        weight._version,
-        weight.dtype,
-        _Steps.count,
-        config,
-        current_stream(weight),
-    )
 
 
 def wait_for(ready: torch.cuda.Event | None) -> None:

@@ -16,8 +16,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from fp8booster.kernels.adamw import Rates, Shards, update
 
-_COUNTERS = ("torch.profiler", "fp8booster.nn.weight_cache")
-"""Modules whose hooks look at no parameters."""
+COUNTS_STEPS = "fp8_counts_steps"
+"""Attribute of a hook that looks at no parameters."""
 
 
 def why_not(optimizer: Optimizer) -> str | None:
@@ -57,7 +57,9 @@ def has_hooks(optimizer: Optimizer) -> bool:
             torch_optimizer._global_optimizer_post_hooks,
         )
     )
-    return any(getattr(hook, "__module__", None) not in _COUNTERS for hook in hooks)
+    return not all(
+        hasattr(hook, COUNTS_STEPS) or getattr(hook, "__module__", None) == "torch.profiler" for hook in hooks
+    )
 
 
 @torch.no_grad()

@@ -9,17 +9,18 @@ import pytest
 from tests.distributed import run_ranks
 from tests.nn import parallel_checks, ring_checks  # noqa: F401 (importing them registers their checks)
 from tests.nn.rank_registry import CHECKS, run_checks
+from tests.nn.weights import collective_checks  # noqa: F401 (as above)
 
 PARALLEL, RING = "tests.nn.parallel_checks", "tests.nn.ring_checks"
+COLLECTIVES = "tests.nn.weights.collective_checks"
 RING_CHECKS = [name for name, function in CHECKS.items() if function.__module__ == RING]
 
 
 @functools.cache
 def outcomes(ranks: int) -> list[dict[str, str | None]]:
     """What each rank found."""
-    return run_ranks(
-        run_checks, ranks, (PARALLEL, RING) if ranks == 2 else (RING,), timeout=900, preloaded=True
-    )
+    modules = (PARALLEL, RING, COLLECTIVES) if ranks == 2 else (RING,)
+    return run_ranks(run_checks, ranks, modules, timeout=900, preloaded=True)
 
 
 def judge(ranks: int, name: str) -> None:

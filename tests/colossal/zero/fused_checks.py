@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8booster import FP8Config
+from fp8booster import FP8Config, forget_weights
 from fp8booster.colossal.zero import gathered_weights
 from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights
 from fp8booster.kernels.cast import cast_reference
+from fp8booster.nn.functional import quantize_weight
 from fp8booster.nn.fused import merged
 from fp8booster.nn.fused.merged import MergedLayers, merged_layers
 from tests.colossal.zero.runs import CLOSE, assert_same_on_all_ranks, batch, masters, names, wire
@@ -135,3 +136,30 @@ def a_step_that_gives_some_of_the_merged_no_gradient_keeps_their_scale_right() -
     found = group._weight(group.weights)
     assert torch.equal(found.data.view(torch.uint8), data.view(torch.uint8))
     assert torch.equal(found.inverse_scale, inverse_scale)
+
+
+@check
+def weights_changed_by_hand_and_forgotten_are_cast_anew_until_the_next_step() -> None:
+    run = boost(wire(stage=2, fp8_config=FUSED))
+    train(run, steps=1)
+    model = run.model.unwrap()
+    groups = merged_layers(model)
+    with torch.no_grad():
+        for group in groups:
+            for weight in group.weights:
+                weight.data.mul_(2)
+    assert all(group._is_kept_by_engine() for group in groups)  # nobody saw it
+    forget_weights(model)
+    for group in groups:
+        config = group.layers[0].fp8_config
+        expected = quantize_weight(torch.cat(list(group.weights)), config, transposed=True)
+        found = group._weight(group.weights)
+        assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
+        assert torch.equal(found.transpose.view(torch.uint8), expected.transpose.view(torch.uint8))
+        assert torch.equal(found.inverse_scale, expected.inverse_scale)
+        for layer in group.layers:
+            alone = layer.fp8_weight.get(layer.weight, config, transposed=True)
+            expected = quantize_weight(layer.weight, config, transposed=True)
+            assert torch.equal(alone.inverse_scale, expected.inverse_scale)
+    train(run, steps=1)
+    assert all(group._is_kept_by_engine() for group in groups)
