@@ -45,11 +45,16 @@ def test_colossalai_does_not_import_without_the_stand_ins() -> None:
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `run_checks` found on rank 0 of 2, started once for all tests of this file."""
-    return run_ranks(
-        run_checks, 2, str(tmp_path_factory.mktemp("checkpoints")), timeout=900, initialize=False
-    )[0]
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What `run_checks` found on two ranks, started once for all tests of this file."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    return run_ranks(run_checks, 2, folder, timeout=400, initialize=False)
+
+
+@pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])
+def outcome(outcomes: list[dict[str, Any]], request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What each rank found."""
+    return outcomes[request.param]
 
 
 def test_launch_from_torch_joins_ranks_by_gloo(outcome: dict[str, Any]) -> None:

@@ -201,7 +201,7 @@ def run_over_nccl() -> dict[str, str | None]:
 @functools.cache
 def outcomes(ranks: int) -> list[dict[str, str | None]]:
     """What each rank found."""
-    return run_ranks(run_checks, ranks, "cpu", timeout=900, preloaded=True)
+    return run_ranks(run_checks, ranks, "cpu", timeout=120, preloaded=True)
 
 
 @pytest.mark.parametrize("name", [function.__name__ for function in CHECKS])
@@ -216,6 +216,6 @@ def test_on_nccl() -> None:
     """NCCL's own sum of FP8."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    for rank, outcome in enumerate(run_ranks(run_over_nccl, 2, initialize=False, timeout=900)):
+    for rank, outcome in enumerate(run_ranks(run_over_nccl, 2, initialize=False, timeout=300)):
         failed = {name: trace for name, trace in outcome.items() if trace is not None}
         assert not failed, f"rank {rank}: {failed}"

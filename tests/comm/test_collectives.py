@@ -13,7 +13,7 @@ from tests.distributed import run_ranks
 @functools.cache
 def outcomes(ranks: int) -> list[dict[str, str | None]]:
     """What each rank found."""
-    return run_ranks(run_checks, ranks, timeout=900)
+    return run_ranks(run_checks, ranks, timeout=300)
 
 
 @pytest.mark.parametrize("name", CHECKS)

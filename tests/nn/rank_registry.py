@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable
 from importlib import import_module
 
-import pytest
 import torch
-import torch.distributed as dist
 
 from fp8booster import comm
+from tests.distributed import run_each
 
 CHECKS: dict[str, Callable[[], None]] = {}
 
@@ -21,22 +19,13 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def run_checks(modules: tuple[str, ...]) -> dict[str, str | None]:
-    """Run the checks of modules on this rank, up to the first that fails: name to None, or to what went wrong.
-
-    A rank that stops closes its connections, so that the others, which may wait for it, fail at once.
-    """
+def run_checks(modules: tuple[str, ...]) -> None:
+    """Run the checks of modules on this rank, for `check_ranks`."""
     for module in modules:
         import_module(module)
-    outcomes: dict[str, str | None] = dict.fromkeys(CHECKS, "not run: a check before it failed")
-    for name, function in CHECKS.items():
-        torch.manual_seed(0)
-        comm.reset_statistics()
-        try:
-            function()
-            dist.barrier()
-            outcomes[name] = None
-        except (Exception, pytest.fail.Exception):
-            outcomes[name] = traceback.format_exc()
-            break
-    return outcomes
+    run_each(CHECKS, _prepare)
+
+
+def _prepare() -> None:
+    torch.manual_seed(0)
+    comm.reset_statistics()

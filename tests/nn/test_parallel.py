@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from tests.distributed import run_ranks
+from tests.distributed import Outcomes, check_ranks, judge
 from tests.nn import parallel_checks, ring_checks  # noqa: F401 (importing them registers their checks)
 from tests.nn.rank_registry import CHECKS, run_checks
 from tests.nn.weights import collective_checks  # noqa: F401 (as above)
@@ -17,22 +17,17 @@ RING_CHECKS = [name for name, function in CHECKS.items() if function.__module__ 
 
 
 @functools.cache
-def outcomes(ranks: int) -> list[dict[str, str | None]]:
+def outcomes(ranks: int) -> list[Outcomes]:
     """What each rank found."""
     modules = (PARALLEL, RING, COLLECTIVES) if ranks == 2 else (RING,)
-    return run_ranks(run_checks, ranks, modules, timeout=900, preloaded=True)
-
-
-def judge(ranks: int, name: str) -> None:
-    for rank, outcome in enumerate(outcomes(ranks)):
-        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
+    return check_ranks(run_checks, ranks, modules, initialize=True)
 
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_ranks(name: str) -> None:
-    judge(2, name)
+    judge(outcomes(2), name)
 
 
 @pytest.mark.parametrize("name", RING_CHECKS)
 def test_on_four_ranks(name: str) -> None:
-    judge(4, name)
+    judge(outcomes(4), name)

@@ -370,7 +370,7 @@ def ddp_checkpoints_cross(crossing: str) -> None:
         assert_close([writer.loss(batch).item()], [reader.loss(batch).item()], CLOSE)
         assert stale != reader.loss(batch)
     losses = train(reader), train(writer)
-    assert_close(*losses, 2 * CLOSE)
+    assert_close(*losses, 2 * CLOSE, gradients="ZeRO" not in target)
     if source == target:
         assert losses[0] == losses[1]
 

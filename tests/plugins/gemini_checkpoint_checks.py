@@ -103,7 +103,7 @@ def checkpoints_cross(crossing: str) -> None:
             losses = [run.loss(batch).item() for run in (writer, reader)]
         # masters that were loaded lack the bits below BF16
         assert_close(losses[:1], losses[1:], 5e-3)
-    assert_close(train(writer), train(reader), 2e-2)
+    assert_close(train(writer), train(reader), 2e-2, gradients="zero" not in crossing)
 
 
 @check

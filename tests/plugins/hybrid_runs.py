@@ -18,6 +18,7 @@ from fp8booster import convert_to_fp8
 from fp8booster.cli.train.batches import Batches, Layout
 from fp8booster.cli.train.schedule import Schedule
 from tests.colossal.models import tiny_llama
+from tests.plugins.gradients import Losses, first_moments
 from tests.plugins.training import Boosted, boost
 
 # colossalai, which takes seconds to import, is imported on the ranks alone
@@ -199,12 +200,13 @@ def learn(
     """Take the steps `first` to `last` - 1; returns each one's loss over all ranks."""
     group = run.booster.plugin.dp_group
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    losses = []
+    losses = Losses()
     for number, micro_batches in enumerate(batches(first, last, ranks, rank, accumulate), first):
         if schedule is not None:
             for parameters in run.optimizer.param_groups:
                 parameters["lr"] = schedule.rate(number + 1)
         losses.append(sum(run.step(*micro_batches, no_sync=no_sync)) / accumulate)
+        losses.gradients = losses.gradients or first_moments(run)
     return losses
 
 

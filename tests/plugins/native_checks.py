@@ -22,18 +22,18 @@ from tests.plugins.training import (
 )
 
 FP16 = {"precision": "fp16", "initial_scale": 2.0**8}
-OVERFLOWING = {"precision": "fp16", "initial_scale": 2.0**26, "hysteresis": 1}
-"""The first steps of such a run are skipped."""
+OVERFLOWING = {"precision": "fp16", "initial_scale": 2.0**26, "hysteresis": 1, "backoff_factor": 2.0**-9}
+"""The first step of such a run is skipped."""
 
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "stage": [{}],  # every case runs with both
     "precision": [{"precision": "fp32"}, {"precision": "bf16"}, FP16],
-    "initial_scale": [OVERFLOWING],
-    "min_scale": [OVERFLOWING | {"min_scale": 2.0**25}],
+    "initial_scale": [FP16 | {"initial_scale": 2.0**18}],
+    "min_scale": [OVERFLOWING | {"backoff_factor": 2.0**-16, "min_scale": 2.0**17}],
     "growth_factor": [FP16 | {"growth_factor": 4.0, "growth_interval": 1}],
-    "backoff_factor": [OVERFLOWING | {"backoff_factor": 2.0**-9}],
+    "backoff_factor": [OVERFLOWING],
     "growth_interval": [FP16 | {"growth_interval": 1}],
-    "hysteresis": [OVERFLOWING | {"hysteresis": 3}],
+    "hysteresis": [OVERFLOWING | {"hysteresis": 2}],
     "max_scale": [FP16 | {"max_scale": 2.0**9, "growth_interval": 1}],
     "max_norm": [{"max_norm": 0.1}],
     "norm_type": [{"norm_type": 2.0}],

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
-import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
+
+from tests.distributed import run_each
 
 Check = Callable[..., None]
 CHECKS: dict[str, Check] = {}
@@ -52,8 +51,8 @@ def shared_folder(name: str) -> Path:
     return folder
 
 
-def run_checks(modules: list[str], folder: str) -> dict[str, str | None]:
-    """Run the checks of modules on this rank: name to None, or to the traceback."""
+def run_checks(modules: list[str], folder: str) -> None:
+    """Run the checks of modules on this rank, for `check_ranks`."""
     import colossalai
 
     global _shared
@@ -62,16 +61,7 @@ def run_checks(modules: list[str], folder: str) -> dict[str, str | None]:
     colossalai.launch_from_torch(verbose=False)
     checks = [name for module in modules for name in names(module)]
     spare_time()
-    outcomes = {}
-    for name in checks:
-        torch.manual_seed(0)
-        outcomes[name] = None
-        try:
-            CHECKS[name]()
-        except (Exception, pytest.fail.Exception):
-            outcomes[name] = traceback.format_exc()
-        dist.barrier()
-    return outcomes
+    run_each({name: CHECKS[name] for name in checks}, lambda: torch.manual_seed(0))
 
 
 def spare_time() -> None:

@@ -14,6 +14,7 @@ from torch import nn
 import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
 from fp8booster import FP8Config
 from tests.colossal.models import tiny_llama, token_batch
+from tests.plugins.gradients import Losses, assert_same_gradients, first_moments
 
 # colossalai, which takes seconds to import, is imported on the ranks alone
 if TYPE_CHECKING:
@@ -117,9 +118,10 @@ def rank_batches(count: int, **sizes: int) -> list[torch.Tensor]:
 def train(boosted: Boosted, steps: int = 3, micro_batches: int = 1, no_sync: bool = False) -> list[float]:
     """Take steps on `rank_batches`; returns every loss of this rank."""
     batches = rank_batches(steps * micro_batches)
-    losses = []
+    losses = Losses()
     for step in range(steps):
         losses += boosted.step(*batches[step * micro_batches : (step + 1) * micro_batches], no_sync=no_sync)
+        losses.gradients = losses.gradients or first_moments(boosted)
     return losses
 
 
@@ -138,7 +140,14 @@ def assert_trains_equally(expected: Boosted, found: Boosted, **how: Any) -> None
     assert_equal(expected.parameters(), found.parameters())
 
 
-def assert_close(expected: Iterable[float], found: Iterable[float], within: float) -> None:
-    """Relative difference of at most `within`, place by place."""
+def assert_close(
+    expected: Iterable[float], found: Iterable[float], within: float, gradients: bool = True
+) -> None:
+    """Relative difference of at most `within`, place by place; and the same gradients, where both are `Losses`.
+
+    `gradients=False` is for runs that hold other parts of them, or route tokens to other experts.
+    """
     for one, other in zip(expected, found, strict=True):
         assert abs(one - other) <= within * abs(one), (one, other)
+    if gradients and isinstance(expected, Losses) and isinstance(found, Losses):
+        assert_same_gradients(expected.gradients, found.gradients)

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from tests.distributed import run_ranks
+from tests.distributed import Outcomes, check_ranks, judge
 from tests.plugins.registry import names, run_checks
 
 MODULES = {
@@ -35,15 +35,14 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> object:
     """`outcomes(ranks)`: what each of so many ranks found."""
 
     @cache
-    def of(ranks: int) -> list[dict[str, str | None]]:
+    def of(ranks: int) -> list[Outcomes]:
         modules = [f"tests.colossal.zero.{module}" for module in MODULES[ranks]]
         folder = str(tmp_path_factory.mktemp("checkpoints"))
-        return run_ranks(run_checks, ranks, modules, folder, timeout=900, initialize=False, preloaded=True)
+        return check_ranks(run_checks, ranks, modules, folder)
 
     return of
 
 
 @pytest.mark.parametrize(("ranks", "name"), CASES)
 def test_on_ranks(outcomes, ranks: int, name: str) -> None:
-    for rank, outcome in enumerate(outcomes(ranks)):
-        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
+    judge(outcomes(ranks), name)
