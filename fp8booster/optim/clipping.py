@@ -17,7 +17,7 @@ def clipping_divisor(norm: torch.Tensor, loss_scale: float, max_norm: float) -> 
         max_norm: the largest norm that is left as it is.
 
     Returns:
-        [] of the norm's dtype and device, NaN where the norm is.
+        [] of the norm's dtype and device. A norm that is NaN clips nothing: gradients keep their NaN where it is.
     """
     over = (norm / loss_scale + 1e-6) / max_norm
-    return loss_scale * torch.where(over > 1, over, 1.0)  # a NaN stays where it is
+    return loss_scale * torch.where(over > 1, over, 1.0)

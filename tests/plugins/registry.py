@@ -53,13 +53,17 @@ def shared_folder(name: str) -> Path:
 
 def run_checks(modules: list[str], folder: str) -> None:
     """Run the checks of modules on this rank, for `check_ranks`."""
+    run_named([name for module in modules for name in names(module)], folder)
+
+
+def run_named(checks: list[str], folder: str) -> None:
+    """Run checks that were registered on this rank; `folder` is what all ranks see."""
     import colossalai
 
     global _shared
     _shared = Path(folder)
     logging.disable(logging.WARNING)
     colossalai.launch_from_torch(verbose=False)
-    checks = [name for module in modules for name in names(module)]
     spare_time()
     run_each({name: CHECKS[name] for name in checks}, lambda: torch.manual_seed(0))
 
