@@ -318,7 +318,7 @@ def each_parameter_group_keeps_its_own_rate() -> None:
     for name in before:
         assert torch.equal(before[name], after[name]) == (before[name].dim() == 1), name
     losses = train(boost(wire()))
-    assert_close(train(runs[2]), losses, 3 * CLOSE)
+    assert_close(train(runs[2]), losses, 3 * CLOSE, gradients=False)  # another order of parameters
 
 
 @check_each(*STAGES)

@@ -201,6 +201,7 @@ def load_with(run: Boosted, folder: Path, change: Callable[[Path, Path], object]
     """Load masters after rank 0 has changed the files of ranks 0 and 1."""
     from fp8booster.colossal.zero.master_weights import load_master_weights
 
+    dist.barrier()  # no rank still reads them
     if dist.get_rank() == 0:
         change(*sorted(folder.glob("rank-*-of-00002.safetensors")))
     dist.barrier()
