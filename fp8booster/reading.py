@@ -8,17 +8,25 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 from zipfile import BadZipFile
 
+from .version import __version__
+
 Kind = type | tuple[type, ...]
 
 COPY_AGAIN = "copy the checkpoint again, or take another"
 """What to do about a part of a checkpoint that is missing or damaged."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another package says, in a line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].strip().rstrip(".:")
+
 
 _WORDS = {
     int: "a whole number",
@@ -68,6 +76,16 @@ def require_fields(record: Mapping[str, Any], name: str, fields: Mapping[str, Ki
         if not is_of(record[field], kind):
             raise ValueError(
                 f"{field!r} in {name} is {_kind_of(record[field])} where {_kind(kind)} belongs; {remedy}."
+            )
+
+
+def require_known(record: Mapping[str, Any], name: str, known: Collection[str]) -> None:
+    """Raise ValueError for a field that this version of fp8booster would leave unread."""
+    for field in record:
+        if field not in known:
+            raise ValueError(
+                f"{name} has {field!r}, which fp8booster {__version__} does not know; use the version of fp8booster "
+                "that wrote it."
             )
 
 

@@ -12,18 +12,18 @@ What was left becomes a run of its own in `abandoned-<its first step>-<number>` 
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from fp8booster.checkpoints import checkpoints_in, named_step
+from fp8booster.reading import read_record, require_fields
 
 from .checkpoint import step_of
-from .options import TrainOptions
-from .resume import RUN_FILE, write_run_file
+from .resume import read_run_file, write_run_file
+from .summary import REMOVE
 from .task import Task
 
 _SUMMARY = ("summary.md", "loss.png", "summary.json")
@@ -46,10 +46,11 @@ def left_behind(checkpoint: Path, folder: Path) -> list[Path]:
     checkpoints = [path for path in checkpoints_in(folder / "checkpoints") if named_step(path) > shared]
     found = sorted(checkpoints, reverse=True)
     result = folder / "result.json"
-    if _last_step(result, lambda values: values["step"]) > shared:
+    if _last_step(result, {"step": int}, lambda values: values["step"]) > shared:
         found.append(result)
     run = folder.parent
-    if _last_step(run / "summary.json", lambda values: _summed_up(values, folder.name)) > shared:
+    summary = run / "summary.json"
+    if _last_step(summary, {"columns": list}, lambda values: _summed_up(values, folder.name)) > shared:
         found += [run / name for name in _SUMMARY if (run / name).exists()]
     return found
 
@@ -84,16 +85,19 @@ def _shared_steps(checkpoint: Path, folder: Path) -> int:
     return step_of(checkpoint) if is_own(checkpoint, folder) else 0
 
 
-def _last_step(file: Path, read: Callable[[dict[str, Any]], int]) -> int:
-    try:
-        return read(json.loads(file.read_text()))
-    except FileNotFoundError:
-        return 0
+def _last_step(file: Path, fields: Mapping[str, type], read: Callable[[dict[str, Any]], int]) -> int:
+    """The last step that a file tells of; 0: there is none."""
+    return read(read_record(file, fields, REMOVE)) if file.exists() else 0
 
 
 def _summed_up(summary: dict[str, Any], precision: str) -> int:
     """Steps of one precision that a summary tells of; 0: none."""
-    return sum(column["steps"] for column in summary["columns"] if column["precision"] == precision)
+    columns = summary["columns"]
+    for column in columns:
+        if not isinstance(column, dict):
+            raise ValueError(f"A column of summary.json is no object; {REMOVE}.")
+        require_fields(column, "A column of summary.json", {"precision": str, "steps": int}, REMOVE)
+    return sum(column["steps"] for column in columns if column["precision"] == precision)
 
 
 def _new_folder(run: Path, first: int) -> Path:
@@ -102,6 +106,6 @@ def _new_folder(run: Path, first: int) -> Path:
 
 
 def _copy_run_file(run: Path, aside: Path, precision: str) -> None:
-    about = json.loads((run / RUN_FILE).read_text())
-    options = TrainOptions.from_mapping(about.pop("options"))
+    about, options = read_run_file(run)
+    del about["options"]
     write_run_file(dataclasses.replace(options, precision=precision, out=str(aside)), about)

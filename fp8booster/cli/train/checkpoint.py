@@ -27,7 +27,8 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
 
-from fp8booster.checkpoints import new_checkpoint, newest_checkpoint
+from fp8booster.checkpoints import named_step, new_checkpoint, newest_checkpoint
+from fp8booster.reading import COPY_AGAIN, faults_named, read_index, read_record, require_known
 
 from .options import TrainOptions
 
@@ -40,6 +41,8 @@ _WITH_MASTERS = ("low_level_zero", "hybrid")
 """The plugins whose optimizers keep masters that `save_master_weights` reads."""
 
 _STATE = "state.json"
+_FIELDS = {"step": int, "position": int, "world_size": int, "precision": str, "tokens": str, "options": dict}
+_COUNTS = ("step", "position", "world_size")
 _MODEL_INDEX = "model.safetensors.index.json"
 
 
@@ -65,13 +68,23 @@ def is_checkpoint(folder: Path) -> bool:
 
 def step_of(checkpoint: Path) -> int:
     """Optimizer steps done when the checkpoint was written."""
-    return json.loads((checkpoint / _STATE).read_text())["step"]
+    return read_state(checkpoint).step
 
 
 def read_state(checkpoint: Path) -> State:
-    """Where the run stood when the checkpoint was written."""
-    values = json.loads((checkpoint / _STATE).read_text())
-    return State(**{**values, "options": TrainOptions.from_mapping(values["options"])})
+    """Where the run stood when the checkpoint was written. Raises ValueError for a file that does not say so."""
+    file = checkpoint / _STATE
+    values = read_record(file, _FIELDS, COPY_AGAIN)
+    require_known(values, str(file), _FIELDS)
+    named = named_step(checkpoint)
+    if named not in (None, values["step"]):
+        raise ValueError(f"{file} is of step {values['step']}, and its folder of step {named}; {COPY_AGAIN}.")
+    if values["precision"] not in ("bf16", "fp8") or min(values[name] for name in _COUNTS) < 0:
+        raise ValueError(
+            f"{file} tells of no run ({json.dumps({**values, 'options': '...'})}); {COPY_AGAIN}."
+        )
+    options = TrainOptions.from_file(values["options"], file, COPY_AGAIN)
+    return State(**{**values, "options": options})
 
 
 def save_checkpoint(
@@ -132,17 +145,21 @@ def load_checkpoint(
     if engine.name in _WITH_MASTERS:
         load_master_weights(model.unwrap(), optimizer, checkpoint / "masters")
     if state.world_size == dist.get_world_size():
-        _set_random_state(torch.load(checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt"), model)
+        with faults_named():
+            state_of_rank = torch.load(
+                checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt", weights_only=True
+            )
+        _set_random_state(state_of_rank, model)
     dist.barrier()  # the run's folder may change after this: no rank reads it any more, and none has failed to
     return state
 
 
 def _check_shapes(checkpoint: Path, here: dict[str, list[int]], tied: Collection[str]) -> None:
     folder = checkpoint / "model"
-    files = set(json.loads((folder / _MODEL_INDEX).read_text())["weight_map"].values())
+    files = set(read_index(folder / _MODEL_INDEX, COPY_AGAIN)["weight_map"].values())
     saved: dict[str, list[int]] = {}
     for file in files:
-        with safe_open(folder / file, framework="pt") as tensors:
+        with faults_named(folder / file), safe_open(folder / file, framework="pt") as tensors:
             saved.update({name: tensors.get_slice(name).get_shape() for name in tensors.keys()})  # noqa: SIM118
     absent = set(tied) - set(saved)  # plugins that shard models save a tied weight under one name
     for name in sorted({*saved, *here} - absent):

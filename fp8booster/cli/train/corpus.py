@@ -62,8 +62,12 @@ def open_corpus(data: str | None, text_column: str, cache: Path) -> Corpus:
                 f"The folder {data} holds no {', '.join((*_TEXT_SUFFIXES, *_TABLES))} file and is no saved dataset; "
                 "point --data at the text."
             )
-    else:
+    elif path.is_file():
         files = [path]
+    else:
+        raise ValueError(
+            f"--data {data} is a pipe or a device, and text is read more than once; write it to a file and give that."
+        )
     return _files_corpus(data, files, text_column, cache)
 
 

@@ -6,8 +6,10 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 from fp8booster.files import write_whole
+from fp8booster.reading import parse_record, require_known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,14 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[StepMetrics]:
     """The lines of a `metrics.jsonl`, a last one that a kill cut short left out."""
     lines = path.read_text().split("\n")
-    return [StepMetrics(**json.loads(line)) for line in lines[:-1]]
+    return [_metrics(line, f"Line {number} of {path}") for number, line in enumerate(lines[:-1], 1)]
+
+
+def _metrics(line: str, name: str) -> StepMetrics:
+    remedy = "put it right, or move the file away: the run's curve begins anew then"
+    values = parse_record(line, name, get_type_hints(StepMetrics), remedy)
+    require_known(values, name, get_type_hints(StepMetrics))
+    return StepMetrics(**values)
 
 
 def _line(metrics: StepMetrics) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from fp8booster.reading import faults_named, first_line, read_index, read_record
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -157,13 +161,20 @@ def folder_config(folder: str) -> PretrainedConfig:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
+    file = Path(folder) / "config.json"
+    remedy = "it must be JSON with the model_type of a causal language model (save it with save_pretrained)"
+    record = read_record(file, {}, remedy)
+    _require_sizes(record, file)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError):
-        raise ValueError(
-            f"{Path(folder) / 'config.json'} is not a config that transformers knows; it must be JSON with the "
-            "model_type of a causal language model (save it by save_pretrained)."
-        ) from None
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception:  # transformers raises many types for what it cannot parse
+        if "auto_map" in record:
+            raise ValueError(
+                f"{file} names code of its own (auto_map), which fp8booster does not run; give a model of a type that "
+                "transformers has."
+            ) from None
+        _require_heads(record, file)  # transformers 5 looks itself, and says less
+        raise ValueError(f"{file} is not a config that transformers knows; {remedy}.") from None
     if (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         or config.is_encoder_decoder
@@ -181,6 +192,77 @@ def folder_config(folder: str) -> PretrainedConfig:
             "language model, as llama or qwen2."
         )
     return config
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "intermediate_size",
+    "head_dim",
+    "max_position_embeddings",
+)
+"""Fields of a config that count something, under the names that transformers has for those of all models."""
+
+
+_ROTARY = ("rope_theta", "rope_parameters", "partial_rotary_factor")
+
+
+def _require_sizes(config: Mapping[str, Any], file: Path) -> None:
+    """Raise ValueError for fields that count nothing."""
+    for name in _SIZES:
+        size = config.get(name)
+        if size is not None and (type(size) is not int or size < 1):
+            raise ValueError(f"{name} in {file} is {size!r}; it must be a whole number of at least 1.")
+
+
+def _require_heads(config: Mapping[str, Any], file: Path) -> None:
+    """Raise ValueError for heads that do not divide what is theirs, in models with rotary embeddings."""
+    heads, shared, head, hidden, theta, parameters, partial = (
+        config.get(name)
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", *_ROTARY)
+    )
+    if not heads or not hidden or not (theta or parameters):
+        return
+    if not head and hidden % heads:
+        raise ValueError(
+            f"hidden_size in {file} is {hidden}, which its {heads} num_attention_heads do not divide; change one."
+        )
+    if shared and heads % shared:
+        raise ValueError(
+            f"num_attention_heads in {file} is {heads}, no multiple of its {shared} num_key_value_heads; change one."
+        )
+    if head and head % 2 and not partial:
+        raise ValueError(f"head_dim in {file} is {head}; rotary embeddings need an even one.")
+
+
+def require_buildable(folder: str) -> None:
+    """Raise ValueError for a folder whose config no model can be built from, or whose weights are indexed elsewhere.
+
+    The model is built without memory for its weights.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config, file = folder_config(folder), Path(folder) / "config.json"
+    fields = {name: getattr(config, name, None) for name in (*_SIZES, *_ROTARY)}
+    _require_sizes(fields, file)
+    if "head_dim" not in read_record(file, {}, "save it again"):
+        fields["head_dim"] = None  # what transformers makes of the others
+    _require_heads(fields, file)
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
+    except Exception as error:  # whatever a model's code meets in a config that nobody checked
+        raise ValueError(
+            f"transformers builds no model from {file} ({type(error).__name__}: {first_line(error)}); correct the "
+            "config."
+        ) from None
+    for name in _WEIGHT_FILES:
+        index = Path(folder) / name
+        if name.endswith(".index.json") and index.is_file():
+            read_index(index, "copy the model again")
 
 
 def _is_encoder(config: PretrainedConfig) -> bool:
@@ -219,27 +301,47 @@ def build_model(
 
     if is_folder(model) and has_weights(model):
         try:
-            network = AutoModelForCausalLM.from_pretrained(
-                model, config=config, torch_dtype=dtype, attn_implementation="sdpa", local_files_only=True
-            )
+            network = _load_weights(model, config, dtype)
         except SafetensorError as error:
             raise ValueError(
                 f"The weights in {model} cannot be read ({error}); copy or save them again."
             ) from None
         except RuntimeError as error:
-            if "size mismatch" not in str(error):
+            if "mismatch" not in str(error):
                 raise
             raise ValueError(
-                f"The weights in {model} do not fit its config.json ({str(error).splitlines()[-1].strip()}); save both "
-                "again, together."
+                f"The weights in {model} do not fit its config.json (size mismatch); save both again, together."
             ) from None
         network = network.to(device)
     else:
         with device:
-            network = AutoModelForCausalLM.from_config(config, torch_dtype=dtype, attn_implementation="sdpa")
+            network = AutoModelForCausalLM.from_config(
+                config, torch_dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            )
     if checkpointing:
         network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return network.train()
+
+
+def _load_weights(folder: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    with faults_named(remedy="copy the model again"):
+        try:
+            return AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                torch_dtype=dtype,
+                attn_implementation="sdpa",
+                local_files_only=True,
+                trust_remote_code=False,
+            )
+        except OSError as error:
+            # transformers answers what torch does not load with a guess at TensorFlow
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, pickle.UnpicklingError):
+                cause = cause.__context__
+            raise cause or error from None
 
 
 def round_up(value: int, multiple: int) -> int:

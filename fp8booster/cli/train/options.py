@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from fp8booster.reading import require_fields, require_known
 
 from .batches import Layout
 from .parallel import Parallel
@@ -125,6 +129,27 @@ class TrainOptions:
         return cls(
             **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         )
+
+    @classmethod
+    def from_file(cls, values: dict[str, Any], file: Path, remedy: str) -> TrainOptions:
+        """`from_mapping` of what `file` holds. Raises ValueError for options that are none, or not of their type."""
+        name = str(file)
+        known = {field: _json_types(hint) for field, hint in get_type_hints(cls).items()}
+        require_known(values, name, known)
+        require_fields(values, name, {field: known[field] for field in values}, remedy)
+        for pairs in ("plugin_options", "fp8_options"):
+            if not all(isinstance(pair, str) for pair in values.get(pairs, ())):
+                raise ValueError(f"{pairs!r} in {name} are not all text; {remedy}.")
+        try:
+            return cls.from_mapping(values)
+        except ValueError as error:
+            raise ValueError(f"The options in {name} are wrong ({error}); {remedy}.") from None
+
+
+def _json_types(hint: Any) -> tuple[type, ...]:
+    """The types of an option's value in JSON."""
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return tuple(list if get_origin(kind) is tuple else kind for kind in kinds)
 
 
 def _at_least(least: float) -> tuple[Callable[[Any], bool], str]:

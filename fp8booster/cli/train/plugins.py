@@ -18,6 +18,7 @@ from fp8booster.kernels.device import require_fp8
 
 from .options import PRECISIONS, TrainOptions
 from .parallel import PLUGINS, suggestion
+from .plugin_options import require_value
 from .schedules import with_chunks, with_schedule
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ _OWN_FLAGS = {
     "fp8_config": "--fp8-option",
 }
 """Arguments of plugins that another flag sets."""
+
+_LONGEST = 1000
+"""Characters of a value: Python's parser is no place for more."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": E4M3, "e5m2": E5M2}
 
@@ -100,24 +104,30 @@ def _plugin_arguments(options: TrainOptions, plugin_class: type[Plugin]) -> dict
         key = pair.partition("=")[0]
         if key in _OWN_FLAGS:
             raise ValueError(f"The plugin's option {key!r} is set by {_OWN_FLAGS[key]}; use that.")
-    known = [name for name in _constructor_arguments(plugin_class) if name not in _OWN_FLAGS]
-    arguments = _parse_pairs(options.plugin_options, "--plugin-option", f"The plugin {options.plugin}", known)
+    known = {
+        name: argument
+        for name, argument in _constructor_arguments(plugin_class).items()
+        if name not in _OWN_FLAGS
+    }
+    owner = f"The plugin {options.plugin}"
+    arguments = _parse_pairs(options.plugin_options, "--plugin-option", owner, list(known))
+    for name, value in arguments.items():
+        require_value(known[name], value)
     return with_chunks(arguments, options.parallel)
 
 
-def _constructor_arguments(plugin_class: type) -> list[str]:
+def _constructor_arguments(plugin_class: type) -> dict[str, inspect.Parameter]:
     """Named arguments of a constructor, and of those above it that it passes `**kwargs` to."""
-    names: list[str] = []
+    found: dict[str, inspect.Parameter] = {}
     for ancestor in plugin_class.__mro__:
         if "__init__" not in vars(ancestor):
             continue
         parameters = list(inspect.signature(ancestor.__init__).parameters.values())[1:]
-        names += [
-            each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        ]
+        named = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        found = {each.name: each for each in named} | found
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             break
-    return names
+    return found
 
 
 def _parse_pairs(pairs: tuple[str, ...], flag: str, owner: str, known: list[str]) -> dict[str, Any]:
@@ -132,6 +142,10 @@ def _parse_pairs(pairs: tuple[str, ...], flag: str, owner: str, known: list[str]
             raise ValueError(f"{flag} {pair!r} has no '='; write it as key=value.")
         if key not in known:
             raise ValueError(f"{owner} has no option {key!r}; {suggestion(key, known)}")
+        if len(text) > _LONGEST:
+            raise ValueError(
+                f"{flag} {key} has a value of {len(text)} characters; give one of at most {_LONGEST}."
+            )
         arguments[key] = _parse(text)
     return arguments
 
@@ -143,7 +157,7 @@ def _parse(text: str) -> Any:
         return text == "true"
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text
 
 

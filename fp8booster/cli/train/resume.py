@@ -11,6 +11,7 @@ from typing import Any
 
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.files import write_whole
+from fp8booster.reading import read_record
 
 from .checkpoint import is_checkpoint, read_state
 from .options import PRECISIONS, TrainOptions
@@ -45,8 +46,7 @@ def find_resume(folder: str) -> Resume:
         options = dataclasses.replace(state.options, precision=state.precision, out=out)
         return Resume(options, {state.precision: folder})
     if (path / RUN_FILE).is_file():
-        about = json.loads((path / RUN_FILE).read_text())
-        options = TrainOptions.from_mapping(about["options"])
+        about, options = read_run_file(path)
         checkpoints = {}
         for precision in PRECISIONS[options.precision]:
             newest = newest_checkpoint(path / precision / "checkpoints")
@@ -59,6 +59,17 @@ def find_resume(folder: str) -> Resume:
         f"{folder} is neither a run nor a checkpoint; --resume takes a run's folder (with {RUN_FILE}) or one of its "
         "checkpoints (step-...)."
     )
+
+
+def read_run_file(run: Path) -> tuple[dict[str, Any], TrainOptions]:
+    """What a run's folder says of it, and its options. Raises ValueError where the file does not say them."""
+    file = run / RUN_FILE
+    remedy = "put it right, or --resume one of the run's checkpoints (step-...) with another --out"
+    about = read_record(file, {"options": dict}, remedy)
+    origins = about.get(_ORIGINS, {})
+    if not isinstance(origins, dict) or not all(isinstance(path, str) for path in origins.values()):
+        raise ValueError(f"{_ORIGINS!r} in {file} is no object of paths; {remedy}.")
+    return about, TrainOptions.from_file(about["options"], file, remedy)
 
 
 def _origin(run: str, checkpoint: str) -> str:

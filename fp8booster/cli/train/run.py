@@ -19,7 +19,7 @@ from .branches import is_own, left_behind
 from .checkpoint import step_of
 from .defaults import resolve
 from .launch import Interrupts, is_launched, is_main, ranks, run_workers
-from .models import is_folder, load_config, require_divisible_heads
+from .models import is_folder, load_config, require_buildable, require_divisible_heads
 from .options import PRECISIONS, TrainOptions
 from .plot import plot_losses
 from .plugins import check_plugin
@@ -52,6 +52,8 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     if trapping is not None and is_main():
         Console(stderr=True, soft_wrap=True, highlight=False).print(trapping)
     check_plugin(options)
+    if is_folder(options.model):
+        require_buildable(options.model)
     options = resolve(options, is_launched())
     with _held(Path(options.out), new=resume is None) if is_main() else nullcontext():
         return _run(options, checkpoints, command, sorted(given.keys() - _CHANGED_AT_ANY_TIME))

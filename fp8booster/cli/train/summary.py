@@ -19,6 +19,7 @@ from rich.table import Table
 
 from fp8booster.files import write_whole
 from fp8booster.listing import first_of
+from fp8booster.reading import read_record
 from fp8booster.version import __version__
 
 from .metrics import StepMetrics, read_metrics
@@ -26,6 +27,16 @@ from .options import TrainOptions
 
 _LAST = 0.05  # share of the steps whose mean is the final loss
 _NAMED = 4  # layers that a line names
+REMOVE = "remove the file; --resume of the run writes it anew"
+"""What to do about a file that tells of a run and is wrong."""
+
+_RESULT = {
+    "world_size": int,
+    "peak_memory": int,
+    "parameters": int,
+    "layers": list,
+    "traffic": list,
+}
 _PACKAGES = ("torch", "colossalai", "transformers")
 
 
@@ -69,7 +80,7 @@ class Column:
 def read_column(folder: Path, precision: str) -> tuple[Column, list[StepMetrics]]:
     """The figures and the metrics of a finished run in `folder`/`precision`."""
     metrics = read_metrics(folder / precision / "metrics.jsonl")
-    result = json.loads((folder / precision / "result.json").read_text())
+    result = read_record(folder / precision / "result.json", _RESULT, REMOVE)
     last = metrics[-max(1, round(len(metrics) * _LAST)) :]
     column = Column(
         precision=precision,

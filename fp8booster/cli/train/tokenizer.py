@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fp8booster.reading import first_line
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -34,11 +36,19 @@ def folder_identity(folder: str) -> str:
 def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     """The tokenizer kept in a folder.
 
-    Raises ValueError when it has no end-of-text token to part documents with.
+    Raises ValueError when transformers cannot read it, or it has no end-of-text token to part documents with.
     """
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (
+        Exception
+    ) as error:  # transformers and tokenizers raise many types for a file that they cannot parse
+        raise ValueError(
+            f"The tokenizer in {folder} cannot be read ({first_line(error)}); save it again there (save_pretrained), "
+            "without code of its own."
+        ) from None
     if tokenizer.eos_token_id is None:
         raise ValueError(f"The tokenizer in {folder} has no eos_token; set one and save the tokenizer again.")
     return tokenizer

@@ -12,6 +12,9 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
+from fp8booster.files import put_in_place, sync_folder
+from fp8booster.reading import read_record
+
 from .corpus import Corpus, open_corpus
 from .models import is_folder
 from .options import TrainOptions
@@ -38,9 +41,12 @@ class TokenFile:
 
     def open(self) -> np.ndarray:
         """The ids  [count], mapped from disk."""
-        return np.memmap(
-            self.folder / "tokens.bin", dtype=_dtype(self.vocabulary), mode="r", shape=(self.count,)
-        )
+        return np.memmap(self.ids, dtype=_dtype(self.vocabulary), mode="r", shape=(self.count,))
+
+    @property
+    def ids(self) -> Path:
+        """The file of token ids."""
+        return self.folder / "tokens.bin"
 
     @property
     def tokenizer(self) -> Path:
@@ -67,9 +73,16 @@ def prepare_tokens(options: TrainOptions, tell: Callable[[str], None]) -> TokenF
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
             _make(partial, corpus, options, own, tell)
-            partial.rename(folder)
-    facts = json.loads((folder / "tokens.json").read_text())
-    return TokenFile(folder, corpus.name, identity, facts["vocabulary"], facts["count"])
+            sync_folder(partial)
+            put_in_place(partial, folder)
+    remedy = f"remove the folder {folder}, which is made anew then"
+    facts = read_record(folder / "tokens.json", {"vocabulary": int, "count": int}, remedy)
+    file = TokenFile(folder, corpus.name, identity, facts["vocabulary"], facts["count"])
+    expected = file.count * np.dtype(_dtype(file.vocabulary)).itemsize
+    found = file.ids.stat().st_size if file.ids.exists() else 0
+    if found != expected or not file.tokenizer.is_dir():
+        raise ValueError(f"{file.ids} has {found} bytes of {expected}, or its tokenizer is gone; {remedy}.")
+    return file
 
 
 def _make(

@@ -223,3 +223,33 @@ def test_another_runs_last_checkpoint_leaves_nothing_to_sum_up(out, tmp_path):
 def test_a_run_that_is_asked_to_end_at_an_earlier_checkpoint_is_not_finished(out):
     assert _is_finished(str(checkpoint_at(out, LAST)), out / "fp8", LAST)
     assert not _is_finished(str(checkpoint_at(out, 3)), out / "fp8", 3)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("fp8/result.json", "[]", r"result\.json holds a list where an object belongs; remove the file"),
+        (
+            "fp8/result.json",
+            '{"step": null}',
+            r"'step' in .*result\.json is null where a whole number belongs",
+        ),
+        ("summary.json", '{"columns": [1]}', r"summary\.json is no object; remove the file"),
+        ("summary.json", '{"columns": [{"steps": 1}]}', r"summary\.json has no 'precision'; remove the file"),
+    ],
+)
+def test_a_result_that_is_wrong_is_named_with_the_remedy(out, file, text, says):
+    (out / file).write_text(text)
+    with pytest.raises(ValueError, match=says):
+        left_behind(checkpoint_at(out, 3), out / "fp8")
+
+
+@pytest.mark.parametrize("line", ["{}", "nan", '{"step": 1}'])
+def test_a_line_of_figures_that_is_wrong_is_named(out, line):
+    file = out / "fp8" / "metrics.jsonl"
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n")
+    with pytest.raises(
+        ValueError, match=r"Line 3 of .*metrics\.jsonl .*; put it right, or move the file away"
+    ):
+        read_metrics(file)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sysconfig
 from pathlib import Path
 
@@ -84,3 +85,10 @@ def test_what_cannot_be_read_is_told(tmp_path, cache):
     folder.mkdir()
     with pytest.raises(ValueError, match=r"holds no \.txt"):
         read(folder, cache)
+
+
+def test_a_pipe_is_told_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path(os.devnull)):
+        with pytest.raises(ValueError, match=f"--data {path} is a pipe or a device, and text is read more"):
+            open_corpus(str(path), "text", tmp_path)

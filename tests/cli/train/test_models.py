@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8booster.cli.train.models import SIZES, build_model, is_folder, load_config, require_divisible_heads
+from fp8booster.cli.train.models import (
+    SIZES,
+    build_model,
+    is_folder,
+    load_config,
+    require_buildable,
+    require_divisible_heads,
+)
+from tests.colossal.models import tiny_llama
+from tests.colossal.payload import Payload
 
 
 @pytest.mark.parametrize(
@@ -65,7 +74,7 @@ def test_a_config_that_is_no_causal_language_model_is_told(tmp_path):
 
     for text in ("{nope", "{}", json.dumps({"model_type": "no-such-model"})):
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(ValueError, match=r"config\.json is not a config that transformers knows") as told:
+        with pytest.raises(ValueError, match=r"config\.json is not .* model_type") as told:
             load_config(str(tmp_path), 300, 64)
         assert len(str(told.value)) < 300
     T5Config().save_pretrained(tmp_path)
@@ -132,3 +141,93 @@ def test_heads_that_ranks_cannot_divide_are_told():
         ValueError, match="has 4 key value heads, which --tp 8 cannot divide; give another --tp"
     ):
         require_divisible_heads(load_config("1b", 32000, 64), 8, "--tp")
+
+
+def folder_with(folder: Path, **changes: object) -> str:
+    """A LLaMA's config with some fields set anew."""
+    tiny_llama().config.save_pretrained(folder)
+    values = json.loads((folder / "config.json").read_text())
+    values.pop("head_dim", None)
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"num_attention_heads": 0},
+            r"num_attention_heads in .*config\.json is 0; it must be a whole",
+        ),
+        (
+            {"num_attention_heads": 7},
+            r"hidden_size in .* is 64, which its 7 num_attention_heads do not divide",
+        ),
+        (
+            {"num_attention_heads": 4, "num_key_value_heads": 3},
+            "is 4, no multiple of its 3 num_key_value_heads",
+        ),
+        ({"num_hidden_layers": 0}, "num_hidden_layers in .* is 0; it must be a whole number of at least 1"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers in .* is 'two'; it must be"),
+        ({"hidden_act": "sillu"}, r"transformers builds no model from .*config\.json \(KeyError: .*sillu"),
+        (
+            {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}},
+            r"transformers builds no model from .*spiral",
+        ),
+        ({"head_dim": 15}, "head_dim in .* is 15; rotary embeddings need an even one"),
+    ],
+    ids=str,
+)
+def test_a_config_that_no_model_can_be_built_from_is_told_before_ranks_start(tmp_path, changes, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        require_buildable(folder_with(tmp_path, **changes))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"head_dim": 20}, {"num_attention_heads": 4, "num_key_value_heads": 2}]
+)
+def test_a_config_that_a_model_can_be_built_from_is_taken(tmp_path, changes):
+    require_buildable(folder_with(tmp_path, **changes))
+
+
+@pytest.mark.parametrize("text", ["null", "[]", "{", "", '{"model_type": 3}', '{"model_type": "llama2"}'])
+def test_a_config_that_is_none_is_told(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json .*save it with save_pretrained"):
+        require_buildable(str(tmp_path))
+
+
+def test_code_that_comes_with_a_model_is_not_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks on the terminal"))
+    classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
+    folder = folder_with(tmp_path, auto_map=classes, model_type="own")
+    with pytest.raises(
+        ValueError, match=r"names code of its own \(auto_map\), which fp8booster does not run"
+    ):
+        require_buildable(folder)
+    # of a type that transformers has: its own code is taken
+    folder = folder_with(tmp_path, auto_map=classes)
+    require_buildable(folder)
+    model = build_model(folder, load_config(folder, 64, 32), torch.device("cpu"), checkpointing=False)
+    assert type(model).__module__ == "transformers.models.llama.modeling_llama"
+
+
+def test_weights_indexed_elsewhere_are_refused(tmp_path):
+    folder = folder_with(tmp_path)
+    index = {"weight_map": {"lm_head.weight": "../model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="names a file outside of its folder"):
+        require_buildable(folder)
+
+
+def test_code_among_weights_does_not_run_and_is_not_recommended(tmp_path):
+    folder = folder_with(tmp_path)
+    torch.save({"lm_head.weight": Payload(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        ValueError, match=r"pytorch_model\.bin asks for posix\.mkdir.* do not trust"
+    ) as caught:
+        build_model(folder, load_config(folder, 64, 32), torch.device("cpu"), checkpointing=False)
+    assert "weights_only" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()

@@ -6,7 +6,16 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.plugins import build_plugin, check_plugin, fp8_config
+from fp8booster.cli.train.parallel import PLUGINS
+from fp8booster.cli.train.plugin_options import _types, require_value
+from fp8booster.cli.train.plugins import (
+    _OWN_FLAGS,
+    _constructor_arguments,
+    _plugin_class,
+    build_plugin,
+    check_plugin,
+    fp8_config,
+)
 from tests.colossal.models import tiny_llama
 
 
@@ -39,6 +48,63 @@ def test_a_wrong_option_is_told_with_close_ones(options, says):
         options = {"plugin": "hybrid", **options}
     with pytest.raises(ValueError, match=says):
         check_plugin(TrainOptions(**options))
+
+
+NO_OBJECT = "is an object of Python's; it can be set in a script alone"
+
+
+@pytest.mark.parametrize(
+    ("plugin", "option", "says"),
+    [
+        ("low_level_zero", "reduce_bucket_size_in_m=-1", "is -1; it must be at least 1"),
+        ("low_level_zero", "cpu_offload=banana", "is 'banana'; it must be true or false"),
+        ("low_level_zero", "cpu_offload=1", "is 1; it must be true or false"),
+        ("low_level_zero", "initial_scale=text", "is 'text'; it must be a number"),
+        ("low_level_zero", "initial_scale=1e999", "is inf; it must be above 0"),
+        ("low_level_zero", f"max_scale=-{10**500}", "it must be above 0"),
+        ("low_level_zero", "hysteresis=2.5", "is 2.5; it must be a whole number"),
+        ("low_level_zero", "hysteresis=true", "is True; it must be a whole number"),
+        ("low_level_zero", "communication_dtype=e4m3", "it must be bf16, fp16 or fp32"),
+        ("low_level_zero", "communication_dtype=float", "is 'float'; it must be bf16, fp16 or fp32 or None"),
+        ("low_level_zero", "extra_dp_size=0", "is 0; it must be at least 1"),
+        ("gemini", "placement_policy=dynamic", "is 'dynamic'; it must be static or auto"),
+        ("gemini", "offload_optim_frac=1.5", "is 1.5; it must be from 0 to 1"),
+        ("gemini", "offload_optim_frac=nan", "is 'nan'; it must be a number"),
+        ("gemini", "memstats=3", NO_OBJECT),
+        ("gemini", "backoff_factor=1", "is 1; it must be above 0 and below 1"),
+        ("hybrid", "custom_policy=mine", NO_OBJECT),
+        ("hybrid", "scheduler_nodes=[]", NO_OBJECT),
+        ("hybrid", "num_layers_per_stage=[1,'a']", "it must be a list of whole numbers or None"),
+        ("hybrid", "num_layers_per_stage=[2,0]", "it must be of at least one layer for each stage"),
+        ("hybrid", "zero_bucket_size_in_m=0", "is 0; it must be at least 1"),
+        ("ddp", "bucket_cap_mb=0", "is 0; it must be at least 1"),
+        ("ddp", "static_graph=None", "is None; it must be true or false"),
+        ("fsdp", "sharding_strategy=FULL_SHARD", NO_OBJECT),
+        ("fsdp", "sync_module_states=2", "is 2; it must be true or false"),
+    ],
+)
+def test_a_value_that_a_plugin_does_not_take_is_told(plugin, option, says):
+    with pytest.raises(ValueError, match=rf"The plugin's option '{option.partition('=')[0]}' .*{says}"):
+        check_plugin(TrainOptions(plugin=plugin, plugin_options=(option,)))
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_every_default_of_a_plugin_is_a_value_that_it_takes(plugin):
+    arguments = _constructor_arguments(_plugin_class(plugin))
+    checked = [each for each in arguments.values() if each.name not in _OWN_FLAGS and _types(each)]
+    assert len(checked) >= (2 if plugin == "fsdp" else 6)
+    for argument in checked:
+        require_value(argument, argument.default)
+
+
+@pytest.mark.parametrize(
+    "value", ["-" * 3000 + "1", "-" * 900 + "1", "(" * 900, "[" * 200, "1" * 999, "{[]}", "\0"]
+)
+@pytest.mark.parametrize("kind", ["fp8_options", "plugin_options"])
+def test_a_value_that_is_no_literal_is_told(kind, value):
+    option = "always" if kind == "fp8_options" else "verbose"
+    with pytest.raises(ValueError, match=r"use True or False|must be true or false|give one of at most 1000"):
+        check_plugin(TrainOptions(**{kind: (f"{option}={value}",)}))
 
 
 @pytest.fixture

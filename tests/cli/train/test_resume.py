@@ -86,3 +86,78 @@ def test_what_cannot_change_is_told(out, given, says):
 def test_a_folder_that_is_no_run_is_told(tmp_path):
     with pytest.raises(ValueError, match="neither a run nor a checkpoint"):
         find_resume(str(tmp_path))
+
+
+def change(file: Path, text: str | None = None, **changes: object) -> None:
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | changes) if text is None else text)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"text": "{"}, r"state\.json is not JSON, or not all of it; copy the checkpoint again"),
+        ({"text": "null"}, r"state\.json holds null where an object belongs"),
+        ({"text": '{"step": 20}'}, r"state\.json has no 'position'"),
+        ({"step": "20"}, r"'step' in .*state\.json is text where a whole number belongs"),
+        ({"step": -1}, r"state\.json is of step -1, and its folder of step 20"),
+        ({"step": 10}, r"state\.json is of step 10, and its folder of step 20; copy the checkpoint again"),
+        ({"position": -3}, r"state\.json tells of no run"),
+        ({"precision": "fp4"}, r"state\.json tells of no run"),
+        ({"layout": 2}, r"state\.json has 'layout', which fp8booster .* does not know; use the version of"),
+        ({"options": {"flux": 1}}, r"state\.json has 'flux', which fp8booster .* does not know"),
+        (
+            {"options": {"steps": "x"}},
+            r"'steps' in .*state\.json is text where a whole number or null belongs",
+        ),
+        ({"options": {"steps": 0}}, r"The options in .*state\.json are wrong \(--steps is 0; it must be"),
+        ({"options": {"fp8_options": [1]}}, r"'fp8_options' in .*state\.json are not all text"),
+    ],
+    ids=str,
+)
+def test_a_state_that_is_wrong_is_named_with_its_fault_and_the_remedy(out, changes, says):
+    path = out / "fp8" / "checkpoints" / "step-00000020"
+    change(path / "state.json", **changes)
+    with pytest.raises(ValueError, match=says):
+        find_resume(str(path))
+    with pytest.raises(ValueError, match=says):
+        run({}, str(out), "fp8booster train")
+
+
+def test_a_checkpoint_of_an_older_version_has_the_defaults_of_newer_options(out):
+    path = out / "fp8" / "checkpoints" / "step-00000020"
+    change(path / "state.json", options={"batch": 3})
+    assert find_resume(str(path)).options == TrainOptions(batch=3, precision="fp8", out=str(out))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"text": "["},
+            r"run\.json is not JSON, or not all of it; put it right, or --resume one of the run's",
+        ),
+        ({"text": "{}"}, r"run\.json has no 'options'; put it right"),
+        ({"options": {"steps": True}}, r"'steps' in .*run\.json is true or false where a whole number"),
+        ({"options": {"precision": "fp4"}}, r"The options in .*run\.json are wrong \(--precision is 'fp4'"),
+        ({"resumed": ["a"]}, r"'resumed' in .*run\.json is no object of paths"),
+    ],
+    ids=str,
+)
+def test_a_run_file_that_is_wrong_is_named(out, changes, says):
+    change(out / "run.json", **changes)
+    with pytest.raises(ValueError, match=says):
+        find_resume(str(out))
+
+
+def test_a_checkpoint_without_its_state_is_not_passed_over(out):
+    (out / "fp8" / "checkpoints" / "step-00000020" / "state.json").unlink()
+    with pytest.raises(ValueError, match=r"step-00000020/state\.json is missing; copy the checkpoint again"):
+        run({}, str(out), "fp8booster train")
+
+
+def test_a_stray_folder_is_no_checkpoint_of_a_run(out):
+    stray = out / "fp8" / "checkpoints" / "step-abc"
+    stray.mkdir()
+    (stray / "state.json").write_text("{}")
+    assert find_resume(str(out)).checkpoints["fp8"].endswith("step-00000020")

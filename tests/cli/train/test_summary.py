@@ -77,3 +77,13 @@ def test_a_line_that_a_kill_cut_short_is_left_out(run):
     metrics = read_metrics(path)
     assert len(metrics) == 40
     assert isinstance(metrics[0], StepMetrics)
+
+
+def test_a_result_that_is_wrong_is_named_with_the_remedy(run):
+    file = run / "fp8" / "result.json"
+    for text in ("{", "null", "{}", '{"peak_memory": "much"}'):
+        file.write_text(text)
+        with pytest.raises(
+            ValueError, match=r"result\.json.*; remove the file; --resume of the run writes it"
+        ):
+            read_column(run, "fp8")

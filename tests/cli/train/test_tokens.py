@@ -66,3 +66,35 @@ def test_an_unfinished_file_is_made_anew(options):
     (partial / "tokens.bin").write_bytes(b"cut short")
     again, _ = prepare(options)
     assert len(again.open()) == tokens.count
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("tokens.json", b"{", r"tokens\.json is not JSON, or not all of it"),
+        ("tokens.json", b'{"count": 3}', r"tokens\.json has no 'vocabulary'"),
+        ("tokens.bin", b"cut short", r"tokens\.bin has 9 bytes of \d+"),
+        ("tokens.bin", None, r"tokens\.bin has 0 bytes of \d+"),
+    ],
+)
+def test_a_kept_file_that_is_wrong_is_named_with_the_remedy(options, file, content, says):
+    tokens, _ = prepare(options)
+    if content is None:
+        (tokens.folder / file).unlink()
+    else:
+        (tokens.folder / file).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{says}.*; remove the folder {tokens.folder}, which is made anew"):
+        prepare(options)
+
+
+@pytest.mark.parametrize("text", ["null", "{", "[1]", '{"model": {"type": "BPE"}}'])
+def test_a_tokenizer_that_cannot_be_read_is_told(options, tmp_path, text):
+    tokens, _ = prepare(options)
+    folder = tmp_path / "model"
+    load_tokenizer(str(tokens.tokenizer)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(
+        ValueError, match=r"The tokenizer in .*model cannot be read .*; save it again"
+    ) as caught:
+        load_tokenizer(str(folder))
+    assert "\n" not in str(caught.value)
