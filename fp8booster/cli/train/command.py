@@ -204,6 +204,14 @@ def train(
         str | None,
         typer.Option(help="Run or checkpoint to continue, with its own options.", rich_help_panel=_RUN),
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds without a step after which the rank that hangs is named and the run ends; 0: never "
+            "(default: 120, or ten times the longest step).",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     progress: Annotated[
         str | None, typer.Option(help=f"{', '.join(PROGRESS)} (default: auto).", rich_help_panel=_RUN)
     ] = None,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import traceback
+from contextlib import suppress
 from typing import Any, TextIO
+
+from fp8booster.reading import first_line
 
 EVENTS_VARIABLE = "FP8BOOSTER_TRAIN_EVENTS"
 """Environment variable with the file descriptor that a worker writes to."""
@@ -30,8 +34,10 @@ class Events:
 
     def send_error(self, error: BaseException) -> None:
         """Send what ended the worker as a sentence; the traceback goes to standard error, which is the log."""
-        traceback.print_exception(error)
-        self.send("error", message=describe(error), expected=isinstance(error, USER_ERRORS))
+        expected = isinstance(error, USER_ERRORS) or _disk_is_full(error)
+        self.send("error", message=describe(error), expected=expected)
+        with suppress(OSError):  # the log's own disk may be full
+            traceback.print_exception(error)
 
 
 def describe(error: BaseException) -> str:
@@ -42,6 +48,26 @@ def describe(error: BaseException) -> str:
             "A GPU ran out of memory; lower --batch or --sequence, add --checkpointing, or use more processes "
             f"({str(error).partition('. ')[0]})."
         )
+    if _disk_is_full(error):
+        return (
+            f"The disk took no more ({first_line(error)}); make room and --resume the run, whose checkpoints of before "
+            "are whole."
+        )
     if isinstance(error, USER_ERRORS):
         return str(error)
     return f"{name}: {(str(error).splitlines() or ['no message'])[0]}"
+
+
+def _disk_is_full(error: BaseException) -> bool:
+    """Whether a write failed for want of room, by Python, by safetensors or by torch."""
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return any(words in str(error) for words in _FULL)
+
+
+_FULL = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+    "PytorchStreamWriter failed writing",
+)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .events import EVENTS_VARIABLE
+from .kills import MemoryKills
 from .options import TrainOptions
 from .task import Task
 
@@ -69,6 +70,10 @@ class Outcome:
     """Whether it reached its last step; otherwise it was interrupted."""
     checkpoint: str | None = None
     """The newest checkpoint written."""
+    step: int = 0
+    """The last step taken."""
+    unsaved: int = 0
+    """Steps taken since the newest checkpoint, or since the run went on from one."""
 
 
 def is_launched() -> bool:
@@ -104,8 +109,9 @@ def run_workers(
     store = None if is_launched() else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environments = [_launched(index)] if store is None else _local(task.options.nproc, store.port)
     workers = [_start(environment, task, events) for environment in environments]
+    kills = MemoryKills.now()
     try:
-        return _watch(workers, events, tell, interrupts)
+        return _watch(workers, events, tell, interrupts, kills)
     finally:
         for worker in workers:
             worker.process.kill()
@@ -165,7 +171,11 @@ def _read(descriptor: int, rank: int, events: queue.Queue) -> None:
 
 
 def _watch(
-    workers: list[Worker], events: queue.Queue, tell: Callable[[dict[str, Any]], None], interrupts: Interrupts
+    workers: list[Worker],
+    events: queue.Queue,
+    tell: Callable[[dict[str, Any]], None],
+    interrupts: Interrupts,
+    kills: MemoryKills,
 ) -> Outcome:
     outcome = Outcome(finished=False)
     errors: list[dict[str, Any]] = []
@@ -183,8 +193,12 @@ def _watch(
             match event["kind"]:
                 case "error":
                     errors.append(event)
+                case "start":
+                    outcome.step = event["done"]
+                case "step":
+                    outcome.step, outcome.unsaved = event["step"], outcome.unsaved + 1
                 case "checkpoint":
-                    outcome.checkpoint = event["folder"]
+                    outcome.checkpoint, outcome.unsaved = event["folder"], 0
                 case "done":
                     outcome.finished = True
             if rank == workers[0].rank:
@@ -197,11 +211,11 @@ def _watch(
         if deadline == math.inf and any(state not in (None, 0) for state in states):
             deadline = time.monotonic() + _GRACE
     if outcome.finished or not interrupts.count:
-        _raise_for(workers, errors)
+        _raise_for(workers, errors, kills)
     return outcome
 
 
-def _raise_for(workers: list[Worker], errors: list[dict[str, Any]]) -> None:
+def _raise_for(workers: list[Worker], errors: list[dict[str, Any]], kills: MemoryKills) -> None:
     """Raise for what went wrong first: a user's mistake, a killed rank, another error, a rank that said nothing."""
     for error in errors:
         if error["expected"]:
@@ -209,8 +223,7 @@ def _raise_for(workers: list[Worker], errors: list[dict[str, Any]]) -> None:
     for worker in workers:
         if worker.process.poll() == -signal.SIGKILL:
             raise ChildProcessError(
-                f"Rank {worker.rank} was ended by signal SIGKILL, as the system does when memory runs out; lower "
-                "--batch or --sequence, or --resume the run."
+                f"Rank {worker.rank} was ended by signal SIGKILL, {MemoryKills.now().explain(kills)}."
             )
     for error in errors:
         raise ChildProcessError(f"{error['message']} (the traceback is in {workers[0].log.parent})")

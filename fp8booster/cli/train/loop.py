@@ -33,6 +33,7 @@ from .models import build_model, is_folder, load_config
 from .plugins import build_plugin
 from .schedule import Schedule
 from .task import Task
+from .watch import Watch
 
 _BETAS = (0.9, 0.95)
 
@@ -49,18 +50,29 @@ def train(task: Task, events: Events, stop_wanted: Callable[[], bool]) -> None:
         torch.use_deterministic_algorithms(True)
     # Equal seeds: every rank draws the same initial weights, as ZeRO expects.
     colossalai.launch_from_torch(seed=options.seed, verbose=False)
-    try:
-        with count_traffic() as traffic:
-            Trainer(task, events, stop_wanted, traffic).run()
-    finally:
-        dist.destroy_process_group()
+    with count_traffic() as traffic:
+        watch = Watch(
+            traffic, options.timeout, lambda text: events.send("error", message=text, expected=False)
+        )
+        Trainer(task, events, stop_wanted, traffic, watch).run()
+        watch.stop()
+    # not after an error: the others would report a lost connection before this rank reports its cause
+    dist.destroy_process_group()
 
 
 class Trainer:
     """One rank's model, optimizer, data and records."""
 
-    def __init__(self, task: Task, events: Events, stop_wanted: Callable[[], bool], traffic: Traffic) -> None:
+    def __init__(
+        self,
+        task: Task,
+        events: Events,
+        stop_wanted: Callable[[], bool],
+        traffic: Traffic,
+        watch: Watch | None = None,
+    ) -> None:
         options = task.options
+        self._watch = watch or Watch(traffic, 0, lambda text: None)
         self._task = task
         self._options = options
         self._events = events
@@ -89,18 +101,21 @@ class Trainer:
     def run(self) -> None:
         """Step until done, stopped or not finite. Raises NotFinite with a sentence in the last case."""
         self._events.send("start", done=self._step, steps=self._options.steps)
-        saved = self._step
+        saved = began = self._step
         stopped = False
         while self._step < self._options.steps and not stopped:
+            self._watch.expect_step(self._step + 1, first=self._step == began)
             try:
                 stopped = self._take_step()
             except NotFinite as error:
                 raise NotFinite(f"{error} {self._keep_last_good(saved)}") from None
+            self._watch.step_ended()
             due = self._options.save and self._step % self._options.save == 0
             if due or stopped or self._step == self._options.steps:
                 self._save()
                 saved = self._step
         if self._step == self._options.steps:
+            self._watch.expect_result()
             self._write_result()
             self._events.send("done")
         else:
@@ -220,6 +235,7 @@ class Trainer:
             options=self._options,
         )
         self._events.send("status", text=f"saving step {self._step}")
+        self._watch.expect_save(self._step)
         folder = save_checkpoint(
             self._task.checkpoints,
             state,

@@ -78,6 +78,9 @@ class TrainOptions:
     """Processes on this machine, when the command starts them itself."""
     save: int = 0
     """Steps between checkpoints; 0: only at the end."""
+    timeout: float | None = None
+    """Seconds without a step after which a rank that hangs is named and the run ends; 0: never. None: `watch.SHORTEST`,
+    or ten times the longest step."""
     keep: int = 2
     """Newest checkpoints that stay on disk; 0: all."""
     checkpointing: bool = False
@@ -189,5 +192,6 @@ _RULES = [
     ("seed", *_within(0, 2**32 - 1)),  # what NumPy takes
     ("nproc", *_at_least(1)),
     ("save", *_at_least(0)),
+    ("timeout", *_finite(0, itself=True)),
     ("keep", *_at_least(0)),
 ]

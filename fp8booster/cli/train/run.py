@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from fp8booster.cli.instructions import avoid_trapping_instructions
 from .branches import is_own, left_behind
 from .checkpoint import step_of
 from .defaults import resolve
-from .launch import Interrupts, is_launched, is_main, ranks, run_workers
+from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_workers
 from .models import is_folder, load_config, require_buildable, require_divisible_heads
 from .options import PRECISIONS, TrainOptions
 from .plot import plot_losses
@@ -29,7 +29,7 @@ from .summary import layer_lines, machine, read_column, render, write_summary
 from .task import Task
 from .tokens import TokenFile, prepare_tokens
 
-_CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "nproc"}
+_CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "nproc", "timeout"}
 """Options that say nothing of steps that a run has taken."""
 
 INTERRUPTED = 130
@@ -66,14 +66,24 @@ def _held(out: Path, new: bool) -> Iterator[None]:
         raise ValueError(
             f"{out} already holds a run; continue it with --resume {out}, or give another --out."
         )
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out / ".lock", blocking=False)
     try:
-        with FileLock(out / ".lock", blocking=False):
-            yield
+        lock.acquire()
     except Timeout:
         raise ValueError(
             f"Another process is training in {out}; wait for it, or give another --out."
         ) from None
+    try:
+        yield
+    finally:
+        if not (out / RUN_FILE).exists():  # refused: nothing was begun
+            (out / ".lock").unlink(missing_ok=True)
+            with suppress(OSError):  # somebody put something there
+                for folder in made:
+                    folder.rmdir()
+        lock.release()
 
 
 def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given: list[str]) -> int:
@@ -114,7 +124,7 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given
                 display.end()
             if not outcome.finished:
                 if is_main():
-                    _tell_interrupted(out, outcome.checkpoint or checkpoint)
+                    _tell_interrupted(out, outcome, outcome.checkpoint or checkpoint)
                 return INTERRUPTED
     if is_main():
         _sum_up(options, command, tokens)
@@ -189,9 +199,14 @@ def _is_finished(checkpoint: str, folder: Path, steps: int) -> bool:
     return step == steps and (folder / "result.json").exists() and not left_behind(path, folder)
 
 
-def _tell_interrupted(out: Path, checkpoint: str | None) -> None:
+def _tell_interrupted(out: Path, outcome: Outcome, checkpoint: str | None) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
-    if checkpoint is None:
+    if outcome.unsaved:
+        since = f"the state before is in {checkpoint}" if checkpoint else "no step was saved"
+        console.print(
+            f"Stopped at step {outcome.step} without saving its last {outcome.unsaved} steps; {since}."
+        )
+    elif checkpoint is None:
         console.print("Stopped before the first step; nothing was saved.")
     else:
         console.print(f"Stopped. The state is in {checkpoint}.")

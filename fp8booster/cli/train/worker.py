@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -62,8 +63,9 @@ def main() -> int:
 
 if __name__ == "__main__":
     status = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the log's disk may be full
+        sys.stdout.flush()
+        sys.stderr.flush()
     # The run is over and its files are closed. A regular exit now and then aborts in the threads of process groups
     # that colossalai's objects still hold, which would turn a finished run into a failed one.
     os._exit(status)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from safetensors.torch import load_file
+
+from fp8booster.cli.train import kills
+from tests.colossal.payload import Payload
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
 SMALL = ("--vocabulary", "512", "--batch", "2", "--sequence", "32", "--progress", "lines")
@@ -223,8 +228,77 @@ def test_a_rank_that_dies_ends_the_run_with_its_name(tmp_path, data):
     _, said = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "Traceback" not in said
-    assert "error: Rank 1 was ended by signal SIGKILL" in said
+    assert "error: Rank 1 was ended by signal SIGKILL, and" in said
+    # it counts what it ends itself, where it does
+    assert ("not by the kernel for lack of memory" in said) is (kills.MemoryKills.now().machine is not None)
     assert not psutil.wait_procs(workers, timeout=1)[1]
+
+
+def test_a_rank_that_is_stopped_is_named_within_the_timeout(tmp_path, data):
+    process = begin(tmp_path / "run", "--precision", "bf16", "--timeout", 5, *data)
+    workers = psutil.Process(process.pid).children()
+    (second,) = (worker for worker in workers if worker.environ()["RANK"] == "1")
+    second.suspend()
+    _, said = process.communicate(timeout=90)
+    assert process.returncode == 2
+    assert "Traceback" not in said
+    assert re.search(
+        r"error: Step \d+ has not ended for 5 s: rank 1 does not answer \(stopped, or the machine is gone\), rank 0 "
+        r"waits in \w+ \(.*\), having begun \w+ of \d+ \w+ values; look at",
+        said,
+    ), said
+    assert not psutil.wait_procs(workers, timeout=1)[1]
+    assert "most recent call first" in (tmp_path / "run" / "bf16" / "logs" / "rank-0.log").read_text()
+
+
+def test_a_second_signal_before_a_save_tells_what_was_lost(tmp_path, data):
+    process = begin(tmp_path / "run", "--precision", "bf16", *data)
+    workers = psutil.Process(process.pid).children()
+    for worker in workers:
+        worker.suspend()  # so that none saves before the second signal
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.0)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    lost = re.search(r"Stopped at step (\d+) without saving its last (\d+) steps; no step was saved\.", said)
+    assert lost, said
+    assert int(lost[1]) == int(lost[2]) >= 2
+
+
+def test_a_disk_that_is_full_is_told_and_the_run_goes_on_from_what_is_whole(compared, data, tmp_path):
+    out = Path(shutil.copytree(compared[0], tmp_path / "run"))
+
+    def few_bytes_a_file() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    done = subprocess.run(
+        command("--resume", out, "--steps", 7),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=ENVIRONMENT,
+        preexec_fn=few_bytes_a_file,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "error: The disk took no more (" in done.stderr
+    assert sorted(path.name for path in (out / "bf16" / "checkpoints").glob("step-*")) == [
+        "step-00000003",
+        "step-00000006",
+    ]
+
+
+def test_code_in_a_checkpoint_does_not_run_and_is_not_recommended(copy, tmp_path):
+    checkpoint = copy / "fp8" / "checkpoints" / "step-00000003"
+    for file in (checkpoint / "random").iterdir():
+        torch.save({"torch": Payload(tmp_path / "ran")}, file)
+    done = train("--resume", checkpoint, "--steps", 4)
+    assert done.returncode == 2
+    assert "asks for posix.mkdir" in done.stderr
+    assert "do not trust this checkpoint" in done.stderr
+    assert "weights_only" not in done.stderr
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_rank_that_waits_ends_when_the_command_is_killed(tmp_path, data):
@@ -289,4 +363,4 @@ def test_too_little_text_is_one_sentence_and_leaves_the_folder_free(tmp_path):
         "tokens and one step takes 128 (2 replicas x 1 micro-batches x 2 sequences x 32 tokens)"
         in done.stderr
     )
-    assert not list((tmp_path / "run").glob("*/*"))
+    assert not (tmp_path / "run").exists()

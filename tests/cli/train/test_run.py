@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from fp8booster.cli.train.run import run
+
+SMALL = {"steps": 1, "batch": 2, "sequence": 32, "vocabulary": 300, "progress": "none"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"tp": 3, "plugin": "hybrid", "nproc": 3}, "cannot divide"),
+        ({"nproc": 3, "tp": 2, "plugin": "hybrid"}, "cannot be divided into groups"),
+        ({"batch": 10**6}, "tokens and one step takes"),
+        ({"data": "absent.txt"}, "absent.txt does not exist"),
+    ],
+)
+def test_a_command_that_is_refused_leaves_no_folder(tmp_path, given, says) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Some words to train on.\n" * 200)
+    options = SMALL | {"data": str(text), "cache": str(tmp_path / "cache")} | given
+    out = tmp_path / "runs" / "one"
+    with pytest.raises((ValueError, OSError), match=says):
+        run(options | {"out": str(out)}, None, "fp8booster train")
+    assert not out.parent.exists()
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    with pytest.raises((ValueError, OSError), match=says):
+        run(options | {"out": str(kept)}, None, "fp8booster train")
+    assert list(kept.iterdir()) == []
