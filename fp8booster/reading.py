@@ -105,8 +105,11 @@ def _kind_of(value: Any) -> str:
     return _WORDS[type(value)]
 
 
-def read_index(path: Path, remedy: str) -> dict[str, Any]:
+def read_index(path: Path, remedy: str, written: bool = True) -> dict[str, Any]:
     """The index of a checkpoint in several files: "weight_map" from names of tensors to files beside the index.
+
+    Args:
+        written: whether the files must be there; not where the checkpoint is still being written.
 
     Raises:
         ValueError: it is none, names a file that is not in its folder, or one that is missing.
@@ -116,7 +119,7 @@ def read_index(path: Path, remedy: str) -> dict[str, Any]:
     groups = metadata.get("param_groups") if isinstance(metadata, dict) else None
     for name in {*map(str, index["weight_map"].values()), *([] if groups is None else [str(groups)])}:
         require_inside(name, path)
-        if "*" not in name and not (path.parent / name).is_file():
+        if written and "*" not in name and not (path.parent / name).is_file():
             raise ValueError(f"{path.parent / name} is missing, which {path} names; {remedy}.")
     return index
 

@@ -30,8 +30,8 @@ def an_index_names_files_of_its_folder(module: ModuleType, patch: Patch) -> None
 
     @functools.wraps(upstream)
     def load(self, json_path: str) -> None:
-        if Path(json_path).parent.name != _BEING_WRITTEN:
-            read_index(Path(json_path), COPY_AGAIN)
+        path = Path(json_path)
+        read_index(path, COPY_AGAIN, written=path.parent.name != _BEING_WRITTEN)
         upstream(self, json_path)
 
     patch.set(module.CheckpointIndexFile, "load", load)
