@@ -1,8 +1,12 @@
 """FP8 on the wire: the collectives of `torch.distributed`, and hooks for DDP and FSDP. Needs no Colossal-AI.
 
-import fp8booster.comm as dist_fp8
-dist_fp8.all_reduce(gradients, op=dist.ReduceOp.AVG)
-print(dist_fp8.statistics())
+    import fp8booster.comm as dist_fp8
+    dist_fp8.all_reduce(gradients, op=dist.ReduceOp.AVG)
+    print(dist_fp8.statistics())
+
+Collectives and sends take two more arguments. `encoding` is the format of what is sent. `min_bytes` is the payload, in
+bytes of the uncompressed call's larger side, from which a call is sent in FP8; None takes `threshold.MINIMUM_BYTES`.
+All ranks of a call must give the same.
 """
 
 from fp8booster.comm.automatic_scaling import AutomaticScaling

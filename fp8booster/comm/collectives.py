@@ -307,8 +307,9 @@ def broadcast(
 
 
 all_gather_single = all_gather_into_tensor
+"""The name of `all_gather_into_tensor` since torch 2.13."""
 reduce_scatter_single = reduce_scatter_tensor
-"""Their names since torch 2.13."""
+"""The name of `reduce_scatter_tensor` since torch 2.13."""
 
 
 def sums_of_parts(

@@ -44,7 +44,7 @@ class FP8AllGather(_FP8Comm, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Work | None:
-        """`all_gather_into_tensor`."""
+        """Gather parameters by `all_gather_into_tensor` of `fp8booster.comm`."""
         return all_gather_into_tensor(
             output_tensor, input_tensor, group, async_op, encoding=self.encoding, min_bytes=self.min_bytes
         )
@@ -61,7 +61,7 @@ class FP8ReduceScatter(_FP8Comm, ReduceScatter):
         op: Op,
         async_op: bool = False,
     ) -> Work | None:
-        """`reduce_scatter_tensor`."""
+        """Reduce gradients by `reduce_scatter_tensor` of `fp8booster.comm`."""
         return reduce_scatter_tensor(
             output_tensor, input_tensor, op, group, async_op, encoding=self.encoding, min_bytes=self.min_bytes
         )

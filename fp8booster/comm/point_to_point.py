@@ -29,7 +29,7 @@ def send(
     encoding: Encoding = DEFAULT,
     min_bytes: int | None = None,
 ) -> None:
-    """`torch.distributed.send`."""
+    """`torch.distributed.send` in FP8, to a rank that calls `recv` or `irecv` of this module."""
     if _goes_plain(tensor, group, min_bytes, sent=True):
         return dist.send(tensor, dst, group, tag, group_dst)
     message = _encoded(tensor, encoding, group)
@@ -46,7 +46,7 @@ def recv(
     encoding: Encoding = DEFAULT,
     min_bytes: int | None = None,
 ) -> int:
-    """`torch.distributed.recv`."""
+    """`torch.distributed.recv` of what `send` or `isend` of this module sent."""
     if _goes_plain(tensor, group, min_bytes, sent=False):
         return dist.recv(tensor, src, group, tag, group_src)
     arriving = _Arriving(tensor, encoding)
@@ -65,7 +65,7 @@ def isend(
     encoding: Encoding = DEFAULT,
     min_bytes: int | None = None,
 ) -> Work | None:
-    """`torch.distributed.isend`."""
+    """`torch.distributed.isend` in FP8: as `send`, with a handle to wait for before the tensor changes."""
     if _goes_plain(tensor, group, min_bytes, sent=True):
         return dist.isend(tensor, dst, group, tag, group_dst)
 
@@ -86,7 +86,7 @@ def irecv(
     encoding: Encoding = DEFAULT,
     min_bytes: int | None = None,
 ) -> Work | None:
-    """`torch.distributed.irecv`."""
+    """`torch.distributed.irecv`: as `recv`, with a handle to wait for before the tensor is read."""
     if _goes_plain(tensor, group, min_bytes, sent=False):
         return dist.irecv(tensor, src, group, tag, group_src)
 

@@ -79,7 +79,7 @@ def statistics() -> Statistics:
 
 
 def reset_statistics() -> None:
-    """Count from zero."""
+    """Forget what was counted, so that `statistics` shows what comes next alone."""
     with _lock:
         _rows.clear()
 

@@ -198,7 +198,7 @@ class SequenceColumn(_SequenceParallel):
         return self._gathered_shape(input_shape)
 
     def input(self, input: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
-        """Gathered."""
+        """Cast this rank's part of the sequence and gather those of all ranks."""
         return self._gather(
             input, config.input_format, config, INPUT_GATHER, plain=True, transposed=transposed
         )
@@ -221,7 +221,7 @@ class SequenceRow(_SequenceParallel):
     def output_gradient(
         self, gradient: torch.Tensor, config: FP8Config, *, plain: bool, transposed: bool
     ) -> QuantizedMatrix:
-        """Gathered."""
+        """Cast the gradient of this rank's part of the sequence and gather those of all ranks."""
         return self._gather(
             gradient, config.gradient_format, config, GRADIENT_GATHER, plain=plain, transposed=transposed
         )

@@ -59,28 +59,28 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
     def recv_forward(
         self, prev_rank: int | None = None, metadata_recv: P2PMetadata | None = None
     ) -> tuple[Any, list[Work]]:
-        """As native."""
+        """Receive what the stage before gives: its activations, and the handles to wait for."""
         source = self.stage_manager.get_prev_rank() if prev_rank is None else prev_rank
         return self._exchange(source=source, metadata=metadata_recv)
 
     def recv_backward(
         self, next_rank: int | None = None, metadata_recv: P2PMetadata | None = None
     ) -> tuple[Any, list[Work]]:
-        """As native."""
+        """Receive the gradients of what this stage sent to the next."""
         source = self.stage_manager.get_next_rank() if next_rank is None else next_rank
         return self._exchange(source=source, metadata=metadata_recv)
 
     def send_forward(
         self, output_object: Any, next_rank: int | None = None, send_metadata: bool = True
     ) -> list[Work]:
-        """As native."""
+        """Send this stage's activations to the next."""
         to = self.stage_manager.get_next_rank() if next_rank is None else next_rank
         return self._exchange(output_object, to, send_metadata=send_metadata)[1]
 
     def send_backward(
         self, input_object: Any, prev_rank: int | None = None, send_metadata: bool = True
     ) -> list[Work]:
-        """As native."""
+        """Send the gradients of what this stage received to the stage before."""
         to = self.stage_manager.get_prev_rank() if prev_rank is None else prev_rank
         return self._exchange(input_object, to, send_metadata=send_metadata)[1]
 
@@ -93,7 +93,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         send_metadata: bool = True,
         metadata_recv: P2PMetadata | None = None,
     ) -> tuple[Any, list[Work]]:
-        """As native."""
+        """Send activations to the next stage, and receive those of the stage before."""
         to, source = self.stage_manager.get_next_rank(), self.stage_manager.get_prev_rank()
         return self._exchange(
             output_object,
@@ -113,7 +113,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         send_metadata: bool = True,
         metadata_recv: P2PMetadata | None = None,
     ) -> tuple[Any, list[Work]]:
-        """As native."""
+        """Send gradients to the stage before, and receive those of the next."""
         to, source = self.stage_manager.get_prev_rank(), self.stage_manager.get_next_rank()
         return self._exchange(
             input_object,
@@ -131,7 +131,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         metadata_recv: P2PMetadata | None = None,
         send_first: bool | None = None,
     ) -> tuple[Any, list[Work]]:
-        """As native."""
+        """Send activations to the next stage, and receive their gradients of an earlier micro-batch."""
         return self._swap(
             input_object, self.stage_manager.get_next_rank(), send_metadata, metadata_recv, send_first
         )
@@ -143,7 +143,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         metadata_recv: P2PMetadata | None = None,
         send_first: bool | None = None,
     ) -> tuple[Any, list[Work]]:
-        """As native."""
+        """Send gradients to the stage before, and receive its activations of a later micro-batch."""
         return self._swap(
             input_object, self.stage_manager.get_prev_rank(), send_metadata, metadata_recv, send_first
         )

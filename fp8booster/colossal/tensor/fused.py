@@ -55,7 +55,7 @@ class _GPT2Layer:
     modes = (None, "split_gather", "ring", "ring_attn")
 
     def forward(self, input_: torch.Tensor) -> LayerOutput:
-        """As that of the class it is mixed into."""
+        """The forward of the class that it is mixed into, under a mode that this class has."""
         if self.seq_parallel_mode not in self.modes:
             raise ValueError(
                 f"sequence_parallelism_mode={self.seq_parallel_mode!r} is not there for GPT-2's layers; use "
