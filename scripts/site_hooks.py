@@ -23,14 +23,14 @@ CODE = {"": "text", ".py": "python", ".sh": "bash", ".sbatch": "bash", ".toml": 
 """What becomes a page of its text, by the end of the name; and the language by which it is coloured."""
 
 API = {
-    "fp8booster": ("fp8booster",),
+    "fp8booster": ("fp8booster", "fp8booster.nn.report.report"),
     "plugins": ("fp8booster.plugins",),
-    "nn": ("fp8booster.nn", "fp8booster.nn.fused"),
-    "comm": ("fp8booster.comm",),
+    "nn": ("fp8booster.nn.fused", "fp8booster.nn.layer.FP8Layer"),
+    "comm": ("fp8booster.comm", "fp8booster.comm.statistics.statistics"),
     "optim": ("fp8booster.optim",),
     "monitor": ("fp8booster.monitor.traffic",),
 }
-"""The pages of the API, and the modules whose docstrings they show."""
+"""The pages of the API, and what they show; functions by themselves where a module of the same name hides them."""
 
 ALSO = ("docs/site.css",)
 """Files that no page links."""
@@ -91,6 +91,11 @@ def _content(file: Path) -> str | None:
     return None
 
 
+def _shown(path: str) -> str:
+    """The documentation of a module, class or function, below a heading of its own."""
+    return f"\n::: {path}\n    options:\n      show_root_heading: true\n      show_root_toc_entry: true\n"
+
+
 def _navigation(entries: list | dict | str) -> Iterator[str]:
     if isinstance(entries, str):
         yield entries
@@ -102,8 +107,9 @@ def _navigation(entries: list | dict | str) -> Iterator[str]:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Replace what mkdocs found by the navigation's pages and all that they link."""
     found = [file for file in files if file.src_uri.startswith("assets/")]
-    for name, (module, *others) in API.items():
-        text = f"# {module}\n\n::: {module}\n" + "".join(f"\n## {other}\n\n::: {other}\n" for other in others)
+    for name, (first, *others) in API.items():
+        heading = f"# fp8booster{'' if name == 'fp8booster' else f'.{name}'}"
+        text = f"{heading}\n\n::: {first}\n" + "".join(map(_shown, others))
         found.append(File.generated(config, f"api/{name}.md", content=text))
     pages = [name for name in _navigation(config.nav) if not name.startswith("api/")]
     waiting = [(ROOT / name, "mkdocs.yml") for name in (*pages, *ALSO)]
