@@ -19,6 +19,7 @@ from fp8booster.comm.collectives import (
     all_to_all,
     all_to_all_single,
     broadcast,
+    reduce_scatter,
     reduce_scatter_single,
     reduce_scatter_tensor,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "isend",
     "recv",
     "reduce_flat_fsdp",
+    "reduce_scatter",
     "reduce_scatter_coalesced",
     "reduce_scatter_single",
     "reduce_scatter_tensor",

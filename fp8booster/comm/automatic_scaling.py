@@ -16,16 +16,19 @@ NCCL can run it as one collective, with nothing to decode in between.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fp8booster import formats, scaling
 from fp8booster.comm import collectives
+from fp8booster.comm.agreement import claim, settle
 from fp8booster.comm.collectives import Op, ReduceOp
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.threshold import why_plain
 from fp8booster.kernels.cast import saturate
+from fp8booster.kernels.device import current_stream
 
 FORMAT = formats.E4M3
 SATURATED_AT_MOST = 1e-5
@@ -36,6 +39,16 @@ GROWTH = 2.0 ** (1 / 1000)
 
 _SIGN_CLEARED = 0x7F
 _LARGEST_BITS = int(torch.tensor(formats.MAX[FORMAT]).to(FORMAT).view(torch.uint8))
+
+
+class _Counts(NamedTuple):
+    """What was cast on one stream since the last step."""
+
+    values: torch.Tensor
+    """int64 [2]: saturated, cast."""
+
+    stream: torch.cuda.Stream | None
+    """None on the CPU."""
 
 
 class AutomaticScaling:
@@ -50,7 +63,9 @@ class AutomaticScaling:
     def __init__(self, ranks: int, device: torch.device) -> None:
         """`ranks`: how many gradients are added; `device`: where they lie."""
         self.mu = torch.full((), 1.0 / ranks, device=device)
-        self._counts = torch.zeros(2, dtype=torch.int64, device=device)  # saturated, cast
+        self._counts: dict[int | None, _Counts] = {}
+        """By the stream that adds to them: two that add to one tensor lose counts."""
+        self._mu_is_set: torch.cuda.Event | None = None
 
     def reduce_scatter_tensor(
         self,
@@ -70,10 +85,20 @@ class AutomaticScaling:
 
         An infinity or a NaN arrives as NaN, with the tensor that shares its scale.
         """
+        group = group or dist.group.WORLD
         ranks = dist.get_world_size(group)
+        claimed = claim(
+            group,
+            "AutomaticScaling.reduce_scatter_tensor",
+            values=input.numel(),
+            sizes=None if sizes is None else tuple(sizes),
+            dtype=input.dtype,
+            op=collectives.name_of(op),
+            min_bytes=min_bytes,
+        )
         reason = why_plain("reduce_scatter_tensor", input, input.nbytes, group, min_bytes, op)
         if reason is not None:
-            collectives.reduce_scatter_plainly(output, input, op, group, False, reason)
+            collectives.reduce_scatter_plainly(output, input, op, group, False, reason, claimed)
             return
         sums, values = collectives.flat(output, "output"), collectives.flat(input, "input")
         collectives.require_multiple(values, sums, ranks, "input", "output")
@@ -86,9 +111,12 @@ class AutomaticScaling:
         amax = torch.stack([scaling.amax_of(tensor) for tensor in values.split(sizes, 1)])
         amax = torch.where(amax.isnan(), torch.inf, amax)  # a maximum over ranks may drop NaN
         dist.all_reduce(amax, ReduceOp.MAX, group)
+        if self._mu_is_set is not None:  # by another stream
+            self._mu_is_set.wait()
         scales, inverse_scales = scales_of(amax, self.mu)
         encoded = cast_tensors(values, sizes, scales)
         total = _sum_in_fp8(encoded, group)
+        settle(claimed, input.device)
         self._count(encoded)
         self._count(total)
         factor = 1.0 / ranks if op == ReduceOp.AVG else 1.0
@@ -102,27 +130,47 @@ class AutomaticScaling:
 
         All of its ranks call this at once. Nothing waits for a GPU.
         """
+        counts = self._taken_counts()
         count_plain(
             "gradient scale",
             dist.get_world_size(group),
-            self._counts.nbytes,
+            counts.nbytes,
             "count of saturated",
             "all_reduce",
         )
-        dist.all_reduce(self._counts, group=group)
-        self._set_mu()
-        self._counts.zero_()
+        dist.all_reduce(counts, group=group)
+        self._set_mu(counts)
+        if self.mu.is_cuda:
+            self._mu_is_set = torch.cuda.current_stream(self.mu.device).record_event()
 
-    def _set_mu(self) -> None:
-        saturated, cast = self._counts.double()
+    def _taken_counts(self) -> torch.Tensor:
+        """The sum over streams, int64 [2], which are counted from zero again."""
+        total = torch.zeros(2, dtype=torch.int64, device=self.mu.device)
+        taken, self._counts = self._counts, {}
+        for values, stream in taken.values():
+            if stream is not None:
+                here = torch.cuda.current_stream(self.mu.device)
+                here.wait_stream(stream)
+                values.record_stream(here)
+            total += values
+        return total
+
+    def _set_mu(self, counts: torch.Tensor) -> None:
+        saturated, cast = counts.double()
         factor = torch.where(saturated > SATURATED_AT_MOST * cast, 0.5, GROWTH)
         self.mu *= torch.where(cast > 0, factor, 1.0)
 
     def _count(self, encoded: torch.Tensor) -> None:
         """Count the values at the format's largest magnitude. NaN is not among them: its step is bad, not its scale."""
         largest = (encoded.view(torch.uint8) & _SIGN_CLEARED) == _LARGEST_BITS
-        self._counts[0] += largest.sum()
-        self._counts[1] += encoded.numel()
+        handle = current_stream(encoded)
+        if handle not in self._counts:
+            stream = torch.cuda.current_stream(encoded.device) if encoded.is_cuda else None
+            zeros = torch.zeros(2, dtype=torch.int64, device=encoded.device)
+            self._counts[handle] = _Counts(zeros, stream)
+        values = self._counts[handle].values
+        values[0] += largest.sum()
+        values[1] += encoded.numel()
 
 
 def scales_of(amax: torch.Tensor, mu: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:

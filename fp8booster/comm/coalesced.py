@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from fp8booster.comm.agreement import claim, settle
 from fp8booster.comm.collectives import (
     Op,
     ReduceOp,
     all_reduce,
+    name_of,
     reduce_scatter_plainly,
     sums_of_parts,
 )
@@ -59,7 +61,7 @@ def reduce_scatter_coalesced(
     Args:
         outputs: [sum of the sizes / ranks]; written with this rank's part of each input, one after the other. It may
             be FP32 where the inputs have 16 bits: sums are FP32 before they are rounded to it.
-        inputs: contiguous, of one dtype; each size is a multiple of the number of ranks.
+        inputs: one or more, contiguous, of one dtype; each size is a multiple of the number of ranks.
         op, group, encoding, min_bytes: as in `reduce_scatter_tensor`.
 
     Raises:
@@ -69,11 +71,22 @@ def reduce_scatter_coalesced(
     ranks = ranks_of(group)
     inputs = [tensor.detach() if tensor.requires_grad else tensor for tensor in inputs]
     sizes = [tensor.numel() for tensor in inputs]
+    if not inputs:
+        raise ValueError("there are no inputs; give one tensor or more, or leave the call out on every rank")
     if any(size % ranks for size in sizes) or outputs.numel() * ranks != sum(sizes):
         raise ValueError(
             f"the inputs have {sizes} values and outputs {outputs.numel()}; each input must be a multiple of {ranks}, "
             "the number of ranks, and outputs hold one part of each"
         )
+    claimed = claim(
+        group,
+        "reduce_scatter_coalesced",
+        values=tuple(sizes),
+        dtype=inputs[0].dtype,
+        op=name_of(op),
+        encoding=encoding,
+        min_bytes=min_bytes,
+    )
     payload = sum(sizes) * inputs[0].element_size()
     mailbox = mailbox_of(group, outputs, encoding.even(outputs.numel(), ranks).bytes)
     reason = why_plain(
@@ -86,10 +99,12 @@ def reduce_scatter_coalesced(
     if reason is not None:
         values = side_by_side(inputs, ranks)
         part = torch.empty_like(outputs, dtype=values.dtype)
-        reduce_scatter_plainly(part, values, op, group, False, reason)
+        reduce_scatter_plainly(part, values, op, group, False, reason, claimed)
         outputs.copy_(part)
         return
-    sums_of_parts(inputs, outputs, op, group, encoding, mailbox).finish()
+    transfer = sums_of_parts(inputs, outputs, op, group, encoding, mailbox)
+    settle(claimed, outputs.device)
+    transfer.finish()
 
 
 @torch.no_grad()

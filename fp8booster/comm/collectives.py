@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
+from fp8booster.comm.agreement import Claim, claim
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.one_sided import Mailbox, mailbox_of, transfer
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.threshold import ranks_of, why_plain
-from fp8booster.comm.work import FinishingWork, Transfer, run
+from fp8booster.comm.work import Transfer, finish_plain, run
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.block_cast import Layout
 
@@ -43,6 +44,16 @@ def all_reduce(
     """`torch.distributed.all_reduce`: the sum or mean over ranks, in place. Other reductions run plain."""
     group = group or dist.group.WORLD  # looked up once
     ranks = ranks_of(group)
+    claimed = claim(
+        group,
+        "all_reduce",
+        async_op=async_op and tensor.is_cuda,  # gloo's first exchange blocks
+        values=tensor.numel(),
+        dtype=tensor.dtype,
+        op=name_of(op),
+        encoding=encoding,
+        min_bytes=min_bytes,
+    )
     count = aligned(math.ceil(tensor.numel() / ranks))
     layout = encoding.even(count, ranks)
     mailbox = mailbox_of(group, tensor, layout.bytes)
@@ -51,9 +62,10 @@ def all_reduce(
     )
     if reason is not None:
         count_plain("all_reduce", ranks, tensor.nbytes, reason)
-        return reduce_plainly(
-            lambda op: dist.all_reduce(tensor, op, group, async_op), tensor, op, ranks, async_op
-        )
+        if divides(op, tensor, ranks):
+            tensor.detach().div_(ranks)
+            op = ReduceOp.SUM
+        return finish_plain(dist.all_reduce(tensor, op, group, async_op), [tensor], claimed)
     values, piece = flat(tensor, "tensor"), encoding.even(count)
     count_encoded(
         "all_reduce",
@@ -74,7 +86,7 @@ def all_reduce(
         work = gather_bytes(message, own, group, asynchronous)
         return Transfer(work, lambda: encoding.decode(message, values, layout), (message,))
 
-    return run(begin, inputs=[values], outputs=[tensor], group=group, async_op=async_op)
+    return run(begin, inputs=[values], outputs=[tensor], group=group, async_op=async_op, claimed=claimed)
 
 
 def reduce_scatter_tensor(
@@ -90,19 +102,54 @@ def reduce_scatter_tensor(
     """`torch.distributed.reduce_scatter_tensor`: each rank's part of the sum or mean over ranks, rounded once."""
     group = group or dist.group.WORLD  # looked up once
     ranks = ranks_of(group)
+    claimed = claim(
+        group,
+        "reduce_scatter_tensor",
+        async_op=async_op,
+        values=input.numel(),
+        dtype=input.dtype,
+        op=name_of(op),
+        encoding=encoding,
+        min_bytes=min_bytes,
+    )
     mailbox = mailbox_of(group, output, encoding.even(output.numel(), ranks).bytes)
     reason = why_plain(
         "reduce_scatter_tensor", input, input.nbytes, group, min_bytes, op, one_sided=mailbox is not None
     )
     if reason is not None:
-        return reduce_scatter_plainly(output, input, op, group, async_op, reason)
+        return reduce_scatter_plainly(output, input, op, group, async_op, reason, claimed)
     sums, values = flat(output, "output"), flat(input, "input")
     require_multiple(values, sums, ranks, "input", "output")
 
     def begin(asynchronous: bool) -> Transfer:
         return sums_of_parts([values], sums, op, group, encoding, mailbox, asynchronous)
 
-    return run(begin, inputs=[values], outputs=[output], group=group, async_op=async_op)
+    return run(begin, inputs=[values], outputs=[output], group=group, async_op=async_op, claimed=claimed)
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: Op = ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    *,
+    encoding: Encoding = DEFAULT,
+    min_bytes: int | None = None,
+) -> Work | None:
+    """`torch.distributed.reduce_scatter`: the sum or mean over ranks of what each has for this rank in its list.
+
+    It is `reduce_scatter_tensor` of a copy in which the list's tensors lie one after the other, and counted as that.
+    """
+    require_one_for_each(input_list, group, "input_list")
+    for tensor in input_list:
+        if tensor.numel() != output.numel():
+            raise ValueError(
+                f"a tensor of input_list has {tensor.numel()} values and output {output.numel()}; give tensors of one "
+                "size"
+            )
+    joined = torch.cat([tensor.detach().reshape(-1) for tensor in input_list]) if input_list else output
+    return reduce_scatter_tensor(output, joined, op, group, async_op, encoding=encoding, min_bytes=min_bytes)
 
 
 def all_gather_into_tensor(
@@ -117,6 +164,15 @@ def all_gather_into_tensor(
     """`torch.distributed.all_gather_into_tensor`: every rank's tensor, in one."""
     group = group or dist.group.WORLD  # looked up once
     ranks = ranks_of(group)
+    claimed = claim(
+        group,
+        "all_gather_into_tensor",
+        async_op=async_op,
+        values=input_tensor.numel(),
+        dtype=input_tensor.dtype,
+        encoding=encoding,
+        min_bytes=min_bytes,
+    )
     piece = encoding.even(input_tensor.numel())
     mailbox = mailbox_of(group, input_tensor, piece.bytes)
     reason = why_plain(
@@ -129,7 +185,8 @@ def all_gather_into_tensor(
     )
     if reason is not None:
         count_plain("all_gather_into_tensor", ranks, input_tensor.nbytes, reason)
-        return one_tensor("all_gather")(output_tensor, input_tensor, group, async_op)
+        work = one_tensor("all_gather")(output_tensor, input_tensor, group, async_op)
+        return finish_plain(work, [output_tensor], claimed)
     gathered, values = flat(output_tensor, "output_tensor"), flat(input_tensor, "input_tensor")
     require_multiple(gathered, values, ranks, "output_tensor", "input_tensor")
     layout = encoding.even(values.numel(), ranks)
@@ -144,7 +201,9 @@ def all_gather_into_tensor(
         message, work = _encode_and_gather(values, layout, piece, encoding, group, asynchronous)
         return Transfer(work, lambda: encoding.decode(message, gathered, layout), (message,))
 
-    return run(begin, inputs=[values], outputs=[output_tensor], group=group, async_op=async_op)
+    return run(
+        begin, inputs=[values], outputs=[output_tensor], group=group, async_op=async_op, claimed=claimed
+    )
 
 
 def all_gather(
@@ -159,11 +218,26 @@ def all_gather(
     """`torch.distributed.all_gather`: every rank's tensor, in a list; sizes may differ where the backend allows it."""
     group = group or dist.group.WORLD  # looked up once
     ranks = ranks_of(group)
+    require_one_for_each(tensor_list, group, "tensor_list")
+    claimed = claim(
+        group,
+        "all_gather",
+        async_op=async_op,
+        values=tuple(gathered.numel() for gathered in tensor_list),
+        dtype=tensor.dtype,
+        encoding=encoding,
+        min_bytes=min_bytes,
+    )
     payload = sum(gathered.nbytes for gathered in tensor_list)
     reason = why_plain("all_gather", tensor, payload, group, min_bytes)
     if reason is not None:
         count_plain("all_gather", ranks, tensor.nbytes, reason)
-        return dist.all_gather(tensor_list, tensor, group, async_op)
+        return finish_plain(dist.all_gather(tensor_list, tensor, group, async_op), tensor_list, claimed)
+    own_count = tensor_list[group.rank()].numel()
+    if own_count != tensor.numel():
+        raise ValueError(
+            f"tensor has {tensor.numel()} values and this rank's place in tensor_list {own_count}; give the same"
+        )
     values = flat(tensor, "tensor")
     outputs = [flat(gathered, "tensor_list") for gathered in tensor_list]
     layout = encoding.uneven([gathered.numel() for gathered in outputs])
@@ -182,7 +256,7 @@ def all_gather(
             work = dist.all_gather(list(parts), own, group, asynchronous)
         return Transfer(work, lambda: _decode_each(parts, outputs, encoding), (message,))
 
-    return run(begin, inputs=[values], outputs=tensor_list, group=group, async_op=async_op)
+    return run(begin, inputs=[values], outputs=tensor_list, group=group, async_op=async_op, claimed=claimed)
 
 
 def all_to_all_single(
@@ -198,11 +272,23 @@ def all_to_all_single(
 ) -> Work | None:
     """`torch.distributed.all_to_all_single`: to each rank its part; splits may be uneven and empty.
 
+    Splits count rows. Without them the values are divided evenly, whatever the shape, as torch does.
+
     With splits it goes in FP8 at any size, for payloads may differ: give `min_bytes` where they do not.
     """
     group = group or dist.group.WORLD  # looked up once
     ranks = ranks_of(group)
     even = not (output_split_sizes or input_split_sizes)  # known to all ranks
+    claimed = claim(
+        group,
+        "all_to_all_single",
+        async_op=async_op,
+        on_arrival=even,  # of an empty part nothing arrives
+        values=input.numel() if even else f"rows of {math.prod(input.shape[1:])}",
+        dtype=input.dtype,
+        encoding=encoding,
+        min_bytes=min_bytes,
+    )
     mailbox = mailbox_of(group, input, encoding.even(input.numel() // ranks, ranks).bytes) if even else None
     reason = why_plain(
         "all_to_all_single",
@@ -215,10 +301,17 @@ def all_to_all_single(
     )
     if reason is not None:
         count_plain("all_to_all_single", ranks, input.nbytes, reason)
-        return dist.all_to_all_single(output, input, output_split_sizes, input_split_sizes, group, async_op)
+        splits = (output_split_sizes, input_split_sizes)
+        return finish_plain(
+            dist.all_to_all_single(output, input, *splits, group, async_op), [output], claimed
+        )
     arriving, values = flat(output, "output"), flat(input, "input")
     received_counts = _split_counts(output, output_split_sizes, ranks, "output")
     counts = _split_counts(input, input_split_sizes, ranks, "input")
+    if even and arriving.numel() != values.numel():
+        raise ValueError(
+            f"output has {arriving.numel()} values and input {values.numel()}; give as many, or sizes of splits"
+        )
     layout, received_layout = encoding.uneven(counts), encoding.uneven(received_counts)
     sizes = (None, None) if even else (received_layout.sizes, layout.sizes)
     count_encoded("all_to_all_single", ranks, input.nbytes, {"all_to_all_single": layout.bytes})
@@ -234,7 +327,7 @@ def all_to_all_single(
             work, lambda: encoding.decode(received, arriving, received_layout), (received, message)
         )
 
-    return run(begin, inputs=[values], outputs=[output], group=group, async_op=async_op)
+    return run(begin, inputs=[values], outputs=[output], group=group, async_op=async_op, claimed=claimed)
 
 
 def all_to_all(
@@ -247,12 +340,27 @@ def all_to_all(
     min_bytes: int | None = None,
 ) -> Work | None:
     """`torch.distributed.all_to_all`: to each rank its tensor; `min_bytes` as in `all_to_all_single`."""
+    group = group or dist.group.WORLD
     ranks = ranks_of(group)
+    require_one_for_each(input_tensor_list, group, "input_tensor_list")
+    require_one_for_each(output_tensor_list, group, "output_tensor_list")
+    if ranks < 1:
+        return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+    claimed = claim(
+        group,
+        "all_to_all",
+        async_op=async_op,
+        on_arrival=False,  # of an empty part nothing arrives
+        dtype=input_tensor_list[0].dtype,
+        encoding=encoding,
+        min_bytes=min_bytes,
+    )
     payload = sum(tensor.nbytes for tensor in input_tensor_list)
     reason = why_plain("all_to_all", input_tensor_list[0], payload, group, min_bytes, alike=False)
     if reason is not None:
         count_plain("all_to_all", ranks, payload, reason)
-        return dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+        work = dist.all_to_all(output_tensor_list, input_tensor_list, group, async_op)
+        return finish_plain(work, output_tensor_list, claimed)
     outputs = [flat(tensor, "output_tensor_list") for tensor in output_tensor_list]
     inputs = [flat(tensor, "input_tensor_list") for tensor in input_tensor_list]
     received_layout = encoding.uneven([tensor.numel() for tensor in outputs])
@@ -272,7 +380,14 @@ def all_to_all(
         parts = received.split(received_layout.sizes)
         return Transfer(work, lambda: _decode_each(parts, outputs, encoding), (received, message))
 
-    return run(begin, inputs=inputs, outputs=output_tensor_list, group=group, async_op=async_op)
+    return run(
+        begin,
+        inputs=inputs,
+        outputs=output_tensor_list,
+        group=group,
+        async_op=async_op,
+        claimed=claimed,
+    )
 
 
 def broadcast(
@@ -286,13 +401,27 @@ def broadcast(
     min_bytes: int | None = None,
 ) -> Work | None:
     """`torch.distributed.broadcast`, but that the source's tensor is rounded too: all ranks hold the same bits."""
+    group = group or dist.group.WORLD
     ranks = ranks_of(group)
+    source = src if group_src is None or ranks < 1 else dist.get_global_rank(group, group_src)
+    claimed = claim(
+        group,
+        "broadcast",
+        async_op=async_op,
+        on_arrival=False,  # of the source alone
+        values=tensor.numel(),
+        dtype=tensor.dtype,
+        source=source,
+        encoding=encoding,
+        min_bytes=min_bytes,
+    )
     reason = why_plain("broadcast", tensor, tensor.nbytes, group, min_bytes)
     if reason is not None:
         count_plain("broadcast", ranks, tensor.nbytes, reason)
-        return dist.broadcast(tensor, src, group, async_op, group_src)
+        work = dist.broadcast(tensor, src, group, async_op, group_src)
+        return finish_plain(work, [tensor], claimed)
     values = flat(tensor, "tensor")
-    is_source = dist.get_rank() == src if group_src is None else dist.get_rank(group) == group_src
+    is_source = dist.get_rank() == source
     layout = encoding.even(values.numel())
     count_encoded("broadcast", ranks, tensor.nbytes, {"broadcast": layout.bytes})
 
@@ -303,7 +432,7 @@ def broadcast(
         work = dist.broadcast(message, src, group, asynchronous, group_src)
         return Transfer(work, lambda: encoding.decode(message, values, layout), (message,))
 
-    return run(begin, inputs=[values], outputs=[tensor], group=group, async_op=async_op)
+    return run(begin, inputs=[values], outputs=[tensor], group=group, async_op=async_op, claimed=claimed)
 
 
 all_gather_single = all_gather_into_tensor
@@ -425,25 +554,35 @@ def reduce_scatter_plainly(
     group: dist.ProcessGroup | None,
     async_op: bool,
     reason: str,
+    claimed: Claim | None = None,
 ) -> Work | None:
     """`reduce_scatter_tensor` uncompressed, counted with the reason."""
     ranks = ranks_of(group)
     count_plain("reduce_scatter_tensor", ranks, input.nbytes, reason)
-    plain = one_tensor("reduce_scatter")
-    return reduce_plainly(lambda op: plain(output, input, op, group, async_op), output, op, ranks, async_op)
+    if divides(op, input, ranks):
+        input, op = input.detach() / ranks, ReduceOp.SUM
+    work = one_tensor("reduce_scatter")(output, input, op, group, async_op)
+    return finish_plain(work, [output], claimed)
 
 
-def reduce_plainly(
-    reduce: Callable[[Op], Work | None], output: torch.Tensor, op: Op, ranks: int, async_op: bool
-) -> Work | None:
-    """A plain reduction; gloo knows no mean, so on the CPU it is a sum that its members divide."""
-    if op != ReduceOp.AVG or output.is_cuda or ranks < 1:
-        return reduce(op)
-    work = reduce(ReduceOp.SUM)
-    if async_op and work is not None:
-        return FinishingWork(Transfer(work, lambda: output.div_(ranks)), [output])
-    output.div_(ranks)
-    return None
+def divides(op: Op, tensor: torch.Tensor, ranks: int) -> bool:
+    """Whether a plain mean is a sum of what ranks have divided: gloo, on the CPU, knows none.
+
+    Divided first, as NCCL does, for the sum of what has a finite mean may overflow.
+    """
+    return op == ReduceOp.AVG and tensor.is_floating_point() and not tensor.is_cuda and ranks > 0
+
+
+def name_of(op: Op) -> str:
+    """What tells reductions apart."""
+    return getattr(op, "name", "with a factor")
+
+
+def require_one_for_each(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None, what: str) -> None:
+    """Raise ValueError where a list has not one tensor for each rank of a group that this one is in."""
+    ranks = ranks_of(group)
+    if ranks > 0 and len(tensors) != ranks:
+        raise ValueError(f"{what} has {len(tensors)} tensors; give {ranks}, one for each rank")
 
 
 def factor_of(op: Op, ranks: int) -> float:
@@ -465,13 +604,13 @@ def _split_counts(
     tensor: torch.Tensor, split_sizes: Sequence[int] | None, ranks: int, what: str
 ) -> list[int]:
     """Values that belong to each rank."""
-    rows = tensor.shape[0]
     if not split_sizes:
-        if rows % ranks:
+        if tensor.numel() % ranks:
             raise ValueError(
-                f"{what} has {rows} rows, which do not divide by {ranks} ranks; give {what}_split_sizes"
+                f"{what} has {tensor.numel()} values, which do not divide by {ranks} ranks; give {what}_split_sizes"
             )
-        split_sizes = [rows // ranks] * ranks
+        return [tensor.numel() // ranks] * ranks
+    rows = tensor.shape[0]
     if len(split_sizes) != ranks or sum(split_sizes) != rows:
         raise ValueError(
             f"{what}_split_sizes is {list(split_sizes)}; give {ranks} sizes, one for each rank, that add up to {rows}"

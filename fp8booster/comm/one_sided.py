@@ -222,9 +222,12 @@ def use_one_sided(
 def stop_one_sided(group: dist.ProcessGroup | None = None) -> None:
     """Let a group's collectives go by NCCL again, and give back the memory. All ranks of the group call it."""
     group = group or dist.group.WORLD
-    if _mailboxes.pop(group.group_name, None) is not None:
-        torch.cuda.synchronize()  # peers may still be reading
+    mailbox = _mailboxes.pop(group.group_name, None)
+    if mailbox is not None:
+        torch.cuda.synchronize()
         dist.barrier(group)
+        torch.cuda.synchronize()  # NCCL's barrier may end on the GPU alone
+        del mailbox  # peers may read its memory until here
 
 
 def mailbox_of(group: dist.ProcessGroup | None, tensor: torch.Tensor, size: int) -> Mailbox | None:

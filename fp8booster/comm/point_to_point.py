@@ -16,7 +16,7 @@ from fp8booster.comm.collectives import flat, new_message
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.threshold import why_plain
-from fp8booster.comm.work import FinishingWork, Transfer, run
+from fp8booster.comm.work import FinishingWork, Transfer, finish_plain, run
 
 
 def send(
@@ -48,7 +48,9 @@ def recv(
 ) -> int:
     """`torch.distributed.recv` of what `send` or `isend` of this module sent."""
     if _goes_plain(tensor, group, min_bytes, sent=False):
-        return dist.recv(tensor, src, group, tag, group_src)
+        source = dist.recv(tensor, src, group, tag, group_src)
+        finish_plain(None, [tensor])
+        return source
     arriving = _Arriving(tensor, encoding)
     source = dist.recv(arriving.message, src, group, tag, group_src)
     arriving.decode()
@@ -88,7 +90,7 @@ def irecv(
 ) -> Work | None:
     """`torch.distributed.irecv`: as `recv`, with a handle to wait for before the tensor is read."""
     if _goes_plain(tensor, group, min_bytes, sent=False):
-        return dist.irecv(tensor, src, group, tag, group_src)
+        return finish_plain(dist.irecv(tensor, src, group, tag, group_src), [tensor])
 
     def begin(_: bool) -> Transfer:
         arriving = _Arriving(tensor, encoding)
@@ -133,10 +135,12 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     Returns:
         handles that must all be waited for, one for each operation or, where the backend joins them, one for all.
     """
-    transports, finishes, messages = [], [], []
+    if not p2p_op_list:
+        raise ValueError("p2p_op_list is empty; give one operation or more, or leave the call out")
+    transports, finishes, messages, outputs = [], [], [], []
     for each in p2p_op_list:
         sends = each.op is dist.isend
-        finish, message = _nothing, each.tensor
+        finish, message = _nothing if sends else _plain_end(each.tensor), each.tensor
         if not _goes_plain(each.tensor, each.group, each.min_bytes, sent=sends, reason=each.plain):
             if sends:
                 message = _encoded(each.tensor, each.encoding, each.group)
@@ -146,11 +150,12 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
         transports.append(dist.P2POp(each.op, message, each.peer, each.group, each.tag))
         finishes.append(finish)
         messages.append(message)
+        outputs.append([] if sends else [each.tensor])
     works = dist.batch_isend_irecv(transports)
     if len(works) == len(p2p_op_list):
         return [
-            FinishingWork(Transfer(work, finish, (message,)), [each.tensor])
-            for work, finish, message, each in zip(works, finishes, messages, p2p_op_list, strict=True)
+            FinishingWork(Transfer(work, finish, (message,)), received)
+            for work, finish, message, received in zip(works, finishes, messages, outputs, strict=True)
         ]
 
     def finish_all() -> None:
@@ -158,7 +163,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
             finish()
 
     (joined,) = works
-    return [FinishingWork(Transfer(joined, finish_all, messages), [each.tensor for each in p2p_op_list])]
+    return [FinishingWork(Transfer(joined, finish_all, messages), [out for each in outputs for out in each])]
 
 
 class _Arriving:
@@ -196,6 +201,10 @@ def _goes_plain(
     if reason is not None and sent:
         count_plain("send", dist.get_world_size(group), tensor.nbytes, reason)
     return reason is not None
+
+
+def _plain_end(tensor: torch.Tensor) -> Callable[[], None]:
+    return lambda: torch.autograd.graph.increment_version(tensor)
 
 
 def _transport(op: Callable[..., Any]) -> Callable[..., Any]:

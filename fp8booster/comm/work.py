@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
+from fp8booster.comm.agreement import Claim, settle, wait_for_others
+
 
 class Transfer(NamedTuple):
     """What is on its way, and what makes the outputs of it once it is there."""
@@ -34,8 +36,11 @@ class FinishingWork(Work):
     ended; the future, when it ends.
     """
 
-    def __init__(self, transfer: Transfer, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, transfer: Transfer, outputs: Sequence[torch.Tensor], claimed: Claim | None = None
+    ) -> None:
         super().__init__()
+        self._claimed = claimed
         self._unfinished: Transfer | None = transfer
         self._finished_on: torch.cuda.Stream | None = None
         self._transport = transfer.work
@@ -52,6 +57,7 @@ class FinishingWork(Work):
             if self._finished_on is not None:
                 torch.cuda.current_stream(self._finished_on.device).wait_stream(self._finished_on)
             return True
+        self._claimed = wait_for_others(self._claimed)
         done = self._transport.wait() if timeout is None else self._transport.wait(timeout)
         self._finish()
         return done
@@ -105,6 +111,8 @@ class FinishingWork(Work):
         with self._lock:
             if self._unfinished is None:
                 return
+            if self._claimed is not None:
+                settle(self._claimed, self._outputs[0].device)
             self._unfinished.finish()
             for message in self._unfinished.messages:
                 if message.is_cuda:  # made on another stream, whose next message must not overwrite it yet
@@ -121,6 +129,7 @@ def run(
     outputs: Sequence[torch.Tensor],
     group: dist.ProcessGroup | None,
     async_op: bool,
+    claimed: Claim | None = None,
 ) -> FinishingWork | None:
     """Run an encoded collective as `torch.distributed` runs a plain one.
 
@@ -130,20 +139,50 @@ def run(
         inputs, outputs: the caller's tensors; at least one of either.
         group: of the collective.
         async_op: return a handle, and on a GPU let the caller's stream go on.
+        claimed: what `agreement.claim` gave for the call.
     """
-    if not async_op:
-        begin(False).finish()
-        return None
     device = (*inputs, *outputs)[0].device
+    if not async_op:
+        transfer = begin(False)
+        settle(claimed, device)
+        transfer.finish()
+        return None
     if device.type != "cuda":
-        return FinishingWork(begin(True), outputs)
+        return FinishingWork(begin(True), outputs, claimed)
     side = _side_stream(device, (group or dist.group.WORLD).group_name)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         transfer = begin(True)
     for tensor in inputs:
         tensor.record_stream(side)
-    return FinishingWork(transfer, outputs)
+    return FinishingWork(transfer, outputs, claimed)
+
+
+def finish_plain(
+    work: Work | None,
+    outputs: Sequence[torch.Tensor],
+    claimed: Claim | None = None,
+    finish: Callable[[], None] | None = None,
+) -> FinishingWork | None:
+    """What a plain collective leaves to do: torch raises no version counter of what its collectives write.
+
+    Args:
+        work: the handle, None where the collective was not asynchronous.
+        outputs: what it writes; at least one.
+        claimed: what `agreement.claim` gave for the call.
+        finish: what else is to be done once the outputs are there.
+    """
+
+    def end() -> None:
+        if finish is not None:
+            finish()
+        torch.autograd.graph.increment_version(outputs)
+
+    if work is not None:
+        return FinishingWork(Transfer(work, end), outputs, claimed)
+    settle(claimed, outputs[0].device)
+    end()
+    return None
 
 
 @functools.cache

@@ -164,21 +164,28 @@ def decode(message: Message, values: torch.Tensor, layout: Layout, dtype: torch.
         values: [N], contiguous; N may be less than the layout's pieces hold.
         layout, dtype: as in `encode`.
     """
-    _implementation(values).decode(message, values, layout, dtype)
+    implementation = _implementation(values)
+    implementation.decode(message, values, layout, dtype)
+    if implementation is not Reference:
+        torch.autograd.graph.increment_version(values)
 
 
 def decode_sum(
     messages: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float = 1.0
 ) -> None:
-    """Add the pieces of a message in FP32, first to last, times `factor`.
+    """Add the pieces of a message in FP32, first to last, each times `factor`.
 
     Args:
         messages: even pieces of N values.
         values: [N], contiguous.
         layout, dtype: as in `encode`.
-        factor: 1 for a sum, 1 / pieces for a mean.
+        factor: 1 for a sum, 1 / pieces for a mean. It multiplies the FP8 values, so that no sum of what has a finite
+            mean overflows.
     """
-    _implementation(values).decode_sum(messages, values, layout, dtype, factor)
+    implementation = _implementation(values)
+    implementation.decode_sum(messages, values, layout, dtype, factor)
+    if implementation is not Reference:
+        torch.autograd.graph.increment_version(values)
 
 
 def decode_sum_encode(
@@ -272,11 +279,16 @@ class Reference:
 
 
 def _piece(
-    message: torch.Tensor, offset: int, count: int, layout: Layout, dtype: torch.dtype
+    message: torch.Tensor,
+    offset: int,
+    count: int,
+    layout: Layout,
+    dtype: torch.dtype,
+    factor: float = 1.0,
 ) -> torch.Tensor:
-    """The values of one piece in FP32."""
+    """The values of one piece in FP32, times `factor`."""
     payload, size = layout.payload_bytes(count), layout.piece_bytes(count)
-    bits = message[offset : offset + count].view(dtype).float()
+    bits = message[offset : offset + count].view(dtype).float() * factor
     inverse_scale = message[offset + payload : offset + size].view(torch.float32)
     return bits * inverse_scale.repeat_interleave(layout.block_size or count)[:count]
 
@@ -285,8 +297,8 @@ def _sum(messages: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: flo
     count = layout.counts[0]
     total = torch.zeros(count, dtype=torch.float32, device=messages.device)
     for offset in layout.offsets:
-        total += _piece(messages, offset, count, layout, dtype)
-    return total * factor
+        total += _piece(messages, offset, count, layout, dtype, factor)
+    return total
 
 
 @cache

@@ -36,9 +36,10 @@ SLOTS_ALIGNMENT = tl.constexpr(SCALES_ALIGNMENT)
 
 @triton.jit
 def piece_place(piece, table, count, size, EVEN: tl.constexpr, UNIT: tl.constexpr):
-    """(first value, values, first byte) of a piece; the first two multiples of UNIT."""
+    """(first value, values, first byte) of a piece, in 64 bits; the first two multiples of UNIT."""
     if EVEN:
-        start, length, offset = piece * count, count, piece * size
+        length = tl.cast(count, tl.int64)
+        start, offset = piece * length, piece * size
     else:
         entry = table + 3 * piece
         start, length = tl.multiple_of(tl.load(entry), UNIT), tl.multiple_of(tl.load(entry + 1), UNIT)
@@ -79,14 +80,18 @@ def load_piece(
     count,
     block,
     within,
+    factor,
     E4M3: tl.constexpr,
     TENSORWISE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of a piece in FP32. Behind the piece's end lie the zeros of its padding, which keep the load whole."""
+    """A tile of a piece in FP32, times a factor; `count` has 64 bits.
+
+    Behind the piece's end lie the zeros of its padding, which keep the load whole.
+    """
     payload = payload_bytes(count)
     bits = tl.load(message + offset + within, mask=within < payload, other=0)
-    values = bits.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
+    values = bits.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32) * factor
     scales = scales_behind(message, offset + payload)
     if TENSORWISE:
         values = values * tl.load(scales)
@@ -111,7 +116,10 @@ def store_piece(
     TENSORWISE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cast a tile by the amax of its blocks and store it and its inverse scales, up to block `end`."""
+    """Cast a tile by the amax of its blocks and store it and its inverse scales, up to block `end`.
+
+    `count` has 64 bits: from 2^31 - 1024 values on, what it is rounded up to no longer fits in 32.
+    """
     scale, inverse = scale_from_bits(amax_bits, LIMIT, POWER_OF_TWO)
     payload = payload_bytes(count)
     bits = to_bits(values * scale[:, None], E4M3, LIMIT)
@@ -204,12 +212,13 @@ def decode_kernel(
         tile = tl.program_id(0) // PEERS
         piece = ((tl.program_id(0) + own) % PEERS).to(tl.int64)
         message = peer_message(source, piece, shift)
+        count = tl.cast(count, tl.int64)
         start, offset = piece * count, tl.full([], 0, tl.int64)
     else:
         tile, message = tl.program_id(0), source
         start, count, offset = piece_place(tl.program_id(1).to(tl.int64), table, count, size, EVEN, UNIT)
     block, within = tile_place(tile, BLOCK, TILE_BLOCKS)
-    values = load_piece(message, offset, count, block, within, E4M3, TENSORWISE, BLOCK)
+    values = load_piece(message, offset, count, block, within, 1.0, E4M3, TENSORWISE, BLOCK)
     inside = (within < count) & (start + within < total)
     tl.store(x + start + within, values.to(x.dtype.element_ty), mask=inside)
 
@@ -235,6 +244,7 @@ def sum_kernel(
     TILE_BLOCKS: tl.constexpr,
 ):
     """Each program adds the same tile of every piece, first piece to last, and stores the values or their message."""
+    count = tl.cast(count, tl.int64)
     block, within = tile_place(tl.program_id(0), BLOCK, TILE_BLOCKS)
     values = tl.zeros([TILE_BLOCKS, BLOCK], tl.float32)
     for piece in tl.static_range(PIECES):
@@ -244,8 +254,7 @@ def sum_kernel(
         else:
             message = source
             offset = tl.full([], piece, tl.int64) * size
-        values += load_piece(message, offset, count, block, within, E4M3, TENSORWISE, BLOCK)
-    values *= factor
+        values += load_piece(message, offset, count, block, within, factor, E4M3, TENSORWISE, BLOCK)
     if ENCODE:
         store_piece(
             values,

@@ -23,7 +23,9 @@ def multiply_(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     if runs_triton(tensor):
         from fp8booster.kernels.multiply_triton import multiply_triton_  # Triton is needed only here
 
-        return multiply_triton_(tensor, factor)
+        multiply_triton_(tensor, factor)
+        torch.autograd.graph.increment_version(tensor)
+        return tensor
     return multiply_reference_(tensor, factor)
 
 

@@ -29,6 +29,7 @@ def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) 
         from fp8booster.kernels.rope_triton import rotate_triton
 
         rotate_triton(qkv, cos, sin, heads)
+        torch.autograd.graph.increment_version(qkv)
     else:
         rotate_reference(qkv, cos, sin, heads)
 

@@ -37,7 +37,10 @@ def cast_shard(
     """
     if not (shard.is_contiguous() and out.is_contiguous()):
         raise ValueError("cast_shard reads and writes values one after the other; give contiguous tensors")
-    _pick(shard, "cast_shard")(shard, amax, out, inverse_scale, power_of_two)
+    implementation = _pick(shard, "cast_shard")
+    implementation(shard, amax, out, inverse_scale, power_of_two)
+    if implementation is not cast_shard_reference:
+        torch.autograd.graph.increment_version([out, inverse_scale])
 
 
 def cast_shard_reference(
@@ -69,7 +72,10 @@ def unpack(
     """
     if transpose is None and weight is None:
         return
-    _pick(matrix, "unpack")(matrix, inverse_scale, transpose, weight)
+    implementation = _pick(matrix, "unpack")
+    implementation(matrix, inverse_scale, transpose, weight)
+    if implementation is not unpack_reference:
+        torch.autograd.graph.increment_version([each for each in (transpose, weight) if each is not None])
 
 
 def unpack_reference(

@@ -44,7 +44,7 @@ def reduce_scatter_fp8(
     async_op: bool = False,
 ) -> Any:
     """The sum of what the ranks hold for this one."""
-    return comm.reduce_scatter_tensor(output, torch.stack(list(input_list)), group=group, async_op=async_op)
+    return comm.reduce_scatter(output, list(input_list), group=group, async_op=async_op)
 
 
 def all_gather_fp8(
