@@ -18,7 +18,7 @@ import typer
 from torch import nn
 
 from benchmarks.harness import command, environment
-from benchmarks.harness.breakdown import kernel_us
+from benchmarks.harness.breakdown import NONE_SEEN, kernel_us
 from benchmarks.harness.products import FAST, GRADIENT, Kind, Operands
 from benchmarks.harness.results import Result
 from benchmarks.harness.roofline import CopyBandwidth
@@ -89,11 +89,7 @@ def time_layers(
     timings = time_in_turns([*variants, copy.variant], device=device, rounds=rounds, sample_ms=sample_ms)
     steps = {variant.name: variant.call for variant in variants if variant.name in profiled}
     kernels = {name: kernel_us(lambda step=step: step(0), PROFILED_STEPS) for name, step in steps.items()}
-    left_out |= {
-        f"kernels of {name}, {work.shape}": "torch's profiler saw none"
-        for name in kernels
-        if not kernels[name]
-    }
+    left_out |= {f"kernels of {name}, {work.shape}": NONE_SEEN for name in kernels if not kernels[name]}
     return timings, {name: found for name, found in kernels.items() if found}
 
 

@@ -8,12 +8,28 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from benchmarks.harness.profiler import profiler_turn
+
 PARTS = {"products": ("gemm", "nvjet", "cutlass", "splitk"), "casts": ("amax", "cast")}
 """What the names of kernels contain; nvjet is cuBLAS's family on Hopper. All else is "other"."""
 
 
+ATTEMPTS = 3
+
+NONE_SEEN = "torch's profiler saw none; another process, such as nsys, may hold the GPU's profiler"
+
+
 def kernel_us(run: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Microseconds on the GPU of each kernel in one run, the mean of `repeats`; empty where the profiler saw none."""
+    """Microseconds on the GPU of each kernel in one run, the mean of `repeats`.
+
+    Waits its turn with the profiler, and is empty where `ATTEMPTS` profiles saw no kernel: report `NONE_SEEN`.
+    """
+    with profiler_turn():
+        profiles = (_profiled(run, repeats) for _ in range(ATTEMPTS))
+        return next(filter(None, profiles), {})
+
+
+def _profiled(run: Callable[[], object], repeats: int) -> dict[str, float]:
     # kernels that run while the profiler starts may be missed, so the first cycle is thrown away
     with profile(
         activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],

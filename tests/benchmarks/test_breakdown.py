@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
 import pytest
 import torch
 
-from benchmarks.harness.breakdown import by_part, kernel_us, part_of
+from benchmarks.harness import breakdown, profiler
+from benchmarks.harness.breakdown import NONE_SEEN, by_part, kernel_us, part_of
+from benchmarks.harness.profiler import profiler_turn
 
 
 @pytest.mark.parametrize(
@@ -27,9 +32,41 @@ def test_parts_are_summed_and_nothing_is_lost() -> None:
     assert by_part(kernels) == {"products": 4.0, "casts": 3.0, "other": 8.0}
 
 
+@pytest.fixture
+def own_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler, "lock_file", lambda: tmp_path / "lock")
+
+
+def test_a_second_profile_waits_for_the_first_and_reports_it(own_lock, capsys) -> None:
+    order: list[str] = []
+
+    def second() -> None:
+        with profiler_turn():
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    with profiler_turn():
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+    assert capsys.readouterr().err.count("which another process holds") == 1
+
+
+@pytest.mark.parametrize("empty", range(breakdown.ATTEMPTS + 1))
+def test_a_profile_without_kernels_is_taken_again(empty, own_lock, monkeypatch) -> None:
+    profiles = [{}] * empty + [{"cast_kernel": 1.0}] * breakdown.ATTEMPTS
+    monkeypatch.setattr(breakdown, "_profiled", lambda run, repeats: profiles.pop(0))
+    assert kernel_us(lambda: None, 1) == ({"cast_kernel": 1.0} if empty < breakdown.ATTEMPTS else {})
+
+
 @pytest.mark.gpu
 def test_kernels_of_a_product() -> None:
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    parts = by_part(kernel_us(lambda: x @ x, repeats=3))
+    kernels = kernel_us(lambda: x @ x, repeats=3)
+    assert kernels, NONE_SEEN
+    parts = by_part(kernels)
     assert parts["products"] > 0
     assert parts["casts"] == 0

@@ -8,6 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import product
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from fp8booster import comm, formats
 from fp8booster.comm import Encoding
 from fp8booster.comm.one_sided import mailbox_of
 from fp8booster.comm.threshold import MINIMUM_BYTES, ON_THE_CPU
+from fp8booster.kernels import block_cast
 from fp8booster.kernels.alignment import aligned
 from fp8booster.monitor.traffic import count_traffic
 from tests.comm.bounds import assert_within, block_amax, rounding_bound
@@ -484,6 +486,156 @@ def a_rank_outside_a_group_keeps_its_values() -> None:
 
 
 @check
+def broadcast_in_a_sub_group_takes_the_sources_global_rank() -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    members = list(range(1, ranks))
+    group = dist.new_group(members)
+    if len(members) > 1 and rank in members:
+        for source, where in ((members[-1], {"src": members[-1]}), (members[0], {"group_src": 0})):
+            for min_bytes in (0, 2**30):
+                values = torch.full((640,), float(rank), device=DEVICE)
+                comm.broadcast(values, group=group, min_bytes=min_bytes, **where)
+                assert values.tolist() == [float(source)] * 640
+    dist.destroy_process_group(group)
+
+
+@check
+def the_second_cast_of_all_reduce_has_the_encodings_scales() -> None:
+    for power_of_two in (True, False):
+        values = spread(3000)
+        comm.all_reduce(values, encoding=Encoding(power_of_two=power_of_two), min_bytes=0)
+        # what FP8 gives times a power of two has no more bits than E4M3
+        mantissas, _ = values.double().frexp()
+        assert bool((mantissas * 16 == (mantissas * 16).round()).all()) == power_of_two
+
+
+@check
+def all_to_all_single_without_splits_divides_values_whatever_the_shape() -> None:
+    ranks = dist.get_world_size()
+    for shape in ((1, 2 * ranks, 8), (ranks + 1, ranks), (2 * ranks,), (3, ranks, 1)):
+        count = math.prod(shape)
+        values = (torch.arange(count, device=DEVICE) % 5 * 2.0 + dist.get_rank()).view(shape)
+        for min_bytes in (0, 2**30):
+            ours, torchs = torch.empty_like(values), torch.empty_like(values)
+            comm.all_to_all_single(ours, values, min_bytes=min_bytes)
+            dist.all_to_all_single(torchs, values)
+            torch.testing.assert_close(ours, torchs, rtol=2**-4, atol=0.05)
+
+
+@check
+def reduce_scatter_takes_a_list() -> None:
+    ranks = dist.get_world_size()
+    for (size, dtype, encoding, asynchronous), op in product(cases(), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
+        parts = [spread(size, dtype).view(1, size) for _ in range(ranks)]
+        if size % 2 == 0:  # lists may hold what does not lie in one piece
+            parts = [part.view(2, -1).t().contiguous().t() for part in parts]
+        ours, whole = torch.empty_like(parts[0].contiguous()), torch.empty(size, dtype=dtype, device=DEVICE)
+        options = {"encoding": encoding, "min_bytes": 0}
+        finish(comm.reduce_scatter(ours, parts, op, async_op=asynchronous, **options))
+        comm.reduce_scatter_tensor(whole, torch.cat([part.reshape(-1) for part in parts]), op, **options)
+        assert torch.equal(ours.view(-1), whole)
+
+
+@check
+def means_of_the_largest_values_are_finite() -> None:
+    ranks = dist.get_world_size()
+    for value, dtype in ((3.2e38, torch.float32), (3.2e38, torch.bfloat16), (6e4, torch.float16)):
+        for min_bytes, encoding in ((0, Encoding()), (0, Encoding(power_of_two=True)), (2**30, Encoding())):
+            options = {"encoding": encoding, "min_bytes": min_bytes}
+            values = torch.full((ranks * 640,), value, dtype=dtype, device=DEVICE)
+            part = torch.empty(640, dtype=dtype, device=DEVICE)
+            comm.reduce_scatter_tensor(part, values, dist.ReduceOp.AVG, **options)
+            coalesced = torch.empty_like(part)
+            comm.reduce_scatter_coalesced(coalesced, [values], dist.ReduceOp.AVG, **options)
+            comm.all_reduce(values, dist.ReduceOp.AVG, **options)
+            for found in (part, coalesced, values):
+                torch.testing.assert_close(found, torch.full_like(found, value), rtol=2**-4, atol=0)
+
+
+class Silent:
+    """Kernels that write as those of a GPU do: no version counter is raised."""
+
+    @staticmethod
+    def encode(values, message, *rest) -> None:
+        block_cast.Reference.encode(values, message.data, *rest)
+
+    @staticmethod
+    def encode_parts(tensors, message, *rest) -> None:
+        block_cast.Reference.encode_parts(tensors, message.data, *rest)
+
+    @staticmethod
+    def decode(message, values, *rest) -> None:
+        block_cast.Reference.decode(message, values.data, *rest)
+
+    @staticmethod
+    def decode_sum(messages, values, *rest) -> None:
+        block_cast.Reference.decode_sum(messages, values.data, *rest)
+
+    @staticmethod
+    def decode_sum_encode(messages, message, *rest) -> None:
+        block_cast.Reference.decode_sum_encode(messages, message.data, *rest)
+
+
+def writers(min_bytes: int) -> dict[str, tuple[list[torch.Tensor], Callable[[bool], object]]]:
+    """Each function that writes: what it writes to, and the call, which may be asynchronous."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    own, whole = torch.ones(640, device=DEVICE), torch.ones(640 * ranks, device=DEVICE)
+    leaf = torch.nn.Parameter(torch.ones(640, device=DEVICE))
+    out, large = torch.empty_like(own), torch.empty_like(whole)
+    parts = [torch.empty_like(own) for _ in range(ranks)]
+    options = {"min_bytes": min_bytes}
+
+    def ring(_: bool) -> None:
+        to, source = (rank + 1) % ranks, (rank - 1) % ranks
+        sends = comm.P2POp(comm.isend, own, to, **options)
+        for work in comm.batch_isend_irecv([sends, comm.P2POp(comm.irecv, out, source, **options)]):
+            work.wait()
+
+    return {
+        "all_reduce": ([leaf], lambda later: comm.all_reduce(leaf, async_op=later, **options)),
+        "reduce_scatter_tensor": (
+            [out],
+            lambda later: comm.reduce_scatter_tensor(out, whole, async_op=later, **options),
+        ),
+        "reduce_scatter_coalesced": (
+            [out],
+            lambda _: comm.reduce_scatter_coalesced(out, [whole], **options),
+        ),
+        "all_gather_into_tensor": (
+            [large],
+            lambda later: comm.all_gather_into_tensor(large, own, async_op=later, **options),
+        ),
+        "all_gather": (parts, lambda later: comm.all_gather(parts, own, async_op=later, **options)),
+        "all_to_all_single": (
+            [large],
+            lambda later: comm.all_to_all_single(large, whole, async_op=later, **options),
+        ),
+        "all_to_all": (
+            parts,
+            lambda later: comm.all_to_all(parts, list(whole.chunk(ranks)), async_op=later, **options),
+        ),
+        "broadcast": ([leaf], lambda later: comm.broadcast(leaf, 0, async_op=later, **options)),
+        "point to point": ([out], ring),
+    }
+
+
+@check
+def what_is_written_has_a_new_version() -> None:
+    silent = patch.object(block_cast, "_implementation", lambda tensor: Silent)
+    for min_bytes, later in product((0, 2**30), (False, True)):
+        for name, (written, call) in writers(min_bytes).items():
+            with silent if DEVICE.type == "cpu" else nullcontext():
+                before = [tensor._version for tensor in written]
+                work = call(later)
+                begun = [tensor._version for tensor in written]
+                finish(work)
+                after = [tensor._version for tensor in written]
+            assert all(new > old for new, old in zip(after, before, strict=True)), (name, min_bytes, later)
+            if work is not None:  # not before it is there: a cast made while it is on its way would be kept
+                assert after > begun, (name, min_bytes, later)
+
+
+@check
 def sub_groups_reduce_among_themselves() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     members = list(range(1, ranks))
@@ -611,6 +763,15 @@ def mistakes_raise_before_anything_is_sent() -> None:
         lambda: comm.reduce_scatter_coalesced(values.clone(), [values], min_bytes=0),
         lambda: comm.all_gather_into_tensor(values.clone(), values, min_bytes=0),
         lambda: comm.all_to_all_single(values.clone(), values, None, [1] * ranks),
+        lambda: comm.all_to_all_single(values[:-ranks].clone(), values, min_bytes=0),
+        lambda: comm.all_to_all([], []),
+        lambda: comm.all_to_all([values], [values]),
+        lambda: comm.all_gather([], values),
+        lambda: comm.all_gather([values.clone() for _ in range(ranks)], values[1:].clone(), min_bytes=0),
+        lambda: comm.reduce_scatter(values.clone(), []),
+        lambda: comm.reduce_scatter(values.clone(), [values[1:]] * ranks),
+        lambda: comm.reduce_scatter_coalesced(values.clone(), []),
+        lambda: comm.batch_isend_irecv([]),
         lambda: comm.all_to_all_single(values.clone(), torch.ones(ranks * 8 + 1, device=DEVICE), min_bytes=0),
     ):
         try:
