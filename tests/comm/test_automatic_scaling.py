@@ -6,6 +6,7 @@ import functools
 import math
 import traceback
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -159,6 +160,41 @@ def statistics_agree_with_what_is_seen_at_torch_distributed(device: torch.device
     rows = comm.statistics().rows
     assert sum(row.wire_bytes for row in rows.values()) == counted.sent
     assert 0.5 < rows["reduce_scatter_tensor"].ratio < 0.52
+
+
+@check
+def each_stream_counts_for_itself_and_a_step_adds_them(device: torch.device) -> None:
+    if device.type != "cpu":
+        return  # `counts_of_streams_that_run_at_once_are_not_lost`
+    ranks, seen = dist.get_world_size(), []
+    scaling = AutomaticScaling(1, device)
+    values = torch.ones(ranks * 64)
+    for handle in (1, 2, 1):
+        with patch.object(comm.automatic_scaling, "current_stream", lambda tensor, handle=handle: handle):
+            reduce(scaling, values)
+        seen.append({handle: counts.values.clone() for handle, counts in scaling._counts.items()})
+    cast = (ranks + 1) * 64
+    assert [each[1][1].item() for each in seen] == [cast, cast, 2 * cast]
+    assert seen[2][2][1].item() == cast
+    total = scaling._taken_counts()
+    assert total.tolist() == [3 * cast] * 2  # with this mu every value is the largest
+    assert scaling._taken_counts().tolist() == [0, 0]
+
+
+@check
+def counts_of_streams_that_run_at_once_are_not_lost(device: torch.device) -> None:
+    if device.type != "cuda":
+        return
+    ranks = dist.get_world_size()
+    scaling = AutomaticScaling(1, device)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    parts = [torch.ones(ranks, 1 << 16, device=device).to(comm.automatic_scaling.FORMAT) for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for stream, part in zip(streams, parts, strict=True):
+            with torch.cuda.stream(stream):
+                scaling._count(part)
+    assert scaling._taken_counts()[1].item() == 200 * len(streams) * ranks * (1 << 16)
 
 
 @check

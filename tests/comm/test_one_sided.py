@@ -5,6 +5,7 @@ On GPUs it is checked by `test_gpu.py`.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import MagicMock, patch
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import comm
-from fp8booster.comm import Encoding, coalesced, collectives
+from fp8booster.comm import Encoding, coalesced, collectives, one_sided
 from fp8booster.comm.one_sided import Mailbox, PeerMemory, mailbox_of
 from fp8booster.kernels import block_cast
 from tests.distributed import run_ranks
@@ -37,6 +38,22 @@ def refusals() -> None:
 
 def test_refuses_what_it_is_not_for() -> None:
     run_ranks(refusals, 2, environment={"LOCAL_WORLD_SIZE": "1"})
+
+
+class Memory:
+    """Stands for a mailbox."""
+
+
+def test_memory_that_peers_may_read_is_held_until_all_have_met(monkeypatch) -> None:
+    mailbox, group = Memory(), MagicMock(group_name="peers")
+    held, events = weakref.ref(mailbox), []
+    monkeypatch.setitem(one_sided._mailboxes, "peers", mailbox)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append(held() is not None))
+    monkeypatch.setattr(dist, "barrier", lambda group: events.append(held() is not None))
+    del mailbox
+    comm.stop_one_sided(group)
+    assert events == [True] * 3
+    assert held() is None
 
 
 CAPACITY = 2048

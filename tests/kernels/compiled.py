@@ -11,15 +11,20 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 
-def ptx_of(
+def ptx_of(kernel: Any, types: Mapping[str, str], constants: Mapping[str, object], **options: object) -> str:
+    """PTX for sm_90; arguments as in `stages_of`."""
+    return stages_of(kernel, types, constants, **options)["ptx"]
+
+
+def stages_of(
     kernel: Any,
     types: Mapping[str, str],
     constants: Mapping[str, object],
     *,
     unspecialized: Collection[str] = (),
     **options: object,
-) -> str:
-    """PTX for sm_90.
+) -> Mapping[str, str]:
+    """What the compiler makes of a kernel for sm_90, by stage: "ttir" (Triton's own form), ..., "ptx".
 
     Args:
         kernel: a `triton.jit` function.
@@ -41,7 +46,7 @@ def ptx_of(
             if name not in constants and name not in unspecialized
         },
     )
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
 
 
 def narrow_accesses(ptx: str) -> list[str]:

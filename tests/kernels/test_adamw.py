@@ -50,6 +50,18 @@ def test_empty_shards_have_no_magnitude() -> None:
     assert amaxes.tolist() == [0.0]
 
 
+@pytest.mark.parametrize("zeros", [1, 5, 1030])
+def test_an_epsilon_of_zero_leaves_the_amax_of_what_has_gradients(zeros, device) -> None:
+    """No count is a multiple of the kernel's block: what lies behind a shard's end must not be 0 / 0 in its amax."""
+    gradients = [torch.ones(zeros, device=device)]
+    values = [torch.full((zeros,), 3.0, device=device)]
+    moments = [[torch.zeros(zeros, device=device)] for _ in range(2)]
+    rates = RATES["AdamW"]._replace(eps=0.0)
+    amaxes = update(Shards(values, gradients, *moments, [torch.ones((), device=device)]), rates)
+    assert amaxes.tolist() == [values[0].abs().max().item()]
+    assert amaxes.isfinite().all()
+
+
 def test_values_that_lie_apart_are_refused() -> None:
     apart, together = [torch.ones(8)[::2]], [torch.ones(4)]
     with pytest.raises(ValueError, match="contiguous"):

@@ -98,9 +98,12 @@ def test_pieces_are_added_in_fp32_in_order_and_cast_again(block) -> None:
     torch.manual_seed(0)
     layout = Layout.even(1000, 3, block)
     message = encoded(Reference, gradient_like(3000), layout, formats.E4M3, False)
-    decoded = torch.empty(3, 1000)
+    decoded, thirds = torch.empty(3, 1000), torch.empty(3, 1000)
     block_cast.decode(message, decoded.view(-1), layout, formats.E4M3)
-    expected = ((decoded[0] + decoded[1]) + decoded[2]) * torch.tensor(1 / 3)
+    for piece, third in zip(message.split(layout.sizes), thirds, strict=True):
+        block_cast.decode_sum(piece, third, Layout.even(1000, 1, block), formats.E4M3, 1 / 3)
+    torch.testing.assert_close(thirds, decoded / 3, rtol=2**-22, atol=0)
+    expected = (thirds[0] + thirds[1]) + thirds[2]
     mean = torch.empty(1000)
     block_cast.decode_sum(message, mean, layout, formats.E4M3, 1 / 3)
     assert torch.equal(mean, expected)

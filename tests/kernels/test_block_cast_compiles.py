@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import pytest
 
 pytest.importorskip("triton")
@@ -38,13 +41,18 @@ WITH_PEERS = {"PEERS": 4}
 
 
 def ptx_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = True) -> str:
+    """PTX; arguments as in `stages_of`."""
+    return stages_of(kernel, constants, x, aligned=aligned)["ptx"]
+
+
+def stages_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = True) -> Mapping[str, str]:
     """Compile with every count a multiple of 16 or of nothing; pieces always begin at one."""
     types = TYPES | {"x": x, "out": "*u8" if constants.get("ENCODE") else x}
     if constants.get("PEERS"):
         types["source"] = "*i64"
     unspecialized = UNSPECIALIZED | (set() if aligned else {"total", "part", "count"})
     options = {"num_warps": kernels.WARPS, "enable_fp_fusion": False}
-    return compiled.ptx_of(kernel, types, constants, unspecialized=unspecialized, **options)
+    return compiled.stages_of(kernel, types, constants, unspecialized=unspecialized, **options)
 
 
 @pytest.mark.parametrize("x", ["*bf16", "*fp16", "*fp32"])
@@ -85,3 +93,24 @@ def test_sizes_that_are_multiples_of_nothing_compile() -> None:
         sums = {**given, "PIECES": 3, "ENCODE": False}
         ptx = ptx_of(kernels.sum_kernel, sums, "*bf16", aligned=False)
         assert "ld.global.b8" not in ptx  # messages are padded, so that they are read whole
+
+
+@pytest.mark.parametrize("holder", [HERE, WITH_PEERS], ids=["here", "peers"])
+@pytest.mark.parametrize("scales", [BLOCKS, ONE_SCALE], ids=["blocks", "one scale"])
+def test_counts_are_rounded_up_in_64_bits(scales, holder) -> None:
+    """From 2^31 - 1024 values on a piece's padded count does not fit in 32."""
+    given = {**FORMAT, **scales, **EVEN, **holder, "PARTIALS_BLOCK": 1024, "PIECES": 2}
+    runs = [(kernels.encode_kernel, {}), (kernels.decode_kernel, {})]
+    runs += [(kernels.sum_kernel, {"ENCODE": encode}) for encode in (False, not scales["TENSORWISE"])]
+    for kernel, more in runs:
+        ttir = stages_of(kernel, given | more, "*bf16")["ttir"]
+        uses = re.findall(r"= (arith\.\w+) .*%count\b", ttir)
+        assert set(uses) == {"arith.extsi"}, kernel.fn.__name__
+
+
+@pytest.mark.parametrize("dtype", formats.FORMATS)
+def test_each_format_is_rounded_by_its_instruction(dtype) -> None:
+    form = {"E4M3": dtype is formats.E4M3, "LIMIT": formats.MAX[dtype], "POWER_OF_TWO": False}
+    ptx = ptx_of(kernels.encode_kernel, {**form, **BLOCKS, **EVEN, "PARTIALS_BLOCK": 1}, "*bf16")
+    found = set(re.findall(r"cvt\.\S*\.(e\dm\dx2)\.f32", ptx))
+    assert found == {"e4m3x2" if dtype is formats.E4M3 else "e5m2x2"}

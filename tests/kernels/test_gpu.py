@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8booster import formats
+from fp8booster.kernels import block_cast
 from fp8booster.kernels.cast import cast, cast_reference, saturate
 from fp8booster.kernels.many_cast import ManyCast
 from fp8booster.kernels.rowwise_cast import rowwise_cast, rowwise_cast_reference
@@ -164,3 +165,26 @@ def test_a_cast_of_many_reaches_beyond_two_billion_values(huge) -> None:
         assert torch.equal(plains[index].view(torch.uint8), data.view(torch.uint8))
         assert torch.equal(transposes[index].view(torch.uint8), transpose.view(torch.uint8))
         assert torch.equal(inverse_scales[index], inverse_scale)
+
+
+def test_a_message_reaches_to_two_billion_values() -> None:
+    """From 2^31 - 1024 values on, the padded count of a piece does not fit in 32 bits."""
+    if torch.cuda.mem_get_info()[0] < 16 * 2**30:
+        pytest.skip("2**31 values, their message and what is decoded take 10 GiB")
+    count = 2**31 - 512
+    layout = block_cast.Layout.even(count, 1, 256)
+    values = torch.zeros(count, dtype=torch.bfloat16, device=DEVICE)
+    message = torch.empty(layout.bytes, dtype=torch.uint8, device=DEVICE)
+    last = slice(-4096, None)
+    values[last] = torch.randn(4096, device=DEVICE).bfloat16()
+    block_cast.encode(values, message, layout, formats.E4M3)
+    of_last = block_cast.Layout.even(4096, 1, 256)
+    expected = torch.empty(of_last.bytes, dtype=torch.uint8, device=DEVICE)
+    block_cast.Reference.encode(values[last], expected, of_last, formats.E4M3, False)
+    right = torch.empty(4096, dtype=torch.bfloat16, device=DEVICE)
+    block_cast.Reference.decode(expected, right, of_last, formats.E4M3)
+    for decode in (block_cast.decode, block_cast.decode_sum):
+        values.fill_(7)
+        decode(message, values, layout, formats.E4M3)
+        assert torch.equal(values[last], right)
+        assert not values[:4096].any()

@@ -261,6 +261,25 @@ def test_only_the_products_asked_for_run(input_needs, weight_needs, expected, de
     assert (x.grad is not None, w.grad is not None) == (input_needs, weight_needs)
 
 
+@pytest.mark.parametrize("parameters", [torch.float32, BF16])
+def test_the_gradient_of_a_bias_is_summed_in_fp32(parameters, device) -> None:
+    """One large gradient and many small ones, which a sum in 16 bits loses: 256 + 1 is 256 in BF16."""
+    x, w = torch.ones(513, 16, device=device, dtype=BF16), torch.ones(16, 16, device=device, dtype=parameters)
+    bias = torch.zeros(16, device=device, dtype=parameters, requires_grad=True)
+    dy = torch.ones(513, 16, device=device, dtype=BF16)
+    dy[0] = 256
+    with torch.autocast(device.type, BF16):
+        y = fp8_linear(x, w, bias)
+    y.backward(dy)
+    # in BF16 768 is a multiple of its step; 1 more shows in an FP32 bias alone that the sum was not rounded before
+    dy[1] = 2
+    bias.grad, first = None, bias.grad
+    with torch.autocast(device.type, BF16):
+        fp8_linear(x, w, bias).backward(dy)
+    assert first.tolist() == [768.0] * 16
+    assert bias.grad.tolist() == [769.0 if parameters is torch.float32 else 768.0] * 16
+
+
 def test_only_the_bias_can_need_a_gradient(device, products) -> None:
     x, w, dy = llama_like(device, 32, 48, 16, BF16)
     bias = torch.zeros(16, device=device, dtype=BF16, requires_grad=True)

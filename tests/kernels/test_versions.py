@@ -1,0 +1,52 @@
+"""Kernels that write into a tensor of the caller raise its version, as torch's own operations do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from fp8booster import formats
+from fp8booster.kernels import multiply, rope, shard_cast
+
+pytest.importorskip("triton")
+
+from fp8booster.kernels import multiply_triton, rope_triton
+
+
+def silent(*arguments: object) -> None:
+    """A launch, which torch does not see."""
+
+
+def fp8(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=formats.E4M3)
+
+
+def calls() -> dict[str, tuple[Callable[[], object], list[torch.Tensor]]]:
+    """Each entry with what it writes."""
+    x, one, angles = torch.ones(16, 32), torch.ones(()), torch.ones(1, 2, 4)
+    qkv, out, transpose = torch.ones(1, 2, 3, 4), fp8(16 * 32), fp8(32, 16)
+    return {
+        "multiply_": (lambda: multiply.multiply_(x, one), [x]),
+        "rotate": (lambda: rope.rotate(qkv, angles, angles, 2), [qkv]),
+        "cast_shard": (lambda: shard_cast.cast_shard(x.view(-1), one, out, one), [out, one]),
+        "unpack": (lambda: shard_cast.unpack(fp8(16, 32), one, transpose, x), [transpose, x]),
+        "unpack, values alone": (lambda: shard_cast.unpack(fp8(16, 32), one, None, x), [x]),
+    }
+
+
+@pytest.mark.parametrize("name", calls())
+def test_what_a_kernel_writes_has_a_new_version(name) -> None:
+    run, written = calls()[name]
+    before = [tensor._version for tensor in written]
+    with (
+        patch.object(multiply, "runs_triton", lambda tensor: True),
+        patch.object(rope, "runs_triton", lambda tensor: True),
+        patch.object(shard_cast, "_pick", lambda tensor, name: silent),
+        patch.object(multiply_triton, "multiply_triton_", silent),
+        patch.object(rope_triton, "rotate_triton", silent),
+    ):
+        run()
+    assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))
