@@ -40,7 +40,7 @@ class FlashAttention(FusedAttention):
     fp8_sharding: Callable[[], ShardConfig]
     """With sequence parallelism. A function: copies of a model copy what modules hold, and groups cannot be copied."""
 
-    def attends_alike(self, attention_mask: Any, **_: Any) -> bool:
+    def attends_alike(self, *, attention_mask: Any = None, **_: Any) -> bool:
         """What the model makes for `ColoAttention` is a dictionary."""
         return isinstance(attention_mask, dict)
 

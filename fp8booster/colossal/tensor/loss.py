@@ -36,6 +36,7 @@ from fp8booster.nn.fused.causal_lm_loss import (
     language_model_in,
     offer_loss,
     ours,
+    returns_dict,
     use_fused_loss,
     why_not_past_forward,
 )
@@ -140,7 +141,7 @@ def _computes_loss_alone(model: nn.Module, arguments: dict[str, Any], config: Sh
         and isinstance(kept, int)
         and kept == 0
         and arguments.get("return_dict") is not False
-        and model.config.use_return_dict
+        and returns_dict(model.config)
         and _why_not(model, config) is None
     )
 

@@ -1,7 +1,7 @@
 """The loss of transformers' causal language models over chunks of logits, in place of their native forward.
 
-Written for LLaMA, Mistral, Mixtral and Qwen2 as transformers 4.51.3 has them (modeling_llama.py:769: body, head, loss;
-modeling_mixtral.py:968, which adds the routers' loss).
+Written for LLaMA, Mistral, Mixtral and Qwen2 as transformers 4.51.3 to 5.23 have them: body, head, loss
+(`LlamaForCausalLM.forward`), and in a Mixtral the routers' loss (`MixtralForCausalLM.forward`).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from fp8booster.nn.weight_cache import WeightCache, reusable
 from fp8booster.tensor import QuantizedMatrix
 
 if TYPE_CHECKING:  # seconds to import, and there where there is a model
+    from transformers import PretrainedConfig
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 MODELS = {
@@ -234,10 +235,16 @@ def _computes_loss_alone(model: nn.Module, arguments: dict[str, Any]) -> bool:
         and arguments.get("labels") is not None
         and all(isinstance(number, int) and number == 0 for number in kept)
         and arguments.get("return_dict") is not False
-        and model.config.use_return_dict
+        and returns_dict(model.config)
         and model.loss_function is ForCausalLMLoss
         and _why_not_through(model) is None
     )
+
+
+def returns_dict(config: PretrainedConfig) -> bool:
+    """Whether a model returns its outputs by name, unless a call asks otherwise."""
+    # not `use_return_dict`, of which transformers 5 warns
+    return config.return_dict and not getattr(config, "torchscript", False)
 
 
 def _forward_to_loss(

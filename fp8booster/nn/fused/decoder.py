@@ -10,13 +10,19 @@ In place, by class: parameters, their names, hooks and `isinstance` stay as they
 and every kernel delivers the amax of what it makes, so that the casts before FP8 products read their input once. The
 products are those of FP8 layers, or of layers that stayed nn.Linear. Where a case is not covered (returned attention
 weights, another activation, layers of different kinds) that part runs as transformers wrote it.
+
+Versions of transformers differ in the names of arguments, in what a layer returns, and in how experts are held. What a
+fused part takes and returns is what the forward of its own class takes and returns (`_native_members`).
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -50,29 +56,20 @@ class FusedRMSNorm(nn.Module):
 class FusedAttention(nn.Module):
     """Mixin of a self-attention."""
 
+    native_arguments: ClassVar[tuple[str, ...]]
+    """Names of what the class's own forward takes after the hidden states."""
+
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: Embeddings,
-        attention_mask: Any = None,
-        past_key_value: Any = None,
-        cache_position: torch.Tensor | None = None,
-        **kwargs: Any,
+        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As transformers', with one product for q, k and v."""
-        cos, sin = position_embeddings
+        arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
+        cos, sin = arguments["position_embeddings"]
         qkv = None
-        if cos.shape[-1] == self.head_dim and self.attends_alike(attention_mask, **kwargs):
+        if cos.shape[-1] == self.head_dim and self.attends_alike(**arguments):
             qkv = _one_product(self.fp8_qkv, hidden_states, self.q_proj, self.k_proj, self.v_proj)
         if qkv is None:
-            return self.forward_unfused(
-                hidden_states,
-                position_embeddings,
-                attention_mask=attention_mask,
-                past_key_value=past_key_value,
-                cache_position=cache_position,
-                **kwargs,
-            )
+            return self.forward_unfused(hidden_states, **arguments)
         qkv = self.before_attention(qkv)
         # of the product, not of the input: ranks may hold heads, and parts of the sequence that it has gathered
         key_heads = self.key_heads_of(qkv)
@@ -80,11 +77,23 @@ class FusedAttention(nn.Module):
             qkv, cos, sin, query_heads=key_heads * self.num_key_value_groups, key_heads=key_heads
         )
         query, key, value = (each.transpose(1, 2) for each in heads)
-        if past_key_value is not None:  # also in training, where a model's use_cache was left on
-            place = {"sin": sin, "cos": cos, "cache_position": cache_position}
-            key, value = past_key_value.update(key, value, self.layer_idx, place)
-        attended = self.attend(query, key, value, attention_mask)
+        key, value = self.cached(key, value, arguments)
+        attended = self.attend(query, key, value, arguments.get("attention_mask"))
         return self.o_proj(self.after_attention(attended.transpose(1, 2)).flatten(2)), None
+
+    def cached(
+        self, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, [B, H, S, D], with those before them; also in training, where `use_cache` was left on."""
+        names = self.native_arguments
+        cache = arguments.get("past_key_values" if "past_key_values" in names else "past_key_value")
+        if cache is None:
+            return key, value
+        if "cache_position" not in names:  # the cache counts by itself
+            return cache.update(key, value, self.layer_idx)
+        cos, sin = arguments["position_embeddings"]
+        place = {"sin": sin, "cos": cos, "cache_position": arguments.get("cache_position")}
+        return cache.update(key, value, self.layer_idx, place)
 
     def key_heads_of(self, qkv: torch.Tensor) -> int:
         """Heads of keys in q, k and v side by side, [..., features]."""
@@ -98,16 +107,13 @@ class FusedAttention(nn.Module):
         """What attention gave, [B, S, H, D], as [B, S', H', D] of the tokens and heads that `o_proj` takes here."""
         return attended
 
-    def attends_alike(
-        self,
-        attention_mask: Any,
-        *,
-        output_attentions: bool | None = False,
-        is_causal: bool | None = None,
-        **_: Any,
-    ) -> bool:
+    def attends_alike(self, *, output_attentions: bool | None = False, **arguments: Any) -> bool:
         """Whether `attend` computes what the unfused forward does with these arguments."""
-        return self.config._attn_implementation == "sdpa" and not output_attentions and is_causal is None
+        return (
+            self.config._attn_implementation == "sdpa"
+            and not output_attentions
+            and all(arguments.get(name) is None for name in _READ_BY_SDPA)
+        )
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any
@@ -131,6 +137,10 @@ class FusedAttention(nn.Module):
     def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What runs where `forward` does not cover a case."""
         return super().forward(*args, **kwargs)
+
+
+_READ_BY_SDPA = ("is_causal", "position_bias", "cache", "softcap")
+"""What transformers' `sdpa_attention_forward` reads of the arguments that a model passes on, and `attend` does not."""
 
 
 def takes_mask_and_groups(query: torch.Tensor) -> bool:
@@ -166,15 +176,37 @@ class FusedExpert(nn.Module):
 
 
 class FusedDecoderLayer(nn.Module):
-    """What mixins of decoder layers whose norms are fused share: the residual's addition in the second norm."""
+    """Mixin of a decoder layer whose norms are fused: the second adds the residual."""
 
-    def _attend(
-        self, hidden_states: torch.Tensor, **attention: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """(input of the feed-forward block, what its output is added to, attention's weights)."""
+    native_arguments: ClassVar[tuple[str, ...]]
+    """Names of what the class's own forward takes after the hidden states."""
+
+    returns_tuple: ClassVar[bool]
+    """Whether the class's own forward returns a tuple, or the hidden states by themselves."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        """As transformers'."""
+        arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
+        output_router_logits = arguments.pop("output_router_logits", False)
         hidden_states, residual = _normed(self.input_layernorm, hidden_states)
-        hidden_states, weights = self.self_attn(hidden_states=hidden_states, **attention)
-        return *_normed(self.post_attention_layernorm, hidden_states, residual), weights
+        hidden_states, weights = self.self_attn(hidden_states=hidden_states, **arguments)
+        hidden_states, residual = _normed(self.post_attention_layernorm, hidden_states, residual)
+        made = getattr(self, _feed_forward(self))(hidden_states)
+        made, router_logits = made if isinstance(made, tuple) else (made, None)
+        hidden_states = residual + made
+        if not self.returns_tuple:
+            return hidden_states
+        outputs = (hidden_states,)
+        if arguments.get("output_attentions"):
+            outputs += (weights,)
+        return (*outputs, router_logits) if output_router_logits else outputs
+
+
+def _feed_forward(layer: nn.Module) -> str:
+    """The name of a decoder layer's feed-forward block."""
+    return "block_sparse_moe" if hasattr(layer, "block_sparse_moe") else "mlp"
 
 
 def _normed(
@@ -185,72 +217,6 @@ def _normed(
         return norm(hidden_states, residual, both=True)
     total = hidden_states if residual is None else residual + hidden_states
     return norm(total), total
-
-
-class FusedDenseLayer(FusedDecoderLayer):
-    """Mixin of a decoder layer with one feed-forward block."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: Any = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_value: Any = None,
-        output_attentions: bool | None = False,
-        use_cache: bool | None = False,
-        cache_position: torch.Tensor | None = None,
-        position_embeddings: Embeddings | None = None,
-        **kwargs: Any,
-    ) -> tuple:
-        """As transformers'."""
-        hidden_states, residual, weights = self._attend(
-            hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_value=past_key_value,
-            output_attentions=output_attentions,
-            use_cache=use_cache,
-            cache_position=cache_position,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
-        hidden_states = residual + self.mlp(hidden_states)
-        return (hidden_states, weights) if output_attentions else (hidden_states,)
-
-
-class FusedMixtralLayer(FusedDecoderLayer):
-    """Mixin of a decoder layer with experts."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: Any = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_value: Any = None,
-        output_attentions: bool | None = False,
-        output_router_logits: bool | None = False,
-        use_cache: bool | None = False,
-        cache_position: torch.Tensor | None = None,
-        position_embeddings: Embeddings | None = None,
-        **kwargs: Any,
-    ) -> tuple:
-        """As transformers'."""
-        hidden_states, residual, weights = self._attend(
-            hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_value=past_key_value,
-            output_attentions=output_attentions,
-            use_cache=use_cache,
-            cache_position=cache_position,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
-        hidden_states, router_logits = self.block_sparse_moe(hidden_states)
-        outputs = (residual + hidden_states,)
-        if output_attentions:
-            outputs += (weights,)
-        return (*outputs, router_logits) if output_router_logits else outputs
 
 
 AttentionOf = Callable[[nn.Module], type[FusedAttention] | str]
@@ -269,8 +235,8 @@ def fuse_blocks(model: nn.Module, attention_of: AttentionOf = no_replaced_attent
     """Fuse the decoder layers of a model, in place, around the products of FP8 layers or of plain nn.Linear.
 
     Args:
-        model: any module; what is no decoder layer of `FAMILIES` (as transformers 4.51 writes them) is left alone, and
-            so is a layer that another pipeline stage holds. `parts_unfused` has what else is.
+        model: any module; what is no decoder layer of `FAMILIES` is left alone, and so is a layer that another pipeline
+            stage holds. `parts_unfused` has what else is.
         attention_of: knows the attentions of an engine.
 
     Returns:
@@ -339,7 +305,7 @@ def _mixin(module: nn.Module, role: str, attention_of: AttentionOf) -> type[nn.M
     if role == "RMSNorm":
         return FusedRMSNorm
     if role in ("MLP", "BlockSparseTop2MLP"):
-        if not isinstance(module.act_fn, nn.SiLU):
+        if type(module.act_fn).__name__ not in _SILU:
             return f"its activation is {type(module.act_fn).__name__}"
         gate_up = (module.gate_proj, module.up_proj) if role == "MLP" else (module.w1, module.w3)
         if not _alike(*gate_up):
@@ -348,7 +314,13 @@ def _mixin(module: nn.Module, role: str, attention_of: AttentionOf) -> type[nn.M
     for norm in (module.input_layernorm, module.post_attention_layernorm):
         if not isinstance(norm, FusedRMSNorm):
             return f"a norm is a {type(norm).__name__} that was not fused"
-    return FusedMixtralLayer if hasattr(module, "block_sparse_moe") else FusedDenseLayer
+    if _returns_tuple(type(module)) is None:
+        return f"{type(module).__name__} computes something else than this version knows"
+    return FusedDecoderLayer
+
+
+_SILU = ("SiLU", "SiLUActivation")
+"""Classes of activations: torch's, and since transformers 5 one of its own."""
 
 
 def _alike(*layers: nn.Module) -> bool:
@@ -382,9 +354,48 @@ def _mix(mixin: type[nn.Module], module: nn.Module) -> None:
 def _mixed_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     key = mixin, original
     if key not in _mixed:
-        members = {"__doc__": mixin.__doc__, "__reduce__": _reduce}
+        members = {"__doc__": mixin.__doc__, "__reduce__": _reduce, **_native_members(mixin, original)}
         _mixed[key] = type(f"Fused{original.__name__}", (mixin, original), members)
     return _mixed[key]
+
+
+def _native_members(mixin: type[nn.Module], original: type[nn.Module]) -> dict[str, Any]:
+    """What a mixin is told of the class that it is mixed into."""
+    members: dict[str, Any] = {}
+    if issubclass(mixin, (FusedAttention, FusedDecoderLayer)):
+        _, _, *names = inspect.signature(original.forward).parameters
+        members["native_arguments"] = tuple(names)
+    if issubclass(mixin, FusedDecoderLayer):
+        members["returns_tuple"] = _returns_tuple(original)
+    return members
+
+
+@functools.cache
+def _returns_tuple(layer: type[nn.Module]) -> bool | None:
+    """Whether the forward of a class of decoder layers returns a tuple, or the hidden states by themselves.
+
+    It is run once on a number, with parts that multiply by a prime each, so that what it computes is seen as well.
+
+    Returns:
+        None: it does not compute h = x + attention(norm(x)), h + feed_forward(norm(h)).
+    """
+    forward = inspect.unwrap(layer.forward)
+    # transformers 4.51's experts return their router's logits too
+    for feed_forward in (lambda x: 7.0 * x, lambda x: (7.0 * x, None)):
+        parts = SimpleNamespace(
+            input_layernorm=lambda x: 2.0 * x,
+            self_attn=lambda hidden_states, **_: (3.0 * hidden_states, None),
+            post_attention_layernorm=lambda x: 5.0 * x,
+            mlp=feed_forward,
+            block_sparse_moe=feed_forward,
+        )
+        try:
+            output = forward(parts, 1.0)
+        except (TypeError, ValueError, AttributeError):
+            continue
+        if output in (252.0, (252.0,)):  # 7 + 7 * 5 * 7, with h = 1 + 3 * 2
+            return isinstance(output, tuple)
+    return None
 
 
 def _reduce(module: nn.Module) -> tuple:

@@ -131,7 +131,13 @@ def test_logits_are_there_for_who_asks() -> None:
         for index in range(2 if asking.get("labels", 0) is not None else 1):
             assert torch.equal(output[index], right[index])
     native.config.return_dict = model.config.return_dict = False
-    assert torch.equal(model(**arguments)[1], native(**arguments)[1])
+    try:
+        right = native(**arguments)[1]
+    except AttributeError:  # transformers 5's own forwards cannot
+        with pytest.raises(AttributeError):
+            model(**arguments)
+    else:
+        assert torch.equal(model(**arguments)[1], right)
     native.config.return_dict = model.config.return_dict = True
     assert model(**arguments).logits is None
     native.eval(), model.eval()

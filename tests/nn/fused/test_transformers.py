@@ -1,0 +1,175 @@
+"""What a fused layer takes and returns is what transformers' own does, in the version that is installed."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.cohere.modeling_cohere import CohereDecoderLayer
+from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer
+from transformers.models.granite.modeling_granite import GraniteDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from fp8booster import convert_to_fp8, fuse
+from fp8booster.nn.fused.decoder import _returns_tuple
+from tests.colossal.moe.models import tiny_mixtral
+from tests.nn.fused.models import FAMILIES, batch, build
+
+ALL = [*FAMILIES, "mixtral"]
+
+
+def make(family: str, **changes: Any) -> nn.Module:
+    """In FP32: what is fused differs by the order of sums alone."""
+    if family != "mixtral":
+        return build(family, torch.float32, **changes)
+    return tiny_mixtral(**{"max_position_embeddings": 64, "use_cache": False} | changes).train()
+
+
+def pair(family: str, **changes: Any) -> tuple[nn.Module, nn.Module]:
+    """A model, and the same with its blocks fused."""
+    plain = make(family, **changes)
+    model = copy.deepcopy(plain)
+    assert fuse(model).startswith("2 decoder layers fused")
+    return plain, model
+
+
+def arguments_of_a_layer(model: nn.Module) -> tuple[torch.Tensor, dict[str, Any]]:
+    hidden = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(2))
+    positions = torch.arange(32)[None]
+    return hidden, {
+        "position_ids": positions,
+        "position_embeddings": model.model.rotary_emb(hidden, positions),
+    }
+
+
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("by_position", [False, True])
+def test_a_layer_returns_what_its_class_does(family: str, by_position: bool) -> None:
+    plain, model = pair(family)
+    hidden, named = arguments_of_a_layer(plain)
+    names = [
+        each.name
+        for each in inspect.signature(type(plain.model.layers[0]).forward).parameters.values()
+        if each.kind is each.POSITIONAL_OR_KEYWORD
+    ][2:]
+    given = [named.pop(name, None) for name in names] if by_position else []
+    right, found = (each.model.layers[0](hidden, *given, **named) for each in (plain, model))
+    assert type(found) is type(right)
+    torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_what_a_caller_asks_for_besides(family: str) -> None:
+    plain, model = pair(family, attn_implementation="eager")
+    ids = batch()
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    if family == "mixtral":
+        asked["output_router_logits"] = True
+    right, found = (each(input_ids=ids, labels=ids, **asked) for each in (plain, model))
+    assert found.logits is None
+    assert found.keys() == right.keys() - {"logits"}
+    for name in found.keys() - {"past_key_values"}:
+        assert found[name] is not None
+        torch.testing.assert_close(found[name], right[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+def keys_and_values(cache: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each layer, [B, H, S, D]."""
+    if hasattr(cache, "key_cache"):
+        return list(zip(cache.key_cache, cache.value_cache, strict=True))
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_the_cache_is_filled_in_training_too(family: str) -> None:
+    plain, model = pair(family, use_cache=True)
+    ids = batch()
+    right, found = (each(input_ids=ids, labels=ids) for each in (plain, model))
+    torch.testing.assert_close(found.loss, right.loss)
+    held, expected = keys_and_values(found.past_key_values), keys_and_values(right.past_key_values)
+    assert len(held) == len(expected) == 2
+    assert held[0][0].shape == (2, 2, 32, 16)
+    torch.testing.assert_close(held, expected)
+    found.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.model.layers.parameters())
+    # attention reads it: with tokens before them the next ones differ
+    following = (
+        each.model(ids[:, :4], past_key_values=out.past_key_values).last_hidden_state
+        for each, out in ((plain, right), (model, found))
+    )
+    right, found = following
+    torch.testing.assert_close(found, right)
+    assert not torch.allclose(found, model.model(ids[:, :4]).last_hidden_state, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_generation_with_and_without_the_cache_gives_the_same_tokens(family: str, in_fp8: bool) -> None:
+    model = make(family)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():  # far apart, so that FP8 chooses the same ones
+            if "lm_head" in name or "embed_tokens" in name:
+                nn.init.orthogonal_(weight, gain=8)
+    if in_fp8:
+        convert_to_fp8(model)
+    fuse(model)
+    model.eval()
+    how = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    ids = batch()
+    tokens = model.generate(ids, use_cache=True, **how)
+    assert tokens.shape == (2, 38)
+    assert torch.equal(tokens, model.generate(ids, use_cache=False, **how))
+    assert torch.equal(tokens, model.generate(ids, cache_implementation="static", **how))
+    first = model.generate(ids[:, :16], use_cache=True, **how)
+    assert not torch.equal(first[:, -6:], tokens[:, -6:])  # what came before matters
+
+
+class Multiplied(LlamaDecoderLayer):
+    """Computes something else."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        hidden_states = hidden_states + 2 * attended
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class Named(LlamaDecoderLayer):
+    """Computes the same."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        between = attended + hidden_states
+        return self.mlp(self.post_attention_layernorm(between)) + between
+
+
+def test_layers_that_compute_something_else_are_seen() -> None:
+    for other in (Multiplied, GraniteDecoderLayer, CohereDecoderLayer, Gemma2DecoderLayer):
+        assert _returns_tuple(other) is None, other
+    assert _returns_tuple(Named) is False
+    assert _returns_tuple(LlamaDecoderLayer) is transformers.__version__.startswith("4.51")
+
+
+def test_a_layer_that_computes_something_else_is_left_alone() -> None:
+    name = LlamaDecoderLayer.__name__
+    members = {"forward": Multiplied.forward, "__module__": LlamaDecoderLayer.__module__}
+    model = build("llama", torch.float32)
+    for layer in model.model.layers:
+        layer.__class__ = type(name, (LlamaDecoderLayer,), members)
+    assert fuse(model) == (
+        f"0 decoder layers fused (2 not: residuals: {name} computes something else than this version knows), loss "
+        "over chunks of logits"
+    )
+
+
+@pytest.mark.parametrize("argument", ["position_bias", "cache", "softcap", "is_causal"])
+def test_what_attention_would_read_is_not_ignored(argument: str) -> None:
+    _, model = pair("llama")
+    attention = model.model.layers[0].self_attn
+    assert attention.attends_alike(attention_mask=None, position_ids=None)
+    assert not attention.attends_alike(**{argument: SimpleNamespace()})
