@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from fp8booster.colossal.gemini.model import FP8GeminiDDP, GatheringGeminiDDP
 from fp8booster.colossal.gemini.optimizer import FP8GeminiOptimizer
+from fp8booster.colossal.sharding import require_sharding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
@@ -50,10 +51,13 @@ class GeminiPlugin(NativeGeminiPlugin):
             it.
         TypeError: an argument that the native plugin does not have, an `fp8_config` of another type, or, when boosting,
             an optimizer that is no Adam.
+        ImportError: `tp_size` above 1 and a transformers whose models Colossal-AI cannot shard.
     """
 
     def __init__(self, *args: Any, fp8_config: FP8Config | None = None, **kwargs: Any) -> None:
         arguments = bind(NativeGeminiPlugin, args, kwargs)
+        if arguments.get("tp_size", 1) > 1 and arguments.get("custom_policy") is None:
+            require_sharding(f"GeminiPlugin with tp_size={arguments['tp_size']}")
         use_fp8 = arguments.pop("use_fp8", False)
         communication = arguments.pop("fp8_communication", None)
         self.fp8_config = require_config(fp8_config)

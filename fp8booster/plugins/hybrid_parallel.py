@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
 from fp8booster.colossal.hybrid.optimizer import FP8HybridParallelAMPOptimizer, FP8HybridParallelZeroOptimizer
 from fp8booster.colossal.pipeline import compress_pipeline
+from fp8booster.colossal.sharding import require_sharding
 from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, fuse_sharded
 from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import make_parameters_plain, wait_before_forward
@@ -56,6 +57,7 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
         ValueError: `use_fp8` with precision "fp32", or, when boosting, on a GPU without FP8 products or with a model
             that has no layer for it.
         TypeError: an argument that the native plugin does not have, or an `fp8_config` of another type.
+        ImportError: a transformers whose models Colossal-AI cannot shard, without a `custom_policy`.
     """
 
     native: ClassVar[type[NativeHybridParallelPlugin]] = NativeHybridParallelPlugin
@@ -66,6 +68,8 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
 
     def __init__(self, *args: Any, fp8_config: FP8Config | None = None, **kwargs: Any) -> None:
         arguments = bind(self.native, args, kwargs)
+        if arguments.get("custom_policy") is None:
+            require_sharding(type(self).__name__)
         use_fp8 = arguments.pop("use_fp8", False)
         communication = arguments.pop("fp8_communication", None)
         self.fp8_config = require_config(fp8_config)

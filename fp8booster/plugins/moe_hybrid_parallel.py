@@ -30,6 +30,7 @@ class MoeHybridParallelPlugin(HybridParallelPlugin, NativeMoeHybridParallelPlugi
         ValueError: `use_fp8` with precision "fp32", or, when boosting, on a GPU without FP8 products or with a model
             that has no layer for it.
         TypeError: an argument that the native plugin does not have, or an `fp8_config` of another type.
+        ImportError: a transformers whose models Colossal-AI cannot shard, without a `custom_policy`.
     """
 
     native: ClassVar[type[NativeMoeHybridParallelPlugin]] = NativeMoeHybridParallelPlugin

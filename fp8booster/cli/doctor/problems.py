@@ -9,11 +9,10 @@ from fp8booster.cli.doctor.colossal import Colossal
 from fp8booster.cli.doctor.environment import Environment
 from fp8booster.cli.doctor.products import Check
 from fp8booster.cli.instructions import BEFORE_AMX, VARIABLE
+from fp8booster.colossal.sharding import SHARDED_TRANSFORMERS
 
 OLDEST_TORCH = (2, 11)
 COLOSSALAI = "0.5.0"
-SHARDING_TRANSFORMERS = "4.51.3"
-"""The version whose models Colossal-AI 0.5.0 can shard."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,11 @@ def _of_colossal(environment: Environment, colossal: Colossal) -> Iterator[Probl
 def _of_packages(environment: Environment) -> Iterator[Problem]:
     versions = environment.versions
     transformers = versions["transformers"]
-    if transformers is not None and transformers != SHARDING_TRANSFORMERS:
+    if transformers is not None and transformers != SHARDED_TRANSFORMERS:
         yield Problem(
             f"transformers is {transformers}; plugins that shard models (tensor, sequence and pipeline parallelism) "
-            f"need {SHARDING_TRANSFORMERS}. LowLevelZero works with both.",
-            f"pip install transformers=={SHARDING_TRANSFORMERS}",
+            f"need {SHARDED_TRANSFORMERS}. LowLevelZero, Gemini, DDP and FSDP train with both.",
+            f"pip install transformers=={SHARDED_TRANSFORMERS}",
             False,
         )
     if environment.gpus and versions["triton"] is None:

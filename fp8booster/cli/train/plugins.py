@@ -50,10 +50,13 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32,
 
 
 def check_plugin(options: TrainOptions) -> None:
-    """Check the plugin's options and those of FP8 before anything is started.
+    """Check the plugin, its options and those of FP8 before anything is started.
 
-    Raises ValueError or TypeError for one that does not exist, and for FP8 on a GPU that has no FP8 products.
+    Raises ValueError or TypeError for one that does not exist, for a plugin that cannot shard the models of the
+    transformers that is installed, and for FP8 on a GPU that has no FP8 products.
     """
+    if options.plugin == "hybrid" or options.tp > 1:
+        _require_sharding(options)
     if options.plugin_options:
         with contextlib.redirect_stderr(io.StringIO()):  # what libraries say while they are imported
             plugin_class = _plugin_class(options.plugin)
@@ -61,6 +64,18 @@ def check_plugin(options: TrainOptions) -> None:
     config = fp8_config(options)
     if "fp8" in PRECISIONS[options.precision]:
         require_fp8(torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.emulate)
+
+
+def _require_sharding(options: TrainOptions) -> None:
+    from fp8booster.colossal.sharding import why_not_sharded
+
+    size = f" --tp {options.tp}" if options.plugin == "gemini" else ""
+    reason = why_not_sharded(
+        f"--plugin {options.plugin}{size}",
+        "use --plugin low_level_zero, ddp or fsdp, or gemini without --tp",
+    )
+    if reason is not None:
+        raise ValueError(reason)
 
 
 def build_plugin(options: TrainOptions, use_fp8: bool, network: nn.Module) -> Plugin:

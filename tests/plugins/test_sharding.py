@@ -1,0 +1,72 @@
+"""Plugins that shard models refuse a transformers whose models Colossal-AI cannot shard, before they build anything."""
+
+from __future__ import annotations
+
+import pytest
+
+import fp8booster.plugins
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.plugins import check_plugin
+from fp8booster.colossal import sharding
+
+SHARDING = [
+    ("HybridParallelPlugin", {"tp_size": 2, "pp_size": 1}),
+    ("HybridParallelPlugin", {"tp_size": 1, "pp_size": 1, "use_fp8": True}),
+    ("MoeHybridParallelPlugin", {"tp_size": 1, "pp_size": 1, "ep_size": 2}),
+    ("GeminiPlugin", {"tp_size": 2, "use_fp8": True}),
+]
+
+
+@pytest.fixture(params=["4.57.1", "5.23.0"])
+def newer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Another version of transformers is installed."""
+    monkeypatch.setattr(sharding, "version", lambda package: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize(("plugin", "arguments"), SHARDING)
+def test_it_says_what_to_install_and_what_runs(plugin: str, arguments: dict, newer: str) -> None:
+    # without ranks: what would be built needs a process group, and fails by its absence
+    with pytest.raises(ImportError) as raised:
+        getattr(fp8booster.plugins, plugin)(**arguments)
+    sentence = str(raised.value)
+    assert sentence.startswith(plugin)
+    assert (
+        f"transformers {newer} is installed; pip install transformers==4.51.3, or use LowLevelZeroPlugin"
+        in sentence
+    )
+
+
+@pytest.mark.parametrize(("plugin", "arguments"), SHARDING)
+def test_the_version_that_is_sharded_is_taken(
+    plugin: str, arguments: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharding, "version", lambda package: "4.51.3")
+    with pytest.raises(Exception) as raised:  # there are no ranks  # noqa: PT011
+        getattr(fp8booster.plugins, plugin)(**arguments)
+    assert "4.51.3" not in str(raised.value)
+
+
+def test_a_policy_of_ones_own_is_taken(newer: str) -> None:
+    with pytest.raises(Exception) as raised:  # there are no ranks  # noqa: PT011
+        fp8booster.plugins.HybridParallelPlugin(tp_size=1, pp_size=1, custom_policy=object())
+    assert newer not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"plugin": "hybrid", "tp": 2}, "--plugin hybrid"),
+        ({"plugin": "gemini", "tp": 2}, "--plugin gemini --tp 2"),
+    ],
+)
+def test_training_is_refused_before_ranks_start(options: dict, what: str, newer: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^{what} shards models.*{newer} is installed; pip install .*gemini without"
+    ):
+        check_plugin(TrainOptions(**options))
+
+
+@pytest.mark.parametrize("plugin", ["low_level_zero", "gemini", "ddp", "fsdp"])
+def test_what_does_not_shard_is_let_through(plugin: str, newer: str) -> None:
+    check_plugin(TrainOptions(plugin=plugin))

@@ -1,0 +1,33 @@
+"""Plugins that do not shard models train fused ones under transformers 5, on two gloo ranks.
+
+Under transformers 4.51 each of these checks runs in the file of its plugin.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8booster.colossal.sharding import why_not_sharded
+from tests.distributed import run_ranks
+from tests.plugins.registry import names, run_checks
+
+pytestmark = pytest.mark.skipif(
+    why_not_sharded("", "") is None, reason="these checks run in the files of their plugins"
+)
+MODULES = [
+    f"tests.plugins.{name}_checks"
+    for name in ("fused", "native", "checkpoint", "ddp", "fsdp_fused", "gemini_fused")
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+    """What each rank found."""
+    folder = str(tmp_path_factory.mktemp("checkpoints"))
+    return run_ranks(run_checks, 2, MODULES, folder, timeout=900, initialize=False, preloaded=True)
+
+
+@pytest.mark.parametrize("name", [name for module in MODULES for name in names(module)])
+def test_on_two_ranks(outcomes: list[dict[str, str | None]], name: str) -> None:
+    for rank, outcome in enumerate(outcomes):
+        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
