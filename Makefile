@@ -10,11 +10,19 @@ WORKERS ?= 2
 # The site is built from sources alone: its environment needs no PyTorch.
 DOCS_VENV ?= .venv-docs
 
+# Above $(VENV), with the newest transformers
+VENV5  ?= .venv-transformers5
+
 BIN   := $(VENV)/bin
 READY := $(VENV)/.fp8booster-ready
+READY5 := $(VENV5)/.fp8booster-ready
+# What concerns transformers: models, what is fused of them, the plugins that do not shard them, and the command
+TESTS5 := tests/nn/test_families.py tests/nn/fused tests/nn/test_heads.py tests/nn/test_conv1d.py \
+  tests/plugins/test_transformers5.py tests/plugins/test_sharding.py tests/cli/train/test_models.py \
+  tests/cli/train/test_runs.py
 CODE  := fp8booster tests $(wildcard benchmarks examples scripts)
 
-.PHONY: help setup train test test-gpu lint format docs doctor clean
+.PHONY: help setup train test test-transformers5 test-gpu lint format docs doctor clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -28,8 +36,18 @@ setup: $(READY) ## make the virtual environment (PYTHON=, VENV=, TORCH= choose w
 train: $(READY) ## train a small LLaMA in BF16 and in FP8 and compare
 	$(BIN)/fp8booster train $(ARGS)
 
-test: $(READY) ## run the test suite on the CPU
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+$(READY5): $(READY) constraints-transformers5.txt scripts/transformers5.sh
+	VENV="$(VENV)" VENV5="$(VENV5)" bash scripts/transformers5.sh
+	@touch $@
+
+PYTEST := -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+test: $(READY) ## run the test suite on the CPU, then test-transformers5; with ARGS, what they name alone
+	$(BIN)/python $(PYTEST) $(ARGS)
+	$(if $(ARGS),,$(MAKE) test-transformers5)
+
+test-transformers5: $(READY5) ## run the tests that concern transformers with its newest version
+	$(VENV5)/bin/python $(PYTEST) $(or $(ARGS),$(TESTS5))
 
 test-gpu: $(READY) ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -54,6 +72,6 @@ docs: $(DOCS_VENV)/.ready ## build the site into site/, strictly, with its links
 doctor: $(READY) ## say what this machine can do and what is missing
 	$(BIN)/fp8booster doctor $(ARGS)
 
-clean: ## remove the virtual environment, caches and build output; runs/ stays
+clean: ## remove the virtual environments, caches and build output; runs/ stays
 	rm -rf "$(VENV)" "$(DOCS_VENV)" site build dist *.egg-info .pytest_cache .ruff_cache
 	find fp8booster tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,7 @@
 """FP8 training for Colossal-AI's Booster: real-time scaling, FP8 products and FP8 communication."""
 
 from fp8booster.config import FP8Config
+from fp8booster.import_order import patch_colossalai_when_imported
 from fp8booster.nn import (
     FP8Linear,
     Report,
@@ -23,3 +24,5 @@ __all__ = [
     "refresh_weights",
     "report",
 ]
+
+patch_colossalai_when_imported()

@@ -11,6 +11,7 @@ from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
 from fp8booster.nn.convert import LEFT_OUT
 from tests.nn.models import tiny_llama
 
+TRANSFORMERS_5 = transformers.__version__.startswith("5.")
 SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -43,7 +44,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "AlbertForMaskedLM": ("AlbertConfig", SIZES | EMBEDDING, {"predictions.decoder"}),
     "ModernBertForMaskedLM": ("ModernBertConfig", SIZES | {"pad_token_id": 0}, {"decoder"}),
     "WhisperForConditionalGeneration": ("WhisperConfig", WHISPER, {"proj_out"}),
-    "GPTNeoXForCausalLM": ("GPTNeoXConfig", SIZES, {"embed_out"}),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", SIZES, {"lm_head" if TRANSFORMERS_5 else "embed_out"}),
     "MptForCausalLM": (
         "MptConfig",
         {"vocab_size": 128, "d_model": 64, "n_heads": 4, "n_layers": 1},
