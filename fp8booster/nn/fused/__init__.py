@@ -37,7 +37,7 @@ __all__ = [
 def fuse(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) -> str:
     """Fuse what can be fused of a model, in place, in FP8 or in the precision that it has.
 
-    In decoder layers of LLaMA, Mistral, Mixtral and Qwen2 (as transformers 4.51 writes them) the residual's addition
+    In decoder layers of LLaMA, Mistral, Mixtral and Qwen2 the residual's addition
     and the norm become one kernel, so do rotary embedding and SwiGLU; in training q, k and v are one product, and gate
     and up. Such a model for causal language modelling computes its loss over chunks of logits, which are then never
     whole (`use_fused_loss`). Parameters, their names and the state dict stay as they were.
