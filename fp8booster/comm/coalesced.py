@@ -20,7 +20,7 @@ from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.one_sided import mailbox_of
 from fp8booster.comm.statistics import count_plain
 from fp8booster.comm.threshold import ranks_of, why_plain
-from fp8booster.kernels.block_cast import side_by_side
+from fp8booster.kernels.message_layout import side_by_side
 
 BUCKET_BYTES = 64 * 2**20
 """From this size FP8 pays inside a node too (`threshold`)."""

@@ -26,7 +26,7 @@ from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.threshold import ranks_of, why_plain
 from fp8booster.comm.work import Transfer, finish_plain, run
 from fp8booster.kernels.alignment import aligned
-from fp8booster.kernels.block_cast import Layout
+from fp8booster.kernels.message_layout import MessageLayout
 
 ReduceOp = dist.ReduceOp
 Op = dist.ReduceOp | dist.ReduceOp.RedOpType
@@ -523,8 +523,8 @@ _NAMES = {
 
 def _encode_and_gather(
     values: torch.Tensor,
-    layout: Layout,
-    piece: Layout,
+    layout: MessageLayout,
+    piece: MessageLayout,
     encoding: Encoding,
     group: dist.ProcessGroup,
     asynchronous: bool,
@@ -536,7 +536,7 @@ def _encode_and_gather(
     return message, gather_bytes(message, own, group, asynchronous)
 
 
-def _place_of_own(message: torch.Tensor, piece: Layout, group: dist.ProcessGroup) -> torch.Tensor:
+def _place_of_own(message: torch.Tensor, piece: MessageLayout, group: dist.ProcessGroup) -> torch.Tensor:
     """This rank's piece of a message that is gathered."""
     start = group.rank() * piece.bytes
     return message[start : start + piece.bytes]

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import Work
 from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.threshold import INSIDE_A_NODE, topology
 from fp8booster.comm.work import Transfer
-from fp8booster.kernels.block_cast import Layout, Peers
+from fp8booster.kernels.message_layout import MessageLayout, Peers
 
 CAPACITY_UNIT = 2**21
 """The driver maps memory for peers in pages of this many bytes."""
@@ -77,7 +77,12 @@ class Mailbox:
         self._stream_handle: int | None = None
 
     def all_reduce(
-        self, values: torch.Tensor, layout: Layout, piece: Layout, encoding: Encoding, factor: float
+        self,
+        values: torch.Tensor,
+        layout: MessageLayout,
+        piece: MessageLayout,
+        encoding: Encoding,
+        factor: float,
     ) -> None:
         """Sum `values` [N] over ranks in place; `piece` is the layout of one piece of `layout`."""
         self._follow_last_call()
@@ -92,7 +97,7 @@ class Mailbox:
         self,
         values: Sequence[torch.Tensor],
         sums: torch.Tensor,
-        layout: Layout,
+        layout: MessageLayout,
         encoding: Encoding,
         factor: float,
     ) -> None:
@@ -103,7 +108,12 @@ class Mailbox:
         encoding.decode_sum(self._left_by_all(self._rank * layout.sizes[0]), sums, layout, factor)
 
     def all_gather(
-        self, values: torch.Tensor, gathered: torch.Tensor, layout: Layout, piece: Layout, encoding: Encoding
+        self,
+        values: torch.Tensor,
+        gathered: torch.Tensor,
+        layout: MessageLayout,
+        piece: MessageLayout,
+        encoding: Encoding,
     ) -> None:
         """Write every rank's `values` to `gathered`."""
         self._follow_last_call()
@@ -112,7 +122,7 @@ class Mailbox:
         encoding.decode(self._left_by_all(), gathered, layout)
 
     def all_to_all(
-        self, values: torch.Tensor, arriving: torch.Tensor, layout: Layout, encoding: Encoding
+        self, values: torch.Tensor, arriving: torch.Tensor, layout: MessageLayout, encoding: Encoding
     ) -> None:
         """Write the part of every rank's `values` that is for this rank to `arriving`; even parts."""
         self._follow_last_call()

@@ -1,10 +1,6 @@
-"""FP8 messages: pieces of values with the inverse scales that undo the cast, one scale a block, in one buffer of bytes.
+"""FP8 messages: values cast in blocks, with the inverse scales that undo the cast, as `message_layout` lays them.
 
-    piece     [values: one byte each, padded to 16][inverse scales: float32, padded to 16 bytes]
-    message   the pieces, one after the other, nothing between them
-
-Each piece is whole in itself, so an all-to-all can send every rank its piece of one message and a receiver can decode
-what it got from each. `encode`, `encode_parts`, `decode`, `decode_sum` and `decode_sum_encode` are the entries; the
+`encode`, `encode_parts`, `decode`, `decode_sum` and `decode_sum_encode` are the entries; the
 `*_reference` functions define what they compute, run on every device and are what tests compare with.
 """
 
@@ -12,109 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
-from itertools import accumulate
+from functools import cache
 from types import ModuleType
-from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 from fp8booster import scaling
-from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.cast import saturate
 from fp8booster.kernels.device import why_no_fp8
-
-SCALES_ALIGNMENT = 4
-"""Scales come in multiples of this, so that the piece behind them begins at a multiple of 16 bytes."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the pieces of a message lie.
-
-    Piece p holds `counts[p]` values, which follow those of piece p - 1 in the tensor. A tensor that ends before its
-    last pieces do is as if followed by zeros.
-    """
-
-    counts: tuple[int, ...]
-    """Values in each piece."""
-
-    block_size: int | None
-    """Values that share a scale; None for one scale over the whole tensor, repeated in each piece."""
-
-    @staticmethod
-    @lru_cache(maxsize=1024)
-    def of(counts: tuple[int, ...], block_size: int | None) -> Layout:
-        """The layout, made once: calls repeat their sizes."""
-        return Layout(counts, block_size)
-
-    @staticmethod
-    def even(count: int, pieces: int, block_size: int | None) -> Layout:
-        """Pieces of one size."""
-        return Layout.of((count,) * pieces, block_size)
-
-    @cached_property
-    def is_even(self) -> bool:
-        """Whether the pieces have one size."""
-        return len(set(self.counts)) == 1
-
-    def payload_bytes(self, count: int) -> int:
-        """Bytes of the values of a piece, padding included."""
-        return aligned(count)
-
-    def scale_count(self, count: int) -> int:
-        """Scales of a piece, padding included."""
-        blocks = min(count, 1) if self.block_size is None else math.ceil(count / self.block_size)
-        return math.ceil(blocks / SCALES_ALIGNMENT) * SCALES_ALIGNMENT
-
-    def piece_bytes(self, count: int) -> int:
-        """Bytes of a piece of `count` values."""
-        return self.payload_bytes(count) + 4 * self.scale_count(count)
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Bytes of each piece: the split sizes of an all-to-all."""
-        return [self.piece_bytes(count) for count in self.counts]
-
-    @cached_property
-    def starts(self) -> list[int]:
-        """The first value of each piece in the tensor."""
-        return [0, *accumulate(self.counts)][:-1]
-
-    @cached_property
-    def offsets(self) -> list[int]:
-        """The first byte of each piece in the message."""
-        return [0, *accumulate(self.sizes)][:-1]
-
-    @cached_property
-    def bytes(self) -> int:
-        """Bytes of the message."""
-        return sum(self.sizes)
-
-
-class Peers(NamedTuple):
-    """Pieces that lie in the memory of other GPUs, for kernels that read them there."""
-
-    addresses: torch.Tensor
-    """int64 [pieces], on the GPU that reads: where the memory of each piece's holder begins."""
-
-    shift: int
-    """Bytes from there to the piece, a multiple of 16."""
-
-    own: int
-    """The piece that the GPU holds itself."""
-
-
-Message: TypeAlias = torch.Tensor | Peers
-"""Pieces to decode: uint8 [layout.bytes], or, on a GPU, even pieces that peers hold."""
+from fp8booster.kernels.message_layout import Message, MessageLayout, side_by_side
 
 
 def encode(
     values: torch.Tensor,
     message: torch.Tensor,
-    layout: Layout,
+    layout: MessageLayout,
     dtype: torch.dtype,
     power_of_two: bool = False,
 ) -> None:
@@ -135,7 +44,7 @@ def encode(
 def encode_parts(
     tensors: Sequence[torch.Tensor],
     message: torch.Tensor,
-    layout: Layout,
+    layout: MessageLayout,
     dtype: torch.dtype,
     power_of_two: bool = False,
 ) -> None:
@@ -149,14 +58,7 @@ def encode_parts(
     _implementation(message).encode_parts(tensors, message, layout, dtype, power_of_two)
 
 
-def side_by_side(tensors: Sequence[torch.Tensor], pieces: int) -> torch.Tensor:
-    """[N]: the first of `pieces` even parts of each tensor, then the second of each, and so on."""
-    if len(tensors) == 1:
-        return tensors[0].reshape(-1)
-    return torch.cat([tensor.reshape(pieces, -1) for tensor in tensors], dim=1).view(-1)
-
-
-def decode(message: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
+def decode(message: Message, values: torch.Tensor, layout: MessageLayout, dtype: torch.dtype) -> None:
     """Write the values of a message that `encode` made, each rounded once to the dtype of `values`.
 
     Args:
@@ -171,7 +73,7 @@ def decode(message: Message, values: torch.Tensor, layout: Layout, dtype: torch.
 
 
 def decode_sum(
-    messages: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float = 1.0
+    messages: Message, values: torch.Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float = 1.0
 ) -> None:
     """Add the pieces of a message in FP32, first to last, each times `factor`.
 
@@ -191,7 +93,7 @@ def decode_sum(
 def decode_sum_encode(
     messages: Message,
     message: torch.Tensor,
-    layout: Layout,
+    layout: MessageLayout,
     dtype: torch.dtype,
     power_of_two: bool = False,
     factor: float = 1.0,
@@ -206,7 +108,7 @@ def decode_sum_encode(
     if layout.block_size is None:  # the scale needs the whole sum first
         total = torch.empty(layout.counts[0], dtype=torch.float32, device=message.device)
         decode_sum(messages, total, layout, dtype, factor)
-        encode(total, message, Layout.of(layout.counts[:1], None), dtype, power_of_two)
+        encode(total, message, MessageLayout.of(layout.counts[:1], None), dtype, power_of_two)
     else:
         _implementation(message).decode_sum_encode(messages, message, layout, dtype, power_of_two, factor)
 
@@ -216,7 +118,11 @@ class Reference:
 
     @staticmethod
     def encode(
-        values: torch.Tensor, message: torch.Tensor, layout: Layout, dtype: torch.dtype, power_of_two: bool
+        values: torch.Tensor,
+        message: torch.Tensor,
+        layout: MessageLayout,
+        dtype: torch.dtype,
+        power_of_two: bool,
     ) -> None:
         """What `encode` computes."""
         amax = scaling.amax_of(values) if layout.block_size is None else None
@@ -243,7 +149,7 @@ class Reference:
     def encode_parts(
         tensors: Sequence[torch.Tensor],
         message: torch.Tensor,
-        layout: Layout,
+        layout: MessageLayout,
         dtype: torch.dtype,
         power_of_two: bool,
     ) -> None:
@@ -251,7 +157,9 @@ class Reference:
         Reference.encode(side_by_side(tensors, len(layout.counts)), message, layout, dtype, power_of_two)
 
     @staticmethod
-    def decode(message: torch.Tensor, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
+    def decode(
+        message: torch.Tensor, values: torch.Tensor, layout: MessageLayout, dtype: torch.dtype
+    ) -> None:
         """What `decode` computes."""
         for start, count, offset in zip(layout.starts, layout.counts, layout.offsets, strict=True):
             part = values[start : start + count]
@@ -259,7 +167,7 @@ class Reference:
 
     @staticmethod
     def decode_sum(
-        messages: torch.Tensor, values: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float
+        messages: torch.Tensor, values: torch.Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float
     ) -> None:
         """What `decode_sum` computes."""
         values.copy_(_sum(messages, layout, dtype, factor))
@@ -268,13 +176,13 @@ class Reference:
     def decode_sum_encode(
         messages: torch.Tensor,
         message: torch.Tensor,
-        layout: Layout,
+        layout: MessageLayout,
         dtype: torch.dtype,
         power_of_two: bool,
         factor: float,
     ) -> None:
         """What `decode_sum_encode` computes for blocks."""
-        one = Layout(layout.counts[:1], layout.block_size)
+        one = MessageLayout(layout.counts[:1], layout.block_size)
         Reference.encode(_sum(messages, layout, dtype, factor), message, one, dtype, power_of_two)
 
 
@@ -282,7 +190,7 @@ def _piece(
     message: torch.Tensor,
     offset: int,
     count: int,
-    layout: Layout,
+    layout: MessageLayout,
     dtype: torch.dtype,
     factor: float = 1.0,
 ) -> torch.Tensor:
@@ -293,7 +201,7 @@ def _piece(
     return bits * inverse_scale.repeat_interleave(layout.block_size or count)[:count]
 
 
-def _sum(messages: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float) -> torch.Tensor:
+def _sum(messages: torch.Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float) -> torch.Tensor:
     count = layout.counts[0]
     total = torch.zeros(count, dtype=torch.float32, device=messages.device)
     for offset in layout.offsets:

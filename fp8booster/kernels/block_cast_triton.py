@@ -19,7 +19,6 @@ import triton.language as tl
 
 from fp8booster import formats
 from fp8booster.kernels.alignment import ALIGNMENT
-from fp8booster.kernels.block_cast import SCALES_ALIGNMENT, Layout, Message, Peers, side_by_side
 from fp8booster.kernels.cast_triton import (
     amax_partials,
     largest_partial,
@@ -29,6 +28,7 @@ from fp8booster.kernels.cast_triton import (
 )
 from fp8booster.kernels.device import current_stream
 from fp8booster.kernels.launch import Launch, ceil_div
+from fp8booster.kernels.message_layout import SCALES_ALIGNMENT, Message, MessageLayout, Peers, side_by_side
 
 PAYLOAD_ALIGNMENT = tl.constexpr(ALIGNMENT)
 SLOTS_ALIGNMENT = tl.constexpr(SCALES_ALIGNMENT)
@@ -69,7 +69,7 @@ def tile_place(tile, BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr):
 
 @triton.jit
 def payload_bytes(count):
-    """`Layout.payload_bytes`."""
+    """`MessageLayout.payload_bytes`."""
     return (count + PAYLOAD_ALIGNMENT - 1) // PAYLOAD_ALIGNMENT * PAYLOAD_ALIGNMENT
 
 
@@ -306,7 +306,7 @@ class _Tiling(NamedTuple):
         return self.tiles * self.tile["TILE_BLOCKS"]
 
 
-def _tiling(layout: Layout) -> _Tiling:
+def _tiling(layout: MessageLayout) -> _Tiling:
     longest, block = max(layout.counts), layout.block_size or TENSORWISE_BLOCK
     covered = (
         layout.payload_bytes(longest) if layout.block_size is None else layout.scale_count(longest) * block
@@ -322,14 +322,14 @@ def _tiling(layout: Layout) -> _Tiling:
     return _Tiling(tiles, tile, {"EVEN": layout.is_even, "UNIT": unit, **tile})
 
 
-def _table(layout: Layout, beside: torch.Tensor) -> torch.Tensor:
+def _table(layout: MessageLayout, beside: torch.Tensor) -> torch.Tensor:
     """Starts, counts and offsets of uneven pieces, int64 [pieces, 3]; copied from pinned memory, so without a sync."""
     # what is sent to experts comes back, and so do its gradients: most tables are used four times
     made_now = beside.is_cuda and torch.cuda.is_current_stream_capturing()  # its memory belongs to the graph
     return (_new_table if made_now else _known_table)(layout, beside.device, current_stream(beside))
 
 
-def _new_table(layout: Layout, device: torch.device, stream: int | None) -> torch.Tensor:
+def _new_table(layout: MessageLayout, device: torch.device, stream: int | None) -> torch.Tensor:
     rows = list(zip(layout.starts, layout.counts, layout.offsets, strict=True))
     on_gpu = device.type == "cuda"
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu)
@@ -356,7 +356,7 @@ def _without_ones(values: torch.Tensor, part: int, pieces: int) -> tuple[torch.T
 
 @functools.lru_cache(maxsize=LAUNCHES)
 def _encode_launch(
-    layout: Layout,
+    layout: MessageLayout,
     total: int,
     part: int,
     first: int,
@@ -383,7 +383,7 @@ def _encode_launch(
 
 
 def encode(
-    values: torch.Tensor, message: torch.Tensor, layout: Layout, dtype: torch.dtype, power_of_two: bool
+    values: torch.Tensor, message: torch.Tensor, layout: MessageLayout, dtype: torch.dtype, power_of_two: bool
 ) -> None:
     """What `block_cast.Reference.encode` computes, byte for byte."""
     if layout.bytes == 0:
@@ -404,7 +404,7 @@ def encode(
 def encode_parts(
     tensors: Sequence[torch.Tensor],
     message: torch.Tensor,
-    layout: Layout,
+    layout: MessageLayout,
     dtype: torch.dtype,
     power_of_two: bool,
 ) -> None:
@@ -438,7 +438,7 @@ def _places(message: Message) -> tuple[torch.Tensor, bool, int, int]:
 
 @functools.lru_cache(maxsize=LAUNCHES)
 def _decode_launch(
-    layout: Layout, total: int, at_peers: bool, shift: int, own: int, dtype: torch.dtype
+    layout: MessageLayout, total: int, at_peers: bool, shift: int, own: int, dtype: torch.dtype
 ) -> Launch:
     tiling, pieces = _tiling(layout), len(layout.counts)
     return Launch(
@@ -453,7 +453,7 @@ def _decode_launch(
     )
 
 
-def decode(message: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype) -> None:
+def decode(message: Message, values: torch.Tensor, layout: MessageLayout, dtype: torch.dtype) -> None:
     """What `block_cast.Reference.decode` computes, byte for byte."""
     if layout.bytes == 0:
         return
@@ -463,7 +463,7 @@ def decode(message: Message, values: torch.Tensor, layout: Layout, dtype: torch.
 
 
 def decode_sum(
-    messages: Message, values: torch.Tensor, layout: Layout, dtype: torch.dtype, factor: float
+    messages: Message, values: torch.Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float
 ) -> None:
     """What `block_cast.Reference.decode_sum` computes, byte for byte."""
     source, at_peers, shift, _ = _places(messages)
@@ -473,7 +473,7 @@ def decode_sum(
 def decode_sum_encode(
     messages: Message,
     message: torch.Tensor,
-    layout: Layout,
+    layout: MessageLayout,
     dtype: torch.dtype,
     power_of_two: bool,
     factor: float,
@@ -485,7 +485,7 @@ def decode_sum_encode(
 
 @functools.lru_cache(maxsize=LAUNCHES)
 def _sum_launch(
-    layout: Layout,
+    layout: MessageLayout,
     total: int,
     at_peers: bool,
     shift: int,

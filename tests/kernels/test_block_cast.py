@@ -8,8 +8,9 @@ import torch
 
 from fp8booster import formats
 from fp8booster.kernels import block_cast
-from fp8booster.kernels.block_cast import Layout, Reference
+from fp8booster.kernels.block_cast import Reference
 from fp8booster.kernels.cast import saturate
+from fp8booster.kernels.message_layout import MessageLayout, Peers
 from fp8booster.scaling import scale_of
 from tests.distributed import run_ranks
 
@@ -33,7 +34,11 @@ def gradient_like(count: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 
 def encoded(
-    implementation: object, values: torch.Tensor, layout: Layout, dtype: torch.dtype, power_of_two: bool
+    implementation: object,
+    values: torch.Tensor,
+    layout: MessageLayout,
+    dtype: torch.dtype,
+    power_of_two: bool,
 ) -> torch.Tensor:
     message = torch.full((layout.bytes,), 0xAA, dtype=torch.uint8, device=values.device)
     implementation.encode(values, message, layout, dtype, power_of_two)
@@ -41,7 +46,7 @@ def encoded(
 
 
 def expected_piece(
-    values: torch.Tensor, layout: Layout, piece: int, dtype: torch.dtype, power_of_two: bool
+    values: torch.Tensor, layout: MessageLayout, piece: int, dtype: torch.dtype, power_of_two: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """FP8 values and inverse scales of a piece, block by block from the definition."""
     count, start = layout.counts[piece], layout.starts[piece]
@@ -59,7 +64,7 @@ def expected_piece(
 
 def test_pieces_follow_each_other_and_begin_at_multiples_of_sixteen() -> None:
     for (counts, _), block in product(PIECES, BLOCKS):
-        layout = Layout(counts, block)
+        layout = MessageLayout(counts, block)
         assert layout.offsets == [sum(layout.sizes[:piece]) for piece in range(len(counts))]
         assert layout.starts == [sum(counts[:piece]) for piece in range(len(counts))]
         assert layout.bytes == sum(layout.sizes)
@@ -75,7 +80,7 @@ def test_pieces_follow_each_other_and_begin_at_multiples_of_sixteen() -> None:
 def test_a_message_holds_each_block_cast_by_its_own_scale(block, source, dtype, power_of_two) -> None:
     torch.manual_seed(0)
     for counts, total in PIECES:
-        layout = Layout(counts, block)
+        layout = MessageLayout(counts, block)
         values = gradient_like(total, source)
         message = encoded(Reference, values, layout, dtype, power_of_two)
         decoded = torch.full((total,), 7.0)
@@ -96,12 +101,12 @@ def test_a_message_holds_each_block_cast_by_its_own_scale(block, source, dtype, 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_pieces_are_added_in_fp32_in_order_and_cast_again(block) -> None:
     torch.manual_seed(0)
-    layout = Layout.even(1000, 3, block)
+    layout = MessageLayout.even(1000, 3, block)
     message = encoded(Reference, gradient_like(3000), layout, formats.E4M3, False)
     decoded, thirds = torch.empty(3, 1000), torch.empty(3, 1000)
     block_cast.decode(message, decoded.view(-1), layout, formats.E4M3)
     for piece, third in zip(message.split(layout.sizes), thirds, strict=True):
-        block_cast.decode_sum(piece, third, Layout.even(1000, 1, block), formats.E4M3, 1 / 3)
+        block_cast.decode_sum(piece, third, MessageLayout.even(1000, 1, block), formats.E4M3, 1 / 3)
     torch.testing.assert_close(thirds, decoded / 3, rtol=2**-22, atol=0)
     expected = (thirds[0] + thirds[1]) + thirds[2]
     mean = torch.empty(1000)
@@ -110,7 +115,7 @@ def test_pieces_are_added_in_fp32_in_order_and_cast_again(block) -> None:
     half = torch.empty(1000, dtype=torch.bfloat16)
     block_cast.decode_sum(message, half, layout, formats.E4M3, 1 / 3)
     assert torch.equal(half, expected.bfloat16())
-    one = Layout.even(1000, 1, block)
+    one = MessageLayout.even(1000, 1, block)
     again = torch.full((one.bytes,), 0x55, dtype=torch.uint8)
     block_cast.decode_sum_encode(message, again, layout, formats.E4M3, factor=1 / 3)
     assert torch.equal(again, encoded(Reference, expected, one, formats.E4M3, False))
@@ -121,7 +126,7 @@ def test_pieces_are_added_in_fp32_in_order_and_cast_again(block) -> None:
 def test_a_bad_value_makes_its_block_nan_and_no_other(dtype, bad, device) -> None:
     values = torch.ones(1000, device=device)
     values[300] = bad
-    layout = Layout.even(500, 2, 32)
+    layout = MessageLayout.even(500, 2, 32)
     message = encoded(block_cast, values, layout, dtype, False)
     decoded = torch.empty(1000, device=device)
     block_cast.decode(message, decoded, layout, dtype)
@@ -132,7 +137,7 @@ def test_a_bad_value_makes_its_block_nan_and_no_other(dtype, bad, device) -> Non
     block_cast.decode_sum(message, total, layout, dtype)
     assert total[288:320].isnan().all()
     assert total[:288].eq(2).all()
-    one = Layout.even(500, 1, 32)
+    one = MessageLayout.even(500, 1, 32)
     again = torch.empty(one.bytes, dtype=torch.uint8, device=device)
     block_cast.decode_sum_encode(message, again, layout, dtype)
     block_cast.decode(again, total, one, dtype)
@@ -143,7 +148,7 @@ def test_a_bad_value_makes_its_block_nan_and_no_other(dtype, bad, device) -> Non
 def test_zeros_have_scale_one_and_the_smallest_values_survive(device) -> None:
     values = torch.zeros(64, device=device)
     values[40] = 2.0**-120
-    layout = Layout.even(64, 1, 32)
+    layout = MessageLayout.even(64, 1, 32)
     message = encoded(block_cast, values, layout, formats.E4M3, False)
     inverse_scales = message[64:].view(torch.float32)
     assert inverse_scales[0] == 1
@@ -152,7 +157,7 @@ def test_zeros_have_scale_one_and_the_smallest_values_survive(device) -> None:
     torch.testing.assert_close(decoded, values, rtol=2**-20, atol=0)
 
 
-def held_by_peers(message: torch.Tensor, layout: Layout) -> tuple[block_cast.Peers, torch.Tensor]:
+def held_by_peers(message: torch.Tensor, layout: MessageLayout) -> tuple[Peers, torch.Tensor]:
     """The pieces of a message, each 32 bytes behind the beginning of memory of its own, and that memory."""
     pieces = len(layout.counts)
     memory = torch.full((pieces, 64 + layout.sizes[0]), 0xEE, dtype=torch.uint8, device=message.device)
@@ -160,7 +165,7 @@ def held_by_peers(message: torch.Tensor, layout: Layout) -> tuple[block_cast.Pee
     for holder, piece in zip(holders, message.split(layout.sizes), strict=True):
         holder[32 : 32 + layout.sizes[0]] = piece
     addresses = torch.tensor([holder.data_ptr() for holder in holders], device=message.device)
-    return block_cast.Peers(addresses, 32, own=pieces // 2), memory
+    return Peers(addresses, 32, own=pieces // 2), memory
 
 
 PARTS = [  # sizes of tensors for two pieces
@@ -173,7 +178,7 @@ PARTS = [  # sizes of tensors for two pieces
 
 
 def encoded_parts(
-    implementation: object, tensors: list[torch.Tensor], layout: Layout, dtype: torch.dtype
+    implementation: object, tensors: list[torch.Tensor], layout: MessageLayout, dtype: torch.dtype
 ) -> torch.Tensor:
     message = torch.full((layout.bytes,), 0xAA, dtype=torch.uint8, device=tensors[0].device)
     implementation.encode_parts(tensors, message, layout, dtype, True)
@@ -185,7 +190,7 @@ def test_parts_of_tensors_lie_side_by_side_in_each_piece(block) -> None:
     torch.manual_seed(0)
     for sizes in PARTS:
         tensors = [gradient_like(size).view(2, -1) for size in sizes]
-        layout = Layout.even(sum(sizes) // 2, 2, block)
+        layout = MessageLayout.even(sum(sizes) // 2, 2, block)
         whole = torch.cat([torch.cat([tensor[piece] for tensor in tensors]) for piece in (0, 1)])
         expected = encoded(Reference, whole, layout, formats.E4M3, True)
         assert torch.equal(encoded_parts(block_cast, tensors, layout, formats.E4M3), expected)
@@ -198,7 +203,7 @@ def differing_parts(device: str, exact: bool) -> list[str]:
     torch.manual_seed(0)
     wrong = []
     for sizes, block, dtype in product(PARTS, (32, 1024, None), formats.FORMATS):
-        layout = Layout.even(sum(sizes) // 2, 2, block)
+        layout = MessageLayout.even(sum(sizes) // 2, 2, block)
         if exact:
             tensors = [torch.randint(-7, 8, (size,), device=device) * 8.0 for size in sizes]
         else:
@@ -223,7 +228,7 @@ def interpreted_kernels_agree() -> list[str]:
     wrong = []
     settings = [(formats.E4M3, False, torch.bfloat16), (formats.E5M2, True, torch.float32)]
     for (counts, total), block, (dtype, power_of_two, source) in product(PIECES, (32, 1024, None), settings):
-        layout = Layout(counts, block)
+        layout = MessageLayout(counts, block)
         # three bits each, beside the largest value of the format or alone: exact at any power of two
         values = (torch.randint(-7, 8, (total,)) * 8.0).to(source)
         values[:: block or total] = formats.MAX[dtype]
@@ -260,7 +265,7 @@ def interpreted_kernels_agree() -> list[str]:
                 wrong.append(f"pieces of peers {case}")
         if layout.is_even and block is not None:
             exact = encoded(Reference, values, layout, dtype, True)
-            one = Layout(counts[:1], block)
+            one = MessageLayout(counts[:1], block)
             again = [torch.full((one.bytes,), fill, dtype=torch.uint8) for fill in (0x55, 0xAA)]
             for implementation, message in zip((block_cast_triton, Reference), again, strict=True):
                 implementation.decode_sum_encode(exact, message, layout, dtype, True, 2.0 ** -len(counts))
@@ -279,7 +284,7 @@ def test_the_kernels_interpreted_agree_with_the_reference() -> None:
     assert wrong == []
 
 
-def same_bytes(one: torch.Tensor, other: torch.Tensor, layout: Layout, dtype: torch.dtype) -> bool:
+def same_bytes(one: torch.Tensor, other: torch.Tensor, layout: MessageLayout, dtype: torch.dtype) -> bool:
     """Equal byte for byte, where one NaN is as good as another."""
     differing = (one != other).nonzero().view(-1)
     if differing.numel() == 0:
@@ -306,7 +311,7 @@ def test_the_kernels_have_the_bytes_of_the_reference_every_time(source, dtype, p
         [0.0, -0.0, 1e-45, 1e-38, -1e-30, 65504.0, 3e38, math.inf, -math.inf, math.nan, 448, 57344]
     )
     for (counts, total), block in product([*PIECES, ((100_000,) * 4, 399_999)], (*BLOCKS, 4096)):
-        layout = Layout(counts, block)
+        layout = MessageLayout(counts, block)
         values = gradient_like(total)
         values[:: max(1, total // 37)] = 0
         if total > 5000:
@@ -334,7 +339,7 @@ def test_the_kernels_have_the_bytes_of_the_reference_every_time(source, dtype, p
         block_cast_triton.decode(peers, output, layout, dtype)
         assert torch.equal(output.nan_to_num(7), decoded.nan_to_num(7))
         if block is not None:
-            one = Layout(counts[:1], block)
+            one = MessageLayout(counts[:1], block)
             expected, again = (torch.zeros(one.bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
             Reference.decode_sum_encode(reference, expected, layout, dtype, power_of_two, 1 / 3)
             block_cast_triton.decode_sum_encode(reference, again, layout, dtype, power_of_two, 1 / 3)

@@ -13,6 +13,7 @@ from fp8booster import formats
 from fp8booster.kernels import block_cast
 from fp8booster.kernels.cast import cast, cast_reference, saturate
 from fp8booster.kernels.many_cast import ManyCast
+from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.kernels.rowwise_cast import rowwise_cast, rowwise_cast_reference
 from fp8booster.kernels.shard_cast import cast_shard, cast_shard_reference, unpack, unpack_reference
 from fp8booster.scaling import amax_of, scale_of
@@ -172,13 +173,13 @@ def test_a_message_reaches_to_two_billion_values() -> None:
     if torch.cuda.mem_get_info()[0] < 16 * 2**30:
         pytest.skip("2**31 values, their message and what is decoded take 10 GiB")
     count = 2**31 - 512
-    layout = block_cast.Layout.even(count, 1, 256)
+    layout = MessageLayout.even(count, 1, 256)
     values = torch.zeros(count, dtype=torch.bfloat16, device=DEVICE)
     message = torch.empty(layout.bytes, dtype=torch.uint8, device=DEVICE)
     last = slice(-4096, None)
     values[last] = torch.randn(4096, device=DEVICE).bfloat16()
     block_cast.encode(values, message, layout, formats.E4M3)
-    of_last = block_cast.Layout.even(4096, 1, 256)
+    of_last = MessageLayout.even(4096, 1, 256)
     expected = torch.empty(of_last.bytes, dtype=torch.uint8, device=DEVICE)
     block_cast.Reference.encode(values[last], expected, of_last, formats.E4M3, False)
     right = torch.empty(4096, dtype=torch.bfloat16, device=DEVICE)

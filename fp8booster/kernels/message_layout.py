@@ -1,0 +1,112 @@
+"""Where the pieces of an FP8 message lie, in one buffer of bytes or in the memory of other GPUs.
+
+    piece     [values: one byte each, padded to 16][inverse scales: float32, padded to 16 bytes]
+    message   the pieces, one after the other, nothing between them
+
+Each piece is whole in itself, so an all-to-all can send every rank its piece of one message and a receiver can decode
+what it got from each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from fp8booster.kernels.alignment import aligned
+
+SCALES_ALIGNMENT = 4
+"""Scales come in multiples of this, so that the piece behind them begins at a multiple of 16 bytes."""
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """Where the pieces of a message lie.
+
+    Piece p holds `counts[p]` values, which follow those of piece p - 1 in the tensor. A tensor that ends before its
+    last pieces do is as if followed by zeros.
+    """
+
+    counts: tuple[int, ...]
+    """Values in each piece."""
+
+    block_size: int | None
+    """Values that share a scale; None for one scale over the whole tensor, repeated in each piece."""
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(counts: tuple[int, ...], block_size: int | None) -> MessageLayout:
+        """The layout, made once: calls repeat their sizes."""
+        return MessageLayout(counts, block_size)
+
+    @staticmethod
+    def even(count: int, pieces: int, block_size: int | None) -> MessageLayout:
+        """Pieces of one size."""
+        return MessageLayout.of((count,) * pieces, block_size)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether the pieces have one size."""
+        return len(set(self.counts)) == 1
+
+    def payload_bytes(self, count: int) -> int:
+        """Bytes of the values of a piece, padding included."""
+        return aligned(count)
+
+    def scale_count(self, count: int) -> int:
+        """Scales of a piece, padding included."""
+        blocks = min(count, 1) if self.block_size is None else math.ceil(count / self.block_size)
+        return math.ceil(blocks / SCALES_ALIGNMENT) * SCALES_ALIGNMENT
+
+    def piece_bytes(self, count: int) -> int:
+        """Bytes of a piece of `count` values."""
+        return self.payload_bytes(count) + 4 * self.scale_count(count)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Bytes of each piece: the split sizes of an all-to-all."""
+        return [self.piece_bytes(count) for count in self.counts]
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """The first value of each piece in the tensor."""
+        return [0, *accumulate(self.counts)][:-1]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """The first byte of each piece in the message."""
+        return [0, *accumulate(self.sizes)][:-1]
+
+    @cached_property
+    def bytes(self) -> int:
+        """Bytes of the message."""
+        return sum(self.sizes)
+
+
+class Peers(NamedTuple):
+    """Pieces that lie in the memory of other GPUs, for kernels that read them there."""
+
+    addresses: torch.Tensor
+    """int64 [pieces], on the GPU that reads: where the memory of each piece's holder begins."""
+
+    shift: int
+    """Bytes from there to the piece, a multiple of 16."""
+
+    own: int
+    """The piece that the GPU holds itself."""
+
+
+Message: TypeAlias = torch.Tensor | Peers
+"""Pieces to decode: uint8 [layout.bytes], or, on a GPU, even pieces that peers hold."""
+
+
+def side_by_side(tensors: Sequence[torch.Tensor], pieces: int) -> torch.Tensor:
+    """[N]: the first of `pieces` even parts of each tensor, then the second of each, and so on."""
+    if len(tensors) == 1:
+        return tensors[0].reshape(-1)
+    return torch.cat([tensor.reshape(pieces, -1) for tensor in tensors], dim=1).view(-1)
