@@ -21,7 +21,7 @@ from pathlib import Path
 
 from fp8booster.cli.instructions import avoid_trapping_instructions
 from tests.faults.campaign import Done, be_quiet, judge_case, refer_to, sum_up, tell
-from tests.faults.cases import KINDS
+from tests.faults.cases import KINDS, NOT_COMPARED
 from tests.faults.subjects import SUBJECTS, prepare
 
 
@@ -37,8 +37,10 @@ def main() -> int:
         context = get_context("spawn")
         with ProcessPoolExecutor(arguments.jobs, context, initializer=be_quiet) as pool:
             subjects = [SUBJECTS[name] for name in arguments.subjects]
+            compared = not set(arguments.kinds) <= NOT_COMPARED
             referred = {
-                pool.submit(refer_to, place, subject, root / subject.name): subject for subject in subjects
+                pool.submit(refer_to, place, subject, root / subject.name, compared): subject
+                for subject in subjects
             }
             pending = []
             for future in as_completed(referred):

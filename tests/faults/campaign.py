@@ -42,9 +42,10 @@ def be_quiet() -> None:
         os.dup2(nowhere, descriptor)
 
 
-def refer_to(place: Place, subject: Subject, folder: Path) -> tuple[Reference | None, str]:
+def refer_to(place: Place, subject: Subject, folder: Path, compared: bool) -> tuple[Reference | None, str]:
+    """The references of a subject, or why there are none."""
     try:
-        return refer(place, subject, folder), ""
+        return refer(place, subject, folder, compared), ""
     except AssertionError as fault:
         return None, str(fault)
     except RankError as error:
@@ -54,6 +55,7 @@ def refer_to(place: Place, subject: Subject, folder: Path) -> tuple[Reference | 
 def judge_case(
     place: Place, subject: Subject, reference: Reference, kind: str, number: int, out: Path
 ) -> Done:
+    """Do a case of a kind."""
     case = list(KINDS[kind](subject, reference))[number]  # made anew here: what it calls is not pickled
     began = time.monotonic()
     verdict, found = judge(case, place, subject, reference, out)
@@ -61,12 +63,14 @@ def judge_case(
 
 
 def tell(done: Done) -> None:
+    """A line for a case."""
     say(
         f"{done.verdict:7}  {done.kind:16}  {done.subject:12}  {done.what}: {done.found}  ({done.seconds:.0f} s)",
     )
 
 
 def sum_up(done: list[Done], seconds: float) -> None:
+    """A table of counts, by kind and subject."""
     counts = Counter((each.kind, each.subject, each.verdict) for each in done)
     kinds = list(dict.fromkeys(each.kind for each in done))
     subjects = [name for name in SUBJECTS if any(each.subject == name for each in done)]

@@ -201,6 +201,9 @@ KINDS = {
 }
 """What `--kinds` takes."""
 
+NOT_COMPARED = {"payloads", "inputs", "soak"}
+"""Those that need no undisturbed run to compare with."""
+
 
 def judge(case: Case, place: Place, subject: Subject, reference: Reference, out: Path) -> tuple[str, str]:
     """Do a case: ("ok", "FAILED" or "skipped", what was found)."""

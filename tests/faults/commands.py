@@ -22,13 +22,21 @@ LATEST = 240.0  # seconds that the whole command may take on a busy machine
 SECOND_SAVE = f"step-{2 * SAVED:08d}"
 
 
-def resume(out: Path, *options: str, harm: tuple[int, int, int] | None = None) -> subprocess.Popen:
-    """Start the command on a run; `harm` is rank, signal and number of the file event from the second save on."""
+def resume(
+    out: Path, *options: str, harm: tuple[int, int, int] | None = None, at_file: bool = True
+) -> subprocess.Popen:
+    """Start the command on a run.
+
+    Args:
+        harm: rank, signal, and the number of the file event from the second save on, or of the collective.
+        at_file: it is the former.
+    """
     site = [str(REPOSITORY / "tests" / "faults" / "site")] if harm else []
     paths = [*site, str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
     if harm is not None:
-        environment["FP8BOOSTER_FAULT"] = ",".join([*map(str, harm), SECOND_SAVE, str(out)])
+        place = [SECOND_SAVE, str(out)] if at_file else ["", ""]
+        environment["FP8BOOSTER_FAULT"] = ",".join([*map(str, harm), *place])
     return subprocess.Popen(
         [sys.executable, "-m", "fp8booster", "train", "--resume", str(out), "--progress", "lines", *options],
         stdout=subprocess.PIPE,
@@ -101,6 +109,19 @@ def told_to_stop(place: Place, subject: Subject, reference: Reference, out: Path
     return went_on(place, subject, reference, out)
 
 
+def hung(place: Place, subject: Subject, reference: Reference, out: Path) -> str:
+    """SIGSTOP of rank 1 in a step: the run ends in time, and names it."""
+    shutil.copytree(reference.begun, out)
+    of_steps = ("all_to_all_single", "reduce_scatter_tensor", "batch_isend_irecv")  # not of saves
+    names = reference.events[1].collectives
+    last = max(number for number, name in enumerate(names, 1) if name in of_steps)
+    process = resume(out, "--timeout", "20", harm=(1, signal.SIGSTOP, last), at_file=False)
+    ranks = ranks_of(process)
+    ended(process, "rank 1 does not answer")
+    assert_nobody_is_left(ranks)
+    return went_on(place, subject, reference, out)
+
+
 def command_killed(place: Place, subject: Subject, reference: Reference, out: Path) -> str:
     """SIGKILL of the command: its ranks end by themselves."""
     shutil.copytree(reference.begun, out)
@@ -136,6 +157,7 @@ COMMANDS = {
     "SIGKILL of rank 0 in the middle of its save": killed(0, 9),
     "SIGKILL of rank 1 in its save": killed(1, 1),
     "SIGTERM": told_to_stop,
+    "SIGSTOP of rank 1 in a step": hung,
     "SIGKILL of the command": command_killed,
     "full disk": full,
 }

@@ -68,13 +68,16 @@ class Reference:
     """By the step that a run goes on from."""
 
 
-def refer(place: Place, subject: Subject, folder: Path) -> Reference:
-    """Make the references of a subject.
+def refer(place: Place, subject: Subject, folder: Path, compared: bool = True) -> Reference:
+    """Make the references of a subject; not `compared`, only the run that others begin with.
 
     Raises:
         AssertionError: the subject does not resume as promised even without harm.
     """
     whole, begun, second = (folder / name for name in ("whole", "begun", "second"))
+    if not compared:
+        run(place, subject, begun, until=SAVED)
+        return Reference(begun, [])
     losses = run(place, subject, whole)[0].losses
     end = digests(newest_checkpoint(checkpoints_of(subject, whole)))
     run(place, subject, begun, until=SAVED)
