@@ -37,6 +37,8 @@ def digests(checkpoint: Path) -> dict[str, str]:
 
 def _content(path: Path) -> bytes:
     data = path.read_bytes()
+    if path.suffix == ".json":  # stages of a pipeline are listed as the disk names them
+        return json.dumps(json.loads(data), sort_keys=True).encode()
     if path.suffix != ".safetensors":
         return data
     # its header lists what it likes first
