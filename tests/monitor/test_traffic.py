@@ -46,6 +46,7 @@ def _exchange() -> dict[str, list[tuple[str, str, int, int, int]]]:
                 dist.recv(ones, 0)
             dist.all_gather_object([None, None], "text")
         dist.all_reduce(half)
+    assert outer.latest == "all_reduce of 8 bfloat16 values"
     assert dist.all_reduce is original
     dist.all_reduce(ones)  # no longer counted
     return {

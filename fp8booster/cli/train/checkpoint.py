@@ -181,6 +181,9 @@ def _random_state(model: nn.Module) -> dict[str, Any]:
 
 
 def _set_random_state(state: dict[str, Any], model: nn.Module) -> None:
+    """Raise ValueError for what `_random_state` does not give."""
+    if not isinstance(state, dict) or not isinstance(state.get("torch"), torch.Tensor):
+        raise ValueError(f"A file in random/ of the checkpoint holds no random state; {COPY_AGAIN}.")
     torch.set_rng_state(state["torch"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
