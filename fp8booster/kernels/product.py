@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
+from fp8booster import formats
 from fp8booster.scaling import SCALE_STRIDE
 
 
@@ -47,8 +48,11 @@ def product(
     inverse_scale_a, inverse_scale_b = _aligned(inverse_scale_a), _aligned(inverse_scale_b)
     if emulate:
         with _without_autocast(a.device.type):
-            exact = (a.float() @ b.float().t()) * inverse_scale_a * inverse_scale_b
+            # in FP64: a sum times one of the scales may be infinite in FP32 where the result is not
+            exact = ((a.float() @ b.float().t()).double() * inverse_scale_a * inverse_scale_b).float()
         return (exact if bias is None else exact + bias).to(out_dtype)
+    if a.device.type == "cpu":
+        inverse_scale_a, inverse_scale_b = _decodable(a, b, inverse_scale_a, inverse_scale_b)
     # on CUDA rowwise products come in BF16 alone, and a bias is added only to 16-bit results
     product_dtype = torch.bfloat16 if rowwise and a.is_cuda else out_dtype
     epilogue = bias if bias is not None and bias.dtype is product_dtype is not torch.float32 else None
@@ -61,8 +65,9 @@ def product(
             bias=epilogue,
             out_dtype=product_dtype,
             use_fast_accum=fast_accumulation,
-        ).to(out_dtype)
-    return result if bias is epilogue else result + bias
+        )
+    # a BF16 result and an FP16 bias are added in FP32: what the bias brings back into FP16's range stays finite
+    return (result if bias is epilogue else result + bias).to(out_dtype)
 
 
 LARGE_PRODUCT = 2e11
@@ -112,6 +117,22 @@ def _aligned(scale: torch.Tensor) -> torch.Tensor:
     if torch.compiler.is_compiling() or scale.storage_offset() % SCALE_STRIDE == 0:
         return scale
     return scale.clone()
+
+
+def _decodable(
+    a: torch.Tensor, b: torch.Tensor, inverse_scale_a: torch.Tensor, inverse_scale_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales that give the same product, by which both operands decode to finite values.
+
+    The CPU's kernels decode the operands, then multiply. Under a power of two a value next to FP32's largest, rounded
+    up to FP8, decodes to 2**128, which is infinite. So such an operand is halved, and the other doubled: both exact.
+    """
+    large_a, large_b = (
+        (scale * formats.MAX[operand.dtype] >= 2.0**126).any()
+        for operand, scale in ((a, inverse_scale_a), (b, inverse_scale_b))
+    )
+    factor = torch.where(large_b, 2.0, 1.0) / torch.where(large_a, 2.0, 1.0)
+    return inverse_scale_a * factor, inverse_scale_b / factor
 
 
 ONEDNN_INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"

@@ -98,3 +98,36 @@ def test_a_nan_scale_makes_the_product_nan(device) -> None:
             emulate=emulate,
         )
         assert result.isnan().all()
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+@pytest.mark.parametrize("format", formats.FORMATS)
+@pytest.mark.parametrize("rowwise", [False, True])
+@pytest.mark.parametrize("huge", ["a", "b"])
+def test_operands_next_to_the_largest_float32_give_a_finite_product(huge, rowwise, format, emulate) -> None:
+    """2**127 * 1.99 rounds up to 2**128 in FP8 under a power of two; decoded by itself that is infinite."""
+    top = 256.0 if format is E4M3 else 32768.0
+    a = torch.full((16, 32), top).to(format)
+    b = torch.full((48, 32), 1.0).to(E4M3)
+    scales = torch.tensor(2.0**128 / top), torch.tensor(2.0**-100)
+    if rowwise:
+        scales = scales[0].expand(16).clone(), scales[1].expand(48).clone()
+    if huge == "b":
+        a, b, scales = b, a, scales[::-1]
+    result = product(a, b, *scales, out_dtype=torch.bfloat16, emulate=emulate)
+    assert (result == 32 * 2.0**28).all()
+
+
+def test_two_large_operands_overflow_where_their_product_does() -> None:
+    a, b = torch.ones(16, 16).to(E4M3), torch.ones(16, 16).to(E4M3)
+    large = torch.tensor(2.0**119)
+    assert product(a, b, large, large, out_dtype=torch.bfloat16).isinf().all()
+
+
+def test_a_bias_brings_back_what_fp16_alone_would_not_hold(device) -> None:
+    """Rowwise products of a GPU are BF16; rounded to FP16 before the bias they would be infinite."""
+    a, b = torch.ones(16, 32, device=device).to(E4M3), torch.ones(16, 32, device=device).to(E4M3)
+    scales = torch.full((16,), 2048.0, device=device), torch.full((16,), 1.0, device=device)
+    bias = torch.full((16,), -32768.0, device=device, dtype=torch.float16)
+    result = product(a, b, *scales, out_dtype=torch.float16, bias=bias)
+    assert (result == 32768.0).all()
