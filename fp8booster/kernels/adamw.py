@@ -13,6 +13,9 @@ import torch
 from fp8booster.kernels.device import runs_triton
 from fp8booster.scaling import amaxes_of
 
+SMALLEST_NORMAL = 2.0**-126
+"""Of float32."""
+
 
 class Rates(NamedTuple):
     """Hyperparameters of a step, as in `torch.optim.Adam`."""
@@ -23,6 +26,14 @@ class Rates(NamedTuple):
     weight_decay: float
     decoupled: bool
     """Decay the values themselves (AdamW), not by way of the gradient (Adam with L2)."""
+
+    def denominator_eps(self) -> float:
+        """`eps`, or the smallest normal float32 in the place of 0.
+
+        It changes no sum with a root of a second moment, which is at least 3.7e-23 or 0. But 0 / 0 would make NaN of
+        what never had a gradient, as the padding of a shard.
+        """
+        return max(self.eps, SMALLEST_NORMAL)
 
 
 class Shards(NamedTuple):
@@ -101,7 +112,7 @@ def update_by_torch(
         beta1=rates.betas[0],
         beta2=rates.betas[1],
         weight_decay=rates.weight_decay,
-        eps=rates.eps,
+        eps=rates.denominator_eps(),
         amsgrad=len(max_exp_avg_sqs) > 0,
         maximize=maximize,
         grad_scale=divisor,

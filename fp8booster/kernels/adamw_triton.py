@@ -54,7 +54,7 @@ def adamw_kernel(
     tl.store(values + index, value, mask=inside)
     tl.store(exp_avg + index, mean.to(exp_avg.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq + index, square.to(exp_avg_sq.dtype.element_ty), mask=inside)
-    # magnitudes are ordered as their bits are; what lies outside came out as 0 / 0 where eps is 0
+    # magnitudes are ordered as their bits are; what lies outside comes out as NaN where the divisor is 0
     largest = tl.max(tl.where(inside, magnitude_bits(value), 0), 0)
     tl.atomic_max((row + 3).to(tl.pointer_type(tl.int32), bitcast=True), largest, sem="relaxed")
 
@@ -63,7 +63,7 @@ def update_triton(shards: Shards, rates: Rates, divisor: torch.Tensor | None) ->
     """What `adamw.update_reference` computes, but for the last bits."""
     rows = factors(shards, rates)
     beta1, beta2 = rates.betas
-    numbers = (beta1, 1 - beta1, beta2, 1 - beta2, rates.eps)
+    numbers = (beta1, 1 - beta1, beta2, 1 - beta2, rates.denominator_eps())
     for *tensors, row in zip(*shards[:4], rows.unbind(), strict=True):
         count = tensors[0].numel()
         if count > 0:

@@ -9,7 +9,8 @@ at a time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -36,10 +37,12 @@ class HybridAdam(Optimizer):
         lr, betas, eps, weight_decay: as in `torch.optim.Adam`.
         bias_correction: divide the moments by what they have yet to collect.
         adamw_mode: decay the weights themselves (AdamW), not by way of the gradient (Adam with L2).
+        nvme_offload_fraction, nvme_offload_dir: as in Colossal-AI's, for a fraction of 0: states on a disk are refused.
         amsgrad, maximize: as in `torch.optim.Adam`.
+        initial_scale: as in Colossal-AI's, without effect: the loss scale is the plugin's.
 
     Raises:
-        ValueError: a rate, beta, eps or decay outside its range.
+        ValueError: a rate, beta, eps or decay outside its range, or states on a disk.
     """
 
     num_fp32_shards_per_param = 4
@@ -57,9 +60,12 @@ class HybridAdam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adamw_mode: bool = True,
+        nvme_offload_fraction: float = 0.0,
+        nvme_offload_dir: str | None = None,
         *,
         amsgrad: bool = False,
         maximize: bool = False,
+        initial_scale: float | None = None,
     ) -> None:
         for name, value, limit in (
             ("lr", lr, _INFINITE),
@@ -70,6 +76,16 @@ class HybridAdam(Optimizer):
         ):
             if not 0.0 <= value < limit:
                 raise ValueError(f"{name} is {value!r}; it must be at least 0 and less than {limit:g}")
+        if nvme_offload_fraction != 0:
+            raise ValueError(
+                f"nvme_offload_fraction is {nvme_offload_fraction!r}, and this optimizer keeps no states on a disk; "
+                "leave it at 0, and use GeminiPlugin(offload_optim_frac=...) to keep states on the host"
+            )
+        if initial_scale is not None:
+            warnings.warn(
+                "initial_scale has no effect on an optimizer, as in Colossal-AI; give it to the plugin",
+                stacklevel=2,
+            )
         super().__init__(
             model_params,
             {
@@ -147,6 +163,35 @@ class HybridAdam(Optimizer):
                 values += parameter.numel()
             yield batch
 
+    def next_shards(
+        self,
+        group: dict[str, Any],
+        parameters: Sequence[torch.nn.Parameter],
+        gradients: Sequence[torch.Tensor],
+    ) -> Shards:
+        """What a step reads and writes of parameters of one device; it counts the step.
+
+        Args:
+            group: of the parameters.
+            parameters: of one device.
+            gradients: of each, on this device.
+        """
+        device = parameters[0].device
+        states = [self._state_of(parameter, group.get("amsgrad", False)) for parameter in parameters]
+        # a correction for infinitely many steps is none
+        corrected = group.get("bias_correction", True)
+        steps = {
+            step: torch.full((), step if corrected else _INFINITE, dtype=torch.float32, device=device)
+            for step in {state["step"] for state in states}
+        }
+        return Shards(
+            [parameter.data for parameter in parameters],
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [steps[state["step"]] for state in states],
+        )
+
     def _state_of(self, parameter: torch.nn.Parameter, amsgrad: bool) -> dict[str, Any]:
         state = self.state[parameter]
         if not state:
@@ -165,31 +210,19 @@ class HybridAdam(Optimizer):
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Update parameters of one device and dtype; the amaxes of their new values, where these are known."""
         device = parameters[0].device
-        amsgrad = group.get("amsgrad", False)
-        states = [self._state_of(parameter, amsgrad) for parameter in parameters]
-
-        def scalar(value: float) -> torch.Tensor:
-            return torch.full((), value, dtype=torch.float32, device=device)
-
-        # a correction for infinitely many steps is none
-        corrected = group.get("bias_correction", True)
-        steps = {state["step"]: scalar(state["step"] if corrected else _INFINITE) for state in states}
-        decoupled = group.get("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
         if isinstance(div_scale, torch.Tensor):
             divisor = div_scale.to(device)
         else:
-            divisor = None if div_scale == -1 else scalar(div_scale)
-        shards = Shards(
-            [parameter.data for parameter in parameters],
-            [parameter.grad.data for parameter in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [steps[state["step"]] for state in states],
-        )
+            divisor = (
+                None if div_scale == -1 else torch.full((), div_scale, dtype=torch.float32, device=device)
+            )
+        shards = self.next_shards(group, parameters, [parameter.grad.data for parameter in parameters])
+        decoupled = group.get("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
         rates = Rates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
         if _in_one_pass(group, parameters[0]):
             return dict(zip(parameters, update(shards, rates, divisor).unbind(), strict=True))
-        largest = [state["max_exp_avg_sq"] for state in states] if amsgrad else []
+        amsgrad = group.get("amsgrad", False)
+        largest = [self.state[each]["max_exp_avg_sq"] for each in parameters] if amsgrad else []
         update_by_torch(shards, rates, divisor, largest, group.get("maximize", False))
         return {}
 

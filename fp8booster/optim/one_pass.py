@@ -1,11 +1,13 @@
-"""The step of a user's Adam or AdamW in one pass over memory (`kernels.adamw`), which tells the amax of each new value.
+"""The step of a user's Adam in one pass over memory (`kernels.adamw`), which tells the amax of each new value.
 
-The optimizer stays what it is: its states, its parameter groups and its schedule are torch's, as is their format.
+The optimizer, torch's Adam or AdamW or a `HybridAdam`, stays what it is: its states, their format, its parameter groups
+and its schedule are its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from fp8booster.kernels.adamw import Rates, Shards, update
+from fp8booster.optim.hybrid_adam import HybridAdam
 
 COUNTS_STEPS = "fp8_counts_steps"
 """Attribute of a hook that looks at no parameters."""
@@ -25,15 +28,15 @@ def why_not(optimizer: Optimizer) -> str | None:
 
     Not where somebody asked for another implementation, or has hooks that may want to see the parameters.
     """
-    if type(optimizer) not in (Adam, AdamW):
-        return f"{type(optimizer).__name__} is not torch's Adam or AdamW"
+    if type(optimizer) not in (Adam, AdamW, HybridAdam):
+        return f"{type(optimizer).__name__} is not torch's Adam or AdamW, nor fp8booster's HybridAdam"
     if has_hooks(optimizer):
         return "hooks are called before or after its step"
     for group in optimizer.param_groups:
-        if not (group["fused"] or _left_to_torch(group)):
+        if type(optimizer) is not HybridAdam and not (group["fused"] or _left_to_torch(group)):
             return "it was not made with fused=True"
         for option in ("amsgrad", "maximize", "differentiable"):
-            if group[option]:
+            if group.get(option, False):
                 return f"it was made with {option}=True"
         if any(isinstance(beta, torch.Tensor) for beta in group["betas"]):
             return "its betas are tensors"
@@ -64,7 +67,7 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def step_group(
-    optimizer: Adam,
+    optimizer: Adam | HybridAdam,
     group: dict[str, Any],
     gradients: Mapping[torch.Tensor, torch.Tensor],
     divisor: torch.Tensor | None = None,
@@ -83,38 +86,29 @@ def step_group(
     taken = [parameter for parameter in group["params"] if parameter in gradients]
     if not taken:
         return []
-    exp_avgs, exp_avg_sqs, steps = _states(optimizer, group, taken)
-    torch._foreach_add_(steps, 1)
-    rates = Rates(
-        group["lr"], group["betas"], group["eps"], group["weight_decay"], group["decoupled_weight_decay"]
-    )
+    shards_of = optimizer.next_shards if type(optimizer) is HybridAdam else partial(_next_shards, optimizer)
+    decoupled = group.get("decoupled_weight_decay", optimizer.defaults["decoupled_weight_decay"])
+    rates = Rates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
     amaxes: dict[nn.Parameter, torch.Tensor] = {}
     for device in dict.fromkeys(parameter.device for parameter in taken):
-        here = [index for index, parameter in enumerate(taken) if parameter.device == device]
-        shards = Shards(
-            *[
-                [of_all[index] for index in here]
-                for of_all in (
-                    [each.detach() for each in taken],
-                    [gradients[each] for each in taken],
-                    exp_avgs,
-                    exp_avg_sqs,
-                    steps,
-                )
-            ]
-        )
+        here = [parameter for parameter in taken if parameter.device == device]
+        shards = shards_of(group, here, [gradients[parameter] for parameter in here])
         found = update(shards, rates, None if divisor is None else divisor.to(device))
-        amaxes.update(zip([taken[index] for index in here], found.unbind(), strict=True))
+        amaxes.update(zip(here, found.unbind(), strict=True))
     return list(amaxes.items())
 
 
-def _states(
-    optimizer: Adam, group: dict[str, Any], parameters: list[nn.Parameter]
-) -> tuple[list[torch.Tensor], ...]:
-    """(exp_avgs, exp_avg_sqs, steps) of parameters of a group, which torch makes where there are none."""
+def _next_shards(
+    optimizer: Adam, group: dict[str, Any], parameters: list[nn.Parameter], gradients: list[torch.Tensor]
+) -> Shards:
+    """As `HybridAdam.next_shards`; torch makes the states where there are none."""
     _make_states(optimizer, group, [each for each in parameters if not optimizer.state[each]])
     states = [optimizer.state[each] for each in parameters]
-    return tuple([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+    exp_avgs, exp_avg_sqs, steps = (
+        [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")
+    )
+    torch._foreach_add_(steps, 1)
+    return Shards([each.detach() for each in parameters], gradients, exp_avgs, exp_avg_sqs, steps)
 
 
 def _make_states(optimizer: Adam, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:

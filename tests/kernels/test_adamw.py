@@ -62,6 +62,26 @@ def test_an_epsilon_of_zero_leaves_the_amax_of_what_has_gradients(zeros, device)
     assert amaxes.isfinite().all()
 
 
+def test_without_an_eps_what_never_had_a_gradient_stays_and_all_else_is_as_ever(device) -> None:
+    rates = RATES["AdamW"]._replace(eps=0.0)
+    given = shards(torch.float32, torch.float32, device)
+    expected = [
+        (value - rates.lr * rates.weight_decay * value).double()
+        - rates.lr
+        / (1 - 0.9 ** step.double())
+        * (moment * 0.9 + gradient * 0.1).double()
+        / ((square * 0.95 + gradient.square() * 0.05).double() / (1 - 0.95 ** step.double())).sqrt()
+        for value, gradient, moment, square, step in zip(*given, strict=True)
+    ]
+    for tensors in given[:4]:
+        tensors[-1][-64:] = 0.0
+    amaxes = update(given, rates)
+    assert amaxes.isfinite().all()
+    assert torch.equal(given.values[-1][-64:], torch.zeros(64, device=device))
+    for one, other in zip(given.values[:-1], expected[:-1], strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
+
+
 def test_values_that_lie_apart_are_refused() -> None:
     apart, together = [torch.ones(8)[::2]], [torch.ones(4)]
     with pytest.raises(ValueError, match="contiguous"):

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fp8booster.optim import one_pass
+from fp8booster.optim import HybridAdam, one_pass
 
 SIZES = (7, 1, 300, 64)
 
@@ -108,6 +108,27 @@ def test_gradients_need_not_have_the_dtype_of_the_parameters(device) -> None:
     assert all(parameter.grad is None for parameter in ours[1:])
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"bias_correction": False}, {"adamw_mode": False, "weight_decay": 0.3}]
+)
+def test_a_hybrid_adam_is_stepped_as_it_steps_by_itself(options, device) -> None:
+    theirs, ours = parameters(device), parameters(device)
+    expected, found = (HybridAdam(groups(of), lr=0.1, **options) for of in (theirs, ours))
+    assert one_pass.why_not(found) is None
+    for step in range(3):
+        give_gradients(theirs, step)
+        give_gradients(ours, step)
+        expected.step()
+        amaxes = {}
+        for group in found.param_groups:
+            amaxes |= one_pass.step_group(found, group, gradients_of(ours))
+        assert all(torch.equal(amax, one.detach().abs().max()) for one, amax in amaxes.items())
+    for one, other in zip(theirs, ours, strict=True):
+        assert torch.equal(one, other)
+        assert expected.state[one].keys() == found.state[other].keys()
+        assert expected.state[one]["step"] == found.state[other]["step"]
+
+
 def test_a_group_without_gradients_is_left_alone() -> None:
     optimizer = AdamW(parameters(), fused=True)
     assert one_pass.step_group(optimizer, optimizer.param_groups[0], {}) == []
@@ -121,8 +142,8 @@ class Mine(AdamW):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (SGD, "SGD is not torch's Adam or AdamW"),
-        (lambda of: Mine(of, fused=True), "Mine is not torch's Adam or AdamW"),
+        (SGD, "SGD is not torch's Adam or AdamW, nor fp8booster's HybridAdam"),
+        (lambda of: Mine(of, fused=True), "Mine is not torch's Adam or AdamW, nor fp8booster's HybridAdam"),
         (AdamW, "it was not made with fused=True"),  # on the CPU torch's default is as good
         (lambda of: AdamW(of, foreach=True), "it was not made with fused=True"),
         (lambda of: AdamW(of, fused=True, amsgrad=True), "it was made with amsgrad=True"),

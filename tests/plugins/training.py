@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,7 @@ def boost(
     lora: Any = None,
     lr: float = 1e-2,
     mixed_precision: str | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> Boosted:
     """Boost a model, by default `tiny_llama()`, with AdamW; `lora` holds the arguments of `enable_lora`."""
     from colossalai.booster import Booster
@@ -76,7 +77,7 @@ def boost(
     if lora is not None:
         model = booster.enable_lora(model, **lora)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(trained, lr=lr))
+    model, optimizer, *_ = booster.boost(model, optimizer(trained, lr=lr))
     return Boosted(booster, model.train(), optimizer)
 
 

@@ -372,10 +372,10 @@ class GatheredWeights:
         group: dist.ProcessGroup,
     ) -> Sequence[torch.Tensor]:
         """The amax that each weight is cast by, float32 []."""
-        weights = [gathered.layer.weight for gathered in batch]
-        amaxes = agree_on_amax(
-            [masters[weight] for weight in weights], group, [known.get(weight) for weight in weights]
-        )
+        weights, rank = [gathered.layer.weight for gathered in batch], dist.get_rank(group)
+        # without the padding of the last shard, of which an optimizer may make anything
+        values = [masters[each][: max(0, each.numel() - rank * masters[each].numel())] for each in weights]
+        amaxes = agree_on_amax(values, group, [known.get(weight) for weight in weights])
         return largest_of_each(amaxes, self._mates(weights)).unbind()
 
     def _mates(self, weights: list[nn.Parameter]) -> torch.Tensor:

@@ -79,6 +79,11 @@ class _InOneOrder(LowLevelZeroOptimizer):
             self._release(number)
         super()._reduce_grad(partition_grad)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As it is; forgets what a backward that broke off held back."""
+        super().zero_grad(set_to_none)
+        self._arrived.clear()
+
     def _sync_grad(self) -> None:
         """As it is: it takes what gradients there are in the order of the parameters."""
         with self._in_order_of_parameters():

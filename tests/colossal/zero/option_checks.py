@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -15,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from fp8booster import FP8Config
 from fp8booster.colossal.zero import gathered_weights
 from fp8booster.comm.amax import agree_on_amax
-from fp8booster.optim import one_pass
+from fp8booster.nn import choice
+from fp8booster.optim import HybridAdam, one_pass
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import CLOSE, Layers, batch, features, gathered, masters, step, wire
 from tests.plugins.lora_checks import lora_config
@@ -222,6 +224,38 @@ def a_fused_optimizer_divides_the_gradients_itself(option: str) -> None:
     assert_close(*losses, 1e-3)
     for name, before in masters(runs[0]).items():
         torch.testing.assert_close(masters(runs[1])[name], before, rtol=1e-3, atol=1e-4)
+
+
+@check_each("AdamW", "offloaded", "Adam")
+def a_hybrid_adam_steps_in_one_pass_as_torchs_optimizer_does(case: str) -> None:
+    options = {"max_norm": 1e-3, "cpu_offload": case == "offloaded"}
+    kind = torch.optim.Adam if case == "Adam" else torch.optim.AdamW
+    runs = [
+        boost(wire(**options), optimizer=partial(kind, weight_decay=0.1, fused=True)),
+        boost(wire(**options), optimizer=partial(HybridAdam, weight_decay=0.1, adamw_mode=case != "Adam")),
+    ]
+    assert_trains_equally(*runs)
+    assert_equal(*map(masters, runs))
+    assert [run.optimizer._why_by_itself for run in runs] == [None, None]
+
+
+@check_each("q_proj", "k_proj", "v_proj")
+def what_a_backward_that_broke_off_held_back_is_forgotten(name: str) -> None:
+    """Of q, k and v some gradients were there; in the next backward, in another order, all are to be waited for."""
+    runs = [boost(ours(use_fp8=True, reduce_bucket_size_in_m=0.001)) for _ in range(2)]
+    tokens = batch()
+    loss = runs[1].loss(tokens)
+    layer = getattr(runs[1].model.unwrap().model.layers[1].self_attn, name)
+    stops = layer.weight.register_hook(mock.Mock(side_effect=RuntimeError("broke off")))
+    with pytest.raises(RuntimeError, match="broke off"):
+        runs[1].booster.backward(loss, runs[1].optimizer)
+    stops.remove()
+    runs[1].optimizer.zero_grad()
+    shorter = tokens[:, : tokens.shape[1] // 2]
+    with mock.patch.object(choice, "fp8_pays", return_value=False):  # so that the three run one by one
+        losses = [run.step(shorter) for run in runs]
+    assert losses[0] == losses[1]
+    assert_equal(*map(masters, runs))
 
 
 @check

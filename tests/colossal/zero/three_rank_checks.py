@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
+
 from fp8booster import FP8Config, report
-from tests.colossal.zero.runs import CLOSE, masters, wire
+from tests.colossal.zero.runs import CLOSE, Layers, features, masters, step, wire
 from tests.colossal.zero.weight_checks import assert_is_cast_of_masters
-from tests.plugins.registry import check
+from tests.plugins.registry import check, check_each
 from tests.plugins.training import (
     STAGES,
     assert_close,
@@ -27,6 +31,19 @@ def padded_shards_are_reduced_cast_and_gathered_whole() -> None:
     train(runs[0], steps=1)
     assert_is_cast_of_masters(runs[0])
     assert_close(train(boost(native())), train(boost(wire())), CLOSE)
+
+
+@check_each(True, False)
+def padding_stays_out_of_the_scales_without_an_eps(in_one_pass: bool) -> None:
+    """A step divides 0 by 0 there."""
+    adam = partial(torch.optim.AdamW, eps=0.0, fused=in_one_pass, foreach=False)
+    run = boost(wire(), Layers(64, 64, 64), optimizer=adam)
+    assert any(run.optimizer.get_param_padding_map().values())
+    for _ in range(2):
+        step(run, features())
+    assert (run.optimizer._why_by_itself is None) == in_one_pass
+    assert_is_cast_of_masters(run)
+    assert all(value.isfinite().all() for value in masters(run).values())
 
 
 @check
