@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from fp8booster.config import FP8Config, all_but_vocabulary_heads
 from fp8booster.kernels.alignment import aligned
@@ -30,9 +32,22 @@ _KEPT = "_fp8booster_kept"
 """Attribute of a linear layer left alone, that holds a `_Kept`."""
 
 
+_OUTSIDE = "_fp8booster_outside"
+"""Attribute of another module, that holds an `Outside` for each of its parameters that products may read, by name."""
+
+
 class _Kept(NamedTuple):
     reason: str
     features: tuple[int, int]
+
+
+class Outside(NamedTuple):
+    """A parameter of two or more dimensions that belongs to no linear layer."""
+
+    reason: str
+    """Why products with it are not in FP8."""
+
+    shape: tuple[int, ...]
 
 
 Kinds = Mapping[type[nn.Module], type[FP8Layer]]
@@ -55,7 +70,8 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
     """Turn a model's linear layers into FP8 layers, in place.
 
     Parameters, their names, state dict keys and module identities stay as they are. Layers that stay in high precision
-    are remembered with the reason, which `report` shows. Calling it again applies the new configuration.
+    are remembered with the reason, which `report` shows; where that is all of them, of which some were asked for, a
+    warning says so. Calling it again applies the new configuration.
 
     Args:
         model: any module.
@@ -66,7 +82,7 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
         The model.
 
     Raises:
-        ValueError: no linear layer is left to compute in FP8.
+        ValueError: the model has no linear layers, or `config.layers` leaves out all of them.
     """
     config = FP8Config() if config is None else config
     config = without_large_transposes(config, model)
@@ -86,15 +102,21 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
             if type(module) in kinds.values():
                 module.give_back()
             module.__dict__[_KEPT] = _Kept(reason, product_features(module, kinds))
+    _remember_outside(model)
     if not any(isinstance(module, FP8Layer) for _, module in linears):
-        reasons = sorted({kept_reason(module) for _, module in linears})
-        raise ValueError(
-            "no layer of the model would compute in FP8: "
-            + ("; ".join(reasons) if reasons else "it has no linear layers")
-            + ". Train it without use_fp8, or choose layers with FP8Config(layers=...)"
-        )
+        _warn_of_nothing(sorted({kept_reason(module) for _, module in linears}))
     follow_merges()
     return model
+
+
+def _warn_of_nothing(reasons: list[str]) -> None:
+    """Tell that no layer computes in FP8: by a warning if no choice of layers would help, else by a ValueError."""
+    nothing = (
+        f"no layer of the model would compute in FP8: {'; '.join(reasons) or 'it has no linear layers'}. "
+    )
+    if set(reasons) <= {LEFT_OUT, WHY_NOT_ROUTERS}:
+        raise ValueError(f"{nothing}Train it without use_fp8, or choose layers with FP8Config(layers=...)")
+    warnings.warn(f"{nothing}They compute as without use_fp8", stacklevel=3)
 
 
 def _kept_by_role(model: nn.Module) -> dict[int, str]:
@@ -131,6 +153,55 @@ def linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
         for name, module in model.named_modules()
         if (is_linear(module) or _KEPT in module.__dict__) and not _is_elsewhere(module)
     ]
+
+
+def weights_outside(model: nn.Module) -> list[tuple[str, nn.Module, str, Outside]]:
+    """What products may read beside the weights of linear layers: (module's path, module, parameter's name, why).
+
+    Experts held as one parameter, the input projection of `nn.MultiheadAttention`, convolutions, whatever has two or
+    more dimensions larger than one. Not embeddings and norms, which multiply no matrices; their classes are known by
+    name.
+    """
+    return [
+        (path, module, name, outside)
+        for path, module in _of_no_linear_layer(model)
+        for name, outside in (module.__dict__.get(_OUTSIDE) or _outside(module, "use_fp8 is off")).items()
+    ]
+
+
+def _of_no_linear_layer(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once but linear layers and what is inside one, as parametrizations are."""
+    inside = {id(part) for _, layer in linear_layers(model) for part in layer.modules()}
+    return ((path, module) for path, module in model.named_modules() if id(module) not in inside)
+
+
+def _outside(module: nn.Module, reason: str) -> dict[str, Outside]:
+    name = type(module).__name__
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in name or "Norm" in name:
+        return {}
+    return {
+        name: Outside(reason, tuple(parameter.shape))
+        for name, parameter in module._parameters.items()
+        if isinstance(parameter, nn.Parameter)
+        and not isinstance(parameter, nn.parameter.UninitializedParameter)
+        and sum(size > 1 for size in parameter.shape) > 1
+    }
+
+
+def _remember_outside(model: nn.Module) -> None:
+    """Remember it as it is now: an engine may flatten parameters, or hold another shape between forwards."""
+    routers = _routers(model)
+    for _, module in _of_no_linear_layer(model):
+        reason = WHY_NOT_ROUTERS if id(module) in routers else _why_outside(module)
+        module.__dict__.pop(_OUTSIDE, None)
+        if outside := _outside(module, reason):
+            module.__dict__[_OUTSIDE] = outside
+
+
+def _why_outside(module: nn.Module) -> str:
+    if isinstance(module, _ConvNd):
+        return "a convolution"
+    return f"{type(module).__name__} has no FP8 form"
 
 
 def _is_elsewhere(module: nn.Module) -> bool:

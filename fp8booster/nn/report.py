@@ -1,9 +1,11 @@
-"""What computes in FP8 and what does not: one row for every linear layer."""
+"""What computes in FP8 and what does not: one row for every linear layer, and for each other weight of products."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from rich.console import Console
@@ -11,7 +13,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fp8booster.nn.convert import kept_reason, linear_layers, product_features
+from fp8booster.nn.convert import kept_reason, linear_layers, product_features, weights_outside
 from fp8booster.nn.fused.merged import MergedLayers, merged_layers
 from fp8booster.nn.grouped_experts import grouped_experts
 from fp8booster.nn.layer import FP8Layer
@@ -21,13 +23,14 @@ PASSES = ("fprop", "dgrad", "wgrad")
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One linear layer."""
+    """One linear layer, or one parameter of another module that products may read."""
 
     name: str
     """Path in the model."""
 
-    shape: tuple[int, int]
-    """(input features, output features) of its products: of this rank's shard where tensors are parallel."""
+    shape: tuple[int, ...]
+    """(input features, output features) of a layer's products, of this rank's shard where tensors are parallel; the
+    shape of another module's parameter."""
 
     precision: str
     """"FP8", or the dtype of its weight, such as "BF16"."""
@@ -37,6 +40,11 @@ class LayerRow:
 
     notes: str
     """Why it is not in FP8, what was padded, or why it is not merged with its neighbours."""
+
+    @property
+    def weights(self) -> int:
+        """How many weights its products read."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -63,9 +71,14 @@ class GroupedRow:
 
 @dataclass(frozen=True)
 class Report:
-    """The linear layers of a model, by what they compute in. `str()` gives the table."""
+    """What a model multiplies by, by what the products are computed in. `str()` gives the table."""
 
     rows: tuple[LayerRow, ...]
+    """Its linear layers."""
+
+    outside: tuple[LayerRow, ...] = ()
+    """Parameters of other modules that products may read, such as experts held as one, or convolutions: none in FP8."""
+
     merged: tuple[MergedRow, ...] = ()
     grouped: tuple[GroupedRow, ...] = ()
     copies_dropped: tuple[str, ...] = ()
@@ -81,9 +94,16 @@ class Report:
         """Layers whose products run in high precision."""
         return tuple(row for row in self.rows if row.precision != "FP8")
 
+    @property
+    def share(self) -> float:
+        """How many of the weights of matrix products are in FP8, from 0 to 1."""
+        return _share(self.fp8, (*self.rows, *self.outside))
+
     def summary(self) -> str:
-        """One line: how many layers are in FP8, what is padded and merged, and why the others are not."""
+        """One line: how many layers and weights are in FP8, what is padded and merged, and why the others are not."""
         line = f"FP8: {len(self.fp8)} of {len(self.rows)} linear layers"
+        if len(self.fp8) < len(self.rows) or self.outside:
+            line += f" ({_percent(self.share)} of the weights of matrix products)"
         padded = sum("padded" in row.notes for row in self.fp8)
         if padded:
             line += f", {padded} padded to multiples of 16"
@@ -107,13 +127,21 @@ class Report:
         reasons = Counter((row.precision, row.notes) for row in self.other)
         for (precision, reason), count in reasons.items():
             line += f"; {count} in {precision} ({reason})"
+        kinds = dict.fromkeys((row.precision, row.notes) for row in self.outside)
+        for precision, reason in kinds:
+            rows = [row for row in self.outside if (row.precision, row.notes) == (precision, reason)]
+            share = _percent(_share(rows, (*self.rows, *self.outside)))
+            line += (
+                f"; {len(rows)} parameter{'s' if len(rows) > 1 else ''} of no linear layer in {precision}, {share} of "
+                f"the weights ({reason})"
+            )
         return line
 
     def table(self) -> Table:
         """The rows as a rich table."""
         table = Table("layer", "in x out", *PASSES, "notes", title=self.summary())
-        for row in self.rows:
-            table.add_row(row.name, "{} x {}".format(*row.shape), *row.passes, row.notes)
+        for row in (*self.rows, *self.outside):
+            table.add_row(row.name, " x ".join(map(str, row.shape)), *row.passes, row.notes)
         return table
 
     def __str__(self) -> str:
@@ -123,11 +151,23 @@ class Report:
         return capture.get()
 
 
+def _share(some: Sequence[LayerRow], of: Sequence[LayerRow]) -> float:
+    return sum(row.weights for row in some) / max(1, sum(row.weights for row in of))
+
+
+def _percent(share: float) -> str:
+    """In whole percent, which are 0 and 100 for none and all alone."""
+    whole = round(100 * share)
+    if 0 < share < 0.01:
+        return "less than 1 %"
+    return f"{min(whole, 99) if share < 1 else whole} %"
+
+
 _SHORT_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32"}
 
 
 def report(model: nn.Module) -> Report:
-    """List every linear layer of a model with the precision of its products.
+    """List what a model multiplies by, linear layers and others, with the precision of the products.
 
     Args:
         model: any module, boosted or not. Rows padded for the token count, token counts for which a layer chose BF16,
@@ -138,6 +178,12 @@ def report(model: nn.Module) -> Report:
     apart = {layer: group for group in groups if group.why_apart is not None for layer in group.layers}
     return Report(
         tuple(_row(name, module, apart.get(module)) for name, module in linear_layers(model)),
+        tuple(
+            _outside_row(
+                f"{path}.{name}" if path else name, getattr(module, name), outside.shape, outside.reason
+            )
+            for path, module, name, outside in weights_outside(model)
+        ),
         tuple(MergedRow(len(group.layers), group.why_apart) for group in groups),
         tuple(GroupedRow(len(block.experts), block.why_apart) for block in grouped_experts(model)),
         _copies_dropped([module for module in model.modules() if isinstance(module, FP8Layer)]),
@@ -154,8 +200,7 @@ def _copies_dropped(layers: list[FP8Layer]) -> tuple[str, ...]:
 
 def _row(name: str, module: nn.Module, apart: MergedLayers | None) -> LayerRow:
     weight = _told_by(module)
-    dtype = str(weight.dtype).removeprefix("torch.")
-    precision = _SHORT_NAMES.get(dtype, dtype)
+    precision = _precision(weight)
     if isinstance(module, FP8Layer):
         never = module.in_fp8 and not any(module.in_fp8.values())
         precision, notes = precision if never else "FP8", module.fp8_notes()
@@ -165,6 +210,17 @@ def _row(name: str, module: nn.Module, apart: MergedLayers | None) -> LayerRow:
         notes = "; ".join(filter(None, (notes, f"not merged: {apart.why_apart}")))
     passes = (precision, precision, precision if weight.requires_grad else "none")
     return LayerRow(name, product_features(module), precision, passes, notes)
+
+
+def _outside_row(name: str, weight: torch.Tensor, shape: tuple[int, ...], reason: str) -> LayerRow:
+    precision = _precision(weight)
+    passes = (precision, precision, precision if weight.requires_grad else "none")
+    return LayerRow(name, shape, precision, passes, reason)
+
+
+def _precision(weight: torch.Tensor) -> str:
+    dtype = str(weight.dtype).removeprefix("torch.")
+    return _SHORT_NAMES.get(dtype, dtype)
 
 
 def _told_by(module: nn.Module) -> torch.Tensor:

@@ -149,7 +149,6 @@ def test_converting_again_applies_the_new_configuration() -> None:
     ("model", "config", "message"),
     [
         (nn.Sequential(nn.Conv1d(3, 3, 1), nn.GELU()), FP8Config(), "it has no linear layers"),
-        (nn.Sequential(nn.Linear(3, 5)), FP8Config(), "3 x 5 features"),
         (
             nn.Sequential(nn.Linear(32, 32)),
             FP8Config(layers=lambda *_: False),
@@ -160,6 +159,32 @@ def test_converting_again_applies_the_new_configuration() -> None:
 def test_a_model_with_nothing_to_convert_is_refused(model, config, message) -> None:
     with pytest.raises(ValueError, match=rf"no layer of the model would compute in FP8: {message}.*use_fp8"):
         convert_to_fp8(model, config)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (Doubled(32, 32), "Doubled is a subclass of nn.Linear that may compute its product otherwise"),
+        (
+            nn.Linear(100, 100),
+            "100 x 100 features, rounded up to multiples of 16, would make its products 1.25",
+        ),
+    ],
+)
+def test_where_no_choice_of_layers_would_help_all_stay_as_they_were_and_a_warning_says_why(
+    layer, reason
+) -> None:
+    model, tokens = (
+        nn.ModuleDict({"layer": layer, "lm_head": nn.Linear(32, 48)}),
+        torch.ones(2, layer.in_features),
+    )
+    before = layer(tokens)
+    with pytest.warns(UserWarning, match=rf"no layer .* FP8: .*{reason}.* They compute as without use_fp8"):
+        convert_to_fp8(model, FP8Config(always=True))
+    assert torch.equal(layer(tokens), before)
+    (row, head) = report(model).rows
+    assert (row.precision, head.precision) == ("FP32", "FP32")
+    assert row.notes.startswith(reason)
 
 
 def test_lora_over_frozen_layers(device, products) -> None:
