@@ -71,6 +71,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
 
     def __init__(self, module: nn.Module, config: FP8Config, **arguments: Any) -> None:
         self._plan = Plan(module, config, arguments["master_weights"])
+        self._built_in = {parameter: parameter.dtype for parameter in module.parameters()}
         self._encoding = Encoding(block_size=None) if config.gradient_scaling == "tensor" else Encoding()
         policy, frac = arguments["placement_policy"], arguments["offload_param_frac"]
         self.offloads_weights = policy != "static" or frac > 0
@@ -90,11 +91,20 @@ class FP8GeminiDDP(GatheringGeminiDDP):
 
     def _init_chunks(self, *args: Any, **kwargs: Any) -> None:
         ranks = dist.get_world_size(self.zero_group)
+        gathered = self.chunk_manager.kwargs_config[ranks].get("keep_gathered", False)
+        native_saves_masters = gathered and self.chunk_manager.reuse_fp16_chunk
         GroupedChunkManager.take_over(self.chunk_manager, self._plan, self._encoding, ranks)
         super()._init_chunks(*args, **kwargs)
         self.fp8_chunks = [
             chunk for chunk in self.chunk_manager.get_chunks(self.fp16_params) if isinstance(chunk, FP8Chunk)
         ]
+        self._dtypes_in_checkpoints = {
+            master: torch.float32 if native_saves_masters else self._built_in[parameter]
+            for parameter, master in zip(self.fp16_params, self.fp32_params, strict=False)
+        }
+        """By master, the dtype that the model was built in, or FP32 where Colossal-AI writes masters as they are, which
+        is where all weights fit into a chunk. None without masters: then weights are written as they are."""
+
         self._masters = Masters(self.fp8_chunks)
         self.publish_masters()
 
@@ -148,20 +158,35 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         finally:
             manager.reuse_fp16_chunk = reuse
 
+    @contextmanager
+    def _in_fp32(self) -> Iterator[None]:
+        """Gather chunks of masters in FP32: natively in 16 bits, unless they stay gathered."""
+        native = self.mixed_precision
+        if self.master_weights:
+            self.mixed_precision = torch.float32
+        try:
+            yield
+        finally:
+            self.mixed_precision = native
+
     def _get_chunk_to_save_data(self, chunk: Chunk, only_rank_0: bool) -> dict:
-        data = super()._get_chunk_to_save_data(chunk, only_rank_0)
-        return {parameter: value.to(self.mixed_precision) for parameter, value in data.items()}
+        with self._in_fp32():
+            data = super()._get_chunk_to_save_data(chunk, only_rank_0)
+        return {
+            parameter: value.to(self._dtypes_in_checkpoints.get(parameter, self.mixed_precision))
+            for parameter, value in data.items()
+        }
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
         with self._masters_are_the_weights():
             super()._save_to_state_dict(*args, **kwargs)
 
     def state_dict_shard(self, *args: Any, **kwargs: Any) -> Iterator[tuple[dict, int]]:
-        """The weights in parts, rounded from the masters."""
+        """The weights in parts: the masters, in the dtypes of `_dtypes_in_checkpoints`."""
         with self._masters_are_the_weights():
             yield from super().state_dict_shard(*args, **kwargs)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        with self._masters_are_the_weights():
+        with self._masters_are_the_weights(), self._in_fp32():
             super()._load_from_state_dict(*args, **kwargs)
         self.publish_masters()
