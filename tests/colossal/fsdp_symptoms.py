@@ -55,6 +55,34 @@ def _warm_up() -> None:
     assert (group["weight_decay"], group["initial_lr"]) == (0.5, 1e-2)
 
 
+def _groups() -> None:
+    _warm_up()
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import TorchFSDPPlugin
+
+    model = tiny_llama()
+    expected = [list(model.model.parameters()), list(model.lm_head.parameters())]
+    optimizer = torch.optim.AdamW(
+        [{"params": expected[0], "weight_decay": 0.5}, {"params": expected[1], "lr": 0.1}], lr=1e-2
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1 + step, lambda step: 0.0])
+    booster = Booster(plugin=TorchFSDPPlugin())
+    model, optimizer, *_ = booster.boost(model, optimizer, lr_scheduler=schedule)
+    head = [name for name, _ in model.named_parameters() if "lm_head" in name]
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    tokens = token_batch(dist.get_rank())
+    booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
+    optimizer.step()
+    schedule.step()
+    moved = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
+    assert moved
+    assert not moved.intersection(head)
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
+        (0.02, 0.5),
+        (0.0, 0.01),
+    ]
+
+
 def _split_in_background() -> None:
     from colossalai.checkpoint_io import utils
 
@@ -65,7 +93,7 @@ def _split_in_background() -> None:
 
 SYMPTOMS = {
     "fsdp_clips_by_the_whole_norm": Symptom(_clip, "a norm of its own"),
-    "fsdp_keeps_the_options_of_a_group": Symptom(_warm_up, "the full learning rate"),
+    "fsdp_keeps_parameter_groups": Symptom(_groups, "the full learning rate"),
     "fsdp_saves_on_cpu": Symptom(_save, "out of bounds for storage of size 0"),
     "fsdp_shards_are_not_pinned": Symptom(_split_in_background, "pin_memory=True requires"),
 }

@@ -49,14 +49,15 @@ def fsdp_makes_optimizers_anew(module: ModuleType, patch: Patch) -> None:
     module=_FSDP_PLUGIN,
     place="booster/plugin/torch_fsdp_plugin.py:553",
     needed_when="a parameter group has other options than its optimizer's defaults, as a warm-up of the learning rate "
-    "makes it",
+    "makes it, or there are several",
 )
-def fsdp_keeps_the_options_of_a_group(module: ModuleType, patch: Patch) -> None:
-    """TorchFSDPPlugin makes the optimizer anew with the options of its parameter group: rates, decay, `initial_lr`.
+def fsdp_keeps_parameter_groups(module: ModuleType, patch: Patch) -> None:
+    """TorchFSDPPlugin keeps the optimizer's parameter groups with their options: rates, decay, `initial_lr`.
 
-    Without it the group has the optimizer's defaults, and the first step after a warm-up's start is taken at the full
-    learning rate. Of several groups native makes one, and warns. No longer needed when the options of a group are the
-    same after boost.
+    Without it there is one group, with the optimizer's defaults: the first step after a warm-up's start is taken at the
+    full learning rate, and a schedule of several groups raises ValueError: zip() argument 2 is longer than argument 1
+    (PyTorch 2.13). FSDP flattens the parameters of a unit to one unless it is told to keep the original ones; several
+    groups need these. No longer needed when the groups and their options are the same after boost.
     """
     upstream = module.TorchFSDPPlugin.configure
 
@@ -65,10 +66,20 @@ def fsdp_keeps_the_options_of_a_group(module: ModuleType, patch: Patch) -> None:
         self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any, **named: Any
     ) -> tuple:
         groups = [] if optimizer is None else optimizer.param_groups
-        boosted = upstream(self, model, optimizer, *others, **named)
+        if len(groups) > 1:
+            # one group, for which upstream does not warn
+            optimizer.param_groups = [{**groups[0], "params": list(model.parameters())}]
+            native, self.fsdp_kwargs = self.fsdp_kwargs, self.fsdp_kwargs | {"use_orig_params": True}
+        try:
+            boosted = upstream(self, model, optimizer, *others, **named)
+        finally:
+            if len(groups) > 1:
+                self.fsdp_kwargs = native
         if len(groups) == 1:
             options = {name: value for name, value in groups[0].items() if name != "params"}
             boosted[1].param_groups[0].update(options)
+        elif groups:
+            optimizer.param_groups = groups
         return boosted
 
     patch.set(module.TorchFSDPPlugin, "configure", configure)
