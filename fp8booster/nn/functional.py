@@ -197,7 +197,13 @@ def check_operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     Raises:
         ValueError: sizes that do not fit together.
         TypeError: dtypes that cannot be cast to FP8, or that differ outside autocast.
+        RuntimeError: inside a transform of `torch.func`.
     """
+    if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+        raise RuntimeError(
+            "torch.func's transforms (grad, vjp, vmap, jvp, jacrev, ...) do not go through FP8 products; call "
+            "torch.autograd.grad, or transform a model that was not converted to FP8"
+        )
     if weight.dim() != 2:
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}; give a matrix of [output features, input features]"
@@ -289,6 +295,7 @@ def fp8_linear(
     Raises:
         ValueError: sizes that do not fit together, or a GPU without FP8 products while `config.emulate` is off.
         TypeError: another dtype, or dtypes that differ outside autocast.
+        RuntimeError: inside a transform of `torch.func`.
     """
     config = DEFAULT_CONFIG if config is None else config
     check_operands(input, weight, bias)

@@ -180,6 +180,11 @@ class FP8Layer(nn.Module):
         self.in_fp8.clear()
         return super()._apply(fn, recurse)
 
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        super()._load_from_state_dict(*arguments, **named)
+        # under FSDP2 what is loaded is the shard, and the gathered weight counts no change
+        self.fp8_weight.clear()
+
     def __getstate__(self) -> dict[str, Any]:
         restore_weight(self)  # what is pickled or copied has values
         return self.__dict__

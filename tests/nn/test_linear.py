@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
@@ -244,3 +245,34 @@ def test_training_follows_high_precision(device) -> None:
         losses.append(loss.item())
     assert losses[0] < 0.3
     assert losses[1] == pytest.approx(losses[0], rel=0.2)
+
+
+def test_functional_call_computes_with_what_it_is_given(device) -> None:
+    model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))).to(device)
+    other = convert_to_fp8(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))).to(device)
+    x = torch.randn(16, 32, device=device)
+    model(x)
+    given = dict(other.named_parameters())
+    y = functional_call(model, given, (x,))
+    assert torch.equal(y, other(x))
+    found = torch.autograd.grad(y.sum(), list(given.values()))
+    expected = torch.autograd.grad(other(x).sum(), list(other.parameters()))
+    assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+    assert not torch.equal(model(x), y)
+
+
+@pytest.mark.parametrize(
+    "transformed",
+    [
+        lambda layer, x: grad(lambda a: layer(a).sum())(x),
+        lambda layer, x: vmap(layer)(x[:, None]),
+        lambda layer, x: jvp(layer, (x,), (x,)),
+        lambda layer, x: grad(lambda w: functional_call(layer, w, (x,)).sum())(
+            {name: value.detach() for name, value in layer.named_parameters()}
+        ),
+        lambda layer, x: grad(lambda a: fp8_linear(a, layer.weight).sum())(x),
+    ],
+)
+def test_transforms_of_torch_func_are_refused(transformed) -> None:
+    with pytest.raises(RuntimeError, match=r"torch.func's transforms .* call torch.autograd.grad"):
+        transformed(FP8Linear(32, 32), torch.randn(16, 32))

@@ -55,6 +55,16 @@ def test_backward_reads_the_weight_as_it_is_then() -> None:
     assert torch.equal(dx, expected)
 
 
+def test_a_load_is_seen_by_a_weight_that_counts_no_change() -> None:
+    """FSDP2 gathers what was loaded into the memory that held the weight before, and keeps the count of changes."""
+    one, other = FP8Linear(64, 48), FP8Linear(64, 48)
+    x = torch.randn(20, 64)
+    one(x)
+    with torch.autograd._unsafe_preserve_version_counter((one.weight, one.bias)):
+        one.load_state_dict(other.state_dict())
+    assert torch.equal(one(x), other(x))
+
+
 def train_with_fsdp2() -> dict[str, list]:
     """Losses of layers sharded by FSDP2, and how many of them hold an FP8 weight between forward and backward."""
     torch.manual_seed(0)
@@ -113,8 +123,21 @@ def train_fused_with_fsdp2() -> dict[str, list[float]]:
     return results
 
 
+def load_under_fsdp2() -> None:
+    """Without `follow_resharding` what is loaded between two forwards of one step is what the second computes with."""
+    torch.manual_seed(0)
+    mesh, x = init_device_mesh("cpu", (2,)), torch.randn(32, 64)
+    models = [convert_to_fp8(nn.Sequential(nn.Linear(64, 64)), FP8Config(emulate=True)) for _ in range(2)]
+    for model in models:
+        fully_shard(model, mesh=mesh)
+        model(x)
+    models[1].load_state_dict(models[0].state_dict())
+    assert torch.equal(models[0](x), models[1](x))
+
+
 def train_both_with_fsdp2() -> tuple[dict[str, list], dict[str, list[float]]]:
     """In one start of the ranks."""
+    load_under_fsdp2()
     return train_with_fsdp2(), train_fused_with_fsdp2()
 
 
