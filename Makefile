@@ -73,5 +73,5 @@ doctor: $(READY) ## say what this machine can do and what is missing
 	$(BIN)/fp8booster doctor $(ARGS)
 
 clean: ## remove the virtual environments, caches and build output; runs/ stays
-	rm -rf "$(VENV)" "$(DOCS_VENV)" site build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf "$(VENV)" "$(VENV5)" "$(DOCS_VENV)" site build dist *.egg-info .pytest_cache .ruff_cache
 	find fp8booster tests -name __pycache__ -type d -prune -exec rm -rf {} +
