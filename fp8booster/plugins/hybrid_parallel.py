@@ -10,6 +10,7 @@ import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.booster.plugin import HybridParallelPlugin as NativeHybridParallelPlugin
 from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelAMPOptimizer, HybridParallelModule
+from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import OptimizerWrapper
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
@@ -22,6 +23,7 @@ from fp8booster.colossal.hybrid.optimizer import FP8HybridParallelAMPOptimizer, 
 from fp8booster.colossal.pipeline import compress_pipeline
 from fp8booster.colossal.sharding import require_sharding
 from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, fuse_sharded
+from fp8booster.colossal.zero.agreement import saved_by_every_rank
 from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import make_parameters_plain, wait_before_forward
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
@@ -129,6 +131,10 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
             f"{report(boosted_model).summary()}{fused}; {self.wire(boosted_optimizer)}", ranks=[0]
         )
         return boosted
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        """The native checkpoint IO, which notices a model that rank 0 saves alone where all ranks must."""
+        return saved_by_every_rank(super().get_checkpoint_io())
 
     def compress_activations(self) -> None:
         """Send in FP8 what tensor and sequence parallel ranks and pipeline stages exchange."""

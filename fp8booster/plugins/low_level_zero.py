@@ -7,12 +7,14 @@ from typing import Any
 
 from colossalai.accelerator import get_accelerator
 from colossalai.booster.plugin import LowLevelZeroPlugin as NativeLowLevelZeroPlugin
+from colossalai.checkpoint_io import CheckpointIO
 from colossalai.interface import OptimizerWrapper
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from fp8booster.colossal.zero.agreement import saved_by_every_rank
 from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import wait_before_forward
 from fp8booster.colossal.zero.model import FP8ZeroModel
@@ -107,6 +109,10 @@ class LowLevelZeroPlugin(NativeLowLevelZeroPlugin):
             f"{report(boosted_model).summary()}{fused}; {self._wire(boosted_optimizer)}", ranks=[0]
         )
         return boosted
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        """The native checkpoint IO, which notices a model that rank 0 saves alone where all ranks must."""
+        return saved_by_every_rank(super().get_checkpoint_io())
 
     def _wire(self, optimizer: OptimizerWrapper | None) -> str:
         """What travels in FP8, for the summary line."""

@@ -1,11 +1,16 @@
-"""Whether every rank of a group takes part in a save or a load, before the one that writes waits for it in vain."""
+"""Whether every rank of a group takes part in a save, before the one that writes waits for it in vain."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
+from colossalai.checkpoint_io import CheckpointIO
+from torch import nn
 
 from fp8booster.listing import first_of
 
@@ -16,6 +21,27 @@ _LOOK = 0.02  # seconds between looks
 
 _calls: Counter[str] = Counter()
 """By the name of a group, how often this rank has taken part."""
+
+
+def saved_by_every_rank(io: CheckpointIO) -> CheckpointIO:
+    """Make a plugin's checkpoint IO see, before it saves a model, that every rank does; returns it.
+
+    Loading is left alone: ranks may begin it at very different times, and no program loads on one alone.
+    """
+    for name in ("save_model", "save_lora_as_pretrained"):
+        setattr(io, name, _together(getattr(io, name)))
+    return io
+
+
+def _together(upstream: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(upstream)
+    def save(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        optimizer = getattr(model, "zero_optimizer", None)
+        for group in () if optimizer is None else optimizer.groups_that_gather():
+            require_all_ranks(group)
+        return upstream(model, *args, **kwargs)
+
+    return save
 
 
 def require_all_ranks(group: dist.ProcessGroup) -> None:
@@ -37,9 +63,9 @@ def require_all_ranks(group: dist.ProcessGroup) -> None:
     elif not _come(store, list(keys.values())):
         absent = [str(rank) for rank, key in keys.items() if not store.check([key])]
         raise RuntimeError(
-            f"rank {own} saves or loads a model and rank{'s' * (len(absent) > 1)} {first_of(absent)} did not join it "
-            f"within {PATIENCE:g} s; with FP8 communication each rank holds a part of the weights, so call "
-            "booster.save_model and booster.load_model on every rank"
+            f"rank {own} saves a model and rank{'s' * (len(absent) > 1)} {first_of(absent)} did not join it within "
+            f"{PATIENCE:g} s; with FP8 communication each rank holds a part of the weights, so call "
+            "booster.save_model on every rank"
         )
     else:
         for key in keys.values():

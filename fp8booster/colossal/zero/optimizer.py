@@ -30,7 +30,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8booster import comm
 from fp8booster.colossal.fixed_groups import FixedGroups
-from fp8booster.colossal.zero.agreement import require_all_ranks
 from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.collectives import gather_many
@@ -372,20 +371,24 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         """Set every working weight to its master's value, rounded once; every rank calls it.
 
         The working weights of FP8 layers hold the values of their FP8 copies between steps, or none.
-
-        Raises:
-            RuntimeError: on the rank that writes, where it is called there alone.
         """
         self.gathered_weights.restore()
-        pairs = [
-            (working, self.working_to_master_param[id(working)])
+        self._gather(
+            [(working, self.working_to_master_param[id(working)]) for working in self._in_fp8()], wait=True
+        )
+
+    def groups_that_gather(self) -> list[dist.ProcessGroup]:
+        """The groups of ranks over which `gather_working_weights` communicates."""
+        return list(dict.fromkeys(self.param_to_pg[working] for working in self._in_fp8()))
+
+    def _in_fp8(self) -> list[nn.Parameter]:
+        """The working weights that are sent in FP8."""
+        return [
+            working
             for group in self._working_param_groups.values()
             for working in group
             if working in self.gathered_weights
         ]
-        for group in dict.fromkeys(self.param_to_pg[working] for working, _ in pairs):
-            require_all_ranks(group)
-        self._gather(pairs, wait=True)
 
     def _gather(self, pairs: Updated, wait: bool = False) -> list[dist.Work]:
         """Begin to gather master shards into working weights, as native does at the end of its step (:590).
