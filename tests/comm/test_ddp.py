@@ -68,5 +68,32 @@ def test_settings_reach_the_wire_and_the_result_is_the_mean() -> None:
     assert math.isfinite(noise)
 
 
+def gradients_beside_those_apart(factor: float) -> list[torch.Tensor]:
+    """Of two parameters in one bucket, whose second's gradients are `factor` times larger and go apart."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
+    hooked = DistributedDataParallel(model)
+    state = DDPState(
+        encoding=Encoding(block_size=None), min_bytes=0, apart=lambda parameter: parameter is model[1].weight
+    )
+    hooked.register_comm_hook(state, comm.ddp_hook)
+    gradients = [torch.randn(16, 16, generator=generator) for _ in model]
+    hooked(torch.zeros(1, 16))  # begins the reduction; these gradients are given by hand
+    first, second = ((layer.weight * each).sum() for layer, each in zip(model, gradients, strict=True))
+    (first + factor * second).backward()
+    return [layer.weight.grad for layer in model]
+
+
+def small_and_large_ones_apart() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return gradients_beside_those_apart(1.0), gradients_beside_those_apart(2.0**20)
+
+
+def test_gradients_that_go_apart_share_no_scale_with_others() -> None:
+    for (first, second), (again, larger) in run_ranks(small_and_large_ones_apart, 2, preloaded=True):
+        assert first.any()
+        assert torch.equal(first, again)
+        assert torch.equal(second * 2.0**20, larger)
+
+
 def test_batches_differ_between_ranks() -> None:
     assert not torch.equal(next(batches(0))[0], next(batches(1))[0])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8booster.kernels.adamw import Shards, update, update_reference
+from fp8booster.kernels.adamw import Shards, factors, update, update_reference
 from tests.kernels.adam_shards import COUNTS, RATES, copied, far_apart, shards
 
 
@@ -123,3 +123,24 @@ def test_triton_computes_what_the_reference_does(case, dtype, gradients) -> None
         assert far_apart(ours, theirs) == []
         expected = torch.stack([value.abs().max().float() for value in ours.values])
         assert torch.equal(amaxes, expected)
+
+
+@pytest.mark.parametrize("case", RATES)
+def test_factors_give_the_update(case) -> None:
+    """Those that the kernel takes, in the arithmetic that it does with them."""
+    rates = RATES[case]
+    ours, theirs = (shards(torch.float32, torch.float32) for _ in range(2))
+    rows = factors(ours, rates)
+    assert rows.dtype is torch.float32
+    assert rows[:, 3].eq(0).all()
+    beta1, beta2 = rates.betas
+    for value, gradient, first, second, (decay, step_size, root, _) in zip(*ours[:4], rows, strict=True):
+        if rates.decoupled:
+            value.mul_(1 - decay)
+        else:
+            gradient = gradient + decay * value
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        value.sub_(step_size * first / (second.sqrt() / root + rates.eps))
+    update_reference(theirs, rates)
+    assert far_apart(ours, theirs) == []

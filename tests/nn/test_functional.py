@@ -93,6 +93,18 @@ def test_any_size_equals_the_reference(axis, size, device) -> None:
         reference.assert_rounded(result, *expected)
 
 
+@pytest.mark.parametrize("emulate", [False, True])
+@pytest.mark.parametrize("outputs", [1, 8, 15, 16, 17, 40])
+def test_a_bias_reaches_its_own_features(outputs, emulate, device) -> None:
+    """Also where the product has more of them, of which the last are cut off."""
+    bias = torch.randn(outputs, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(outputs, 32, device=device, dtype=torch.bfloat16)
+    y = fp8_linear(
+        torch.zeros(3, 32, device=device, dtype=torch.bfloat16), weight, bias, FP8Config(emulate=emulate)
+    )
+    assert torch.equal(y, bias.expand(3, -1))
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -188,6 +188,17 @@ def test_shards_that_share_a_call_change_nothing(device, monkeypatch) -> None:
         assert all(map(torch.equal, runs[0], others))
 
 
+def test_a_call_takes_so_many_values_at_most(monkeypatch) -> None:
+    """What torch's update copies of a call's gradients is bounded."""
+    monkeypatch.setattr(hybrid_adam, "VALUES_AT_ONCE", 100)
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (40, 40, 40, 300, 60, 40)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = HybridAdam(parameters)
+    batches = [list(map(len, batch)) for batch in optimizer._batches(optimizer.param_groups[0])]
+    assert batches == [[40, 40], [40], [300], [60, 40]]
+
+
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_amaxes_are_told_of_what_one_pass_updated(amsgrad, device, monkeypatch) -> None:
     parameters = shards(device)

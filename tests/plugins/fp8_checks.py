@@ -74,6 +74,16 @@ def options_about_place_and_time_change_no_bit(option: str) -> None:
 
 
 @check
+def a_bucket_size_that_is_given_is_kept_and_the_default_is_larger() -> None:
+    def size(plugin: Any) -> int:
+        return plugin.zero_optim_kwargs["reduce_bucket_size"]
+
+    given, default = {"reduce_bucket_size_in_m": 3}, {"fp8_communication": True}
+    assert size(fp8(**given | default)) == size(fp8(**given)) == size(native(**given))
+    assert size(fp8(**default)) > size(native()) == size(fp8())
+
+
+@check
 def fp8_by_name_and_by_position_are_the_same() -> None:
     by_position = type(fp8())(2, "bf16", use_fp8=True, fp8_communication=False, fp8_config=FP8Config())
     assert_trains_equally(boost(fp8(stage=2, fp8_config=None)), boost(by_position))

@@ -89,3 +89,31 @@ def a_config_without_use_fp8_is_warned_of_once(plugin: str) -> None:
     (warning,) = warnings_of(plugin, fp8_config=FP8Config(weights_in_16_bits=False))
     assert warning.startswith(OFF)
     assert not warnings_of(plugin)
+
+
+SENDS_FP8 = {
+    "LowLevelZeroPlugin": "fp8_communication",
+    "HybridParallelPlugin": "sends_fp8",
+    "MoeHybridParallelPlugin": "sends_fp8",
+    "GeminiPlugin": "fp8_communication",
+    "TorchDDPPlugin": "reduces_in_fp8",
+    "TorchFSDPPlugin": "sends_fp8",
+}
+"""Where a plugin keeps what it decided."""
+
+
+@check_each(*PLUGINS)
+def the_configuration_decides_what_is_sent_unless_the_argument_does(plugin: str) -> None:
+    import fp8booster.plugins
+
+    def sends(**arguments: Any) -> bool:
+        precision = {} if plugin.startswith("Torch") else {"precision": "bf16"}
+        made = getattr(fp8booster.plugins, plugin)(**precision | SIZES.get(plugin, {}) | arguments)
+        return getattr(made, SENDS_FP8[plugin])
+
+    off = FP8Config(communication=False)
+    assert sends(use_fp8=True)
+    assert not sends(use_fp8=True, fp8_config=off)
+    assert sends(use_fp8=True, fp8_config=off, fp8_communication=True)
+    assert not sends(use_fp8=True, fp8_communication=False)
+    assert not sends()
