@@ -117,3 +117,27 @@ def the_configuration_decides_what_is_sent_unless_the_argument_does(plugin: str)
     assert sends(use_fp8=True, fp8_config=off, fp8_communication=True)
     assert not sends(use_fp8=True, fp8_communication=False)
     assert not sends()
+
+
+BUCKETS = {
+    ("HybridParallelPlugin", "zero_bucket_size_in_m"): lambda plugin: plugin.zero_config[
+        "reduce_bucket_size"
+    ],
+    ("HybridParallelPlugin", "ddp_bucket_cap_mb"): lambda plugin: plugin.ddp_config["bucket_cap_mb"],
+    ("TorchDDPPlugin", "bucket_cap_mb"): lambda plugin: plugin.ddp_kwargs["bucket_cap_mb"],
+}
+"""By plugin and argument: where it keeps the size of buckets; `fp8_checks` has LowLevelZero's."""
+
+
+@check_each(*BUCKETS)
+def a_size_of_buckets_is_kept_where_given_and_larger_where_not(case: tuple[str, str]) -> None:
+    import fp8booster.plugins
+
+    name, argument = case
+    sizes = SIZES.get(name, {}) | ({"zero_stage": 1, "precision": "bf16"} if "Hybrid" in name else {})
+
+    def size(**arguments: Any) -> int:
+        return BUCKETS[case](getattr(fp8booster.plugins, name)(**sizes, **arguments))
+
+    given = {argument: 3}
+    assert size(use_fp8=True, **given) == size(**given) < size() < size(use_fp8=True)

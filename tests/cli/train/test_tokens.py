@@ -3,8 +3,10 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from fp8booster.cli.train import tokens
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.tokenizer import load_tokenizer
 from fp8booster.cli.train.tokens import prepare_tokens
@@ -98,3 +100,10 @@ def test_a_tokenizer_that_cannot_be_read_is_told(options, tmp_path, text):
     ) as caught:
         load_tokenizer(str(folder))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("vocabulary", [256, 2**16, 2**16 + 1, 2**17, 2**31])
+def test_every_token_fits_its_file(vocabulary: int) -> None:
+    dtype = np.dtype(tokens._dtype(vocabulary))
+    assert np.iinfo(dtype).max >= vocabulary - 1
+    assert dtype.itemsize == (2 if vocabulary <= 2**16 else 4)
