@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from fp8booster.colossal.sharding import why_not_sharded
-from tests.distributed import run_ranks
+from tests.distributed import Outcomes, check_ranks, judge
 from tests.plugins.registry import names, run_checks
 
 pytestmark = pytest.mark.skipif(
@@ -21,13 +21,12 @@ MODULES = [
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
     """What each rank found."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return run_ranks(run_checks, 2, MODULES, folder, timeout=900, initialize=False, preloaded=True)
+    return check_ranks(run_checks, 2, MODULES, folder)
 
 
 @pytest.mark.parametrize("name", [name for module in MODULES for name in names(module)])
-def test_on_two_ranks(outcomes: list[dict[str, str | None]], name: str) -> None:
-    for rank, outcome in enumerate(outcomes):
-        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
+def test_on_two_ranks(outcomes: list[Outcomes], name: str) -> None:
+    judge(outcomes, name)
