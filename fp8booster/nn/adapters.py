@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fp8booster.nn.layer import FP8Layer, restore_weight
+from fp8booster.nn.layer import FP8Layer, forget_weight, restore_weight
 
 _CHANGES = ("merge", "unmerge")
 _FOLLOWED = "_fp8booster_followed"
@@ -48,7 +48,7 @@ def _followed(change: Callable[..., None]) -> Callable[..., None]:
         finally:
             base = self.get_base_layer()
             if isinstance(base, FP8Layer):
-                base.fp8_weight.clear()
+                forget_weight(base)
 
     setattr(followed, _FOLLOWED, True)
     return followed

@@ -31,7 +31,7 @@ from fp8booster.nn.flat_weights import NAME, FlatWeights
 from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
 from fp8booster.nn.fused.merged import MergedLayers, merged_layers
 from fp8booster.nn.layer import FP8Layer
-from fp8booster.nn.resharded_weight import ReshardedMergedWeight, ReshardedWeight
+from fp8booster.nn.weights.resharded import ReshardedWeight
 
 _OVERRIDDEN = ("_all_gather_flat_param", "_free_unsharded_flat_param", "unshard")
 
@@ -117,16 +117,16 @@ def compress_flat_fsdp(
     }
     for module in unit_of:
         if isinstance(module, FP8Layer):
-            module.fp8_weight = ReshardedWeight()
+            module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
     merged_in: dict[nn.Module | None, list[MergedLayers]] = {}
     for merged in merged_layers(model):
         of = {unit_of.get(layer) for layer in merged.layers}
         if len(of) > 1:
-            merged.keep_apart("the weights are gathered in different units")
+            merged.fp8_weight.refusal = "the weights are gathered in different units"
             continue
         merged_in.setdefault(*of, []).append(merged)
         if of != {None}:
-            merged.lent = ReshardedMergedWeight()
+            merged.fp8_weight = ReshardedWeight()
     for unit in units:
         if gather and unit._handle.uses_sharded_strategy and why_not_gathered() is None:
             FP8FlatParamHandle.take_over(unit._handle, merged_in.get(unit, ()))

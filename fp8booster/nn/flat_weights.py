@@ -25,9 +25,9 @@ from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.alignment import ALIGNMENT, aligned
 from fp8booster.kernels.shard_cast import cast_shard, unpack
 from fp8booster.nn.fused.merged import MergedLayers
-from fp8booster.nn.fused.rows import one_below_the_other
 from fp8booster.nn.layer import FP8Layer
-from fp8booster.nn.resharded_weight import ReshardedMergedWeight
+from fp8booster.nn.weights.resharded import ReshardedWeight
+from fp8booster.nn.weights.stacking import stack_rows
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "parameter gather"
@@ -42,7 +42,7 @@ _GATHER = "all_gather_into_tensor"
 class Joined:
     """Weights that are gathered one below the other, under one scale, and multiplied as one."""
 
-    lent: ReshardedMergedWeight
+    source: ReshardedWeight
     weights: slice
     """Their places among those that travel in FP8."""
 
@@ -140,9 +140,9 @@ class FlatWeights:
                 continue  # cast where they run, as the layers are
             first = order.index(layers[0]) if layers[0] in order else 0
             if order[first : first + len(layers)] != layers:
-                merged.keep_apart("the weights do not lie side by side in FP8")
+                merged.fp8_weight.refusal = "the weights do not lie side by side in FP8"
                 continue
-            yield Joined(merged.lent, slice(first, first + len(layers)))
+            yield Joined(merged.fp8_weight, slice(first, first + len(layers)))
 
     def why_plain(self, shard: torch.Tensor) -> str | None:
         """Why nothing of the unit travels in FP8, or None where something does."""
@@ -246,10 +246,10 @@ class FlatWeights:
         ]
         transposes: dict[int, torch.Tensor] = {}
         for joined in self._joined:
-            data = one_below_the_other(matrices[joined.weights])
+            data = stack_rows(matrices[joined.weights])
             transpose = data.new_empty(data.shape[::-1])
             inverse_scale = inverse_scales[joined.weights.start]
-            joined.lent.gathered = QuantizedMatrix(data, transpose, inverse_scale, None)
+            joined.source.held = QuantizedMatrix(data, transpose, inverse_scale, None)
             parts = transpose.split([len(matrix) for matrix in matrices[joined.weights]], 1)
             transposes.update(enumerate(parts, joined.weights.start))
         for number, (place, data, inverse_scale) in enumerate(
@@ -260,16 +260,16 @@ class FlatWeights:
                 transpose = data.new_empty(place.shape[::-1])
             unpack(data, inverse_scale, transpose, whole[place.start : place.end].view(place.shape))
             as_it_lies = QuantizedMatrix(data, transpose, inverse_scale, None)
-            place.layer.fp8_weight.gathered = place.layer.quantized_from(as_it_lies)
+            place.layer.fp8_weight.held = place.layer.quantized_from(as_it_lies)
 
     def drop(self) -> None:
         """Take the FP8 weights back from the layers, so that their memory can be given out again."""
         for place in self._fp8:
-            gathered = place.layer.fp8_weight.gathered
+            gathered = place.layer.fp8_weight.held
             if gathered is not None and gathered.data.is_cuda:  # made on the stream that gathers
                 stream = torch.cuda.current_stream(gathered.data.device)
                 for tensor in gathered[:3]:
                     tensor.record_stream(stream)
-            place.layer.fp8_weight.clear()
+            place.layer.fp8_weight.forget()
         for joined in self._joined:
-            joined.lent.gathered = None  # of the same memory
+            joined.source.forget()  # of the same memory

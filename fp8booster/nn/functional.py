@@ -26,8 +26,8 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
 from fp8booster.nn.delivered_amax import delivered_amax
 from fp8booster.nn.exchange import Exchange
-from fp8booster.nn.late_transpose import transposed_in_backward
 from fp8booster.nn.own_product import own_product
+from fp8booster.nn.weights.backward_weight import BackwardWeight, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix, quantize
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
@@ -35,9 +35,6 @@ DEFAULT_CONFIG = FP8Config()
 
 Defer = Callable[[Callable[[], torch.Tensor]], None]
 """Takes what computes a weight's gradient, to call it once, later, and add what it returns to the gradient."""
-
-LateWeight = Callable[[], tuple[torch.Tensor, torch.Tensor]]
-"""Gives backward the FP8 transpose of the weight, [K16, N16], and its inverse scale."""
 
 
 class _Linear(torch.autograd.Function):
@@ -63,19 +60,24 @@ class _Linear(torch.autograd.Function):
         defer: Defer | None,
         exchange: Exchange | None,
         weight_is_transposed: bool,
-        late_weight: LateWeight | None,
+        backward_weight: BackwardWeight | None,
     ) -> torch.Tensor:  # [..., N]
         x = QuantizedMatrix(x8, x8_transpose, x_inverse_scale, x_transpose_inverse_scale)
         w = QuantizedMatrix(w8, w8_transpose, w_inverse_scale, w_transpose_inverse_scale)
         for_input, for_weight = ctx.needs_input_grad[:2]
-        save_w = for_input and late_weight is None
+        save_w = for_input and backward_weight is None
         ctx.save_for_backward(
             x.transpose if for_weight else None,
             x.scale_of_transpose() if for_weight else None,
             w.transpose if save_w else None,
             w.scale_of_transpose() if save_w else None,
         )
-        ctx.config, ctx.gradient_amax, ctx.defer, ctx.late_weight = config, gradient_amax, defer, late_weight
+        ctx.config, ctx.gradient_amax, ctx.defer, ctx.backward_weight = (
+            config,
+            gradient_amax,
+            defer,
+            backward_weight,
+        )
         ctx.exchange, ctx.weight_is_transposed = exchange, weight_is_transposed
         ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -117,8 +119,8 @@ class _Linear(torch.autograd.Function):
                 amax=delivered_amax(gradient) if ctx.gradient_amax is None else ctx.gradient_amax,
             )
         if for_input:
-            if ctx.late_weight is not None:
-                w8_transpose, w_inverse_scale = ctx.late_weight()
+            if ctx.backward_weight is not None:
+                w8_transpose, w_inverse_scale = ctx.backward_weight()
             dx = product(
                 dy.data,
                 w8_transpose,
@@ -239,7 +241,7 @@ def linear_from_quantized(
     defer: Defer | None = None,
     exchange: Exchange | None = None,
     weight_is_transposed: bool = False,
-    late_weight: LateWeight | None = None,
+    backward_weight: BackwardWeight | None = None,
 ) -> torch.Tensor:
     """The linear layer, its input and weight already cast.
 
@@ -257,7 +259,7 @@ def linear_from_quantized(
             none; until that is called it holds the two. None computes the gradient in backward.
         exchange: what ranks exchange around the products; its `input` made x. None is nothing.
         weight_is_transposed: the weight, and so its gradient, lies as [K, N]; w is a matrix of [N, K] all the same.
-        late_weight: backward asks it for the weight's transpose, and holds none itself; None keeps that of `w`, or
+        backward_weight: backward asks it for the weight's transpose, and holds none itself; None keeps that of `w`, or
             makes it in backward where `w` has none.
 
     Returns:
@@ -265,10 +267,10 @@ def linear_from_quantized(
     """
     device = input.device.type
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-    wants_transpose = late_weight is None and torch.is_grad_enabled() and input.requires_grad
+    wants_transpose = backward_weight is None and torch.is_grad_enabled() and input.requires_grad
     if wants_transpose and not w.transpose.numel():
-        late_weight = transposed_in_backward(w)
-    how = out_dtype, config, gradient_amax, defer, exchange, weight_is_transposed, late_weight
+        backward_weight = transposed_in_backward(w)
+    how = out_dtype, config, gradient_amax, defer, exchange, weight_is_transposed, backward_weight
     return _Linear.apply(input, weight, bias, *x, *w, *how)
 
 

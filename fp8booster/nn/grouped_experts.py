@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -23,14 +22,14 @@ from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.choice import fp8_pays
 from fp8booster.nn.expert_rows import RowLayout, bring_back, lay_out
-from fp8booster.nn.fused.rows import as_one, columns_as_one, lie_together, one_below_the_other
 from fp8booster.nn.fused.swiglu import swiglu
 from fp8booster.nn.grouped_linear import GroupedWeight, cast_experts, grouped_linear
 from fp8booster.nn.held import held_by_modules
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
 from fp8booster.nn.past_forward import must_be_called
-from fp8booster.nn.weight_cache import MadeForStep, reusable
+from fp8booster.nn.weights.freshness import FreshCopy, reusable
+from fp8booster.nn.weights.stacking import as_one, columns_as_one, lie_together, stack_rows
 
 ONE_BY_ONE_FROM = 1e11
 """Rows times input times output features of a product of one expert, in the mean over experts and products, from which
@@ -65,7 +64,7 @@ def _weight_of(layers: Sequence[FP8Layer], experts: int, kept: bool) -> GroupedW
     if kept:
         return _put_together(layers, experts)
     weights = [layer.weight for layer in layers]
-    return cast_experts(one_below_the_other(weights), experts, layers[0].fp8_config)
+    return cast_experts(stack_rows(weights), experts, layers[0].fp8_config)
 
 
 def _put_together(layers: Sequence[FP8Layer], experts: int) -> GroupedWeight:
@@ -75,7 +74,7 @@ def _put_together(layers: Sequence[FP8Layer], experts: int) -> GroupedWeight:
     transpose, unless that is made in backward.
     """
     config = layers[0].fp8_config
-    kept = [layer.fp8_weight.get(layer.weight, config, transposed=False) for layer in layers]
+    kept = [layer.fp8_weight.forward([layer.weight], config, transpose=False) for layer in layers]
     parts = [each.data for each in kept]
     if lie_together(parts):
         data = as_one(parts)
@@ -108,7 +107,8 @@ class GroupedExperts:
     def __init__(self, experts: Sequence[nn.Module], always: bool = False) -> None:
         self.experts, self._always = tuple(experts), always
         self._reasons: dict[str, None] = {}
-        self._gate_up, self._down = MadeForStep(), MadeForStep()
+        self._gate_up: FreshCopy[GroupedWeight] = FreshCopy()
+        self._down: FreshCopy[GroupedWeight] = FreshCopy()
 
     def __reduce__(self) -> tuple:
         return type(self), (self.experts, self._always)
@@ -158,14 +158,12 @@ class GroupedExperts:
         for each, of_experts in ((self._gate_up, gates_ups), (self._down, downs)):
             if each is self._down:
                 x = swiglu(x)
-            x = grouped_linear(
-                x,
-                [_weight(layer) for layer in of_experts],
-                each.get(of_experts, partial(_weight_of, of_experts, count, kept), kept),
-                layout.groups,
-                config,
-                factors,
-            )
+            weights = [_weight(layer) for layer in of_experts]
+            quantized = each.get(weights, (config, kept))
+            if quantized is None:
+                each.forget()  # first, so that the allocator can give the same memory again
+                quantized = each.put(weights, (config, kept), _weight_of(of_experts, count, kept))
+            x = grouped_linear(x, weights, quantized, layout.groups, config, factors)
         return bring_back(x, layout)
 
     def _why_not(self, tokens: torch.Tensor, rows: float) -> str | None:
@@ -180,14 +178,13 @@ class GroupedExperts:
         _, _, down = _parts(self.experts[0])
         if not reusable(tokens, down.weight):
             return "inference mode or a graph that is captured"
-        config = down.fp8_config
         reason = None if self._always else self._why_slower(rows)
         if reason is not None:
             return reason
         kept = _is_kept(down, _weight(down))
         for layer in (layer for expert in self.experts for layer in _parts(expert)):
             weight = _weight(layer)
-            if layer.fp8_weight.in_backward(weight, config) is not None:
+            if layer.fp8_weight.is_transient:
                 return "the weights are whole only while a layer runs"
             if _is_kept(layer, weight) != kept:
                 return "an engine keeps the FP8 weights of some of the layers alone"
@@ -293,7 +290,7 @@ def _weight(layer: FP8Layer) -> torch.Tensor:
 
 
 def _is_kept(layer: FP8Layer, weight: torch.Tensor) -> bool:
-    return layer.fp8_weight.is_kept_by_engine(weight)
+    return layer.fp8_weight.is_provided([weight])
 
 
 def _side_by_side(

@@ -22,7 +22,9 @@ from fp8booster.nn.functional import (
 )
 from fp8booster.nn.shared_input import cast_input, share_input
 from fp8booster.nn.token_counts import TokenCounts
-from fp8booster.nn.weight_cache import WeightCache, is_captured, reusable
+from fp8booster.nn.weights.cached import CachedWeight
+from fp8booster.nn.weights.freshness import is_captured, reusable
+from fp8booster.nn.weights.source import WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -44,7 +46,7 @@ class FP8Layer(nn.Module):
 
     weight: nn.Parameter
     fp8_config: FP8Config
-    fp8_weight: WeightCache
+    fp8_weight: WeightSource
     in_fp8: TokenCounts
     """For the token counts seen so far, whether the products run in FP8."""
 
@@ -64,7 +66,7 @@ class FP8Layer(nn.Module):
             restore_weight(self)  # an engine before may have left no other copy than the one that goes here
         self.fp8_config = config
         self._whole_shape = self.weight.shape
-        self.fp8_weight = WeightCache()
+        self.fp8_weight = CachedWeight(self.weight_is_transposed)
         self.in_fp8 = TokenCounts()
 
     @classmethod
@@ -117,7 +119,7 @@ class FP8Layer(nn.Module):
         """
         if input.numel() == 0:
             return None
-        if torch.compiler.is_compiling() and self.fp8_weight.restore is not None:
+        if torch.compiler.is_compiling() and self.fp8_weight.lacks_values:
             # compiled code casts the weight, which has no values where an engine keeps its FP8 copy alone
             return torch.compiler.disable(FP8Layer.fp8_product)(self, input, bias, exchange, defer)
         config, weight = self.fp8_config, self.weight
@@ -139,17 +141,12 @@ class FP8Layer(nn.Module):
         gradients = torch.is_grad_enabled()
         cast = share_input if again else cast_input
         x = cast(input, config, transposed=gradients and weight.requires_grad, exchange=exchange)
-        if self._is_kept(input, weight) or (again and self.training):
+        if self._is_provided(input, weight) or (again and self.training):
             # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
-            w = self.fp8_weight.get(
-                weight,
-                config,
-                transposed=config.keeps_transposes,
-                is_transposed=self.weight_is_transposed,
-            )
+            w = self.fp8_weight.forward([weight], config, transpose=config.keeps_transposes)
         else:
             if again:
-                self.fp8_weight.clear()
+                self.fp8_weight.forget()
             w = quantize_weight(matrix, config, transposed=gradients and input.requires_grad)
         return linear_from_quantized(
             input,
@@ -159,31 +156,31 @@ class FP8Layer(nn.Module):
             w,
             config,
             defer=defer,
-            late_weight=self.fp8_weight.in_backward(matrix, config),
+            backward_weight=self.fp8_weight.backward([weight], config),
             exchange=exchange,
             weight_is_transposed=self.weight_is_transposed,
         )
 
-    def _is_kept(self, input: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether an engine keeps the FP8 weight; it may be all that there is of the weight, in inference mode too."""
+    def _is_provided(self, input: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether an engine provides the FP8 weight; it may be all that there is of it, in inference mode too."""
         return (
             not torch.compiler.is_compiling()
             and not weight.is_inference()
             and not is_captured(input)
-            and self.fp8_weight.is_kept_by_engine(weight)
+            and self.fp8_weight.is_provided([weight])
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FP8Layer:
         # the parameters move to another device or dtype: the copy goes, and what was found to pay there
         restore_weight(self)  # the copy may be all that there is of the weight
-        self.fp8_weight.clear()
+        forget_weight(self)
         self.in_fp8.clear()
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
         super()._load_from_state_dict(*arguments, **named)
         # under FSDP2 what is loaded is the shard, and the gathered weight counts no change
-        self.fp8_weight.clear()
+        forget_weight(self)
 
     def __getstate__(self) -> dict[str, Any]:
         restore_weight(self)  # what is pickled or copied has values
@@ -221,8 +218,13 @@ class FP8Layer(nn.Module):
 
 def restore_weight(layer: FP8Layer, *_: Any) -> None:
     """Give a layer's weight its value in 16 bits again, where an engine keeps none; a hook of state dicts."""
-    if layer.fp8_weight.restore is not None:
-        layer.fp8_weight.restore()
+    layer.fp8_weight.restore_values()
+
+
+def forget_weight(layer: FP8Layer) -> None:
+    """Make every FP8 copy of a layer's weight stale, also one that is stacked with others."""
+    weight = layer._parameters.get("weight")  # None: computed for each forward, or another pipeline stage's
+    layer.fp8_weight.invalidate([] if weight is None else [weight])
 
 
 def forget_weights(model: nn.Module) -> None:
@@ -233,4 +235,4 @@ def forget_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FP8Layer):
             restore_weight(module)
-            module.fp8_weight.clear()
+            forget_weight(module)

@@ -16,6 +16,7 @@ from torch import nn
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.many_cast import ManyCast
 from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.scaling import new_inverse_scales
 from fp8booster.tensor import QuantizedMatrix
 
@@ -108,14 +109,14 @@ def refresh_weights(model: nn.Module) -> int:
         if kind not in known or not known[kind].serves(weights):
             known.pop(kind, None)
             for layer in served:
-                layer.fp8_weight.clear()  # first, so that the allocator can give the same memory again
+                layer.fp8_weight.forget()  # first, so that the allocator can give the same memory again
             known[kind] = _Plan.of(weights, kind)
         plan = known[kind]
         plan.casts.run()
         copies = {id(weight): copy for weight, copy in zip(weights, plan.copies, strict=True)}
         for layer in served:
             copy = layer.quantized_from(copies[id(layer.weight)])
-            layer.fp8_weight.put(layer.weight, layer.fp8_config, copy)
+            layer.fp8_weight.put([layer.weight], layer.fp8_config, copy)
     return sum(map(len, layers.values()))
 
 
@@ -132,5 +133,6 @@ def _can_be_served(layer: FP8Layer) -> bool:
         and not any(size % ALIGNMENT for size in weight.shape)
         and weight.is_contiguous()
         and weight.data_ptr() % ALIGNMENT == 0
-        and not layer.fp8_weight.is_kept_by_engine(weight)
+        and isinstance(layer.fp8_weight, CachedWeight)
+        and not layer.fp8_weight.is_provided([weight])
     )

@@ -192,7 +192,7 @@ def report(model: nn.Module) -> Report:
 
 def _copies_dropped(layers: list[FP8Layer]) -> tuple[str, ...]:
     dropped = {
-        "16-bit copies": any(layer.fp8_weight.restore is not None for layer in layers),
+        "16-bit copies": any(layer.fp8_weight.lacks_values for layer in layers),
         "transposes": any(not layer.fp8_config.keeps_transposes for layer in layers),
     }
     return tuple(name for name, is_dropped in dropped.items() if is_dropped)

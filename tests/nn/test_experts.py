@@ -22,6 +22,8 @@ from fp8booster.nn.experts import run_experts
 from fp8booster.nn.functional import quantize_weight
 from fp8booster.nn.fused.decoder import FusedExpert, _merge, _mix
 from fp8booster.nn.grouped_experts import GroupedExperts
+from fp8booster.nn.weights.engine import EngineWeight
+from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.tensor import QuantizedMatrix
 from tests.kernels.grouped_stand_in import stand_in
 from tests.nn.reference import count_calls
@@ -174,7 +176,8 @@ def test_weights_are_cast_once_a_step(casts: list) -> None:
 def keep(layer: FP8Linear, quantized: QuantizedMatrix) -> None:
     """What ZeRO does after a step, where a parameter keeps no value."""
     layer.weight.data = torch.full((), torch.nan, dtype=torch.bfloat16).expand(layer.weight.shape)
-    layer.fp8_weight.keep(layer.weight, quantized)
+    layer.fp8_weight = EngineWeight()
+    layer.fp8_weight.fill([layer.weight], quantized)
 
 
 @pytest.mark.parametrize("transposes", [True, False])
@@ -337,7 +340,7 @@ def test_autocast_is_left_to_the_layers() -> None:
 
 def test_weights_that_are_whole_only_in_their_layers_stay_there() -> None:
     fp8, counts = experts(), COUNTS["even"]
-    fp8[1].w3.fp8_weight.in_backward = lambda *_: lambda: None  # as where FSDP gathers it twice
+    fp8[1].w3.fp8_weight = ReshardedWeight()  # as where FSDP gathers it twice
     grouped = GroupedExperts(fp8)
     assert grouped(tokens(counts), counts) is None
     assert grouped.why_apart == "the weights are whole only while a layer runs"
@@ -400,7 +403,8 @@ def test_grouped_experts_compute_what_they_compute_one_by_one_on_a_gpu(kept: str
     fp8 = experts(config).to(device)
     if kept != "none":
         for layer in (layer for expert in fp8 for layer in expert.children() if isinstance(layer, FP8Linear)):
-            layer.fp8_weight.keep(layer.weight, quantize_weight(layer.weight, config, transposed=True))
+            layer.fp8_weight = EngineWeight()
+            layer.fp8_weight.fill([layer.weight], quantize_weight(layer.weight, config, transposed=True))
     grouped = GroupedExperts(fp8)
     counts = COUNTS["ragged"]
 

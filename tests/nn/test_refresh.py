@@ -11,6 +11,7 @@ from torch import nn
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights, refresh_weights
 from fp8booster.kernels import many_cast
 from fp8booster.nn.functional import quantize_weight
+from fp8booster.nn.weights.engine import EngineWeight
 from tests.nn.reference import count_calls
 
 
@@ -116,7 +117,8 @@ def test_a_changed_weight_is_seen(change, again, model, x) -> None:
 def test_copies_stay_where_they_are(model) -> None:
     def places() -> list[int]:
         copies = [
-            model[index].fp8_weight.get(model[index].weight, FP8Config(), transposed=True) for index in (0, 4)
+            model[index].fp8_weight.forward([model[index].weight], FP8Config(), transpose=True)
+            for index in (0, 4)
         ]
         return [tensor.data_ptr() for held in copies for tensor in held[:3]]
 
@@ -161,9 +163,10 @@ def test_layers_that_it_cannot_serve_are_left_alone(device) -> None:
     model = nn.ModuleList([rowwise, normed, scattered, off, nn.Linear(32, 32, device=device)])
     assert refresh_weights(model) == 0
     kept = FP8Linear(32, 32, device=device)
-    kept.fp8_weight.keep(kept.weight, quantize_weight(kept.weight, FP8Config(), transposed=True))
+    kept.fp8_weight = EngineWeight()
+    kept.fp8_weight.fill([kept.weight], quantize_weight(kept.weight, FP8Config(), transposed=True))
     assert refresh_weights(kept) == 0
-    assert kept.fp8_weight.is_kept_by_engine(kept.weight)
+    assert kept.fp8_weight.is_provided([kept.weight])
 
 
 def test_evaluation_drops_the_copies_and_training_gets_them_back(model, x, casts) -> None:
@@ -180,7 +183,10 @@ def test_evaluation_drops_the_copies_and_training_gets_them_back(model, x, casts
 def test_a_model_and_its_copies_die_together(device) -> None:
     layer = FP8Linear(32, 32, device=device)
     refresh_weights(layer)
-    weight, held = weakref.ref(layer.weight), layer.fp8_weight.get(layer.weight, FP8Config(), transposed=True)
+    weight, held = (
+        weakref.ref(layer.weight),
+        layer.fp8_weight.forward([layer.weight], FP8Config(), transpose=True),
+    )
     transpose = weakref.ref(held.transpose)
     del layer, held
     gc.collect()

@@ -12,7 +12,8 @@ from fp8booster import FP8Config, comm, convert_to_fp8, report
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.merged import merged_layers
 from fp8booster.nn.linear import FP8Linear
-from fp8booster.nn.resharded_weight import ReshardedWeight, follow_resharding
+from fp8booster.nn.resharded_weight import follow_resharding
+from fp8booster.nn.weights.resharded import ReshardedWeight
 from tests.distributed import run_ranks
 from tests.nn.fused.models import batch, build
 
@@ -85,7 +86,7 @@ def train_with_fsdp2() -> dict[str, list]:
         for _ in range(10):
             x = torch.randn(32, 64, generator=generator)
             loss = (sharded(x) - x.roll(1, 1)).square().mean()
-            held = sum(layer.fp8_weight.__dict__["_quantized"] is not None for layer in sharded)
+            held = sum(layer.fp8_weight.held is not None for layer in sharded)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -112,7 +113,7 @@ def train_fused_with_fsdp2() -> dict[str, list[float]]:
         for _ in range(4):
             ids = batch()
             loss = model(input_ids=ids, labels=ids).loss
-            held = sum(merged._cast.made is not None for merged in merged_layers(model))
+            held = sum(merged.fp8_weight.held is not None for merged in merged_layers(model))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

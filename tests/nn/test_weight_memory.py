@@ -50,7 +50,7 @@ def test_a_conversion_decides_on_transposes_once_and_backward_makes_those_that_a
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     converted(x).sum().backward()
     assert (
-        layer.fp8_weight.get(layer.weight, layer.fp8_config, transposed=False).transpose.numel()
+        layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose.numel()
         == kept * VALUES
     )
     always = convert_to_fp8(

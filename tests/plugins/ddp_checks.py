@@ -16,7 +16,7 @@ from torch import nn
 from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8
 from fp8booster.comm import ddp_hook
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.nn import weight_cache
+from fp8booster.nn.weights import cached
 from tests.colossal.models import tiny_llama
 from tests.nn.reference import count_calls
 from tests.plugins.census_checks import census, products
@@ -244,7 +244,7 @@ def ddp_trains_adapters_on_a_frozen_base_in_fp8() -> None:
 def ddp_casts_a_weight_once_and_sends_once_for_all_micro_batches_of_a_step() -> None:
     run = boost(fp8(fp8_config=FP8Config(fused=False)))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        casts = count_calls(monkeypatch, weight_cache, "quantize_weight")
+        casts = count_calls(monkeypatch, cached, "quantize_weight")
         for step in range(1, 4):
             comm.reset_statistics()
             run.step(*rank_batches(3), no_sync=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
-from fp8booster.nn import weight_cache
+from fp8booster.nn.weights import cached
 from tests.colossal.models import VOCABULARY, tiny_llama
 from tests.nn.reference import count_calls
 from tests.plugins.native_checks import FP16, OPTIONS, OVERFLOWING
@@ -93,7 +93,7 @@ def fp8_by_name_and_by_position_are_the_same() -> None:
 def a_weight_is_cast_once_for_all_micro_batches_of_a_step(stage: int) -> None:
     run = boost(fp8(stage=stage))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        casts = count_calls(monkeypatch, weight_cache, "quantize_weight")
+        casts = count_calls(monkeypatch, cached, "quantize_weight")
         for step in range(1, 4):
             run.step(*rank_batches(3), no_sync=stage == 1)
             assert len(casts) == step * LAYERS
@@ -168,7 +168,7 @@ def checkpointing_activations_changes_no_bit(how: str) -> None:
         model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
         arguments = {"stage": stage, "overlap_communication": how != "native reduction after it"}
         with pytest.MonkeyPatch.context() as monkeypatch:
-            casts = count_calls(monkeypatch, weight_cache, "quantize_weight")
+            casts = count_calls(monkeypatch, cached, "quantize_weight")
             products = count_calls(monkeypatch, torch, "_scaled_mm")
             run = boost(fp8(**arguments), model)
             run.step(*rank_batches(1))

@@ -22,8 +22,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fp8booster import FP8Config
-from fp8booster.nn import flat_weights, resharded_weight
+from fp8booster.nn import flat_weights
 from fp8booster.nn.flat_fsdp import compress_flat_fsdp
+from fp8booster.nn.weights import resharded
 from fp8booster.tensor import QuantizedMatrix
 from tests.colossal.models import tiny_llama
 from tests.plugins.training import (
@@ -159,7 +160,7 @@ class FP8Weights:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._seen: list[StorageWeakRef] = []
-        for module, name in ((resharded_weight, "quantize_weight"), (flat_weights, "QuantizedMatrix")):
+        for module, name in ((resharded, "quantize_weight"), (flat_weights, "QuantizedMatrix")):
             monkeypatch.setattr(module, name, self._watching(getattr(module, name)))
 
     def _watching(self, make: Callable[..., QuantizedMatrix]) -> Callable[..., QuantizedMatrix]:

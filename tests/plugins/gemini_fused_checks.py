@@ -57,7 +57,7 @@ def merged_weights_are_the_cast_of_their_masters_under_one_scale(option: str) ->
             weights, setting = merged.weights, merged.layers[0].fp8_config
             chunk = manager.get_chunk(weights[0])
             manager.access_chunk(chunk)
-            found = merged.lent.get(weights, setting)
+            found = merged.fp8_weight.forward(weights, setting, transpose=True)
             begin = chunk.tensors_info[weights[0]].offset
             assert found.data.data_ptr() == chunk.cuda_global_chunk.data_ptr() + begin  # no copy
             assert found.inverse_scale.data_ptr() % 16 == 0
@@ -69,7 +69,7 @@ def merged_weights_are_the_cast_of_their_masters_under_one_scale(option: str) ->
                 power_of_two=False,
                 amax=None,
             )
-            late_transpose, late_scale = merged.lent.in_backward(weights, setting)()
+            late_transpose, late_scale = merged.fp8_weight.backward(weights, setting)()
             assert torch.equal(found.data.view(torch.uint8), data.view(torch.uint8))
             assert torch.equal(late_transpose.view(torch.uint8), transpose.view(torch.uint8))
             assert torch.equal(found.inverse_scale, inverse_scale)
@@ -77,7 +77,7 @@ def merged_weights_are_the_cast_of_their_masters_under_one_scale(option: str) ->
             assert_same_on_all_ranks(found.data)
             parts = data.split([len(weight) for weight in weights])
             for layer, part in zip(merged.layers, parts, strict=True):  # one by one they read the same
-                alone = layer.fp8_weight.get(layer.weight, setting, transposed=True)
+                alone = layer.fp8_weight.forward([layer.weight], setting, transpose=True)
                 assert torch.equal(alone.data.view(torch.uint8), part.view(torch.uint8))
                 assert torch.equal(alone.inverse_scale, inverse_scale)
             (manager.fake_release_chunk if chunk.keep_gathered else manager.release_chunk)(chunk)

@@ -125,7 +125,7 @@ def weights_that_do_not_travel_in_fp8_train_and_are_counted_with_the_reason(reas
     assert set(row.uncompressed) == {reason}
     assert row.wire_bytes == row.raw_bytes
     # no FP8 copy of the model outlives its use
-    assert all(layer.fp8_weight._quantized is None for _, layer in layers(run))
+    assert all(layer.fp8_weight.held is None for _, layer in layers(run))
 
 
 @check

@@ -273,7 +273,7 @@ def moe_trains_alike_where_parameters_keep_no_value() -> None:
     for grouped in (each for run in runs for each in grouped_experts(run.model.unwrap())):
         products = zip(grouped.products(), (grouped._gate_up, grouped._down), strict=True)
         for layers, weight in products:  # no copy of what ZeRO gathers
-            gathered = layers[0].fp8_weight.get(layers[0].weight, QUICK, transposed=True)
+            gathered = layers[0].fp8_weight.forward([layers[0].weight], QUICK, transpose=True)
             assert weight.made.data.data_ptr() == gathered.data.data_ptr()
             assert weight.made.transpose.data_ptr() == gathered.transpose.data_ptr()
 

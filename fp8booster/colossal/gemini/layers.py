@@ -19,13 +19,13 @@ from colossalai.zero.gemini.chunk import ChunkManager
 from torch import nn
 
 from fp8booster.colossal.gemini.chunks import FP8Chunk
-from fp8booster.colossal.gemini.weights import ChunkWeight, MergedChunkWeight
+from fp8booster.colossal.gemini.weights import ChunkWeight
 from fp8booster.nn import FP8Layer, FP8Linear
 from fp8booster.nn.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
 from fp8booster.nn.fused.decoder import FusedRMSNorm
 from fp8booster.nn.fused.merged import MergedLayers, merged_layers
-from fp8booster.nn.resharded_weight import ReshardedMergedWeight, ReshardedWeight
+from fp8booster.nn.weights.resharded import ReshardedWeight
 
 Made = TypeVar("Made", bound=torch.Tensor | tuple[torch.Tensor, ...] | None)
 
@@ -133,9 +133,9 @@ def gather_for_layers(model: nn.Module, manager: ChunkManager) -> None:
             continue  # computed anew for each forward, as by spectral norm, from a parameter that Gemini gathers then
         chunk = manager.get_chunk(module.weight)
         if isinstance(chunk, FP8Chunk):
-            module.fp8_weight = ChunkWeight(chunk, module.weight, module.weight_is_transposed)
+            module.fp8_weight = ChunkWeight(chunk, [module.weight], module.weight_is_transposed)
         else:
-            module.fp8_weight = ReshardedWeight()
+            module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
     for merged in merged_layers(model):
         merged.__class__ = GatheredMergedLayers
         _gather_together(merged, manager)
@@ -148,15 +148,15 @@ def _gather_together(merged: MergedLayers, manager: ChunkManager) -> None:
     if all(ignored):
         return
     if any(ignored):
-        merged.keep_apart("only some of the weights are trained")
+        merged.fp8_weight.refusal = "only some of the weights are trained"
         return
     chunks = [manager.get_chunk(weight) for weight in weights]
     in_fp8 = [isinstance(chunk, FP8Chunk) for chunk in chunks]
     if not any(in_fp8):
-        merged.lent = ReshardedMergedWeight()
+        merged.fp8_weight = ReshardedWeight()
     elif not all(in_fp8):
-        merged.keep_apart("only some of the weights lie in FP8 chunks")
+        merged.fp8_weight.refusal = "only some of the weights lie in FP8 chunks"
     elif not chunks[0].shares_scale(weights):
-        merged.keep_apart("the weights do not lie side by side in one chunk")
+        merged.fp8_weight.refusal = "the weights do not lie side by side in one chunk"
     else:
-        merged.lent = MergedChunkWeight(chunks[0], weights)
+        merged.fp8_weight = ChunkWeight(chunks[0], weights)

@@ -14,7 +14,7 @@ padded size of a weight is kept in its `_working_param_to_padded_working_param` 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -31,10 +31,11 @@ from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.shard_cast import cast_shard, unpack
 from fp8booster.nn.fused.merged import MergedLayers, merged_layers
-from fp8booster.nn.fused.rows import as_one, columns_as_one, lie_together
 from fp8booster.nn.grouped_experts import grouped_experts
 from fp8booster.nn.layer import FP8Layer, restore_weight
 from fp8booster.nn.weight_memory import fits, without_large_copies
+from fp8booster.nn.weights.engine import EngineWeight
+from fp8booster.nn.weights.stacking import as_one, columns_as_one, lie_together
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "weight gather"
@@ -48,11 +49,41 @@ stands for 64 MiB of BF16 at 435 GB/s of BF16's bytes, for 512 MiB at 559 ("not 
 benchmarks/results/h200/collectives-4-one-sided)."""
 
 
+class _Filled(NamedTuple):
+    """A source, and what it is filled with."""
+
+    holder: FP8Layer | MergedLayers
+    source: EngineWeight
+    weights: list[nn.Parameter]
+    quantized: QuantizedMatrix
+
+
+@dataclass(eq=False)
+class ScaleGroup:
+    """Weights under one scale: those of layers that are multiplied as one, stacked by rows, or a lone one."""
+
+    filled: list[_Filled]
+    """The source of each weight, and behind them that of all."""
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """Those that share the scale."""
+        return self.filled[-1].weights
+
+    def fill(self, ready: torch.cuda.Event | None = None) -> None:
+        """Hand the layers what was gathered; `ready` as in `EngineWeight.fill`."""
+        for holder, source, weights, quantized in self.filled:
+            if holder.fp8_weight is not source:  # converted again since
+                holder.fp8_weight = source
+            source.fill(weights, quantized, ready)
+
+
 @dataclass
 class GatheredWeight:
     """One weight: the layer that multiplies by it, and the memory that its FP8 copy lives in."""
 
     layer: FP8Layer
+    group: ScaleGroup
     flat: torch.Tensor
     """[shard size * ranks] FP8: the gathered shards, of which the first numel are the weight."""
 
@@ -67,13 +98,6 @@ class _Batch(NamedTuple):
 
     weights: list[GatheredWeight]
     works: list[dist.Work]
-
-
-class MergedWeights(NamedTuple):
-    """Weights that are gathered one below the other, under one scale, and multiplied as one."""
-
-    layers: MergedLayers
-    quantized: QuantizedMatrix
 
 
 def _keeps_transpose(layer: FP8Layer) -> bool:
@@ -154,15 +178,14 @@ class GatheredWeights:
                 layer.fp8_config = without_large_copies(layer.fp8_config, copies_fit)
             else:
                 self._reasons[key] = reason
-        self._merged: dict[int, MergedWeights] = {}
-        self._first_mates: dict[tuple[int, ...], torch.Tensor] = {}
-        self._rooms = self._rooms_of_experts(model, layers)
+        self._first_of_scale: dict[tuple[int, ...], torch.Tensor] = {}
+        self._buffers = self._buffers_of_experts(model, layers)
         for merged in merged_layers(model):
             gathered = [key in layers and key not in self._reasons for key in map(id, merged.weights)]
             if all(gathered) and self._can_lie_together(merged):
                 self._allocate_together(merged)
             elif any(gathered):  # else each step casts all of them together
-                merged.keep_apart("the weights are not gathered one below the other")
+                merged.fp8_weight.refusal = "the weights are not gathered into one matrix"
         for key, layer in layers.items():
             if key not in self._reasons and key not in self._weights:
                 self._weights[key] = self._allocate(layer)
@@ -170,7 +193,6 @@ class GatheredWeights:
         self._read_beside: tuple[Mapping[nn.Parameter, torch.Tensor], ...] | None = None
         alone = [each for each in self._weights.values() if not each.layer.fp8_config.keeps_16_bits]
         for gathered in alone:
-            gathered.layer.fp8_weight.restore = self.restore
             gathered.layer.register_state_dict_pre_hook(restore_weight)
             gathered.layer.register_load_state_dict_pre_hook(restore_weight)
         beside = len(alone) == len(self._weights) > 0 and alone[0].flat.is_cuda
@@ -192,7 +214,7 @@ class GatheredWeights:
             count_plain(NAME, ranks, payload, self._reasons.get(id(working), reason), _GATHER)
             payload *= ranks
 
-    def _rooms_of_experts(
+    def _buffers_of_experts(
         self, model: nn.Module, layers: Mapping[int, FP8Layer]
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Memory for weights that grouped products read as one, one below the other.
@@ -205,7 +227,7 @@ class GatheredWeights:
             by id of the weight, its FP8 values [N, K] and their transpose [K, N], or an empty tensor.
         """
         padded = self._optimizer._working_param_to_padded_working_param
-        rooms = {}
+        buffers = {}
         for experts in grouped_experts(model):
             for of_product in experts.products():
                 weights = [layer.weight for layer in of_product]
@@ -217,23 +239,30 @@ class GatheredWeights:
                 ):
                     continue
                 parts = _parts_of(*_matrix_of(of_product), weights)
-                rooms.update(zip(map(id, weights), parts, strict=True))
-        return rooms
+                buffers.update(zip(map(id, weights), parts, strict=True))
+        return buffers
 
     def _allocate(self, layer: FP8Layer) -> GatheredWeight:
         weight, dtype = layer.weight, layer.fp8_config.weight_format
-        room = self._rooms.get(id(weight))
-        if room is None:
+        buffer = self._buffers.get(id(weight))
+        if buffer is None:
             flat = weight.new_empty(
                 self._optimizer._working_param_to_padded_working_param[weight].numel(), dtype=dtype
             )
             data = flat[: weight.numel()].view(weight.shape)
             transpose = weight.new_empty(weight.shape[::-1] if _keeps_transpose(layer) else 0, dtype=dtype)
         else:
-            data, transpose = room
+            data, transpose = buffer
             flat = data.view(-1)
         inverse_scale = weight.new_empty((), dtype=torch.float32)
-        return GatheredWeight(layer, flat, QuantizedMatrix(data, transpose, inverse_scale, None))
+        quantized = QuantizedMatrix(data, transpose, inverse_scale, None)
+        return GatheredWeight(layer, ScaleGroup([self._fill_later(layer, quantized)]), flat, quantized)
+
+    def _fill_later(self, layer: FP8Layer, quantized: QuantizedMatrix) -> _Filled:
+        """Let a layer take its FP8 weight from here."""
+        restore = None if layer.fp8_config.keeps_16_bits else self.restore
+        layer.fp8_weight = EngineWeight(layer.weight_is_transposed, restore)
+        return _Filled(layer, layer.fp8_weight, [layer.weight], layer.quantized_from(quantized))
 
     def _can_lie_together(self, merged: MergedLayers) -> bool:
         """Whether weights that are multiplied as one can be gathered into one matrix, under one scale."""
@@ -249,21 +278,24 @@ class GatheredWeights:
     def _allocate_together(self, merged: MergedLayers) -> None:
         """Memory for weights one below the other, of which each layer's FP8 weight is a part."""
         weights = merged.weights
-        data, transpose = self._room_of(merged) or _matrix_of(merged.layers)
+        data, transpose = self._buffer_of(merged) or _matrix_of(merged.layers)
         inverse_scale = weights[0].new_empty((), dtype=torch.float32)
-        together = MergedWeights(merged, QuantizedMatrix(data, transpose, inverse_scale, None))
         parts = _parts_of(data, transpose, weights)
+        group = ScaleGroup([])
         for layer, (part, transposed) in zip(merged.layers, parts, strict=True):
             quantized = QuantizedMatrix(part, transposed, inverse_scale, None)
-            self._weights[id(layer.weight)] = GatheredWeight(layer, part.view(-1), quantized)
-            self._merged[id(layer.weight)] = together
+            group.filled.append(self._fill_later(layer, quantized))
+            self._weights[id(layer.weight)] = GatheredWeight(layer, group, part.view(-1), quantized)
+        merged.fp8_weight = EngineWeight()
+        whole = QuantizedMatrix(data, transpose, inverse_scale, None)
+        group.filled.append(_Filled(merged, merged.fp8_weight, weights, whole))
 
-    def _room_of(self, merged: MergedLayers) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _buffer_of(self, merged: MergedLayers) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Memory for merged weights within that of experts, if it lies so there."""
-        rooms = [self._rooms.get(id(weight)) for weight in merged.weights]
-        if None in rooms:
+        buffers = [self._buffers.get(id(weight)) for weight in merged.weights]
+        if None in buffers:
             return None
-        parts, transposes = zip(*rooms, strict=True)
+        parts, transposes = zip(*buffers, strict=True)
         if not lie_together(parts):
             return None
         whole = transposes[0] if transposes[0].dim() == 1 else columns_as_one(transposes)
@@ -279,7 +311,7 @@ class GatheredWeights:
             masters: this rank's shard of each updated weight, on the weight's device.
             amaxes: of the shards whose amax is known already: float32 [], on the weight's device.
         """
-        masters = self._with_those_merged(masters)
+        masters = self._with_scale_groups(masters)
         by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for working in masters:
             by_group.setdefault(self._optimizer.param_to_pg[working], []).append(working)
@@ -306,22 +338,16 @@ class GatheredWeights:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._read_beside = None
 
-    def _merged_of(self, weights: Iterable[nn.Parameter]) -> list[MergedWeights]:
-        """The merged weights that some weights are parts of, once each."""
-        found = (self._merged.get(id(weight)) for weight in weights)
-        return list({id(together): together for together in found if together is not None}.values())
-
-    def _with_those_merged(
+    def _with_scale_groups(
         self, masters: Mapping[nn.Parameter, torch.Tensor]
     ) -> dict[nn.Parameter, torch.Tensor]:
         """The updated weights, and those that share a scale with one of them."""
         all_masters = dict(masters)
         for working, master in masters.items():
-            together = self._merged.get(id(working))
-            for weight in () if together is None else together.layers.weights:
+            for weight in self._weights[id(working)].group.weights:
                 if weight not in all_masters:
-                    mate = self._optimizer.working_to_master_param[id(weight)]
-                    all_masters[weight] = mate.to(master.device)
+                    other = self._optimizer.working_to_master_param[id(weight)]
+                    all_masters[weight] = other.to(master.device)
         return all_masters
 
     def _publish(
@@ -352,8 +378,7 @@ class GatheredWeights:
         for parameter in parameters:
             if id(parameter) in taken:
                 continue
-            together = self._merged.get(id(parameter))
-            for weight in [parameter] if together is None else together.layers.weights:
+            for weight in self._weights[id(parameter)].group.weights:
                 taken.add(id(weight))
                 gathered = self._weights[id(weight)]
                 batch.append(gathered)
@@ -376,16 +401,16 @@ class GatheredWeights:
         # without the padding of the last shard, of which an optimizer may make anything
         values = [masters[each][: max(0, each.numel() - rank * masters[each].numel())] for each in weights]
         amaxes = agree_on_amax(values, group, [known.get(weight) for weight in weights])
-        return largest_of_each(amaxes, self._mates(weights)).unbind()
+        return largest_of_each(amaxes, self._firsts_of_scale(weights)).unbind()
 
-    def _mates(self, weights: list[nn.Parameter]) -> torch.Tensor:
+    def _firsts_of_scale(self, weights: list[nn.Parameter]) -> torch.Tensor:
         """For each weight the place of the first one that it shares a scale with: int64 [len(weights)]."""
         key = tuple(map(id, weights))
-        if key not in self._first_mates:
-            scales = [id(self._merged.get(id(weight), weight)) for weight in weights]
-            firsts = [scales.index(scale) for scale in scales]
-            self._first_mates[key] = torch.tensor(firsts, device=weights[0].device)
-        return self._first_mates[key]
+        if key not in self._first_of_scale:
+            groups = [self._weights[id(weight)].group for weight in weights]
+            firsts = [groups.index(group) for group in groups]
+            self._first_of_scale[key] = torch.tensor(firsts, device=weights[0].device)
+        return self._first_of_scale[key]
 
     def _cast(
         self,
@@ -414,12 +439,9 @@ class GatheredWeights:
             self._hand_over(gathered)
         if self._stream is not None:
             self._ready = self._stream.record_event()
-        for gathered in batch.weights:
-            layer = gathered.layer
-            layer.fp8_weight.keep(layer.weight, layer.quantized_from(gathered.quantized), self._ready)
         # each as soon as it is there: layers must not wait for later batches
-        for together in self._merged_of([gathered.layer.weight for gathered in batch.weights]):
-            together.layers.keep(together.quantized, self._ready)
+        for group in dict.fromkeys(gathered.group for gathered in batch.weights):
+            group.fill(self._ready)
 
     def _hand_over(self, gathered: GatheredWeight) -> None:
         """Make of the gathered bytes what else is read."""
@@ -450,15 +472,11 @@ class GatheredWeights:
     def _restore(self, gathered: GatheredWeight) -> None:
         if not gathered.released:
             return
-        layer, quantized = gathered.layer, gathered.quantized
-        weight = layer.weight
+        weight, quantized = gathered.layer.weight, gathered.quantized
         padded = weight.new_zeros(gathered.flat.numel())
         values = padded[: weight.numel()].view(weight.shape)
         unpack(quantized.data, quantized.inverse_scale, None, values)
         weight.data = values
         self._optimizer._working_param_to_padded_working_param[weight] = padded
         gathered.released = False
-        layer.fp8_weight.keep(weight, layer.quantized_from(quantized))
-        together = self._merged.get(id(weight))
-        if together is not None:
-            together.layers.keep(together.quantized)
+        gathered.group.fill()

@@ -27,7 +27,7 @@ from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
 from fp8booster.nn.past_forward import has_hooks
-from fp8booster.nn.weight_cache import WeightCache, reusable
+from fp8booster.nn.weights.freshness import reusable
 from fp8booster.tensor import QuantizedMatrix
 
 if TYPE_CHECKING:  # seconds to import, and there where there is a model
@@ -198,7 +198,7 @@ def why_not_past_forward(head: nn.Module, classes: Collection[type[nn.Module]]) 
         return "its lm_head has hooks, which would not run"
     if head.weight.dtype not in formats.HIGH_PRECISION:
         return f"the weight of its lm_head is {head.weight.dtype}"
-    if not held and isinstance(head, FP8Layer) and type(head.fp8_weight) is not WeightCache:
+    if not held and isinstance(head, FP8Layer) and head.fp8_weight.is_transient:
         return "the weight of its lm_head is whole only while the layer runs"
     if "forward" in head.__dict__:
         return "the forward of its lm_head was replaced"
@@ -340,13 +340,11 @@ def _whole_head_loss(
 def _with_transpose(head: FP8Layer) -> QuantizedMatrix:
     """The head's FP8 weight in both layouts, wherever it keeps them."""
     weight, config = head.weight, head.fp8_config
-    quantized, late_weight = (
-        head.fp8_weight.get(weight, config, transposed=True),
-        head.fp8_weight.in_backward(weight, config),
-    )
+    quantized = head.fp8_weight.forward([weight], config, transpose=True)
+    backward_weight = head.fp8_weight.backward([weight], config)
     if quantized.transpose.numel():
         return quantized
-    if late_weight is None:
+    if backward_weight is None:
         return quantized._replace(transpose=transposed(quantized.data))
-    transpose, inverse_scale = late_weight()
+    transpose, inverse_scale = backward_weight()
     return QuantizedMatrix(quantized.data, transpose, quantized.inverse_scale, inverse_scale)

@@ -8,33 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import nn
 
-from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.choice import computes_in_fp8
-from fp8booster.nn.functional import Defer, LateWeight, linear_from_quantized, quantize_weight
+from fp8booster.nn.functional import Defer, linear_from_quantized
 from fp8booster.nn.fused.one_input import LayersOfOneInput
-from fp8booster.nn.fused.rows import one_below_the_other
 from fp8booster.nn.held import held_by_modules
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.past_forward import must_be_called
 from fp8booster.nn.shared_input import share_input
-from fp8booster.nn.weight_cache import MadeForStep, reusable, wait_for
-from fp8booster.tensor import QuantizedMatrix
-
-
-class LentWeight(Protocol):
-    """The FP8 weight of merged layers whose weights are whole only while they run."""
-
-    def get(self, weights: Sequence[torch.Tensor], config: FP8Config) -> QuantizedMatrix:
-        """The weight for forward, [sum of output features, input features]; it may have no transpose."""
-
-    def in_backward(self, weights: Sequence[torch.Tensor], config: FP8Config) -> LateWeight:
-        """Where backward gets the transpose."""
+from fp8booster.nn.weights.cached import CachedWeight
+from fp8booster.nn.weights.freshness import reusable
+from fp8booster.nn.weights.source import WeightSource
 
 
 class MergedLayers(LayersOfOneInput):
@@ -46,24 +34,18 @@ class MergedLayers(LayersOfOneInput):
         layers: in the order of their outputs.
     """
 
-    lent: LentWeight | None = None
-    """Gives the FP8 weight, where an engine gathers the weights for forward and again for backward."""
+    fp8_weight: WeightSource
+    """Of all the weights, stacked by rows; each layer keeps one of its own, for when they run one by one."""
 
     def __init__(self, layers: Sequence[FP8Layer]) -> None:
         super().__init__(layers)
         self._reasons: dict[str, None] = {}
-        self._engines_reason: str | None = None
-        self._cast: MadeForStep[QuantizedMatrix] = MadeForStep()
-        self._drop_kept()
+        self.fp8_weight = CachedWeight()
 
     @property
     def why_apart(self) -> str | None:
         """Why the layers' products run one by one in training, as far as it is known; None where they run as one."""
         return self._why_never() or ", ".join(self._reasons) or None
-
-    def keep_apart(self, reason: str) -> None:
-        """Run the layers one by one, for their weights cannot lie together in an engine."""
-        self._engines_reason = reason
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """All outputs side by side, [..., sum of output features], or None: call the layers one by one.
@@ -97,11 +79,11 @@ class MergedLayers(LayersOfOneInput):
             _SideBySide.apply(*weights),
             None if biases[0] is None else torch.cat(biases),
             x,
-            self._weight(weights) if self.lent is None else self.lent.get(weights, config),
+            self.fp8_weight.forward(weights, config, transpose=config.keeps_transposes),
             config,
             defer=self._defer(),
             exchange=exchange,
-            late_weight=None if self.lent is None else self.lent.in_backward(weights, config),
+            backward_weight=self.fp8_weight.backward(weights, config),
         )
 
     def _defer(self) -> Defer | None:
@@ -135,21 +117,18 @@ class MergedLayers(LayersOfOneInput):
             return reason
         if torch.is_autocast_enabled(input.device.type):
             return "under autocast"
-        kept, config = self._is_kept_by_engine(), self.layers[0].fp8_config
+        together = self.fp8_weight.is_provided(self.weights)
         for layer in self.layers:
             if layer.weight.dtype != input.dtype:
                 return "the input's dtype is not the weight's"
-            if self.lent is None and (
-                (not kept and layer.fp8_weight.is_kept_by_engine(layer.weight))
-                or layer.fp8_weight.in_backward(layer.weight, config) is not None
-            ):
+            if not together and layer.fp8_weight.is_provided([layer.weight]):
                 return "the FP8 weights do not lie together"
         return None
 
     def _why_never(self) -> str | None:
         """Why the layers, as they are, cannot run as one on any input."""
-        if self._engines_reason is not None or self._why_replaced is not None:
-            return self._engines_reason or self._why_replaced
+        if self.fp8_weight.refusal is not None or self._why_replaced is not None:
+            return self.fp8_weight.refusal or self._why_replaced
         first = self.layers[0]
         if not all(isinstance(layer, FP8Layer) for layer in self.layers):
             return "a layer was taken out of FP8"
@@ -167,39 +146,8 @@ class MergedLayers(LayersOfOneInput):
                 return "a layer has hooks or a forward of its own, which must run"
         return "rowwise scales" if config.rowwise else None
 
-    def _weight(self, weights: list[torch.Tensor]) -> QuantizedMatrix:
-        """The FP8 weight, cast once per optimizer step as `weight_cache` does for one layer."""
-        if self._is_kept_by_engine():
-            wait_for(self._ready)
-            return self._quantized
-        self._drop_kept()  # no longer what the weights are
-        return self._cast.get(self.layers, partial(self._cast_of, weights))
-
-    def _cast_of(self, weights: list[torch.Tensor]) -> QuantizedMatrix:
-        config = self.layers[0].fp8_config
-        return quantize_weight(one_below_the_other(weights), config, transposed=config.keeps_transposes)
-
-    def keep(self, quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None) -> None:
-        """Hold an FP8 weight that an engine makes together with the layers' weights, as `WeightCache.keep` does."""
-        self._cast.forget()
-        self._quantized, self._ready = quantized, ready
-        self._kept_for = self._places()
-
-    def _is_kept_by_engine(self) -> bool:
-        return self._kept_for == self._places()
-
-    def _places(self) -> list[tuple[int, int, int]]:
-        return [
-            (layer.weight.data_ptr(), layer.weight._version, layer.fp8_weight.clears) for layer in self.layers
-        ]
-
     def __reduce__(self) -> tuple:
         return type(self), (self.layers,)
-
-    def _drop_kept(self) -> None:
-        self._kept_for: list[tuple[int, int, int]] = []
-        self._quantized: QuantizedMatrix | None = None
-        self._ready: torch.cuda.Event | None = None
 
 
 def merged_layers(model: nn.Module) -> list[MergedLayers]:

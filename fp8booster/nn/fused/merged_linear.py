@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.nn.fused.one_input import LayersOfOneInput
-from fp8booster.nn.fused.rows import as_one, lie_together
 from fp8booster.nn.held import held_by_modules
 from fp8booster.nn.past_forward import must_be_called
+from fp8booster.nn.weights.stacking import as_one, lie_together
 
 
 class MergedLinears(LayersOfOneInput):

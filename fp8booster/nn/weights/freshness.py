@@ -14,11 +14,13 @@ makes without a step: call `forget_weights(model)` after it.
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8booster.config import FP8Config
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.weights.collectives import forget_memory, watch_collectives, watch_memory
 from fp8booster.optim.one_pass import COUNTS_STEPS
@@ -64,15 +66,75 @@ register_optimizer_step_post_hook(_count_step)
 watch_collectives(_Changes.add)
 
 
-def state_of(weight: torch.Tensor, config: FP8Config) -> tuple:
+def state_of(weight: torch.Tensor) -> tuple:
     """What changes when a copy of the weight is no longer fresh; ask it when the copy is made."""
     watch_memory(weight)
     # another stream casts anew rather than read a copy that this one may not have finished
-    return (
-        weight.data_ptr(),
-        weight._version,
-        weight.dtype,
-        _Changes.count,
-        config,
-        current_stream(weight),
+    return weight.data_ptr(), weight._version, weight.dtype, _Changes.count, current_stream(weight)
+
+
+def note_change(weights: Sequence[torch.Tensor]) -> None:
+    """Make every copy of some weights stale; also one made of what an engine gathers of them."""
+    _Changes.add()
+    torch.autograd.graph.increment_version([weight for weight in weights if not weight.is_inference()])
+
+
+def reusable(input: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether casts of these tensors made earlier may be used again here.
+
+    Not in code that is being compiled or captured into a CUDA graph: it would keep the first copy for ever. Not for
+    tensors made in inference mode: torch does not count their changes. Not in that mode: what is cast there cannot be
+    saved for a backward.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch.is_inference_mode_enabled()
+        or input.is_inference()
+        or weight.is_inference()
+        or is_captured(input)
     )
+
+
+def is_captured(tensor: torch.Tensor) -> bool:
+    """Whether work on a tensor is being captured into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+Made = TypeVar("Made")
+
+
+class FreshCopy(Generic[Made]):
+    """What was made of some weights, until one of them changes."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def get(self, weights: Sequence[torch.Tensor], key: Hashable) -> Made | None:
+        """It, or None where a weight has changed since, or what it was made by.
+
+        Args:
+            weights: what it shall be made of.
+            key: what else it depends on.
+        """
+        fresh = (
+            self.made is not None
+            and self._key == key
+            and len(self._weights) == len(weights)
+            and all(made_of() is weight for made_of, weight in zip(self._weights, weights, strict=True))
+            and self._states == [state_of(weight) for weight in weights]
+        )
+        return self.made if fresh else None
+
+    def put(self, weights: Sequence[torch.Tensor], key: Hashable, made: Made) -> Made:
+        """Hold what was just made; the arguments are those of `get`."""
+        self.made, self._key = made, key
+        self._weights = [weakref.ref(weight) for weight in weights]
+        self._states = [state_of(weight) for weight in weights]
+        return made
+
+    def forget(self) -> None:
+        """Free it."""
+        self.made: Made | None = None
+        self._key: Hashable = None
+        self._weights: list[weakref.ref] = []
+        self._states: list[tuple] = []

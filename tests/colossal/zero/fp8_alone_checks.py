@@ -50,7 +50,9 @@ def by_default_large_models_keep_their_weights_in_fp8_alone() -> None:
     assert gathered(run)
     for _, layer in gathered(run):
         assert layer.weight.isnan().all()
-        assert layer.fp8_weight.get(layer.weight, layer.fp8_config, transposed=False).transpose.numel() == 0
+        assert (
+            layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose.numel() == 0
+        )
     assert "without 16-bit copies and transposes of their weights" in report(run.model).summary()
     for _, layer in gathered(beside):
         assert not layer.weight.isnan().any()
@@ -77,7 +79,7 @@ def it_trains_bit_for_bit_as_with_transposes_kept() -> None:
         beside = alone(fused=fused)
         run = alone(fused=fused, keep_weight_transposes=False)
         assert all(
-            layer.fp8_weight.get(layer.weight, layer.fp8_config, transposed=False).transpose.numel() == 0
+            layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose.numel() == 0
             for _, layer in gathered(run)
         )
         assert train(beside, steps=3) == train(run, steps=3)
@@ -152,7 +154,7 @@ def what_is_saved_holds_values_and_changes_nothing(how: str) -> None:
     if how == "state dict":
         saved = run.model.unwrap().state_dict()
         for name, layer in gathered(run):
-            copy = layer.fp8_weight.get(layer.weight, layer.fp8_config, transposed=True)
+            copy = layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=True)
             assert torch.equal(saved[name], copy.dequantize(*layer.weight.shape).to(layer.weight.dtype))
     else:
         path = str(shared_folder("alone") / "model.bin")

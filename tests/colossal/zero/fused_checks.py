@@ -10,9 +10,10 @@ from fp8booster.colossal.zero import gathered_weights
 from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights
 from fp8booster.kernels.cast import cast_reference
 from fp8booster.nn.functional import quantize_weight
-from fp8booster.nn.fused import merged
 from fp8booster.nn.fused.merged import MergedLayers, merged_layers
-from tests.colossal.zero.runs import CLOSE, assert_same_on_all_ranks, batch, masters, names, wire
+from fp8booster.nn.weights import cached
+from fp8booster.nn.weights.engine import EngineWeight
+from tests.colossal.zero.runs import CLOSE, assert_same_on_all_ranks, batch, gathered, masters, names, wire
 from tests.nn.reference import count_calls
 from tests.plugins.registry import check, check_each
 from tests.plugins.training import STAGES, Boosted, assert_close, boost, native, train
@@ -30,11 +31,11 @@ def whole_masters(run: Boosted, layers: MergedLayers) -> torch.Tensor:
 @check
 def merged_layers_wait_for_their_own_weights_alone() -> None:
     run = boost(wire(fp8_config=FUSED))
-    order, batches, keep, hand_over = [], [], MergedLayers.keep, GatheredWeights._hand_over
+    order, batches, fill, hand_over = [], [], EngineWeight.fill, GatheredWeights._hand_over
 
-    def note_keep(layers: MergedLayers, *arguments: object) -> None:
-        order.append(layers)
-        keep(layers, *arguments)
+    def note_fill(source: EngineWeight, *arguments: object) -> None:
+        order.append(source)
+        fill(source, *arguments)
 
     def note_hand_over(weights: GatheredWeights, gathered: GatheredWeight) -> None:
         order.append(gathered.layer)
@@ -42,11 +43,11 @@ def merged_layers_wait_for_their_own_weights_alone() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathered_weights, "BATCH_BYTES", 1)  # a batch a weight
-        patch.setattr(MergedLayers, "keep", note_keep)
+        patch.setattr(EngineWeight, "fill", note_fill)
         patch.setattr(GatheredWeights, "_hand_over", note_hand_over)
         train(run, steps=1)
     for group in merged_layers(run.model.unwrap()):
-        last = len(order) - 1 - order[::-1].index(group)
+        last = len(order) - 1 - order[::-1].index(group.fp8_weight)
         batches.append(last)
         assert max(map(order.index, group.layers)) < last
     assert min(batches) < max(
@@ -62,8 +63,8 @@ def merged_weights_are_the_cast_of_their_masters_under_one_scale(stage: int) -> 
     for _ in range(2):
         train(run, steps=1)
         for group in groups:
-            found = group._weight(group.weights)
-            assert group._is_kept_by_engine()
+            found = group.fp8_weight.forward(group.weights, group.layers[0].fp8_config, transpose=True)
+            assert group.fp8_weight.is_provided(group.weights)
             data, transpose, inverse_scale = cast_reference(
                 whole_masters(run, group),
                 group.layers[0].fp8_config.weight_format,
@@ -85,16 +86,19 @@ def merged_weights_are_the_cast_of_their_masters_under_one_scale(stage: int) -> 
 def no_merged_weight_is_cast_after_the_first_step_and_each_is_multiplied_whole() -> None:
     run = boost(wire(stage=2, fp8_config=FUSED))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        casts = count_calls(monkeypatch, merged, "quantize_weight")
+        casts = count_calls(monkeypatch, cached, "quantize_weight")
         run.step(batch())
         groups = merged_layers(run.model.unwrap())
-        assert len(casts) == len(groups), (len(casts), len(groups))
+        of_groups = [layer for group in groups for layer in group.layers]
+        alone = [layer for _, layer in gathered(run) if layer not in of_groups]
+        assert len(alone) == 4
+        assert len(casts) == len(groups) + len(alone)
         products = count_calls(monkeypatch, torch, "_scaled_mm")
         run.step(batch())
         run.step(batch())
-        assert len(casts) == len(groups)
+        assert len(casts) == len(groups) + len(alone)
         multiplied = {operand.shape for pair in products for operand in pair}
-        assert all(group._quantized.data.shape in multiplied for group in groups)
+        assert all(group.fp8_weight.held.data.shape in multiplied for group in groups)
 
 
 @check_each(*STAGES)
@@ -133,7 +137,7 @@ def a_step_that_gives_some_of_the_merged_no_gradient_keeps_their_scale_right() -
         power_of_two=False,
         amax=None,
     )
-    found = group._weight(group.weights)
+    found = group.fp8_weight.forward(group.weights, group.layers[0].fp8_config, transpose=True)
     assert torch.equal(found.data.view(torch.uint8), data.view(torch.uint8))
     assert torch.equal(found.inverse_scale, inverse_scale)
 
@@ -148,18 +152,18 @@ def weights_changed_by_hand_and_forgotten_are_cast_anew_until_the_next_step() ->
         for group in groups:
             for weight in group.weights:
                 weight.data.mul_(2)
-    assert all(group._is_kept_by_engine() for group in groups)  # nobody saw it
+    assert all(group.fp8_weight.is_provided(group.weights) for group in groups)  # nobody saw it
     forget_weights(model)
     for group in groups:
         config = group.layers[0].fp8_config
         expected = quantize_weight(torch.cat(list(group.weights)), config, transposed=True)
-        found = group._weight(group.weights)
+        found = group.fp8_weight.forward(group.weights, group.layers[0].fp8_config, transpose=True)
         assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
         assert torch.equal(found.transpose.view(torch.uint8), expected.transpose.view(torch.uint8))
         assert torch.equal(found.inverse_scale, expected.inverse_scale)
         for layer in group.layers:
-            alone = layer.fp8_weight.get(layer.weight, config, transposed=True)
+            alone = layer.fp8_weight.forward([layer.weight], config, transpose=True)
             expected = quantize_weight(layer.weight, config, transposed=True)
             assert torch.equal(alone.inverse_scale, expected.inverse_scale)
     train(run, steps=1)
-    assert all(group._is_kept_by_engine() for group in groups)
+    assert all(group.fp8_weight.is_provided(group.weights) for group in groups)

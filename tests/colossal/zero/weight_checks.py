@@ -14,7 +14,7 @@ from torch import nn
 from fp8booster import FP8Config
 from fp8booster.kernels.cast import cast_reference
 from fp8booster.nn import layer as fp8_layer
-from fp8booster.nn import weight_cache
+from fp8booster.nn.weights import cached
 from tests.colossal.zero.runs import (
     Layers,
     assert_same_on_all_ranks,
@@ -52,7 +52,7 @@ def assert_is_cast_of_masters(run: Boosted) -> None:
     whole = masters(run)
     for name, layer in gathered(run):
         config, weight = layer.fp8_config, layer.weight
-        found = layer.fp8_weight.get(weight, config, transposed=True)
+        found = layer.fp8_weight.forward([weight], config, transpose=True)
         data, transpose, inverse_scale = cast_reference(
             whole[name],
             config.weight_format,
@@ -86,7 +86,7 @@ def a_gathered_weight_is_the_cast_of_the_whole_master(config: str) -> None:
 def no_weight_is_cast_after_the_first_step(stage: int) -> None:
     run = boost(wire(stage=stage))
     with pytest.MonkeyPatch.context() as monkeypatch:
-        casts = count_calls(monkeypatch, weight_cache, "quantize_weight")
+        casts = count_calls(monkeypatch, cached, "quantize_weight")
         evaluation_casts = count_calls(monkeypatch, fp8_layer, "quantize_weight")
         products = count_calls(monkeypatch, torch, "_scaled_mm")
         run.step(batch())
@@ -97,7 +97,7 @@ def no_weight_is_cast_after_the_first_step(stage: int) -> None:
         assert len(casts) == LAYERS
         multiplied = {operand.data_ptr() for pair in products for operand in pair}
         for _, layer in gathered(run):
-            kept = layer.fp8_weight.get(layer.weight, layer.fp8_config, transposed=True)
+            kept = layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=True)
             assert {kept.data.data_ptr(), kept.transpose.data_ptr()} <= multiplied
         run.model.eval()
         with torch.no_grad():

@@ -274,9 +274,9 @@ def test_a_head_in_fp8_is_counted_and_reported(products, small_chunks, monkeypat
         assert noise < 0.05 * gradient.double().norm(), name
     assert "lm_head" in [row.name for row in report(model).fp8]
     assert model.lm_head.in_fp8 == {64: True}
-    weight = model.lm_head.fp8_weight._quantized
+    weight = model.lm_head.fp8_weight.held
     model(**labelled())
-    assert model.lm_head.fp8_weight._quantized is weight  # one cast until an optimizer steps
+    assert model.lm_head.fp8_weight.held is weight  # one cast until an optimizer steps
     model.lm_head.fp8_config = FP8Config()
     monkeypatch.setattr(choice, "fp8_pays", lambda *sizes: False)
     products.clear()

@@ -102,13 +102,13 @@ def test_the_weights_are_cast_once_a_step_and_again_after_it() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first, _ = step(model)
     merged = model.model.layers[0].self_attn.fp8_qkv
-    held = merged._cast.made
+    held = merged.fp8_weight.held
     assert step(model)[0] == first
-    assert merged._cast.made is held
+    assert merged.fp8_weight.held is held
     optimizer.step()
     second = step(model)[0]
     assert second < first
-    assert merged._cast.made is not held
+    assert merged.fp8_weight.held is not held
     model.model.layers[0].mlp.up_proj.weight.data.zero_()
     assert step(model)[0] == second  # not seen
     forget_weights(model)

@@ -160,12 +160,12 @@ def gradients_that_ranks_reduce_leave_weights_fresh() -> None:
     wrapped = DistributedDataParallel(model)
     x = torch.randn(16, 64)
     wrapped(x).sum().backward()
-    before = [state_of(layer.weight, CONFIG) for layer in model]
+    before = [state_of(layer.weight) for layer in model]
     for _ in range(2):
         wrapped(x).sum().backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
-    assert [state_of(layer.weight, CONFIG) for layer in model] == before
+    assert [state_of(layer.weight) for layer in model] == before
 
 
 @check

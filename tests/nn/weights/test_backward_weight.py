@@ -20,7 +20,7 @@ def model_of(device: torch.device, **options: object) -> nn.Module:
 
 def kept(model: nn.Module) -> list[torch.Tensor]:
     return [
-        layer.fp8_weight.get(layer.weight, layer.fp8_config, transposed=False).transpose
+        layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose
         for layer in (model[0], model[2])
     ]
 

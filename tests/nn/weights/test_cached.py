@@ -8,7 +8,8 @@ from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights, fp8_linear
 from fp8booster.nn.functional import quantize_weight
-from fp8booster.nn.weight_cache import WeightCache
+from fp8booster.nn.weights.cached import CachedWeight
+from fp8booster.nn.weights.engine import EngineWeight
 
 
 @pytest.fixture
@@ -110,9 +111,9 @@ def test_a_changed_weight_is_cast_anew(change, layer, x) -> None:
 
 def test_a_move_to_another_dtype_drops_the_copy_at_once(layer, x) -> None:
     layer(x)
-    assert layer.fp8_weight._quantized is not None
+    assert layer.fp8_weight.held is not None
     layer.bfloat16()
-    assert layer.fp8_weight._quantized is None
+    assert layer.fp8_weight.held is None
     assert layer(x.bfloat16()).dtype is torch.bfloat16
 
 
@@ -138,7 +139,7 @@ def test_evaluation_casts_at_every_call_and_keeps_nothing(layer, x, casts) -> No
         for _ in range(2):
             layer(x)
     assert weight_casts(casts, layer) == 2
-    assert layer.fp8_weight._quantized is None
+    assert layer.fp8_weight.held is None
     layer.weight.data.mul_(2)  # nobody has to be told
     assert torch.equal(layer(x), fp8_linear(x, layer.weight))
 
@@ -156,7 +157,8 @@ def test_the_copy_that_an_engine_keeps_is_used_without_gradients_too(mode, train
     expected = layer.train(training)(x)
     kept = quantize_weight(layer.weight, layer.fp8_config, transposed=True)
     layer.weight.data.fill_(torch.nan)  # as where no 16-bit weight is kept
-    layer.fp8_weight.keep(layer.weight, kept)
+    layer.fp8_weight = EngineWeight()
+    layer.fp8_weight.fill([layer.weight], kept)
     with mode():
         assert torch.equal(layer(x), expected)
         assert torch.equal(layer(x * 1), expected)
@@ -168,19 +170,19 @@ def test_another_weight_at_the_same_address_is_cast_anew(device) -> None:
     def weight_there() -> torch.Tensor:
         return torch.empty(0, device=device).set_(memory.untyped_storage(), 0, memory.shape)
 
-    cache = WeightCache()
+    cache = CachedWeight()
     first = weight_there()
-    before = cache.get(first, FP8Config(), transposed=True)
+    before = cache.forward([first], FP8Config(), transpose=True)
     memory.mul_(2)
     second = weight_there()
     assert (second.data_ptr(), second._version) == (first.data_ptr(), first._version)
-    after = cache.get(second, FP8Config(), transposed=True)
+    after = cache.forward([second], FP8Config(), transpose=True)
     assert torch.equal(after.inverse_scale, 2 * before.inverse_scale)
 
 
 def test_a_deep_copy_starts_without_a_copy_of_the_weight(layer, x) -> None:
     layer(x)
-    assert copy.deepcopy(layer).fp8_weight._quantized is None
+    assert copy.deepcopy(layer).fp8_weight.held is None
 
 
 def test_tied_weights_stay_tied(device) -> None:

@@ -1,4 +1,4 @@
-"""The transpose of an FP8 weight, made when backward reads it instead of kept between forward and backward."""
+"""What backward reads of an FP8 weight where autograd keeps nothing of it, and a transpose that is made there."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import torch
 from fp8booster.kernels.transpose import transposed
 from fp8booster.tensor import QuantizedMatrix
 
+BackwardWeight = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+"""Gives backward the FP8 transpose of the weight, [K16, N16], and its inverse scale."""
 
-def transposed_in_backward(quantized: QuantizedMatrix) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """A `functional.LateWeight` of a weight that forward multiplies by.
+
+def transposed_in_backward(quantized: QuantizedMatrix) -> BackwardWeight:
+    """That of a weight that forward multiplies by.
 
     Args:
         quantized: under one scale, without its transpose; an engine may write later values to the same memory.
@@ -24,7 +27,7 @@ def transposed_in_backward(quantized: QuantizedMatrix) -> Callable[[], tuple[tor
     """
     data, version = quantized.data, quantized.data._version
 
-    def late_weight() -> tuple[torch.Tensor, torch.Tensor]:
+    def backward_weight() -> tuple[torch.Tensor, torch.Tensor]:
         if data._version != version:
             raise RuntimeError(
                 "a weight needed for gradient computation has been modified by an inplace operation: an optimizer "
@@ -32,4 +35,4 @@ def transposed_in_backward(quantized: QuantizedMatrix) -> Callable[[], tuple[tor
             )
         return transposed(data), quantized.inverse_scale
 
-    return late_weight
+    return backward_weight

@@ -28,7 +28,7 @@ def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
 
 
-def one_below_the_other(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def stack_rows(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Weights of as many columns as one matrix: a view where they lie so in memory already, else a copy."""
     return as_one(weights) if lie_together(weights) else torch.cat([weight.detach() for weight in weights])
 
@@ -49,3 +49,11 @@ def columns_as_one(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:
     if first.stride(1) != 1 or columns > first.stride(0):
         return None
     return first.as_strided((first.shape[0], columns), first.stride())
+
+
+def as_matrix(weights: Sequence[torch.Tensor], lies_transposed: bool = False) -> torch.Tensor:
+    """Weights as the matrix of [sum of N, K] that fprop reads; one of them may lie as [K, N]."""
+    if len(weights) > 1:
+        return stack_rows(weights)
+    weight = weights[0].detach()
+    return weight.t() if lies_transposed else weight

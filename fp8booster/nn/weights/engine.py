@@ -1,0 +1,87 @@
+"""FP8 weights that an engine fills, as ZeRO does after its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fp8booster.config import FP8Config
+from fp8booster.nn.weights.cached import CachedWeight
+from fp8booster.tensor import QuantizedMatrix
+
+
+class EngineWeight(CachedWeight):
+    """Gives what an engine made together with the weights, until someone else changes them; then it casts them.
+
+    A copy or a pickle of it is a `CachedWeight`.
+
+    Args:
+        lies_transposed: as in `WeightSource`.
+        restore: gives the weights their values in 16 bits again, where the engine keeps none.
+    """
+
+    def __init__(self, lies_transposed: bool = False, restore: Callable[[], None] | None = None) -> None:
+        super().__init__(lies_transposed)
+        self._restore = restore
+        self.lacks_values = restore is not None
+
+    def fill(
+        self,
+        weights: Sequence[torch.Tensor],
+        quantized: QuantizedMatrix,
+        ready: torch.cuda.Event | None = None,
+    ) -> None:
+        """Take what an engine made.
+
+        Args:
+            weights: what it stands for.
+            quantized: their FP8 matrix; the engine writes later values to the same memory.
+            ready: recorded behind what writes it, where another stream does.
+        """
+        self.forget()
+        self._filled, self._ready, self._filled_for = quantized, ready, _places(weights)
+
+    def forward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool
+    ) -> QuantizedMatrix:
+        """As `WeightSource.forward`."""
+        if not self.is_provided(weights):
+            self._drop()
+            return super().forward(weights, config, transpose=transpose)
+        if self._ready is not None:
+            torch.cuda.current_stream().wait_event(self._ready)
+        return self._filled
+
+    def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether the engine filled it for the weights as they are."""
+        return self._filled is not None and self._filled_for == _places(weights)
+
+    @property
+    def held(self) -> QuantizedMatrix | None:
+        """What the engine made, or the copy."""
+        return super().held if self._filled is None else self._filled
+
+    def forget(self) -> None:
+        """Free the copy, and leave what the engine made to the engine."""
+        super().forget()
+        self._drop()
+
+    def restore_values(self) -> None:
+        """As `WeightSource.restore_values`."""
+        if self._restore is not None:
+            self._restore()
+
+    def _drop(self) -> None:
+        self._filled = self._ready = None
+
+    _filled: QuantizedMatrix | None = None
+    _ready: torch.cuda.Event | None = None
+    _filled_for: list[tuple[int, int]]
+
+    def __reduce__(self) -> tuple:
+        return CachedWeight, (self.lies_transposed,)
+
+
+def _places(weights: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    return [(weight.data_ptr(), weight._version) for weight in weights]

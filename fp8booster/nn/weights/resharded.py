@@ -1,0 +1,58 @@
+"""FP8 weights of layers whose weights are whole only while the layers run, as under FSDP.
+
+Between forward and backward the weights are shards again. Were their FP8 transpose kept for backward, as layers do
+elsewhere, the whole model would lie on every rank. So forward keeps nothing of it, and backward takes the transpose
+from the weights that were gathered again: the copy that was gathered in FP8, or a cast made there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fp8booster.config import FP8Config
+from fp8booster.nn.functional import quantize_weight
+from fp8booster.nn.weights.backward_weight import BackwardWeight
+from fp8booster.nn.weights.source import WeightSource
+from fp8booster.nn.weights.stacking import as_matrix
+from fp8booster.tensor import QuantizedMatrix
+
+
+class ReshardedWeight(WeightSource):
+    """Holds an FP8 weight only while an engine that gathers in FP8 provides one; else casts at each call."""
+
+    is_transient = True
+
+    held: QuantizedMatrix | None = None
+    """The weights as they were gathered in FP8, [sum of N, K] with the transpose, until they are shards again."""
+
+    def forward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool
+    ) -> QuantizedMatrix:
+        """What was gathered, or a cast made now, without its transpose."""
+        if self.held is not None:
+            return self.held
+        return quantize_weight(as_matrix(weights, self.lies_transposed), config, transposed=False)
+
+    def backward(self, weights: Sequence[torch.Tensor], config: FP8Config) -> BackwardWeight:
+        """The transpose of the weights as they are when backward asks."""
+        # their memory is freed and filled again, and the tensors still say where they lie
+        weights = [weight.detach() for weight in weights]
+
+        def backward_weight() -> tuple[torch.Tensor, torch.Tensor]:
+            w = self.held
+            if w is None:
+                matrix = as_matrix(weights, self.lies_transposed)
+                w = quantize_weight(matrix, config, plain=False, transposed=True)
+            return w.transpose, w.scale_of_transpose()
+
+        return backward_weight
+
+    def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
+        """True: whatever the mode, `forward` is asked."""
+        return True
+
+    def forget(self) -> None:
+        """Free what was gathered."""
+        self.held = None

@@ -1,0 +1,80 @@
+"""One contract for every place that an FP8 weight may come from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from fp8booster.config import FP8Config
+from fp8booster.nn.weights.backward_weight import BackwardWeight
+from fp8booster.nn.weights.freshness import note_change
+from fp8booster.tensor import QuantizedMatrix
+
+
+class WeightSource:
+    """Gives the FP8 matrix of one weight, or of several of one width stacked by rows.
+
+    A lone layer has a source of one weight; layers that are multiplied as one share a source of all their weights.
+
+    The weights are given at each call, for what a layer's weight is may change from call to call: a view of what FSDP
+    gathered, a node that Gemini puts into the graph, a tensor that is computed for each forward. So a source keeps no
+    layer alive, and a copy or a pickle of it is empty.
+
+    Args:
+        lies_transposed: the one weight lies as [K, N], not as nn.Linear's does.
+    """
+
+    is_transient: ClassVar[bool] = False
+    """The weights are whole only while their layers run."""
+
+    lacks_values: bool = False
+    """The weights may have no values in 16 bits until `restore_values`."""
+
+    refusal: str | None = None
+    """Why the weights cannot be stacked, as an engine found; their layers run one by one."""
+
+    held: QuantizedMatrix | None = None
+    """The FP8 matrix that takes memory now, fresh or not."""
+
+    def __init__(self, lies_transposed: bool = False) -> None:
+        self.lies_transposed = lies_transposed
+
+    def forward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool
+    ) -> QuantizedMatrix:
+        """The matrix of [sum of N, K] that fprop reads; the current stream waits for what fills it.
+
+        Args:
+            weights: [N, K] each.
+            config: the weights' format and scaling.
+            transpose: wanted too; one that `backward` gives is left out.
+        """
+        raise NotImplementedError
+
+    def backward(self, weights: Sequence[torch.Tensor], config: FP8Config) -> BackwardWeight | None:
+        """Where dgrad gets the transpose of what `forward` gave; None: autograd saves that."""
+        return None
+
+    def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether an engine gives the matrix of the weights as they are; then `forward` is asked in every mode."""
+        return False
+
+    def invalidate(self, weights: Sequence[torch.Tensor]) -> None:
+        """The weights were changed unseen: forget what was made of them, here and in every other source."""
+        self.forget()
+        note_change(weights)
+
+    def forget(self) -> None:
+        """Free what is held."""
+
+    def restore_values(self) -> None:
+        """Give the weights their values in 16 bits again, where an engine keeps none."""
+
+    def __deepcopy__(self, memo: dict) -> WeightSource:
+        kind, arguments = self.__reduce__()
+        return kind(*arguments)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.lies_transposed,)
