@@ -7,6 +7,7 @@ from torch import nn
 
 from benchmarks.layers.layer import Forward, Inputs, Layer
 from fp8booster import FP8Config, FP8Linear, forget_weights
+from fp8booster.nn.delivered_amax import deliver_amax
 from fp8booster.nn.functional import linear_from_quantized, quantize_input, quantize_weight
 
 CONFIG = FP8Config()
@@ -49,7 +50,8 @@ def amax_delivered(weight: nn.Parameter) -> Forward:
 
     def forward(x: torch.Tensor, inputs: Inputs) -> torch.Tensor:
         x8 = quantize_input(x, CONFIG, transposed=True, amax=inputs.x_amax)
-        return linear_from_quantized(x, weight, None, x8, w, CONFIG, gradient_amax=inputs.dy_amax)
+        deliver_amax(inputs.dy, inputs.dy_amax)
+        return linear_from_quantized(x, weight, None, x8, w, CONFIG)
 
     return forward
 

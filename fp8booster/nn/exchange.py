@@ -53,6 +53,10 @@ class Exchange:
         return lambda: gradient
 
 
+NO_EXCHANGE = Exchange()
+"""Of a layer that one rank computes by itself."""
+
+
 def _quantize(
     tensor: torch.Tensor, dtype: torch.dtype, config: FP8Config, *, plain: bool, transposed: bool
 ) -> QuantizedMatrix:

@@ -13,6 +13,7 @@ and backward live the FP8 transposes of x and w: one byte a value.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 
@@ -24,9 +25,7 @@ from fp8booster import formats
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
-from fp8booster.nn.delivered_amax import delivered_amax
-from fp8booster.nn.exchange import Exchange
-from fp8booster.nn.own_product import own_product
+from fp8booster.nn.exchange import NO_EXCHANGE, Exchange
 from fp8booster.nn.weights.backward_weight import BackwardWeight, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix, quantize
 
@@ -35,6 +34,18 @@ DEFAULT_CONFIG = FP8Config()
 
 Defer = Callable[[Callable[[], torch.Tensor]], None]
 """Takes what computes a weight's gradient, to call it once, later, and add what it returns to the gradient."""
+
+
+@dataclass(frozen=True, eq=False)
+class _How:
+    """What the products of one call are computed by, beside their operands."""
+
+    out_dtype: torch.dtype
+    config: FP8Config
+    defer: Defer | None
+    exchange: Exchange
+    weight_is_transposed: bool
+    backward_weight: BackwardWeight | None
 
 
 class _Linear(torch.autograd.Function):
@@ -46,93 +57,60 @@ class _Linear(torch.autograd.Function):
         input: torch.Tensor,  # [..., K], M rows in all
         weight: torch.Tensor,  # [N, K], or [K, N] where it is transposed
         bias: torch.Tensor | None,  # [N]
-        x8: torch.Tensor,  # [M16, K16]
-        x8_transpose: torch.Tensor,  # [K16, M16]
-        x_inverse_scale: torch.Tensor,
-        x_transpose_inverse_scale: torch.Tensor | None,
-        w8: torch.Tensor,  # [N16, K16]
-        w8_transpose: torch.Tensor,  # [K16, N16]
-        w_inverse_scale: torch.Tensor,
-        w_transpose_inverse_scale: torch.Tensor | None,
-        out_dtype: torch.dtype,
-        config: FP8Config,
-        gradient_amax: torch.Tensor | None,
-        defer: Defer | None,
-        exchange: Exchange | None,
-        weight_is_transposed: bool,
-        backward_weight: BackwardWeight | None,
+        x: QuantizedMatrix,  # [M16, K16]
+        w: QuantizedMatrix,  # [N16, K16]
+        how: _How,
     ) -> torch.Tensor:  # [..., N]
-        x = QuantizedMatrix(x8, x8_transpose, x_inverse_scale, x_transpose_inverse_scale)
-        w = QuantizedMatrix(w8, w8_transpose, w_inverse_scale, w_transpose_inverse_scale)
         for_input, for_weight = ctx.needs_input_grad[:2]
-        save_w = for_input and backward_weight is None
+        save_w = for_input and how.backward_weight is None
         ctx.save_for_backward(
             x.transpose if for_weight else None,
             x.scale_of_transpose() if for_weight else None,
             w.transpose if save_w else None,
             w.scale_of_transpose() if save_w else None,
         )
-        ctx.config, ctx.gradient_amax, ctx.defer, ctx.backward_weight = (
-            config,
-            gradient_amax,
-            defer,
-            backward_weight,
-        )
-        ctx.exchange, ctx.weight_is_transposed = exchange, weight_is_transposed
-        ctx.input_dtype, ctx.weight_dtype = input.dtype, weight.dtype
+        ctx.how, ctx.input_dtype, ctx.weight_dtype = how, input.dtype, weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        outputs = weight.shape[1] if weight_is_transposed else weight.shape[0]
-        ctx.shape = shape = input.shape if exchange is None else exchange.shape(input.shape)
+        outputs = weight.shape[1] if how.weight_is_transposed else weight.shape[0]
+        ctx.shape = shape = how.exchange.shape(input.shape)
         if bias is not None:
-            bias = F.pad(bias.detach().to(out_dtype), (0, w.data.shape[0] - outputs))
+            bias = F.pad(bias.detach().to(how.out_dtype), (0, w.data.shape[0] - outputs))
         y = product(
             x.data,
             w.data,
             x.inverse_scale,
             w.inverse_scale,
-            out_dtype=out_dtype,
+            out_dtype=how.out_dtype,
             bias=bias,
-            fast_accumulation=config.fast_accumulation_fprop,
-            emulate=config.emulate,
+            fast_accumulation=how.config.fast_accumulation_fprop,
+            emulate=how.config.emulate,
         )
         y = own_shape(_crop(y, prod(shape[:-1]), outputs), (*shape[:-1], outputs))
-        return y if exchange is None else exchange.output(own_product(y))
+        return how.exchange.output(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:  # [..., N]
         x8_transpose, x_inverse_scale, w8_transpose, w_inverse_scale = ctx.saved_tensors
-        config, exchange = ctx.config, ctx.exchange
+        how = ctx.how
         rows, outputs, inputs = prod(ctx.shape[:-1]), gradient.shape[-1], ctx.shape[-1]
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
-        if (for_input or for_weight) and exchange is not None:
-            dy = exchange.output_gradient(gradient, config, plain=for_input, transposed=for_weight)
-        elif for_input or for_weight:
-            dy = quantize(
-                gradient.reshape(-1, outputs),
-                config.gradient_format,
-                plain=for_input,
-                transposed=for_weight,
-                rowwise=config.rowwise,
-                power_of_two=config.power_of_two,
-                amax=delivered_amax(gradient) if ctx.gradient_amax is None else ctx.gradient_amax,
-            )
+        if for_input or for_weight:
+            dy = how.exchange.output_gradient(gradient, how.config, plain=for_input, transposed=for_weight)
         if for_input:
-            if ctx.backward_weight is not None:
-                w8_transpose, w_inverse_scale = ctx.backward_weight()
+            if how.backward_weight is not None:
+                w8_transpose, w_inverse_scale = how.backward_weight()
             dx = product(
                 dy.data,
                 w8_transpose,
                 dy.inverse_scale,
                 w_inverse_scale,
                 out_dtype=ctx.input_dtype,
-                fast_accumulation=config.fast_accumulation_dgrad,
-                emulate=config.emulate,
+                fast_accumulation=how.config.fast_accumulation_dgrad,
+                emulate=how.config.emulate,
             )
-            dx = _crop(dx, rows, inputs).view(ctx.shape)
-            if exchange is not None:
-                dx_arrives = exchange.input_gradient(dx)
+            dx_arrives = how.exchange.input_gradient(_crop(dx, rows, inputs).view(ctx.shape))
         if for_weight:
             wgrad = partial(
                 _wgrad,
@@ -142,18 +120,18 @@ class _Linear(torch.autograd.Function):
                 x_inverse_scale,
                 (outputs, inputs),
                 ctx.weight_dtype,
-                config,
-                ctx.weight_is_transposed,
+                how.config,
+                how.weight_is_transposed,
             )
-            if ctx.defer is None:
+            if how.defer is None:
                 dw = wgrad()
             else:
-                ctx.defer(wgrad)
+                how.defer(wgrad)
         if for_bias:
             db = gradient.reshape(-1, outputs).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        if for_input and exchange is not None:
+        if for_input:
             dx = dx_arrives()
-        return dx, dw, db, *(None,) * 15
+        return dx, dw, db, None, None, None
 
 
 def _wgrad(
@@ -237,9 +215,9 @@ def linear_from_quantized(
     x: QuantizedMatrix,
     w: QuantizedMatrix,
     config: FP8Config,
-    gradient_amax: torch.Tensor | None = None,
+    *,
     defer: Defer | None = None,
-    exchange: Exchange | None = None,
+    exchange: Exchange = NO_EXCHANGE,
     weight_is_transposed: bool = False,
     backward_weight: BackwardWeight | None = None,
 ) -> torch.Tensor:
@@ -252,12 +230,9 @@ def linear_from_quantized(
         x: the input as a matrix of K columns, with its transpose if the weight needs a gradient.
         w: the weight, with or without its transpose.
         config: accumulation and the gradient's format.
-        gradient_amax: float32, whose largest entry is the amax of the output's gradient by the time backward reads it;
-            what makes the gradient fills it. None takes what was delivered with the gradient (`delivered_amax`), or
-            computes it there. For tensorwise scales.
         defer: backward gives it what computes the weight's gradient from the FP8 transposes of x and dy, and autograd
             none; until that is called it holds the two. None computes the gradient in backward.
-        exchange: what ranks exchange around the products; its `input` made x. None is nothing.
+        exchange: what ranks exchange around the products; its `input` made x.
         weight_is_transposed: the weight, and so its gradient, lies as [K, N]; w is a matrix of [N, K] all the same.
         backward_weight: backward asks it for the weight's transpose, and holds none itself; None keeps that of `w`, or
             makes it in backward where `w` has none.
@@ -270,8 +245,8 @@ def linear_from_quantized(
     wants_transpose = backward_weight is None and torch.is_grad_enabled() and input.requires_grad
     if wants_transpose and not w.transpose.numel():
         backward_weight = transposed_in_backward(w)
-    how = out_dtype, config, gradient_amax, defer, exchange, weight_is_transposed, backward_weight
-    return _Linear.apply(input, weight, bias, *x, *w, *how)
+    how = _How(out_dtype, config, defer, exchange, weight_is_transposed, backward_weight)
+    return _Linear.apply(input, weight, bias, x, w, how)
 
 
 def fp8_linear(

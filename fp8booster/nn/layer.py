@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,14 +14,14 @@ from fp8booster.kernels.alignment import ALIGNMENT, aligned
 from fp8booster.kernels.device import require_fp8
 from fp8booster.listing import first_of
 from fp8booster.nn.choice import computes_in_fp8
-from fp8booster.nn.exchange import Exchange
+from fp8booster.nn.exchange import NO_EXCHANGE, Exchange
 from fp8booster.nn.functional import (
     Defer,
     check_operands,
     linear_from_quantized,
     quantize_weight,
 )
-from fp8booster.nn.shared_input import cast_input, share_input
+from fp8booster.nn.shared_input import share_input
 from fp8booster.nn.token_counts import TokenCounts
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.freshness import is_captured, reusable
@@ -74,9 +75,9 @@ class FP8Layer(nn.Module):
         """Why a layer of the class `original` cannot turn into this class, or None where it can."""
         return None
 
-    def fp8_exchange(self) -> Exchange | None:
-        """What ranks exchange around the layer's products; None is nothing."""
-        return None
+    def fp8_exchange(self) -> Exchange:
+        """What ranks exchange around the layer's products."""
+        return NO_EXCHANGE
 
     def fp8_defer(self) -> Defer | None:
         """What computes the weight's gradient later, as in `linear_from_quantized`; None: backward does it."""
@@ -106,7 +107,7 @@ class FP8Layer(nn.Module):
         self,
         input: torch.Tensor,
         bias: torch.Tensor | None,
-        exchange: Exchange | None = None,
+        exchange: Exchange = NO_EXCHANGE,
         defer: Defer | None = None,
     ) -> torch.Tensor | None:
         """The layer's product in FP8, or None where it is to be computed in high precision.
@@ -114,7 +115,7 @@ class FP8Layer(nn.Module):
         Args:
             input: [..., input features].
             bias: [output features], added to the product; None adds none.
-            exchange: what ranks exchange before and after the products; None is nothing.
+            exchange: what ranks exchange before and after the products.
             defer: see `linear_from_quantized`.
         """
         if input.numel() == 0:
@@ -124,42 +125,45 @@ class FP8Layer(nn.Module):
             return torch.compiler.disable(FP8Layer.fp8_product)(self, input, bias, exchange, defer)
         config, weight = self.fp8_config, self.weight
         matrix = weight.t() if self.weight_is_transposed else weight
-        rows = input.numel() // input.shape[-1]
-        if exchange is not None:
-            rows *= exchange.growth
         again = reusable(input, weight)
-        if not again:
-            in_fp8 = self._pays(rows, matrix)
-        elif rows in self.in_fp8:
-            in_fp8 = self.in_fp8[rows]
-        else:
-            self.in_fp8[rows] = in_fp8 = self._pays(rows, matrix)
-        if not in_fp8:
+        if not self._computes_in_fp8(input.numel() // input.shape[-1] * exchange.growth, matrix, again):
             return None
         check_operands(input, matrix, bias)
         require_fp8(input.device, config.emulate)
         gradients = torch.is_grad_enabled()
-        cast = share_input if again else cast_input
-        x = cast(input, config, transposed=gradients and weight.requires_grad, exchange=exchange)
-        if self._is_provided(input, weight) or (again and self.training):
-            # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
-            w = self.fp8_weight.forward([weight], config, transpose=config.keeps_transposes)
-        else:
-            if again:
-                self.fp8_weight.forget()
-            w = quantize_weight(matrix, config, transposed=gradients and input.requires_grad)
+        cast = partial(share_input, exchange=exchange) if again else exchange.input
         return linear_from_quantized(
             input,
             weight,
             bias,
-            x,
-            w,
+            cast(input, config, transposed=gradients and weight.requires_grad),
+            self._quantized_weight(input, weight, again),
             config,
             defer=defer,
-            backward_weight=self.fp8_weight.backward([weight], config),
             exchange=exchange,
             weight_is_transposed=self.weight_is_transposed,
+            backward_weight=self.fp8_weight.backward([weight], config),
         )
+
+    def _computes_in_fp8(self, rows: int, matrix: torch.Tensor, again: bool) -> bool:
+        """Whether FP8 pays for so many tokens; what was found is kept where casts are."""
+        if again and rows in self.in_fp8:
+            return self.in_fp8[rows]
+        in_fp8 = self._pays(rows, matrix)
+        if again:
+            self.in_fp8[rows] = in_fp8
+        return in_fp8
+
+    def _quantized_weight(self, input: torch.Tensor, weight: torch.Tensor, again: bool) -> QuantizedMatrix:
+        """The FP8 weight: its source's, or a cast for this call alone in evaluation and where no cast can be kept."""
+        config = self.fp8_config
+        if self._is_provided(input, weight) or (again and self.training):
+            # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
+            return self.fp8_weight.forward([weight], config, transpose=config.keeps_transposes)
+        if again:
+            self.fp8_weight.forget()
+        matrix = weight.t() if self.weight_is_transposed else weight
+        return quantize_weight(matrix, config, transposed=torch.is_grad_enabled() and input.requires_grad)
 
     def _is_provided(self, input: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether an engine provides the FP8 weight; it may be all that there is of it, in inference mode too."""

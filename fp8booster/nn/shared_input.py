@@ -14,9 +14,7 @@ import torch
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import current_stream
-from fp8booster.nn.delivered_amax import delivered_amax
-from fp8booster.nn.exchange import Exchange
-from fp8booster.nn.functional import quantize_input
+from fp8booster.nn.exchange import NO_EXCHANGE, Exchange
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -42,10 +40,10 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def cast_input(
-    input: torch.Tensor, config: FP8Config, *, transposed: bool, exchange: Exchange | None = None
+def share_input(
+    input: torch.Tensor, config: FP8Config, *, transposed: bool, exchange: Exchange = NO_EXCHANGE
 ) -> QuantizedMatrix:
-    """The FP8 copy of a layer's input, made now.
+    """The FP8 copy of a layer's input, the newest one if it was made from this very tensor, unchanged.
 
     Args:
         input: [..., K].
@@ -53,26 +51,13 @@ def cast_input(
         transposed: the transpose is needed too.
         exchange: what ranks exchange around the layer; it may gather the input.
     """
-    if exchange is None:
-        return quantize_input(input, config, transposed=transposed, amax=delivered_amax(input))
-    return exchange.input(input, config, transposed=transposed)
-
-
-def share_input(
-    input: torch.Tensor, config: FP8Config, *, transposed: bool, exchange: Exchange | None = None
-) -> QuantizedMatrix:
-    """The FP8 copy of a layer's input, the newest one if it was made from this very tensor, unchanged.
-
-    Args:
-        input, config, transposed, exchange: as in `cast_input`.
-    """
     made_from = (
         input._version,
         config.input_format,
         config.granularity,
         config.power_of_two,
         current_stream(input),
-        None if exchange is None else exchange.of_input,
+        exchange.of_input,
     )
     newest = _thread.newest
     if (
@@ -82,7 +67,7 @@ def share_input(
         and (newest.quantized.transpose.numel() or not transposed)
     ):
         return newest.quantized
-    quantized = cast_input(input, config, transposed=transposed, exchange=exchange)
+    quantized = exchange.input(input, config, transposed=transposed)
     newest.source = None  # its death, at any time, must not take the new copy
     newest.made_from, newest.quantized = made_from, quantized
     newest.source = weakref.ref(input, newest.forget)

@@ -17,7 +17,7 @@ from colossalai.shardformer.layer.utils import is_share_sp_tp
 
 from fp8booster.colossal.pipeline import defer_weight_gradient
 from fp8booster.nn import FP8Layer
-from fp8booster.nn.exchange import Exchange
+from fp8booster.nn.exchange import NO_EXCHANGE, Exchange
 from fp8booster.nn.functional import Defer
 from fp8booster.nn.parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
 
@@ -34,10 +34,10 @@ class ShardedLayer(FP8Layer):
     alone: ClassVar[type[Exchange] | None] = None
     along_sequence: ClassVar[type[Exchange] | None] = None
 
-    def fp8_exchange(self) -> Exchange | None:
+    def fp8_exchange(self) -> Exchange:
         """What the ranks of the layer's group exchange: natively with `seq_parallel_mode` and without."""
         if dist.get_world_size(self.process_group) == 1:
-            return None
+            return NO_EXCHANGE
         if is_share_sp_tp(self.seq_parallel_mode):
             dimension = getattr(self, "seq_parallel_dim", 1)
             return self.along_sequence(self.process_group, dimension, communication=self.fp8_communication)
@@ -51,9 +51,9 @@ class ShardedLayer(FP8Layer):
 class WholeLayer(ShardedLayer):
     """A layer whose weight every rank holds whole."""
 
-    def fp8_exchange(self) -> Exchange | None:
+    def fp8_exchange(self) -> Exchange:
         """Nothing."""
-        return None
+        return NO_EXCHANGE
 
     def fp8_merges_by(self) -> Hashable | None:
         """Whether its gradient is computed later."""

@@ -61,7 +61,7 @@ class MergedLayers(LayersOfOneInput):
         first, weights = self.layers[0], self.weights
         config = first.fp8_config
         exchange = first.fp8_exchange()
-        rows = input.numel() // input.shape[-1] * (1 if exchange is None else exchange.growth)
+        rows = input.numel() // input.shape[-1] * exchange.growth
         if not computes_in_fp8(config, rows, input.shape[-1], sum(map(len, weights)), input.device):
             return None
         for layer in self.layers:
