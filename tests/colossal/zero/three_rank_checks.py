@@ -49,7 +49,7 @@ def padding_stays_out_of_the_scales_without_an_eps(in_one_pass: bool) -> None:
 @check
 def merged_weights_with_padding_between_run_one_by_one_and_it_is_shown() -> None:
     run = boost(wire(fp8_config=FP8Config(fused=True, emulate=True)))
-    said = "4 groups of layers not merged (the weights are not gathered one below the other)"
+    said = "4 groups of layers not merged (the weights are not gathered into one matrix)"
     assert said in report(run.model).summary()
     assert_close(train(boost(wire(fp8_config=FP8Config(emulate=True)))), train(run), CLOSE)
     assert_is_cast_of_masters(run)
