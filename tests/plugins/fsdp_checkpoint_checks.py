@@ -82,7 +82,7 @@ def fsdp_trains_and_saves_parameter_groups(plugin: str) -> None:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         writer.optimizer.unwrap(), [lambda step: 1.0, lambda step: 1.0]
     )
-    assert_close(expected, train(writer), CLOSE)
+    assert_close(expected, train(writer), CLOSE, gradients=False)  # FSDP holds shards
     schedule.step()
     rates = [1e-2, 1e-3]
     assert [group["lr"] for group in writer.optimizer.param_groups] == rates
