@@ -32,8 +32,8 @@ def norm_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[
             name = f"{rows} x {columns} {dtype} residual {residual is not None}"
 
             def forward(x=x, weight=weight, residual=residual):
-                made = _triton("rms_norm").rms_norm_triton(x, weight, 1e-5, residual)
-                return [made.y, made.h, made.inverse_rms], made.amax
+                *made, amax = _triton("rms_norm").rms_norm_triton(x, weight, 1e-5, residual)
+                return made, amax
 
             def forward_reference(x=x, weight=weight, residual=residual):
                 return list(rms_norm.rms_norm_reference(x, weight, 1e-5, residual)[:3])
@@ -42,8 +42,8 @@ def norm_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[
             h, inverse = x, rms_norm.rms_norm_reference(x, weight, 1e-5).inverse_rms
 
             def backward(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual):
-                made = _triton("rms_norm").rms_norm_backward_triton(dy, h, weight, inverse, dh)
-                return [made.dx, made.dweight], made.amax
+                *made, amax = _triton("rms_norm").rms_norm_backward_triton(dy, h, weight, inverse, dh)
+                return made, amax
 
             def backward_reference(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual):
                 return list(rms_norm.rms_norm_backward_reference(dy, h, weight, inverse, dh)[:2])
