@@ -107,8 +107,8 @@ class FP8GroupedWhole(FP8OneByOne):
 
     def products(self) -> Products:
         found = super().products()
-        if self.grouped.why_apart is not None:
-            raise RuntimeError(f"not grouped: {self.grouped.why_apart}")
+        if self.grouped.why_one_by_one is not None:
+            raise RuntimeError(f"not grouped: {self.grouped.why_one_by_one}")
         return found
 
 

@@ -97,10 +97,10 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
         reason = by_role.get(id(module)) or why_kept(name, module, config, kinds)
         if reason is None:
             module.__dict__.pop(_KEPT, None)
-            kinds[_original(module)].take_over(module, config)
+            kinds[_original(module)].convert_in_place(module, config)
         else:
             if type(module) in kinds.values():
-                module.give_back()
+                module.revert()
             module.__dict__[_KEPT] = _Kept(reason, product_features(module, kinds))
     _remember_outside(model)
     if not any(isinstance(module, FP8Layer) for _, module in linears):

@@ -44,7 +44,7 @@ class FP8FlatParamHandle(FlatParamHandle):
     """The unsharded parameter, if there is one, holds values that were rounded to FP8."""
 
     @classmethod
-    def take_over(cls, handle: FlatParamHandle, merged: Sequence[MergedLayers] = ()) -> None:
+    def convert_in_place(cls, handle: FlatParamHandle, merged: Sequence[MergedLayers] = ()) -> None:
         """Turn a handle into this class in place; `merged` are layers of its unit that are multiplied as one."""
         handle.__class__ = cls
         handle.fp8_weights = FlatWeights(handle.flat_param, handle.rank, handle.world_size, merged)
@@ -129,7 +129,7 @@ def compress_flat_fsdp(
             merged.fp8_weight = ReshardedWeight()
     for unit in units:
         if gather and unit._handle.uses_sharded_strategy and why_not_gathered() is None:
-            FP8FlatParamHandle.take_over(unit._handle, merged_in.get(unit, ()))
+            FP8FlatParamHandle.convert_in_place(unit._handle, merged_in.get(unit, ()))
     _hold_head(model, unit_of)
 
 

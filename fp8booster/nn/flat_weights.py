@@ -40,7 +40,7 @@ _GATHER = "all_gather_into_tensor"
 
 @dataclass(frozen=True)
 class Joined:
-    """Weights that are gathered one below the other, under one scale, and multiplied as one."""
+    """Weights that are gathered stacked by rows, under one scale, and multiplied as one."""
 
     source: ReshardedWeight
     weights: slice

@@ -4,7 +4,7 @@
 
 A grouped product takes one launch for all experts where one by one each takes several, which the host cannot queue as
 fast as small experts run. Where the grouped form is not right or not faster, nothing is computed here, the caller runs
-the experts one by one, and `GroupedExperts.why_apart`, which the report shows, says why.
+the experts one by one, and `GroupedExperts.why_one_by_one`, which the report shows, says why.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.kernels.transpose import transposed
+from fp8booster.nn.bypass import must_be_called
 from fp8booster.nn.choice import fp8_pays
 from fp8booster.nn.expert_rows import RowLayout, bring_back, lay_out
 from fp8booster.nn.fused.swiglu import swiglu
@@ -27,7 +28,6 @@ from fp8booster.nn.grouped_linear import GroupedWeight, cast_experts, grouped_li
 from fp8booster.nn.held import held_by_modules
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
-from fp8booster.nn.past_forward import must_be_called
 from fp8booster.nn.weights.freshness import FreshCopy, reusable
 from fp8booster.nn.weights.stacking import as_one, columns_as_one, lie_together, stack_rows
 
@@ -54,7 +54,7 @@ _GATED = {
 
 
 def _weight_of(layers: Sequence[FP8Layer], experts: int, kept: bool) -> GroupedWeight:
-    """The FP8 weight of the same layers of every expert, such as gate and up, one below the other.
+    """The FP8 weight of the same layers of every expert, such as gate and up, stacked by rows.
 
     Args:
         layers: by expert, as many of each.
@@ -114,7 +114,7 @@ class GroupedExperts:
         return type(self), (self.experts, self._always)
 
     @property
-    def why_apart(self) -> str | None:
+    def why_one_by_one(self) -> str | None:
         """Why the experts run one by one in training, or did for some batches; None where they run as grouped products.
 
         What only a batch shows is known after it.

@@ -30,7 +30,7 @@ from fp8booster.tensor import QuantizedMatrix, quantize
 
 
 class GroupedWeight(NamedTuple):
-    """The weights of G experts in FP8, one below the other."""
+    """The weights of G experts in FP8, stacked by rows."""
 
     data: torch.Tensor
     """[G * N, K] E4M3."""

@@ -32,7 +32,7 @@ from fp8booster.tensor import QuantizedMatrix
 class FP8Layer(nn.Module):
     """A linear layer in FP8: a mixin before the class that the layer was.
 
-    A layer turns into a class of these in place (`take_over`) and back (`give_back`): its parameters, hooks and
+    A layer turns into a class of these in place (`convert_in_place`) and back (`revert`): its parameters, hooks and
     identity stay. In training mode the FP8 weight and its transpose are made once per optimizer step, whatever the
     number of micro-batches, and layers that read one input share its cast. In evaluation mode the weight is cast at
     every call. Where `nn.choice` finds BF16 faster for the number of tokens, the layer computes in that, unless
@@ -40,7 +40,7 @@ class FP8Layer(nn.Module):
     """
 
     original: ClassVar[type[nn.Module]]
-    """The class that the layer was, and is again after `give_back`."""
+    """The class that the layer was, and is again after `revert`."""
 
     weight_is_transposed: ClassVar[bool] = False
     """The weight lies as [input features, output features], not as nn.Linear's does."""
@@ -52,12 +52,12 @@ class FP8Layer(nn.Module):
     """For the token counts seen so far, whether the products run in FP8."""
 
     @classmethod
-    def take_over(cls, module: nn.Module, config: FP8Config) -> None:
+    def convert_in_place(cls, module: nn.Module, config: FP8Config) -> None:
         """Turn a layer into this class in place: its parameters, hooks and identity stay."""
         module.__class__ = cls
         module._start_fp8(config)
 
-    def give_back(self) -> None:
+    def revert(self) -> None:
         """Turn the layer into what it was, in place."""
         del self.fp8_config, self.fp8_weight, self.in_fp8, self._whole_shape
         self.__class__ = self.original

@@ -54,7 +54,7 @@ class MergedRow:
     layers: int
     """How many."""
 
-    why_apart: str | None
+    why_not_merged: str | None
     """Why they run one by one in training; None where they run as one, as far as it is known."""
 
 
@@ -65,7 +65,7 @@ class GroupedRow:
     experts: int
     """How many, on this rank."""
 
-    why_apart: str | None
+    why_one_by_one: str | None
     """Why they run one by one in training, or did for some batches; None where they run grouped, as far as is known."""
 
 
@@ -112,16 +112,18 @@ class Report:
             line += f", {emulated} emulated in FP32"
         if self.copies_dropped:
             line += f", without {' and '.join(self.copies_dropped)} of their weights"
-        as_one = [group.layers for group in self.merged if group.why_apart is None]
+        as_one = [group.layers for group in self.merged if group.why_not_merged is None]
         if as_one:
             line += f", {sum(as_one)} of them merged to {len(as_one)} products"
-        apart = Counter(group.why_apart for group in self.merged if group.why_apart is not None)
+        apart = Counter(group.why_not_merged for group in self.merged if group.why_not_merged is not None)
         for reason, count in apart.items():
             line += f", {count} group{'s' if count > 1 else ''} of layers not merged ({reason})"
-        together = sum(block.why_apart is None for block in self.grouped)
+        together = sum(block.why_one_by_one is None for block in self.grouped)
         if together:
             line += f", experts of {together} block{'s' if together > 1 else ''} in grouped products"
-        one_by_one = Counter(block.why_apart for block in self.grouped if block.why_apart is not None)
+        one_by_one = Counter(
+            block.why_one_by_one for block in self.grouped if block.why_one_by_one is not None
+        )
         for reason, count in one_by_one.items():
             line += f", experts of {count} block{'s' if count > 1 else ''} one by one ({reason})"
         reasons = Counter((row.precision, row.notes) for row in self.other)
@@ -175,7 +177,7 @@ def report(model: nn.Module) -> Report:
             compiled code, which serves many layers with one graph and so cannot tell which.
     """
     groups = merged_layers(model)
-    apart = {layer: group for group in groups if group.why_apart is not None for layer in group.layers}
+    apart = {layer: group for group in groups if group.why_not_merged is not None for layer in group.layers}
     return Report(
         tuple(_row(name, module, apart.get(module)) for name, module in linear_layers(model)),
         tuple(
@@ -184,8 +186,8 @@ def report(model: nn.Module) -> Report:
             )
             for path, module, name, outside in weights_outside(model)
         ),
-        tuple(MergedRow(len(group.layers), group.why_apart) for group in groups),
-        tuple(GroupedRow(len(block.experts), block.why_apart) for block in grouped_experts(model)),
+        tuple(MergedRow(len(group.layers), group.why_not_merged) for group in groups),
+        tuple(GroupedRow(len(block.experts), block.why_one_by_one) for block in grouped_experts(model)),
         _copies_dropped([module for module in model.modules() if isinstance(module, FP8Layer)]),
     )
 
@@ -207,7 +209,7 @@ def _row(name: str, module: nn.Module, apart: MergedLayers | None) -> LayerRow:
     else:
         notes = kept_reason(module)
     if apart is not None:
-        notes = "; ".join(filter(None, (notes, f"not merged: {apart.why_apart}")))
+        notes = "; ".join(filter(None, (notes, f"not merged: {apart.why_not_merged}")))
     passes = (precision, precision, precision if weight.requires_grad else "none")
     return LayerRow(name, product_features(module), precision, passes, notes)
 

@@ -101,7 +101,7 @@ class HybridAdam(Optimizer):
         )
 
     @classmethod
-    def take_over(cls, optimizer: Adam) -> None:
+    def convert_in_place(cls, optimizer: Adam) -> None:
         """Turn a `torch.optim.Adam` or `AdamW` into this class in place, with its hyperparameters.
 
         Its parameter groups stay the same objects, so that a learning rate schedule made for it goes on reaching them.

@@ -109,7 +109,7 @@ class GeminiPlugin(NativeGeminiPlugin):
         """Make the user's optimizer one that Gemini accepts, in place."""
         if type(optimizer) not in _AVAIL_OPTIM_LIST:
             name = type(optimizer).__name__
-            HybridAdam.take_over(optimizer)
+            HybridAdam.convert_in_place(optimizer)
             self.logger.info(
                 f"{name} steps as fp8booster.optim.HybridAdam, with its hyperparameters: Gemini's shards need "
                 "an optimizer that takes 16-bit gradients",

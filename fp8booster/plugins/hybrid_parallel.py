@@ -168,7 +168,7 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
     def compress_gradients(self, model: HybridParallelModule, optimizer: OptimizerWrapper | None) -> None:
         """Reduce gradients, and with ZeRO gather weights, in FP8."""
         if isinstance(optimizer, LowLevelZeroOptimizer):
-            self.zero_optimizer.take_over(
+            self.zero_optimizer.convert_in_place(
                 optimizer, model.unwrap(unwrap_peft=False), self.fp8_config.gradient_scaling
             )
         elif self.fp8_config.gradient_scaling != "block":
@@ -176,9 +176,9 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
                 "fp8_config.gradient_scaling has no effect: without ZeRO, gradients are scaled by block",
                 ranks=[0],
             )
-        FP8HybridParallelModule.take_over(model, optimizer)
+        FP8HybridParallelModule.convert_in_place(model, optimizer)
         if isinstance(optimizer, HybridParallelAMPOptimizer):
-            FP8HybridParallelAMPOptimizer.take_over(optimizer)
+            FP8HybridParallelAMPOptimizer.convert_in_place(optimizer)
 
     def wire(self, optimizer: OptimizerWrapper | None) -> str:
         """What travels in FP8, for the summary line."""

@@ -99,10 +99,10 @@ class LowLevelZeroPlugin(NativeLowLevelZeroPlugin):
         if self.zero_optim_kwargs["overlap_allgather"]:
             wait_before_forward(boosted_model.module)
         if self.fp8_communication and boosted_optimizer is not None:
-            FP8ZeroOptimizer.take_over(
+            FP8ZeroOptimizer.convert_in_place(
                 boosted_optimizer, boosted_model.module, self.fp8_config.gradient_scaling
             )
-            FP8ZeroModel.take_over(boosted_model, boosted_optimizer)
+            FP8ZeroModel.convert_in_place(boosted_model, boosted_optimizer)
         if boosted_optimizer is not None:
             keep_one_order(boosted_optimizer, boosted_model.module)
         self.logger.info(

@@ -236,7 +236,7 @@ def columns(count: int) -> nn.ModuleList:
     """Layers that read one input."""
     layers = nn.ModuleList(nn.Linear(INPUTS, OUTPUTS, dtype=torch.bfloat16) for _ in range(count))
     for layer in layers:
-        _Column.take_over(layer, FP8Config())
+        _Column.convert_in_place(layer, FP8Config())
     return layers
 
 

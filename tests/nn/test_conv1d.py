@@ -34,7 +34,7 @@ def test_it_computes_the_bits_of_a_linear_layer_of_the_transposed_weight(
     bias = layer.bias.detach().clone().requires_grad_()
     x = torch.randn(3, 7, inputs, device=device, dtype=dtype, requires_grad=True)
     dy = torch.randn(3, 7, outputs, device=device, dtype=dtype)
-    FP8Conv1D.take_over(layer, config)
+    FP8Conv1D.convert_in_place(layer, config)
     y, dx, dw, db = run(layer, x, dy)
     expected = fp8_linear(x, weight, bias, config)
     dx_expected, dw_expected, db_expected = torch.autograd.grad(expected, (x, weight, bias), dy)
@@ -76,7 +76,7 @@ def test_the_predicate_and_the_sizes_decide_as_for_linear_layers() -> None:
 
 def test_an_empty_batch_and_evaluation(device) -> None:
     layer = Conv1D(32, 32).to(device)
-    FP8Conv1D.take_over(layer, FP8Config(always=True))
+    FP8Conv1D.convert_in_place(layer, FP8Config(always=True))
     assert layer(torch.empty(0, 32, device=device)).shape == (0, 32)
     x = torch.randn(4, 32, device=device)
     trained = layer(x)

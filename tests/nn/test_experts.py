@@ -102,7 +102,7 @@ def test_grouped_experts_compute_what_they_compute_one_by_one(counts, way, make,
     exact = results(in_fp32(fp8, make), COUNTS[counts], None, factors)
     one_by_one = results(fp8, COUNTS[counts], None, factors)
     found = results(fp8, COUNTS[counts], grouped, factors)
-    assert grouped.why_apart is None
+    assert grouped.why_one_by_one is None
     assert_near(found, exact, 0.08)
     assert_near(one_by_one, exact, 0.11)
     assert any(not torch.equal(one, other) for one, other in zip(found, one_by_one, strict=True))
@@ -117,7 +117,7 @@ def test_without_any_token_every_gradient_is_zero() -> None:
     assert y.shape == dx.shape == (0, HIDDEN)
     assert len(gradients) == 3 * EXPERTS
     assert all(not gradient.any() for gradient in gradients)
-    assert grouped.why_apart is None
+    assert grouped.why_one_by_one is None
 
 
 def test_transposes_made_in_backward_give_the_same_bits() -> None:
@@ -206,11 +206,11 @@ def test_weights_that_an_engine_keeps_are_read_as_they_are(together: bool, trans
     casts.clear()
     found = results(fp8, COUNTS["ragged"], grouped)
     assert len(casts) == 4  # no weight
-    assert grouped.why_apart is None
+    assert grouped.why_one_by_one is None
     assert_near(found, exact, 0.1)
     fp8[0].w1.weight.data = torch.ones(FEATURES, HIDDEN).bfloat16()  # this one has a value of its own
     results(fp8, COUNTS["ragged"], grouped)
-    assert grouped.why_apart == "an engine keeps the FP8 weights of some of the layers alone"
+    assert grouped.why_one_by_one == "an engine keeps the FP8 weights of some of the layers alone"
 
 
 # ---- one by one ----
@@ -277,8 +277,8 @@ def assert_one_by_one(fp8: nn.ModuleList, reason: str) -> None:
     fp8.grouped = grouped = GroupedExperts(fp8)
     found, expected = (results(fp8, COUNTS["ragged"], each) for each in (grouped, None))
     assert_same(found, expected)
-    assert reason in grouped.why_apart
-    assert f"experts of 1 block one by one ({grouped.why_apart})" in report(fp8).summary()
+    assert reason in grouped.why_one_by_one
+    assert f"experts of 1 block one by one ({grouped.why_one_by_one})" in report(fp8).summary()
 
 
 def test_deepseeks_own_code_is_known_and_other_code_of_that_name_is_not() -> None:
@@ -290,12 +290,12 @@ def test_deepseeks_own_code_is_known_and_other_code_of_that_name_is_not() -> Non
         cls = type("DeepseekMLP", (DeepseekV3MLP,), {"__module__": place})
         for expert in fp8:
             expert.__class__ = cls
-        assert GroupedExperts(fp8).why_apart == reason
+        assert GroupedExperts(fp8).why_one_by_one == reason
 
 
 def test_one_expert_is_not_a_group() -> None:
     grouped = GroupedExperts(experts()[:1])
-    assert grouped.why_apart == "one expert"
+    assert grouped.why_one_by_one == "one expert"
     assert grouped(tokens([[5]]), [[5]]) is None
 
 
@@ -307,9 +307,9 @@ def test_the_number_of_tokens_decides_and_all_ranks_by_their_mean(monkeypatch: p
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products + 1)
     grouped = GroupedExperts(fp8)
     assert grouped(x, counts) is not None
-    assert grouped.why_apart is None
+    assert grouped.why_one_by_one is None
     assert grouped(x, counts, usual_rows=65.0) is None
-    assert grouped.why_apart == "one by one is faster for so many tokens"
+    assert grouped.why_one_by_one == "one by one is faster for so many tokens"
     assert GroupedExperts(fp8, always=True)(x, counts, usual_rows=65.0) is not None
     monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products)
     assert grouped(x, counts) is None
@@ -324,7 +324,7 @@ def test_few_experts_of_few_tokens_are_left_to_their_layers(monkeypatch: pytest.
     monkeypatch.setattr(module, "fp8_pays", lambda *_: False)
     grouped = GroupedExperts(fp8)
     assert grouped(tokens(counts), counts) is None
-    assert grouped.why_apart == "too few tokens for so few experts"
+    assert grouped.why_one_by_one == "too few tokens for so few experts"
     monkeypatch.setattr(module, "EXPERTS_THAT_PAY", EXPERTS)
     assert GroupedExperts(fp8)(tokens(counts), counts) is not None
     always = experts(FP8Config(always=True))
@@ -335,7 +335,7 @@ def test_autocast_is_left_to_the_layers() -> None:
     grouped, counts = GroupedExperts(experts()), COUNTS["even"]
     with torch.autocast("cpu", torch.bfloat16):
         assert grouped(tokens(counts), counts) is None
-    assert grouped.why_apart == "under autocast"
+    assert grouped.why_one_by_one == "under autocast"
 
 
 def test_weights_that_are_whole_only_in_their_layers_stay_there() -> None:
@@ -343,21 +343,21 @@ def test_weights_that_are_whole_only_in_their_layers_stay_there() -> None:
     fp8[1].w3.fp8_weight = ReshardedWeight()  # as where FSDP gathers it twice
     grouped = GroupedExperts(fp8)
     assert grouped(tokens(counts), counts) is None
-    assert grouped.why_apart == "the weights are whole only while a layer runs"
+    assert grouped.why_one_by_one == "the weights are whole only while a layer runs"
 
 
 def test_in_evaluation_experts_run_one_by_one_and_nothing_is_wrong_with_that() -> None:
     fp8 = experts().eval()
     grouped = GroupedExperts(fp8)
     assert grouped(tokens(COUNTS["even"]), COUNTS["even"]) is None
-    assert grouped.why_apart is None
+    assert grouped.why_one_by_one is None
 
 
 def test_the_report_knows_what_is_grouped() -> None:
     fp8 = experts()
     fp8.grouped = GroupedExperts(fp8)
     rows = report(fp8).grouped
-    assert [(row.experts, row.why_apart) for row in rows] == [(EXPERTS, None)]
+    assert [(row.experts, row.why_one_by_one) for row in rows] == [(EXPERTS, None)]
     assert ", experts of 1 block in grouped products" in report(fp8).summary()
 
 
@@ -416,5 +416,5 @@ def test_grouped_experts_compute_what_they_compute_one_by_one_on_a_gpu(kept: str
         return [value.detach().float() for value in (y, x.grad, *(each.grad for each in fp8.parameters()))]
 
     one_by_one, found = run(None), run(grouped)
-    assert grouped.why_apart is None
+    assert grouped.why_one_by_one is None
     assert_near(found, one_by_one, 0.12)

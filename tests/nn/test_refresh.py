@@ -143,7 +143,7 @@ def test_layers_of_each_kind_are_cast_together_and_a_tied_weight_once(device, mo
     model[1].weight = model[0].weight
     convert_to_fp8(model)
     model[4].fp8_config = FP8Config(power_of_two=True)
-    FP8Linear.take_over(model[5].bfloat16(), FP8Config())
+    FP8Linear.convert_in_place(model[5].bfloat16(), FP8Config())
     runs = count_calls(monkeypatch, many_cast.ManyCast, "run")
     assert refresh_weights(model) == 6
     assert sorted(len(casts.matrices) for (casts,) in runs) == [1, 1, 3]

@@ -252,7 +252,7 @@ def test_torchs_optimizer_turns_into_it_with_its_settings(kind, device) -> None:
     train(kind(expected, fused=True, **settings), expected)
     optimizer = kind(found, **settings)
     groups = optimizer.param_groups[0]
-    HybridAdam.take_over(optimizer)
+    HybridAdam.convert_in_place(optimizer)
     assert type(optimizer) is HybridAdam
     assert optimizer.param_groups[0] is groups
     train(optimizer, found, dtype=torch.bfloat16)
@@ -266,7 +266,7 @@ def test_a_schedule_made_before_goes_on_without_a_warning() -> None:
         optimizer = AdamW(parameters, lr=0.1, fused=True)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         if turned:
-            HybridAdam.take_over(optimizer)
+            HybridAdam.convert_in_place(optimizer)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             for step in range(3):
@@ -280,7 +280,7 @@ def test_a_schedule_made_before_goes_on_without_a_warning() -> None:
 def test_hooks_on_the_step_are_called() -> None:
     parameters = shards(torch.device("cpu"))
     optimizer = AdamW(parameters)
-    HybridAdam.take_over(optimizer)
+    HybridAdam.convert_in_place(optimizer)
     calls = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     train(optimizer, parameters)
@@ -295,10 +295,10 @@ def test_what_cannot_turn_is_refused_with_what_to_give() -> None:
 
     for other in (SGD(parameters, lr=0.1), Own(parameters)):
         with pytest.raises(TypeError, match=r"give torch.optim.AdamW, torch.optim.Adam or fp8booster"):
-            HybridAdam.take_over(other)
+            HybridAdam.convert_in_place(other)
     used = AdamW(parameters)
     train(copy.copy(used), parameters, range(1))
     with pytest.raises(ValueError, match="has taken steps"):
-        HybridAdam.take_over(used)
+        HybridAdam.convert_in_place(used)
     with pytest.raises(ValueError, match="differentiable=False"):
-        HybridAdam.take_over(AdamW(parameters, differentiable=True))
+        HybridAdam.convert_in_place(AdamW(parameters, differentiable=True))

@@ -152,7 +152,7 @@ def fsdp_units_with_original_parameters_run_merged_layers() -> None:
             curve.append(loss.item())
         curves.append(curve)
     assert_close(*curves, CLOSE)
-    assert [merged.why_apart for merged in merged_layers(unit)] == 4 * [None]
+    assert [merged.why_not_merged for merged in merged_layers(unit)] == 4 * [None]
 
 
 @check

@@ -35,8 +35,8 @@ def a_model_fused_after_it_was_boosted_keeps_the_memory_that_zero_writes_to() ->
     found = fuse(late.model.unwrap())
     assert found.count("others, such as an engine, hold the memory of their weights") == 1, found
     assert places == [parameter.data_ptr() for parameter in late.model.unwrap().parameters()]
-    assert all(merged.why_apart is not None for merged in merged_linears(late.model))
-    assert all(merged.why_apart is None for merged in merged_linears(early.model))
+    assert all(merged.why_not_merged is not None for merged in merged_linears(late.model))
+    assert all(merged.why_not_merged is None for merged in merged_linears(early.model))
     before = late.parameters()
     assert_close(train(early, steps=4), train(late, steps=4), 2e-3)
     moved = [name for name, value in late.parameters().items() if not value.equal(before[name])]

@@ -42,7 +42,7 @@ def unfused(**arguments: Any) -> Any:
 
 def merged_of(run: Boosted) -> list[MergedLayers]:
     """Those that run as one."""
-    return [merged for merged in merged_layers(run.model.unwrap()) if merged.why_apart is None]
+    return [merged for merged in merged_layers(run.model.unwrap()) if merged.why_not_merged is None]
 
 
 @check_each("defaults", "kept gathered", "all on the host")

@@ -176,7 +176,7 @@ def q_k_and_v_are_one_product_and_gate_and_up_another_all_in_fp8(mode: str) -> N
     rows = SEQUENCES * LENGTH // dist.get_world_size(plugin.dp_group) // plugin.sp_size
     assert operations(counted.fp8) == expected(eligible, rows), counted.fp8
     assert operations(counted.other) == expected(heads, rows), counted.other
-    # ZeRO gathers them one below the other, under one scale
+    # ZeRO gathers them stacked by rows, under one scale
     kept = [merged.fp8_weight.is_provided(merged.weights) for merged in merged_layers(run.model)]
     assert len(kept) == fused * 2
     assert all(kept) if plugin.zero_stage else not any(kept)

@@ -179,7 +179,7 @@ def moe_runs_all_products_but_those_of_head_and_routers_in_fp8() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch, Census() as counted:
         monkeypatch.setattr(blocks, "run_experts", recording)
         run.step(batch)
-    assert [(row.experts, row.why_apart) for row in report(run.model).grouped] == [(2, None)] * 2
+    assert [(row.experts, row.why_one_by_one) for row in report(run.model).grouped] == [(2, None)] * 2
     hidden, features, keys = 64, 96, 32
     expected = 2 * [
         *_of_layer(batch.numel(), hidden, hidden + 2 * keys),  # q, k and v
@@ -224,7 +224,7 @@ def moe_in_fp8_stays_near_native(mode: str) -> None:
     assert expected != found
     blocks = report(run.model).grouped
     assert blocks
-    assert {block.why_apart for block in blocks} == {WHY_ONE_BY_ONE.get(mode)}
+    assert {block.why_one_by_one for block in blocks} == {WHY_ONE_BY_ONE.get(mode)}
 
 
 @check_each(*MODES)
@@ -269,7 +269,7 @@ def moe_trains_alike_where_parameters_keep_no_value() -> None:
     layer = runs[1].model.unwrap().model.layers[0].block_sparse_moe
     held = [expert.w2.weight for expert in layer.experts if expert.w2.weight is not None]
     assert all(weight.isnan().all() for weight in held)
-    assert {row.why_apart for run in runs for row in report(run.model).grouped} == {None}
+    assert {row.why_one_by_one for run in runs for row in report(run.model).grouped} == {None}
     for grouped in (each for run in runs for each in grouped_experts(run.model.unwrap())):
         products = zip(grouped.products(), (grouped._gate_up, grouped._down), strict=True)
         for layers, weight in products:  # no copy of what ZeRO gathers

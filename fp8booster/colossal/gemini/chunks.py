@@ -43,7 +43,7 @@ class ReducedChunk(Chunk):
     """This rank's part of what earlier micro-batches gave, for a gradient chunk that accumulates."""
 
     @classmethod
-    def take_over(cls, chunk: Chunk, encoding: Encoding, why_in_16_bits: str) -> None:
+    def convert_in_place(cls, chunk: Chunk, encoding: Encoding, why_in_16_bits: str) -> None:
         """Turn a chunk into this class in place."""
         chunk.__class__ = cls
         chunk.encoding, chunk.why_in_16_bits = encoding, why_in_16_bits
@@ -101,7 +101,7 @@ class ReducedChunk(Chunk):
         is_first = self.grad_chunk is None
         gradients = super().init_grad_chunk()
         if is_first:
-            ReducedChunk.take_over(gradients, self.encoding, "gradients")
+            ReducedChunk.convert_in_place(gradients, self.encoding, "gradients")
         return gradients
 
     def _Chunk__gather(self, async_op: bool = False) -> dist.Work | None:
@@ -130,7 +130,7 @@ class FP8Chunk(ReducedChunk):
     """For each tensor, in the order of `tensors_info`, the place of the first of those that share its scale."""
 
     @classmethod
-    def take_over(
+    def convert_in_place(
         cls,
         chunk: Chunk,
         encoding: Encoding,
@@ -147,7 +147,7 @@ class FP8Chunk(ReducedChunk):
             merged: weights that are multiplied as one, in the order of their rows. Where they lie so in the chunk, they
                 get one scale, and can be read as one matrix.
         """
-        ReducedChunk.take_over(chunk, encoding, "")
+        ReducedChunk.convert_in_place(chunk, encoding, "")
         chunk.__class__ = cls
         chunk.gradient_dtype, chunk.weight_format, chunk.power_of_two = (
             chunk.dtype,
@@ -183,7 +183,7 @@ class FP8Chunk(ReducedChunk):
             take_memory(chunk.cuda_global_chunk)
 
     def _add_matrix(self, parameters: Sequence[torch.nn.Parameter], number: int) -> None:
-        """Know weights that lie one below the other from the place `number` on as one."""
+        """Know weights that lie stacked by rows from the place `number` on as one."""
         begin, end = self.tensors_info[parameters[0]].offset, self.tensors_info[parameters[-1]].end
         data = self.cuda_global_chunk[begin:end].view(self.weight_format).view(-1, parameters[0].shape[1])
         self._quantized[tuple(parameters)] = QuantizedMatrix(

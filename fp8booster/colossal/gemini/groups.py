@@ -139,7 +139,7 @@ class GroupedChunkManager(ChunkManager):
     """Gemini's chunk manager, where only parameters of one group share a chunk."""
 
     @classmethod
-    def take_over(cls, manager: ChunkManager, plan: Plan, encoding: Encoding, ranks: int) -> None:
+    def convert_in_place(cls, manager: ChunkManager, plan: Plan, encoding: Encoding, ranks: int) -> None:
         """Turn a manager that has no chunks yet into this class in place.
 
         Args:
@@ -176,10 +176,10 @@ class GroupedChunkManager(ChunkManager):
             for chunk in self.chunk_groups.get(f"fp16_param_{group}", ()):
                 chunk.tensor_parallel = group.tensor_parallel
                 if group.kind != WEIGHTS:
-                    ReducedChunk.take_over(chunk, self._encoding, self._why_in_16_bits(chunk))
+                    ReducedChunk.convert_in_place(chunk, self._encoding, self._why_in_16_bits(chunk))
                     continue
                 self._ChunkManager__sub_memory_usage(chunk.memory_usage)
-                FP8Chunk.take_over(
+                FP8Chunk.convert_in_place(
                     chunk, self._encoding, config.weight_format, config.power_of_two, self._plan.merged
                 )
                 self._ChunkManager__add_memory_usage(chunk.memory_usage)

@@ -93,7 +93,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         ranks = dist.get_world_size(self.zero_group)
         gathered = self.chunk_manager.kwargs_config[ranks].get("keep_gathered", False)
         native_saves_masters = gathered and self.chunk_manager.reuse_fp16_chunk
-        GroupedChunkManager.take_over(self.chunk_manager, self._plan, self._encoding, ranks)
+        GroupedChunkManager.convert_in_place(self.chunk_manager, self._plan, self._encoding, ranks)
         super()._init_chunks(*args, **kwargs)
         self.fp8_chunks = [
             chunk for chunk in self.chunk_manager.get_chunks(self.fp16_params) if isinstance(chunk, FP8Chunk)

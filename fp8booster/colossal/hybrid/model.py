@@ -22,7 +22,7 @@ class FP8HybridParallelModule(HybridParallelModule):
     """The model wrapper of a plugin that sends gradients in FP8."""
 
     @classmethod
-    def take_over(cls, model: HybridParallelModule, optimizer: OptimizerWrapper | None) -> None:
+    def convert_in_place(cls, model: HybridParallelModule, optimizer: OptimizerWrapper | None) -> None:
         """Turn a model wrapper into this class in place.
 
         Args:

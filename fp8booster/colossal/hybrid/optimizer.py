@@ -29,7 +29,7 @@ class FP8HybridParallelAMPOptimizer(FixedGroups, HybridParallelAMPOptimizer):
     """The optimizer without ZeRO: the model wrapper reduces the gradients."""
 
     @classmethod
-    def take_over(cls, optimizer: HybridParallelAMPOptimizer) -> None:
+    def convert_in_place(cls, optimizer: HybridParallelAMPOptimizer) -> None:
         """Turn an optimizer over an `FP8HybridParallelModule` into this class in place."""
         optimizer.__class__ = cls
         optimizer.shared_squares = SharedSquares(optimizer)
@@ -77,11 +77,11 @@ class FP8HybridParallelZeroOptimizer(FP8ZeroOptimizer, HybridParallelZeroOptimiz
     """The optimizer of ZeRO stages 1 and 2 within tensor, sequence and pipeline parallelism."""
 
     @classmethod
-    def take_over(
+    def convert_in_place(
         cls, optimizer: HybridParallelZeroOptimizer, model: nn.Module, gradient_scaling: str
     ) -> None:
         """As in `FP8ZeroOptimizer`; `optimizer.model` is the model's wrapper."""
-        super().take_over(optimizer, model, gradient_scaling)
+        super().convert_in_place(optimizer, model, gradient_scaling)
         optimizer.partial_sums = gradients_to_sum(optimizer.model)
         optimizer.stage_sums = shared_between_stages(optimizer.model)
         optimizer.shared_squares = SharedSquares(optimizer)

@@ -38,7 +38,7 @@ from fp8booster.nn.fused.causal_lm_loss import (
     ours,
     returns_dict,
     use_fused_loss,
-    why_not_past_forward,
+    why_not_bypassed,
 )
 from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.nn.linear import FP8Linear
@@ -107,7 +107,7 @@ def _why_not(model: nn.Module, config: ShardConfig) -> str | None:
         return "the zero-bubble schedule computes the weight gradient of its lm_head in a pass of its own"
     if is_share_sp_tp(getattr(head, "seq_parallel_mode", None)):
         return "its lm_head reads a sequence that is spread over ranks"
-    return why_not_past_forward(head, _SPREAD if spread else _WHOLE)
+    return why_not_bypassed(head, _SPREAD if spread else _WHOLE)
 
 
 def _forward_with(native: Callable, config: ShardConfig) -> Callable:

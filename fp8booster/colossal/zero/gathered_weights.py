@@ -128,7 +128,7 @@ def why_in_16_bits(layer: FP8Layer, optimizer: LowLevelZeroOptimizer, readers: i
 
 
 def _matrix_of(layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the FP8 weights of layers, one below the other, [N, K], and for their transpose, [K, N] or empty."""
+    """Memory for the FP8 weights of layers, stacked by rows, [N, K], and for their transpose, [K, N] or empty."""
     first, dtype = layers[0].weight, layers[0].fp8_config.weight_format
     columns, rows = first.shape[1], sum(len(layer.weight) for layer in layers)
     kept = _keeps_transpose(layers[0])
@@ -217,7 +217,7 @@ class GatheredWeights:
     def _buffers_of_experts(
         self, model: nn.Module, layers: Mapping[int, FP8Layer]
     ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Memory for weights that grouped products read as one, one below the other.
+        """Memory for weights that grouped products read as one, stacked by rows.
 
         Args:
             model: whose experts they are.
@@ -276,7 +276,7 @@ class GatheredWeights:
         )
 
     def _allocate_together(self, merged: MergedLayers) -> None:
-        """Memory for weights one below the other, of which each layer's FP8 weight is a part."""
+        """Memory for weights stacked by rows, of which each layer's FP8 weight is a part."""
         weights = merged.weights
         data, transpose = self._buffer_of(merged) or _matrix_of(merged.layers)
         inverse_scale = weights[0].new_empty((), dtype=torch.float32)

@@ -13,7 +13,7 @@ class FP8ZeroModel(LowLevelZeroModel):
     """The model wrapper of a plugin that sends FP8."""
 
     @classmethod
-    def take_over(cls, model: LowLevelZeroModel, optimizer: FP8ZeroOptimizer) -> None:
+    def convert_in_place(cls, model: LowLevelZeroModel, optimizer: FP8ZeroOptimizer) -> None:
         """Turn a model wrapper into this class in place."""
         model.__class__ = cls
         # past nn.Module's own attributes: the optimizer is no part of the model

@@ -54,7 +54,9 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
     hook of the optimizer inside would make it step in more passes (`one_pass.why_not`)."""
 
     @classmethod
-    def take_over(cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, gradient_scaling: str) -> None:
+    def convert_in_place(
+        cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, gradient_scaling: str
+    ) -> None:
         """Turn a ZeRO optimizer into this class in place.
 
         Args:

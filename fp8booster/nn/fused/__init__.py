@@ -44,7 +44,7 @@ def fuse(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) ->
 
     `use_fp8=True` fuses by itself. By hand it serves a model that was converted by `convert_to_fp8`, and one that
     computes in BF16, as plain PyTorch or under `TorchDDPPlugin` and `LowLevelZeroPlugin`: fuse it when it has its dtype
-    and its device, before it is boosted, for then the weights of merged products are laid one below the other in
+    and its device, before it is boosted, for then the weights of merged products are laid stacked by rows in
     memory. Where they cannot be, those layers run one by one, and the line that is returned says why.
 
     Args:
@@ -62,7 +62,9 @@ def fuse(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) ->
 def fused_summary(model: nn.Module) -> str:
     """What of a model is fused as it is now, and what is not, in a line."""
     layers = sum(isinstance(module, FusedDecoderLayer) for module in model.modules())
-    apart = Counter(merged.why_apart for merged in merged_linears(model) if merged.why_apart is not None)
+    apart = Counter(
+        merged.why_not_merged for merged in merged_linears(model) if merged.why_not_merged is not None
+    )
     left = "; ".join(
         [f"{count} not: {part}" for part, count in parts_unfused(model).items()]
         + [f"{count} groups of layers not merged: {reason}" for reason, count in apart.items()]

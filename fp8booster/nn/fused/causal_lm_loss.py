@@ -20,13 +20,13 @@ from torch import nn
 
 from fp8booster import formats
 from fp8booster.kernels.transpose import transposed
+from fp8booster.nn.bypass import has_hooks
 from fp8booster.nn.choice import computes_in_fp8
 from fp8booster.nn.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.nn.layer import FP8Layer
 from fp8booster.nn.linear import FP8Linear
-from fp8booster.nn.past_forward import has_hooks
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.tensor import QuantizedMatrix
 
@@ -165,7 +165,7 @@ class HeldHead(nn.Module):
 def _why_not_through(language_model: nn.Module) -> str | None:
     """What stands against computing the loss from the head's weight, as it is now."""
     head = language_model.lm_head
-    reason = why_not_past_forward(head, HEADS)
+    reason = why_not_bypassed(head, HEADS)
     if reason is None and tokens_of(head) != language_model.config.vocab_size:
         return (
             f"its lm_head makes {tokens_of(head)} logits and its config has a vocab_size of "
@@ -179,7 +179,7 @@ def tokens_of(head: nn.Module) -> int:
     return getattr(head, "old_num_embeddings", head.weight.shape[0])
 
 
-def why_not_past_forward(head: nn.Module, classes: Collection[type[nn.Module]]) -> str | None:
+def why_not_bypassed(head: nn.Module, classes: Collection[type[nn.Module]]) -> str | None:
     """Why the weight of an lm_head cannot be read past its forward, or None if it can.
 
     Args:
@@ -306,7 +306,7 @@ def head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **ho
     """The loss through a head, in FP8 where the head is an FP8 layer for which that pays.
 
     Args:
-        head: of a class that `why_not_past_forward` was asked for.
+        head: of a class that `why_not_bypassed` was asked for.
         hidden: [..., K].
         targets: int64 [...].
         how: ignore_index, reduction and vocabulary of `linear_cross_entropy`.

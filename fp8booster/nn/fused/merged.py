@@ -1,6 +1,6 @@
 """Several linear layers that read one input, as one product: q, k and v, or gate and up.
 
-The layers keep their parameters. Their FP8 weights lie one below the other under one scale, so that forward is one
+The layers keep their parameters. Their FP8 weights lie stacked by rows under one scale, so that forward is one
 product, backward's dgrad adds up what the layers give by itself, and one wgrad gives all their gradients.
 """
 
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from fp8booster.kernels.device import require_fp8
+from fp8booster.nn.bypass import must_be_called
 from fp8booster.nn.choice import computes_in_fp8
 from fp8booster.nn.functional import Defer, linear_from_quantized
 from fp8booster.nn.fused.one_input import LayersOfOneInput
 from fp8booster.nn.held import held_by_modules
 from fp8booster.nn.layer import FP8Layer
-from fp8booster.nn.past_forward import must_be_called
 from fp8booster.nn.shared_input import share_input
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.freshness import reusable
@@ -43,7 +43,7 @@ class MergedLayers(LayersOfOneInput):
         self.fp8_weight = CachedWeight()
 
     @property
-    def why_apart(self) -> str | None:
+    def why_not_merged(self) -> str | None:
         """Why the layers' products run one by one in training, as far as it is known; None where they run as one."""
         return self._why_never() or ", ".join(self._reasons) or None
 
@@ -156,7 +156,7 @@ def merged_layers(model: nn.Module) -> list[MergedLayers]:
 
 
 class _SideBySide(torch.autograd.Function):
-    """Stands for weights one below the other, without their values: what it is for is to hand on their gradients."""
+    """Stands for weights stacked by rows, without their values: what it is for is to hand on their gradients."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, *weights: torch.Tensor) -> torch.Tensor:

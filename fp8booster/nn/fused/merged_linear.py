@@ -1,7 +1,7 @@
 """Several nn.Linear layers that read one input, as one product in their own precision: q, k and v, or gate and up.
 
 `merged` does that for FP8 layers, whose FP8 weights are copies that can lie as one likes. Here the parameters
-themselves are moved once, one below the other, so that no step copies them: each stays the parameter that it was, over
+themselves are moved once, stacked by rows, so that no step copies them: each stays the parameter that it was, over
 other memory.
 """
 
@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8booster.nn.bypass import must_be_called
 from fp8booster.nn.fused.one_input import LayersOfOneInput
 from fp8booster.nn.held import held_by_modules
-from fp8booster.nn.past_forward import must_be_called
 from fp8booster.nn.weights.stacking import as_one, lie_together
 
 
@@ -23,7 +23,7 @@ class MergedLinears(LayersOfOneInput):
     """nn.Linear layers of one input whose products are computed as one where that is right.
 
     Args:
-        layers: in the order of their outputs; their weights are laid one below the other where nothing else holds their
+        layers: in the order of their outputs; their weights are laid stacked by rows where nothing else holds their
             memory.
     """
 
@@ -32,15 +32,15 @@ class MergedLinears(LayersOfOneInput):
         self._why_moved = _lay_together(self.weights)
 
     @property
-    def why_apart(self) -> str | None:
+    def why_not_merged(self) -> str | None:
         """Why the layers' products run one by one in training, as they are now; None where they run as one."""
         return self._why_never() or (None if lie_together(self.weights) else self._why_moved)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """All outputs side by side, [..., sum of output features], or None: call the layers one by one.
 
-        They are, where `why_apart` says so; in evaluation; under autocast, which would cast them as one anew; and in
-        compiled code, where the compiler sees the layers themselves.
+        They are, where `why_not_merged` has a reason; in evaluation; under autocast, which would cast them as one anew;
+        and in compiled code, where the compiler sees the layers themselves.
         """
         first, weights = self.layers[0], self.weights
         if (
@@ -76,7 +76,7 @@ _MOVED = "their weights have moved since; fuse the model when it has its dtype a
 
 
 def _lay_together(weights: Sequence[torch.Tensor]) -> str:
-    """Move weights one below the other; returns why they do not lie so, if ever they do not."""
+    """Move weights stacked by rows; returns why they do not lie so, if ever they do not."""
     for weight in weights:
         if type(weight) is not nn.Parameter or weight.is_meta:
             return "their weights are not plain parameters"
@@ -94,7 +94,7 @@ def _lay_together(weights: Sequence[torch.Tensor]) -> str:
 
 
 class _AsOne(torch.autograd.Function):
-    """Weights that lie one below the other as one matrix, which shares their memory."""
+    """Weights that lie stacked by rows as one matrix, which shares their memory."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, *weights: torch.Tensor) -> torch.Tensor:

@@ -135,7 +135,7 @@ def it_computes_what_the_native_layer_does(name: str) -> None:
         assert tensor.shape == found[what].shape, what
         ratio = signal_to_noise(tensor, found[what])
         assert ratio > FP8_DB, (what, ratio)
-    layer.give_back()
+    layer.revert()
     assert type(layer) is type(native)
 
 

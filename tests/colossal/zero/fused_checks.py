@@ -22,7 +22,7 @@ FUSED = FP8Config(fused=True)
 
 
 def whole_masters(run: Boosted, layers: MergedLayers) -> torch.Tensor:
-    """The masters of merged layers, one below the other."""
+    """The masters of merged layers, stacked by rows."""
     of_all = masters(run)
     name_of = {id(parameter): name for name, parameter in names(run).items()}
     return torch.cat([of_all[name_of[id(weight)]] for weight in layers.weights])
