@@ -52,9 +52,10 @@ test-transformers5: $(READY5) ## run the tests that concern transformers with it
 test-gpu: $(READY) ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-lint: $(READY) ## check style
+lint: $(READY) ## check style, and that imports run downward without circles
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/lint-imports
 
 format: $(READY) ## rewrite the code in the project's style
 	$(BIN)/ruff check --fix $(CODE)

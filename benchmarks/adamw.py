@@ -19,7 +19,8 @@ from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.roofline import CopyBandwidth
 from benchmarks.harness.timing import Variant, time_in_turns
-from fp8booster.kernels.adamw import Rates, Shards, update
+from fp8booster.kernels.adam_step import AdamRates, AdamShards
+from fp8booster.kernels.adamw import update
 
 LAYER = (4 * [4096 * 4096]) + 3 * [4096 * 11008]
 """Values of the matrices of one layer of LLaMA-7B."""
@@ -27,13 +28,13 @@ LAYER = (4 * [4096 * 4096]) + 3 * [4096 * 11008]
 FEWEST_BYTES = 28
 """Of a value in FP32 and its moments, read and written, and of its gradient, read."""
 
-RATES = Rates(1e-4, (0.9, 0.999), 1e-8, 0.01, decoupled=True)
+RATES = AdamRates(1e-4, (0.9, 0.999), 1e-8, 0.01, decoupled=True)
 
 
 ONE_PASS = "one pass"
 
 
-def shards_of(ranks: int, layers: int, device: torch.device) -> Shards:
+def shards_of(ranks: int, layers: int, device: torch.device) -> AdamShards:
     """What one of so many ranks holds of some layers, with gradients of FP32."""
     counts = [count // ranks for count in LAYER] * layers
 
@@ -42,10 +43,10 @@ def shards_of(ranks: int, layers: int, device: torch.device) -> Shards:
 
     squares = [value.square() for value in drawn()]
     steps = [torch.full((), 10.0, device=device) for _ in counts]
-    return Shards(drawn(), drawn(), drawn(), squares, steps)
+    return AdamShards(drawn(), drawn(), drawn(), squares, steps)
 
 
-def optimizer_of(shards: Shards, **options: bool) -> AdamW:
+def optimizer_of(shards: AdamShards, **options: bool) -> AdamW:
     """AdamW of torch over the values of some shards, with their gradients."""
     parameters = [nn.Parameter(value) for value in shards.values]
     for parameter, gradient in zip(parameters, shards.gradients, strict=True):
@@ -53,7 +54,7 @@ def optimizer_of(shards: Shards, **options: bool) -> AdamW:
     return AdamW(parameters, lr=RATES.lr, weight_decay=RATES.weight_decay, **options)
 
 
-def variants_of(shards: Shards, divisor: torch.Tensor) -> list[Variant]:
+def variants_of(shards: AdamShards, divisor: torch.Tensor) -> list[Variant]:
     """The ways to step, by name."""
     narrow = shards._replace(gradients=[gradient.bfloat16() for gradient in shards.gradients])
     fused, foreach = optimizer_of(shards, fused=True), optimizer_of(shards, foreach=True)

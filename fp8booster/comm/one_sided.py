@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -182,8 +183,14 @@ class QueuedWork(Work):
 
 
 def transfer(asynchronous: bool, outputs: Sequence[torch.Tensor]) -> Transfer:
-    """What `work.run` is given of a collective that the current stream has been given whole."""
-    return Transfer(QueuedWork(outputs) if asynchronous else None, _nothing)
+    """What `work.run` is given of a collective that the current stream has been given whole.
+
+    The kernels raised the version of what they write when they were queued. Where the caller's stream goes on
+    meanwhile, what it reads then is of before: the version is raised once more when the outputs are waited for.
+    """
+    if not asynchronous:
+        return Transfer(None, _nothing)
+    return Transfer(QueuedWork(outputs), partial(torch.autograd.graph.increment_version, list(outputs)))
 
 
 def _nothing() -> None:

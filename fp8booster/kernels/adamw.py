@@ -6,52 +6,15 @@ torch's fused operator writes the divided gradients back, and an amax of the new
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
+from fp8booster.kernels.adam_step import AdamRates, AdamShards
 from fp8booster.kernels.device import runs_triton
 from fp8booster.scaling import amaxes_of
 
-SMALLEST_NORMAL = 2.0**-126
-"""Of float32."""
 
-
-class Rates(NamedTuple):
-    """Hyperparameters of a step, as in `torch.optim.Adam`."""
-
-    lr: float | torch.Tensor
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    decoupled: bool
-    """Decay the values themselves (AdamW), not by way of the gradient (Adam with L2)."""
-
-    def denominator_eps(self) -> float:
-        """`eps`, or the smallest normal float32 in the place of 0.
-
-        It changes no sum with a root of a second moment, which is at least 3.7e-23 or 0. But 0 / 0 would make NaN of
-        what never had a gradient, as the padding of a shard.
-        """
-        return max(self.eps, SMALLEST_NORMAL)
-
-
-class Shards(NamedTuple):
-    """Tensors of one device: the i-th of each list belong together. [n_i], contiguous, of BF16, FP16 or FP32."""
-
-    values: Sequence[torch.Tensor]
-    gradients: Sequence[torch.Tensor]
-    """Of any of these dtypes."""
-
-    exp_avgs: Sequence[torch.Tensor]
-    exp_avg_sqs: Sequence[torch.Tensor]
-    """As `exp_avgs`, of the dtype of the values."""
-
-    steps: Sequence[torch.Tensor]
-    """float32 [], on the device or on the host: how many steps this one makes."""
-
-
-def update(shards: Shards, rates: Rates, divisor: torch.Tensor | None = None) -> torch.Tensor:
+def update(shards: AdamShards, rates: AdamRates, divisor: torch.Tensor | None = None) -> torch.Tensor:
     """Take one step of Adam (Kingma and Ba, algorithm 1) or AdamW (Loshchilov and Hutter, algorithm 2), in FP32.
 
     Args:
@@ -76,15 +39,17 @@ def update(shards: Shards, rates: Rates, divisor: torch.Tensor | None = None) ->
     return update_reference(shards, rates, divisor)
 
 
-def update_reference(shards: Shards, rates: Rates, divisor: torch.Tensor | None = None) -> torch.Tensor:
+def update_reference(
+    shards: AdamShards, rates: AdamRates, divisor: torch.Tensor | None = None
+) -> torch.Tensor:
     """What `update` computes, in torch."""
     update_by_torch(shards, rates, divisor)
     return torch.stack(amaxes_of(shards.values))
 
 
 def update_by_torch(
-    shards: Shards,
-    rates: Rates,
+    shards: AdamShards,
+    rates: AdamRates,
     divisor: torch.Tensor | None = None,
     max_exp_avg_sqs: Sequence[torch.Tensor] = (),
     maximize: bool = False,
@@ -118,20 +83,3 @@ def update_by_torch(
         grad_scale=divisor,
         found_inf=None,
     )
-
-
-def factors(shards: Shards, rates: Rates) -> torch.Tensor:
-    """What Adam's arithmetic takes of a step beside the betas: float32 [shards, 4] on the shards' device.
-
-    A row holds the factor of weight decay, the step size lr / (1 - beta1^t), the root of 1 - beta2^t, and a zero, where
-    the amax comes; 16 bytes, so that each begins at a multiple of 16.
-    """
-    device = shards.values[0].device
-    steps = torch.stack(tuple(shards.steps)).to(device, torch.float64, non_blocking=True)
-    lr = rates.lr.to(steps) if isinstance(rates.lr, torch.Tensor) else rates.lr
-    decay = lr * rates.weight_decay if rates.decoupled else rates.weight_decay
-    rows = torch.zeros(len(steps), 4, dtype=torch.float64, device=device)
-    rows[:, 0] = decay
-    rows[:, 1] = lr / (1 - rates.betas[0] ** steps)
-    rows[:, 2] = (1 - rates.betas[1] ** steps).sqrt()
-    return rows.float()

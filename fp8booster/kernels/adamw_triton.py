@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8booster.kernels.adamw import Rates, Shards, factors
+from fp8booster.kernels.adam_step import AdamRates, AdamShards, factors
 from fp8booster.kernels.cast_triton import magnitude_bits
 from fp8booster.kernels.launch import ceil_div, launch
 
@@ -21,7 +21,7 @@ def adamw_kernel(
     gradients,
     exp_avg,
     exp_avg_sq,
-    row,  # float32 [4], see `adamw.factors`; the last takes the amax
+    row,  # float32 [4], see `adam_step.factors`; the last takes the amax
     divisor,  # float32 [], where DIVIDES
     count,
     beta1,
@@ -59,7 +59,7 @@ def adamw_kernel(
     tl.atomic_max((row + 3).to(tl.pointer_type(tl.int32), bitcast=True), largest, sem="relaxed")
 
 
-def update_triton(shards: Shards, rates: Rates, divisor: torch.Tensor | None) -> torch.Tensor:
+def update_triton(shards: AdamShards, rates: AdamRates, divisor: torch.Tensor | None) -> torch.Tensor:
     """What `adamw.update_reference` computes, but for the last bits."""
     rows = factors(shards, rates)
     beta1, beta2 = rates.betas

@@ -25,8 +25,8 @@ from fp8booster import formats
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
+from fp8booster.nn.backward_weight import BackwardWeight, transposed_in_backward
 from fp8booster.nn.exchange import NO_EXCHANGE, Exchange
-from fp8booster.nn.weights.backward_weight import BackwardWeight, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix, quantize
 
 _unsafe_view = torch.ops.aten._unsafe_view.default

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
-from fp8booster.kernels.adamw import Rates, Shards, update, update_by_torch
+from fp8booster.kernels.adam_step import AdamRates, AdamShards
+from fp8booster.kernels.adamw import update, update_by_torch
 from fp8booster.kernels.device import runs_triton
 
 VALUES_AT_ONCE = 2**26
@@ -168,7 +169,7 @@ class HybridAdam(Optimizer):
         group: dict[str, Any],
         parameters: Sequence[torch.nn.Parameter],
         gradients: Sequence[torch.Tensor],
-    ) -> Shards:
+    ) -> AdamShards:
         """What a step reads and writes of parameters of one device; it counts the step.
 
         Args:
@@ -184,7 +185,7 @@ class HybridAdam(Optimizer):
             step: torch.full((), step if corrected else _INFINITE, dtype=torch.float32, device=device)
             for step in {state["step"] for state in states}
         }
-        return Shards(
+        return AdamShards(
             [parameter.data for parameter in parameters],
             gradients,
             [state["exp_avg"] for state in states],
@@ -218,7 +219,7 @@ class HybridAdam(Optimizer):
             )
         shards = self.next_shards(group, parameters, [parameter.grad.data for parameter in parameters])
         decoupled = group.get("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
-        rates = Rates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
+        rates = AdamRates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
         if _in_one_pass(group, parameters[0]):
             return dict(zip(parameters, update(shards, rates, divisor).unbind(), strict=True))
         amsgrad = group.get("amsgrad", False)

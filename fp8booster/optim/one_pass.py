@@ -16,7 +16,8 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from fp8booster.kernels.adamw import Rates, Shards, update
+from fp8booster.kernels.adam_step import AdamRates, AdamShards
+from fp8booster.kernels.adamw import update
 from fp8booster.optim.hybrid_adam import HybridAdam
 
 COUNTS_STEPS = "fp8_counts_steps"
@@ -88,7 +89,7 @@ def step_group(
         return []
     shards_of = optimizer.next_shards if type(optimizer) is HybridAdam else partial(_next_shards, optimizer)
     decoupled = group.get("decoupled_weight_decay", optimizer.defaults["decoupled_weight_decay"])
-    rates = Rates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
+    rates = AdamRates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
     amaxes: dict[nn.Parameter, torch.Tensor] = {}
     for device in dict.fromkeys(parameter.device for parameter in taken):
         here = [parameter for parameter in taken if parameter.device == device]
@@ -100,7 +101,7 @@ def step_group(
 
 def _next_shards(
     optimizer: Adam, group: dict[str, Any], parameters: list[nn.Parameter], gradients: list[torch.Tensor]
-) -> Shards:
+) -> AdamShards:
     """As `HybridAdam.next_shards`; torch makes the states where there are none."""
     _make_states(optimizer, group, [each for each in parameters if not optimizer.state[each]])
     states = [optimizer.state[each] for each in parameters]
@@ -108,7 +109,7 @@ def _next_shards(
         [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")
     )
     torch._foreach_add_(steps, 1)
-    return Shards([each.detach() for each in parameters], gradients, exp_avgs, exp_avg_sqs, steps)
+    return AdamShards([each.detach() for each in parameters], gradients, exp_avgs, exp_avg_sqs, steps)
 
 
 def _make_states(optimizer: Adam, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:

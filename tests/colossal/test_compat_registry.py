@@ -11,7 +11,8 @@ import pytest
 
 from fp8booster.colossal import compat
 from fp8booster.colossal.compat import registry
-from fp8booster.colossal.compat.registry import Mend, Patch
+from fp8booster.colossal.compat.registry import Mend
+from fp8booster.colossal.patch import Patch
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 
 from fp8booster.colossal.compat import connections
 from fp8booster.colossal.compat.connections import VARIABLE, streams_have_queues_of_their_own
-from fp8booster.colossal.compat.registry import Patch
+from fp8booster.colossal.patch import Patch
 
 INITIALIZE = types.ModuleType("colossalai.initialize")
 

@@ -1,20 +1,20 @@
-"""Shards to update by Adam's rule, and how they are compared."""
+"""AdamShards to update by Adam's rule, and how they are compared."""
 
 from __future__ import annotations
 
 import torch
 
-from fp8booster.kernels.adamw import Rates, Shards
+from fp8booster.kernels.adam_step import AdamRates, AdamShards
 
 COUNTS = (1, 7, 1024, 4097, 70001)
 RATES = {
-    "AdamW": Rates(1e-2, (0.9, 0.95), 1e-8, 0.1, decoupled=True),
-    "Adam": Rates(1e-2, (0.9, 0.999), 1e-6, 0.0, decoupled=False),
-    "Adam with decay": Rates(torch.tensor(1e-2), (0.5, 0.7), 1e-3, 0.3, decoupled=False),
+    "AdamW": AdamRates(1e-2, (0.9, 0.95), 1e-8, 0.1, decoupled=True),
+    "Adam": AdamRates(1e-2, (0.9, 0.999), 1e-6, 0.0, decoupled=False),
+    "Adam with decay": AdamRates(torch.tensor(1e-2), (0.5, 0.7), 1e-3, 0.3, decoupled=False),
 }
 
 
-def shards(dtype: torch.dtype, gradients: torch.dtype, device: torch.device | str = "cpu") -> Shards:
+def shards(dtype: torch.dtype, gradients: torch.dtype, device: torch.device | str = "cpu") -> AdamShards:
     torch.manual_seed(0)
 
     def draw(of: torch.dtype) -> list[torch.Tensor]:
@@ -22,14 +22,14 @@ def shards(dtype: torch.dtype, gradients: torch.dtype, device: torch.device | st
 
     steps = [torch.tensor(float(1 + index)).to(device) for index in range(len(COUNTS))]
     moments = [moment.mul(0.01) for moment in draw(dtype)], [moment.square() for moment in draw(dtype)]
-    return Shards(draw(dtype), draw(gradients), *moments, steps)
+    return AdamShards(draw(dtype), draw(gradients), *moments, steps)
 
 
-def copied(one: Shards) -> Shards:
-    return Shards(*([tensor.clone() for tensor in tensors] for tensors in one))
+def copied(one: AdamShards) -> AdamShards:
+    return AdamShards(*([tensor.clone() for tensor in tensors] for tensors in one))
 
 
-def far_apart(one: Shards, other: Shards) -> list[str]:
+def far_apart(one: AdamShards, other: AdamShards) -> list[str]:
     """What was written and differs by more than some units in the last place."""
     found = []
     for name in ("values", "exp_avgs", "exp_avg_sqs"):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8booster.kernels.adamw import Shards, factors, update, update_reference
+from fp8booster.kernels.adam_step import AdamShards, factors
+from fp8booster.kernels.adamw import update, update_reference
 from tests.kernels.adam_shards import COUNTS, RATES, copied, far_apart, shards
 
 
@@ -28,7 +29,7 @@ def test_the_reference_is_torchs_optimizer(case) -> None:
             parameter.grad = gradient / 3
         optimizer.step()
         steps = [torch.tensor(float(step))] * len(COUNTS)
-        amaxes = update(Shards(ours, gradients, *moments, steps), rates, torch.tensor(3.0))
+        amaxes = update(AdamShards(ours, gradients, *moments, steps), rates, torch.tensor(3.0))
         assert torch.equal(amaxes, torch.stack([one.abs().max() for one in ours]))
     for one, parameter in zip(ours, parameters, strict=True):
         torch.testing.assert_close(one, parameter.detach(), rtol=1e-5, atol=1e-6)
@@ -46,7 +47,7 @@ def test_a_nan_is_the_largest() -> None:
 
 def test_empty_shards_have_no_magnitude() -> None:
     nothing = [torch.zeros(0)]
-    amaxes = update(Shards(nothing, nothing, nothing, nothing, [torch.tensor(1.0)]), RATES["AdamW"])
+    amaxes = update(AdamShards(nothing, nothing, nothing, nothing, [torch.tensor(1.0)]), RATES["AdamW"])
     assert amaxes.tolist() == [0.0]
 
 
@@ -57,7 +58,7 @@ def test_an_epsilon_of_zero_leaves_the_amax_of_what_has_gradients(zeros, device)
     values = [torch.full((zeros,), 3.0, device=device)]
     moments = [[torch.zeros(zeros, device=device)] for _ in range(2)]
     rates = RATES["AdamW"]._replace(eps=0.0)
-    amaxes = update(Shards(values, gradients, *moments, [torch.ones((), device=device)]), rates)
+    amaxes = update(AdamShards(values, gradients, *moments, [torch.ones((), device=device)]), rates)
     assert amaxes.tolist() == [values[0].abs().max().item()]
     assert amaxes.isfinite().all()
 
@@ -85,7 +86,7 @@ def test_without_an_eps_what_never_had_a_gradient_stays_and_all_else_is_as_ever(
 def test_values_that_lie_apart_are_refused() -> None:
     apart, together = [torch.ones(8)[::2]], [torch.ones(4)]
     with pytest.raises(ValueError, match="contiguous"):
-        update(Shards(together, apart, together, together, [torch.tensor(1.0)]), RATES["AdamW"])
+        update(AdamShards(together, apart, together, together, [torch.tensor(1.0)]), RATES["AdamW"])
 
 
 @pytest.mark.gpu
@@ -110,7 +111,7 @@ def test_triton_computes_what_the_reference_does(case, dtype, gradients) -> None
         theirs, versions = copied(ours), [value._version for value in ours.values]
         amaxes = update(ours, rates, divisor)
         update_reference(
-            Shards(*([each.float() for each in tensors] for tensors in theirs))
+            AdamShards(*([each.float() for each in tensors] for tensors in theirs))
             if dtype is torch.float32
             else theirs,
             rates,

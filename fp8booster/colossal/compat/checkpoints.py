@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster.colossal.compat.background_writer import BackgroundFileWriter
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 
 
 @mend(

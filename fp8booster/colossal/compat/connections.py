@@ -10,7 +10,8 @@ from types import ModuleType
 
 import torch
 
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 """How many queues a process gives its GPU work; CUDA reads it once, when it begins, and takes 8 where it is not set."""

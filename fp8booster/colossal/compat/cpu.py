@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import torch
 
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 
 _CPU_ACCELERATOR = "colossalai.accelerator.cpu_accelerator"
 _UNSUPPORTED = "this method is not supported for cpu accelerator"

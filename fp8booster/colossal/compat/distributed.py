@@ -9,7 +9,8 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 
 
 @mend(

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig
 from torch.optim import AdamW, Optimizer
 
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 
 _FSDP_PLUGIN = "colossalai.booster.plugin.torch_fsdp_plugin"
 

@@ -13,7 +13,8 @@ import psutil
 import torch
 
 from fp8booster.colossal.compat.distributed import _local_world_size
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 from fp8booster.optim import HybridAdam
 
 _GEMINI = "colossalai.zero.gemini"

@@ -6,7 +6,8 @@ from types import ModuleType
 
 import torch.nn as nn
 
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 
 
 @mend(

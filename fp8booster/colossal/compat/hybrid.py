@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 
 
 @mend(

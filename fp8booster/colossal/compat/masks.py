@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 
 LLAMA = "colossalai.shardformer.modeling.llama"
 

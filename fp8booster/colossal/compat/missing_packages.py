@@ -10,7 +10,8 @@ import importlib.util
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 
 
 def _needs(package: str, install: str, name: str) -> type:

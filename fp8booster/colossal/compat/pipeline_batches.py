@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 
 
 def _schedules(module: ModuleType) -> tuple[type, ...]:

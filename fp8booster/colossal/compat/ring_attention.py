@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from fp8booster.colossal.compat.attention import ATTENTION, has_flash_attn
 from fp8booster.colossal.compat.masks import LLAMA, is_a_ring, mask_of_ones
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 
 
 @mend(

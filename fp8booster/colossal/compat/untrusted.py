@@ -8,7 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fp8booster.colossal.compat.registry import Patch, mend
+from fp8booster.colossal.compat.registry import mend
+from fp8booster.colossal.patch import Patch
 from fp8booster.reading import COPY_AGAIN, faults_named, read_index
 
 _BEING_WRITTEN = "tmp_index_files"

@@ -8,8 +8,8 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,20 @@ from fp8booster.colossal.gemini.groups import GroupedChunkManager
 from fp8booster.colossal.gemini.memory import take_memory
 from fp8booster.listing import first_of
 
-if TYPE_CHECKING:
-    from fp8booster.colossal.gemini.model import FP8GeminiDDP
+
+class ReducingModel(Protocol):
+    """What is asked of the model wrapper whose gradients are kept: `FP8GeminiDDP`."""
+
+    chunk_manager: GroupedChunkManager
+    param2name: Mapping[nn.Parameter, str]
+    trained_since_step: set[nn.Parameter]
+    """Who has had a gradient since the last step."""
+    grads_device: Mapping[nn.Parameter, torch.device]
+    """Where the optimizer steps."""
+    mixed_precision: torch.dtype
+    enable_async_reduce: bool
+    async_reduce_stream: torch.cuda.Stream | None
+    offloads_weights: bool
 
 
 def sum_partial_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -60,7 +72,7 @@ def gradient_chunk(chunk: ReducedChunk, manager: GroupedChunkManager) -> Reduced
     return chunk if takes_the_weights_place(chunk, manager) else chunk.grad_chunk
 
 
-def keep_gradient(gradient: torch.Tensor, *, model: FP8GeminiDDP, parameter: nn.Parameter) -> torch.Tensor:
+def keep_gradient(gradient: torch.Tensor, *, model: ReducingModel, parameter: nn.Parameter) -> torch.Tensor:
     """Put a gradient into its chunk, and reduce the chunk if that was the last one missing.
 
     Args:
@@ -133,7 +145,7 @@ def _open(chunk: ReducedChunk, manager: GroupedChunkManager) -> ReducedChunk:
     return target
 
 
-def _reduce(target: ReducedChunk, chunk: ReducedChunk, model: FP8GeminiDDP, parameter: nn.Parameter) -> None:
+def _reduce(target: ReducedChunk, chunk: ReducedChunk, model: ReducingModel, parameter: nn.Parameter) -> None:
     """Average the gradients over the ranks, look at them, and move them to where the optimizer steps."""
     manager, device = model.chunk_manager, model.grads_device[parameter]
     manager.reduce_chunk(target)

@@ -22,7 +22,7 @@ from colossalai.shardformer.layer import _operation, attn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fp8booster.colossal.compat.registry import Patch
+from fp8booster.colossal.patch import Patch
 from fp8booster.colossal.tensor import collectives, compressed_groups, ring
 from fp8booster.colossal.tensor.compressed_groups import is_compressed
 from fp8booster.comm.statistics import count_plain
