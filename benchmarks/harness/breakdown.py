@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, schedule
-
-from benchmarks.harness.profiler import profiler_turn
 
 PARTS = {"products": ("gemm", "nvjet", "cutlass", "splitk"), "casts": ("amax", "cast")}
 """What the names of kernels contain; nvjet is cuBLAS's family on Hopper. All else is "other"."""
 
 
-ATTEMPTS = 3
-
 NONE_SEEN = "torch's profiler saw none; another process, such as nsys, may hold the GPU's profiler"
 
 
 def kernel_us(run: Callable[[], object], repeats: int) -> dict[str, float]:
-    """Microseconds on the GPU of each kernel in one run, the mean of `repeats`.
-
-    Waits its turn with the profiler, and is empty where `ATTEMPTS` profiles saw no kernel: report `NONE_SEEN`.
-    """
-    with profiler_turn():
-        profiles = (_profiled(run, repeats) for _ in range(ATTEMPTS))
-        return next(filter(None, profiles), {})
-
-
-def _profiled(run: Callable[[], object], repeats: int) -> dict[str, float]:
+    """Microseconds on the GPU of each kernel in one run, the mean of `repeats`; empty: report `NONE_SEEN`."""
     # kernels that run while the profiler starts may be missed, so the first cycle is thrown away
     with profile(
         activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
@@ -41,10 +29,16 @@ def _profiled(run: Callable[[], object], repeats: int) -> dict[str, float]:
         for _ in range(repeats):
             run()
         torch.cuda.synchronize()
+    return us_of_kernels(profiler.key_averages(), repeats)
+
+
+def us_of_kernels(events: Iterable[FunctionEventAvg], repeats: int) -> dict[str, float]:
+    """Microseconds of each kernel among the events of a profile of `repeats` runs, in one of them."""
     return {
         event.key: event.self_device_time_total / repeats
-        for event in profiler.key_averages()
-        if event.device_type is DeviceType.CUDA and not event.is_user_annotation
+        for event in events
+        # compared by value: the profiler makes an object of its own for each event's type
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     }
 
 

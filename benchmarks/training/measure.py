@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness.power import Draw, PowerMeter
-from benchmarks.harness.profiler import profiler_turn
 from benchmarks.training.data import batches
 from benchmarks.training.job import Job
 from benchmarks.training.trace import breakdown
@@ -114,11 +113,7 @@ def _profile(trainer: Trainer, tokens: torch.Tensor, device: torch.device, trace
     first = dist.get_rank() == 0
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     _meet(device)
-    with ExitStack() as held:
-        profiler = None
-        if first:
-            held.enter_context(profiler_turn())
-            profiler = held.enter_context(profile(activities=activities))
+    with profile(activities=activities) if first else nullcontext() as profiler:
         # the step before it, so that it meets what that one left on the way, as the timed ones do
         trainer.step(tokens)
         _finish_current_stream(device)
