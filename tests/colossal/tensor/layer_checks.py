@@ -290,3 +290,20 @@ def statistics_name_what_travels() -> None:
     rows = comm.statistics().rows
     assert rows.keys() == {"sequence gather of inputs", "reduce_scatter_tensor"}
     assert all(row.ratio < 0.52 and not row.uncompressed for row in rows.values()), rows
+
+
+@check
+def a_sum_over_ranks_reaches_a_tensor_whose_values_lie_apart() -> None:
+    from colossalai.quantization import fp8
+
+    from fp8booster.colossal.tensor import compress_groups
+
+    compress_groups(dist.group.WORLD)
+    whole = torch.arange(24.0).view(4, 6).bfloat16()
+    columns = whole[:, ::2]
+    assert not columns.is_contiguous()
+    left_alone = whole[:, 1::2].clone()
+    expected = columns * dist.get_world_size()
+    fp8.all_reduce_fp8(columns, group=dist.group.WORLD)
+    assert torch.equal(columns, expected)
+    assert torch.equal(whole[:, 1::2], left_alone)
