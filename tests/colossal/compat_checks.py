@@ -200,6 +200,9 @@ def _ask_for_hccl() -> None:
         # As in a PyTorch that was built without CUDA.
         monkeypatch.setattr(p2p.c10d, "is_nccl_available", lambda: False)
         assert not p2p._check_for_nccl_hccl_backend(None)
+        # as in one that was built with it, over gloo
+        monkeypatch.setattr(p2p.c10d, "is_nccl_available", lambda: True)
+        assert not p2p._check_for_nccl_hccl_backend(None)
 
 
 def _count_ranks_of_a_node() -> None:

@@ -16,16 +16,19 @@ from fp8booster.colossal.patch import Patch
 @mend(
     module="torch.distributed",
     place="pipeline/p2p.py:159",
-    needed_when="PyTorch has no is_hccl_available (all but Ascend's builds) and no NCCL",
+    needed_when="PyTorch has no is_hccl_available (all but Ascend's builds), and no NCCL or a gloo group beside it",
 )
 def hccl_is_unavailable(module: ModuleType, patch: Patch) -> None:
-    """`torch.distributed.is_hccl_available()` answers False where PyTorch was not built with HCCL.
+    """`is_hccl_available()` answers False and `Backend.HCCL` has its name where PyTorch was not built with HCCL.
 
     Without it pipeline communication on a CPU build raises AttributeError: module 'torch.distributed' has no
-    attribute 'is_hccl_available'. No longer needed when colossalai does not call it.
+    attribute 'is_hccl_available'; on a CUDA build over gloo, type object 'Backend' has no attribute 'HCCL'. No longer
+    needed when colossalai does not ask for either.
     """
     if not hasattr(module, "is_hccl_available"):
         patch.set(module, "is_hccl_available", lambda: False)
+    if not hasattr(module.Backend, "HCCL"):
+        patch.set(module.Backend, "HCCL", "hccl")
 
 
 @mend(
