@@ -1,4 +1,4 @@
-"""From which size on FP8 pays for a linear layer on this GPU, beside what the model of `fp8booster.nn.choice` says.
+"""From which size on FP8 pays for a linear layer on this GPU, compared with `fp8booster.nn.linear.speed_model`.
 
     python -m benchmarks.choice --out results --json results/choice.json
 
@@ -20,7 +20,7 @@ from torch import nn
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table
 from fp8booster import FP8Config, FP8Linear
-from fp8booster.nn.choice import MEASURED, speedup
+from fp8booster.nn.linear.speed_model import MEASURED, speedup
 
 TOKENS = [1024, 4096, 8192, 16384]
 HIDDEN = [512, 1024, 1536, 2048, 3072, 4096]

@@ -19,7 +19,7 @@ def all_but_vocabulary_heads(name: str, module: nn.Module) -> bool:
     """True for every linear layer but the one that makes the logits, whose output is the most sensitive to rounding.
 
     A name tells this of some heads. As `FP8Config.layers` it leaves out those that the model itself names too
-    (`nn.heads`).
+    (`nn.modules`).
     """
     return name.rpartition(".")[2] not in VOCABULARY_HEADS
 
@@ -68,7 +68,7 @@ class FP8Config:
     output feature (and, for the transposes that backward reads, for each feature)."""
 
     always: bool = False
-    """Compute in FP8 also where a layer is so small that BF16 is faster on this GPU, by the model of `nn.choice`."""
+    """Compute in FP8 also where a layer is so small that BF16 is faster on this GPU, by `nn.linear.speed_model`."""
 
     communication: bool = True
     """Send gradients and weights in FP8 too, where a plugin's `fp8_communication` does not say otherwise."""
@@ -88,7 +88,7 @@ class FP8Config:
     """Under ZeRO, keep the value of each gathered FP8 weight in 16 bits too, for what reads a parameter itself. False
     saves these two bytes a value, and weights are gathered while the next forward runs. The parameters of FP8 layers
     then read as NaN after a step, but in checkpoints and state dicts, and run in FP8 for any number of tokens. None is
-    False where these copies would take more than 1/32 of the GPU's memory (`nn.weight_memory`)."""
+    False where these copies would take more than 1/32 of the GPU's memory (`nn.weights.memory`)."""
 
     keep_weight_transposes: bool | None = None
     """Keep the transpose of each FP8 weight, which backward reads, from step to step. False makes it in backward, at

@@ -25,7 +25,7 @@ CODE = {"": "text", ".py": "python", ".sh": "bash", ".sbatch": "bash", ".toml": 
 API = {
     "fp8booster": ("fp8booster", "fp8booster.nn.report.report"),
     "plugins": ("fp8booster.plugins",),
-    "nn": ("fp8booster.nn.fused", "fp8booster.nn.layer.FP8Layer"),
+    "nn": ("fp8booster.nn.fused", "fp8booster.nn.linear.layer.FP8Layer"),
     "comm": ("fp8booster.comm", "fp8booster.comm.statistics.statistics"),
     "optim": ("fp8booster.optim",),
     "monitor": ("fp8booster.monitor.traffic",),

@@ -16,8 +16,8 @@ from torch.autograd.function import once_differentiable
 
 from benchmarks.routed.work import Products, Work
 from fp8booster import FP8Config, convert_to_fp8
-from fp8booster.nn.experts import run_experts
-from fp8booster.nn.grouped_linear import GroupedWeight, cast_experts, grouped_linear
+from fp8booster.nn.experts.dispatch import run_experts
+from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts, grouped_linear
 
 CONFIG = FP8Config(layers=lambda *_: True, always=True)
 
@@ -128,7 +128,7 @@ class _Grouped(torch.autograd.Function):
 
 
 class FP8Grouped(Way):
-    """`nn.grouped_linear`: one cast and one scale for all experts' tokens, and for all weights, cast once."""
+    """`nn.experts.grouped_linear`: one cast and one scale for all experts' tokens, and for all weights, cast once."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)

@@ -11,9 +11,9 @@ from torch import nn
 from benchmarks.routed.ways import BASELINE, CONFIG, Kind, Way
 from benchmarks.routed.work import ExpertLayer, Products, uneven_loads
 from fp8booster import convert_to_fp8
-from fp8booster.nn.experts import run_experts
+from fp8booster.nn.experts.dispatch import run_experts
+from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.fused import fuse_blocks
-from fp8booster.nn.grouped_experts import GroupedExperts
 
 
 @dataclass(frozen=True)

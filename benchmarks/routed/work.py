@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fp8booster.kernels.grouped_product import Groups
-from fp8booster.nn.expert_rows import RowLayout, bring_back, lay_out
+from fp8booster.nn.experts.row_layout import RowLayout, bring_back, lay_out
 
 
 @dataclass(frozen=True)

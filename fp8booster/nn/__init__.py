@@ -1,10 +1,10 @@
 """FP8 layers for any PyTorch model."""
 
 from fp8booster.nn.convert import convert_to_fp8
-from fp8booster.nn.functional import fp8_linear
 from fp8booster.nn.fused import fuse
-from fp8booster.nn.layer import FP8Layer, forget_weights
-from fp8booster.nn.linear import FP8Linear
+from fp8booster.nn.linear.functional import fp8_linear
+from fp8booster.nn.linear.layer import FP8Layer, forget_weights
+from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.refresh import refresh_weights
 from fp8booster.nn.report import Report, report
 

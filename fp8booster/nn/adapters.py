@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fp8booster.nn.layer import FP8Layer, forget_weight, restore_weight
+from fp8booster.nn.linear.layer import FP8Layer, forget_weight, restore_weight
 
 _CHANGES = ("merge", "unmerge")
 _FOLLOWED = "_fp8booster_followed"

@@ -13,10 +13,10 @@ from torch.nn.modules.conv import _ConvNd
 from fp8booster.config import FP8Config, all_but_vocabulary_heads
 from fp8booster.kernels.alignment import aligned
 from fp8booster.nn.adapters import follow_merges
-from fp8booster.nn.heads import vocabulary_heads
-from fp8booster.nn.layer import FP8Layer
-from fp8booster.nn.linear import FP8Linear
-from fp8booster.nn.weight_memory import without_large_transposes
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.modules import vocabulary_heads
+from fp8booster.nn.weights.memory import without_large_transposes
 
 PADDING_LIMIT = 1.125
 """A layer whose features, rounded up to multiples of 16, make its products larger than this stays in BF16."""
@@ -61,7 +61,7 @@ def known_kinds(kinds: Kinds = KINDS) -> Kinds:
     """`kinds`, and transformers' Conv1D where a model may hold one: transformers need not be installed."""
     if "transformers.pytorch_utils" not in sys.modules:
         return kinds
-    from fp8booster.nn.conv1d import FP8Conv1D
+    from fp8booster.nn.linear.conv1d import FP8Conv1D
 
     return {FP8Conv1D.original: FP8Conv1D, **kinds}
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from fp8booster.nn.convert import kept_reason, linear_layers, product_features, weights_outside
-from fp8booster.nn.fused.merged import MergedLayers, merged_layers
-from fp8booster.nn.grouped_experts import grouped_experts
-from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.experts.grouped import grouped_experts
+from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
+from fp8booster.nn.linear.layer import FP8Layer
 
 PASSES = ("fprop", "dgrad", "wgrad")
 

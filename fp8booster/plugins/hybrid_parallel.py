@@ -23,9 +23,9 @@ from fp8booster.colossal.hybrid.optimizer import FP8HybridParallelAMPOptimizer, 
 from fp8booster.colossal.pipeline import compress_pipeline
 from fp8booster.colossal.sharding import require_sharding
 from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, fuse_sharded
-from fp8booster.colossal.zero.agreement import saved_by_every_rank
 from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import make_parameters_plain, wait_before_forward
+from fp8booster.colossal.zero.lone_save import saved_by_every_rank
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8

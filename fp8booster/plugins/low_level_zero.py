@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from fp8booster.colossal.zero.agreement import saved_by_every_rank
 from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import wait_before_forward
+from fp8booster.colossal.zero.lone_save import saved_by_every_rank
 from fp8booster.colossal.zero.model import FP8ZeroModel
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config

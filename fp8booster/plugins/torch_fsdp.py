@@ -18,7 +18,7 @@ from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
-from fp8booster.nn.flat_fsdp import compress_flat_fsdp, why_not_gathered
+from fp8booster.nn.fsdp.handle import compress_flat_fsdp, why_not_gathered
 from fp8booster.nn.fused import fuse, fused_summary
 from fp8booster.plugins.arguments import bind, require_config, warn_of_no_effect
 

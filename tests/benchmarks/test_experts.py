@@ -12,7 +12,7 @@ from benchmarks.routed import ways
 from benchmarks.routed.ways import KINDS
 from benchmarks.routed.whole import WHOLE_KINDS, WholeWork
 from benchmarks.routed.work import LAYERS, Products, Work, relative_errors, uneven_loads
-from fp8booster.nn import grouped_experts
+from fp8booster.nn.experts import grouped as grouped_experts
 from tests.kernels.grouped_stand_in import stand_in
 
 SMALL = ["--device", "cpu", "--layer", "tiny", "--tokens", "96", "--rounds", "2", "--sample-ms", "0.01"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8booster.kernels import cast as cast_module
-from fp8booster.nn import choice
+from fp8booster.nn.linear import speed_model
 from tests.nn.reference import count_calls
 
 
@@ -25,5 +25,5 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list:
 @pytest.fixture(autouse=True)
 def every_size_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU too, where the layers of tests are so small that BF16 would be chosen."""
-    monkeypatch.setattr(choice, "_look_up", lambda device: None)
-    monkeypatch.setattr(choice, "_looked_up", lambda device: None)
+    monkeypatch.setattr(speed_model, "_look_up", lambda device: None)
+    monkeypatch.setattr(speed_model, "_looked_up", lambda device: None)

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights, refresh_weights
 from fp8booster.kernels import many_cast
-from fp8booster.nn.functional import quantize_weight
+from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
 from tests.nn.reference import count_calls
 

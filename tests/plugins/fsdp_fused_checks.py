@@ -15,10 +15,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8, report
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.nn.flat_fsdp import compress_flat_fsdp
-from fp8booster.nn.flat_weights import NAME
+from fp8booster.nn.fsdp.flat_weights import NAME
+from fp8booster.nn.fsdp.handle import compress_flat_fsdp
 from fp8booster.nn.fused import fuse, fused_summary
-from fp8booster.nn.fused.merged import merged_layers
+from fp8booster.nn.fused.merged_layers import merged_layers
 from tests.colossal.models import tiny_llama
 from tests.nn.fused.models import build
 from tests.nn.reference import count_calls

@@ -22,8 +22,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fp8booster import FP8Config
-from fp8booster.nn import flat_weights
-from fp8booster.nn.flat_fsdp import compress_flat_fsdp
+from fp8booster.nn.fsdp import flat_weights
+from fp8booster.nn.fsdp.handle import compress_flat_fsdp
 from fp8booster.nn.weights import resharded
 from fp8booster.tensor import QuantizedMatrix
 from tests.colossal.models import tiny_llama

@@ -15,7 +15,7 @@ from torch import nn
 from fp8booster import FP8Config, comm, report
 from fp8booster.comm.amax import agree_on_amax
 from fp8booster.monitor.traffic import bytes_sent, count_traffic
-from fp8booster.nn import choice
+from fp8booster.nn.linear import speed_model
 from fp8booster.optim import hybrid_adam
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import Layers, batch, features
@@ -55,7 +55,7 @@ def ranks_choose_fp8_alike_for_any_number_of_tokens() -> None:
     for communication in (True, False):
         run = boost(wire(fp8_config=FP8Config(fused=False), fp8_communication=communication))
         tokens = batch()
-        with mock.patch.object(choice, "fp8_pays", return_value=False):
+        with mock.patch.object(speed_model, "fp8_pays", return_value=False):
             counted = census(run, tokens)
         eligible = [layer for _, layer in layers(run)]
         assert counted.fp8 == sum(products(eligible, tokens.numel()).values(), Counter())

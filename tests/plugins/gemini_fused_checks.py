@@ -12,7 +12,7 @@ from torch import nn
 from fp8booster import FP8Config, comm, report
 from fp8booster.kernels.cast import cast_reference
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.nn.fused.merged import MergedLayers, merged_layers
+from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import CLOSE, Layers, assert_same_on_all_ranks, batch, features, step
 from tests.nn.fused.models import build

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import FP8Config, comm, report
-from fp8booster.nn.fused.merged import merged_layers
+from fp8booster.nn.fused.merged_layers import merged_layers
 from tests.colossal.models import tiny_llama, token_batch
 from tests.plugins.census_checks import products
 from tests.plugins.gemini_observations import census

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8booster import report
 from fp8booster.nn.convert import linear_layers, product_features
-from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.linear.layer import FP8Layer
 from tests.plugins.census_checks import Census, Sizes
 from tests.plugins.hybrid_runs import LENGTH, MODES, SEQUENCES, HybridRun, batches, fp8, parts, start
 from tests.plugins.registry import check_each

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.linear.layer import FP8Layer
 from tests.colossal.models import tiny_llama
 from tests.plugins import training
 from tests.plugins.hybrid_runs import HybridRun, fp8, learn, native, sizes, start

@@ -17,7 +17,7 @@ from fp8booster import FP8Config
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.convert import linear_layers
 from fp8booster.nn.fused.decoder import FusedDecoderLayer
-from fp8booster.nn.fused.merged import merged_layers
+from fp8booster.nn.fused.merged_layers import merged_layers
 from tests.colossal.models import tiny_llama
 from tests.colossal.moe.models import tiny_mixtral
 from tests.plugins.census_checks import Census

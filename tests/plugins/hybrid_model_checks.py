@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 from fp8booster import FP8Config, comm, report
-from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.linear.layer import FP8Layer
 from tests.plugins.census_checks import Census
 from tests.plugins.hybrid_runs import HybridRun, fp8, native, start
 from tests.plugins.registry import check_each

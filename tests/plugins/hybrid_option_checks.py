@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config, comm, report
-from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.linear.layer import FP8Layer
 from tests.colossal.models import tiny_llama
 from tests.plugins.hybrid_native_checks import OPTIONS
 from tests.plugins.hybrid_runs import MAKERS, HybridRun, fp8, learn, native, norm_gradients, sizes, start

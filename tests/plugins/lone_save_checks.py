@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from fp8booster.colossal.zero import agreement
+from fp8booster.colossal.zero import lone_save
 from tests.plugins.hybrid_runs import arguments_of
 from tests.plugins.registry import check_each, shared_folder
 from tests.plugins.training import Boosted, boost, ours, train
 
 PATIENCE = 2.0
-"""Seconds in place of `agreement.PATIENCE`."""
+"""Seconds in place of `lone_save.PATIENCE`."""
 
 WITH_ZERO = ("LowLevelZero, stage 1", "LowLevelZero, stage 2", "hybrid, DP2 ZeRO 1")
 """Where each rank holds a part of the weights of FP8 layers."""
@@ -68,7 +68,7 @@ def rank_0_alone_saves_a_model_whose_weights_are_whole(plugin: str) -> None:
 def rank_0_alone_is_told_to_call_on_every_rank(plugin: str) -> None:
     run = run_of(plugin, use_fp8=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "PATIENCE", PATIENCE)
+        patch.setattr(lone_save, "PATIENCE", PATIENCE)
         if dist.get_rank() == 0:
             for shard in (True, False):
                 began = time.monotonic()

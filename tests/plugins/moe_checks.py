@@ -15,8 +15,8 @@ from fp8booster import FP8Config, comm, report
 from fp8booster.colossal.hybrid.gradients import is_replicated
 from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.nn import FP8Layer
-from fp8booster.nn.experts import run_experts
-from fp8booster.nn.grouped_experts import grouped_experts
+from fp8booster.nn.experts.dispatch import run_experts
+from fp8booster.nn.experts.grouped import grouped_experts
 from tests.colossal.models import token_batch
 from tests.colossal.moe.models import EXPERTS, tiny_mixtral
 from tests.nn.reference import count_calls

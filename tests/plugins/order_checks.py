@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config
-from fp8booster.nn import choice
+from fp8booster.nn.linear import speed_model
 from tests.colossal.models import tiny_llama, token_batch
 from tests.plugins import hybrid_runs
 from tests.plugins.registry import check, check_each
@@ -50,7 +50,7 @@ def changes_of_weights(case: str, fp8_from: int) -> dict[str, torch.Tensor]:
     booster = Booster(plugin=plugin)
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
     tokens = token_batch(seed=dist.get_rank(), batch=1, length=LENGTHS[dist.get_rank()])
-    with patch.object(choice, "fp8_pays", lambda rows, *_: rows >= fp8_from):
+    with patch.object(speed_model, "fp8_pays", lambda rows, *_: rows >= fp8_from):
         loss = model.train()(input_ids=tokens, labels=tokens).loss
         booster.backward(loss, optimizer)
         optimizer.step()

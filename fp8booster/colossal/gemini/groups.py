@@ -26,7 +26,7 @@ from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.nn import FP8Layer
-from fp8booster.nn.fused.merged import merged_layers
+from fp8booster.nn.fused.merged_layers import merged_layers
 
 NOT_FP8 = "not the weight of an FP8 layer"
 RESIDENT = "resident"

@@ -17,8 +17,8 @@ from colossalai.zero.low_level.bookkeeping import BucketStore
 from torch import nn
 
 from fp8booster.colossal.fixed_groups import FixedGroups
+from fp8booster.colossal.hybrid.gradient_norm import SharedSquares
 from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated, shared_between_stages
-from fp8booster.colossal.hybrid.norms import SharedSquares
 from fp8booster.colossal.hybrid.sums import SummedGradients
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.kernels.norms import norms_of

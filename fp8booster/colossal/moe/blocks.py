@@ -22,11 +22,11 @@ from torch import nn
 
 from fp8booster.comm.encoding import DEFAULT
 from fp8booster.nn.convert import WHY_NOT_ROUTERS, remember_kept
-from fp8booster.nn.experts import exchange_rows, run_experts
-from fp8booster.nn.grouped_experts import GroupedExperts
-from fp8booster.nn.host_copy import HostCopy
-from fp8booster.nn.layer import FP8Layer
-from fp8booster.nn.routing import Routes, counts_of, spread, weighted_sum
+from fp8booster.nn.experts.dispatch import exchange_rows, run_experts
+from fp8booster.nn.experts.grouped import GroupedExperts
+from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.routing import Routes, counts_of, spread, weighted_sum
+from fp8booster.nn.linear.layer import FP8Layer
 
 
 class _Loads(NamedTuple):

@@ -13,11 +13,11 @@ import torch
 from colossalai.pipeline.weight_grad_store import WeightGradStore
 from torch import nn
 
-from fp8booster.nn.functional import Defer
+from fp8booster.nn.linear.functional import Defer
 
 
 def defer_weight_gradient(weight: nn.Parameter | tuple[torch.Tensor, nn.Parameter]) -> Defer:
-    """What a layer gives to `nn.functional.linear_from_quantized` as `defer` under the zero-bubble schedule.
+    """What a layer gives to `nn.linear.functional.linear_from_quantized` as `defer` under the zero-bubble schedule.
 
     Each gradient is added to `weight.grad`, in place where there is one, when the scheduler comes to it. Autograd
     returns none, so hooks that wait for this gradient do not run.

@@ -17,9 +17,9 @@ from colossalai.shardformer.layer.utils import is_share_sp_tp
 
 from fp8booster.colossal.pipeline import defer_weight_gradient
 from fp8booster.nn import FP8Layer
-from fp8booster.nn.exchange import NO_EXCHANGE, Exchange
-from fp8booster.nn.functional import Defer
-from fp8booster.nn.parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
+from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
+from fp8booster.nn.linear.functional import Defer
+from fp8booster.nn.parallel.tensor_parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
 
 LayerOutput = torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]
 """The output, or with `skip_bias_add` output and bias."""

@@ -29,7 +29,6 @@ from colossalai.shardformer.shard import ShardConfig
 from torch import nn
 
 from fp8booster.colossal.tensor.linear import FP8Linear1DCol, FP8PaddingLMHead, FP8VocabParallelLMHead1D
-from fp8booster.nn.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.fused.causal_lm_loss import (
     EngineLoss,
     head_loss,
@@ -41,7 +40,8 @@ from fp8booster.nn.fused.causal_lm_loss import (
     why_not_bypassed,
 )
 from fp8booster.nn.fused.vocabulary import VocabularyPart
-from fp8booster.nn.linear import FP8Linear
+from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
+from fp8booster.nn.linear.linear import FP8Linear
 
 _FORWARDS = (
     "LlamaPipelineForwards.llama_for_causal_lm_forward",

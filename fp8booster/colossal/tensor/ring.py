@@ -1,4 +1,4 @@
-"""Colossal-AI's RingAttention on `nn.ring_attention`: without the flash-attn package, and in FP8."""
+"""Colossal-AI's RingAttention on `nn.parallel.ring_attention`: without the flash-attn package, and in FP8."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from colossalai.shardformer.layer.attn import AttnMaskType, RingAttention
 
 from fp8booster.colossal.tensor.compressed_groups import is_compressed
-from fp8booster.nn.ring_attention import ring_attention
+from fp8booster.nn.parallel.ring_attention import ring_attention
 
 
 def attention(

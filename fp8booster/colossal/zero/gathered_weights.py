@@ -30,11 +30,11 @@ from fp8booster.comm.collectives import gather_many
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.shard_cast import cast_shard, unpack
-from fp8booster.nn.fused.merged import MergedLayers, merged_layers
-from fp8booster.nn.grouped_experts import grouped_experts
-from fp8booster.nn.layer import FP8Layer, restore_weight
-from fp8booster.nn.weight_memory import fits, without_large_copies
+from fp8booster.nn.experts.grouped import grouped_experts
+from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
+from fp8booster.nn.linear.layer import FP8Layer, restore_weight
 from fp8booster.nn.weights.engine import EngineWeight
+from fp8booster.nn.weights.memory import fits, without_large_copies
 from fp8booster.nn.weights.stacking import as_one, columns_as_one, lie_together
 from fp8booster.tensor import QuantizedMatrix
 

@@ -2,8 +2,8 @@
 
 ZeRO fills its buckets as backward makes gradients, and what lies in one place of a bucket is added up over the ranks.
 Whether layers run in FP8, and those such as q, k and v as one product, is chosen by a batch's number of tokens
-(`nn.choice`), of which ranks may have different ones. As one product they give their gradients in another order than
-one by one, and in FP8 a layer gives weight and bias in another order than in 16 bits.
+(`nn.linear.speed_model`), of which ranks may have different ones. As one product they give their gradients in another
+order than one by one, and in FP8 a layer gives weight and bias in another order than in 16 bits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
-from fp8booster.nn.fused.merged import merged_layers
-from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.fused.merged_layers import merged_layers
+from fp8booster.nn.linear.layer import FP8Layer
 
 
 def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:

@@ -13,9 +13,9 @@ from colossalai.tensor.colo_parameter import ColoParameter
 from colossalai.zero.low_level.zero_hook import wait_all_gather_handle
 from torch import nn
 
-from fp8booster.nn.bypass import ONLY_WAITS
 from fp8booster.nn.fused.causal_lm_loss import fused_head
-from fp8booster.nn.fused.merged import merged_layers
+from fp8booster.nn.fused.merged_layers import merged_layers
+from fp8booster.nn.modules import ONLY_WAITS
 
 
 def make_parameters_plain(model: nn.Module) -> None:

@@ -21,7 +21,7 @@ from fp8booster.nn.fused.decoder import (
     parts_unfused,
 )
 from fp8booster.nn.fused.loss import linear_cross_entropy
-from fp8booster.nn.fused.merged_linear import merged_linears
+from fp8booster.nn.fused.merged_linears import merged_linears
 
 __all__ = [
     "fuse",

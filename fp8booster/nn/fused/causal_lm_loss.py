@@ -20,13 +20,13 @@ from torch import nn
 
 from fp8booster import formats
 from fp8booster.kernels.transpose import transposed
-from fp8booster.nn.bypass import has_hooks
-from fp8booster.nn.choice import computes_in_fp8
-from fp8booster.nn.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.fused.vocabulary import VocabularyPart
-from fp8booster.nn.layer import FP8Layer
-from fp8booster.nn.linear import FP8Linear
+from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.linear.speed_model import computes_in_fp8
+from fp8booster.nn.modules import has_hooks
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.tensor import QuantizedMatrix
 

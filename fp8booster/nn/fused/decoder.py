@@ -28,13 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8booster.nn.bypass import is_looked_at
-from fp8booster.nn.fused.merged import MergedLayers
-from fp8booster.nn.fused.merged_linear import MergedLinears
+from fp8booster.nn.fused.merged_layers import MergedLayers
+from fp8booster.nn.fused.merged_linears import MergedLinears
 from fp8booster.nn.fused.rms_norm import rms_norm
 from fp8booster.nn.fused.rope import split_and_rotate
 from fp8booster.nn.fused.swiglu import swiglu
-from fp8booster.nn.layer import FP8Layer
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import is_looked_at
 
 FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2")
 """Prefixes of the classes, which share one structure; in `transformers.models.<family in lower case>`."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.product import product
-from fp8booster.nn.functional import quantize_input
+from fp8booster.nn.linear.functional import quantize_input
 from fp8booster.tensor import QuantizedMatrix, quantize
 
 

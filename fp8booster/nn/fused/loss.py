@@ -19,10 +19,11 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.multiply import multiply_
-from fp8booster.nn.delivered_amax import delivered_amax
-from fp8booster.nn.functional import check_operands, quantize_weight
 from fp8booster.nn.fused.head_products import FP8HeadProducts, HeadProducts
 from fp8booster.nn.fused.vocabulary import VocabularyPart
+from fp8booster.nn.linear.delivered_amax import delivered_amax
+from fp8booster.nn.linear.functional import check_operands
+from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.tensor import QuantizedMatrix
 
 CHUNK_BYTES = 512 * 2**20

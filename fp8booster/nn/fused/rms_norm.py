@@ -6,8 +6,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fp8booster.kernels import rms_norm as kernel
-from fp8booster.nn.delivered_amax import deliver_amax
-from fp8booster.nn.functional import own_shape
+from fp8booster.nn.linear.delivered_amax import deliver_amax
+from fp8booster.nn.linear.functional import own_shape
 
 
 class _RMSNorm(torch.autograd.Function):

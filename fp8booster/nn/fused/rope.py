@@ -6,8 +6,8 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from fp8booster.kernels import rope as kernel
-from fp8booster.nn.delivered_amax import deliver_amax
-from fp8booster.nn.own_product import own_product
+from fp8booster.nn.linear.delivered_amax import deliver_amax
+from fp8booster.nn.linear.functional import own_product
 
 
 class _SplitAndRotate(torch.autograd.Function):

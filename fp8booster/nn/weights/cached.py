@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8booster.config import FP8Config
-from fp8booster.nn.functional import quantize_weight
+from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.freshness import FreshCopy
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.nn.weights.stacking import as_matrix

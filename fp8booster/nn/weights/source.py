@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from fp8booster.config import FP8Config
-from fp8booster.nn.backward_weight import BackwardWeight
+from fp8booster.nn.weights.backward import BackwardWeight
 from fp8booster.nn.weights.freshness import note_change
 from fp8booster.tensor import QuantizedMatrix
 

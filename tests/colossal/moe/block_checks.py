@@ -11,7 +11,7 @@ from torch import nn
 import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
 from fp8booster import FP8Config, comm, convert_to_fp8, report
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.nn.experts import exchange_rows, run_experts
+from fp8booster.nn.experts.dispatch import exchange_rows, run_experts
 from tests.colossal.moe.models import EXPERTS, DeepseekMoE, deepseek_v3_block, tiny_mixtral
 from tests.plugins.registry import check, check_each
 

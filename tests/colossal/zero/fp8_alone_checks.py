@@ -37,13 +37,14 @@ def it_trains_bit_for_bit_as_with_16_bits(stage: int) -> None:
 
 @check
 def by_default_large_models_keep_their_weights_in_fp8_alone() -> None:
-    from fp8booster.nn import report, weight_memory
+    from fp8booster.nn import report
+    from fp8booster.nn.weights import memory
 
-    undisturbed, weight_memory.gpu_memory = weight_memory.gpu_memory, lambda: 1
+    undisturbed, memory.gpu_memory = memory.gpu_memory, lambda: 1
     try:
         run = boost(wire())
     finally:
-        weight_memory.gpu_memory = undisturbed
+        memory.gpu_memory = undisturbed
     beside = boost(wire())
     assert train(beside, steps=3) == train(run, steps=3)
     assert_equal(masters(beside), masters(run))

@@ -9,9 +9,9 @@ from fp8booster import FP8Config, forget_weights
 from fp8booster.colossal.zero import gathered_weights
 from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights
 from fp8booster.kernels.cast import cast_reference
-from fp8booster.nn.functional import quantize_weight
-from fp8booster.nn.fused.merged import MergedLayers, merged_layers
+from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.weights import cached
+from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
 from tests.colossal.zero.runs import CLOSE, assert_same_on_all_ranks, batch, gathered, masters, names, wire
 from tests.nn.reference import count_calls

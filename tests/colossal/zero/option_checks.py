@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8booster import FP8Config
 from fp8booster.colossal.zero import gathered_weights
 from fp8booster.comm.amax import agree_on_amax
-from fp8booster.nn import choice
+from fp8booster.nn.linear import speed_model
 from fp8booster.optim import HybridAdam, one_pass
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import CLOSE, Layers, batch, features, gathered, masters, step, wire
@@ -252,7 +252,7 @@ def what_a_backward_that_broke_off_held_back_is_forgotten(name: str) -> None:
     stops.remove()
     runs[1].optimizer.zero_grad()
     shorter = tokens[:, : tokens.shape[1] // 2]
-    with mock.patch.object(choice, "fp8_pays", return_value=False):  # so that the three run one by one
+    with mock.patch.object(speed_model, "fp8_pays", return_value=False):  # so that the three run one by one
         losses = [run.step(shorter) for run in runs]
     assert losses[0] == losses[1]
     assert_equal(*map(masters, runs))

@@ -13,7 +13,7 @@ from torch import nn
 
 from fp8booster import FP8Config
 from fp8booster.kernels.cast import cast_reference
-from fp8booster.nn import layer as fp8_layer
+from fp8booster.nn.linear import layer as fp8_layer
 from fp8booster.nn.weights import cached
 from tests.colossal.zero.runs import (
     Layers,

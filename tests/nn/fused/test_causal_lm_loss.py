@@ -13,11 +13,11 @@ from torch import nn
 
 import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
 from fp8booster import FP8Config, convert_to_fp8, report
-from fp8booster.nn import choice
-from fp8booster.nn.delivered_amax import deliver_amax
+from fp8booster.nn.fsdp.resharding import follow_resharding
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.causal_lm_loss import use_fused_loss, use_native_loss, why_not_fused
-from fp8booster.nn.resharded_weight import follow_resharding
+from fp8booster.nn.linear import speed_model
+from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.scaling import amax_of
 from tests.colossal.moe.models import tiny_mixtral
 from tests.distributed import run_ranks
@@ -278,7 +278,7 @@ def test_a_head_in_fp8_is_counted_and_reported(products, small_chunks, monkeypat
     model(**labelled())
     assert model.lm_head.fp8_weight.held is weight  # one cast until an optimizer steps
     model.lm_head.fp8_config = FP8Config()
-    monkeypatch.setattr(choice, "fp8_pays", lambda *sizes: False)
+    monkeypatch.setattr(speed_model, "fp8_pays", lambda *sizes: False)
     products.clear()
     assert model(**labelled()).logits is None
     assert products == []

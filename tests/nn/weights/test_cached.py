@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights, fp8_linear
-from fp8booster.nn.functional import quantize_weight
 from fp8booster.nn.weights.cached import CachedWeight
+from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
 
 

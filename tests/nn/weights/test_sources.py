@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config
-from fp8booster.nn.functional import quantize_weight
 from fp8booster.nn.weights.cached import CachedWeight
+from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import WeightSource

@@ -1,0 +1,145 @@
+"""Experts that lie on several ranks: tokens go to them and come back in FP8, and each multiplies its own in FP8.
+
+    tokens [T, H] -- sorted by expert --> exchange --> sorted by expert on its rank --> experts --> exchange --> tokens
+
+An expert sees as many tokens as were sent to it. All experts of a rank are computed by grouped products where that is
+right and faster (`nn.experts.grouped`), else one by one: FP8 products need multiples of 16, so the cast of its input
+pads the rows (`kernels.cast`), and an expert without tokens computes an empty product. Its weight gradient is zero:
+every rank has a gradient for every expert that it holds, in the same order, as reductions over ranks need it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from fp8booster.comm.collectives import all_to_all_single
+from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.nn.experts.grouped import GroupedExperts
+
+Expert = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _RowExchange(torch.autograd.Function):
+    """All-to-all of rows with uneven splits, and of their gradients the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        rows: torch.Tensor,
+        sent: list[int],
+        received: list[int],
+        group: dist.ProcessGroup,
+        encoding: Encoding | None,
+    ) -> torch.Tensor:
+        ctx.how = received, sent, group, encoding
+        return _all_to_all(rows, sent, received, group, encoding)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        return _all_to_all(gradient, *ctx.how), None, None, None, None
+
+
+def _all_to_all(
+    rows: torch.Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    encoding: Encoding | None,
+) -> torch.Tensor:
+    output = rows.new_empty((sum(received), *rows.shape[1:]))
+    if encoding is None:
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group)
+    else:
+        all_to_all_single(output, rows.contiguous(), received, sent, group, encoding=encoding)
+    return output
+
+
+def exchange_rows(
+    rows: torch.Tensor,
+    sent: list[int],
+    received: list[int],
+    group: dist.ProcessGroup,
+    encoding: Encoding | None = DEFAULT,
+) -> torch.Tensor:
+    """Send rows to the ranks of a group, and in backward their gradients back.
+
+    Args:
+        rows: [sum(sent), ...], those for each rank one after the other.
+        sent, received: rows for and from each rank; may be zero.
+        group: the ranks.
+        encoding: of rows and gradients on the wire; None sends them as they are.
+
+    Returns:
+        [sum(received), ...], those from each rank one after the other.
+    """
+    if dist.get_world_size(group) == 1:
+        return rows
+    return _RowExchange.apply(rows, sent, received, group, encoding)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity, whose backward multiplies the gradient by a factor."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, factor: torch.Tensor | float
+    ) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+        factor = ctx.factor
+        return gradient * (factor.to(gradient.dtype) if torch.is_tensor(factor) else factor), None
+
+
+def scale_gradient(x: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+    """`x`; what lies before it gets its gradient times `factor`, a number or a tensor of shape []."""
+    return _ScaleGradient.apply(x, factor)
+
+
+def run_experts(
+    tokens: torch.Tensor,
+    counts: Sequence[Sequence[int]],
+    experts: Sequence[Expert],
+    weight_gradient_factors: Sequence[float] | torch.Tensor | None = None,
+    grouped: GroupedExperts | None = None,
+    usual_rows: float | None = None,
+) -> torch.Tensor:
+    """Each expert on its tokens, one product of all of them whoever sent them.
+
+    Args:
+        tokens: [T, H], by sender, and of each sender by expert.
+        counts: tokens from each sender for each expert, [senders][experts]; add up to T.
+        experts: of this rank; one without tokens is called on none.
+        weight_gradient_factors: multiply the gradients of each expert's weights, and not those of its tokens: numbers,
+            or float32 [experts]; None: 1.
+        grouped: computes the same experts by grouped products where it can; None: one by one.
+        usual_rows: the mean of T over all ranks that hold these experts, by which each of them chooses alike between
+            the two, so that gradients come in one order; None: T.
+
+    Returns:
+        [T, H'], in the order of `tokens`.
+    """
+    made = None if grouped is None else grouped(tokens, counts, weight_gradient_factors, usual_rows)
+    if made is not None:
+        return made
+    sizes = [count for sender in counts for count in sender]
+    pieces = tokens.split(sizes)
+    by_expert = [list(pieces[index :: len(experts)]) for index in range(len(experts))]
+    results = []
+    for index, (expert, own) in enumerate(zip(experts, by_expert, strict=True)):
+        x = own[0] if len(own) == 1 else torch.cat(own)
+        if weight_gradient_factors is None:
+            y = expert(x)
+        else:
+            factor = weight_gradient_factors[index]
+            y = scale_gradient(expert(scale_gradient(x, 1 / factor)), factor)
+        results.append(y.split([piece.shape[0] for piece in own]))
+    return torch.cat([result[sender] for sender in range(len(counts)) for result in results])

@@ -1,0 +1,188 @@
+"""The linear layers of many experts as three grouped FP8 products, differentiable.
+
+Shape legend: M rows, sorted by expert and padded (`kernels.grouped_product.Groups`), of G experts; K input features,
+N output features. An expert's N may consist of P layers of N / P features that read one input, such as gate and up.
+
+    fprop  y  = x @ w.T     [M, K] by [G, N, K]
+    dgrad  dx = dy @ w      [M, N] by [G, K, N]
+    wgrad  dw = dy.T @ x    [N, M] by [K, M], for each expert over its own rows: [G, N, K]
+
+The kernel multiplies E4M3 by E4M3 alone, so gradients are E4M3 here where one layer's are E5M2: three bits of mantissa
+instead of two, and values under 2^-18.8 of the largest of all experts' become zero. Inputs and gradients have one scale
+for all experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fp8booster.config import FP8Config
+from fp8booster.formats import E4M3
+from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_product
+from fp8booster.kernels.transpose import transposed
+from fp8booster.nn.linear.delivered_amax import delivered_amax
+from fp8booster.nn.linear.functional import quantize_input
+from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.tensor import QuantizedMatrix, quantize
+
+
+class GroupedWeight(NamedTuple):
+    """The weights of G experts in FP8, stacked by rows."""
+
+    data: torch.Tensor
+    """[G * N, K] E4M3."""
+
+    transpose: torch.Tensor
+    """[K, G * N] E4M3; empty: made in backward."""
+
+    inverse_scales: torch.Tensor
+    """float32 [G, P], one for each of an expert's P layers; P is 1 where they share one."""
+
+    fprop_scales: torch.Tensor
+    """float32 [G, N]: the same for each output feature."""
+
+    @classmethod
+    def of(cls, data: torch.Tensor, transpose: torch.Tensor, inverse_scales: torch.Tensor) -> GroupedWeight:
+        """From all but the scales written out."""
+        experts, layers = inverse_scales.shape
+        features = len(data) // (experts * layers)
+        written_out = inverse_scales.unsqueeze(2).expand(experts, layers, features)
+        return cls(data, transpose, inverse_scales, written_out.reshape(experts, -1).contiguous())
+
+
+def cast_experts(weight: torch.Tensor, experts: int, config: FP8Config) -> GroupedWeight:
+    """Cast the weights of all experts under one scale.
+
+    Args:
+        weight: [G * N, K], BF16, FP16 or FP32; N and K are multiples of 16.
+        experts: G.
+        config: scaling, and whether the transpose is made now.
+    """
+    cast = quantize_weight(weight, config, transposed=config.keeps_transposes)
+    return GroupedWeight.of(cast.data, cast.transpose, cast.inverse_scale.expand(experts, 1))
+
+
+def grouped_linear(
+    input: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    w: GroupedWeight,
+    groups: Groups,
+    config: FP8Config,
+    weight_gradient_factors: torch.Tensor | float = 1.0,
+) -> torch.Tensor:
+    """Each expert's linear layers on its rows.
+
+    Args:
+        input: [M, K] BF16; receives the input's gradient.
+        weights: matrices of K columns, in the order in which they lie in `w`; they receive gradients, and their values
+            are not read.
+        w: their FP8 copy.
+        groups: of the M rows. Those that pad a group must be zeros, and get gradients of zeros.
+        config: accumulation and scaling; formats are E4M3.
+        weight_gradient_factors: multiply the gradients of the weights, not of the input: a number or float32 [G].
+
+    Returns:
+        [M, N] BF16.
+    """
+    for_weight = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    x = quantize_input(input, config, transposed=for_weight, amax=delivered_amax(input))
+    return _GroupedLinear.apply(input, x, w, groups, config, weight_gradient_factors, *weights)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        input: torch.Tensor,
+        x: QuantizedMatrix,
+        w: GroupedWeight,
+        groups: Groups,
+        config: FP8Config,
+        weight_gradient_factors: torch.Tensor | float,
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        for_input, for_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6:])
+        late = not w.transpose.numel()
+        ctx.save_for_backward(
+            x.transpose if for_weight else None,
+            x.inverse_scale,
+            (w.data if late else w.transpose) if for_input else None,
+            w.inverse_scales,
+        )
+        ctx.groups, ctx.config, ctx.late, ctx.factors = groups, config, late, weight_gradient_factors
+        ctx.rows_of_weights = [len(weight) for weight in weights]
+        experts, features = w.fprop_scales.shape
+        return grouped_product(
+            x.data,
+            w.data.view(experts, features, -1),
+            x.inverse_scale,
+            w.fprop_scales,
+            groups,
+            fast_accumulation=config.fast_accumulation_fprop,
+            emulate=config.emulate,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:  # [M, N]
+        x8_transpose, x_inverse_scale, w8, w_inverse_scales = ctx.saved_tensors
+        config, groups = ctx.config, ctx.groups
+        for_input, for_weight = w8 is not None, x8_transpose is not None
+        dy = quantize(
+            gradient,
+            E4M3,
+            plain=for_input,
+            transposed=for_weight,
+            power_of_two=config.power_of_two,
+            amax=delivered_amax(gradient),
+        )
+        dx, dw = None, (None,) * len(ctx.rows_of_weights)
+        if for_input:
+            if ctx.late:
+                w8 = transposed(w8)
+            dx = _dgrad(dy, w8, w_inverse_scales, groups, config)
+        if for_weight:
+            factors = ctx.factors
+            scales = dy.inverse_scale.expand(len(groups.rows))
+            whole = summed_product(
+                dy.transpose,
+                x8_transpose,
+                scales * factors,
+                x_inverse_scale,
+                groups,
+                fast_accumulation=config.fast_accumulation_wgrad,
+                emulate=config.emulate,
+            )
+            dw = whole.view(-1, whole.shape[2]).split(ctx.rows_of_weights)
+        return dx, *(None,) * 5, *dw
+
+
+def _dgrad(
+    dy: QuantizedMatrix,
+    transpose: torch.Tensor,  # [K, G * N]
+    inverse_scales: torch.Tensor,  # [G, P]
+    groups: Groups,
+    config: FP8Config,
+) -> torch.Tensor:  # [M, K]
+    experts, layers = inverse_scales.shape
+    inputs = len(transpose)
+    # scales multiply what is summed already, so each layer with a scale of its own is a sum of its own
+    by_layer = transpose.view(inputs, experts, layers, -1)
+    gradients = dy.data.view(len(dy.data), layers, -1)
+    total = None
+    for layer in range(layers):
+        dx = grouped_product(
+            gradients[:, layer],
+            by_layer[:, :, layer].transpose(0, 1),
+            dy.inverse_scale,
+            inverse_scales[:, layer, None].expand(experts, inputs).contiguous(),
+            groups,
+            fast_accumulation=config.fast_accumulation_dgrad,
+            emulate=config.emulate,
+        )
+        total = dx if total is None else total.add_(dx)
+    return total

@@ -1,0 +1,275 @@
+"""The parameters of one FSDP1 unit on the wire: weights of FP8 layers in FP8, the others as they are.
+
+Each rank sends one message, and all of them have the size of the longest:
+
+    | FP8 values of its parts of FP8 layers' weights | values of its parts of the other parameters | padding |
+
+Put one after the other, the first parts of all messages are all FP8 weights, whole, in the order of the unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._flat_param import FlatParameter
+
+from fp8booster import formats, scaling
+from fp8booster.comm.amax import agree_on_amax, largest_of_each
+from fp8booster.comm.collectives import gather_bytes, new_message
+from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.kernels.alignment import ALIGNMENT, aligned
+from fp8booster.kernels.shard_cast import cast_shard, unpack
+from fp8booster.nn.fused.merged_layers import MergedLayers
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.weights.resharded import ReshardedWeight
+from fp8booster.nn.weights.stacking import stack_rows
+from fp8booster.tensor import QuantizedMatrix
+
+NAME = "parameter gather"
+"""The row of `fp8booster.comm.statistics`: a call for each unit that is gathered."""
+
+NOT_FP8 = "not the weight of an FP8 layer"
+
+_GATHER = "all_gather_into_tensor"
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Weights that are gathered stacked by rows, under one scale, and multiplied as one."""
+
+    source: ReshardedWeight
+    weights: slice
+    """Their places among those that travel in FP8."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Values of the flat parameter that belong together."""
+
+    start: int
+    end: int
+    layer: FP8Layer | None
+    """Whose weight it is, where it travels in FP8."""
+
+    shape: torch.Size | None = None
+    """Of that weight."""
+
+    def within(self, start: int, end: int) -> tuple[int, int]:
+        """The part that lies in a range, counted from the range's start; empty where nothing does."""
+        first, last = max(self.start, start), min(self.end, end)
+        return (first - start, last - start) if first < last else (0, 0)
+
+
+class FlatWeights:
+    """What of a unit travels in FP8, and where it lies.
+
+    Args:
+        flat_param: of the unit.
+        rank, ranks: of the group that it is sharded over.
+        merged: layers of the unit that are multiplied as one; they are kept apart where their weights cannot lie
+            together.
+    """
+
+    def __init__(
+        self, flat_param: FlatParameter, rank: int, ranks: int, merged: Sequence[MergedLayers] = ()
+    ) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._shard_size = flat_param._sharded_size.numel()
+        self.reasons: dict[str, str] = {}
+        """Why a weight of an FP8 layer is gathered in 16 bits, by its name in the unit."""
+
+        fp8 = sorted(self._chosen(flat_param), key=lambda place: place.start)
+        self._fp8 = fp8
+        self._joined = list(self._join(merged))
+        self._scales: torch.Tensor | None = None  # made once: a copy to a GPU waits
+        starts = [0, *(place.end for place in fp8)]
+        ends = [*(place.start for place in fp8), self._shard_size * ranks]
+        self._plain = [
+            Place(start, end, None) for start, end in zip(starts, ends, strict=True) if start < end
+        ]
+
+    def _chosen(self, flat_param: FlatParameter) -> Iterator[Place]:
+        shared = {(info.prim_module, info.prim_param_name) for info in flat_param._shared_param_infos}
+        ends = list(accumulate(flat_param._numels_with_padding))
+        places = [
+            (end - size, end)
+            for size, end, padding in zip(
+                flat_param._numels_with_padding, ends, flat_param._is_padding_mask, strict=True
+            )
+            if not padding
+        ]
+        config = None
+        for (start, end), info, shape, contiguous, extension in zip(
+            places,
+            flat_param._param_infos,
+            flat_param._shapes,
+            flat_param._contiguities,
+            flat_param._param_extensions,
+            strict=True,
+        ):
+            layer = info.module
+            if not isinstance(layer, FP8Layer) or info.param_name != "weight":
+                continue
+            reason = None
+            if (layer, "weight") in shared:
+                reason = "shared with another module"
+            elif layer.fp8_config.rowwise:
+                reason = "rowwise scales"
+            elif any(size % ALIGNMENT for size in shape):
+                reason = f"size no multiple of {ALIGNMENT}"
+            elif not contiguous or extension is not None:
+                reason = "not contiguous"
+            elif config is not None and layer.fp8_config != config:
+                reason = "another FP8Config in the unit"
+            if reason is None:
+                config = layer.fp8_config
+                yield Place(start, end, layer, shape)
+            else:
+                self.reasons[f"{info.module_name}.weight"] = reason
+
+    def _join(self, groups: Sequence[MergedLayers]) -> Iterator[Joined]:
+        order = [id(place.layer) for place in self._fp8]
+        for merged in groups:
+            layers = [id(layer) for layer in merged.layers]
+            if not set(layers) & set(order):
+                continue  # cast where they run, as the layers are
+            first = order.index(layers[0]) if layers[0] in order else 0
+            if order[first : first + len(layers)] != layers:
+                merged.fp8_weight.refusal = "the weights do not lie side by side in FP8"
+                continue
+            yield Joined(merged.fp8_weight, slice(first, first + len(layers)))
+
+    def why_plain(self, shard: torch.Tensor) -> str | None:
+        """Why nothing of the unit travels in FP8, or None where something does."""
+        if self._ranks == 1:
+            return "one rank"
+        if not self._fp8:
+            return ", ".join(sorted(set(self.reasons.values()))) or NOT_FP8
+        if shard.dtype not in formats.HIGH_PRECISION:
+            return str(shard.dtype).removeprefix("torch.")
+        return None
+
+    def _parts(self, places: list[Place], rank: int) -> list[tuple[int, int]]:
+        """What of each place a rank's shard holds."""
+        start = rank * self._shard_size
+        return [place.within(start, start + self._shard_size) for place in places]
+
+    @cached_property
+    def _fp8_counts(self) -> list[int]:
+        """FP8 values in each rank's message."""
+        return [
+            sum(end - start for start, end in self._parts(self._fp8, rank)) for rank in range(self._ranks)
+        ]
+
+    def _scale_of(self, device: torch.device) -> torch.Tensor:
+        """For each weight that travels in FP8, the first one of those that share its scale."""
+        if self._scales is None or self._scales.device != device:
+            first = list(range(len(self._fp8)))
+            for joined in self._joined:
+                first[joined.weights] = [joined.weights.start] * len(first[joined.weights])
+            self._scales = torch.tensor(first, device=device)
+        return self._scales
+
+    @torch.no_grad()
+    def gather(self, shard: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Gather a unit and lend the layers their FP8 weights.
+
+        Args:
+            shard: [n], this rank's part.
+            whole: [n * ranks]; written.
+            group: the ranks that hold the parts.
+        """
+        config = self._fp8[0].layer.fp8_config
+        fp8_parts = [shard[start:end] for start, end in self._parts(self._fp8, self._rank)]
+        plain_parts = [shard[start:end] for start, end in self._parts(self._plain, self._rank)]
+        size = max(self._message_size(count, shard) for count in self._fp8_counts)
+        message = new_message(shard, size * self._ranks)
+        own = message[self._rank * size : (self._rank + 1) * size]
+
+        amaxes = agree_on_amax(fp8_parts, group)
+        if self._joined:
+            amaxes = largest_of_each(amaxes, self._scale_of(amaxes.device))
+        inverse_scales = scaling.new_inverse_scales(len(fp8_parts), amaxes.device)
+        inverse_scales.copy_(scaling.scale_of(amaxes, config.weight_format, config.power_of_two)[1])
+        values = own[: self._fp8_counts[self._rank]].view(config.weight_format)
+        for part, out, amax, inverse_scale in zip(
+            fp8_parts,
+            values.split([part.numel() for part in fp8_parts]),
+            amaxes,
+            inverse_scales,
+            strict=True,
+        ):
+            if part.numel():
+                cast_shard(part, amax, out, inverse_scale, config.power_of_two)  # writes the same scale again
+        if any(part.numel() for part in plain_parts):
+            self._plain_of(own, self._rank, shard).copy_(torch.cat(plain_parts))
+        self._count(shard, size, amaxes.nbytes)
+        gather_bytes(message, own, group)
+        self._unpack(message.view(self._ranks, size), inverse_scales, shard, whole)
+
+    def _message_size(self, fp8_count: int, shard: torch.Tensor) -> int:
+        return aligned(aligned(fp8_count) + (self._shard_size - fp8_count) * shard.element_size())
+
+    def _plain_of(self, message: torch.Tensor, rank: int, shard: torch.Tensor) -> torch.Tensor:
+        """The values of a message that are not in FP8."""
+        first, count = aligned(self._fp8_counts[rank]), self._shard_size - self._fp8_counts[rank]
+        return message[first : first + count * shard.element_size()].view(shard.dtype)
+
+    def _count(self, shard: torch.Tensor, size: int, amax_bytes: int) -> None:
+        count = self._fp8_counts[self._rank]
+        plain = (self._shard_size - count) * shard.element_size()
+        sent = {_GATHER: size - plain, "all_reduce": amax_bytes}
+        count_encoded(NAME, self._ranks, count * shard.element_size(), sent, _GATHER)
+        if plain:
+            reason = ", ".join([NOT_FP8, *sorted(set(self.reasons.values()))])
+            count_plain(NAME, self._ranks, plain, reason, _GATHER)
+
+    def _unpack(
+        self, messages: torch.Tensor, inverse_scales: torch.Tensor, shard: torch.Tensor, whole: torch.Tensor
+    ) -> None:
+        dtype = self._fp8[0].layer.fp8_config.weight_format
+        plain = torch.cat(
+            [self._plain_of(message, rank, shard) for rank, message in enumerate(messages)]
+        ).split([place.end - place.start for place in self._plain])
+        for place, values in zip(self._plain, plain, strict=True):
+            whole[place.start : place.end].copy_(values)
+        sizes = [place.end - place.start for place in self._fp8]
+        fp8 = torch.cat([message[:count] for message, count in zip(messages, self._fp8_counts, strict=True)])
+        matrices = [
+            values.view(place.shape)
+            for place, values in zip(self._fp8, fp8.view(dtype).split(sizes), strict=True)
+        ]
+        transposes: dict[int, torch.Tensor] = {}
+        for joined in self._joined:
+            data = stack_rows(matrices[joined.weights])
+            transpose = data.new_empty(data.shape[::-1])
+            inverse_scale = inverse_scales[joined.weights.start]
+            joined.source.held = QuantizedMatrix(data, transpose, inverse_scale, None)
+            parts = transpose.split([len(matrix) for matrix in matrices[joined.weights]], 1)
+            transposes.update(enumerate(parts, joined.weights.start))
+        for number, (place, data, inverse_scale) in enumerate(
+            zip(self._fp8, matrices, inverse_scales, strict=True)
+        ):
+            transpose = transposes.get(number)
+            if transpose is None:
+                transpose = data.new_empty(place.shape[::-1])
+            unpack(data, inverse_scale, transpose, whole[place.start : place.end].view(place.shape))
+            as_it_lies = QuantizedMatrix(data, transpose, inverse_scale, None)
+            place.layer.fp8_weight.held = place.layer.quantized_from(as_it_lies)
+
+    def drop(self) -> None:
+        """Take the FP8 weights back from the layers, so that their memory can be given out again."""
+        for place in self._fp8:
+            gathered = place.layer.fp8_weight.held
+            if gathered is not None and gathered.data.is_cuda:  # made on the stream that gathers
+                stream = torch.cuda.current_stream(gathered.data.device)
+                for tensor in gathered[:3]:
+                    tensor.record_stream(stream)
+            place.layer.fp8_weight.forget()
+        for joined in self._joined:
+            joined.source.forget()  # of the same memory

@@ -1,0 +1,26 @@
+"""transformers' `Conv1D`, the linear layers of GPT-2, in FP8.
+
+It is `nn.Linear` but that its weight lies as [input features, output features]. The weight is cast in both layouts
+anyway, so the products read the one where they read the other of an `nn.Linear`, and nothing is transposed for it.
+
+Importing this file imports transformers; `nn.convert` does so only where a model may hold such layers.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.pytorch_utils import Conv1D
+
+from fp8booster.nn.linear.layer import FP8Layer
+
+
+class FP8Conv1D(FP8Layer, Conv1D):
+    """A Conv1D whose three products run in FP8; see `FP8Layer`."""
+
+    original = Conv1D
+    weight_is_transposed = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., input features] to [..., output features]; errors as in `fp8_linear`."""
+        output = self.fp8_product(x, self.bias)
+        return super().forward(x) if output is None else output

@@ -1,0 +1,71 @@
+"""What ranks may exchange around a layer's three products. The base class exchanges nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+
+from fp8booster.config import FP8Config
+from fp8booster.nn.linear.delivered_amax import delivered_amax
+from fp8booster.tensor import QuantizedMatrix, quantize
+
+
+class Exchange:
+    """The points of a linear layer at which ranks may communicate; every method may be overridden.
+
+    fprop reads what `input` gives, and its result passes `output`. In backward dgrad and wgrad read what
+    `output_gradient` gives; `input_gradient` begins before wgrad runs, and is waited for after it.
+    """
+
+    growth: int = 1
+    """How many times more tokens the products have than the layer's input."""
+
+    @property
+    def of_input(self) -> Hashable:
+        """What tells the FP8 inputs of two exchanges apart, or None where it is the layer's input as it is."""
+        return None
+
+    def shape(self, input_shape: torch.Size) -> tuple[int, ...]:
+        """Shape of the input as the products read it."""
+        return tuple(input_shape)
+
+    def input(self, input: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
+        """The FP8 input that the products read."""
+        return _quantize(input, config.input_format, config, plain=True, transposed=transposed)
+
+    def output(self, output: torch.Tensor) -> torch.Tensor:
+        """The layer's output, from that of fprop, which nothing else holds."""
+        return output
+
+    def output_gradient(
+        self, gradient: torch.Tensor, config: FP8Config, *, plain: bool, transposed: bool
+    ) -> QuantizedMatrix:
+        """The FP8 gradient of fprop's output, from that of the layer's."""
+        return _quantize(gradient, config.gradient_format, config, plain=plain, transposed=transposed)
+
+    def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to make the gradient of the layer's input from that of what fprop read, which nothing else holds.
+
+        Returns:
+            What waits for it and gives it.
+        """
+        return lambda: gradient
+
+
+NO_EXCHANGE = Exchange()
+"""Of a layer that one rank computes by itself."""
+
+
+def _quantize(
+    tensor: torch.Tensor, dtype: torch.dtype, config: FP8Config, *, plain: bool, transposed: bool
+) -> QuantizedMatrix:
+    return quantize(
+        tensor.detach().reshape(-1, tensor.shape[-1]),
+        dtype,
+        plain=plain,
+        transposed=transposed,
+        rowwise=config.rowwise,
+        power_of_two=config.power_of_two,
+        amax=delivered_amax(tensor),
+    )

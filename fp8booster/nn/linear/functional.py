@@ -1,0 +1,311 @@
+"""A linear layer's three products in FP8, as one differentiable function of plain tensors.
+
+Shape legend: M tokens, K input features, N output features; a trailing 16 marks a size rounded up to a multiple of 16.
+
+    fprop  y  = x @ w.T     [M, K] by [N, K]
+    dgrad  dx = dy @ w      [M, N] by [K, N]: reads the transpose of w
+    wgrad  dw = dy.T @ x    [N, M] by [K, M]: reads the transposes of dy and x
+
+Hopper multiplies only rows by rows, so each operand is cast into the layouts that its products read. Between forward
+and backward live the FP8 transposes of x and w: one byte a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from fp8booster import formats
+from fp8booster.config import FP8Config
+from fp8booster.kernels.device import require_fp8
+from fp8booster.kernels.product import product
+from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
+from fp8booster.nn.weights.backward import BackwardWeight, transposed_in_backward
+from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.tensor import QuantizedMatrix, quantize
+
+_unsafe_view = torch.ops.aten._unsafe_view.default
+DEFAULT_CONFIG = FP8Config()
+
+Defer = Callable[[Callable[[], torch.Tensor]], None]
+"""Takes what computes a weight's gradient, to call it once, later, and add what it returns to the gradient."""
+
+
+@dataclass(frozen=True, eq=False)
+class _How:
+    """What the products of one call are computed by, beside their operands."""
+
+    out_dtype: torch.dtype
+    config: FP8Config
+    defer: Defer | None
+    exchange: Exchange
+    weight_is_transposed: bool
+    backward_weight: BackwardWeight | None
+
+
+class _Linear(torch.autograd.Function):
+    """y = x @ w.T + bias from FP8 copies of x and w; gradients go to the high-precision x, w and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        input: torch.Tensor,  # [..., K], M rows in all
+        weight: torch.Tensor,  # [N, K], or [K, N] where it is transposed
+        bias: torch.Tensor | None,  # [N]
+        x: QuantizedMatrix,  # [M16, K16]
+        w: QuantizedMatrix,  # [N16, K16]
+        how: _How,
+    ) -> torch.Tensor:  # [..., N]
+        for_input, for_weight = ctx.needs_input_grad[:2]
+        save_w = for_input and how.backward_weight is None
+        ctx.save_for_backward(
+            x.transpose if for_weight else None,
+            x.scale_of_transpose() if for_weight else None,
+            w.transpose if save_w else None,
+            w.scale_of_transpose() if save_w else None,
+        )
+        ctx.how, ctx.input_dtype, ctx.weight_dtype = how, input.dtype, weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        outputs = weight.shape[1] if how.weight_is_transposed else weight.shape[0]
+        ctx.shape = shape = how.exchange.shape(input.shape)
+        if bias is not None:
+            bias = F.pad(bias.detach().to(how.out_dtype), (0, w.data.shape[0] - outputs))
+        y = product(
+            x.data,
+            w.data,
+            x.inverse_scale,
+            w.inverse_scale,
+            out_dtype=how.out_dtype,
+            bias=bias,
+            fast_accumulation=how.config.fast_accumulation_fprop,
+            emulate=how.config.emulate,
+        )
+        y = own_shape(_crop(y, prod(shape[:-1]), outputs), (*shape[:-1], outputs))
+        return how.exchange.output(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:  # [..., N]
+        x8_transpose, x_inverse_scale, w8_transpose, w_inverse_scale = ctx.saved_tensors
+        how = ctx.how
+        rows, outputs, inputs = prod(ctx.shape[:-1]), gradient.shape[-1], ctx.shape[-1]
+        for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
+        dx = dw = db = None
+        if for_input or for_weight:
+            dy = how.exchange.output_gradient(gradient, how.config, plain=for_input, transposed=for_weight)
+        if for_input:
+            if how.backward_weight is not None:
+                w8_transpose, w_inverse_scale = how.backward_weight()
+            dx = product(
+                dy.data,
+                w8_transpose,
+                dy.inverse_scale,
+                w_inverse_scale,
+                out_dtype=ctx.input_dtype,
+                fast_accumulation=how.config.fast_accumulation_dgrad,
+                emulate=how.config.emulate,
+            )
+            dx_arrives = how.exchange.input_gradient(_crop(dx, rows, inputs).view(ctx.shape))
+        if for_weight:
+            wgrad = partial(
+                _wgrad,
+                dy.transpose,
+                x8_transpose,
+                dy.scale_of_transpose(),
+                x_inverse_scale,
+                (outputs, inputs),
+                ctx.weight_dtype,
+                how.config,
+                how.weight_is_transposed,
+            )
+            if how.defer is None:
+                dw = wgrad()
+            else:
+                how.defer(wgrad)
+        if for_bias:
+            db = gradient.reshape(-1, outputs).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        if for_input:
+            dx = dx_arrives()
+        return dx, dw, db, None, None, None
+
+
+def _wgrad(
+    dy8_transpose: torch.Tensor,  # [N16, M16]
+    x8_transpose: torch.Tensor,  # [K16, M16]
+    dy_inverse_scale: torch.Tensor,
+    x_inverse_scale: torch.Tensor,
+    shape: tuple[int, int],
+    out_dtype: torch.dtype,
+    config: FP8Config,
+    transposed: bool,
+) -> torch.Tensor:  # [N, K], or [K, N] where it is transposed
+    operands = (dy8_transpose, x8_transpose), (dy_inverse_scale, x_inverse_scale), shape
+    (a, b), (scale_a, scale_b), shape = (pair[::-1] for pair in operands) if transposed else operands
+    dw = product(
+        a,
+        b,
+        scale_a,
+        scale_b,
+        out_dtype=out_dtype,
+        fast_accumulation=config.fast_accumulation_wgrad,
+        emulate=config.emulate,
+    )
+    return _crop(dw, *shape)
+
+
+def _crop(padded: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The first rows and columns, contiguous as callers of F.linear expect it."""
+    return padded if padded.shape == (rows, columns) else padded[:rows, :columns].contiguous()
+
+
+def own_shape(made: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor just made, which nothing else holds, in a shape of the same size, and no view for autograd.
+
+    torch refuses to change a view in place that a custom function gave, as `nn.ReLU(inplace=True)` does after a layer.
+    """
+    return _unsafe_view(made, shape)
+
+
+def own_product(product: torch.Tensor) -> torch.Tensor:
+    """A product that was just computed, or a copy of it where someone else may hold it.
+
+    Selective checkpointing keeps what operators gave for its recomputation, by a dispatch mode, and does not see all
+    that is written over it.
+    """
+    held = not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+    return product.clone() if held else product
+
+
+def check_operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Check what F.linear would check, and what FP8 needs beside it.
+
+    Raises:
+        ValueError: sizes that do not fit together.
+        TypeError: dtypes that cannot be cast to FP8, or that differ outside autocast.
+        RuntimeError: inside a transform of `torch.func`.
+    """
+    if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
+        raise RuntimeError(
+            "torch.func's transforms (grad, vjp, vmap, jvp, jacrev, ...) do not go through FP8 products; call "
+            "torch.autograd.grad, or transform a model that was not converted to FP8"
+        )
+    if weight.dim() != 2:
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; give a matrix of [output features, input features]"
+        )
+    if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"input has shape {tuple(input.shape)} and weight {tuple(weight.shape)}; the last size of both must be the "
+            "number of input features"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"bias has shape {tuple(bias.shape)}; give {weight.shape[0]} values, one for each output feature"
+        )
+    formats.require_high_precision(input, "input")
+    formats.require_high_precision(weight, "weight")
+    if bias is not None:
+        formats.require_high_precision(bias, "bias")
+    if input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
+        raise TypeError(
+            f"input is {input.dtype} and weight is {weight.dtype}; cast one to the other's dtype or run under "
+            "torch.autocast"
+        )
+
+
+def linear_from_quantized(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x: QuantizedMatrix,
+    w: QuantizedMatrix,
+    config: FP8Config,
+    *,
+    defer: Defer | None = None,
+    exchange: Exchange = NO_EXCHANGE,
+    weight_is_transposed: bool = False,
+    backward_weight: BackwardWeight | None = None,
+) -> torch.Tensor:
+    """The linear layer, its input and weight already cast.
+
+    Args:
+        input: [..., K], not empty; receives the input's gradient.
+        weight: [N, K]; receives the weight's gradient.
+        bias: [N] or None.
+        x: the input as a matrix of K columns, with its transpose if the weight needs a gradient.
+        w: the weight, with or without its transpose.
+        config: accumulation and the gradient's format.
+        defer: backward gives it what computes the weight's gradient from the FP8 transposes of x and dy, and autograd
+            none; until that is called it holds the two. None computes the gradient in backward.
+        exchange: what ranks exchange around the products; its `input` made x.
+        weight_is_transposed: the weight, and so its gradient, lies as [K, N]; w is a matrix of [N, K] all the same.
+        backward_weight: backward asks it for the weight's transpose, and holds none itself; None keeps that of `w`, or
+            makes it in backward where `w` has none.
+
+    Returns:
+        [..., N] of the input's dtype, or of autocast's.
+    """
+    device = input.device.type
+    out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
+    wants_transpose = backward_weight is None and torch.is_grad_enabled() and input.requires_grad
+    if wants_transpose and not w.transpose.numel():
+        backward_weight = transposed_in_backward(w)
+    how = _How(out_dtype, config, defer, exchange, weight_is_transposed, backward_weight)
+    return _Linear.apply(input, weight, bias, x, w, how)
+
+
+def fp8_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    config: FP8Config | None = None,
+) -> torch.Tensor:
+    """`torch.nn.functional.linear` with its three products in FP8, scales computed from the tensors as they are now.
+
+    Sizes that are no multiple of 16 are padded with zeros for the products. An empty batch gives an empty result. To
+    cast a weight once per optimizer step rather than at every call, use `FP8Linear`.
+
+    Args:
+        input: [..., K], BF16, FP16 or FP32, one dimension or more.
+        weight: [N, K], of the input's dtype, or any of the three under autocast.
+        bias: [N] or None.
+        config: formats and accumulation; None is `FP8Config()`. Its `layers` is not read.
+
+    Returns:
+        [..., N] of the input's dtype, or of autocast's.
+
+    Raises:
+        ValueError: sizes that do not fit together, or a GPU without FP8 products while `config.emulate` is off.
+        TypeError: another dtype, or dtypes that differ outside autocast.
+        RuntimeError: inside a transform of `torch.func`.
+    """
+    config = DEFAULT_CONFIG if config is None else config
+    check_operands(input, weight, bias)
+    require_fp8(input.device, config.emulate)
+    if input.numel() == 0:
+        return F.linear(input, weight, bias)
+    gradients = torch.is_grad_enabled()
+    x = quantize_input(input, config, transposed=gradients and weight.requires_grad)
+    w = quantize_weight(weight, config, transposed=gradients and input.requires_grad)
+    return linear_from_quantized(input, weight, bias, x, w, config)
+
+
+def quantize_input(
+    input: torch.Tensor, config: FP8Config, *, transposed: bool, amax: torch.Tensor | None = None
+) -> QuantizedMatrix:
+    """Cast a layer's input, [..., K], as a matrix of K columns; what made it may know its amax."""
+    matrix = input.detach().reshape(-1, input.shape[-1])
+    return quantize(
+        matrix,
+        config.input_format,
+        transposed=transposed,
+        rowwise=config.rowwise,
+        power_of_two=config.power_of_two,
+        amax=amax,
+    )

@@ -1,0 +1,241 @@
+"""What every layer whose products run in FP8 has in common, whatever class of layer it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fp8booster.config import FP8Config
+from fp8booster.kernels.alignment import ALIGNMENT, aligned
+from fp8booster.kernels.device import require_fp8
+from fp8booster.listing import first_of
+from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
+from fp8booster.nn.linear.functional import (
+    Defer,
+    check_operands,
+    linear_from_quantized,
+)
+from fp8booster.nn.linear.shared_input import share_input
+from fp8booster.nn.linear.speed_model import TokenCounts, computes_in_fp8
+from fp8booster.nn.weights.cached import CachedWeight
+from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.freshness import is_captured, reusable
+from fp8booster.nn.weights.source import WeightSource
+from fp8booster.tensor import QuantizedMatrix
+
+
+class FP8Layer(nn.Module):
+    """A linear layer in FP8: a mixin before the class that the layer was.
+
+    A layer turns into a class of these in place (`convert_in_place`) and back (`revert`): its parameters, hooks and
+    identity stay. In training mode the FP8 weight and its transpose are made once per optimizer step, whatever the
+    number of micro-batches, and layers that read one input share its cast. In evaluation mode the weight is cast at
+    every call. Where `speed_model` finds BF16 faster for the number of tokens, the layer computes in that, unless
+    `config.always`.
+    """
+
+    original: ClassVar[type[nn.Module]]
+    """The class that the layer was, and is again after `revert`."""
+
+    weight_is_transposed: ClassVar[bool] = False
+    """The weight lies as [input features, output features], not as nn.Linear's does."""
+
+    weight: nn.Parameter
+    fp8_config: FP8Config
+    fp8_weight: WeightSource
+    in_fp8: TokenCounts
+    """For the token counts seen so far, whether the products run in FP8."""
+
+    @classmethod
+    def convert_in_place(cls, module: nn.Module, config: FP8Config) -> None:
+        """Turn a layer into this class in place: its parameters, hooks and identity stay."""
+        module.__class__ = cls
+        module._start_fp8(config)
+
+    def revert(self) -> None:
+        """Turn the layer into what it was, in place."""
+        del self.fp8_config, self.fp8_weight, self.in_fp8, self._whole_shape
+        self.__class__ = self.original
+
+    def _start_fp8(self, config: FP8Config) -> None:
+        if "fp8_weight" in vars(self):
+            restore_weight(self)  # an engine before may have left no other copy than the one that goes here
+        self.fp8_config = config
+        self._whole_shape = self.weight.shape
+        self.fp8_weight = CachedWeight(self.weight_is_transposed)
+        self.in_fp8 = TokenCounts()
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str | None:
+        """Why a layer of the class `original` cannot turn into this class, or None where it can."""
+        return None
+
+    def fp8_exchange(self) -> Exchange:
+        """What ranks exchange around the layer's products."""
+        return NO_EXCHANGE
+
+    def fp8_defer(self) -> Defer | None:
+        """What computes the weight's gradient later, as in `linear_from_quantized`; None: backward does it."""
+        return None
+
+    def fp8_merges_by(self) -> Hashable | None:
+        """What layers of one input have in common whose products may be one; None: this layer's stays its own."""
+        return None
+
+    @property
+    def product_features(self) -> tuple[int, int]:
+        """(input, output features) of this layer's products: of this rank's shard where the weight is sharded."""
+        # FSDP with use_orig_params leaves a part of the flattened weight between forwards
+        rows, columns = self.weight.shape if self.weight.dim() == 2 else self._whole_shape
+        return (rows, columns) if self.weight_is_transposed else (columns, rows)
+
+    def quantized_from(self, as_it_lies: QuantizedMatrix) -> QuantizedMatrix:
+        """The FP8 weight as the products read it, [output, input features], from a cast of the weight as it lies."""
+        if not self.weight_is_transposed:
+            return as_it_lies
+        data, transpose, inverse_scale, transpose_inverse_scale = as_it_lies
+        if transpose_inverse_scale is None:
+            return QuantizedMatrix(transpose, data, inverse_scale, None)
+        return QuantizedMatrix(transpose, data, transpose_inverse_scale, inverse_scale)
+
+    def fp8_product(
+        self,
+        input: torch.Tensor,
+        bias: torch.Tensor | None,
+        exchange: Exchange = NO_EXCHANGE,
+        defer: Defer | None = None,
+    ) -> torch.Tensor | None:
+        """The layer's product in FP8, or None where it is to be computed in high precision.
+
+        Args:
+            input: [..., input features].
+            bias: [output features], added to the product; None adds none.
+            exchange: what ranks exchange before and after the products.
+            defer: see `linear_from_quantized`.
+        """
+        if input.numel() == 0:
+            return None
+        if torch.compiler.is_compiling() and self.fp8_weight.lacks_values:
+            # compiled code casts the weight, which has no values where an engine keeps its FP8 copy alone
+            return torch.compiler.disable(FP8Layer.fp8_product)(self, input, bias, exchange, defer)
+        config, weight = self.fp8_config, self.weight
+        matrix = weight.t() if self.weight_is_transposed else weight
+        again = reusable(input, weight)
+        if not self._computes_in_fp8(input.numel() // input.shape[-1] * exchange.growth, matrix, again):
+            return None
+        check_operands(input, matrix, bias)
+        require_fp8(input.device, config.emulate)
+        gradients = torch.is_grad_enabled()
+        cast = partial(share_input, exchange=exchange) if again else exchange.input
+        return linear_from_quantized(
+            input,
+            weight,
+            bias,
+            cast(input, config, transposed=gradients and weight.requires_grad),
+            self._quantized_weight(input, weight, again),
+            config,
+            defer=defer,
+            exchange=exchange,
+            weight_is_transposed=self.weight_is_transposed,
+            backward_weight=self.fp8_weight.backward([weight], config),
+        )
+
+    def _computes_in_fp8(self, rows: int, matrix: torch.Tensor, again: bool) -> bool:
+        """Whether FP8 pays for so many tokens; what was found is kept where casts are."""
+        if again and rows in self.in_fp8:
+            return self.in_fp8[rows]
+        in_fp8 = self._pays(rows, matrix)
+        if again:
+            self.in_fp8[rows] = in_fp8
+        return in_fp8
+
+    def _quantized_weight(self, input: torch.Tensor, weight: torch.Tensor, again: bool) -> QuantizedMatrix:
+        """The FP8 weight: its source's, or a cast for this call alone in evaluation and where no cast can be kept."""
+        config = self.fp8_config
+        if self._is_provided(input, weight) or (again and self.training):
+            # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
+            return self.fp8_weight.forward([weight], config, transpose=config.keeps_transposes)
+        if again:
+            self.fp8_weight.forget()
+        matrix = weight.t() if self.weight_is_transposed else weight
+        return quantize_weight(matrix, config, transposed=torch.is_grad_enabled() and input.requires_grad)
+
+    def _is_provided(self, input: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether an engine provides the FP8 weight; it may be all that there is of it, in inference mode too."""
+        return (
+            not torch.compiler.is_compiling()
+            and not weight.is_inference()
+            and not is_captured(input)
+            and self.fp8_weight.is_provided([weight])
+        )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FP8Layer:
+        # the parameters move to another device or dtype: the copy goes, and what was found to pay there
+        restore_weight(self)  # the copy may be all that there is of the weight
+        forget_weight(self)
+        self.in_fp8.clear()
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        super()._load_from_state_dict(*arguments, **named)
+        # under FSDP2 what is loaded is the shard, and the gathered weight counts no change
+        forget_weight(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        restore_weight(self)  # what is pickled or copied has values
+        return self.__dict__
+
+    def _pays(self, rows: int, matrix: torch.Tensor) -> bool:
+        outputs, inputs = matrix.shape
+        return computes_in_fp8(self.fp8_config, rows, inputs, outputs, matrix.device)
+
+    def fp8_notes(self) -> str:
+        """What the report says beside the precision: emulation, sizes padded as "from->to", token counts in BF16."""
+        inputs, outputs = self.product_features
+        padded = [
+            f"{what} {size}->{aligned(size)}"
+            for what, sizes in (
+                ("in", [inputs]),
+                ("out", [outputs]),
+                ("tokens", sorted(rows for rows, in_fp8 in self.in_fp8.items() if in_fp8)),
+            )
+            for size in sizes
+            if size % ALIGNMENT
+        ]
+        notes = ["emulated in FP32"] if self.fp8_config.emulate else []
+        if padded:
+            notes.append("padded: " + first_of(padded) + self.in_fp8.note)
+        slower = sorted(rows for rows, in_fp8 in self.in_fp8.items() if not in_fp8)
+        if slower:
+            counts = first_of(list(map(str, slower)))
+            notes.append(
+                f"not in FP8 for {counts} tokens{self.in_fp8.note}, where it would take longer; "
+                "FP8Config(always=True) does it"
+            )
+        return "; ".join(notes)
+
+
+def restore_weight(layer: FP8Layer, *_: Any) -> None:
+    """Give a layer's weight its value in 16 bits again, where an engine keeps none; a hook of state dicts."""
+    layer.fp8_weight.restore_values()
+
+
+def forget_weight(layer: FP8Layer) -> None:
+    """Make every FP8 copy of a layer's weight stale, also one that is stacked with others."""
+    weight = layer._parameters.get("weight")  # None: computed for each forward, or another pipeline stage's
+    layer.fp8_weight.invalidate([] if weight is None else [weight])
+
+
+def forget_weights(model: nn.Module) -> None:
+    """Drop every FP8 weight copy of a model, so that the next forward casts anew.
+
+    Needed only after a change through `.data` that no optimizer step follows.
+    """
+    for module in model.modules():
+        if isinstance(module, FP8Layer):
+            restore_weight(module)
+            forget_weight(module)

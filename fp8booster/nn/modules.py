@@ -1,0 +1,72 @@
+"""What modules say of themselves: their hooks, what they hold, and which of them make a model's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch import nn
+
+Held = TypeVar("Held")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own, forward or backward, which only a call runs."""
+    return any(_hooks_of(module))
+
+
+def is_looked_at(module: nn.Module) -> bool:
+    """Whether a module has hooks that may read what it is given or gives: all but those marked to only wait."""
+    return any(
+        not getattr(hook, ONLY_WAITS, False) for of_kind in _hooks_of(module) for hook in of_kind.values()
+    )
+
+
+def _hooks_of(module: nn.Module) -> tuple[dict[int, Callable], ...]:
+    return (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+
+
+ONLY_WAITS = "fp8_only_waits"
+"""Attribute of a hook that does nothing but wait for parameters."""
+
+
+def must_be_called(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a forward of its own in place of its class's."""
+    return "forward" in vars(module) or has_hooks(module)
+
+
+def held_by_modules(model: nn.Module, kind: type[Held]) -> list[Held]:
+    """The objects of a class that the modules of a model hold as attributes."""
+    return [value for module in model.modules() for value in vars(module).values() if isinstance(value, kind)]
+
+
+def vocabulary_heads(model: nn.Module) -> set[int]:
+    """The identities of what `get_output_embeddings()` gives, which models of transformers have, and of all inside it.
+
+    Names tell little: the head is `cls.predictions.decoder` in BERT, `lm_head.decoder` in RoBERTa, `proj_out` in
+    Whisper.
+
+    Args:
+        model: wrapped or not, sharded or not.
+    """
+    return {
+        id(layer)
+        for module in model.modules()
+        if isinstance(head := _head(module), nn.Module)
+        for layer in head.modules()  # adapters wrap a head, and some models have several
+    }
+
+
+def _head(module: nn.Module) -> object:
+    """What a module says to be its head, if anything."""
+    ask = getattr(module, "get_output_embeddings", None)
+    try:
+        return None if ask is None else ask()
+    # the head was taken out of the model; or a method of another meaning has the name, or none of its own
+    except (AttributeError, TypeError, NotImplementedError):
+        return None

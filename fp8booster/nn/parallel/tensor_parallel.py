@@ -1,0 +1,230 @@
+"""Linear layers whose weight is spread over ranks, with all three products in FP8 and FP8 between ranks.
+
+One object a layer says what its ranks exchange (`nn.linear.exchange.Exchange`); `linear_from_quantized` takes it.
+
+                        before fprop         after fprop               before dgrad, wgrad    beside wgrad
+    ColumnParallel      -                    -                         -                      all-reduce dx
+    RowParallel         -                    all-reduce y              -                      -
+    SequenceColumn      gather x             -                         -                      reduce-scatter dx
+    SequenceRow         -                    reduce-scatter y          gather dy              -
+
+What is gathered is cast first, by the scale of the whole tensor, on which the ranks agree by one MAX reduction of their
+amaxes. The products read the bytes that arrived, and the transposes that wgrad reads are made of them: every value is
+rounded once, as in one process. What is reduced travels by `fp8booster.comm`, with one scale a block.
+
+The ring of sequence parallelism (Colossal-AI's mode "ring") gathers piece by piece, multiplying what is there; the
+result is the same, and these classes serve it by one gather.
+
+Shapes as in `nn.linear.functional`. In the sequence parallel ones x has the sequence in `dimension`, a part on each
+rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+import torch
+import torch.distributed as dist
+
+from fp8booster import comm, scaling
+from fp8booster.comm.collectives import gather_bytes
+from fp8booster.comm.statistics import count_encoded
+from fp8booster.config import FP8Config
+from fp8booster.kernels.transpose import gathered_layouts
+from fp8booster.nn.linear.delivered_amax import delivered_amax
+from fp8booster.nn.linear.exchange import Exchange
+from fp8booster.nn.linear.functional import own_product
+from fp8booster.tensor import QuantizedMatrix, quantize
+
+INPUT_GATHER = "sequence gather of inputs"
+GRADIENT_GATHER = "sequence gather of gradients"
+"""Rows of `fp8booster.comm.statistics`."""
+
+_GATHER = "all_gather_into_tensor"
+_NOTHING_IN_FP8 = 2**62
+"""As `min_bytes`: more than any payload, so that all goes uncompressed and is counted."""
+
+
+class _Parallel(Exchange):
+    """What the exchanges of a process group share.
+
+    Args:
+        group: the ranks that hold the weight.
+        communication: send FP8; else the dtype of the tensors, counted as uncompressed.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, communication: bool = True) -> None:
+        self.group = group
+        self.ranks = dist.get_world_size(group)
+        self.communication = communication
+
+    @property
+    def _min_bytes(self) -> int | None:
+        return None if self.communication else _NOTHING_IN_FP8
+
+
+class ColumnParallel(_Parallel):
+    """The weight's output features are spread; each rank has the whole input."""
+
+    def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The sum over ranks."""
+        work = comm.all_reduce(gradient, group=self.group, async_op=True, min_bytes=self._min_bytes)
+
+        def wait() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return gradient
+
+        return wait
+
+
+class RowParallel(_Parallel):
+    """The weight's input features are spread, and so are the input's. A bias is added after it, by the caller."""
+
+    def output(self, output: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks."""
+        output = own_product(output)
+        comm.all_reduce(output, group=self.group, min_bytes=self._min_bytes)
+        return output
+
+
+class _SequenceParallel(_Parallel):
+    """What the exchanges along a sequence share.
+
+    Args:
+        dimension: of the input, in which the sequence lies; not the last.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, dimension: int = 1, *, communication: bool = True) -> None:
+        super().__init__(group, communication=communication)
+        self.dimension = dimension
+
+    def _outer(self, shape: torch.Size) -> int:
+        """How many values lie before the sequence's dimension: 1 where ranks' parts follow each other."""
+        return shape[: self._sequence(len(shape))].numel()
+
+    def _sequence(self, dimensions: int) -> int:
+        sequence = self.dimension % dimensions
+        if sequence == dimensions - 1:
+            raise ValueError(
+                f"the sequence lies in dimension {self.dimension} of {dimensions}, which is that of the features; give "
+                "another"
+            )
+        return sequence
+
+    def _gathered_shape(self, shape: torch.Size) -> tuple[int, ...]:
+        sequence = self._sequence(len(shape))
+        return (*shape[:sequence], shape[sequence] * self.ranks, *shape[sequence + 1 :])
+
+    def _gather(
+        self,
+        part: torch.Tensor,
+        dtype: torch.dtype,
+        config: FP8Config,
+        row: str,
+        *,
+        plain: bool,
+        transposed: bool,
+    ) -> QuantizedMatrix:
+        """A tensor of which each rank has a part of the sequence, in FP8, as a matrix of its last dimension."""
+        matrix = part.detach().reshape(-1, part.shape[-1])
+        if config.rowwise or not self.communication:
+            # each layout of a matrix with rowwise scales is a cast of its own, which needs all of the matrix
+            return quantize(
+                self._gather_values(part).reshape(-1, part.shape[-1]),
+                dtype,
+                plain=plain,
+                transposed=transposed,
+                rowwise=config.rowwise,
+                power_of_two=config.power_of_two,
+            )
+        amax = delivered_amax(part)
+        amax = scaling.amax_of(matrix) if amax is None else amax.max()
+        amax = amax.nan_to_num(nan=float("inf"), posinf=float("inf"))  # a MAX reduction drops NaN
+        dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
+        data, _, inverse_scale, _ = quantize(matrix, dtype, power_of_two=config.power_of_two, amax=amax)
+        own = data[: matrix.shape[0]].view(torch.uint8)  # without the rows that fill up to 16
+        gathered = own.new_empty((self.ranks, *own.shape))
+        sent = {_GATHER: own.nbytes, "all_reduce": amax.nbytes}
+        count_encoded(row, self.ranks, part.nbytes, sent, _GATHER)
+        gather_bytes(gathered.view(-1), own.reshape(-1), self.group)
+        layouts = gathered_layouts(gathered, self._outer(part.shape), plain=plain, transposed=transposed)
+        return QuantizedMatrix(*(layout.view(dtype) for layout in layouts), inverse_scale, None)
+
+    def _gather_values(self, part: torch.Tensor) -> torch.Tensor:
+        part = part.detach().contiguous()
+        gathered = part.new_empty((self.ranks, *part.shape))
+        comm.all_gather_into_tensor(gathered.view(-1), part.view(-1), self.group, min_bytes=self._min_bytes)
+        sequence = self._sequence(part.dim())
+        return gathered.movedim(0, sequence).reshape(self._gathered_shape(part.shape))
+
+    def _reduce_scatter(self, whole: torch.Tensor, *, asynchronous: bool) -> Callable[[], torch.Tensor]:
+        """Give each rank its part of the sequence of the sum over ranks, or begin to; returns what waits for it."""
+        sequence = self._sequence(whole.dim())
+        length = whole.shape[sequence]
+        if length % self.ranks:
+            raise ValueError(
+                f"a sequence of {length} does not divide by {self.ranks} ranks of sequence parallelism; pad it to a "
+                "multiple"
+            )
+        parts = (
+            whole.unflatten(sequence, (self.ranks, length // self.ranks)).movedim(sequence, 0).contiguous()
+        )
+        own = torch.empty_like(parts[0])
+        work = comm.reduce_scatter_tensor(
+            own.view(-1), parts.view(-1), group=self.group, async_op=asynchronous, min_bytes=self._min_bytes
+        )
+
+        def wait() -> torch.Tensor:
+            if work is not None:
+                work.wait()
+            return own
+
+        return wait
+
+
+class SequenceColumn(_SequenceParallel):
+    """The weight's output features are spread; each rank has a part of the input's sequence."""
+
+    @property
+    def growth(self) -> int:
+        """The products read the whole sequence."""
+        return self.ranks
+
+    @property
+    def of_input(self) -> Hashable:
+        """Layers of one group share what they gather."""
+        return self.group, self.dimension, self.communication
+
+    def shape(self, input_shape: torch.Size) -> tuple[int, ...]:
+        """That of the gathered input."""
+        return self._gathered_shape(input_shape)
+
+    def input(self, input: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
+        """Cast this rank's part of the sequence and gather those of all ranks."""
+        return self._gather(
+            input, config.input_format, config, INPUT_GATHER, plain=True, transposed=transposed
+        )
+
+    def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """This rank's part of the sum over ranks."""
+        return self._reduce_scatter(gradient, asynchronous=True)
+
+
+class SequenceRow(_SequenceParallel):
+    """The weight's input features are spread; each rank gets a part of the output's sequence.
+
+    A bias is added after it, by the caller.
+    """
+
+    def output(self, output: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sum over ranks."""
+        return self._reduce_scatter(own_product(output), asynchronous=False)()
+
+    def output_gradient(
+        self, gradient: torch.Tensor, config: FP8Config, *, plain: bool, transposed: bool
+    ) -> QuantizedMatrix:
+        """Cast the gradient of this rank's part of the sequence and gather those of all ranks."""
+        return self._gather(
+            gradient, config.gradient_format, config, GRADIENT_GATHER, plain=plain, transposed=transposed
+        )

@@ -1,0 +1,420 @@
+"""Experts by grouped products, against the same experts one by one and in FP32."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DeepseekV3Config, MixtralConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MLP
+from transformers.models.mixtral.modeling_mixtral import MixtralBlockSparseTop2MLP
+
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
+from fp8booster.formats import E5M2
+from fp8booster.nn.experts import grouped as module
+from fp8booster.nn.experts.dispatch import run_experts
+from fp8booster.nn.experts.grouped import GroupedExperts
+from fp8booster.nn.fused.decoder import FusedExpert, _merge, _mix
+from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.engine import EngineWeight
+from fp8booster.nn.weights.resharded import ReshardedWeight
+from fp8booster.tensor import QuantizedMatrix
+from tests.kernels.grouped_stand_in import stand_in
+from tests.nn.reference import count_calls
+
+HIDDEN, FEATURES, EXPERTS = 64, 96, 4
+QUICK = FP8Config(emulate=True)
+COUNTS = {
+    "ragged": [[3, 0, 20, 1], [14, 0, 1, 40]],
+    "even": [[16, 16, 16, 16]],
+    "one expert has all": [[0, 0, 0, 33]],
+}
+
+
+def mixtral() -> nn.ModuleList:
+    sizes = MixtralConfig(hidden_size=HIDDEN, intermediate_size=FEATURES)
+    return nn.ModuleList(MixtralBlockSparseTop2MLP(sizes) for _ in range(EXPERTS))
+
+
+def deepseek() -> nn.ModuleList:
+    sizes = DeepseekV3Config(hidden_size=HIDDEN, moe_intermediate_size=FEATURES)
+    return nn.ModuleList(DeepseekV3MLP(sizes, intermediate_size=FEATURES) for _ in range(EXPERTS))
+
+
+def experts(config: FP8Config = QUICK, make: Callable[[], nn.ModuleList] = mixtral) -> nn.ModuleList:
+    """The same at every call."""
+    torch.manual_seed(0)
+    return convert_to_fp8(make().bfloat16(), config)
+
+
+def in_fp32(fp8: nn.ModuleList, make: Callable[[], nn.ModuleList] = mixtral) -> nn.ModuleList:
+    """Experts of the same weights without FP8."""
+    exact = make()
+    exact.load_state_dict(fp8.state_dict())
+    return exact
+
+
+def tokens(counts: list[list[int]]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(sum(map(sum, counts)), HIDDEN, generator=generator).bfloat16()
+
+
+def results(
+    of: nn.Module,
+    counts: list[list[int]],
+    grouped: GroupedExperts | None,
+    factors: list | torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Output, gradient of the tokens, gradients of the weights, in FP32."""
+    dtype = next(of.parameters()).dtype
+    x = tokens(counts).to(dtype).requires_grad_()
+    of.zero_grad()
+    y = run_experts(x, counts, of, factors, grouped)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y.dtype)
+    y.backward(dy)
+    return [value.detach().float() for value in (y, x.grad, *(each.grad for each in of.parameters()))]
+
+
+def assert_near(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= tolerance * other.norm()
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("make", [mixtral, deepseek])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("way", ["emulated", "group by group", "kernel"])
+def test_grouped_experts_compute_what_they_compute_one_by_one(counts, way, make, monkeypatch) -> None:
+    if way == "kernel":
+        stand_in(monkeypatch)
+    fp8 = experts(FP8Config(emulate=way == "emulated"), make)
+    grouped = GroupedExperts(fp8)
+    factors = torch.tensor([1.0, 0.5, 2.0, 3.0])
+    exact = results(in_fp32(fp8, make), COUNTS[counts], None, factors)
+    one_by_one = results(fp8, COUNTS[counts], None, factors)
+    found = results(fp8, COUNTS[counts], grouped, factors)
+    assert grouped.why_one_by_one is None
+    assert_near(found, exact, 0.08)
+    assert_near(one_by_one, exact, 0.11)
+    assert any(not torch.equal(one, other) for one, other in zip(found, one_by_one, strict=True))
+    for gradient, other in zip(found[2:], one_by_one[2:], strict=True):
+        assert gradient.any() == other.any()
+
+
+def test_without_any_token_every_gradient_is_zero() -> None:
+    fp8 = experts()
+    grouped = GroupedExperts(fp8)
+    y, dx, *gradients = results(fp8, [[0] * EXPERTS] * 2, grouped)
+    assert y.shape == dx.shape == (0, HIDDEN)
+    assert len(gradients) == 3 * EXPERTS
+    assert all(not gradient.any() for gradient in gradients)
+    assert grouped.why_one_by_one is None
+
+
+def test_transposes_made_in_backward_give_the_same_bits() -> None:
+    found, expected = (
+        results(fp8, COUNTS["ragged"], GroupedExperts(fp8))
+        for fp8 in (experts(FP8Config(emulate=True, keep_weight_transposes=kept)) for kept in (False, True))
+    )
+    assert_same(found, expected)
+
+
+def test_a_checkpointed_forward_gives_the_same_bits() -> None:
+    fp8 = experts()
+    expected = results(fp8, COUNTS["ragged"], GroupedExperts(fp8))
+    grouped = GroupedExperts(fp8)
+
+    def recomputed(*arguments: object) -> torch.Tensor:
+        return checkpoint(grouped, *arguments, use_reentrant=False)
+
+    assert_same(results(fp8, COUNTS["ragged"], recomputed), expected)
+
+
+def test_one_factor_for_all_is_that_of_each() -> None:
+    fp8 = experts()
+    found, expected = (
+        results(fp8, COUNTS["ragged"], GroupedExperts(fp8), factors)
+        for factors in ([0.5] * EXPERTS, torch.full((EXPERTS,), 0.5))
+    )
+    assert_same(found, expected)
+
+
+def test_weights_are_cast_once_a_step(casts: list) -> None:
+    fp8 = experts()
+    grouped = GroupedExperts(fp8)
+    optimizer = torch.optim.SGD(fp8.parameters(), lr=0.1)
+    made = []
+    for _ in range(2):
+        for _ in range(2):
+            casts.clear()
+            last = results(fp8, COUNTS["ragged"], grouped)
+            made.append(len(casts))
+        optimizer.step()
+    # tokens, SwiGLU and their gradients; at first two weights more
+    assert made == [6, 4, 6, 4]
+    copied = copy.deepcopy(fp8)
+    fresh = results(copied, COUNTS["ragged"], GroupedExperts(copied))
+    assert not torch.equal(fresh[0], last[0])
+    assert torch.equal(results(fp8, COUNTS["ragged"], grouped)[0], fresh[0])
+    with torch.no_grad():
+        fp8[0].w1.weight.zero_()  # torch counts it
+    assert not torch.equal(results(fp8, COUNTS["ragged"], grouped)[0], fresh[0])
+
+
+# ---- weights that an engine keeps ----
+
+
+def keep(layer: FP8Linear, quantized: QuantizedMatrix) -> None:
+    """What ZeRO does after a step, where a parameter keeps no value."""
+    layer.weight.data = torch.full((), torch.nan, dtype=torch.bfloat16).expand(layer.weight.shape)
+    layer.fp8_weight = EngineWeight()
+    layer.fp8_weight.fill([layer.weight], quantized)
+
+
+@pytest.mark.parametrize("transposes", [True, False])
+@pytest.mark.parametrize("together", [True, False])
+def test_weights_that_an_engine_keeps_are_read_as_they_are(together: bool, transposes: bool, casts) -> None:
+    config = FP8Config(emulate=True, weights_in_16_bits=False, keep_weight_transposes=transposes)
+    fp8 = experts(config)
+    for number, expert in enumerate(fp8):
+        expert.w1.weight.data.mul_(number + 1)  # scales differ
+    exact = results(in_fp32(fp8), COUNTS["ragged"], None)
+    for expert in fp8:
+        keep(expert.w2, quantize_weight(expert.w2.weight, config, transposed=transposes))
+        if together:  # as ZeRO gathers merged layers
+            whole = quantize_weight(
+                torch.cat([expert.w1.weight, expert.w3.weight]).detach(), config, transposed=transposes
+            )
+            cut = [whole.transpose] * 2 if not transposes else whole.transpose.split(FEATURES, 1)
+            for layer, data, transpose in zip(
+                (expert.w1, expert.w3), whole.data.split(FEATURES), cut, strict=True
+            ):
+                keep(layer, QuantizedMatrix(data, transpose, whole.inverse_scale, None))
+        else:
+            for layer in (expert.w1, expert.w3):
+                keep(layer, quantize_weight(layer.weight, config, transposed=transposes))
+    grouped = GroupedExperts(fp8)
+    casts.clear()
+    found = results(fp8, COUNTS["ragged"], grouped)
+    assert len(casts) == 4  # no weight
+    assert grouped.why_one_by_one is None
+    assert_near(found, exact, 0.1)
+    fp8[0].w1.weight.data = torch.ones(FEATURES, HIDDEN).bfloat16()  # this one has a value of its own
+    results(fp8, COUNTS["ragged"], grouped)
+    assert grouped.why_one_by_one == "an engine keeps the FP8 weights of some of the layers alone"
+
+
+# ---- one by one ----
+
+
+def _rename(cls: type, layer: nn.Module) -> None:
+    layer.__class__ = type("Adapted", (cls,), {})
+
+
+def _resize(some: nn.ModuleList, features: int) -> None:
+    for expert in some:
+        for layer, shape in (
+            (expert.w1, (features, HIDDEN)),
+            (expert.w3, (features, HIDDEN)),
+            (expert.w2, (HIDDEN, features)),
+        ):
+            layer.weight = nn.Parameter(torch.ones(shape).bfloat16())
+
+
+WHY = {
+    "a layer has hooks or a forward of its own, which must run": lambda fp8: fp8[1].w2.register_forward_hook(
+        lambda *_: None
+    ),
+    "an expert has hooks or a forward of its own, which must run": lambda fp8: fp8[1].register_forward_hook(
+        lambda *_: None
+    ),
+    "Adapted has no grouped form": lambda fp8: _rename(FP8Linear, fp8[1].w3),
+    "the activation is GELU": lambda fp8: setattr(fp8[1], "act_fn", nn.GELU()),
+    "the layers' FP8Configs differ": lambda fp8: setattr(
+        fp8[1].w1, "fp8_config", FP8Config(emulate=True, power_of_two=True)
+    ),
+    "a layer has a bias": lambda fp8: setattr(
+        fp8[1].w1, "bias", nn.Parameter(torch.ones(FEATURES).bfloat16())
+    ),
+    "the experts' sizes differ": lambda fp8: _resize(fp8[1:2], FEATURES - 16),
+    "a size is no multiple of 16": lambda fp8: _resize(fp8, FEATURES - 8),
+    "pretraining_tp is more than 1": lambda fp8: setattr(fp8[1], "config", MixtralConfig(pretraining_tp=2)),
+    "grouped products give BF16 alone": lambda fp8: fp8.half(),
+}
+
+
+@pytest.mark.parametrize("reason", WHY)
+def test_what_cannot_be_grouped_runs_one_by_one_and_says_why(reason: str) -> None:
+    fp8 = experts()
+    WHY[reason](fp8)
+    assert_one_by_one(fp8, reason)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (FP8Config(emulate=True, granularity="rowwise"), "rowwise scales"),
+        (
+            FP8Config(emulate=True, input_format=E5M2, gradient_format=torch.float8_e4m3fn),
+            "multiply E4M3 alone",
+        ),
+    ],
+)
+def test_configurations_that_cannot_be_grouped(config: FP8Config, reason: str) -> None:
+    assert_one_by_one(experts(config), reason)
+
+
+def assert_one_by_one(fp8: nn.ModuleList, reason: str) -> None:
+    fp8.grouped = grouped = GroupedExperts(fp8)
+    found, expected = (results(fp8, COUNTS["ragged"], each) for each in (grouped, None))
+    assert_same(found, expected)
+    assert reason in grouped.why_one_by_one
+    assert f"experts of 1 block one by one ({grouped.why_one_by_one})" in report(fp8).summary()
+
+
+def test_deepseeks_own_code_is_known_and_other_code_of_that_name_is_not() -> None:
+    fp8 = experts(make=deepseek)
+    for place, reason in (
+        ("transformers_modules.deepseek-ai.a-model.0123.modeling_deepseek", None),
+        ("transformers_modules.someone.another", "DeepseekMLP has no grouped form"),
+    ):
+        cls = type("DeepseekMLP", (DeepseekV3MLP,), {"__module__": place})
+        for expert in fp8:
+            expert.__class__ = cls
+        assert GroupedExperts(fp8).why_one_by_one == reason
+
+
+def test_one_expert_is_not_a_group() -> None:
+    grouped = GroupedExperts(experts()[:1])
+    assert grouped.why_one_by_one == "one expert"
+    assert grouped(tokens([[5]]), [[5]]) is None
+
+
+def test_the_number_of_tokens_decides_and_all_ranks_by_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = experts()
+    counts = COUNTS["even"]
+    x = tokens(counts)
+    products = 1.5 * HIDDEN * FEATURES
+    monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products + 1)
+    grouped = GroupedExperts(fp8)
+    assert grouped(x, counts) is not None
+    assert grouped.why_one_by_one is None
+    assert grouped(x, counts, usual_rows=65.0) is None
+    assert grouped.why_one_by_one == "one by one is faster for so many tokens"
+    assert GroupedExperts(fp8, always=True)(x, counts, usual_rows=65.0) is not None
+    monkeypatch.setattr(module, "ONE_BY_ONE_FROM", 16 * products)
+    assert grouped(x, counts) is None
+    assert grouped(x, counts, usual_rows=63.0) is not None
+
+
+def test_few_experts_of_few_tokens_are_left_to_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = count_calls(monkeypatch, module, "fp8_pays")
+    fp8, counts = experts(FP8Config()), COUNTS["even"]
+    assert GroupedExperts(fp8)(tokens(counts), counts) is not None
+    assert asked == [(64, HIDDEN)]  # as one product of all rows
+    monkeypatch.setattr(module, "fp8_pays", lambda *_: False)
+    grouped = GroupedExperts(fp8)
+    assert grouped(tokens(counts), counts) is None
+    assert grouped.why_one_by_one == "too few tokens for so few experts"
+    monkeypatch.setattr(module, "EXPERTS_THAT_PAY", EXPERTS)
+    assert GroupedExperts(fp8)(tokens(counts), counts) is not None
+    always = experts(FP8Config(always=True))
+    assert GroupedExperts(always)(tokens(counts), counts) is not None
+
+
+def test_autocast_is_left_to_the_layers() -> None:
+    grouped, counts = GroupedExperts(experts()), COUNTS["even"]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert grouped(tokens(counts), counts) is None
+    assert grouped.why_one_by_one == "under autocast"
+
+
+def test_weights_that_are_whole_only_in_their_layers_stay_there() -> None:
+    fp8, counts = experts(), COUNTS["even"]
+    fp8[1].w3.fp8_weight = ReshardedWeight()  # as where FSDP gathers it twice
+    grouped = GroupedExperts(fp8)
+    assert grouped(tokens(counts), counts) is None
+    assert grouped.why_one_by_one == "the weights are whole only while a layer runs"
+
+
+def test_in_evaluation_experts_run_one_by_one_and_nothing_is_wrong_with_that() -> None:
+    fp8 = experts().eval()
+    grouped = GroupedExperts(fp8)
+    assert grouped(tokens(COUNTS["even"]), COUNTS["even"]) is None
+    assert grouped.why_one_by_one is None
+
+
+def test_the_report_knows_what_is_grouped() -> None:
+    fp8 = experts()
+    fp8.grouped = GroupedExperts(fp8)
+    rows = report(fp8).grouped
+    assert [(row.experts, row.why_one_by_one) for row in rows] == [(EXPERTS, None)]
+    assert ", experts of 1 block in grouped products" in report(fp8).summary()
+
+
+def test_copies_and_pickles_hold_their_own_experts_and_no_fp8_weights() -> None:
+    fp8 = experts()
+    fp8.grouped = GroupedExperts(fp8)
+    expected = results(fp8, COUNTS["ragged"], fp8.grouped)
+    for copied in (copy.deepcopy(fp8), pickle.loads(pickle.dumps(fp8))):
+        assert copied.grouped.experts == tuple(copied)
+        assert copied[0] is not fp8[0]
+        assert copied.grouped._down.made is None
+        assert_same(results(copied, COUNTS["ragged"], copied.grouped), expected)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_come_in_one_order_whatever_the_tokens(fused: bool) -> None:
+    """ZeRO adds up what ranks give in the order in which they give it."""
+    fp8 = experts()
+    for expert in fp8 if fused else ():
+        _mix(FusedExpert, expert)
+        expert.__dict__["fp8_gate_up"] = _merge(expert.w1, expert.w3)
+    order = []
+    for name, parameter in fp8.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(lambda name, _: order.append(name), name))
+    for grouped in (None, GroupedExperts(fp8)):
+        orders = []
+        for counts in COUNTS.values():
+            order.clear()
+            results(fp8, counts, grouped)
+            orders.append(list(order))
+        assert len(orders[0]) == 3 * EXPERTS
+        assert all(each == orders[0] for each in orders)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kept", ["none", "each by itself"])
+def test_grouped_experts_compute_what_they_compute_one_by_one_on_a_gpu(kept: str) -> None:
+    device = torch.device("cuda", 0)
+    reason = module.why_no_grouped_product(device, emulate=False)
+    if reason is not None:
+        pytest.skip(reason)
+    config = FP8Config(always=True)
+    fp8 = experts(config).to(device)
+    if kept != "none":
+        for layer in (layer for expert in fp8 for layer in expert.children() if isinstance(layer, FP8Linear)):
+            layer.fp8_weight = EngineWeight()
+            layer.fp8_weight.fill([layer.weight], quantize_weight(layer.weight, config, transposed=True))
+    grouped = GroupedExperts(fp8)
+    counts = COUNTS["ragged"]
+
+    def run(each: GroupedExperts | None) -> list[torch.Tensor]:
+        x = tokens(counts).to(device).requires_grad_()
+        fp8.zero_grad()
+        y = run_experts(x, counts, fp8, [0.5] * EXPERTS, each)
+        y.backward(torch.ones_like(y))
+        return [value.detach().float() for value in (y, x.grad, *(each.grad for each in fp8.parameters()))]
+
+    one_by_one, found = run(None), run(grouped)
+    assert grouped.why_one_by_one is None
+    assert_near(found, one_by_one, 0.12)

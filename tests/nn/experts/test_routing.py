@@ -1,0 +1,64 @@
+"""Rows that tokens become on their way to experts, against plain indexing and its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp8booster.nn.experts.host_copy import HostCopy
+from fp8booster.nn.experts.routing import Routes, counts_of, spread, weighted_sum
+
+EXPERTS = 6
+
+
+@pytest.fixture
+def chosen(device: torch.device) -> torch.Tensor:
+    """Two experts for each of 40 tokens; one expert is nobody's."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(40, EXPERTS - 1, generator=generator).topk(2).indices.to(device)
+
+
+def test_rows_lie_by_expert_and_then_by_token(chosen: torch.Tensor) -> None:
+    routes = Routes.of(chosen, EXPERTS)
+    expected = sorted((expert, token) for token, own in enumerate(chosen.tolist()) for expert in own)
+    assert routes.tokens.tolist() == [token for _, token in expected]
+    for token, (own, places) in enumerate(zip(chosen.tolist(), routes.places.tolist(), strict=True)):
+        assert [expected[place] for place in places] == [(expert, token) for expert in own]
+    for field, wide in zip(routes, Routes.of(chosen, 2**16), strict=True):
+        assert torch.equal(field, wide)
+
+
+def test_counts_are_those_of_each_expert(chosen: torch.Tensor) -> None:
+    out = torch.empty(2, EXPERTS, dtype=torch.int64, device=chosen.device)[1]
+    assert counts_of(chosen, EXPERTS, out) is out
+    assert torch.equal(out, chosen.flatten().bincount(minlength=EXPERTS))
+    assert HostCopy(out).tolist() == out.tolist()
+    assert out[-1] == 0
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_values_and_gradients_are_those_of_indexing(chosen: torch.Tensor, weight_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    tokens, factors, dy = (
+        torch.randn(rows, 16, generator=generator).bfloat16().to(chosen.device) for rows in (40, 80, 40)
+    )
+    weights = torch.rand(40, 2, generator=generator).to(chosen.device, weight_dtype)
+    tokens.requires_grad_(), weights.requires_grad_()
+    routes = Routes.of(chosen, EXPERTS)
+    made = weighted_sum(spread(tokens, routes) * factors, weights, routes)  # the experts multiply by factors
+    by_choice = (tokens[routes.tokens] * factors)[routes.places]
+    expected = (by_choice * weights.unsqueeze(-1)).sum(1).to(torch.bfloat16)
+    assert torch.equal(made, expected)
+    dtokens, dweights = torch.autograd.grad(made, (tokens, weights), dy)
+    expected_dtokens, expected_dweights = torch.autograd.grad(expected, (tokens, weights), dy)
+    assert torch.equal(dtokens, expected_dtokens)
+    torch.testing.assert_close(dweights, expected_dweights)  # a sum, on a GPU in another order
+
+
+def test_without_tokens_there_are_no_rows() -> None:
+    routes = Routes.of(torch.empty(0, 2, dtype=torch.int64), EXPERTS)
+    tokens, weights = torch.zeros(0, 16, requires_grad=True), torch.zeros(0, 2, requires_grad=True)
+    made = weighted_sum(spread(tokens, routes), weights, routes)
+    made.sum().backward()
+    assert made.shape == tokens.grad.shape == (0, 16)
+    assert weights.grad.shape == (0, 2)
