@@ -40,11 +40,7 @@ def heavy_tailed(*shape: int, device: torch.device) -> torch.Tensor:
     return torch.randn(shape, device=device) * torch.exp(1.5 * torch.randn(shape, device=device))
 
 
-DATA = (
-    Data("normal", torch.randn),
-    Data("heavy tails", heavy_tailed),
-    Data("all of one sign", torch.rand),
-)
+DATA = (Data("normal", torch.randn), Data("heavy tails", heavy_tailed), Data("all of one sign", torch.rand))
 
 
 def operands(
@@ -53,8 +49,7 @@ def operands(
     """The two matrices, in BF16, whose rows one of a layer's products multiplies; shape is (M, K, N)."""
     tokens, inputs, outputs = shape
     x, w, dy = (
-        data.draw(*size, device=device).bfloat16()
-        for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
+        data.draw(*size, device=device).bfloat16() for size in ((tokens, inputs), (outputs, inputs), (tokens, outputs))
     )
     pairs = {"fprop": (x, w), "dgrad": (dy, w.t()), "wgrad": (dy.t(), x.t())}
     return tuple(matrix.contiguous() for matrix in pairs[kind])
@@ -74,12 +69,7 @@ def errors(kind: str, a: torch.Tensor, b: torch.Tensor) -> Record:
     of_fp8 = _values(a8)[rows] @ _values(b8).t()
     found = {
         fast: product(
-            a8.data,
-            b8.data,
-            a8.inverse_scale,
-            b8.inverse_scale,
-            out_dtype=torch.bfloat16,
-            fast_accumulation=fast,
+            a8.data, b8.data, a8.inverse_scale, b8.inverse_scale, out_dtype=torch.bfloat16, fast_accumulation=fast
         )[rows].double()
         for fast in (False, True)
     }

@@ -115,10 +115,7 @@ NOTE = (
 
 
 def main(
-    ranks: Annotated[list[int], typer.Option(help="Ranks that share the weights; repeat the option.")] = (
-        2,
-        8,
-    ),
+    ranks: Annotated[list[int], typer.Option(help="Ranks that share the weights; repeat the option.")] = (2, 8),
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers of LLaMA-7B.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each way.")] = 15,
     sample_ms: Annotated[float, typer.Option(help="Milliseconds a sample lasts at least.")] = 20.0,
@@ -131,9 +128,7 @@ def main(
     target, gpu = command.measured_device(device)
     torch.manual_seed(0)
     records = [
-        record
-        for count in ranks
-        for record in measure(count, layers, target, rounds=rounds, sample_ms=sample_ms)
+        record for count in ranks for record in measure(count, layers, target, rounds=rounds, sample_ms=sample_ms)
     ]
     result = Result(
         "adamw",

@@ -100,9 +100,7 @@ def time_casts(
     return time_in_turns(variants, device=device, rounds=rounds, sample_ms=sample_ms)
 
 
-def cast_records(
-    timings: dict[str, Timing], rows: int, columns: int, bytes_per_second: float
-) -> list[Record]:
+def cast_records(timings: dict[str, Timing], rows: int, columns: int, bytes_per_second: float) -> list[Record]:
     """One record for each kind of work: time, bandwidth reached, floor and how far above it the time lies."""
     records = []
     for kind in KINDS:

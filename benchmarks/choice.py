@@ -70,9 +70,7 @@ def measure(rows: int, inputs: int, outputs: int, device: torch.device, rounds: 
     return record_of(rows, inputs, outputs, bf16, fp8, model)
 
 
-def record_of(
-    rows: int, inputs: int, outputs: int, bf16_us: float, fp8_us: float, model: float | None
-) -> Record:
+def record_of(rows: int, inputs: int, outputs: int, bf16_us: float, fp8_us: float, model: float | None) -> Record:
     """What the table shows of one size."""
     return {
         "rows": rows,
@@ -98,9 +96,7 @@ NOTE = "Median of the rounds; forward and backward, casts of x and dy included, 
 
 def main(
     tokens: Annotated[list[int], typer.Option(help="M; repeat the option.")] = TOKENS,
-    hidden: Annotated[
-        list[int], typer.Option(help="h of the layers h -> h, h -> 4h and 4h -> h; repeat it.")
-    ] = HIDDEN,
+    hidden: Annotated[list[int], typer.Option(help="h of the layers h -> h, h -> 4h and 4h -> h; repeat it.")] = HIDDEN,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each layer.")] = 5,
     json: command.JsonFile = None,
     out: command.Folder = None,

@@ -140,26 +140,19 @@ def plot(result: Result, records: list[Record], folder: Path) -> str:
                 lines[label] = [r["ratio"]["median"] for r in sorted(chosen, key=lambda r: r["mib"])]
     lines["roofline: BF16"] = [1.0] * len(sizes)
     plot_lines(
-        folder / name,
-        title=result.title,
-        x_label="BF16 payload, MiB",
-        y_label="time over BF16",
-        x=sizes,
-        lines=lines,
+        folder / name, title=result.title, x_label="BF16 payload, MiB", y_label="time over BF16", x=sizes, lines=lines
     )
     return name
 
 
 def main(
-    collective: Annotated[
-        list[str], typer.Option(help=f"{', '.join(COLLECTIVES)}; repeat the option.")
-    ] = list(COLLECTIVES),  # noqa: B006 (typer copies it)
+    collective: Annotated[list[str], typer.Option(help=f"{', '.join(COLLECTIVES)}; repeat the option.")] = list(
+        COLLECTIVES
+    ),  # noqa: B006 (typer copies it)
     mib: Annotated[list[float], typer.Option(help="BF16 payloads in MiB; repeat the option.")] = SIZES_MIB,
     format: Annotated[str, typer.Option(help="e4m3 or e5m2.")] = "e4m3",
     block_size: Annotated[int, typer.Option(help="Values that share a scale; 0 for one scale.")] = 256,
-    one_sided: Annotated[
-        bool, typer.Option(help="Measure comm.use_one_sided too; for GPUs of one node.")
-    ] = False,
+    one_sided: Annotated[bool, typer.Option(help="Measure comm.use_one_sided too; for GPUs of one node.")] = False,
     rounds: Annotated[int, typer.Option(help="Samples of each variant.")] = 11,
     sample_ms: Annotated[float, typer.Option(help="Milliseconds a sample lasts at least.")] = 20.0,
     quick: command.Quick = False,
@@ -191,9 +184,7 @@ def main(
     dist.destroy_process_group()
 
 
-def deliver(
-    records: list[Record], bench: Bench, head: dict[str, str], *, json: Path | None, out: Path | None
-) -> None:
+def deliver(records: list[Record], bench: Bench, head: dict[str, str], *, json: Path | None, out: Path | None) -> None:
     """Write what was measured."""
     head["ranks"] = str(bench.ranks)
     head["NCCL"] = ".".join(map(str, torch.cuda.nccl.version())) if bench.device.type == "cuda" else "gloo"

@@ -39,26 +39,18 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, invoke_w
 @app.callback()
 def main(
     context: typer.Context,
-    data: Annotated[
-        str, typer.Option(help="Text to train on, as `fp8booster train --data`, or python.")
-    ] = "python",
+    data: Annotated[str, typer.Option(help="Text to train on, as `fp8booster train --data`, or python.")] = "python",
     text_column: Annotated[str, typer.Option(help="Column with the text in tables.")] = "text",
     model: Annotated[str, typer.Option(help="As `benchmarks.llama --model`.")] = "7b",
     layers: Annotated[int | None, typer.Option(help="Layers, where not as many as the model has.")] = None,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     micro_batch: Annotated[int, typer.Option(help="Sequences a rank takes at once.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Steps of each run.")] = 300,
-    lr: Annotated[
-        float, typer.Option(help="Highest learning rate; a tenth of the steps lead up to it.")
-    ] = 1e-4,
+    lr: Annotated[float, typer.Option(help="Highest learning rate; a tenth of the steps lead up to it.")] = 1e-4,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 4,
     first_seed: Annotated[int, typer.Option(help="The first seed; the others follow it.")] = 0,
-    also: Annotated[
-        list[str], typer.Option(help="key=value for FP8Config of one variant more; repeat it.")
-    ] = NONE,
-    fp8_option: Annotated[
-        list[str], typer.Option(help="key=value for FP8Config of all; repeat the option.")
-    ] = NONE,
+    also: Annotated[list[str], typer.Option(help="key=value for FP8Config of one variant more; repeat it.")] = NONE,
+    fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config of all; repeat the option.")] = NONE,
     limit: Annotated[float, typer.Option(help="Seconds after which a run has failed.")] = 3600.0,
     processes: Annotated[
         int | None, typer.Option(help="Processes, when not under torchrun (default: one a GPU).")
@@ -92,9 +84,7 @@ def main(
     except (TypeError, ValueError) as error:
         command.refuse(str(error))
     if not is_launched():
-        raise typer.Exit(
-            start_torchrun("benchmarks.convergence", sys.argv[1:], processes=processes, device=device)
-        )
+        raise typer.Exit(start_torchrun("benchmarks.convergence", sys.argv[1:], processes=processes, device=device))
     variants = {
         BF16: ("fp8booster-bf16", base),
         "BF16, fused blocks": ("fp8booster-bf16-fused", base),
@@ -107,9 +97,7 @@ def main(
     crew = Crew()
     tokens = tokens_of(data, text_column, base)
     variants = {name: (engine, replace(job, tokens=tokens)) for name, (engine, job) in variants.items()}
-    losses = learn(
-        crew, variants, range(first_seed, first_seed + seeds), limit, engine_logs, Output(out, json, commit)
-    )
+    losses = learn(crew, variants, range(first_seed, first_seed + seeds), limit, engine_logs, Output(out, json, commit))
     crew.close()
     raise typer.Exit(0 if losses else 1)
 
@@ -166,18 +154,9 @@ def join(
     head["command of the first run"] = runs[0]["head"]["command"]
     head["dates"] = ", ".join(run["head"]["date"] for run in runs)
     left_out = {name: reason for run in runs for name, reason in run["left_out"].items()}
-    title = (
-        f"Losses of {len(losses)} seeds, each on {place_of(int(head['ranks']), on_gpus=head['GPU'] != 'CPU')}"
-    )
+    title = f"Losses of {len(losses)} seeds, each on {place_of(int(head['ranks']), on_gpus=head['GPU'] != 'CPU')}"
     result, written = deliver(
-        f"{runs[0]['benchmark'].partition('-seeds-')[0]}-joined",
-        title,
-        head,
-        losses,
-        variants,
-        left_out,
-        out,
-        json,
+        f"{runs[0]['benchmark'].partition('-seeds-')[0]}-joined", title, head, losses, variants, left_out, out, json
     )
     show(result)
     for path in written:

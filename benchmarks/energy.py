@@ -50,14 +50,7 @@ NOTE = (
 
 
 def product_record(
-    kind: Kind,
-    rows: int,
-    inner: int,
-    columns: int,
-    *,
-    meter: PowerMeter,
-    device: torch.device,
-    seconds: float,
+    kind: Kind, rows: int, inner: int, columns: int, *, meter: PowerMeter, device: torch.device, seconds: float
 ) -> Record:
     """What one kind of product of one shape takes, or why it does not run."""
     sets = input_sets(inner * (rows + columns), device)
@@ -86,9 +79,7 @@ def _shown(record: Record) -> str:
 def main(
     models: command.Models = MODELS,
     tokens: command.Tokens = TOKENS,
-    seconds: Annotated[
-        float, typer.Option(help="That each product runs before it is counted, and while it is.")
-    ] = 0.6,
+    seconds: Annotated[float, typer.Option(help="That each product runs before it is counted, and while it is.")] = 0.6,
     quick: command.Quick = False,
     json: command.JsonFile = None,
     out: command.Folder = None,
@@ -105,9 +96,7 @@ def main(
         for work in command.progress(workloads(models, tokens, fused=True)):
             for direction in DIRECTIONS:
                 found = [
-                    product_record(
-                        kind, *work.product(direction), meter=meter, device=target, seconds=seconds
-                    )
+                    product_record(kind, *work.product(direction), meter=meter, device=target, seconds=seconds)
                     for kind in KINDS
                 ]
                 left_out |= {
@@ -136,9 +125,7 @@ def main(
         NOTE,
     )
     head = environment.head(gpu, commit=commit)
-    command.deliver(
-        Result("energy", "Energy of products", head, [table], left_out), folder=out, json_file=json
-    )
+    command.deliver(Result("energy", "Energy of products", head, [table], left_out), folder=out, json_file=json)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,7 @@ SQUARES = [1024, 2048, 4096, 8192, 16384]
 
 
 def time_products(
-    rows: int,
-    inner: int,
-    columns: int,
-    *,
-    device: torch.device,
-    rounds: int,
-    sample_ms: float,
-    copy: CopyBandwidth,
+    rows: int, inner: int, columns: int, *, device: torch.device, rounds: int, sample_ms: float, copy: CopyBandwidth
 ) -> dict[str, Timing]:
     """Every kind of product of one shape, and the copy that measures bandwidth, in turns."""
     sets = input_sets(inner * (rows + columns), device)
@@ -46,17 +39,10 @@ def time_products(
     return time_in_turns([*variants, copy.variant], device=device, rounds=rounds, sample_ms=sample_ms)
 
 
-def product_record(
-    timings: dict[str, Timing], rows: int, inner: int, columns: int, floor: ProductFloor
-) -> Record:
+def product_record(timings: dict[str, Timing], rows: int, inner: int, columns: int, floor: ProductFloor) -> Record:
     """What one shape's products took, their rates, and the roofline."""
     flops = 2 * rows * inner * columns
-    record: Record = {
-        "rows": rows,
-        "inner": inner,
-        "columns": columns,
-        "copy_bytes_per_second": floor.bytes_per_second,
-    }
+    record: Record = {"rows": rows, "inner": inner, "columns": columns, "copy_bytes_per_second": floor.bytes_per_second}
     for kind in KINDS:
         ms = timings[kind.name].ms
         floor_ms = floor.ms(rows, inner, columns, kind.precision)
@@ -89,8 +75,7 @@ def _columns(*first: Column) -> list[Column]:
             lambda r: f"{r[BF16.name]['roofline_tflops']:.0f}, {r[EXACT.name]['roofline_tflops']:.0f}",
         ),
         Column(
-            "of it BF16, fast",
-            lambda r: f"{r[BF16.name]['fraction']:.2f}, {r['E4M3 x E4M3 fast']['fraction']:.2f}",
+            "of it BF16, fast", lambda r: f"{r[BF16.name]['fraction']:.2f}, {r['E4M3 x E4M3 fast']['fraction']:.2f}"
         ),
     ]
 
@@ -139,19 +124,12 @@ def main(
     copy = CopyBandwidth(target)
 
     def measure(rows: int, inner: int, columns: int) -> Record:
-        timings = time_products(
-            rows, inner, columns, device=target, rounds=rounds, sample_ms=sample_ms, copy=copy
-        )
+        timings = time_products(rows, inner, columns, device=target, rounds=rounds, sample_ms=sample_ms, copy=copy)
         floor = ProductFloor(gpu, copy.bytes_per_second(timings))
         return product_record(timings, rows, inner, columns, floor)
 
     layers = [
-        {
-            "layer": work.label,
-            "shape": work.shape,
-            "direction": direction,
-            **measure(*work.product(direction)),
-        }
+        {"layer": work.label, "shape": work.shape, "direction": direction, **measure(*work.product(direction))}
         for work in command.progress(workloads(models, tokens, fused=True))
         for direction in DIRECTIONS
     ]
@@ -172,9 +150,7 @@ def main(
                 layers,
                 NOTE,
             ),
-            Table(
-                "squares", "Squares", _columns(Column("M = N = K", lambda r: str(r["rows"]))), squares, NOTE
-            ),
+            Table("squares", "Squares", _columns(Column("M = N = K", lambda r: str(r["rows"]))), squares, NOTE),
         ],
     )
     if out is not None:

@@ -141,8 +141,7 @@ def main(
         "linear",
         "Forward and backward of a linear layer",
         environment.head(gpu, commit=commit),
-        tables(records, names)
-        + ([replace(BREAKDOWN, records=breakdown_records(records))] if profile else []),
+        tables(records, names) + ([replace(BREAKDOWN, records=breakdown_records(records))] if profile else []),
         left_out,
     )
     command.deliver(result, folder=out, json_file=json)

@@ -62,37 +62,23 @@ def main(
     ] = NONE,
     fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config; repeat the option.")] = NONE,
     one_sided: Annotated[
-        int,
-        typer.Option(
-            help="MiB of ZeRO's largest message in FP8, read from peers of one node (default: NCCL)."
-        ),
+        int, typer.Option(help="MiB of ZeRO's largest message in FP8, read from peers of one node (default: NCCL).")
     ] = 0,
     precision: Annotated[
-        str,
-        typer.Option(
-            help=f"fp8booster's: {', '.join(PRECISIONS)}; bf16-fused has the fused blocks that FP8 has."
-        ),
+        str, typer.Option(help=f"fp8booster's: {', '.join(PRECISIONS)}; bf16-fused has the fused blocks that FP8 has.")
     ] = "both",
-    against: Annotated[
-        list[str], typer.Option(help=f"Peers: {', '.join(PEERS)}, or all; repeat the option.")
-    ] = NONE,
-    baseline: Annotated[
-        str | None, typer.Option(help="The engine that ratios are over (default: the first).")
-    ] = None,
+    against: Annotated[list[str], typer.Option(help=f"Peers: {', '.join(PEERS)}, or all; repeat the option.")] = NONE,
+    baseline: Annotated[str | None, typer.Option(help="The engine that ratios are over (default: the first).")] = None,
     warm_up: Annotated[int, typer.Option(help="Steps that are not timed.")] = 4,
     steps: Annotated[int, typer.Option(help="Steps that are timed.")] = 8,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each engine.")] = 2,
     limit: Annotated[float, typer.Option(help="Seconds after which a turn has failed.")] = 900.0,
     data: Annotated[
         str | None,
-        typer.Option(
-            help="Text to train on, as `fp8booster train --data`, or python (default: random tokens)."
-        ),
+        typer.Option(help="Text to train on, as `fp8booster train --data`, or python (default: random tokens)."),
     ] = None,
     text_column: Annotated[str, typer.Option(help="Column with the text in tables.")] = "text",
-    lr: Annotated[
-        float, typer.Option(help="Highest learning rate; a tenth of the steps lead up to it.")
-    ] = 1e-4,
+    lr: Annotated[float, typer.Option(help="Highest learning rate; a tenth of the steps lead up to it.")] = 1e-4,
     seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     profile: Annotated[
         bool, typer.Option("--profile", help="Profile a step of each engine: a trace, and where time goes.")
@@ -180,9 +166,7 @@ def compare(
     def turn(number: int, name: str) -> Turn:
         console.print(f"round {number + 1} of {rounds}: {ENGINES[name].label}")
         trace = str(traces / f"llama-{job.model}-{name}.trace.json.gz") if profile and number == 0 else None
-        taken = crew.take_turn(
-            {"engine": name, "job": job.as_record(), "trace": trace}, limit_s=limit, log=logs
-        )
+        taken = crew.take_turn({"engine": name, "job": job.as_record(), "trace": trace}, limit_s=limit, log=logs)
         if taken.outcome is None:
             console.print(f"  failed: {taken.reason}", markup=False)
         return taken

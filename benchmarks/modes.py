@@ -34,9 +34,7 @@ EVERY: list[str] = []
 
 
 def main(
-    only: Annotated[
-        list[str], typer.Option(help=f"{', '.join(MODES)} (default: all); repeat the option.")
-    ] = EVERY,
+    only: Annotated[list[str], typer.Option(help=f"{', '.join(MODES)} (default: all); repeat the option.")] = EVERY,
     model: Annotated[str, typer.Option(help="Of all modes but moe, as `benchmarks.llama --model`.")] = "7b",
     layers: Annotated[int, typer.Option(help="Its layers; zero-bubble needs a multiple of 4.")] = 4,
     mixture: Annotated[str, typer.Option(help="The model of moe, with all its layers.")] = "mixtral-1b",
@@ -47,9 +45,7 @@ def main(
     warm_up: Annotated[int, typer.Option(help="Steps that are not timed.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of BF16 and of FP8 in each mode.")] = 1,
     limit: Annotated[float, typer.Option(help="Seconds after which a turn has failed.")] = 300.0,
-    fp8_option: Annotated[
-        list[str], typer.Option(help="key=value for FP8Config; repeat the option.")
-    ] = EVERY,
+    fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config; repeat the option.")] = EVERY,
     processes: Annotated[
         int | None, typer.Option(help="Processes, when not under torchrun (default: one a GPU).")
     ] = None,
@@ -112,9 +108,7 @@ def measure_modes(
             console.print(f"{name}: {ENGINES[engine].label}")
             timed = job if engine == FP8 else replace(job, steps=bf16_steps)
             taken = crew.take_turn(
-                {"engine": engine, "job": timed.as_record(), "trace": None},
-                limit_s=limit,
-                log=logs and logs / name,
+                {"engine": engine, "job": timed.as_record(), "trace": None}, limit_s=limit, log=logs and logs / name
             )
             if taken.outcome is None:
                 console.print(f"  failed: {taken.reason}", markup=False)

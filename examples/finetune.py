@@ -86,9 +86,7 @@ def train(args: argparse.Namespace) -> list[float]:
         )
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"the tokenizer in {args.model} has no eos_token to end answers with; set one and save it"
-        )
+        raise ValueError(f"the tokenizer in {args.model} has no eos_token to end answers with; set one and save it")
     if len(tokenizer) > config.vocab_size:
         raise ValueError(
             f"the tokenizer in {args.model} has {len(tokenizer)} tokens and the model {config.vocab_size} embeddings; "

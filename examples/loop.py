@@ -139,7 +139,5 @@ def endless(loader: DataLoader, skip: int) -> Iterator[dict[str, torch.Tensor]]:
             if taken > skip:
                 yield batch
         if taken == 0:
-            raise ValueError(
-                "the data does not fill one batch; give more, or a smaller --batch or --sequence"
-            )
+            raise ValueError("the data does not fill one batch; give more, or a smaller --batch or --sequence")
         epoch += 1

@@ -59,14 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="schedule of a pipeline; the latter two cut each stage in two (hybrid)",
     )
     parser.add_argument("--sp-mode", choices=("split_gather", "ring", "all_to_all", "ring_attn"))
-    parser.add_argument(
-        "--sp", type=int, default=1, help="ranks that share a sequence (all_to_all, ring_attn)"
-    )
+    parser.add_argument("--sp", type=int, default=1, help="ranks that share a sequence (all_to_all, ring_attn)")
     parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts (moe)")
     parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
-    parser.add_argument(
-        "--micro-batches", type=int, default=1, help="of each optimizer step, on each replica"
-    )
+    parser.add_argument("--micro-batches", type=int, default=1, help="of each optimizer step, on each replica")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=1e-4)
@@ -98,9 +94,7 @@ def what_is_wrong(args: argparse.Namespace) -> str | None:
     if args.pp > args.micro_batches:
         return f"--pp {args.pp} takes --micro-batches {args.pp} or more"
     if args.pp_style != "1f1b" and (args.pp < 2 or args.micro_batches % args.pp):
-        return (
-            f"--pp-style {args.pp_style} takes --pp 2 or more, and --micro-batches that are a multiple of it"
-        )
+        return f"--pp-style {args.pp_style} takes --pp 2 or more, and --micro-batches that are a multiple of it"
     if args.sp_mode in ("split_gather", "ring") and (args.tp < 2 or args.sp > 1):
         return f"--sp-mode {args.sp_mode} shares sequences among --tp ranks: give --tp, and no --sp"
     if (args.sp_mode in ("all_to_all", "ring_attn")) != (args.sp > 1):

@@ -99,10 +99,7 @@ def train(args: argparse.Namespace) -> list[float]:
 
     plugin = make_plugin(args, model)
     loader = plugin.prepare_dataloader(
-        Pieces(tokens, args.sequence),
-        batch_size=args.batch * args.micro_batches,
-        shuffle=True,
-        drop_last=True,
+        Pieces(tokens, args.sequence), batch_size=args.batch * args.micro_batches, shuffle=True, drop_last=True
     )
     booster = make_booster(args, plugin)
     model, optimizer, *_ = booster.boost(model.train(), optimizer)

@@ -11,9 +11,7 @@ from types import ModuleType
 class _BeforeColossalAI(MetaPathFinder):
     """Finds nothing; registers the patches when somebody imports colossalai."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> None:
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> None:
         if name == "colossalai":
             sys.meta_path.remove(self)
             import fp8booster.colossal  # noqa: F401

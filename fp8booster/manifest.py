@@ -16,9 +16,7 @@ _END = 1 << 20  # bytes of a file's beginning and end that the digest is of
 
 def write_manifest(folder: Path) -> None:
     """List the files of a checkpoint that is complete."""
-    files = {
-        str(path.relative_to(folder)): _mark(path) for path in sorted(folder.rglob("*")) if path.is_file()
-    }
+    files = {str(path.relative_to(folder)): _mark(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     (folder / NAME).write_text(json.dumps(files, indent=1) + "\n")
 
 
@@ -32,9 +30,7 @@ def what_is_broken(folder: Path) -> str | None:
         return None
     try:
         listed = json.loads((folder / NAME).read_text())
-        wrong = [
-            f"{name} {fault}" for name, mark in listed.items() if (fault := _fault(folder / name, *mark))
-        ]
+        wrong = [f"{name} {fault}" for name, mark in listed.items() if (fault := _fault(folder / name, *mark))]
     except (ValueError, TypeError, AttributeError):
         return f"{folder} is broken: its list of files, {NAME}, cannot be read"
     return f"{folder} is broken: {first_of(wrong, shown=3)}" if wrong else None

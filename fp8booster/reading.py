@@ -74,9 +74,7 @@ def require_fields(record: Mapping[str, Any], name: str, fields: Mapping[str, Ki
         if field not in record:
             raise ValueError(f"{name} has no {field!r}; {remedy}.")
         if not is_of(record[field], kind):
-            raise ValueError(
-                f"{field!r} in {name} is {_kind_of(record[field])} where {_kind(kind)} belongs; {remedy}."
-            )
+            raise ValueError(f"{field!r} in {name} is {_kind_of(record[field])} where {_kind(kind)} belongs; {remedy}.")
 
 
 def require_known(record: Mapping[str, Any], name: str, known: Collection[str]) -> None:

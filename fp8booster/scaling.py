@@ -58,9 +58,7 @@ def new_inverse_scales(count: int, device: torch.device) -> torch.Tensor:
     return torch.empty(count, SCALE_STRIDE, dtype=torch.float32, device=device)[:, 0]
 
 
-def scale_of(
-    amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and inverse scale that bring `amax` to the largest finite value of `dtype`.
 
     Args:

@@ -167,14 +167,7 @@ class _Ranks:
             for rank in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
                 variables = _torchrun_variables(rank, world_size, self._store.port) | (environment or {})
-                call = (
-                    sender,
-                    variables,
-                    initialize,
-                    timeout,
-                    self._stack_file(rank),
-                    pickle.dumps((fn, args)),
-                )
+                call = (sender, variables, initialize, timeout, self._stack_file(rank), pickle.dumps((fn, args)))
                 process = context.Process(target=_rank_main, args=call)
                 process.start()
                 sender.close()
@@ -288,12 +281,7 @@ def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]
 
 
 def _rank_main(
-    sender: Connection,
-    variables: dict[str, str],
-    initialize: bool,
-    timeout: float,
-    stacks: str,
-    call: bytes,
+    sender: Connection, variables: dict[str, str], initialize: bool, timeout: float, stacks: str, call: bytes
 ) -> None:
     global _parent
     _parent = sender

@@ -32,9 +32,7 @@ def test_defaults_are_the_hybrid_recipe() -> None:
 @pytest.mark.parametrize("field", ["input_format", "weight_format", "gradient_format"])
 @pytest.mark.parametrize("value", [torch.bfloat16, torch.float8_e4m3fnuz, "float8_e4m3fn", 8])
 def test_a_wrong_format_names_the_two_allowed(field, value) -> None:
-    with pytest.raises(
-        ValueError, match=rf"FP8Config.{field} is .*; use torch.float8_e4m3fn or torch.float8_e5m2"
-    ):
+    with pytest.raises(ValueError, match=rf"FP8Config.{field} is .*; use torch.float8_e4m3fn or torch.float8_e5m2"):
         FP8Config(**{field: value})
 
 
@@ -55,19 +53,13 @@ def test_a_wrong_granularity_names_the_allowed(value) -> None:
 
 @pytest.mark.parametrize("value", ["lm_head", None, True, ["q_proj"]])
 def test_layers_has_to_be_a_function(value) -> None:
-    with pytest.raises(
-        TypeError, match=r"FP8Config.layers is .*; give a function of a layer's name and module"
-    ):
+    with pytest.raises(TypeError, match=r"FP8Config.layers is .*; give a function of a layer's name and module"):
         FP8Config(layers=value)
 
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [
-        ("input_format", "weight_format"),
-        ("gradient_format", "weight_format"),
-        ("gradient_format", "input_format"),
-    ],
+    [("input_format", "weight_format"), ("gradient_format", "weight_format"), ("gradient_format", "input_format")],
 )
 def test_two_e5m2_operands_of_one_product_are_refused(one, other) -> None:
     formats = dict.fromkeys(("input_format", "weight_format", "gradient_format"), torch.float8_e4m3fn)

@@ -50,9 +50,7 @@ def test_dead_and_late_ranks_are_reported() -> None:
 
 
 def test_environment_and_no_process_group() -> None:
-    assert run_ranks(_read_environment, 1, environment={"COLOUR": "red"}, initialize=False) == [
-        ("red", False)
-    ]
+    assert run_ranks(_read_environment, 1, environment={"COLOUR": "red"}, initialize=False) == [("red", False)]
 
 
 def _no_harm() -> None:
@@ -93,18 +91,8 @@ def test_checks_go_on_after_one_that_failed_on_all_ranks() -> None:
 @pytest.mark.parametrize(
     ("name", "limits", "first", "then"),
     [
-        (
-            "_fail_on_rank_one",
-            {"failed_seconds": 1.0},
-            "rank 1: Traceback(.|\n)*only rank one",
-            "rank 0: hung",
-        ),
-        (
-            "_hang_on_rank_zero",
-            {"ahead_seconds": 1.0},
-            "rank 0: hung for 1 s in(.|\n)*_hang_on_rank_zero",
-            "",
-        ),
+        ("_fail_on_rank_one", {"failed_seconds": 1.0}, "rank 1: Traceback(.|\n)*only rank one", "rank 0: hung"),
+        ("_hang_on_rank_zero", {"ahead_seconds": 1.0}, "rank 0: hung for 1 s in(.|\n)*_hang_on_rank_zero", ""),
         ("_hang", {"seconds": 10.0}, "rank 0: hung for 10 s in(.|\n)*_hang", "rank 1: hung"),
     ],
 )

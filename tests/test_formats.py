@@ -10,9 +10,7 @@ from fp8booster import formats
     ("dtype", "mantissa_bits", "largest_exponent", "largest_mantissa"),
     [(formats.E4M3, 3, 8, 1.75), (formats.E5M2, 2, 15, 1.75)],
 )
-def test_largest_value_follows_from_the_bits(
-    dtype, mantissa_bits, largest_exponent, largest_mantissa
-) -> None:
+def test_largest_value_follows_from_the_bits(dtype, mantissa_bits, largest_exponent, largest_mantissa) -> None:
     assert formats.MAX[dtype] == largest_mantissa * 2.0**largest_exponent
     assert torch.finfo(dtype).eps == 2.0**-mantissa_bits
     assert torch.finfo(dtype).bits == 8

@@ -33,9 +33,7 @@ def test_what_was_saved_is_whole(checkpoint: Path) -> None:
 
 def test_a_cut_file_is_named_with_its_sizes(checkpoint: Path) -> None:
     os.truncate(checkpoint / "model" / "weights", SIZE // 2)
-    assert (
-        what_is_broken(checkpoint) == f"{checkpoint} is broken: model/weights has {SIZE // 2} of {SIZE} bytes"
-    )
+    assert what_is_broken(checkpoint) == f"{checkpoint} is broken: model/weights has {SIZE // 2} of {SIZE} bytes"
 
 
 def test_a_missing_file_is_named(checkpoint: Path) -> None:

@@ -77,10 +77,7 @@ def test_code_in_a_file_does_not_run_and_is_not_recommended(tmp_path, form) -> N
     else:
         content = Path("/") if form == "unknown class" else payload
         torch.save({"weight": content}, file, _use_new_zipfile_serialization=form != "legacy")
-    with (
-        pytest.raises(ValueError, match=r"part.pt .* do not trust this checkpoint") as caught,
-        faults_named(),
-    ):
+    with pytest.raises(ValueError, match=r"part.pt .* do not trust this checkpoint") as caught, faults_named():
         torch.load(file)
     assert "weights_only" not in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -109,19 +109,12 @@ def test_compiled_scales_have_the_bits_of_eager_ones(dtype, power_of_two, device
     special = torch.tensor([0.0, math.inf, math.nan], device=device)
     amax = torch.cat([spread_amaxes(device), torch.rand(4096, device=device) * 1e-3, special])
     compiled = torch.compile(scale_of, fullgraph=True)
-    for eager, other in zip(
-        scale_of(amax, dtype, power_of_two), compiled(amax, dtype, power_of_two), strict=True
-    ):
+    for eager, other in zip(scale_of(amax, dtype, power_of_two), compiled(amax, dtype, power_of_two), strict=True):
         assert torch.equal(eager.nan_to_num(-1.0), other.nan_to_num(-1.0))
 
 
 def test_the_amaxes_of_many_are_those_of_each() -> None:
-    tensors = [
-        torch.randn(7),
-        torch.zeros(0),
-        torch.tensor([1.0, torch.nan]),
-        torch.tensor([-torch.inf, 2.0]),
-    ]
+    tensors = [torch.randn(7), torch.zeros(0), torch.tensor([1.0, torch.nan]), torch.tensor([-torch.inf, 2.0])]
     for one, tensor in zip(amaxes_of(tensors), tensors, strict=True):
         assert one.dtype is torch.float32
         assert torch.equal(one.nan_to_num(nan=-1.0), amax_of(tensor).nan_to_num(nan=-1.0))

@@ -48,9 +48,7 @@ def collect(
     convert_to_fp8(model, FP8Config())
     named = dict(model.named_parameters())
     masters = {name: parameter.detach().float() for name, parameter in named.items()}
-    optimizer = torch.optim.AdamW(
-        masters.values(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay
-    )
+    optimizer = torch.optim.AdamW(masters.values(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
     for step in range(1, max(steps) + 1):
         losses, gradients = [], []
         for rank in range(ranks):
@@ -82,10 +80,7 @@ def training_options(model: str, steps: int, batch: int, sequence: int) -> Train
 def _bucket(step: int, loss: float, gradients: Sequence[dict[str, torch.Tensor]]) -> Bucket:
     ranks = len(gradients)
     pieces = [
-        [
-            F.pad(gradient.flatten(), (0, -gradient.numel() % ranks)).view(ranks, -1)
-            for gradient in own.values()
-        ]
+        [F.pad(gradient.flatten(), (0, -gradient.numel() % ranks)).view(ranks, -1) for gradient in own.values()]
         for own in gradients
     ]
     sizes = [piece.shape[1] for piece in pieces[0]]

@@ -28,8 +28,4 @@ def learn(setting: str, options: TrainOptions) -> Record:
         if run(given | {"out": folder}, None, f"fp8booster train, {setting}"):
             raise RuntimeError(f"the run with {setting} was stopped")
         losses = [metrics.loss for metrics in read_metrics(Path(folder) / "fp8" / "metrics.jsonl")]
-    return {
-        "setting": setting,
-        "final": statistics.fmean(losses[-max(1, len(losses) // 10) :]),
-        "losses": losses,
-    }
+    return {"setting": setting, "final": statistics.fmean(losses[-max(1, len(losses) // 10) :]), "losses": losses}

@@ -59,10 +59,7 @@ def ways(ranks: int) -> list[Way]:
     return [
         *(Way(name_of(encoding), lambda bucket, e=encoding: _encoded(bucket, e)) for encoding in encodings),
         *(
-            Way(
-                f"FP8-LM, mu = {Fraction(mu).limit_denominator(1024)}",
-                lambda bucket, mu=mu: _automatic(bucket, mu),
-            )
+            Way(f"FP8-LM, mu = {Fraction(mu).limit_denominator(1024)}", lambda bucket, mu=mu: _automatic(bucket, mu))
             for mu in sorted({1 / ranks, 0.5, 1.0, 2.0})
         ),
     ]

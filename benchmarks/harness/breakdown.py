@@ -20,8 +20,7 @@ def kernel_us(run: Callable[[], object], repeats: int) -> dict[str, float]:
     """Microseconds on the GPU of each kernel in one run, the mean of `repeats`; empty: report `NONE_SEEN`."""
     # kernels that run while the profiler starts may be missed, so the first cycle is thrown away
     with profile(
-        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA],
-        schedule=schedule(wait=0, warmup=1, active=1),
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], schedule=schedule(wait=0, warmup=1, active=1)
     ) as profiler:
         run()
         torch.cuda.synchronize()

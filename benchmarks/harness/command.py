@@ -17,18 +17,13 @@ from fp8booster.kernels.device import require_fp8
 
 Item = TypeVar("Item")
 
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write every sample and the head to this file.")
-]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write every sample and the head to this file.")]
 Folder = Annotated[Path | None, typer.Option("--out", help="Write Markdown and plots into this folder.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer rounds and shapes: to see that it runs.")]
 Commit = Annotated[
-    str | None,
-    typer.Option(help="Git commit for the head, where the sources were copied without their .git."),
+    str | None, typer.Option(help="Git commit for the head, where the sources were copied without their .git.")
 ]
-DeviceName = Annotated[
-    str, typer.Option("--device", hidden=True, help="cpu runs the same code for the tests.")
-]
+DeviceName = Annotated[str, typer.Option("--device", hidden=True, help="cpu runs the same code for the tests.")]
 Models = Annotated[list[str], typer.Option(help="Whose layers: 7b, 13b, 70b, 35b, te; repeat the option.")]
 Tokens = Annotated[list[int], typer.Option(help="M, the tokens of a batch; repeat the option.")]
 

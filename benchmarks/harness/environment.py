@@ -49,9 +49,7 @@ def gpu_of(device: torch.device) -> Gpu:
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
-        raise RuntimeError(
-            "nvidia-smi did not answer; it comes with the driver and must be on the PATH"
-        ) from error
+        raise RuntimeError("nvidia-smi did not answer; it comes with the driver and must be on the PATH") from error
     driver, megahertz, watts = (field.strip() for field in answer.split(","))
     return Gpu(
         properties.name,
@@ -104,10 +102,7 @@ def git_commit(repository: Path) -> str:
     try:
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
         changes = subprocess.run(
-            [*git, "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            check=True,
+            [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

@@ -13,13 +13,7 @@ import matplotlib.pyplot as plt
 
 
 def plot_lines(
-    path: Path,
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-    x: Sequence[float],
-    lines: Mapping[str, Sequence[float]],
+    path: Path, *, title: str, x_label: str, y_label: str, x: Sequence[float], lines: Mapping[str, Sequence[float]]
 ) -> None:
     """Write lines over sizes that double from one to the next, measured ones solid and rooflines dashed, as a PNG."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
@@ -57,12 +51,7 @@ def plot_bars(
 
 
 def plot_differences(
-    path: Path,
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
-    lines: Mapping[str, Sequence[tuple[float, float]]],
+    path: Path, *, title: str, x_label: str, y_label: str, lines: Mapping[str, Sequence[tuple[float, float]]]
 ) -> None:
     """Write lines of (value, error) around zero over 1, 2, 3 ..., as a PNG; an error that is NaN is left out."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")

@@ -56,13 +56,8 @@ class Operands:
         left = quantize(self.left, kind.left, rowwise=kind.rowwise)
         right = quantize(self.right, formats.E4M3, rowwise=kind.rowwise)
         scales = [
-            one.inverse_scale.repeat(len(one.data)) if kind.by_rows else one.inverse_scale
-            for one in (left, right)
+            one.inverse_scale.repeat(len(one.data)) if kind.by_rows else one.inverse_scale for one in (left, right)
         ]
         return lambda: product(
-            left.data,
-            right.data,
-            *scales,
-            out_dtype=torch.bfloat16,
-            fast_accumulation=kind.fast_accumulation,
+            left.data, right.data, *scales, out_dtype=torch.bfloat16, fast_accumulation=kind.fast_accumulation
         )

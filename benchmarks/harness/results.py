@@ -76,10 +76,7 @@ class Result:
 
     def markdown(self) -> str:
         """The whole result."""
-        parts = [
-            f"# {self.title}",
-            "\n".join(f"- {key}: {_code(key, value)}" for key, value in self.head.items()),
-        ]
+        parts = [f"# {self.title}", "\n".join(f"- {key}: {_code(key, value)}" for key, value in self.head.items())]
         if self.left_out:
             parts.append("\n".join(f"- Left out: {name}: {reason}" for name, reason in self.left_out.items()))
         parts += [table.markdown() for table in self.tables]
@@ -93,9 +90,7 @@ class Result:
                 "benchmark": self.benchmark,
                 "head": self.head,
                 "left_out": self.left_out,
-                "tables": {
-                    table.name: list(table.records) for table in self.tables if table.name is not None
-                },
+                "tables": {table.name: list(table.records) for table in self.tables if table.name is not None},
             },
             indent=1,
         )

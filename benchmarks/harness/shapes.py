@@ -29,11 +29,7 @@ class Model:
             attention = [("q,k,v,o", self.hidden, self.hidden)]
         else:
             attention = [("q,o", self.hidden, self.hidden), ("k,v", self.hidden, self.key_value)]
-        apart = [
-            *attention,
-            ("gate,up", self.hidden, self.feed_forward),
-            ("down", self.feed_forward, self.hidden),
-        ]
+        apart = [*attention, ("gate,up", self.hidden, self.feed_forward), ("down", self.feed_forward, self.hidden)]
         together = [
             ("q+k+v", self.hidden, self.hidden + 2 * self.key_value),
             ("gate+up", self.hidden, 2 * self.feed_forward),

@@ -71,9 +71,7 @@ def compiled(weight: nn.Parameter) -> Forward:
 
 OURS = {
     "fp8booster": Layer("fp8booster", cached),
-    "fp8booster-amax": Layer(
-        "fp8booster, amax delivered", amax_delivered, x_amax_given=True, dy_amax_given=True
-    ),
+    "fp8booster-amax": Layer("fp8booster, amax delivered", amax_delivered, x_amax_given=True, dy_amax_given=True),
     "fp8booster-compiled": Layer("fp8booster, compiled", compiled),
     "fp8booster-rowwise": Layer("fp8booster, rowwise", rowwise),
     "fp8booster-cold": Layer("fp8booster, weight cast each step", cast_each_step),

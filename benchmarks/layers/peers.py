@@ -40,9 +40,7 @@ def torchao(weight: nn.Parameter) -> Forward:
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    layer = torch.compile(
-        Float8Linear.from_float(_linear(weight), config=Float8LinearConfig()), dynamic=False
-    )
+    layer = torch.compile(Float8Linear.from_float(_linear(weight), config=Float8LinearConfig()), dynamic=False)
     return lambda x, inputs: layer(x)
 
 

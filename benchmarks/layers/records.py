@@ -23,10 +23,7 @@ def casts_ms(work: Workload, layer: Layer, bytes_per_second: float) -> float:
 
 
 def layer_record(
-    work: Workload,
-    timings: dict[str, Timing],
-    kernels: dict[str, dict[str, float]],
-    bytes_per_second: float,
+    work: Workload, timings: dict[str, Timing], kernels: dict[str, dict[str, float]], bytes_per_second: float
 ) -> Record:
     """What one shape's layers took, over BF16 and beside their rooflines, and what these are made of."""
     products = {direction: timings[direction].ms for direction in DIRECTIONS}

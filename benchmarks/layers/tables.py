@@ -27,10 +27,7 @@ BREAKDOWN = Table(
     "Kernels by torch's profiler, in steps of their own; idle is what is left of the median step timed without it. The "
     "roofline is in brackets: the products by themselves and the casts' bytes at the copy bandwidth.",
 )
-SHAPE = (
-    Column("layer", lambda r: r["layer"]),
-    Column("M x K -> N", lambda r: "{} x {} -> {}".format(*r["shape"])),
-)
+SHAPE = (Column("layer", lambda r: r["layer"]), Column("M x K -> N", lambda r: "{} x {} -> {}".format(*r["shape"])))
 
 
 def tables(records: list[Record], names: Sequence[str]) -> list[Table]:
@@ -79,9 +76,7 @@ def tables(records: list[Record], names: Sequence[str]) -> list[Table]:
             [
                 *SHAPE,
                 *(
-                    _layer_column(
-                        name, lambda each: f"{each['fraction']:.3f}, {1e3 * each['host_ms']['median']:.0f}"
-                    )
+                    _layer_column(name, lambda each: f"{each['fraction']:.3f}, {1e3 * each['host_ms']['median']:.0f}")
                     for name in fp8
                 ),
                 *(_product_column(direction) for direction in DIRECTIONS),

@@ -48,9 +48,7 @@ class Difference:
         return f"{100 * self.mean:+.2f}{error} %"
 
 
-def read_runs(
-    files: Sequence[Path],
-) -> tuple[dict[int, dict[str, list[float]]], list[str], list[dict[str, Any]]]:
+def read_runs(files: Sequence[Path]) -> tuple[dict[int, dict[str, list[float]]], list[str], list[dict[str, Any]]]:
     """Results of `benchmarks.convergence --json`, with different seeds.
 
     Returns:
@@ -114,18 +112,11 @@ def end_table(losses: Losses, variants: Sequence[str]) -> Table:
     over_all: Record = {"seed": "all", "differences": {}}
     for name in variants:
         if name != BF16 and (found := differences(losses, name)):
-            over_all["differences"][name] = {
-                "mean": found[-1].mean,
-                "error": found[-1].error,
-                "shown": str(found[-1]),
-            }
+            over_all["differences"][name] = {"mean": found[-1].mean, "error": found[-1].error, "shown": str(found[-1])}
     return Table(
         "ends",
         "The last tenth of the steps",
-        [
-            Column("seed", lambda r: r["seed"]),
-            *(Column(name, lambda r, name=name: _end(r, name)) for name in variants),
-        ],
+        [Column("seed", lambda r: r["seed"]), *(Column(name, lambda r, name=name: _end(r, name)) for name in variants)],
         [*records, over_all],
         NOTE,
     )
@@ -174,8 +165,6 @@ def plot(path: Path, losses: Losses, variants: Sequence[str], title: str) -> boo
             title=title,
             x_label="tenth of the steps",
             y_label="loss over BF16's, %",
-            lines={
-                name: [(100 * each.mean, 100 * each.error) for each in found] for name, found in lines.items()
-            },
+            lines={name: [(100 * each.mean, 100 * each.error) for each in found] for name, found in lines.items()},
         )
     return bool(lines)

@@ -37,12 +37,7 @@ def batches(job: Job, replica: Replica, device: torch.device) -> Callable[[int],
         raise ValueError(
             f"the text has {job.tokens.vocabulary} kinds of tokens and --model {job.model} embeddings for {vocabulary}"
         )
-    layout = Layout(
-        sequence=job.sequence,
-        batch=job.micro_batch,
-        accumulate=job.micro_batches,
-        replicas=replica.count,
-    )
+    layout = Layout(sequence=job.sequence, batch=job.micro_batch, accumulate=job.micro_batches, replicas=replica.count)
     text = Batches(job.tokens.open(), layout, replica.index, job.seed)
     return lambda step: torch.cat(list(text.micro_batches(step * layout.step_sequences))).to(device)
 

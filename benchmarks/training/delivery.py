@@ -19,14 +19,7 @@ from benchmarks.harness.results import Result
 from benchmarks.training.job import Job
 from benchmarks.training.records import Setting, engine_records, loss_records
 from benchmarks.training.rounds import Findings
-from benchmarks.training.tables import (
-    loss_table,
-    power_table,
-    profile_tables,
-    step_table,
-    why_no_power,
-    wire_tables,
-)
+from benchmarks.training.tables import loss_table, power_table, profile_tables, step_table, why_no_power, wire_tables
 
 
 @dataclass(frozen=True)
@@ -38,9 +31,7 @@ class Output:
     commit: str | None
 
 
-def deliver(
-    findings: dict[str, Findings], setting: Setting, baseline: str, output: Output, *, shown: bool
-) -> None:
+def deliver(findings: dict[str, Findings], setting: Setting, baseline: str, output: Output, *, shown: bool) -> None:
     """Write everything, and show the main tables where that is wanted."""
     job = setting.job
     records = engine_records(findings, setting, baseline)

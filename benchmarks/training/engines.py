@@ -92,16 +92,11 @@ PEERS = {
     "colossal-moe": _native("MoeHybridParallel, BF16", "moe"),
     "colossal-ddp": _native("DDP, BF16", "ddp"),
     "colossal-fsdp": _native("FSDP, BF16", "fsdp"),
-    "colossal-low_level_zero-fp8": _native(
-        "LowLevelZero, native FP8 repaired", "low_level_zero", use_fp8=True
-    ),
+    "colossal-low_level_zero-fp8": _native("LowLevelZero, native FP8 repaired", "low_level_zero", use_fp8=True),
     "fsdp2": _torch("FSDP2, BF16"),
     "fsdp2-compile": _torch("FSDP2, BF16, compiled", compiled=True),
     "torchao": _torch(
-        "torchao tensorwise, FP8 all-gather, FSDP2, compiled",
-        *_TORCHAO,
-        compiled=True,
-        float8="tensorwise",
+        "torchao tensorwise, FP8 all-gather, FSDP2, compiled", *_TORCHAO, compiled=True, float8="tensorwise"
     ),
     "torchao-rowwise": _torch("torchao rowwise, FSDP2, compiled", *_TORCHAO, compiled=True, float8="rowwise"),
 }

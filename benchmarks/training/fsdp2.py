@@ -57,12 +57,7 @@ def fsdp2(job: Job, device: torch.device, *, compiled: bool = False, float8: str
                 precompute_float8_dynamic_scale_for_fsdp(model)
         return torch.stack(losses).sum()
 
-    return Trainer(
-        model=model,
-        optimizer=optimizer,
-        step=step,
-        replica=Replica(dist.get_rank(), dist.get_world_size()),
-    )
+    return Trainer(model=model, optimizer=optimizer, step=step, replica=Replica(dist.get_rank(), dist.get_world_size()))
 
 
 def _to_float8(model: nn.Module, recipe: str) -> None:
@@ -73,9 +68,7 @@ def _to_float8(model: nn.Module, recipe: str) -> None:
         if recipe == "tensorwise"
         else Float8LinearConfig.from_recipe_name(recipe)
     )
-    convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda module, name: "lm_head" not in name
-    )
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: "lm_head" not in name)
 
 
 def _fill(model: nn.Module, job: Job, device: torch.device) -> None:

@@ -74,13 +74,9 @@ class Job:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}")
         for name in ("sequence", "micro_batch", "micro_batches", "steps", "ep"):
             if getattr(self, name) < 1:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1"
-                )
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
         if self.one_sided < 0:
-            raise ValueError(
-                f"--one-sided is {self.one_sided}; give the MiB of the largest message, or 0 for none"
-            )
+            raise ValueError(f"--one-sided is {self.one_sided}; give the MiB of the largest message, or 0 for none")
         if self.warm_up < 0:
             raise ValueError(f"--warm-up is {self.warm_up}; it must be at least 0")
         self.parallel(self.plugin).check()

@@ -97,9 +97,7 @@ class Crew:
         with tempfile.TemporaryDirectory() as folder:
             verdict = self._run(task, turn, place, Path(folder), limit_s, log)
         self._store.set(f"{turn}/verdict {self.rank}", json.dumps(verdict))
-        verdicts = [
-            json.loads(self._store.get(f"{turn}/verdict {rank}").decode()) for rank in range(self.size)
-        ]
+        verdicts = [json.loads(self._store.get(f"{turn}/verdict {rank}").decode()) for rank in range(self.size)]
         del server
         failed = [each for each in verdicts if "failed" in each]
         if failed:  # the others follow from the first
@@ -131,13 +129,7 @@ class Crew:
         status, reason = None, None
         try:
             self._live_host().begin(
-                task
-                | {
-                    "outcome": str(outcome),
-                    "limit_s": limit_s,
-                    "log": str(printed),
-                    "environment": meeting,
-                }
+                task | {"outcome": str(outcome), "limit_s": limit_s, "log": str(printed), "environment": meeting}
             )
             status, reason = self._watch(turn, limit_s)
         except BrokenPipeError:

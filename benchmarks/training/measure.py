@@ -67,8 +67,7 @@ def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None
             began = ended
     peak, reserved = _memory(device)
     rank_ms, host_ms = (
-        _of_all_ranks([1e3 * value for value in values[job.warm_up :]], device)
-        for values in (seconds, launched)
+        _of_all_ranks([1e3 * value for value in values[job.warm_up :]], device) for values in (seconds, launched)
     )
     tokens = feed(total)
     return {

@@ -90,9 +90,7 @@ class Architecture:
         if self.family == "cohere":  # its special tokens must lie in the vocabulary
             return CohereConfig(**shape, bos_token_id=1, eos_token_id=2)
         if self.family == "mixtral":
-            return MixtralConfig(
-                **shape, num_local_experts=self.experts, num_experts_per_tok=self.experts_per_token
-            )
+            return MixtralConfig(**shape, num_local_experts=self.experts, num_experts_per_tok=self.experts_per_token)
         return LlamaConfig(**shape)
 
 
@@ -104,9 +102,7 @@ _MICRO = Size(hidden=64, feed_forward=96, layers=2, heads=4, key_value_heads=2, 
 
 
 def _mixtral(label: str, size: Size) -> Architecture:
-    return Architecture(
-        label=label, size=size, family="mixtral", rope_theta=1e6, experts=8, experts_per_token=2
-    )
+    return Architecture(label=label, size=size, family="mixtral", rope_theta=1e6, experts=8, experts_per_token=2)
 
 
 # LLaMA 3: Grattafiori et al., arXiv 2407.21783. Command-R: the config of CohereForAI/c4ai-command-r-v01. Mixtral: Jiang
@@ -121,66 +117,32 @@ MODELS = {
     "llama3-8b": Architecture(
         label="LLaMA-3 8B",
         size=Size(
-            hidden=4096,
-            feed_forward=14336,
-            layers=32,
-            heads=32,
-            key_value_heads=8,
-            vocabulary=128256,
-            sequence=8192,
+            hidden=4096, feed_forward=14336, layers=32, heads=32, key_value_heads=8, vocabulary=128256, sequence=8192
         ),
         rope_theta=5e5,
     ),
     "llama3-70b": Architecture(
         label="LLaMA-3 70B",
         size=Size(
-            hidden=8192,
-            feed_forward=28672,
-            layers=80,
-            heads=64,
-            key_value_heads=8,
-            vocabulary=128256,
-            sequence=8192,
+            hidden=8192, feed_forward=28672, layers=80, heads=64, key_value_heads=8, vocabulary=128256, sequence=8192
         ),
         rope_theta=5e5,
     ),
     "35b": Architecture(
         label="Command-R 35B",
         size=Size(
-            hidden=8192,
-            feed_forward=22528,
-            layers=40,
-            heads=64,
-            key_value_heads=64,
-            vocabulary=256000,
-            sequence=8192,
+            hidden=8192, feed_forward=22528, layers=40, heads=64, key_value_heads=64, vocabulary=256000, sequence=8192
         ),
         family="cohere",
         rope_theta=8e6,
     ),
     "mixtral-8x7b": _mixtral(
         "Mixtral-8x7B",
-        Size(
-            hidden=4096,
-            feed_forward=14336,
-            layers=32,
-            heads=32,
-            key_value_heads=8,
-            vocabulary=32000,
-            sequence=32768,
-        ),
+        Size(hidden=4096, feed_forward=14336, layers=32, heads=32, key_value_heads=8, vocabulary=32000, sequence=32768),
     ),
     "mixtral-1b": _mixtral(
         "Mixtral of 1B active parameters",
-        Size(
-            hidden=2048,
-            feed_forward=5632,
-            layers=12,
-            heads=32,
-            key_value_heads=8,
-            vocabulary=32000,
-            sequence=4096,
-        ),
+        Size(hidden=2048, feed_forward=5632, layers=12, heads=32, key_value_heads=8, vocabulary=32000, sequence=4096),
     ),
     "micro": Architecture(label="micro LLaMA", size=_MICRO),
     "micro-cohere": Architecture(label="micro Command-R", size=_MICRO, family="cohere"),

@@ -100,9 +100,7 @@ def mode_table(records: Sequence[Record]) -> Table:
             Column("BF16 ms", lambda r: _of(r, BF16, lambda e: spread(e["ms"], 1))),
             Column("FP8 ms", lambda r: _of(r, FP8, lambda e: spread(e["ms"], 1))),
             Column("FP8 over BF16", lambda r: f"{r['speed']['median']:.2f}" if r["speed"] else "-"),
-            Column(
-                "FP8 tokens/s/GPU", lambda r: _of(r, FP8, lambda e: f"{e['tokens_per_second_per_gpu']:.0f}")
-            ),
+            Column("FP8 tokens/s/GPU", lambda r: _of(r, FP8, lambda e: f"{e['tokens_per_second_per_gpu']:.0f}")),
             Column("FP8 host ms", lambda r: _of(r, FP8, lambda e: spread(e["host_ms"], 1))),
             Column("peak GiB BF16, FP8", lambda r: ", ".join(_of(r, name, _gib) for name in (BF16, FP8))),
             Column("wire bytes, FP8 of BF16", _wire),
@@ -130,9 +128,7 @@ def layer_table(records: Sequence[Record]) -> Table:
 
 def _label(job: Job, ranks: int) -> str:
     parts = [PLUGINS[job.plugin]]
-    parts += [
-        f"{size}_size={getattr(job, size)}" for size in ("tp", "pp", "sp", "ep") if getattr(job, size) > 1
-    ]
+    parts += [f"{size}_size={getattr(job, size)}" for size in ("tp", "pp", "sp", "ep") if getattr(job, size) > 1]
     if job.sp_mode is not None:
         parts.append(job.sp_mode)
     parts += [option.removeprefix("pp_style=") for option in job.plugin_options]

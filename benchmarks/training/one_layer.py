@@ -41,10 +41,7 @@ class Decoder:
         """In BF16, with random weights, always the same."""
         torch.manual_seed(0)
         model = build(
-            architecture.shortened(1).config(sequence),
-            dtype=torch.bfloat16,
-            device=device,
-            checkpointing=False,
+            architecture.shortened(1).config(sequence), dtype=torch.bfloat16, device=device, checkpointing=False
         )
         probe = torch.empty(1, sequence, architecture.size.hidden, dtype=torch.bfloat16, device=device)
         positions = model.model.rotary_emb(probe, torch.arange(sequence, device=device)[None])
@@ -134,9 +131,7 @@ def torchao(decoder: Decoder, config: FP8Config) -> Forward:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     convert_to_float8_training(
-        decoder.model,
-        config=Float8LinearConfig(),
-        module_filter_fn=lambda module, name: "lm_head" not in name,
+        decoder.model, config=Float8LinearConfig(), module_filter_fn=lambda module, name: "lm_head" not in name
     )
     return compiled(decoder, config)
 
@@ -171,8 +166,7 @@ def measure_layers(
     """
     shape = (batch, sequence, architecture.size.hidden)
     inputs = [
-        tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
-        for _ in range(INPUT_SETS)
+        tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)) for _ in range(INPUT_SETS)
     ]
     variants: list[Variant] = []
     left_out: dict[str, str] = {}
@@ -243,10 +237,7 @@ def layer_table(records: list[Record], title: str) -> Table:
             Column("layer", lambda r: r["label"]),
             Column("ms", lambda r: spread(r["ms"], 3)),
             Column("host ms", lambda r: f"{r['host_ms']['median']:.3f}"),
-            Column(
-                f"speed over {LAYERS[BASELINE][0]}",
-                lambda r: "-" if r["speed"] is None else spread(r["speed"], 2),
-            ),
+            Column(f"speed over {LAYERS[BASELINE][0]}", lambda r: "-" if r["speed"] is None else spread(r["speed"], 2)),
         ],
         records,
         "Forward and backward through autograd, called from Python: median [10th-90th percentile] of the rounds, "

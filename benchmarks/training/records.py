@@ -61,11 +61,7 @@ def loss_records(findings: Mapping[str, Findings], reference: str) -> list[Recor
     "difference" is that to `reference`'s last, over it; None where there is no reference, or where it has learned its
     batches by heart, so that the little that is left says nothing about another's.
     """
-    curves = {
-        name: next(iter(found.outcomes.values()))["losses"]
-        for name, found in findings.items()
-        if found.outcomes
-    }
+    curves = {name: next(iter(found.outcomes.values()))["losses"] for name, found in findings.items() if found.outcomes}
     last = {name: float(np.mean(losses[-max(1, len(losses) // 10) :])) for name, losses in curves.items()}
     comparable = reference in last and last[reference] > BY_HEART * curves[reference][0]
     return [
@@ -139,9 +135,7 @@ def _power(rounds: Sequence[Record | None], tokens_per_ms: float) -> Record | No
     """The mean of the rounds, rank by rank, and tokens for each joule of all GPUs; None unless all rounds have it."""
     if None in rounds:
         return None
-    means: Record = {
-        name: np.mean([of_round[name] for of_round in rounds], axis=0).tolist() for name in rounds[0]
-    }
+    means: Record = {name: np.mean([of_round[name] for of_round in rounds], axis=0).tolist() for name in rounds[0]}
     return means | {"tokens_per_joule": 1e3 * tokens_per_ms / sum(means["watts"])}
 
 

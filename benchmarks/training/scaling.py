@@ -30,9 +30,7 @@ def read_runs(files: Sequence[Path]) -> list[dict[str, Any]]:
     runs.sort(key=_ranks)
     for one, other in itertools.pairwise(runs):
         if _ranks(one) == _ranks(other):
-            raise ValueError(
-                f"two of the results are on {_ranks(one)} GPUs; give one for each number of GPUs"
-            )
+            raise ValueError(f"two of the results are on {_ranks(one)} GPUs; give one for each number of GPUs")
         for line in COMPARED:
             if one["head"][line] != other["head"][line]:
                 raise ValueError(

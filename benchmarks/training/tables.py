@@ -63,9 +63,7 @@ def power_table(records: Sequence[Record]) -> Table | None:
             Column("engine", lambda r: r["label"]),
             Column("MHz", lambda r: _by_rank(r["mhz"], "{:.0f}")),
             Column("W", lambda r: _by_rank(r["watts"], "{:.0f}")),
-            Column(
-                "held down by power", lambda r: _by_rank([100 * share for share in r["limited"]], "{:.0f} %")
-            ),
+            Column("held down by power", lambda r: _by_rank([100 * share for share in r["limited"]], "{:.0f} %")),
             Column("tokens/J", lambda r: f"{r['tokens_per_joule']:.2f}"),
         ],
         sampled,
@@ -89,16 +87,10 @@ def why_no_power(records: Sequence[Record]) -> str | None:
 def wire_tables(records: Sequence[Record]) -> list[Table]:
     """What was sent, by collective, and what fp8booster says of it."""
     sent = [
-        {"label": record["label"], **row}
-        for record in records
-        if "wire" in record
-        for row in record["wire"]["rows"]
+        {"label": record["label"], **row} for record in records if "wire" in record for row in record["wire"]["rows"]
     ]
     encoded = [
-        {"label": record["label"], **row}
-        for record in records
-        if "wire" in record
-        for row in record["wire"]["fp8"]
+        {"label": record["label"], **row} for record in records if "wire" in record for row in record["wire"]["fp8"]
     ]
     tables = [
         Table(

@@ -28,10 +28,7 @@ _NAMES = (
     ("attention", r"flash|fmha|sdpa|attention|attn"),
     ("products", r"gemm|nvjet|cutlass|split_?k|xmma|cublas|gemv"),
     (POINTWISE, r"triton_.*fused.*(rsqrt|silu|sigmoid)"),
-    (
-        "casts",
-        r"amax|cast_kernel|cast_shard|(en|de)code_kernel|^(sum|unpack)_kernel|fp8|float8|e4m3|e5m2|quant",
-    ),
+    ("casts", r"amax|cast_kernel|cast_shard|(en|de)code_kernel|^(sum|unpack)_kernel|fp8|float8|e4m3|e5m2|quant"),
     ("casts", r"triton_.*fused.*clamp"),
     ("loss", r"softmax|nll_loss|cross_entropy"),
     (OPTIMIZER, r"adam|fusedoptimizer|multi_tensor_apply"),
@@ -79,9 +76,7 @@ def breakdown(trace: Path) -> dict[str, Any]:
         sums[kernel.name] += kernel.end - kernel.start
     return {
         "ms": {row: 1e-3 * time for row, time in attribute(kernels, step).items()},
-        "longest": [
-            {"kernel": name, "ms": 1e-3 * time, "part": part_of(name)} for name, time in sums.most_common(20)
-        ],
+        "longest": [{"kernel": name, "ms": 1e-3 * time, "part": part_of(name)} for name, time in sums.most_common(20)],
         "kernels": len(kernels),
     }
 

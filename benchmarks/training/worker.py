@@ -20,12 +20,7 @@ from benchmarks.training.host import serve
 from benchmarks.training.job import Job
 from benchmarks.training.measure import measure
 
-PRELOADED = (
-    "torch._inductor.compile_fx",
-    "torch.distributed.fsdp",
-    "transformers.models.llama.modeling_llama",
-    "peft",
-)
+PRELOADED = ("torch._inductor.compile_fx", "torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "peft")
 """What engines import that takes seconds. Not colossalai: it asks for the current GPU (gemini_optimizer.py:578), and
 fp8booster changes it, which a peer must not see."""
 

@@ -114,10 +114,7 @@ def _ring(module: ModuleType, bench: Bench, count: int, dtype: torch.dtype) -> C
 
     def call() -> torch.Tensor:
         works = module.batch_isend_irecv(
-            [
-                module.P2POp(module.isend, values, to, **options),
-                module.P2POp(module.irecv, output, source, **options),
-            ]
+            [module.P2POp(module.isend, values, to, **options), module.P2POp(module.irecv, output, source, **options)]
         )
         for work in works:
             work.wait()
@@ -159,10 +156,7 @@ def gather_without_decoding(bench: Bench, count: int) -> Call:
 def calls(collective: str, bench: Bench, count: int) -> dict[str, Call]:
     """Every variant of a collective over `count` values on the larger side."""
     build = COLLECTIVES[collective]
-    variants = {
-        PLAIN: build(dist, bench, count, torch.bfloat16),
-        ENCODED: build(comm, bench, count, torch.bfloat16),
-    }
+    variants = {PLAIN: build(dist, bench, count, torch.bfloat16), ENCODED: build(comm, bench, count, torch.bfloat16)}
     if bench.one_sided is not None and collective in READ_FROM_PEERS:
         variants[ONE_SIDED] = build(comm, replace(bench, group=bench.one_sided), count, torch.bfloat16)
     if collective == "all_gather_into_tensor":

@@ -35,8 +35,7 @@ def require_sharding(plugin: str) -> None:
         plugin: its name, with the argument that makes it shard models.
     """
     reason = why_not_sharded(
-        plugin,
-        "use LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin or GeminiPlugin without tensor parallelism",
+        plugin, "use LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin or GeminiPlugin without tensor parallelism"
     )
     if reason is not None:
         raise ImportError(reason)

@@ -11,9 +11,7 @@ from fp8booster.scaling import amaxes_of
 
 
 def agree_on_amax(
-    shards: Sequence[torch.Tensor],
-    group: dist.ProcessGroup | None,
-    known: Sequence[torch.Tensor | None] | None = None,
+    shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None, known: Sequence[torch.Tensor | None] | None = None
 ) -> torch.Tensor:
     """The largest magnitude of each tensor over all its shards: float32 [len(shards)], from one reduction.
 
@@ -30,9 +28,7 @@ def agree_on_amax(
     return amaxes
 
 
-def _with_those_unknown(
-    known: Sequence[torch.Tensor | None], shards: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def _with_those_unknown(known: Sequence[torch.Tensor | None], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The largest magnitude of each shard, float32 []."""
     found = iter(amaxes_of([shard for shard, amax in zip(shards, known, strict=True) if amax is None]))
     return [next(found) if amax is None else amax for amax in known]

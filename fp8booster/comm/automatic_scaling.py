@@ -120,9 +120,7 @@ class AutomaticScaling:
         self._count(encoded)
         self._count(total)
         factor = 1.0 / ranks if op == ReduceOp.AVG else 1.0
-        for part, inverse_scale, out in zip(
-            total.split(sizes), inverse_scales, sums.split(sizes), strict=True
-        ):
+        for part, inverse_scale, out in zip(total.split(sizes), inverse_scales, sums.split(sizes), strict=True):
             out.copy_(part.float() * (inverse_scale * factor))
 
     def step(self, group: dist.ProcessGroup | None = None) -> None:
@@ -131,13 +129,7 @@ class AutomaticScaling:
         All of its ranks call this at once. Nothing waits for a GPU.
         """
         counts = self._taken_counts()
-        count_plain(
-            "gradient scale",
-            dist.get_world_size(group),
-            counts.nbytes,
-            "count of saturated",
-            "all_reduce",
-        )
+        count_plain("gradient scale", dist.get_world_size(group), counts.nbytes, "count of saturated", "all_reduce")
         dist.all_reduce(counts, group=group)
         self._set_mu(counts)
         if self.mu.is_cuda:

@@ -8,14 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster.comm.agreement import claim, settle
-from fp8booster.comm.collectives import (
-    Op,
-    ReduceOp,
-    all_reduce,
-    name_of,
-    reduce_scatter_plainly,
-    sums_of_parts,
-)
+from fp8booster.comm.collectives import Op, ReduceOp, all_reduce, name_of, reduce_scatter_plainly, sums_of_parts
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.one_sided import mailbox_of
 from fp8booster.comm.statistics import count_plain
@@ -89,9 +82,7 @@ def reduce_scatter_coalesced(
     )
     payload = sum(sizes) * inputs[0].element_size()
     mailbox = mailbox_of(group, outputs, encoding.even(outputs.numel(), ranks).bytes)
-    reason = why_plain(
-        "reduce_scatter_tensor", inputs[0], payload, group, min_bytes, op, one_sided=mailbox is not None
-    )
+    reason = why_plain("reduce_scatter_tensor", inputs[0], payload, group, min_bytes, op, one_sided=mailbox is not None)
     if ranks == 1 and op in (ReduceOp.SUM, ReduceOp.AVG):
         count_plain("reduce_scatter_tensor", ranks, payload, reason)
         torch._foreach_copy_(outputs.split(sizes), [tensor.view(-1) for tensor in inputs])

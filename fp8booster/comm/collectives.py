@@ -57,9 +57,7 @@ def all_reduce(
     count = aligned(math.ceil(tensor.numel() / ranks))
     layout = encoding.even(count, ranks)
     mailbox = mailbox_of(group, tensor, layout.bytes)
-    reason = why_plain(
-        "all_reduce", tensor, tensor.nbytes, group, min_bytes, op, one_sided=mailbox is not None
-    )
+    reason = why_plain("all_reduce", tensor, tensor.nbytes, group, min_bytes, op, one_sided=mailbox is not None)
     if reason is not None:
         count_plain("all_reduce", ranks, tensor.nbytes, reason)
         if divides(op, tensor, ranks):
@@ -68,10 +66,7 @@ def all_reduce(
         return finish_plain(dist.all_reduce(tensor, op, group, async_op), [tensor], claimed)
     values, piece = flat(tensor, "tensor"), encoding.even(count)
     count_encoded(
-        "all_reduce",
-        ranks,
-        tensor.nbytes,
-        {"all_to_all_single": layout.bytes, "all_gather_into_tensor": piece.bytes},
+        "all_reduce", ranks, tensor.nbytes, {"all_to_all_single": layout.bytes, "all_gather_into_tensor": piece.bytes}
     )
 
     def begin(asynchronous: bool) -> Transfer:
@@ -176,12 +171,7 @@ def all_gather_into_tensor(
     piece = encoding.even(input_tensor.numel())
     mailbox = mailbox_of(group, input_tensor, piece.bytes)
     reason = why_plain(
-        "all_gather_into_tensor",
-        input_tensor,
-        output_tensor.nbytes,
-        group,
-        min_bytes,
-        one_sided=mailbox is not None,
+        "all_gather_into_tensor", input_tensor, output_tensor.nbytes, group, min_bytes, one_sided=mailbox is not None
     )
     if reason is not None:
         count_plain("all_gather_into_tensor", ranks, input_tensor.nbytes, reason)
@@ -190,9 +180,7 @@ def all_gather_into_tensor(
     gathered, values = flat(output_tensor, "output_tensor"), flat(input_tensor, "input_tensor")
     require_multiple(gathered, values, ranks, "output_tensor", "input_tensor")
     layout = encoding.even(values.numel(), ranks)
-    count_encoded(
-        "all_gather_into_tensor", ranks, input_tensor.nbytes, {"all_gather_into_tensor": piece.bytes}
-    )
+    count_encoded("all_gather_into_tensor", ranks, input_tensor.nbytes, {"all_gather_into_tensor": piece.bytes})
 
     def begin(asynchronous: bool) -> Transfer:
         if mailbox is not None:
@@ -201,9 +189,7 @@ def all_gather_into_tensor(
         message, work = _encode_and_gather(values, layout, piece, encoding, group, asynchronous)
         return Transfer(work, lambda: encoding.decode(message, gathered, layout), (message,))
 
-    return run(
-        begin, inputs=[values], outputs=[output_tensor], group=group, async_op=async_op, claimed=claimed
-    )
+    return run(begin, inputs=[values], outputs=[output_tensor], group=group, async_op=async_op, claimed=claimed)
 
 
 def all_gather(
@@ -291,20 +277,12 @@ def all_to_all_single(
     )
     mailbox = mailbox_of(group, input, encoding.even(input.numel() // ranks, ranks).bytes) if even else None
     reason = why_plain(
-        "all_to_all_single",
-        input,
-        input.nbytes,
-        group,
-        min_bytes,
-        one_sided=mailbox is not None,
-        alike=even,
+        "all_to_all_single", input, input.nbytes, group, min_bytes, one_sided=mailbox is not None, alike=even
     )
     if reason is not None:
         count_plain("all_to_all_single", ranks, input.nbytes, reason)
         splits = (output_split_sizes, input_split_sizes)
-        return finish_plain(
-            dist.all_to_all_single(output, input, *splits, group, async_op), [output], claimed
-        )
+        return finish_plain(dist.all_to_all_single(output, input, *splits, group, async_op), [output], claimed)
     arriving, values = flat(output, "output"), flat(input, "input")
     received_counts = _split_counts(output, output_split_sizes, ranks, "output")
     counts = _split_counts(input, input_split_sizes, ranks, "input")
@@ -323,9 +301,7 @@ def all_to_all_single(
         message, received = new_message(values, layout.bytes), new_message(values, received_layout.bytes)
         encoding.encode(values, message, layout)
         work = dist.all_to_all_single(received, message, *sizes, group, asynchronous)
-        return Transfer(
-            work, lambda: encoding.decode(received, arriving, received_layout), (received, message)
-        )
+        return Transfer(work, lambda: encoding.decode(received, arriving, received_layout), (received, message))
 
     return run(begin, inputs=[values], outputs=[output], group=group, async_op=async_op, claimed=claimed)
 
@@ -368,26 +344,14 @@ def all_to_all(
     count_encoded("all_to_all", ranks, payload, {"all_to_all_single": layout.bytes})
 
     def begin(asynchronous: bool) -> Transfer:
-        message, received = (
-            new_message(inputs[0], layout.bytes),
-            new_message(inputs[0], received_layout.bytes),
-        )
+        message, received = (new_message(inputs[0], layout.bytes), new_message(inputs[0], received_layout.bytes))
         for part, values in zip(message.split(layout.sizes), inputs, strict=True):
             encoding.encode(values, part, encoding.even(values.numel()))
-        work = dist.all_to_all_single(
-            received, message, received_layout.sizes, layout.sizes, group, asynchronous
-        )
+        work = dist.all_to_all_single(received, message, received_layout.sizes, layout.sizes, group, asynchronous)
         parts = received.split(received_layout.sizes)
         return Transfer(work, lambda: _decode_each(parts, outputs, encoding), (received, message))
 
-    return run(
-        begin,
-        inputs=inputs,
-        outputs=output_tensor_list,
-        group=group,
-        async_op=async_op,
-        claimed=claimed,
-    )
+    return run(begin, inputs=inputs, outputs=output_tensor_list, group=group, async_op=async_op, claimed=claimed)
 
 
 def broadcast(
@@ -490,9 +454,7 @@ def gather_bytes(
     return one_tensor("all_gather")(message, own, group, asynchronous)
 
 
-def gather_many(
-    messages: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup | None
-) -> list[Work]:
+def gather_many(messages: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup | None) -> list[Work]:
     """Begin to gather (message, own part) for several messages, by one launch of NCCL; wait for all it returns."""
     if ranks_of(group) == 1:  # such as that of the ranks which hold the same experts
         for message, own in messages:
@@ -589,9 +551,7 @@ def factor_of(op: Op, ranks: int) -> float:
     return 1.0 / ranks if op == ReduceOp.AVG else 1.0
 
 
-def require_multiple(
-    large: torch.Tensor, small: torch.Tensor, ranks: int, large_name: str, small_name: str
-) -> None:
+def require_multiple(large: torch.Tensor, small: torch.Tensor, ranks: int, large_name: str, small_name: str) -> None:
     """Raise ValueError where `large` has not `ranks` times as many values as `small`."""
     if large.numel() != ranks * small.numel():
         raise ValueError(
@@ -600,9 +560,7 @@ def require_multiple(
         )
 
 
-def _split_counts(
-    tensor: torch.Tensor, split_sizes: Sequence[int] | None, ranks: int, what: str
-) -> list[int]:
+def _split_counts(tensor: torch.Tensor, split_sizes: Sequence[int] | None, ranks: int, what: str) -> list[int]:
     """Values that belong to each rank."""
     if not split_sizes:
         if tensor.numel() % ranks:

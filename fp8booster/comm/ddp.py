@@ -69,10 +69,5 @@ def ddp_hook(state: DDPState | None, bucket: dist.GradBucket) -> torch.futures.F
 
 def _average(tensor: torch.Tensor, state: DDPState) -> dist.Work:
     return all_reduce(
-        tensor,
-        dist.ReduceOp.AVG,
-        state.group,
-        async_op=True,
-        encoding=state.encoding,
-        min_bytes=state.min_bytes,
+        tensor, dist.ReduceOp.AVG, state.group, async_op=True, encoding=state.encoding, min_bytes=state.min_bytes
     )

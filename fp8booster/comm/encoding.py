@@ -55,9 +55,7 @@ class Encoding:
         """Cast values and write them with their scales to a message (`block_cast.encode`)."""
         block_cast.encode(values, message, layout, self.format, self.power_of_two)
 
-    def encode_parts(
-        self, tensors: Sequence[torch.Tensor], message: torch.Tensor, layout: MessageLayout
-    ) -> None:
+    def encode_parts(self, tensors: Sequence[torch.Tensor], message: torch.Tensor, layout: MessageLayout) -> None:
         """The same for tensors that lie apart and are sent side by side (`block_cast.encode_parts`)."""
         block_cast.encode_parts(tensors, message, layout, self.format, self.power_of_two)
 
@@ -65,9 +63,7 @@ class Encoding:
         """Write the values of a message to a tensor (`block_cast.decode`)."""
         block_cast.decode(message, values, layout, self.format)
 
-    def decode_sum(
-        self, messages: Message, values: torch.Tensor, layout: MessageLayout, factor: float = 1.0
-    ) -> None:
+    def decode_sum(self, messages: Message, values: torch.Tensor, layout: MessageLayout, factor: float = 1.0) -> None:
         """Add the values of all ranks' messages in FP32, times a factor (`block_cast.decode_sum`)."""
         block_cast.decode_sum(messages, values, layout, self.format, factor)
 

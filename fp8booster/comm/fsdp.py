@@ -38,11 +38,7 @@ class FP8AllGather(_FP8Comm, AllGather):
     """Gathers parameters in FP8: every rank computes with rounded ones, and updates the exact shard that it keeps."""
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Work | None:
         """Gather parameters by `all_gather_into_tensor` of `fp8booster.comm`."""
         return all_gather_into_tensor(
@@ -89,9 +85,7 @@ def compress_fsdp(
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
-        raise ValueError(
-            "no module of the model is sharded; call torch.distributed.fsdp.fully_shard on it first"
-        )
+        raise ValueError("no module of the model is sharded; call torch.distributed.fsdp.fully_shard on it first")
     for module in sharded:
         if gather:
             module.set_custom_all_gather(FP8AllGather(encoding, min_bytes))

@@ -78,12 +78,7 @@ class Mailbox:
         self._stream_handle: int | None = None
 
     def all_reduce(
-        self,
-        values: torch.Tensor,
-        layout: MessageLayout,
-        piece: MessageLayout,
-        encoding: Encoding,
-        factor: float,
+        self, values: torch.Tensor, layout: MessageLayout, piece: MessageLayout, encoding: Encoding, factor: float
     ) -> None:
         """Sum `values` [N] over ranks in place; `piece` is the layout of one piece of `layout`."""
         self._follow_last_call()
@@ -200,9 +195,7 @@ def _nothing() -> None:
 _mailboxes: dict[str, Mailbox] = {}
 
 
-def use_one_sided(
-    group: dist.ProcessGroup | None = None, *, capacity: int, device: torch.device | None = None
-) -> None:
+def use_one_sided(group: dist.ProcessGroup | None = None, *, capacity: int, device: torch.device | None = None) -> None:
     """Let the encoded collectives of a group inside a node read from their peers, where their messages fit.
 
     All ranks of the group call it. Where a job has several such groups, all its ranks must call it in step, each for

@@ -97,9 +97,7 @@ def why_plain(
     return "small" if payload < min_bytes else None
 
 
-def minimum_bytes(
-    name: str, device: torch.device, group: dist.ProcessGroup | None, *, one_sided: bool = False
-) -> int:
+def minimum_bytes(name: str, device: torch.device, group: dist.ProcessGroup | None, *, one_sided: bool = False) -> int:
     """The payload from which a collective of a group goes in FP8; arguments as in `why_plain`."""
     return MINIMUM_BYTES[ONE_SIDED if one_sided else topology(device, group)][name]
 

@@ -36,9 +36,7 @@ class FinishingWork(Work):
     ended; the future, when it ends.
     """
 
-    def __init__(
-        self, transfer: Transfer, outputs: Sequence[torch.Tensor], claimed: Claim | None = None
-    ) -> None:
+    def __init__(self, transfer: Transfer, outputs: Sequence[torch.Tensor], claimed: Claim | None = None) -> None:
         super().__init__()
         self._claimed = claimed
         self._unfinished: Transfer | None = transfer

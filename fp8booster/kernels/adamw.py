@@ -39,9 +39,7 @@ def update(shards: AdamShards, rates: AdamRates, divisor: torch.Tensor | None = 
     return update_reference(shards, rates, divisor)
 
 
-def update_reference(
-    shards: AdamShards, rates: AdamRates, divisor: torch.Tensor | None = None
-) -> torch.Tensor:
+def update_reference(shards: AdamShards, rates: AdamRates, divisor: torch.Tensor | None = None) -> torch.Tensor:
     """What `update` computes, in torch."""
     update_by_torch(shards, rates, divisor)
     return torch.stack(amaxes_of(shards.values))

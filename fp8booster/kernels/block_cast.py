@@ -21,11 +21,7 @@ from fp8booster.kernels.message_layout import Message, MessageLayout, side_by_si
 
 
 def encode(
-    values: torch.Tensor,
-    message: torch.Tensor,
-    layout: MessageLayout,
-    dtype: torch.dtype,
-    power_of_two: bool = False,
+    values: torch.Tensor, message: torch.Tensor, layout: MessageLayout, dtype: torch.dtype, power_of_two: bool = False
 ) -> None:
     """Cast values to FP8 with real-time scales, into a message.
 
@@ -118,17 +114,11 @@ class Reference:
 
     @staticmethod
     def encode(
-        values: torch.Tensor,
-        message: torch.Tensor,
-        layout: MessageLayout,
-        dtype: torch.dtype,
-        power_of_two: bool,
+        values: torch.Tensor, message: torch.Tensor, layout: MessageLayout, dtype: torch.dtype, power_of_two: bool
     ) -> None:
         """What `encode` computes."""
         amax = scaling.amax_of(values) if layout.block_size is None else None
-        for start, count, offset, size in zip(
-            layout.starts, layout.counts, layout.offsets, layout.sizes, strict=True
-        ):
+        for start, count, offset, size in zip(layout.starts, layout.counts, layout.offsets, layout.sizes, strict=True):
             if count == 0:
                 continue
             scales, payload = layout.scale_count(count), layout.payload_bytes(count)
@@ -157,9 +147,7 @@ class Reference:
         Reference.encode(side_by_side(tensors, len(layout.counts)), message, layout, dtype, power_of_two)
 
     @staticmethod
-    def decode(
-        message: torch.Tensor, values: torch.Tensor, layout: MessageLayout, dtype: torch.dtype
-    ) -> None:
+    def decode(message: torch.Tensor, values: torch.Tensor, layout: MessageLayout, dtype: torch.dtype) -> None:
         """What `decode` computes."""
         for start, count, offset in zip(layout.starts, layout.counts, layout.offsets, strict=True):
             part = values[start : start + count]
@@ -187,12 +175,7 @@ class Reference:
 
 
 def _piece(
-    message: torch.Tensor,
-    offset: int,
-    count: int,
-    layout: MessageLayout,
-    dtype: torch.dtype,
-    factor: float = 1.0,
+    message: torch.Tensor, offset: int, count: int, layout: MessageLayout, dtype: torch.dtype, factor: float = 1.0
 ) -> torch.Tensor:
     """The values of one piece in FP32, times `factor`."""
     payload, size = layout.payload_bytes(count), layout.piece_bytes(count)

@@ -19,13 +19,7 @@ import triton.language as tl
 
 from fp8booster import formats
 from fp8booster.kernels.alignment import ALIGNMENT
-from fp8booster.kernels.cast_triton import (
-    amax_partials,
-    largest_partial,
-    magnitude_bits,
-    scale_from_bits,
-    to_bits,
-)
+from fp8booster.kernels.cast_triton import amax_partials, largest_partial, magnitude_bits, scale_from_bits, to_bits
 from fp8booster.kernels.device import current_stream
 from fp8booster.kernels.launch import Launch, ceil_div
 from fp8booster.kernels.message_layout import SCALES_ALIGNMENT, Message, MessageLayout, Peers, side_by_side
@@ -75,15 +69,7 @@ def payload_bytes(count):
 
 @triton.jit
 def load_piece(
-    message,
-    offset,
-    count,
-    block,
-    within,
-    factor,
-    E4M3: tl.constexpr,
-    TENSORWISE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    message, offset, count, block, within, factor, E4M3: tl.constexpr, TENSORWISE: tl.constexpr, BLOCK: tl.constexpr
 ):
     """A tile of a piece in FP32, times a factor; `count` has 64 bits.
 
@@ -165,27 +151,13 @@ def encode_kernel(
         inside = (within < count) & (start + within < total)
     values = tl.load(x + start + within, mask=inside, other=0.0).to(tl.float32)
     if TENSORWISE:
-        amax_bits = tl.zeros([TILE_BLOCKS], tl.int32) + largest_partial(
-            partials, partial_count, PARTIALS_BLOCK
-        )
+        amax_bits = tl.zeros([TILE_BLOCKS], tl.int32) + largest_partial(partials, partial_count, PARTIALS_BLOCK)
     else:
         amax_bits = tl.max(magnitude_bits(values), 1)
     if EVEN:
         block, within = block + first, within + first.to(tl.int64) * BLOCK
     store_piece(
-        values,
-        amax_bits,
-        message,
-        offset,
-        count,
-        block,
-        within,
-        end,
-        E4M3,
-        LIMIT,
-        POWER_OF_TWO,
-        TENSORWISE,
-        BLOCK,
+        values, amax_bits, message, offset, count, block, within, end, E4M3, LIMIT, POWER_OF_TWO, TENSORWISE, BLOCK
     )
 
 
@@ -308,14 +280,8 @@ class _Tiling(NamedTuple):
 
 def _tiling(layout: MessageLayout) -> _Tiling:
     longest, block = max(layout.counts), layout.block_size or TENSORWISE_BLOCK
-    covered = (
-        layout.payload_bytes(longest) if layout.block_size is None else layout.scale_count(longest) * block
-    )
-    tile = {
-        "TENSORWISE": layout.block_size is None,
-        "BLOCK": block,
-        "TILE_BLOCKS": max(1, TILE_VALUES // block),
-    }
+    covered = layout.payload_bytes(longest) if layout.block_size is None else layout.scale_count(longest) * block
+    tile = {"TENSORWISE": layout.block_size is None, "BLOCK": block, "TILE_BLOCKS": max(1, TILE_VALUES // block)}
     # where all pieces are multiples of 16, the compiler may move 16 values at once
     unit = ALIGNMENT if all(count % ALIGNMENT == 0 for count in layout.counts) else 1
     tiles = ceil_div(covered, block * tile["TILE_BLOCKS"])

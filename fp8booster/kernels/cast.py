@@ -68,9 +68,7 @@ def _cast(
         from fp8booster.kernels.cast_triton import cast_triton as implementation  # Triton is needed only here
     else:
         implementation = cast_reference
-    return implementation(
-        matrix, dtype, plain=plain, transposed=transposed, power_of_two=power_of_two, amax=amax
-    )
+    return implementation(matrix, dtype, plain=plain, transposed=transposed, power_of_two=power_of_two, amax=amax)
 
 
 @torch.library.custom_op("fp8booster::cast", mutates_args=())
@@ -106,9 +104,7 @@ def cast_reference(
     amax: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `cast` computes, in torch."""
-    scale, inverse_scale = scaling.scale_of(
-        scaling.amax_of(matrix if amax is None else amax), dtype, power_of_two
-    )
+    scale, inverse_scale = scaling.scale_of(scaling.amax_of(matrix if amax is None else amax), dtype, power_of_two)
     data = saturate(padded(matrix) * scale, dtype)
     empty = data.new_empty(0)
     # through uint8: torch copies few FP8 tensors on CPU

@@ -92,12 +92,7 @@ def to_bits(values, E4M3: tl.constexpr, LIMIT: tl.constexpr):
         values = tl.clamp(values, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         return values.to(tl.float8e4nv if E4M3 else tl.float8e5).to(tl.uint8, bitcast=True)
     return tl.inline_asm_elementwise(
-        _E4M3_ASSEMBLY if E4M3 else _E5M2_ASSEMBLY,
-        "=r,f,f,f,f",
-        [values],
-        dtype=tl.uint8,
-        is_pure=True,
-        pack=4,
+        _E4M3_ASSEMBLY if E4M3 else _E5M2_ASSEMBLY, "=r,f,f,f,f", [values], dtype=tl.uint8, is_pure=True, pack=4
     )
 
 

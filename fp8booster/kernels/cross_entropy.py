@@ -21,11 +21,7 @@ from fp8booster.kernels.device import runs_triton
 
 
 def cross_entropy(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    ignore_index: int,
-    factor: torch.Tensor | None = None,
+    logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, factor: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The loss of every row; with a factor, the gradient takes the place of the logits.
 
@@ -50,11 +46,7 @@ def cross_entropy(
 
 
 def cross_entropy_reference(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    ignore_index: int,
-    factor: torch.Tensor | None = None,
+    logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, factor: torch.Tensor | None = None
 ) -> torch.Tensor:
     """What `cross_entropy` computes, in torch: the losses."""
     kept = targets != ignore_index
@@ -105,12 +97,7 @@ def logsumexp_reference(logits: torch.Tensor, targets: torch.Tensor, *, ignore_i
 
 
 def write_gradient(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    logsumexp: torch.Tensor,
-    *,
-    ignore_index: int,
-    factor: torch.Tensor,
+    logits: torch.Tensor, targets: torch.Tensor, logsumexp: torch.Tensor, *, ignore_index: int, factor: torch.Tensor
 ) -> torch.Tensor | None:
     """Write the gradient of rows over the part of their logits that lies here.
 
@@ -138,12 +125,7 @@ def write_gradient(
 
 
 def write_gradient_reference(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    logsumexp: torch.Tensor,
-    *,
-    ignore_index: int,
-    factor: torch.Tensor,
+    logits: torch.Tensor, targets: torch.Tensor, logsumexp: torch.Tensor, *, ignore_index: int, factor: torch.Tensor
 ) -> None:
     """What `write_gradient` computes, in torch."""
     if logits.shape[1] == 0:

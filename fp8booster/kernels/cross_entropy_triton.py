@@ -123,11 +123,7 @@ def cross_entropy_kernel(
 
 
 def cross_entropy_triton(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    ignore_index: int,
-    factor: torch.Tensor | None = None,
+    logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, factor: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `cross_entropy.cross_entropy_reference` computes, up to the order of sums, with the gradient's amax."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
@@ -227,12 +223,7 @@ def cross_entropy_gradient_kernel(
 
 
 def write_gradient_triton(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    logsumexp: torch.Tensor,
-    *,
-    ignore_index: int,
-    factor: torch.Tensor,
+    logits: torch.Tensor, targets: torch.Tensor, logsumexp: torch.Tensor, *, ignore_index: int, factor: torch.Tensor
 ) -> torch.Tensor:
     """What `cross_entropy.write_gradient_reference` computes, with the gradient's amax."""
     rows, columns = logits.shape

@@ -86,9 +86,7 @@ def grouped_product(
         )
     return torch.cat(
         [
-            _one(
-                a[begin:end], b[group], scale_a[begin:end], inverse_scale_b[group], fast_accumulation, emulate
-            )
+            _one(a[begin:end], b[group], scale_a[begin:end], inverse_scale_b[group], fast_accumulation, emulate)
             for group, (begin, end) in enumerate(groups.ranges())
         ]
     )

@@ -50,9 +50,7 @@ class ManyCast:
         if inverse_scales.is_cuda and why_no_fp8(inverse_scales.device) is None:
             from fp8booster.kernels.many_cast_triton import Launches  # Triton is needed only here
 
-            self._launches = Launches(
-                self.matrices, self.plains, self.transposes, inverse_scales, power_of_two
-            )
+            self._launches = Launches(self.matrices, self.plains, self.transposes, inverse_scales, power_of_two)
 
     def run(self) -> None:
         """Cast the matrices as they are now. A backward that has yet to read the outputs of an earlier run raises."""
@@ -104,14 +102,10 @@ def _check(
             ("transpose", transpose, (columns, rows), dtype),
         ):
             if tensor.dtype is not expected:
-                raise TypeError(
-                    f"{what} {index} is {tensor.dtype} and the first is {expected}; give one dtype"
-                )
+                raise TypeError(f"{what} {index} is {tensor.dtype} and the first is {expected}; give one dtype")
             if tensor.shape != shape:
                 raise ValueError(f"{what} {index} has shape {tuple(tensor.shape)}; it must be {shape}")
             if tensor.device != device:
                 raise ValueError(f"{what} {index} is on {tensor.device} and the inverse scales on {device}")
             if not tensor.is_contiguous() or tensor.data_ptr() % ALIGNMENT:
-                raise ValueError(
-                    f"{what} {index} must be contiguous and begin at a multiple of {ALIGNMENT} bytes"
-                )
+                raise ValueError(f"{what} {index} must be contiguous and begin at a multiple of {ALIGNMENT} bytes")

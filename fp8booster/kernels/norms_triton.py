@@ -43,11 +43,6 @@ def norms_triton(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         tiles = ceil_div(count, _BLOCK)
         if tiles > 0:
             launch(
-                squares_kernel,
-                min(tiles, most),
-                (tensor.detach(), row),
-                (count, tiles),
-                num_warps=_WARPS,
-                BLOCK=_BLOCK,
+                squares_kernel, min(tiles, most), (tensor.detach(), row), (count, tiles), num_warps=_WARPS, BLOCK=_BLOCK
             )
     return list(partials.sum(1).sqrt_().unbind())

@@ -46,9 +46,7 @@ class NormGradients(NamedTuple):
     """float32, whose largest entry is the amax of dx."""
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> Normalized:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> Normalized:
     """Normalise the rows of `x + residual`.
 
     Args:
@@ -65,11 +63,7 @@ def rms_norm(
 
 
 def rms_norm_backward(
-    dy: torch.Tensor,
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    inverse_rms: torch.Tensor,
-    dh: torch.Tensor | None = None,
+    dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor, dh: torch.Tensor | None = None
 ) -> NormGradients:
     """Gradients of what `rms_norm` was given.
 
@@ -97,11 +91,7 @@ def rms_norm_reference(
 
 
 def rms_norm_backward_reference(
-    dy: torch.Tensor,
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    inverse_rms: torch.Tensor,
-    dh: torch.Tensor | None = None,
+    dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor, dh: torch.Tensor | None = None
 ) -> NormGradients:
     """What `rms_norm_backward` computes, in torch."""
     normal = h.float() * inverse_rms[:, None]

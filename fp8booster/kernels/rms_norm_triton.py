@@ -117,11 +117,7 @@ def rms_norm_triton(
 
 
 def rms_norm_backward_triton(
-    dy: torch.Tensor,
-    h: torch.Tensor,
-    weight: torch.Tensor,
-    inverse_rms: torch.Tensor,
-    dh: torch.Tensor | None,
+    dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor, dh: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What `rms_norm.rms_norm_backward_reference` computes, up to the order of sums."""
     rows, columns = h.shape

@@ -30,17 +30,7 @@ def angles(cos, sin, place, half, HALF: tl.constexpr):
 
 
 @triton.jit
-def rotate_kernel(
-    qkv,
-    cos,
-    sin,
-    heads,
-    all_heads,
-    half,
-    angle_tokens,
-    HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+def rotate_kernel(qkv, cos, sin, heads, all_heads, half, angle_tokens, HALF: tl.constexpr, HEADS: tl.constexpr):
     """Each program rotates one token; angles repeat after `angle_tokens` tokens."""
     token = tl.program_id(0).to(tl.int64)
     cos1, cos2, sin1, sin2 = angles(cos, sin, (token % angle_tokens) * (2 * half), half, HALF)
@@ -127,19 +117,13 @@ def rotate_back_kernel(
         cos1, cos2, sin1, sin2 = angles(cos, sin, (token % angle_tokens) * (2 * half), half, HALF)
         out = dqkv + token * size
         source = dq + batch * q_batch + position * q_token
-        largest = back_heads(
-            source, q_head, out, query_heads, half, cos1, cos2, sin1, sin2, largest, True, HALF, HEADS
-        )
+        largest = back_heads(source, q_head, out, query_heads, half, cos1, cos2, sin1, sin2, largest, True, HALF, HEADS)
         out += query_heads * (2 * half)
         source = dk + batch * k_batch + position * k_token
-        largest = back_heads(
-            source, k_head, out, key_heads, half, cos1, cos2, sin1, sin2, largest, True, HALF, HEADS
-        )
+        largest = back_heads(source, k_head, out, key_heads, half, cos1, cos2, sin1, sin2, largest, True, HALF, HEADS)
         out += key_heads * (2 * half)
         source = dv + batch * v_batch + position * v_token
-        largest = back_heads(
-            source, v_head, out, key_heads, half, cos1, cos2, sin1, sin2, largest, False, HALF, HEADS
-        )
+        largest = back_heads(source, v_head, out, key_heads, half, cos1, cos2, sin1, sin2, largest, False, HALF, HEADS)
     tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True))
 
 

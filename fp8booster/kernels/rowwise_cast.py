@@ -18,12 +18,7 @@ RowwiseCast = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def rowwise_cast(
-    matrix: torch.Tensor,
-    dtype: torch.dtype,
-    *,
-    plain: bool = True,
-    transposed: bool = False,
-    power_of_two: bool = True,
+    matrix: torch.Tensor, dtype: torch.dtype, *, plain: bool = True, transposed: bool = False, power_of_two: bool = True
 ) -> RowwiseCast:
     """Cast a matrix to FP8 with one real-time scale a row, and its transpose likewise.
 

@@ -100,9 +100,7 @@ def rowwise_cast_triton(
     rows, columns = matrix.shape
     out_rows, out_columns = aligned(rows), aligned(columns)
     matrix, columns = widened(matrix), max(columns, 2)
-    row_amax, column_amax = matrix.new_zeros(out_rows + out_columns, dtype=torch.int32).split(
-        [out_rows, out_columns]
-    )
+    row_amax, column_amax = matrix.new_zeros(out_rows + out_columns, dtype=torch.int32).split([out_rows, out_columns])
     data = matrix.new_empty((out_rows, out_columns) if plain else 0, dtype=dtype)
     transpose = matrix.new_empty((out_columns, out_rows) if transposed else 0, dtype=dtype)
     inverse_scale = matrix.new_empty(out_rows if plain else 0, dtype=torch.float32)

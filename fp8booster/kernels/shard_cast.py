@@ -17,11 +17,7 @@ from fp8booster.kernels.device import why_no_fp8
 
 
 def cast_shard(
-    shard: torch.Tensor,
-    amax: torch.Tensor,
-    out: torch.Tensor,
-    inverse_scale: torch.Tensor,
-    power_of_two: bool = False,
+    shard: torch.Tensor, amax: torch.Tensor, out: torch.Tensor, inverse_scale: torch.Tensor, power_of_two: bool = False
 ) -> None:
     """Cast a flat part of a tensor by the scale of the whole tensor's amax.
 
@@ -44,11 +40,7 @@ def cast_shard(
 
 
 def cast_shard_reference(
-    shard: torch.Tensor,
-    amax: torch.Tensor,
-    out: torch.Tensor,
-    inverse_scale: torch.Tensor,
-    power_of_two: bool,
+    shard: torch.Tensor, amax: torch.Tensor, out: torch.Tensor, inverse_scale: torch.Tensor, power_of_two: bool
 ) -> None:
     """What `cast_shard` computes, in torch."""
     scale, inverse = scaling.scale_of(amax, out.dtype, power_of_two)
@@ -57,10 +49,7 @@ def cast_shard_reference(
 
 
 def unpack(
-    matrix: torch.Tensor,
-    inverse_scale: torch.Tensor,
-    transpose: torch.Tensor | None,
-    weight: torch.Tensor | None,
+    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor | None, weight: torch.Tensor | None
 ) -> None:
     """Write the transpose of an FP8 matrix, and its values in high precision, where there is memory for them.
 
@@ -79,10 +68,7 @@ def unpack(
 
 
 def unpack_reference(
-    matrix: torch.Tensor,
-    inverse_scale: torch.Tensor,
-    transpose: torch.Tensor | None,
-    weight: torch.Tensor | None,
+    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor | None, weight: torch.Tensor | None
 ) -> None:
     """What `unpack` computes, in torch."""
     if transpose is not None:

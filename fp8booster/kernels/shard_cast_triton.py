@@ -66,11 +66,7 @@ def unpack_kernel(
 
 
 def cast_shard_triton(
-    shard: torch.Tensor,
-    amax: torch.Tensor,
-    out: torch.Tensor,
-    inverse_scale: torch.Tensor,
-    power_of_two: bool,
+    shard: torch.Tensor, amax: torch.Tensor, out: torch.Tensor, inverse_scale: torch.Tensor, power_of_two: bool
 ) -> None:
     """What `shard_cast.cast_shard_reference` computes, byte for byte."""
     launch(
@@ -87,10 +83,7 @@ def cast_shard_triton(
 
 
 def unpack_triton(
-    matrix: torch.Tensor,
-    inverse_scale: torch.Tensor,
-    transpose: torch.Tensor | None,
-    weight: torch.Tensor | None,
+    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor | None, weight: torch.Tensor | None
 ) -> None:
     """What `shard_cast.unpack_reference` computes, byte for byte."""
     rows, columns = matrix.shape
@@ -98,12 +91,7 @@ def unpack_triton(
     launch(
         unpack_kernel,
         column_tiles * ceil_div(rows, _TILE),
-        (
-            matrix,
-            inverse_scale,
-            matrix if transpose is None else transpose,
-            matrix if weight is None else weight,
-        ),
+        (matrix, inverse_scale, matrix if transpose is None else transpose, matrix if weight is None else weight),
         (rows, columns, 0 if transpose is None else transpose.stride(0), column_tiles),
         E4M3=matrix.dtype is formats.E4M3,
         TRANSPOSED=transpose is not None,

@@ -30,9 +30,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return swiglu_reference(gate, up)
 
 
-def swiglu_backward(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of gate and up, side by side.
 
     Args:

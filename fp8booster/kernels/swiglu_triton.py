@@ -112,9 +112,7 @@ def swiglu_triton(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, t
     return y, _launch(swiglu_kernel, (gate, up, y), gate, up)
 
 
-def swiglu_backward_triton(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def swiglu_backward_triton(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What `swiglu.swiglu_backward_reference` computes, with its amax."""
     rows, columns = gate.shape
     dx = gate.new_empty((rows, 2 * columns))

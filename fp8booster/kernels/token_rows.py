@@ -51,9 +51,7 @@ def sum_rows_backward(
     return sum_rows_backward_reference(gradient, rows, places, weights)
 
 
-def sum_rows_reference(
-    rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None
-) -> torch.Tensor:
+def sum_rows_reference(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """What `sum_rows` computes, in torch."""
     of_tokens = rows.index_select(0, places.view(-1)).view(*places.shape, rows.shape[1])
     if weights is not None:

@@ -42,9 +42,7 @@ def order_kernel(
         tl.store(transpose + tl.trans(column * padded + row), tl.trans(bits), mask=tl.trans(inside))
 
 
-def order_triton(
-    gathered: torch.Tensor, outer: int, data: torch.Tensor | None, transpose: torch.Tensor | None
-) -> None:
+def order_triton(gathered: torch.Tensor, outer: int, data: torch.Tensor | None, transpose: torch.Tensor | None) -> None:
     """What `transpose.order_reference` writes, byte for byte."""
     ranks, rows, columns = gathered.shape
     padded, column_tiles = aligned(ranks * rows), ceil_div(columns, _TILE)

@@ -75,9 +75,7 @@ def count_traffic() -> Iterator[Traffic]:
     traffic = Traffic()
     inside = threading.local()
     lock = threading.Lock()
-    originals = {
-        name: getattr(distributed_c10d, name) for name in _ARGUMENTS if hasattr(distributed_c10d, name)
-    }
+    originals = {name: getattr(distributed_c10d, name) for name in _ARGUMENTS if hasattr(distributed_c10d, name)}
     for name, original in originals.items():
         wrapper = _counting(name, original, traffic, inside, lock)
         # torch's own module too: P2POp compares its function with that module's, and object collectives call it.

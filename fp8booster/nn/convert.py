@@ -111,9 +111,7 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
 
 def _warn_of_nothing(reasons: list[str]) -> None:
     """Tell that no layer computes in FP8: by a warning if no choice of layers would help, else by a ValueError."""
-    nothing = (
-        f"no layer of the model would compute in FP8: {'; '.join(reasons) or 'it has no linear layers'}. "
-    )
+    nothing = f"no layer of the model would compute in FP8: {'; '.join(reasons) or 'it has no linear layers'}. "
     if set(reasons) <= {LEFT_OUT, WHY_NOT_ROUTERS}:
         raise ValueError(f"{nothing}Train it without use_fp8, or choose layers with FP8Config(layers=...)")
     warnings.warn(f"{nothing}They compute as without use_fp8", stacklevel=3)
@@ -139,10 +137,7 @@ def is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer: nn.Linear, an FP8 layer, or what looks like them."""
     weight = module._parameters.get("weight")
     return isinstance(module, (nn.Linear, FP8Layer, *known_kinds())) or (
-        weight is not None
-        and weight.dim() == 2
-        and hasattr(module, "in_features")
-        and hasattr(module, "out_features")
+        weight is not None and weight.dim() == 2 and hasattr(module, "in_features") and hasattr(module, "out_features")
     )
 
 

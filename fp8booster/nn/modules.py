@@ -17,18 +17,11 @@ def has_hooks(module: nn.Module) -> bool:
 
 def is_looked_at(module: nn.Module) -> bool:
     """Whether a module has hooks that may read what it is given or gives: all but those marked to only wait."""
-    return any(
-        not getattr(hook, ONLY_WAITS, False) for of_kind in _hooks_of(module) for hook in of_kind.values()
-    )
+    return any(not getattr(hook, ONLY_WAITS, False) for of_kind in _hooks_of(module) for hook in of_kind.values())
 
 
 def _hooks_of(module: nn.Module) -> tuple[dict[int, Callable], ...]:
-    return (
-        module._forward_pre_hooks,
-        module._forward_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
+    return (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
 
 
 ONLY_WAITS = "fp8_only_waits"

@@ -121,9 +121,7 @@ class Report:
         together = sum(block.why_one_by_one is None for block in self.grouped)
         if together:
             line += f", experts of {together} block{'s' if together > 1 else ''} in grouped products"
-        one_by_one = Counter(
-            block.why_one_by_one for block in self.grouped if block.why_one_by_one is not None
-        )
+        one_by_one = Counter(block.why_one_by_one for block in self.grouped if block.why_one_by_one is not None)
         for reason, count in one_by_one.items():
             line += f", experts of {count} block{'s' if count > 1 else ''} one by one ({reason})"
         reasons = Counter((row.precision, row.notes) for row in self.other)
@@ -181,9 +179,7 @@ def report(model: nn.Module) -> Report:
     return Report(
         tuple(_row(name, module, apart.get(module)) for name, module in linear_layers(model)),
         tuple(
-            _outside_row(
-                f"{path}.{name}" if path else name, getattr(module, name), outside.shape, outside.reason
-            )
+            _outside_row(f"{path}.{name}" if path else name, getattr(module, name), outside.shape, outside.reason)
             for path, module, name, outside in weights_outside(model)
         ),
         tuple(MergedRow(len(group.layers), group.why_not_merged) for group in groups),

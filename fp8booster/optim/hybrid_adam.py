@@ -84,8 +84,7 @@ class HybridAdam(Optimizer):
             )
         if initial_scale is not None:
             warnings.warn(
-                "initial_scale has no effect on an optimizer, as in Colossal-AI; give it to the plugin",
-                stacklevel=2,
+                "initial_scale has no effect on an optimizer, as in Colossal-AI; give it to the plugin", stacklevel=2
             )
         super().__init__(
             model_params,
@@ -165,10 +164,7 @@ class HybridAdam(Optimizer):
             yield batch
 
     def next_shards(
-        self,
-        group: dict[str, Any],
-        parameters: Sequence[torch.nn.Parameter],
-        gradients: Sequence[torch.Tensor],
+        self, group: dict[str, Any], parameters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor]
     ) -> AdamShards:
         """What a step reads and writes of parameters of one device; it counts the step.
 
@@ -214,9 +210,7 @@ class HybridAdam(Optimizer):
         if isinstance(div_scale, torch.Tensor):
             divisor = div_scale.to(device)
         else:
-            divisor = (
-                None if div_scale == -1 else torch.full((), div_scale, dtype=torch.float32, device=device)
-            )
+            divisor = None if div_scale == -1 else torch.full((), div_scale, dtype=torch.float32, device=device)
         shards = self.next_shards(group, parameters, [parameter.grad.data for parameter in parameters])
         decoupled = group.get("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
         rates = AdamRates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)

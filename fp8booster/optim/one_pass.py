@@ -105,9 +105,7 @@ def _next_shards(
     """As `HybridAdam.next_shards`; torch makes the states where there are none."""
     _make_states(optimizer, group, [each for each in parameters if not optimizer.state[each]])
     states = [optimizer.state[each] for each in parameters]
-    exp_avgs, exp_avg_sqs, steps = (
-        [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")
-    )
+    exp_avgs, exp_avg_sqs, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
     torch._foreach_add_(steps, 1)
     return AdamShards([each.detach() for each in parameters], gradients, exp_avgs, exp_avg_sqs, steps)
 

@@ -49,11 +49,7 @@ def require_config(config: FP8Config | None) -> FP8Config:
 
 
 def warn_of_no_effect(
-    logger: DistributedLogger,
-    given: FP8Config | None,
-    use_fp8: bool,
-    communication: bool,
-    weights: str | None,
+    logger: DistributedLogger, given: FP8Config | None, use_fp8: bool, communication: bool, weights: str | None
 ) -> None:
     """Warn, on rank 0, of a configuration that nothing reads, and of options in it that do nothing.
 
@@ -87,9 +83,7 @@ def why_zero_gathers_16_bits(config: FP8Config, communication: bool, needs: Mapp
         needs: by what the plugin would have to be given, whether it was.
     """
     if not communication:
-        return (
-            "weights are gathered in 16 bits without fp8_communication; turn it on, or leave the option out"
-        )
+        return "weights are gathered in 16 bits without fp8_communication; turn it on, or leave the option out"
     if config.rowwise:
         return 'weights are gathered in 16 bits with granularity="rowwise"; use "tensorwise", or leave the option out'
     for argument, given in needs.items():

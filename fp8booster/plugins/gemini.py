@@ -152,9 +152,7 @@ class GeminiPlugin(NativeGeminiPlugin):
         self.logger.info(f"{report(wrapped).summary()}{fused}; {wire}", ranks=[0])
         return wrapped
 
-    def _wrap_optimizer(
-        self, optimizer: Optimizer, model: nn.Module, parameters: dict[str, Any]
-    ) -> GeminiOptimizer:
+    def _wrap_optimizer(self, optimizer: Optimizer, model: nn.Module, parameters: dict[str, Any]) -> GeminiOptimizer:
         wrapper = FP8GeminiOptimizer if isinstance(model, FP8GeminiDDP) else GeminiOptimizer
         return wrapper(
             optimizer,

@@ -127,9 +127,7 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
             self.compress_gradients(boosted_model, boosted_optimizer)
         if isinstance(boosted_optimizer, LowLevelZeroOptimizer):
             keep_one_order(boosted_optimizer, boosted_model.unwrap(unwrap_peft=False))
-        self.logger.info(
-            f"{report(boosted_model).summary()}{fused}; {self.wire(boosted_optimizer)}", ranks=[0]
-        )
+        self.logger.info(f"{report(boosted_model).summary()}{fused}; {self.wire(boosted_optimizer)}", ranks=[0])
         return boosted
 
     def get_checkpoint_io(self) -> CheckpointIO:
@@ -150,15 +148,11 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
         """
         reason = None
         try:
-            convert_sharded_to_fp8(
-                model.unwrap(unwrap_peft=False), self.fp8_config, communication=self.sends_fp8
-            )
+            convert_sharded_to_fp8(model.unwrap(unwrap_peft=False), self.fp8_config, communication=self.sends_fp8)
         except ValueError as error:
             reason = error
         if self.pp_size > 1:
-            converted = torch.tensor(
-                reason is None, dtype=torch.int32, device=get_accelerator().get_current_device()
-            )
+            converted = torch.tensor(reason is None, dtype=torch.int32, device=get_accelerator().get_current_device())
             dist.all_reduce(converted, dist.ReduceOp.MAX, self.pp_group)
             if converted.item():
                 return
@@ -173,8 +167,7 @@ class HybridParallelPlugin(NativeHybridParallelPlugin):
             )
         elif self.fp8_config.gradient_scaling != "block":
             self.logger.warning(
-                "fp8_config.gradient_scaling has no effect: without ZeRO, gradients are scaled by block",
-                ranks=[0],
+                "fp8_config.gradient_scaling has no effect: without ZeRO, gradients are scaled by block", ranks=[0]
             )
         FP8HybridParallelModule.convert_in_place(model, optimizer)
         if isinstance(optimizer, HybridParallelAMPOptimizer):

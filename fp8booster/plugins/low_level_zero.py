@@ -99,15 +99,11 @@ class LowLevelZeroPlugin(NativeLowLevelZeroPlugin):
         if self.zero_optim_kwargs["overlap_allgather"]:
             wait_before_forward(boosted_model.module)
         if self.fp8_communication and boosted_optimizer is not None:
-            FP8ZeroOptimizer.convert_in_place(
-                boosted_optimizer, boosted_model.module, self.fp8_config.gradient_scaling
-            )
+            FP8ZeroOptimizer.convert_in_place(boosted_optimizer, boosted_model.module, self.fp8_config.gradient_scaling)
             FP8ZeroModel.convert_in_place(boosted_model, boosted_optimizer)
         if boosted_optimizer is not None:
             keep_one_order(boosted_optimizer, boosted_model.module)
-        self.logger.info(
-            f"{report(boosted_model).summary()}{fused}; {self._wire(boosted_optimizer)}", ranks=[0]
-        )
+        self.logger.info(f"{report(boosted_model).summary()}{fused}; {self._wire(boosted_optimizer)}", ranks=[0])
         return boosted
 
     def get_checkpoint_io(self) -> CheckpointIO:

@@ -25,9 +25,7 @@ FP8_BUCKET_CAP_MB = 64
 """Default of `bucket_cap_mb` where gradients travel in FP8, against native's 25: inside a node, messages under 64 MiB
 are faster uncompressed (`comm.threshold`), and DDP closes a bucket with the gradient that fills it."""
 
-WHY_WEIGHTS_STAY = (
-    "DDP sends no weights, and trains those of the model; use LowLevelZeroPlugin, or leave it out"
-)
+WHY_WEIGHTS_STAY = "DDP sends no weights, and trains those of the model; use LowLevelZeroPlugin, or leave it out"
 """Why `FP8Config.weights_in_16_bits=False` changes nothing."""
 
 
@@ -49,9 +47,7 @@ class TorchDDPPlugin(NativeTorchDDPPlugin):
         TypeError: an argument that the native plugin does not have, or an `fp8_config` of another type.
     """
 
-    def __init__(
-        self, *args: Any, use_fp8: bool = False, fp8_config: FP8Config | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, use_fp8: bool = False, fp8_config: FP8Config | None = None, **kwargs: Any) -> None:
         arguments = bind(NativeTorchDDPPlugin, args, kwargs)
         self.use_fp8 = use_fp8
         self.fp8_config = require_config(fp8_config)

@@ -45,9 +45,7 @@ class TorchFSDPPlugin(NativeTorchFSDPPlugin):
         TypeError: an argument that the native plugin does not have, or an `fp8_config` of another type.
     """
 
-    def __init__(
-        self, *args: Any, use_fp8: bool = False, fp8_config: FP8Config | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, use_fp8: bool = False, fp8_config: FP8Config | None = None, **kwargs: Any) -> None:
         arguments = bind(NativeTorchFSDPPlugin, args, kwargs)
         self.use_fp8 = use_fp8
         self.fp8_config = require_config(fp8_config)
@@ -61,8 +59,7 @@ class TorchFSDPPlugin(NativeTorchFSDPPlugin):
         warn_of_no_effect(self.logger, fp8_config, use_fp8, self.sends_fp8, WHY_WEIGHTS_STAY)
         if self.sends_fp8 and self.fp8_config.gradient_scaling == "auto":
             self.logger.warning(
-                'fp8_config.gradient_scaling="auto" has no effect: FSDP\'s gradients are scaled by block',
-                ranks=[0],
+                'fp8_config.gradient_scaling="auto" has no effect: FSDP\'s gradients are scaled by block', ranks=[0]
             )
 
     def configure(

@@ -16,18 +16,7 @@ from tests.distributed import run_ranks
 def measure_on_the_cpu(folder: str) -> None:
     app = typer.Typer()
     app.command()(collectives.main)
-    arguments = [
-        "--device",
-        "cpu",
-        "--rounds",
-        "2",
-        "--sample-ms",
-        "0.1",
-        "--mib",
-        "0.0625",
-        "--mib",
-        "0.125",
-    ]
+    arguments = ["--device", "cpu", "--rounds", "2", "--sample-ms", "0.1", "--mib", "0.0625", "--mib", "0.125"]
     result = CliRunner().invoke(app, [*arguments, "--out", folder, "--json", f"{folder}/result.json"])
     assert result.exit_code == 0, result.output
 
@@ -48,9 +37,7 @@ def test_every_collective_is_measured_and_written_by_the_first_rank(tmp_path: Pa
             assert record["wire_ratio"] < 0.52
             assert 2**-8 < record["error"] < 2**-4
     # half of what 2 ranks hold leaves each in a reduce-scatter, all of it in an all-reduce
-    (reduced,) = (
-        r for r in records if (r["collective"], r["variant"], r["mib"]) == ("all_reduce", PLAIN, 0.125)
-    )
+    (reduced,) = (r for r in records if (r["collective"], r["variant"], r["mib"]) == ("all_reduce", PLAIN, 0.125))
     assert reduced["wire_bytes"] == 2**17
     assert reduced["bus_bytes_per_second"] == pytest.approx(2**17 / reduced["ms"]["median"] * 1e3)
     (markdown,) = tmp_path.glob("collectives-2_*.md")
@@ -59,13 +46,7 @@ def test_every_collective_is_measured_and_written_by_the_first_rank(tmp_path: Pa
 
 
 def record(collective: str, mib: float, ratio: float, variant: str = ENCODED) -> dict[str, object]:
-    return {
-        "collective": collective,
-        "mib": mib,
-        "payload_bytes": mib,
-        "variant": variant,
-        "ratio": {"p90": ratio},
-    }
+    return {"collective": collective, "mib": mib, "payload_bytes": mib, "variant": variant, "ratio": {"p90": ratio}}
 
 
 def test_the_threshold_is_where_fp8_stays_faster() -> None:

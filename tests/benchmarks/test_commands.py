@@ -106,9 +106,7 @@ def test_cast(tmp_path, monkeypatch) -> None:
     records = json.loads((tmp_path / "cast.json").read_text())["tables"]["casts"]
     assert [record["work"] for record in records] == [kind.name for kind in cast.KINDS]
     for record in records:
-        assert record["over_floor"] == pytest.approx(
-            record["copy_bytes_per_second"] / record["bytes_per_second"]
-        )
+        assert record["over_floor"] == pytest.approx(record["copy_bytes_per_second"] / record["bytes_per_second"])
         assert record["floor_ms"] == pytest.approx(1e3 * record["bytes"] / record["copy_bytes_per_second"])
 
 
@@ -126,15 +124,7 @@ def test_linear_leaves_out_what_fails_and_what_is_missing(tmp_path, monkeypatch)
     monkeypatch.setitem(linear.LAYERS, "te", Layer("TE", fails, lambda: "it is not installed", is_peer=True))
     names = ["--layer", "fp8booster", "--layer", "fp8booster-amax", "--layer", "torchao", "--layer", "te"]
     result = run(
-        linear.main,
-        *FAST,
-        *names,
-        "--models",
-        "tiny",
-        "--tokens",
-        "16",
-        "--json",
-        str(tmp_path / "linear.json"),
+        linear.main, *FAST, *names, "--models", "tiny", "--tokens", "16", "--json", str(tmp_path / "linear.json")
     )
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "linear.json").read_text())

@@ -12,15 +12,7 @@ from typer.testing import CliRunner
 
 from benchmarks import convergence
 from benchmarks.harness.environment import REPOSITORY
-from benchmarks.training.convergence import (
-    BF16,
-    Difference,
-    course_table,
-    differences,
-    end_table,
-    plot,
-    tenths,
-)
+from benchmarks.training.convergence import BF16, Difference, course_table, differences, end_table, plot, tenths
 
 VARIANTS = [BF16, "BF16, fused blocks", "FP8"]
 STEPS = 20
@@ -107,9 +99,7 @@ def write(path: Path, seed: int, steps: int = STEPS) -> str:
 def test_results_of_several_seeds_are_joined(tmp_path) -> None:
     files = [write(tmp_path / f"{seed}.json", seed) for seed in (2, 0)]
     joined = tmp_path / "joined.json"
-    result = CliRunner().invoke(
-        convergence.app, ["join", *files, "--json", str(joined), "--out", str(tmp_path)]
-    )
+    result = CliRunner().invoke(convergence.app, ["join", *files, "--json", str(joined), "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     zero, two, over_all = json.loads(joined.read_text())["tables"]["ends"]
     assert (zero["seed"], two["seed"]) == ("0", "2")

@@ -13,9 +13,7 @@ from fp8booster.version import __version__
 
 def git(folder: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(
-        ["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True
-    )
+    done = subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True, text=True)
     return done.stdout.strip()
 
 

@@ -150,6 +150,4 @@ def test_timing_that_fails_is_said_too(monkeypatch) -> None:
     monkeypatch.setattr(experts, "time_in_turns", fails)
     work = Work.random(LAYERS["tiny"], 50, torch.device("cpu"))
     records = experts.measure(work, KINDS, device=torch.device("cpu"), rounds=1, sample_ms=0.01)
-    assert {record["failed"] for record in records if record["way"] == "bf16"} == {
-        "RuntimeError: device lost"
-    }
+    assert {record["failed"] for record in records if record["way"] == "bf16"} == {"RuntimeError: device lost"}

@@ -67,9 +67,7 @@ def test_ours_train_like_bf16(name, work) -> None:
         y.backward(inputs.dy)
         return y.detach(), x.grad, weight.grad
 
-    for ours, exact in zip(
-        train(OURS[name].build(weight)), train(PEERS[BASELINE].build(weight)), strict=True
-    ):
+    for ours, exact in zip(train(OURS[name].build(weight)), train(PEERS[BASELINE].build(weight)), strict=True):
         assert (ours - exact).float().norm() < 0.1 * exact.float().norm()
 
 

@@ -39,10 +39,7 @@ def test_without_a_gpu_one_sentence_and_exit_code_2() -> None:
     [
         (["--model", "8b"], "error: --model is '8b'; use one of"),
         (["--against", "te"], "error: no peer is called 'te'"),
-        (
-            ["--baseline", "fsdp2"],
-            "error: --baseline is 'fsdp2'; it must be measured: one of fp8booster-bf16",
-        ),
+        (["--baseline", "fsdp2"], "error: --baseline is 'fsdp2'; it must be measured: one of fp8booster-bf16"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], sentence: str) -> None:
@@ -57,25 +54,8 @@ def test_the_whole_command_on_two_ranks(tmp_path) -> None:
     command = [
         *(sys.executable, "-m", "benchmarks.llama", *SMALL, "--micro-batch", "1"),
         *("--precision", "fp8", *EMULATED, "--against", ABSENT),
-        *(
-            "--warm-up",
-            "1",
-            "--steps",
-            "2",
-            "--rounds",
-            "1",
-            "--data",
-            str(tmp_path / "text.txt"),
-            "--profile",
-        ),
-        *(
-            "--out",
-            str(tmp_path),
-            "--json",
-            str(tmp_path / "a.json"),
-            "--engine-logs",
-            str(tmp_path / "logs"),
-        ),
+        *("--warm-up", "1", "--steps", "2", "--rounds", "1", "--data", str(tmp_path / "text.txt"), "--profile"),
+        *("--out", str(tmp_path), "--json", str(tmp_path / "a.json"), "--engine-logs", str(tmp_path / "logs")),
     ]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
@@ -132,9 +112,7 @@ def test_one_layer(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # seconds for each
     monkeypatch.setattr(one_layer, "find_spec", lambda package: None)
     file = tmp_path / "layer.json"
-    result = run(
-        "--one-layer", *SMALL, *EMULATED, "--rounds", "2", "--sample-ms", "0.01", "--json", str(file)
-    )
+    result = run("--one-layer", *SMALL, *EMULATED, "--rounds", "2", "--sample-ms", "0.01", "--json", str(file))
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
     records = {record["layer"]: record for record in found["tables"]["layers"]}
@@ -151,17 +129,9 @@ def test_a_layer_that_fails_is_left_out(monkeypatch) -> None:
     def fails(decoder: one_layer.Decoder, config: FP8Config) -> None:
         raise RuntimeError("no kernel\nmore")
 
-    monkeypatch.setattr(
-        one_layer, "LAYERS", {"hf-bf16": one_layer.LAYERS["hf-bf16"], "torchao": ("torchao", fails)}
-    )
+    monkeypatch.setattr(one_layer, "LAYERS", {"hf-bf16": one_layer.LAYERS["hf-bf16"], "torchao": ("torchao", fails)})
     records, left_out = one_layer.measure_layers(
-        llama.MODELS["micro"],
-        FP8Config(),
-        batch=1,
-        sequence=16,
-        device=torch.device("cpu"),
-        rounds=1,
-        sample_ms=0.01,
+        llama.MODELS["micro"], FP8Config(), batch=1, sequence=16, device=torch.device("cpu"), rounds=1, sample_ms=0.01
     )
     assert [record["layer"] for record in records] == ["hf-bf16"]
     assert left_out == {"torchao": "it failed: RuntimeError: no kernel"}
@@ -187,10 +157,7 @@ def test_our_layers_compute_what_hugging_faces_does(name: str) -> None:
 def test_scaling_prints_a_table(tmp_path) -> None:
     for ranks, throughput in ((1, 1000.0), (8, 940.0)):
         engine = {"engine": "fp8booster-fp8", "label": "fp8booster, FP8", "failed": None}
-        engine |= {
-            "ms": {"median": 1.0, "p10": 1.0, "p90": 1.0},
-            "tokens_per_second_per_gpu": throughput,
-        }
+        engine |= {"ms": {"median": 1.0, "p10": 1.0, "p90": 1.0}, "tokens_per_second_per_gpu": throughput}
         head = {"GPU": "NVIDIA H200", "torch": "2.11", "date": "2026-11-21 10:00 UTC", "ranks": str(ranks)}
         content = {"head": head | {"training": "model 7b"}, "tables": {"engines": [engine]}}
         (tmp_path / f"{ranks}.json").write_text(json.dumps(content))

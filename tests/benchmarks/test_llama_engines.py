@@ -80,9 +80,7 @@ def test_wire_bytes_are_those_of_the_model(measured) -> None:
     outcomes = measured[0][0]
     parameters = JOB.architecture.parameters
     # each micro-batch's gradients reduced and the weights gathered, half of either by each of 2 ranks, 2 bytes a value
-    assert outcomes["native"]["wire"]["bytes"] == pytest.approx(
-        (JOB.micro_batches + 1) * parameters, rel=0.01
-    )
+    assert outcomes["native"]["wire"]["bytes"] == pytest.approx((JOB.micro_batches + 1) * parameters, rel=0.01)
     assert outcomes["fp8"]["wire"]["bytes"] < 0.75 * outcomes["native"]["wire"]["bytes"]
     # DDP's own reducer, which nothing counts: all gradients in BF16 once
     assert outcomes["ddp"]["wire"]["unseen"] == outcomes["ddp"]["wire"]["bytes"] == 2 * parameters
@@ -98,9 +96,7 @@ def test_fp8_traffic_has_its_reasons(measured) -> None:
 
 
 def test_a_plugin_that_is_not_there_is_named(measured) -> None:
-    assert measured[1][0].startswith(
-        "fp8booster.plugins has no TorchDDPPlugin; --plugin takes low_level_zero"
-    )
+    assert measured[1][0].startswith("fp8booster.plugins has no TorchDDPPlugin; --plugin takes low_level_zero")
 
 
 @pytest.mark.parametrize("name", ["bf16 fused", "ddp bf16 fused", "fp8"])
@@ -110,9 +106,7 @@ def test_fused_engines_fuse_everything(measured, name: str) -> None:
 
 
 def test_a_plugin_that_takes_no_fused_model_is_named(measured) -> None:
-    assert measured[1][1].startswith(
-        "--plugin gemini takes no model with fused blocks in BF16; low_level_zero"
-    )
+    assert measured[1][1].startswith("--plugin gemini takes no model with fused blocks in BF16; low_level_zero")
 
 
 def test_a_turn_that_fails_ends_on_all_ranks_and_the_next_one_runs() -> None:

@@ -94,9 +94,7 @@ def text(folder: Path, vocabulary: int) -> TokenFile:
 
 
 def test_replicas_share_out_a_text(tmp_path: Path) -> None:
-    job = Job(
-        model="micro", sequence=8, micro_batch=2, micro_batches=2, tokens=text(tmp_path, vocabulary=272)
-    )
+    job = Job(model="micro", sequence=8, micro_batch=2, micro_batches=2, tokens=text(tmp_path, vocabulary=272))
     feeds = [batches(job, Replica(index, 2), torch.device("cpu")) for index in (0, 1)]
     rows = torch.cat([feed(step) for step in range(4) for feed in feeds])  # one epoch
     assert rows.shape == (32, 8)

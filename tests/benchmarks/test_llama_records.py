@@ -18,13 +18,7 @@ from benchmarks.training.models import MODELS
 from benchmarks.training.records import Setting, engine_records, loss_records
 from benchmarks.training.rounds import Findings, take_rounds
 from benchmarks.training.scaling import read_runs, scaling_records, scaling_table
-from benchmarks.training.tables import (
-    loss_table,
-    power_table,
-    profile_tables,
-    step_table,
-    wire_tables,
-)
+from benchmarks.training.tables import loss_table, power_table, profile_tables, step_table, wire_tables
 from benchmarks.training.trace import ROWS
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, "580", 1.98e9, "700 W")
@@ -84,19 +78,11 @@ def test_energy_is_that_of_all_gpus() -> None:
     assert row["label"] == "fp8booster, FP8"
     assert row["tokens_per_joule"] == pytest.approx(8 * 3 * 2 * 4096 / (8 * 500))
     shown = [column.show(row) for column in table.columns]
-    assert shown[1:4] == [
-        ", ".join(["1500"] * 8),
-        ", ".join(["500"] * 8),
-        ", ".join(["100 %"] * 4 + ["50 %"] * 4),
-    ]
-    assert (
-        power_table(engine_records({"torchao": found["torchao"]}, Setting(JOB, 8, H200), "torchao")) is None
-    )
+    assert shown[1:4] == [", ".join(["1500"] * 8), ", ".join(["500"] * 8), ", ".join(["100 %"] * 4 + ["50 %"] * 4)]
+    assert power_table(engine_records({"torchao": found["torchao"]}, Setting(JOB, 8, H200), "torchao")) is None
 
 
-def test_a_result_says_of_which_engines_power_is_not_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_says_of_which_engines_power_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     found = findings(fp8booster__fp8=[[1000.0]], torchao=[[1000.0]])
     found["fsdp2"] = Findings({}, "RuntimeError: gone")
@@ -158,9 +144,7 @@ def test_turns_alternate_and_end_for_what_fails() -> None:
         rounds=3,
         missing={"c": "it is not installed"},
         turn=turn,
-        after_turn=lambda found, ended: seen.append(
-            (ended, sum(len(each.outcomes) for each in found.values()))
-        ),
+        after_turn=lambda found, ended: seen.append((ended, sum(len(each.outcomes) for each in found.values()))),
     )
     assert taken == [(0, "a"), (0, "b"), (0, "d"), (1, "a"), (1, "b"), (1, "d"), (2, "a"), (2, "d")]
     assert found["b"] == Findings({0: {"round": 0}}, "out of GPU memory")
@@ -240,9 +224,7 @@ def run_file(folder: Any, ranks: int, throughput: float, training: str = "model 
 
 
 def test_weak_scaling(tmp_path) -> None:
-    runs = read_runs(
-        [run_file(tmp_path, 8, 930.0), run_file(tmp_path, 1, 1000.0), run_file(tmp_path, 2, 980.0)]
-    )
+    runs = read_runs([run_file(tmp_path, 8, 930.0), run_file(tmp_path, 1, 1000.0), run_file(tmp_path, 2, 980.0)])
     records = scaling_records(runs)
     assert [(r["ranks"], r["efficiency"], r["tokens_per_second"]) for r in records] == [
         (1, 1.0, 1000.0),

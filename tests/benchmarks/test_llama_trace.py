@@ -5,17 +5,7 @@ import json
 
 import pytest
 
-from benchmarks.training.trace import (
-    EXPOSED,
-    IDLE,
-    ROWS,
-    Kernel,
-    attribute,
-    breakdown,
-    kernels_of,
-    part_of,
-    within,
-)
+from benchmarks.training.trace import EXPOSED, IDLE, ROWS, Kernel, attribute, breakdown, kernels_of, part_of, within
 
 NCCL = "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 POINTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float>>"
@@ -140,14 +130,7 @@ def test_the_kernels_of_a_trace(tmp_path) -> None:
         }
 
     def kernel(name: str, correlation: int, ts: float, category: str = "kernel") -> dict:
-        return {
-            "ph": "X",
-            "cat": category,
-            "name": name,
-            "ts": ts,
-            "dur": 10,
-            "args": {"correlation": correlation},
-        }
+        return {"ph": "X", "cat": category, "name": name, "ts": ts, "dur": 10, "args": {"correlation": correlation}}
 
     events = [
         {"ph": "M", "name": "process_name"},
@@ -178,8 +161,4 @@ def test_the_kernels_of_a_trace(tmp_path) -> None:
     assert of_step["kernels"] == 3
     assert of_step["ms"]["step"] == pytest.approx(0.02)
     assert of_step["ms"]["products"] == 0.0
-    assert found["longest"][0] == {
-        "kernel": POINTWISE,
-        "ms": pytest.approx(0.02),
-        "part": "norms and pointwise",
-    }
+    assert found["longest"][0] == {"kernel": POINTWISE, "ms": pytest.approx(0.02), "part": "norms and pointwise"}

@@ -41,9 +41,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_samples_of_a_span_are_those_that_came_in_it(smi: Path) -> None:
-    smi.write_text(
-        '#!/bin/sh\necho "$@" > "$0.arguments"\nwhile sleep 0.02; do echo 1500, 600.0, 0x4; done\n'
-    )
+    smi.write_text('#!/bin/sh\necho "$@" > "$0.arguments"\nwhile sleep 0.02; do echo 1500, 600.0, 0x4; done\n')
     smi.chmod(0o755)
     with PowerMeter(torch.device("cuda")) as meter:
         begin = time.perf_counter()

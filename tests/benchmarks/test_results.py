@@ -6,12 +6,7 @@ from dataclasses import replace
 from benchmarks.harness.results import Column, Result, Table, spread
 from benchmarks.harness.statistics import Samples
 
-HEAD = {
-    "GPU": "NVIDIA H200",
-    "torch": "2.11.0+cu130",
-    "date": "2026-01-02 03:04 UTC",
-    "command": "python -m x",
-}
+HEAD = {"GPU": "NVIDIA H200", "torch": "2.11.0+cu130", "date": "2026-01-02 03:04 UTC", "command": "python -m x"}
 RECORDS = [{"name": "a", "ms": Samples.of([1.0, 2.0, 3.0]).as_record()}]
 TABLE = Table(
     "times",

@@ -12,8 +12,7 @@ UNLISTED = Gpu("other", (0, 0), 1, "", 1e9, "")
 
 
 @pytest.mark.parametrize(
-    ("amax_given", "layouts", "bytes_each"),
-    [(False, 0, 2), (False, 1, 5), (False, 2, 6), (True, 1, 3), (True, 2, 4)],
+    ("amax_given", "layouts", "bytes_each"), [(False, 0, 2), (False, 1, 5), (False, 2, 6), (True, 1, 3), (True, 2, 4)]
 )
 def test_bytes_of_a_cast(amax_given, layouts, bytes_each) -> None:
     assert cast_bytes(1000, amax_given=amax_given, layouts=layouts) == 1000 * bytes_each

@@ -11,9 +11,7 @@ def test_grouped_queries_have_narrow_keys_and_values() -> None:
     assert ("q+k+v", 8192, 10240) in layers
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"), [("7b", 6.5e9), ("13b", 12.7e9), ("70b", 68.5e9), ("35b", 32.9e9)]
-)
+@pytest.mark.parametrize(("name", "parameters"), [("7b", 6.5e9), ("13b", 12.7e9), ("70b", 68.5e9), ("35b", 32.9e9)])
 def test_layers_add_up_to_the_model(name, parameters) -> None:
     depth = {"7b": 32, "13b": 40, "70b": 80, "35b": 40}[name]
     model = MODELS[name]
@@ -30,9 +28,7 @@ def test_a_shape_that_two_models_share_is_measured_once() -> None:
 
 
 def test_the_published_layer_keeps_its_tokens() -> None:
-    assert workloads(["te"], [8192, 16384]) == [
-        Workload(15872, 4096, 16384, ("Transformer Engine's documentation",))
-    ]
+    assert workloads(["te"], [8192, 16384]) == [Workload(15872, 4096, 16384, ("Transformer Engine's documentation",))]
 
 
 def test_products_multiply_what_the_layer_has() -> None:

@@ -12,10 +12,7 @@ CPU = torch.device("cpu")
 
 def test_variants_take_turns_and_go_through_their_input_sets() -> None:
     calls = []
-    variants = [
-        Variant("a", lambda i: calls.append(("a", i)), sets=3),
-        Variant("b", lambda i: calls.append(("b", i))),
-    ]
+    variants = [Variant("a", lambda i: calls.append(("a", i)), sets=3), Variant("b", lambda i: calls.append(("b", i)))]
     timings = time_in_turns(variants, device=CPU, rounds=4, sample_ms=0.01)
     assert list(timings) == ["a", "b"]
     assert all(len(timing.ms.values) == len(timing.host_ms.values) == 4 for timing in timings.values())
@@ -29,9 +26,7 @@ def test_variants_take_turns_and_go_through_their_input_sets() -> None:
 def test_a_time_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()  # a second passes between two readings
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
-    timing = time_in_turns([Variant("a", lambda i: None, sets=4)], device=CPU, rounds=2, sample_ms=3000.0)[
-        "a"
-    ]
+    timing = time_in_turns([Variant("a", lambda i: None, sets=4)], device=CPU, rounds=2, sample_ms=3000.0)["a"]
     assert timing.ms.values == (1000 / (3 * 4),) * 2  # a pass lasts 1000 ms, so a sample has three
 
 

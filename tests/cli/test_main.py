@@ -60,7 +60,5 @@ def test_the_command_line_imports_neither_colossalai_nor_transformers_before_a_c
         "import sys, fp8booster.cli.main; "
         "print(*[name for name in ('colossalai', 'transformers') if name in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.split() == []

@@ -91,16 +91,12 @@ def _checkpoint_failures(stage: int, folder: Path) -> dict[str, str | None]:
                 path = str(folder / f"{stage} {case}")
                 if not shard:
                     path += ".bin" if kind == "bin" else ".safetensors"
-                booster.save_model(
-                    model, path, shard=shard, use_safetensors=kind != "bin", use_async=kind == "async"
-                )
+                booster.save_model(model, path, shard=shard, use_safetensors=kind != "bin", use_async=kind == "async")
                 _wait_for_files(booster)
                 other, loaded, _ = boosted(stage)
                 _blank(loaded)
                 other.load_model(loaded, path, low_cpu_mem_mode=low_cpu_mem_mode)
-                failures[case] = _first_difference(
-                    dict(model.named_parameters()), dict(loaded.named_parameters())
-                )
+                failures[case] = _first_difference(dict(model.named_parameters()), dict(loaded.named_parameters()))
             for kind in ("bin", "async"):
                 case = f"optimizer, shard={shard}, {kind}, low_cpu_mem_mode={low_cpu_mem_mode}"
                 path = str(folder / f"{stage} {case}")
@@ -160,9 +156,7 @@ def _train_lora(stage: int, folder: str) -> tuple[list[float], bool]:
 def _judge(name: str, show: Callable[[], None]) -> tuple[str, str | None, str | None]:
     """State of the mend, the error with it in place, and the error when it is taken out."""
     with_mend, without_mend = _error(show), None
-    state = next(
-        mend.state for mend in compat.mends() if mend.name == name
-    )  # `show` may import what it mends
+    state = next(mend.state for mend in compat.mends() if mend.name == name)  # `show` may import what it mends
     if state is compat.State.APPLIED:
         with compat.taken_out(name):
             without_mend = _error(show)
@@ -299,11 +293,7 @@ def _load_code() -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = f"{folder}/part.bin"
         torch.save({"weight": Payload(f"{folder}/ran")}, file)
-        for load, target in (
-            (io.load_model, layer),
-            (io.load_optimizer, optimizer),
-            (io.load_lr_scheduler, scheduler),
-        ):
+        for load, target in ((io.load_model, layer), (io.load_optimizer, optimizer), (io.load_lr_scheduler, scheduler)):
             with pytest.raises(ValueError, match=r"part.bin asks for posix.mkdir, .* not trust") as caught:
                 load(target, file)
             assert "weights_only" not in str(caught.value)
@@ -421,9 +411,7 @@ SYMPTOMS = {
     "cpu_memory_is_not_pinned": Symptom(_load_through_pinned_memory, "Cannot access accelerator device"),
     "cpu_optimizer_states_are_not_pinned": Symptom(_gather_optimizer_states, "pin_memory=True requires"),
     "tied_weights_are_saved_from_the_cpu": Symptom(_save_tied_weights, "share memory"),
-    "shards_name_a_tied_weight_once": Symptom(
-        _load_shards_that_name_a_tied_weight_once, "missing: ['lm_head.weight']"
-    ),
+    "shards_name_a_tied_weight_once": Symptom(_load_shards_that_name_a_tied_weight_once, "missing: ['lm_head.weight']"),
     "an_index_names_files_of_its_folder": Symptom(_load_what_an_index_names_elsewhere, "it was read"),
     "a_file_with_code_is_not_to_be_trusted": Symptom(_load_code, "UnpicklingError"),
     "sharded_checkpoint_keeps_its_config": Symptom(_save_config, "config.json is missing"),

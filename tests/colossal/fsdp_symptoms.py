@@ -77,10 +77,7 @@ def _groups() -> None:
     moved = {name for name, value in model.named_parameters() if not torch.equal(value, before[name])}
     assert moved
     assert not moved.intersection(head)
-    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [
-        (0.02, 0.5),
-        (0.0, 0.01),
-    ]
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.02, 0.5), (0.0, 0.01)]
 
 
 def _split_in_background() -> None:

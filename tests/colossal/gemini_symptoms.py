@@ -49,9 +49,7 @@ def _clip_an_offloaded_gradient() -> None:
 
     moments = []
     for div_scale in (-1, 2.0):
-        optimizer = HybridAdam.__new__(
-            HybridAdam
-        )  # past its constructor, which compiles what is not used here
+        optimizer = HybridAdam.__new__(HybridAdam)  # past its constructor, which compiles what is not used here
         defaults = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0, "bias_correction": True}
         parameter = nn.Parameter(torch.zeros(4))
         NVMeOptimizer.__init__(optimizer, [parameter], defaults)
@@ -66,9 +64,7 @@ def _clip_an_offloaded_gradient() -> None:
 
 
 def _accumulate_past_an_overflow() -> None:
-    booster, model, optimizer = boosted(
-        precision="fp16", initial_scale=2.0**30, enable_gradient_accumulation=True
-    )
+    booster, model, optimizer = boosted(precision="fp16", initial_scale=2.0**30, enable_gradient_accumulation=True)
     before = model.state_dict(only_rank_0=False)
     _step(booster, model, optimizer)
     after = model.state_dict(only_rank_0=False)
@@ -82,9 +78,7 @@ def _end_an_evaluation() -> None:
 
     work = Mock()
     manager = SimpleNamespace(accessed_chunks=set(), accessed_mem=0)
-    model = SimpleNamespace(
-        gemini_manager=SimpleNamespace(async_works={"chunk": work}), chunk_manager=manager
-    )
+    model = SimpleNamespace(gemini_manager=SimpleNamespace(async_works={"chunk": work}), chunk_manager=manager)
     GeminiDDP._post_forward(model)
     assert not model.gemini_manager.async_works, "chunks are on their way"
     work.wait.assert_called_once()
@@ -180,13 +174,9 @@ SYMPTOMS = {
         _boost_with_an_uncompiled_optimizer, "You should use an optimizer in the available list"
     ),
     "offloaded_gradients_are_scaled": Symptom(_clip_an_offloaded_gradient, "div_scale is ignored"),
-    "gemini_forgets_gradients_that_overflowed": Symptom(
-        _accumulate_past_an_overflow, "it goes on accumulating"
-    ),
+    "gemini_forgets_gradients_that_overflowed": Symptom(_accumulate_past_an_overflow, "it goes on accumulating"),
     "evaluation_leaves_nothing_on_the_way": Symptom(_end_an_evaluation, "chunks are on their way"),
-    "accumulated_gradients_count_once": Symptom(
-        _accumulate_in_a_gathered_chunk, "earlier micro-batches weigh more"
-    ),
+    "accumulated_gradients_count_once": Symptom(_accumulate_in_a_gathered_chunk, "earlier micro-batches weigh more"),
     "tensor_parallel_states_are_gathered": Symptom(
         _collect_tensor_parallel_states, "two sharding specs with different length"
     ),

@@ -34,8 +34,7 @@ def _accumulate_under_sequence_parallelism() -> None:
 
     for stage in (0, 1):
         expected, found = (
-            norm_gradients(start(native("TP2 split_gather", zero_stage=stage)), no_sync)
-            for no_sync in (True, False)
+            norm_gradients(start(native("TP2 split_gather", zero_stage=stage)), no_sync) for no_sync in (True, False)
         )
         for name, gradient in expected.items():
             apart = (found[name] - gradient).norm() / gradient.norm()
@@ -51,9 +50,7 @@ def _save_shards_in_the_background() -> None:
     own = None
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run.booster.save_model(
-                run.model, f"{folder}/model", shard=True, use_async=True, use_safetensors=True
-            )
+            run.booster.save_model(run.model, f"{folder}/model", shard=True, use_async=True, use_safetensors=True)
             run.booster.save_optimizer(run.optimizer, f"{folder}/optimizer", shard=True, use_async=True)
             run.booster.checkpoint_io._sync_io()
         except RuntimeError as error:
@@ -82,11 +79,7 @@ def _load_a_tied_weight_into_a_pipeline() -> None:
         dist.barrier()
         run = start(native("PP2 1f1b", zero_stage=1), tiny_llama(**sizes(tie_word_embeddings=True)))
         run.booster.load_model(run.model, f"{folder[0]}/{form}")
-        name = (
-            "model.embed_tokens.weight"
-            if run.booster.plugin.stage_manager.is_first_stage()
-            else "lm_head.weight"
-        )
+        name = "model.embed_tokens.weight" if run.booster.plugin.stage_manager.is_first_stage() else "lm_head.weight"
         held = dict(run.model.unwrap().named_parameters())[name]
         master = run.optimizer.get_working_to_master_map()[id(held)]
         same = [None] * dist.get_world_size()
@@ -116,9 +109,7 @@ SYMPTOMS = {
     "parts_of_gradients_are_added_once": Symptom(
         _accumulate_under_sequence_parallelism, "a micro-batch is added twice"
     ),
-    "adapters_need_a_whole_model": Symptom(
-        _put_adapters_into_a_model_that_is_cut, "not refused with a sentence"
-    ),
+    "adapters_need_a_whole_model": Symptom(_put_adapters_into_a_model_that_is_cut, "not refused with a sentence"),
     "cpu_shards_are_not_pinned": Symptom(_save_shards_in_the_background, "pin_memory=True requires"),
     "command_prepares_masks_for_its_attention": Symptom(_train_command_r, "should be a dict"),
     "pipeline_stages_load_a_weight_that_they_share": Symptom(

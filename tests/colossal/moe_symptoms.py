@@ -88,9 +88,7 @@ def _save_buffers() -> None:
 def _share_sequences() -> None:
     refusal: Exception | None = None
     try:
-        _trained(
-            ep_size=1, sp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all"
-        )
+        _trained(ep_size=1, sp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all")
     except Exception as error:
         refusal = error
     if "leave enable_sequence_parallelism out" not in str(refusal):

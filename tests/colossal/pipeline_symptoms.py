@@ -293,9 +293,7 @@ def _leave_out_the_mask_of_opt() -> None:
 
     with torch.no_grad():
         middle = run(True)["hidden_states"]
-        torch.testing.assert_close(
-            run(False, hidden_states=middle).loss, model(input_ids=tokens, labels=tokens).loss
-        )
+        torch.testing.assert_close(run(False, hidden_states=middle).loss, model(input_ids=tokens, labels=tokens).loss)
 
 
 def _receive_none() -> None:
@@ -343,9 +341,7 @@ def _pipe_t5(masks: bool) -> None:
         passed.append((received or None, sent.loss if last else sent))
         if not last:
             received = {
-                name: value.detach().requires_grad_(value.requires_grad)
-                if isinstance(value, torch.Tensor)
-                else value
+                name: value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
                 for name, value in sent.items()
             }
     torch.testing.assert_close(passed[-1][1], whole)
@@ -405,9 +401,7 @@ def _cut_into_chunks() -> None:
 
 
 SYMPTOMS = {
-    "zero_bubble_adds_weight_gradients": Symptom(
-        _accumulate_native_weight_gradients, "a micro-batch is lost"
-    ),
+    "zero_bubble_adds_weight_gradients": Symptom(_accumulate_native_weight_gradients, "a micro-batch is lost"),
     "zero_bubble_finds_the_parameter": Symptom(_checkpoint_under_zero_bubble, "the layer does not train"),
     "zero_bubble_forgets_its_handles": Symptom(_step_twice_under_zero_bubble, "of an earlier step"),
     "zero_bubble_evaluates": Symptom(_evaluate_under_zero_bubble, "'list' object has no attribute 'type'"),
@@ -415,18 +409,14 @@ SYMPTOMS = {
     "evaluation_leaves_training_as_it_was": Symptom(_train_after_evaluation, "AssertionError()"),
     "metadata_is_kept_of_equal_batches_alone": Symptom(_load_longer_batches, "of other shapes is kept"),
     "training_batches_differ_in_size": Symptom(_train_on_batches_of_several_sizes, "AssertionError()"),
-    "stages_return_gradients_in_tuples": Symptom(
-        _go_backward_through_tuples, "a gradient does not come back"
-    ),
+    "stages_return_gradients_in_tuples": Symptom(_go_backward_through_tuples, "a gradient does not come back"),
     "interleaved_sends_metadata": Symptom(_interleave_without_cached_metadata, "would go without metadata"),
     "interleaved_waits_for_what_it_sends": Symptom(_end_an_interleaved_step, "is not waited for"),
     "opt_needs_no_mask_in_a_pipeline": Symptom(_leave_out_the_mask_of_opt, "has no attribute 'device'"),
     "opt_attention_takes_positions": Symptom(_attend_in_opt, "unexpected keyword argument 'position_ids'"),
     "metadata_is_kept_of_tensors_alone": Symptom(_receive_none, "Only support tensor for fast send"),
     "t5_stages_return_all_gradients": Symptom(_pipe_t5_with_masks_and_without, "learns otherwise"),
-    "t5_decoders_go_on_in_later_stages": Symptom(
-        _pipe_t5_with_masks_and_without, "has no attribute 'device'"
-    ),
+    "t5_decoders_go_on_in_later_stages": Symptom(_pipe_t5_with_masks_and_without, "has no attribute 'device'"),
     "chunks_are_refused_where_there_are_none": Symptom(_cut_into_chunks, "it is not refused"),
     "zero_bubble_scales_the_loss": Symptom(_scale_the_loss_of_zero_bubble, "the loss is not scaled"),
 }

@@ -50,9 +50,7 @@ def _look_ahead() -> None:
 
 def _look_ahead_in_gpt2() -> None:
     model = shard(tiny_gpt2()).eval()
-    _assert_causal(
-        lambda tokens: model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)).logits
-    )
+    _assert_causal(lambda tokens: model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)).logits)
 
 
 def _look_ahead_in_a_pipeline() -> None:
@@ -212,9 +210,7 @@ def _shard_opt() -> None:
 
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128}
-    config = OPTConfig(
-        **sizes, num_hidden_layers=1, num_attention_heads=4, dropout=0.0, attn_implementation="sdpa"
-    )
+    config = OPTConfig(**sizes, num_hidden_layers=1, num_attention_heads=4, dropout=0.0, attn_implementation="sdpa")
     whole = OPTForCausalLM(config)
     tokens = token_batch(0)
     batch = {"input_ids": tokens, "labels": tokens, "attention_mask": torch.ones_like(tokens)}
@@ -252,9 +248,7 @@ SYMPTOMS: dict[str, Any] = {
     "a_cpu_is_no_cuda_device_to_set": Symptom(_run_gpt2, "Expected a cuda device"),
     "ring_gathers_what_others_hold": Symptom(_gather_by_ring, "other ranks' parts are missing"),
     "llama_is_causal_along_a_sequence": Symptom(_look_ahead, "tokens attend to those that follow"),
-    "qwen2_is_causal_along_a_sequence": Symptom(
-        _look_ahead_in_a_pipeline, "tokens attend to those that follow"
-    ),
+    "qwen2_is_causal_along_a_sequence": Symptom(_look_ahead_in_a_pipeline, "tokens attend to those that follow"),
     "gpt2_is_causal": Symptom(_look_ahead_in_gpt2, "tokens attend to those that follow"),
     "attention_needs_no_mask": Symptom(_attend, "No usable kernel found"),
     "ring_attention_runs_on_pytorch": Symptom(_attend_in_a_ring, "Flash Attention is not installed"),

@@ -85,23 +85,16 @@ def test_apply_refuses_an_unknown_name() -> None:
 
 
 def test_only_an_applied_mend_is_taken_out() -> None:
-    with (
-        pytest.raises(ValueError, match="cannot be taken out: it"),
-        compat.taken_out("galore_torch_is_optional"),
-    ):
+    with pytest.raises(ValueError, match="cannot be taken out: it"), compat.taken_out("galore_torch_is_optional"):
         pass
 
 
-def test_a_mend_is_taken_out_beneath_one_that_wraps_it(
-    module_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mend_is_taken_out_beneath_one_that_wraps_it(module_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     repairs = {
         "lower": lambda module, patch: patch.set(module, "value", module.value + 10),
         "upper": lambda module, patch: patch.set(module, "value", module.value * 2),
     }
-    both = {
-        name: Mend(name, module_name, "a.py:1", "always", False, repair) for name, repair in repairs.items()
-    }
+    both = {name: Mend(name, module_name, "a.py:1", "always", False, repair) for name, repair in repairs.items()}
     monkeypatch.setattr(registry, "_MENDS", both)
     monkeypatch.setattr(registry, "_watched", set(both))
     for mend in both.values():

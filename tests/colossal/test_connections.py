@@ -25,9 +25,7 @@ def patch(monkeypatch: pytest.MonkeyPatch) -> Patch:
 
 
 @pytest.mark.parametrize("given", [None, "4"])
-def test_what_the_user_has_set_comes_back(
-    patch: Patch, monkeypatch: pytest.MonkeyPatch, given: str | None
-) -> None:
+def test_what_the_user_has_set_comes_back(patch: Patch, monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     monkeypatch.setattr(connections, "_GIVEN", given)
     streams_have_queues_of_their_own(INITIALIZE, patch)
     assert os.environ.get(VARIABLE) == given

@@ -21,9 +21,7 @@ def run(script: str, *paths: Path) -> str:
         "PYTHONPATH": os.pathsep.join([*map(str, paths), os.getcwd(), os.environ.get("PYTHONPATH", "")])
     }
     command = [sys.executable, "-W", "ignore", "-c", script]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -112,9 +112,7 @@ def cases() -> Iterator[tuple[int, torch.dtype, Encoding, bool]]:
         yield size, dtype, encoding, asynchronous
 
 
-def sent_bound(
-    values: torch.Tensor, encoding: Encoding, pieces: int = 1, count: int | None = None
-) -> torch.Tensor:
+def sent_bound(values: torch.Tensor, encoding: Encoding, pieces: int = 1, count: int | None = None) -> torch.Tensor:
     """`rounding_bound` of values sent in even pieces."""
     counts = [count or math.ceil(values.numel() / pieces)] * pieces
     return rounding_bound(values, block_amax(values, counts, encoding.block_size), encoding)
@@ -178,11 +176,7 @@ def reduce_scatter_is_within_one_rounding_of_each_rank() -> None:
         exact = sum(everyone) * factor
         bound = sum(sent_bound(each, encoding, ranks) for each in everyone) * factor
         output = torch.empty(size, dtype=dtype, device=DEVICE)
-        finish(
-            comm.reduce_scatter_tensor(
-                output, values, op, async_op=asynchronous, encoding=encoding, min_bytes=0
-            )
-        )
+        finish(comm.reduce_scatter_tensor(output, values, op, async_op=asynchronous, encoding=encoding, min_bytes=0))
         mine = slice(rank * size, (rank + 1) * size)
         assert_within(output, exact[mine], bound[mine])
 
@@ -191,9 +185,7 @@ def reduce_scatter_is_within_one_rounding_of_each_rank() -> None:
 def reduce_scatter_of_many_is_that_of_each_into_fp32_too() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     sizes = (256, 1024, 7, 300)
-    for dtype, encoding, op in product(
-        formats.HIGH_PRECISION, ENCODINGS, (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-    ):
+    for dtype, encoding, op in product(formats.HIGH_PRECISION, ENCODINGS, (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
         tensors = [spread(size * ranks, dtype).view(ranks, size) for size in sizes]
         side_by_side = torch.cat(tensors, dim=1)
         exact = torch.empty(sum(sizes), device=DEVICE)
@@ -221,9 +213,7 @@ def all_gather_into_tensor_is_within_one_rounding() -> None:
         everyone = of_all_ranks(values)
         before = values.clone()
         output = torch.empty(ranks, size, dtype=dtype, device=DEVICE)
-        finish(
-            comm.all_gather_into_tensor(output, values, async_op=asynchronous, encoding=encoding, min_bytes=0)
-        )
+        finish(comm.all_gather_into_tensor(output, values, async_op=asynchronous, encoding=encoding, min_bytes=0))
         for got, exact in zip(output, everyone, strict=True):
             assert_within(got, exact, sent_bound(exact, encoding))
         assert_same_on_all_ranks(output)
@@ -281,11 +271,7 @@ def all_to_all_single_with_uneven_and_empty_splits_is_within_one_rounding() -> N
         receives = [sends[sender][rank] for sender in range(ranks)]
         output = torch.empty(sum(receives), 2, dtype=dtype, device=DEVICE)
         everyone = of_all_ranks(values)
-        finish(
-            comm.all_to_all_single(
-                output, values, receives, sends[rank], async_op=asynchronous, encoding=encoding
-            )
-        )
+        finish(comm.all_to_all_single(output, values, receives, sends[rank], async_op=asynchronous, encoding=encoding))
         for sender, got in enumerate(output.split(receives)):
             counts = [2 * rows for rows in sends[sender]]
             sent = everyone[sender].view(-1)
@@ -389,9 +375,7 @@ def infinity_and_nan_arrive_as_nan() -> None:
         if encoding.block_size == 32:
             assert values[:4000].isfinite().all()
         output = torch.empty(ranks, 2, device=DEVICE)
-        comm.all_gather_into_tensor(
-            output, torch.tensor([bad, 1.0], device=DEVICE), encoding=encoding, min_bytes=0
-        )
+        comm.all_gather_into_tensor(output, torch.tensor([bad, 1.0], device=DEVICE), encoding=encoding, min_bytes=0)
         assert output[:, 0].isnan().all()
 
 
@@ -597,19 +581,13 @@ def writers(min_bytes: int) -> dict[str, tuple[list[torch.Tensor], Callable[[boo
             [out],
             lambda later: comm.reduce_scatter_tensor(out, whole, async_op=later, **options),
         ),
-        "reduce_scatter_coalesced": (
-            [out],
-            lambda _: comm.reduce_scatter_coalesced(out, [whole], **options),
-        ),
+        "reduce_scatter_coalesced": ([out], lambda _: comm.reduce_scatter_coalesced(out, [whole], **options)),
         "all_gather_into_tensor": (
             [large],
             lambda later: comm.all_gather_into_tensor(large, own, async_op=later, **options),
         ),
         "all_gather": (parts, lambda later: comm.all_gather(parts, own, async_op=later, **options)),
-        "all_to_all_single": (
-            [large],
-            lambda later: comm.all_to_all_single(large, whole, async_op=later, **options),
-        ),
+        "all_to_all_single": ([large], lambda later: comm.all_to_all_single(large, whole, async_op=later, **options)),
         "all_to_all": (
             parts,
             lambda later: comm.all_to_all(parts, list(whole.chunk(ranks)), async_op=later, **options),
@@ -678,23 +656,13 @@ def what_is_not_compressed_is_plain_and_counted() -> None:
     for call in (
         lambda: comm.all_gather_into_tensor(torch.empty(ranks, device=DEVICE), torch.ones(1, device=DEVICE)),
         lambda: comm.broadcast(torch.ones(3, device=DEVICE), 0),
-        lambda: comm.all_gather(
-            [torch.empty(1, device=DEVICE) for _ in range(ranks)], torch.ones(1, device=DEVICE)
-        ),
-        lambda: comm.reduce_scatter_tensor(
-            torch.empty(2, device=DEVICE), torch.ones(2 * ranks, device=DEVICE)
-        ),
+        lambda: comm.all_gather([torch.empty(1, device=DEVICE) for _ in range(ranks)], torch.ones(1, device=DEVICE)),
+        lambda: comm.reduce_scatter_tensor(torch.empty(2, device=DEVICE), torch.ones(2 * ranks, device=DEVICE)),
         lambda: comm.all_to_all_single(torch.empty(ranks, device=DEVICE), torch.ones(ranks, device=DEVICE)),
     ):
         call()
     counted = comm.statistics()
-    names = (
-        "all_gather_into_tensor",
-        "broadcast",
-        "all_gather",
-        "reduce_scatter_tensor",
-        "all_to_all_single",
-    )
+    names = ("all_gather_into_tensor", "broadcast", "all_gather", "reduce_scatter_tensor", "all_to_all_single")
     for name in names:
         assert counted[name].uncompressed == {"small": 1}
         assert name in str(counted)
@@ -747,9 +715,7 @@ def check_wire_bytes() -> None:
                 assert mailbox_of(None, torch.empty(0, device=DEVICE), 1) is not None, name
                 continue
             assert {key[1] for key in ours.counts} == {torch.uint8}, name
-            assert abs(row.raw_bytes - plain.sent) < dist.get_world_size(), (
-                name
-            )  # each tensor's share is rounded
+            assert abs(row.raw_bytes - plain.sent) < dist.get_world_size(), name  # each tensor's share is rounded
             assert row.wire_bytes == ours.sent, name
 
 

@@ -45,9 +45,7 @@ def of_size(count: int, dtype: torch.dtype = torch.float32) -> dict[str, Callabl
         "all_gather": lambda: comm.all_gather(parts, own),
         "all_to_all_single": lambda: comm.all_to_all_single(whole.clone(), whole),
         "broadcast": lambda: comm.broadcast(own, 0),
-        "AutomaticScaling": lambda: comm.AutomaticScaling(RANKS, own.device).reduce_scatter_tensor(
-            own, whole
-        ),
+        "AutomaticScaling": lambda: comm.AutomaticScaling(RANKS, own.device).reduce_scatter_tensor(own, whole),
     }
 
 

@@ -64,9 +64,7 @@ def the_sum_lies_within_what_casts_and_additions_round(device: torch.device) -> 
         amax = tensor.double().abs().max() * ranks  # mu is 1 / ranks
         mine = tensor[:, rank].double()
         bound = sum(rounding_bound(values, amax, Encoding()) for values in mine)
-        for partial in mine.abs().cumsum(0)[
-            1:
-        ]:  # each addition rounds; 1.1: what was rounded before may be larger
+        for partial in mine.abs().cumsum(0)[1:]:  # each addition rounds; 1.1: what was rounded before may be larger
             bound = bound + rounding_bound(1.1 * partial, amax, Encoding())
         assert_within(got, mine.mean(0), bound / ranks)
         ratios.append(((got - mine.mean(0)).abs() / (bound / ranks)).max().item())
@@ -126,9 +124,7 @@ def sums_beyond_the_format_saturate_and_shrink_mu_until_they_fit(device: torch.d
     for _ in range(4):
         reduce(scaling, values)
         scaling.step()
-    torch.testing.assert_close(
-        reduce(scaling, values), torch.ones(64, device=device), rtol=2.0**-4 * ranks, atol=0.0
-    )
+    torch.testing.assert_close(reduce(scaling, values), torch.ones(64, device=device), rtol=2.0**-4 * ranks, atol=0.0)
 
 
 @check

@@ -27,9 +27,7 @@ def kill_oneself(*_: object, **__: object) -> None:
 
 def run_rank(rank: int, store: str, fate: str, asynchronous: bool, answers: SimpleQueue) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT)
-    )
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
     values = torch.ones(50_000)
     comm.all_reduce(values)  # all is well
     if rank == VICTIM:
@@ -53,8 +51,7 @@ def run_rank(rank: int, store: str, fate: str, asynchronous: bool, answers: Simp
 
 
 @pytest.mark.parametrize(
-    ("fate", "asynchronous"),
-    [("killed", False), ("killed half way", True), ("hangs", False), ("hangs", True)],
+    ("fate", "asynchronous"), [("killed", False), ("killed half way", True), ("hangs", False), ("hangs", True)]
 )
 def test_the_others_fail_with_an_error_of_torch(fate: str, asynchronous: bool, tmp_path: Path) -> None:
     context = rank_context(preloaded=True)  # they start together: what is late at the store fails there

@@ -25,11 +25,7 @@ def sharded(model: nn.Module, policy: MixedPrecisionPolicy) -> nn.Module:
 def train_plain_and_in_fp8(dtype: torch.dtype | None) -> dict[str, object]:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32)
     model = small_model()
-    others = {
-        "gather and reduce": {},
-        "reduce": {"gather": False},
-        "gather": {"reduce": False},
-    }
+    others = {"gather and reduce": {}, "reduce": {"gather": False}, "gather": {"reduce": False}}
     results = {}
     copies = {name: copy.deepcopy(model) for name in others}
     with count_traffic() as plain_traffic:

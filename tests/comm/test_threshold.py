@@ -13,14 +13,7 @@ import torch.distributed as dist
 
 from fp8booster import comm
 from fp8booster.comm import coalesced, collectives, threshold
-from fp8booster.comm.threshold import (
-    BETWEEN_NODES,
-    INSIDE_A_NODE,
-    MINIMUM_BYTES,
-    ON_THE_CPU,
-    ONE_SIDED,
-    minimum_bytes,
-)
+from fp8booster.comm.threshold import BETWEEN_NODES, INSIDE_A_NODE, MINIMUM_BYTES, ON_THE_CPU, ONE_SIDED, minimum_bytes
 from tests.distributed import run_ranks
 
 

@@ -34,9 +34,7 @@ def train_and_die(plugin: list[str], text: str, out: str) -> None:
 
     save_optimizer = Booster.save_optimizer
 
-    def save_or_die(
-        self: Booster, optimizer: object, checkpoint: str, *args: object, **named: object
-    ) -> None:
+    def save_or_die(self: Booster, optimizer: object, checkpoint: str, *args: object, **named: object) -> None:
         if dist.get_rank() == 0 and "00000004" in checkpoint:
             assert list(Path(checkpoint).with_name("model").glob("*.safetensors"))
             os.kill(os.getpid(), signal.SIGKILL)

@@ -48,9 +48,7 @@ def test_a_broken_checkpoint_is_passed_over_and_where_none_is_whole_it_is_named(
     saved: Path, text: str, tmp_path: Path
 ) -> None:
     # all of the runs in one start of ranks
-    whole, cut, mixed, earlier, lost = (
-        tmp_path / name for name in ("whole", "cut", "mixed", "earlier", "lost")
-    )
+    whole, cut, mixed, earlier, lost = (tmp_path / name for name in ("whole", "cut", "mixed", "earlier", "lost"))
     for folder in (whole, cut, mixed, earlier, lost):
         shutil.copytree(saved, folder)
     shutil.rmtree(earlier / "step-00000004")

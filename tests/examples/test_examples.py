@@ -27,9 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = Path(sysconfig.get_paths()["stdlib"], "ast.py").read_text()
     (folder / "text.txt").write_text(source[:20000])
     lines = [
-        {"instruction": "Repeat this line.", "input": line, "output": line}
-        for line in source.splitlines()[:40]
-        if line
+        {"instruction": "Repeat this line.", "input": line, "output": line} for line in source.splitlines()[:40] if line
     ]
     del lines[0]["input"]
     (folder / "instructions.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -116,9 +114,7 @@ def test_what_cannot_be_done_is_refused(modes, capsys, monkeypatch, options, say
         (["--out", "done"], "holds a checkpoint; add --resume to go on from it, or give another --out"),
     ],
 )
-def test_files_that_are_not_as_told_end_it_before_ranks_meet(
-    modes, monkeypatch, tmp_path, options, says
-) -> None:
+def test_files_that_are_not_as_told_end_it_before_ranks_meet(modes, monkeypatch, tmp_path, options, says) -> None:
     import argparse
 
     monkeypatch.chdir(tmp_path)
@@ -137,9 +133,7 @@ def test_a_line_without_an_answer_is_told(modes, monkeypatch, tmp_path) -> None:
     file = tmp_path / "instructions.jsonl"
     for line in ('{"instruction": "a"}', "not JSON", "3"):
         file.write_text(line + "\n")
-        with pytest.raises(
-            ValueError, match=r'line 1 of .* is no JSON object with "instruction" and "output"'
-        ):
+        with pytest.raises(ValueError, match=r'line 1 of .* is no JSON object with "instruction" and "output"'):
             finetune.Instructions(str(file), None, 8)
 
 

@@ -39,8 +39,7 @@ def main() -> int:
             subjects = [SUBJECTS[name] for name in arguments.subjects]
             compared = not set(arguments.kinds) <= NOT_COMPARED
             referred = {
-                pool.submit(refer_to, place, subject, root / subject.name, compared): subject
-                for subject in subjects
+                pool.submit(refer_to, place, subject, root / subject.name, compared): subject for subject in subjects
             }
             pending = []
             for future in as_completed(referred):
@@ -64,30 +63,22 @@ def main() -> int:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def names(known: dict) -> object:
         def of(text: str) -> list[str]:
             given = text.split(",")
             if unknown := set(given) - set(known):
-                raise argparse.ArgumentTypeError(
-                    f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}"
-                )
+                raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
             return given
 
         return of
 
     parser.add_argument("--subjects", type=names(SUBJECTS), default=list(SUBJECTS), help=", ".join(SUBJECTS))
     parser.add_argument("--kinds", type=names(KINDS), default=list(KINDS), help=", ".join(KINDS))
-    parser.add_argument(
-        "--every", type=int, default=1, help="of each kind in each subject, every so manieth case"
-    )
+    parser.add_argument("--every", type=int, default=1, help="of each kind in each subject, every so manieth case")
     parser.add_argument("--offset", type=int, default=0, help="the first of them")
-    parser.add_argument(
-        "--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="cases at a time"
-    )
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="cases at a time")
     parser.add_argument("--folder", help="where runs are kept meanwhile; about 100 MB")
     arguments = parser.parse_args()
     if arguments.every < 1 or arguments.jobs < 1:

@@ -52,9 +52,7 @@ def refer_to(place: Place, subject: Subject, folder: Path, compared: bool) -> tu
         return None, last_line(str(error))
 
 
-def judge_case(
-    place: Place, subject: Subject, reference: Reference, kind: str, number: int, out: Path
-) -> Done:
+def judge_case(place: Place, subject: Subject, reference: Reference, kind: str, number: int, out: Path) -> Done:
     """Do a case of a kind."""
     case = list(KINDS[kind](subject, reference))[number]  # made anew here: what it calls is not pickled
     began = time.monotonic()
@@ -64,9 +62,7 @@ def judge_case(
 
 def tell(done: Done) -> None:
     """A line for a case."""
-    say(
-        f"{done.verdict:7}  {done.kind:16}  {done.subject:12}  {done.what}: {done.found}  ({done.seconds:.0f} s)",
-    )
+    say(f"{done.verdict:7}  {done.kind:16}  {done.subject:12}  {done.what}: {done.found}  ({done.seconds:.0f} s)")
 
 
 def sum_up(done: list[Done], seconds: float) -> None:
@@ -79,9 +75,7 @@ def sum_up(done: list[Done], seconds: float) -> None:
         cells = []
         for subject in subjects:
             ok, failed, skipped = (counts[kind, subject, verdict] for verdict in VERDICTS)
-            cells.append(
-                f"{ok}/{ok + failed}" + (f" (-{skipped})" if skipped else "") if ok + failed + skipped else ""
-            )
+            cells.append(f"{ok}/{ok + failed}" + (f" (-{skipped})" if skipped else "") if ok + failed + skipped else "")
         say(f"{kind:20}" + "".join(f"{cell:>14}" for cell in cells))
     total = Counter(each.verdict for each in done)
     say(f"\n{len(done)} cases in {seconds / 60:.0f} min: " + ", ".join(f"{total[v]} {v}" for v in VERDICTS))

@@ -41,9 +41,7 @@ def kills_at_file_events(subject: Subject, reference: Reference) -> Iterator[Cas
         for number, event in enumerate(ended.files, 1):
             if event.startswith("fsync") and number > 1 and ended.files[number - 2].startswith("fsync"):
                 continue
-            yield _harm(
-                "kill, file event", subject, f"rank {rank}, {number}: {event}", Harm("file", rank, number)
-            )
+            yield _harm("kill, file event", subject, f"rank {rank}, {number}: {event}", Harm("file", rank, number))
 
 
 def kills_in_collectives(subject: Subject, reference: Reference, count: int = 6) -> Iterator[Case]:
@@ -56,24 +54,17 @@ def sigterms(subject: Subject, reference: Reference, count: int = 3) -> Iterator
     yield from _at_collectives("SIGTERM", "term", subject, reference, count)
 
 
-def _at_collectives(
-    kind: str, signal: str, subject: Subject, reference: Reference, count: int
-) -> Iterator[Case]:
+def _at_collectives(kind: str, signal: str, subject: Subject, reference: Reference, count: int) -> Iterator[Case]:
     for number in range(count):
         rank = number % 2
         names = reference.events[rank].collectives
         at = 1 + (2 * number + 1) * len(names) // (2 * count)
-        yield _harm(
-            kind, subject, f"rank {rank}, {at} of {len(names)}: {names[at - 1]}", Harm(signal, rank, at)
-        )
+        yield _harm(kind, subject, f"rank {rank}, {at} of {len(names)}: {names[at - 1]}", Harm(signal, rank, at))
 
 
 def _harm(kind: str, subject: Subject, what: str, harm: Harm) -> Case:
     return Case(
-        kind,
-        subject.name,
-        what,
-        lambda place, subject, reference, out: harmed(place, subject, reference, out, harm),
+        kind, subject.name, what, lambda place, subject, reference, out: harmed(place, subject, reference, out, harm)
     )
 
 
@@ -146,17 +137,9 @@ def command_faults(subject: Subject, reference: Reference) -> Iterator[Case]:
 def inputs(subject: Subject, reference: Reference) -> Iterator[Case]:
     """Code in what every plugin reads before ranks start; done once."""
     if subject.name == "zero":
+        yield Case("payload, inputs", subject.name, "token cache", lambda place, _, __, out: harmless_cache(place, out))
         yield Case(
-            "payload, inputs",
-            subject.name,
-            "token cache",
-            lambda place, _, __, out: harmless_cache(place, out),
-        )
-        yield Case(
-            "payload, inputs",
-            subject.name,
-            "--model folder",
-            lambda place, _, __, out: harmless_model(place, out),
+            "payload, inputs", subject.name, "--model folder", lambda place, _, __, out: harmless_model(place, out)
         )
 
 
@@ -169,9 +152,7 @@ def soaks(subject: Subject, reference: Reference) -> Iterator[Case]:
 
     def check(place: Place, subject: Subject, reference: Reference, out: Path) -> Found:
         place = prepare(out / "place", SOAK_STEPS, SOAK_SAVES)
-        ranks = run_ranks(
-            soak, 2, place, subject, str(out / "run"), timeout=1500, initialize=False, preloaded=True
-        )
+        ranks = run_ranks(soak, 2, place, subject, str(out / "run"), timeout=1500, initialize=False, preloaded=True)
         found = []
         for rank, samples in enumerate(ranks):
             assert len(samples) == SOAK_STEPS

@@ -50,9 +50,7 @@ class FileEvents:
                 self._note("write", path)
         elif kind in _CHANGES:
             descriptors = [value for value in arguments[1:] if isinstance(value, int) and value > 2]
-            relative = (
-                kind in ("os.remove", "os.rmdir") and descriptors
-            )  # shutil.rmtree names them by their folder
+            relative = kind in ("os.remove", "os.rmdir") and descriptors  # shutil.rmtree names them by their folder
             self._note(kind, arguments[0], _path_of(descriptors[-1]) if relative else None)
 
     def _note(self, what: str, path: object, parent: str | None = None, tear: bool = False) -> None:

@@ -44,11 +44,7 @@ def planted(subject: Subject, reference: Reference) -> list[tuple[str, str]]:
     """(file, form) of each payload, the file in its checkpoint's folder."""
     checkpoint = newest_checkpoint(checkpoints_of(subject, reference.begun))
     files = [str(path.relative_to(checkpoint)) for path in sorted(checkpoint.rglob("*")) if path.is_file()]
-    return [
-        (file, form)
-        for file in files
-        for form in (FORMS if Path(file).suffix in (".bin", ".pt") else FORMS[1:])
-    ]
+    return [(file, form) for file in files for form in (FORMS if Path(file).suffix in (".bin", ".pt") else FORMS[1:])]
 
 
 def harmless(place: Place, subject: Subject, reference: Reference, out: Path, file: str, form: str) -> str:
@@ -88,9 +84,7 @@ def harmless_whole(place: Place, subject: Subject, folder: Path) -> str:
         (folder / form).mkdir(parents=True)
         for name in WHOLE_FILES:
             plant(folder / form / name, form, marker)
-    said = run_ranks(
-        load_planted, 2, place, subject, str(folder), timeout=TIMEOUT, initialize=False, preloaded=True
-    )
+    said = run_ranks(load_planted, 2, place, subject, str(folder), timeout=TIMEOUT, initialize=False, preloaded=True)
     assert not marker.exists(), "a payload ran"
     assert len(said[0]) == len(FORMS) * len(WHOLE_FILES)
     for sentence in said[0].values():

@@ -16,13 +16,9 @@ from tests.faults.subjects import SAVED, STEPS, Place, Subject, checkpoints_of
 TIMEOUT = 150.0  # seconds of one run, on a busy machine
 
 
-def run(
-    place: Place, subject: Subject, out: Path, until: int = STEPS, harm: Harm | None = None
-) -> list[Ended]:
+def run(place: Place, subject: Subject, out: Path, until: int = STEPS, harm: Harm | None = None) -> list[Ended]:
     """Train to a step, or until harm ends it; what each rank tells. Raises RankError where one fails."""
-    return run_ranks(
-        train, 2, place, subject, str(out), until, harm, timeout=TIMEOUT, initialize=False, preloaded=True
-    )
+    return run_ranks(train, 2, place, subject, str(out), until, harm, timeout=TIMEOUT, initialize=False, preloaded=True)
 
 
 def digests(checkpoint: Path) -> dict[str, str]:
@@ -128,9 +124,7 @@ def went_on(place: Place, subject: Subject, reference: Reference, out: Path) -> 
     assert step >= SAVED, f"the checkpoint of step {SAVED} is lost"
     losses = run(place, subject, out)[0].losses
     assert [path.name for path in checkpoints_in(checkpoints)] == [f"step-{STEPS:08d}"]
-    assert not [path.name for path in checkpoints.iterdir() if path.name.startswith(".step")], (
-        "rubbish is left"
-    )
+    assert not [path.name for path in checkpoints.iterdir() if path.name.startswith(".step")], "rubbish is left"
     found = digests(newest_checkpoint(checkpoints)), losses
     if step in reference.ends:
         assert_same(found, reference.ends[step], f"from step {step}")

@@ -37,16 +37,8 @@ def reference(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Referen
 @pytest.mark.parametrize(
     ("rank", "event", "left"),
     [
-        (
-            0,
-            "native half /fp8/checkpoints/.step-00000004.partial/optimizer/pytorch_optim-00001.bin",
-            "step 2",
-        ),
-        (
-            1,
-            "native half /fp8/checkpoints/.step-00000004.partial/masters/rank-00001-of-00002.safetensors",
-            "step 2",
-        ),
+        (0, "native half /fp8/checkpoints/.step-00000004.partial/optimizer/pytorch_optim-00001.bin", "step 2"),
+        (1, "native half /fp8/checkpoints/.step-00000004.partial/masters/rank-00001-of-00002.safetensors", "step 2"),
         (0, "os.remove /fp8/checkpoints/.step-00000002.old/state.json", "step 4"),
     ],
 )
@@ -57,9 +49,7 @@ def test_a_run_that_was_killed_in_a_save_goes_on_bit_for_bit(place, reference, t
 
 def test_sigterm_to_one_rank_saves_a_step_from_which_a_run_goes_on_bit_for_bit(place, reference, tmp_path):
     of_first_step = next(
-        number
-        for number, name in enumerate(reference.events[1].collectives, 1)
-        if name == "all_to_all_single"
+        number for number, name in enumerate(reference.events[1].collectives, 1) if name == "all_to_all_single"
     )
     harm = Harm("term", 1, of_first_step)
     assert harmed(place, ZERO, reference, tmp_path / "run", harm) == "step 3"
@@ -117,9 +107,7 @@ print(*events.seen, sep="|")
     ("fatal", "left"),
     [(1, []), (2, ["made"]), (3, ["made", "made/a"]), (4, ["made", "made/b"]), (5, ["made"]), (0, [])],
 )
-def test_a_process_is_killed_before_the_event_that_is_asked_for(
-    tmp_path: Path, fatal: int, left: list[str]
-) -> None:
+def test_a_process_is_killed_before_the_event_that_is_asked_for(tmp_path: Path, fatal: int, left: list[str]) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     done = subprocess.run(

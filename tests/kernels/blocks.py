@@ -109,9 +109,7 @@ def rope_cases(device: torch.device, shapes: list[tuple[int, ...]]) -> Iterator[
             yield (
                 f"rope's backward {name}",
                 back,
-                lambda dq=dq, dk=dk, dv=dv, cos=cos, sin=sin: [
-                    rope.rotate_back_reference(dq, dk, dv, cos, sin)[0]
-                ],
+                lambda dq=dq, dk=dk, dv=dv, cos=cos, sin=sin: [rope.rotate_back_reference(dq, dk, dv, cos, sin)[0]],
             )
 
 

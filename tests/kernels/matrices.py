@@ -7,18 +7,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-SHAPES = [
-    (1, 1),
-    (1, 16),
-    (16, 1),
-    (1, 5000),
-    (5000, 1),
-    (16, 16),
-    (17, 5),
-    (33, 130),
-    (257, 96),
-    (300, 1041),
-]
+SHAPES = [(1, 1), (1, 16), (16, 1), (1, 5000), (5000, 1), (16, 16), (17, 5), (33, 130), (257, 96), (300, 1041)]
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "as it lies": lambda matrix: matrix,

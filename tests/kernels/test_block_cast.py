@@ -34,11 +34,7 @@ def gradient_like(count: int, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 
 def encoded(
-    implementation: object,
-    values: torch.Tensor,
-    layout: MessageLayout,
-    dtype: torch.dtype,
-    power_of_two: bool,
+    implementation: object, values: torch.Tensor, layout: MessageLayout, dtype: torch.dtype, power_of_two: bool
 ) -> torch.Tensor:
     message = torch.full((layout.bytes,), 0xAA, dtype=torch.uint8, device=values.device)
     implementation.encode(values, message, layout, dtype, power_of_two)
@@ -293,9 +289,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor, layout: MessageLayout, dt
         payload = offset + layout.payload_bytes(count)
         for part, kind in ((slice(offset, payload), dtype), (slice(payload, offset + size), torch.float32)):
             a, b = one[part].view(kind).float(), other[part].view(kind).float()
-            if not torch.equal(a.nan_to_num(12345.0), b.nan_to_num(12345.0)) or not torch.equal(
-                a.isnan(), b.isnan()
-            ):
+            if not torch.equal(a.nan_to_num(12345.0), b.nan_to_num(12345.0)) or not torch.equal(a.isnan(), b.isnan()):
                 return False
     return True
 
@@ -307,9 +301,7 @@ def test_the_kernels_have_the_bytes_of_the_reference_every_time(source, dtype, p
     from fp8booster.kernels import block_cast_triton
 
     torch.manual_seed(0)
-    edges = torch.tensor(
-        [0.0, -0.0, 1e-45, 1e-38, -1e-30, 65504.0, 3e38, math.inf, -math.inf, math.nan, 448, 57344]
-    )
+    edges = torch.tensor([0.0, -0.0, 1e-45, 1e-38, -1e-30, 65504.0, 3e38, math.inf, -math.inf, math.nan, 448, 57344])
     for (counts, total), block in product([*PIECES, ((100_000,) * 4, 399_999)], (*BLOCKS, 4096)):
         layout = MessageLayout(counts, block)
         values = gradient_like(total)
@@ -321,9 +313,7 @@ def test_the_kernels_have_the_bytes_of_the_reference_every_time(source, dtype, p
         decoded = torch.empty_like(values)
         Reference.decode(reference, decoded, layout, dtype)
         for _ in range(50):
-            assert same_bytes(
-                encoded(block_cast_triton, values, layout, dtype, power_of_two), reference, layout, dtype
-            )
+            assert same_bytes(encoded(block_cast_triton, values, layout, dtype, power_of_two), reference, layout, dtype)
             output = torch.full_like(values, 3)
             block_cast_triton.decode(reference, output, layout, dtype)
             assert torch.equal(output.nan_to_num(7), decoded.nan_to_num(7))

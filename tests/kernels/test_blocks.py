@@ -24,9 +24,7 @@ def what_differs() -> dict[str, list[str]]:
 
 def test_the_kernels_interpreted_agree_with_their_references() -> None:
     pytest.importorskip("triton")
-    (differing,) = run_ranks(
-        what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, timeout=300
-    )
+    (differing,) = run_ranks(what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, timeout=300)
     assert differing == {"norm": [], "swiglu": [], "rope": [], "tokens": []}
 
 
@@ -55,9 +53,7 @@ def test_the_references_are_what_autograd_derives() -> None:
     dx, _, dweight = torch.autograd.grad([y, h], leaves, [dy, dh])
     made = rms_norm.rms_norm(x.detach().float(), weight.detach().float(), 1e-5, residual.detach().float())
     torch.testing.assert_close(made.y.double(), y.detach(), rtol=1e-5, atol=1e-5)
-    gradients = rms_norm.rms_norm_backward(
-        dy.float(), made.h, weight.detach().float(), made.inverse_rms, dh.float()
-    )
+    gradients = rms_norm.rms_norm_backward(dy.float(), made.h, weight.detach().float(), made.inverse_rms, dh.float())
     torch.testing.assert_close(gradients.dx.double(), dx, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradients.dweight.double(), dweight, rtol=1e-5, atol=1e-5)
 
@@ -67,9 +63,7 @@ def test_the_references_are_what_autograd_derives() -> None:
     expected = torch.cat(torch.autograd.grad(y, leaves, dy), 1)
     halves = [half.detach().float() for half in leaves]
     torch.testing.assert_close(swiglu.swiglu(*halves)[0].double(), y.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(
-        swiglu.swiglu_backward(dy.float(), *halves)[0].double(), expected, rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(swiglu.swiglu_backward(dy.float(), *halves)[0].double(), expected, rtol=1e-5, atol=1e-5)
 
     rows, weights, dy = (torch.randn(*shape, dtype=torch.float64) for shape in ((12, 40), (6, 2), (6, 40)))
     places = torch.randperm(12).view(6, 2)
@@ -77,12 +71,8 @@ def test_the_references_are_what_autograd_derives() -> None:
     y = (rows[places] * weights.unsqueeze(2)).sum(1)
     expected = torch.autograd.grad(y, leaves, dy)
     rows, weights = (leaf.detach().float() for leaf in leaves)
-    torch.testing.assert_close(
-        token_rows.sum_rows(rows, places, weights).double(), y.detach(), rtol=1e-5, atol=1e-5
-    )
-    for found, right in zip(
-        token_rows.sum_rows_backward(dy.float(), rows, places, weights), expected, strict=True
-    ):
+    torch.testing.assert_close(token_rows.sum_rows(rows, places, weights).double(), y.detach(), rtol=1e-5, atol=1e-5)
+    for found, right in zip(token_rows.sum_rows_backward(dy.float(), rows, places, weights), expected, strict=True):
         torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
 
 

@@ -18,11 +18,7 @@ class Types(dict):
     def __missing__(self, name: str) -> str:
         if name == "places":
             return "*i64"
-        tensor = (
-            name in FLOATS
-            or len(name) <= 2
-            or name in ("residual", "weight", "gate", "qkv", "cos", "sin", "dqkv")
-        )
+        tensor = name in FLOATS or len(name) <= 2 or name in ("residual", "weight", "gate", "qkv", "cos", "sin", "dqkv")
         return ("*fp32" if name in FLOATS else "*bf16") if tensor else "i32"
 
 
@@ -43,11 +39,7 @@ CASES = {
         {"WEIGHTED": True, "OF_TOKEN": 2, "ROUNDED": False, "BLOCK": 2048},
         4,
     ),
-    "sums' backward": (
-        token_rows_triton.sum_rows_backward_kernel,
-        {"OF_TOKEN": 2, "ROUNDED": False, "BLOCK": 2048},
-        4,
-    ),
+    "sums' backward": (token_rows_triton.sum_rows_backward_kernel, {"OF_TOKEN": 2, "ROUNDED": False, "BLOCK": 2048}, 4),
     "rope's backward": (rope_triton.rotate_back_kernel, {"HALF": 64, "HEADS": 32}, 4),
 }
 

@@ -24,9 +24,7 @@ def round_to_format(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     values = values.double()
     exponent = torch.frexp(values).exponent - 1
     # ldexp is exact everywhere; CUDA's power is not
-    step = torch.ldexp(
-        torch.ones_like(values), exponent.clamp(min=SMALLEST_EXPONENT[dtype]) - MANTISSA_BITS[dtype]
-    )
+    step = torch.ldexp(torch.ones_like(values), exponent.clamp(min=SMALLEST_EXPONENT[dtype]) - MANTISSA_BITS[dtype])
     return (torch.round(values / step) * step).clamp(-formats.MAX[dtype], formats.MAX[dtype])
 
 
@@ -46,11 +44,7 @@ def test_every_representable_value_survives(dtype, device) -> None:
 @pytest.mark.parametrize("dtype", formats.FORMATS)
 def test_values_round_to_nearest_even_and_saturate(dtype, device) -> None:
     magnitudes = torch.cat(
-        [
-            2.0 ** torch.linspace(-20, 17, 4001),
-            torch.arange(0, 512, dtype=torch.float32) / 64,
-            torch.tensor([1e30]),
-        ]
+        [2.0 ** torch.linspace(-20, 17, 4001), torch.arange(0, 512, dtype=torch.float32) / 64, torch.tensor([1e30])]
     )
     values = torch.cat([magnitudes, -magnitudes]).to(device)
     assert torch.equal(saturate(values, dtype).double(), round_to_format(values, dtype))
@@ -164,9 +158,7 @@ def test_the_reference_compiled_has_the_bits_of_eager(source, power_of_two, devi
     options = {"plain": True, "transposed": True, "power_of_two": power_of_two, "amax": None}
     compiled = torch.compile(cast_reference, fullgraph=True)
     for eager, other in zip(
-        cast_reference(matrix, formats.E5M2, **options),
-        compiled(matrix, formats.E5M2, **options),
-        strict=True,
+        cast_reference(matrix, formats.E5M2, **options), compiled(matrix, formats.E5M2, **options), strict=True
     ):
         assert torch.equal(bits(eager), bits(other))
 
@@ -176,9 +168,7 @@ def test_the_operator_tells_compilers_what_it_gives(plain, device) -> None:
     matrix = torch.randn(20, 33, device=device)
     arguments = (matrix, formats.E4M3, plain, True, False, None)
     checks = torch.library.opcheck(
-        torch.ops.fp8booster.cast,
-        arguments,
-        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+        torch.ops.fp8booster.cast, arguments, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     )
     assert set(checks.values()) == {"SUCCESS"}
 
@@ -188,9 +178,7 @@ def test_cast_equals_its_reference_byte_for_byte(device) -> None:
         matrix = torch.randn(shape, device=device, dtype=torch.bfloat16)
         for dtype in formats.FORMATS:
             ours = cast(matrix, dtype, transposed=True)
-            reference = cast_reference(
-                matrix, dtype, plain=True, transposed=True, power_of_two=False, amax=None
-            )
+            reference = cast_reference(matrix, dtype, plain=True, transposed=True, power_of_two=False, amax=None)
             for one, other in zip(ours, reference, strict=True):
                 assert torch.equal(bits(one), bits(other))
 

@@ -36,9 +36,7 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and same(one.float(), other.float())
 
 
-def logits_of(
-    rows: int, columns: int, dtype: torch.dtype, device: torch.device, pad: int = 0
-) -> torch.Tensor:
+def logits_of(rows: int, columns: int, dtype: torch.dtype, device: torch.device, pad: int = 0) -> torch.Tensor:
     """Rows of logits that lie `pad` columns apart."""
     return (3 * torch.randn(rows, columns + pad, device=device)).to(dtype)[:, :columns]
 
@@ -94,11 +92,7 @@ def kernel_differs(device: torch.device, shapes: list[tuple[int, int]], every: b
                     if not torch.equal(amax.amax(), amax_of(ours[1])):
                         yield f"{case}: amax"
                     ours, right, amax = both(logits, targets, None, ignore_index)
-                    if (
-                        not within_rounding(ours[0], right[0])
-                        or not same_values(ours[1], logits)
-                        or amax is not None
-                    ):
+                    if not within_rounding(ours[0], right[0]) or not same_values(ours[1], logits) or amax is not None:
                         yield f"{case}: losses alone"
         for name, logits in special_logits(dtype, device):
             targets = torch.tensor([1, 2, 3], device=device)
@@ -147,9 +141,7 @@ def logsumexp_differs(device: torch.device, shapes: list[tuple[int, int]], every
         yield "logsumexp of no rows"
 
 
-def written_gradient_differs(
-    device: torch.device, shapes: list[tuple[int, int]], every: bool
-) -> Iterator[str]:
+def written_gradient_differs(device: torch.device, shapes: list[tuple[int, int]], every: bool) -> Iterator[str]:
     """The same for the gradient alone."""
     from fp8booster.kernels.cross_entropy_triton import write_gradient_triton
 
@@ -205,10 +197,7 @@ def multiplication_differs(device: torch.device, sizes: list[int]) -> Iterator[s
     for dtype in formats.HIGH_PRECISION:
         for size in sizes:
             for number in (1.0, 0.5, 0.3, math.nan):
-                tensor, factor = (
-                    torch.randn(size, device=device).to(dtype),
-                    torch.tensor(number, device=device),
-                )
+                tensor, factor = (torch.randn(size, device=device).to(dtype), torch.tensor(number, device=device))
                 if number == 0.3 and device.type == "cpu" and dtype is torch.bfloat16:
                     continue  # the interpreter rounds FP32 to BF16 otherwise than the hardware
                 right = multiply_reference_(tensor.clone(), factor)
@@ -231,9 +220,7 @@ def what_differs() -> list[str]:
 
 def test_the_kernels_interpreted_agree_with_their_references() -> None:
     pytest.importorskip("triton")
-    (differing,) = run_ranks(
-        what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, timeout=300
-    )
+    (differing,) = run_ranks(what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, timeout=300)
     assert differing == []
 
 
@@ -268,9 +255,7 @@ def test_loss_and_gradient_are_those_of_torch_in_double_precision(dtype: torch.d
     exact = logits.double().requires_grad_()
     losses = F.cross_entropy(exact, targets, reduction="none")
     losses.sum().mul(0.25).backward()
-    ours, amax = cross_entropy(
-        logits, targets, ignore_index=IGNORED, factor=torch.tensor(0.25, device=device)
-    )
+    ours, amax = cross_entropy(logits, targets, ignore_index=IGNORED, factor=torch.tensor(0.25, device=device))
     torch.testing.assert_close(ours.double(), losses.detach(), rtol=1e-5, atol=1e-5)
     rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(logits.double(), exact.grad, rtol=rounding, atol=1e-6)

@@ -70,18 +70,14 @@ def test_threads_do_not_meet_while_they_read_a_row(loss: bool) -> None:
     whole_vectors = [match.start() for match in re.finditer(r"ld\.global\.v4\.b32", ptx)]
     assert len(whole_vectors) == 1
     loop = ptx[ptx.rindex("$L__BB", 0, whole_vectors[0]) : ptx.index("bra", whole_vectors[0])]
-    assert (
-        loop.count("ex2.approx") == 9
-    )  # one for each logit, and one that brings the sum so far to the new largest
+    assert loop.count("ex2.approx") == 9  # one for each logit, and one that brings the sum so far to the new largest
     assert "bar.sync" not in loop
     assert "shfl" not in loop
 
 
 @pytest.mark.parametrize("logits", WIDTHS)
 @pytest.mark.parametrize("tail", [False, True])
-def test_the_gradient_alone_moves_in_whole_vectors_and_threads_meet_at_the_end(
-    tail: bool, logits: str
-) -> None:
+def test_the_gradient_alone_moves_in_whole_vectors_and_threads_meet_at_the_end(tail: bool, logits: str) -> None:
     ptx = ptx_of(
         cross_entropy_triton.cross_entropy_gradient_kernel,
         TYPES | {"logits": logits},

@@ -35,8 +35,7 @@ def test_an_older_gpu_is_named_with_the_way_out(capability, gpu_of_capability) -
     device = gpu_of_capability(capability)
     have = ".".join(map(str, capability))
     with pytest.raises(
-        ValueError,
-        match=rf"A100 has compute capability {have} and FP8 products need 8.9; .*FP8Config\(emulate=True\)",
+        ValueError, match=rf"A100 has compute capability {have} and FP8 products need 8.9; .*FP8Config\(emulate=True\)"
     ):
         devices.require_fp8(device, emulate=False)
     devices.require_fp8(device, emulate=True)

@@ -137,9 +137,7 @@ def test_a_cast_reaches_beyond_two_billion_values(huge) -> None:
 
 
 def test_a_rowwise_cast_reaches_beyond_two_billion_values(huge) -> None:
-    data, transpose, inverse_scale, transpose_inverse_scale = rowwise_cast(
-        huge, formats.E4M3, transposed=True
-    )
+    data, transpose, inverse_scale, transpose_inverse_scale = rowwise_cast(huge, formats.E4M3, transposed=True)
     for rows in (slice(0, 16), slice(-32, -16), slice(-16, None)):
         expected, _, scales, _ = rowwise_cast_reference(
             huge[rows], formats.E4M3, plain=True, transposed=False, power_of_two=True

@@ -5,12 +5,7 @@ import torch
 
 from fp8booster.formats import E4M3
 from fp8booster.kernels import grouped_product as kernel
-from fp8booster.kernels.grouped_product import (
-    Groups,
-    grouped_product,
-    summed_product,
-    why_no_grouped_product,
-)
+from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_product, why_no_grouped_product
 from tests.kernels.grouped_stand_in import stand_in
 
 ROWS = (32, 16, 48)
@@ -39,8 +34,7 @@ def test_each_group_meets_its_own_matrix(emulate: bool) -> None:
     scale_a, scale_b = torch.tensor(0.5), torch.rand(len(ROWS), OUTPUTS) + 0.5
     y = grouped_product(a, b, scale_a, scale_b, groups(), fast_accumulation=True, emulate=emulate)
     expected = [
-        0.5 * (part.float() @ b[group].float().t()) * scale_b[group]
-        for group, part in enumerate(a.float().split(ROWS))
+        0.5 * (part.float() @ b[group].float().t()) * scale_b[group] for group, part in enumerate(a.float().split(ROWS))
     ]
     assert y.dtype is torch.bfloat16
     torch.testing.assert_close(y.float(), torch.cat(expected), rtol=1e-2, atol=1e-2)
@@ -96,7 +90,6 @@ def test_the_kernel_computes_what_group_by_group_does_on_a_gpu() -> None:
     b = b.view(INPUTS, len(ROWS), 2, OUTPUTS)[:, :, 1].transpose(0, 1)
     scales = torch.tensor(0.5, device=device), torch.rand(len(ROWS), INPUTS, device=device)
     found, expected = (
-        grouped_product(a, b, *scales, on_device, fast_accumulation=False, emulate=emulate)
-        for emulate in (False, True)
+        grouped_product(a, b, *scales, on_device, fast_accumulation=False, emulate=emulate) for emulate in (False, True)
     )
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)

@@ -80,9 +80,7 @@ def matrix_casts_differ() -> Iterator[str]:
 def amaxes_differ() -> Iterator[str]:
     from fp8booster.kernels.cast_triton import amax_partials
 
-    for source, shape, (name, view) in product(
-        formats.HIGH_PRECISION, [(1, 1), (33, 130), (3, 9000)], VIEWS.items()
-    ):
+    for source, shape, (name, view) in product(formats.HIGH_PRECISION, [(1, 1), (33, 130), (3, 9000)], VIEWS.items()):
         matrix = view(spread(shape, source))
         if not torch.equal(amax_partials(matrix).amax(), amax_of(matrix)):
             yield f"amax {name} {shape} {source}"
@@ -144,9 +142,7 @@ def many_casts_differ() -> Iterator[str]:
                     f"many {factor} {shape} {dtype} {source}",
                     *((c.plains[index], c.transposes[index], c.inverse_scales[index]) for c in casts),
                 )
-        for matrix, value in zip(
-            matrices, (0.0, math.inf, math.nan, torch.finfo(source).max, -3.0), strict=True
-        ):
+        for matrix, value in zip(matrices, (0.0, math.inf, math.nan, torch.finfo(source).max, -3.0), strict=True):
             matrix[-2:] = value
         launches.run()
         many_cast_reference(casts[1])
@@ -158,9 +154,7 @@ def adam_updates_differ() -> Iterator[str]:
     from fp8booster.kernels.adamw_triton import update_triton
 
     kinds = (torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.float16, torch.float16)
-    for (name, rates), (dtype, gradients), divisor in product(
-        RATES.items(), kinds, (None, torch.tensor(7.0))
-    ):
+    for (name, rates), (dtype, gradients), divisor in product(RATES.items(), kinds, (None, torch.tensor(7.0))):
         case = f"{name} {dtype} {gradients} {divisor}"
         ours = shards(dtype, gradients)
         theirs = copied(ours)
@@ -181,9 +175,7 @@ def norms_differ() -> Iterator[str]:
     for source in formats.HIGH_PRECISION:
         tensors = [torch.randn(shape).to(source) for shape in ((), 1, 0, 3000, (7, 4097), 4096)]
         tensors[3][17] = math.inf
-        for index, (norm, expected) in enumerate(
-            zip(norms_triton(tensors), norms_reference(tensors), strict=True)
-        ):
+        for index, (norm, expected) in enumerate(zip(norms_triton(tensors), norms_reference(tensors), strict=True)):
             if not math.isclose(norm, expected, rel_tol=1e-5):
                 yield f"norm {index} {source}: {norm} {expected}"
         tensors[4][3, 5] = math.nan
@@ -208,7 +200,5 @@ def what_differs() -> dict[str, list[str]]:
 
 
 def test_the_kernels_interpreted_agree_with_their_references() -> None:
-    (differing,) = run_ranks(
-        what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, timeout=300
-    )
+    (differing,) = run_ranks(what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, timeout=300)
     assert differing == {check.__name__: [] for check in CHECKS}

@@ -91,22 +91,10 @@ def inputs(**changes: object) -> dict[str, object]:
     [
         ({"matrices": [torch.zeros(32, 16)]}, ValueError, "1 matrices, 2 plain outputs"),
         ({"inverse_scales": torch.empty(2).double()}, TypeError, "inverse scales are torch.float64"),
-        (
-            {"matrices": [torch.zeros(32, 16), torch.zeros(16, 40)]},
-            ValueError,
-            r"matrix 1 has shape \(16, 40\)",
-        ),
-        (
-            {"matrices": [torch.zeros(32, 16), torch.zeros(16, 48).half()]},
-            TypeError,
-            "matrix 1 is torch.float16",
-        ),
+        ({"matrices": [torch.zeros(32, 16), torch.zeros(16, 40)]}, ValueError, r"matrix 1 has shape \(16, 40\)"),
+        ({"matrices": [torch.zeros(32, 16), torch.zeros(16, 48).half()]}, TypeError, "matrix 1 is torch.float16"),
         ({"matrices": [torch.zeros(32, 16).int(), torch.zeros(16, 48)]}, TypeError, "torch.int32; cast it"),
-        (
-            {"matrices": [torch.zeros(16, 32).t(), torch.zeros(16, 48)]},
-            ValueError,
-            "matrix 0 must be contiguous",
-        ),
+        ({"matrices": [torch.zeros(16, 32).t(), torch.zeros(16, 48)]}, ValueError, "matrix 0 must be contiguous"),
         (
             {"matrices": [torch.zeros(513)[1:].view(32, 16), torch.zeros(16, 48)]},
             ValueError,
@@ -118,12 +106,7 @@ def inputs(**changes: object) -> dict[str, object]:
             r"plain output 0 has shape \(16, 32\)",
         ),
         (
-            {
-                "transposes": [
-                    torch.empty(16, 32, dtype=formats.E4M3),
-                    torch.empty(48, 16, dtype=formats.E5M2),
-                ]
-            },
+            {"transposes": [torch.empty(16, 32, dtype=formats.E4M3), torch.empty(48, 16, dtype=formats.E5M2)]},
             TypeError,
             "transpose 1 is torch.float8_e5m2",
         ),

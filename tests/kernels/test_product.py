@@ -22,12 +22,8 @@ def scalar(value: float, device: torch.device) -> torch.Tensor:
 @pytest.mark.parametrize("fast_accumulation", [False, True])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("out_dtype", formats.HIGH_PRECISION)
-@pytest.mark.parametrize(
-    "pair", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=["e4m3", "e5m2xe4m3", "e4m3xe5m2"]
-)
-def test_whole_numbers_multiply_exactly(
-    pair, out_dtype, with_bias, fast_accumulation, emulate, device
-) -> None:
+@pytest.mark.parametrize("pair", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=["e4m3", "e5m2xe4m3", "e4m3xe5m2"])
+def test_whole_numbers_multiply_exactly(pair, out_dtype, with_bias, fast_accumulation, emulate, device) -> None:
     a = whole_numbers(32, 64, dtype=pair[0], device=device)
     b = whole_numbers(48, 64, dtype=pair[1], device=device)
     bias = torch.arange(48, device=device).to(out_dtype) if with_bias else None
@@ -90,12 +86,7 @@ def test_a_nan_scale_makes_the_product_nan(device) -> None:
     ones = torch.ones(16, 16, device=device).to(E4M3)
     for emulate in (False, True):
         result = product(
-            ones,
-            ones,
-            scalar(float("nan"), device),
-            scalar(1.0, device),
-            out_dtype=torch.bfloat16,
-            emulate=emulate,
+            ones, ones, scalar(float("nan"), device), scalar(1.0, device), out_dtype=torch.bfloat16, emulate=emulate
         )
         assert result.isnan().all()
 

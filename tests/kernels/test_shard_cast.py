@@ -48,9 +48,7 @@ def run(implementation, shard, amax, dtype, power_of_two) -> tuple[torch.Tensor,
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal values, NaN equal to NaN; for FP8 bytes, equal bytes."""
-    return torch.equal(one.nan_to_num(nan=-1.0), other.nan_to_num(nan=-1.0)) and torch.equal(
-        one.isnan(), other.isnan()
-    )
+    return torch.equal(one.nan_to_num(nan=-1.0), other.nan_to_num(nan=-1.0)) and torch.equal(one.isnan(), other.isnan())
 
 
 @pytest.mark.parametrize(("dtype", "power_of_two"), SETTINGS)
@@ -64,9 +62,7 @@ def test_shards_cast_apart_are_the_cast_of_the_whole(ranks, source, dtype, power
             matrix, dtype, plain=True, transposed=False, power_of_two=power_of_two, amax=None
         )
         padded = torch.nn.functional.pad(matrix.view(-1), (0, -matrix.numel() % ranks))
-        parts = [
-            run(cast_shard, shard, amax_of(matrix), dtype, power_of_two) for shard in padded.chunk(ranks)
-        ]
+        parts = [run(cast_shard, shard, amax_of(matrix), dtype, power_of_two) for shard in padded.chunk(ranks)]
         assert torch.equal(
             torch.cat([part for part, _ in parts])[: matrix.numel()], expected.view(torch.uint8).view(-1)
         )

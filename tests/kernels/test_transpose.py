@@ -64,9 +64,7 @@ def differences(device: str) -> Iterator[str]:
 
 def test_the_kernel_in_triton_s_interpreter() -> None:
     pytest.importorskip("triton")
-    (found,) = run_ranks(
-        _interpreted, 1, timeout=300, initialize=False, environment={"TRITON_INTERPRET": "1"}
-    )
+    (found,) = run_ranks(_interpreted, 1, timeout=300, initialize=False, environment={"TRITON_INTERPRET": "1"})
     assert found == []
 
 
@@ -84,9 +82,7 @@ def test_it_reads_and_writes_whole_vectors_on_hopper() -> None:
     names = order_kernel.arg_names
     constants = {"PLAIN": True, "TRANSPOSED": True, "TILE": 64}
     pointers = ("gathered", "data", "transpose")
-    signature = {
-        name: "constexpr" if name in constants else "*u8" if name in pointers else "i32" for name in names
-    }
+    signature = {name: "constexpr" if name in constants else "*u8" if name in pointers else "i32" for name in names}
     aligned = (*pointers, "padded", "columns")
     source = ASTSource(
         order_kernel,

@@ -10,13 +10,7 @@ from tests.distributed import run_ranks
 
 @pytest.mark.parametrize(
     ("name", "sent"),
-    [
-        ("all_reduce", 150),
-        ("reduce_scatter_tensor", 75),
-        ("all_gather", 300),
-        ("all_to_all_single", 75),
-        ("send", 100),
-    ],
+    [("all_reduce", 150), ("reduce_scatter_tensor", 75), ("all_gather", 300), ("all_to_all_single", 75), ("send", 100)],
 )
 def test_bytes_that_a_rank_sends_of_a_payload_of_100_among_4(name, sent):
     assert bytes_sent(name, 100, 4) == sent
@@ -34,10 +28,7 @@ def _exchange() -> dict[str, list[tuple[str, str, int, int, int]]]:
             dist.all_gather([torch.empty(8), torch.empty(8)], ones)
             dist.all_to_all_single(torch.empty(8), ones, async_op=True).wait()
             dist.broadcast(ones, 0)
-            pair = [
-                dist.P2POp(dist.isend, half, other),
-                dist.P2POp(dist.irecv, torch.empty_like(half), other),
-            ]
+            pair = [dist.P2POp(dist.isend, half, other), dist.P2POp(dist.irecv, torch.empty_like(half), other)]
             for work in dist.batch_isend_irecv(pair):
                 work.wait()
             if rank == 0:
@@ -50,8 +41,7 @@ def _exchange() -> dict[str, list[tuple[str, str, int, int, int]]]:
     assert dist.all_reduce is original
     dist.all_reduce(ones)  # no longer counted
     return {
-        name: [tuple(row.values()) for row in traffic.rows()]
-        for name, traffic in (("outer", outer), ("inner", inner))
+        name: [tuple(row.values()) for row in traffic.rows()] for name, traffic in (("outer", outer), ("inner", inner))
     }
 
 

@@ -48,9 +48,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor) ->
     """Output and gradients of matrices x [M, K], w [N, K] and dy [M, N], E4M3 forward and E5M2 backward."""
     x, w, dy = quantize(input, E4M3), quantize(weight, E4M3), quantize(gradient, E5M2)
     return Gradients(
-        output=multiply(x, w),
-        input=multiply(dy, transpose(w)),
-        weight=multiply(transpose(dy), transpose(x)),
+        output=multiply(x, w), input=multiply(dy, transpose(w)), weight=multiply(transpose(dy), transpose(x))
     )
 
 
@@ -66,9 +64,7 @@ def signal_to_noise(exact: torch.Tensor, approximate: torch.Tensor) -> float:
     return (20 * torch.log10(exact.double().norm() / noise.norm())).item()
 
 
-def assert_rounded(
-    result: torch.Tensor, reference: torch.Tensor, magnitude: torch.Tensor, inner: int
-) -> None:
+def assert_rounded(result: torch.Tensor, reference: torch.Tensor, magnitude: torch.Tensor, inner: int) -> None:
     """Check a product against its double-precision value, up to the rounding of its dtype and of its sums.
 
     A Hopper GPU adds in about 14 bits, which costs up to 2**-12 of what is added; the CPU adds in FP32.

@@ -47,12 +47,8 @@ def gradients(function, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return y.detach(), *torch.autograd.grad(y, leaves, torch.randn_like(y))
 
 
-@pytest.mark.parametrize(
-    "config", [FP8Config(), FP8Config(power_of_two=True, emulate=True)], ids=["real", "emulated"]
-)
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [((32, 48), BF16), ((2, 9, 40), torch.float32)], ids=["aligned", "padded"]
-)
+@pytest.mark.parametrize("config", [FP8Config(), FP8Config(power_of_two=True, emulate=True)], ids=["real", "emulated"])
+@pytest.mark.parametrize(("shape", "dtype"), [((32, 48), BF16), ((2, 9, 40), torch.float32)], ids=["aligned", "padded"])
 def test_the_function_has_the_bits_of_eager(dtype, shape, config, device) -> None:
     sizes = (shape, (24, shape[-1]), (24,))
     leaves = [torch.randn(size, device=device, dtype=dtype, requires_grad=True) for size in sizes]
@@ -64,9 +60,7 @@ def test_the_function_has_the_bits_of_eager(dtype, shape, config, device) -> Non
     *compiled_results, compiled_bias_gradient = results
     for one, other in zip(eager, compiled_results, strict=True):
         assert torch.equal(one, other)
-    torch.testing.assert_close(
-        bias_gradient, compiled_bias_gradient
-    )  # a sum, which a compiler may order otherwise
+    torch.testing.assert_close(bias_gradient, compiled_bias_gradient)  # a sum, which a compiler may order otherwise
 
 
 def test_a_model_has_the_bits_of_eager_over_steps_and_is_compiled_once(device, counting, graphs) -> None:

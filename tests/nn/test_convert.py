@@ -43,9 +43,7 @@ def test_the_predicate_decides_by_name_and_module() -> None:
     model = tiny_llama()
     config = FP8Config(layers=lambda name, module: "mlp" in name and module.in_features == 64)
     convert_to_fp8(model, config)
-    chosen = {
-        name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, FP8Linear)
-    }
+    chosen = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, FP8Linear)}
     assert chosen == {"gate_proj", "up_proj"}
     rows = {row.name: row for row in report(model).rows}
     assert rows["model.layers.0.mlp.down_proj"].notes == "FP8Config.layers leaves it out"
@@ -79,14 +77,8 @@ def test_the_head_is_converted_when_asked_for() -> None:
     ("make", "reason"),
     [
         (lambda: Doubled(32, 32), "Doubled is a subclass of nn.Linear"),
-        (
-            lambda: parametrizations.weight_norm(nn.Linear(32, 32)),
-            "ParametrizedLinear is a subclass of nn.Linear",
-        ),
-        (
-            lambda: nn.Linear(32, 17),
-            "32 x 17 features, rounded up to multiples of 16, would make its products 1.88",
-        ),
+        (lambda: parametrizations.weight_norm(nn.Linear(32, 32)), "ParametrizedLinear is a subclass of nn.Linear"),
+        (lambda: nn.Linear(32, 17), "32 x 17 features, rounded up to multiples of 16, would make its products 1.88"),
         (lambda: nn.Linear(8, 32), "8 x 32 features, .* would make its products 2.00 times larger"),
         (lambda: nn.Linear(32, 0), "it has no weights"),
     ],
@@ -103,9 +95,7 @@ def test_what_stays_as_it_was_says_why(make, reason) -> None:
     assert re.match(reason, row.notes)
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "converted"), [(300, 256, True), (250, 250, True), (100, 100, False)]
-)
+@pytest.mark.parametrize(("inputs", "outputs", "converted"), [(300, 256, True), (250, 250, True), (100, 100, False)])
 def test_padding_is_taken_where_it_is_cheap(inputs, outputs, converted) -> None:
     model = nn.ModuleList([nn.Linear(16, 16), nn.Linear(inputs, outputs)])
     convert_to_fp8(model)
@@ -149,11 +139,7 @@ def test_converting_again_applies_the_new_configuration() -> None:
     ("model", "config", "message"),
     [
         (nn.Sequential(nn.Conv1d(3, 3, 1), nn.GELU()), FP8Config(), "it has no linear layers"),
-        (
-            nn.Sequential(nn.Linear(32, 32)),
-            FP8Config(layers=lambda *_: False),
-            "FP8Config.layers leaves it out",
-        ),
+        (nn.Sequential(nn.Linear(32, 32)), FP8Config(layers=lambda *_: False), "FP8Config.layers leaves it out"),
     ],
 )
 def test_a_model_with_nothing_to_convert_is_refused(model, config, message) -> None:
@@ -165,19 +151,11 @@ def test_a_model_with_nothing_to_convert_is_refused(model, config, message) -> N
     ("layer", "reason"),
     [
         (Doubled(32, 32), "Doubled is a subclass of nn.Linear that may compute its product otherwise"),
-        (
-            nn.Linear(100, 100),
-            "100 x 100 features, rounded up to multiples of 16, would make its products 1.25",
-        ),
+        (nn.Linear(100, 100), "100 x 100 features, rounded up to multiples of 16, would make its products 1.25"),
     ],
 )
-def test_where_no_choice_of_layers_would_help_all_stay_as_they_were_and_a_warning_says_why(
-    layer, reason
-) -> None:
-    model, tokens = (
-        nn.ModuleDict({"layer": layer, "lm_head": nn.Linear(32, 48)}),
-        torch.ones(2, layer.in_features),
-    )
+def test_where_no_choice_of_layers_would_help_all_stay_as_they_were_and_a_warning_says_why(layer, reason) -> None:
+    model, tokens = (nn.ModuleDict({"layer": layer, "lm_head": nn.Linear(32, 48)}), torch.ones(2, layer.in_features))
     before = layer(tokens)
     with pytest.warns(UserWarning, match=rf"no layer .* FP8: .*{reason}.* They compute as without use_fp8"):
         convert_to_fp8(model, FP8Config(always=True))

@@ -50,8 +50,7 @@ FAMILIES = {
     "LLaMA 2 and 3": Family("llama", _GROUPED, fused=True),
     "LLaMA 4": Family(
         "llama4_text",
-        _GROUPED
-        | {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "no_rope_layers": [1, 0]},
+        _GROUPED | {"head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4, "no_rope_layers": [1, 0]},
     ),
     "Mistral": Family("mistral", _GROUPED, fused=True),
     "Qwen2": Family("qwen2", _GROUPED, fused=True),

@@ -45,11 +45,7 @@ CLASSES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
     "ModernBertForMaskedLM": ("ModernBertConfig", SIZES | {"pad_token_id": 0}, {"decoder"}),
     "WhisperForConditionalGeneration": ("WhisperConfig", WHISPER, {"proj_out"}),
     "GPTNeoXForCausalLM": ("GPTNeoXConfig", SIZES, {"lm_head" if TRANSFORMERS_5 else "embed_out"}),
-    "MptForCausalLM": (
-        "MptConfig",
-        {"vocab_size": 128, "d_model": 64, "n_heads": 4, "n_layers": 1},
-        {"lm_head"},
-    ),
+    "MptForCausalLM": ("MptConfig", {"vocab_size": 128, "d_model": 64, "n_heads": 4, "n_layers": 1}, {"lm_head"}),
     "MusicgenForCausalLM": ("MusicgenDecoderConfig", MUSICGEN, {f"lm_heads.{n}" for n in range(4)}),
     "BertForSequenceClassification": ("BertConfig", SIZES | {"num_labels": 16}, set()),
     "ViTForImageClassification": ("ViTConfig", VIT | {"num_labels": 16}, set()),

@@ -40,9 +40,7 @@ def weights_cast(casts: list, model: nn.Module) -> list[int]:
     """The layers whose weight was cast alone."""
     cast = {matrix.data_ptr() for matrix, _ in casts}
     return [
-        index
-        for index, layer in enumerate(model)
-        if isinstance(layer, FP8Linear) and layer.weight.data_ptr() in cast
+        index for index, layer in enumerate(model) if isinstance(layer, FP8Linear) and layer.weight.data_ptr() in cast
     ]
 
 
@@ -117,8 +115,7 @@ def test_a_changed_weight_is_seen(change, again, model, x) -> None:
 def test_copies_stay_where_they_are(model) -> None:
     def places() -> list[int]:
         copies = [
-            model[index].fp8_weight.forward([model[index].weight], FP8Config(), transpose=True)
-            for index in (0, 4)
+            model[index].fp8_weight.forward([model[index].weight], FP8Config(), transpose=True) for index in (0, 4)
         ]
         return [tensor.data_ptr() for held in copies for tensor in held[:3]]
 
@@ -183,10 +180,7 @@ def test_evaluation_drops_the_copies_and_training_gets_them_back(model, x, casts
 def test_a_model_and_its_copies_die_together(device) -> None:
     layer = FP8Linear(32, 32, device=device)
     refresh_weights(layer)
-    weight, held = (
-        weakref.ref(layer.weight),
-        layer.fp8_weight.forward([layer.weight], FP8Config(), transpose=True),
-    )
+    weight, held = (weakref.ref(layer.weight), layer.fp8_weight.forward([layer.weight], FP8Config(), transpose=True))
     transpose = weakref.ref(held.transpose)
     del layer, held
     gc.collect()

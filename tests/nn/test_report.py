@@ -27,9 +27,7 @@ def test_one_row_for_every_linear_layer() -> None:
 
 
 def test_a_model_that_was_not_converted_says_so() -> None:
-    result = report(
-        nn.Sequential(nn.Linear(16, 16, dtype=torch.bfloat16), nn.Linear(16, 16, dtype=torch.float64))
-    )
+    result = report(nn.Sequential(nn.Linear(16, 16, dtype=torch.bfloat16), nn.Linear(16, 16, dtype=torch.float64)))
     assert [(row.precision, row.notes) for row in result.rows] == [
         ("BF16", "use_fp8 is off"),
         ("float64", "use_fp8 is off"),

@@ -66,11 +66,7 @@ CASES: dict[str, tuple[type, dict[str, Any], dict[str, Any]]] = {
     "Adam with decay": (Adam, {"weight_decay": 0.3}, {"weight_decay": 0.3, "adamw_mode": False}),
     "amsgrad": (AdamW, {"amsgrad": True}, {"amsgrad": True, "weight_decay": 0.01}),
     "maximize": (AdamW, {"maximize": True}, {"maximize": True, "weight_decay": 0.01}),
-    "betas": (
-        Adam,
-        {"betas": (0.5, 0.7), "eps": 1e-3},
-        {"betas": (0.5, 0.7), "eps": 1e-3, "adamw_mode": False},
-    ),
+    "betas": (Adam, {"betas": (0.5, 0.7), "eps": 1e-3}, {"betas": (0.5, 0.7), "eps": 1e-3, "adamw_mode": False}),
 }
 
 
@@ -152,14 +148,10 @@ def test_moments_of_a_checkpoint_are_rounded_to_the_dtype_of_the_values(device) 
     train(optimizer, parameters, dtype=torch.bfloat16)
     for parameter in parameters:
         state = optimizer.state[parameter]
-        state.update(
-            {name: state[name].float() for name in ("exp_avg", "exp_avg_sq")}
-        )  # as Gemini loads them
+        state.update({name: state[name].float() for name in ("exp_avg", "exp_avg_sq")})  # as Gemini loads them
     train(optimizer, parameters, dtype=torch.bfloat16)
     for parameter in parameters:
-        assert {value.dtype for name, value in optimizer.state[parameter].items() if name != "step"} == {
-            torch.bfloat16
-        }
+        assert {value.dtype for name, value in optimizer.state[parameter].items() if name != "step"} == {torch.bfloat16}
 
 
 def test_parameters_without_gradient_or_values_are_left_out(device) -> None:

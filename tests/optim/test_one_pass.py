@@ -41,9 +41,7 @@ def give_gradients(of: list[nn.Parameter], step: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW])
-@pytest.mark.parametrize(
-    "options", [{}, {"weight_decay": 0.3, "betas": (0.5, 0.7)}, {"lr": torch.tensor(0.1)}]
-)
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.3, "betas": (0.5, 0.7)}, {"lr": torch.tensor(0.1)}])
 def test_parameters_and_states_are_those_of_the_optimizer(kind, options, device) -> None:
     theirs, ours = parameters(device), parameters(device)
     expected = kind(groups(theirs), fused=True, **({"lr": 0.1} | options))
@@ -108,9 +106,7 @@ def test_gradients_need_not_have_the_dtype_of_the_parameters(device) -> None:
     assert all(parameter.grad is None for parameter in ours[1:])
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"bias_correction": False}, {"adamw_mode": False, "weight_decay": 0.3}]
-)
+@pytest.mark.parametrize("options", [{}, {"bias_correction": False}, {"adamw_mode": False, "weight_decay": 0.3}])
 def test_a_hybrid_adam_is_stepped_as_it_steps_by_itself(options, device) -> None:
     theirs, ours = parameters(device), parameters(device)
     expected, found = (HybridAdam(groups(of), lr=0.1, **options) for of in (theirs, ours))

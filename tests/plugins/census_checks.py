@@ -70,9 +70,7 @@ def all_products_but_those_of_the_vocabulary_head_run_in_fp8(stage: int) -> None
     run = boost(fp8(stage=stage))
     counted, rows = census(run)
     network = run.model.unwrap()
-    eligible = [
-        module for name, module in network.model.named_modules() if isinstance(module, torch.nn.Linear)
-    ]
+    eligible = [module for name, module in network.model.named_modules() if isinstance(module, torch.nn.Linear)]
     assert len(eligible) == 14
     assert all(isinstance(layer, FP8Linear) for layer in eligible)
     assert counted.fp8 == sum(products(eligible, rows).values(), Counter())
@@ -91,15 +89,11 @@ def a_frozen_base_runs_fprop_and_dgrad_in_fp8_and_adapters_run_in_bf16(stage: in
     of_base = products(base.values(), rows)
     # nothing below the first layer's q, k and v is trained: their input needs no gradient
     first = [
-        layer
-        for name, layer in base.items()
-        if any(f"layers.0.self_attn.{which}_proj" in name for which in "qkv")
+        layer for name, layer in base.items() if any(f"layers.0.self_attn.{which}_proj" in name for which in "qkv")
     ]
     below = products(first, rows)["dgrad"]
     assert counted.fp8 == of_base["fprop"] + of_base["dgrad"] - below
-    adapters = [
-        layer for name, layer in layers.items() if "lora_" in name and isinstance(layer, torch.nn.Linear)
-    ]
+    adapters = [layer for name, layer in layers.items() if "lora_" in name and isinstance(layer, torch.nn.Linear)]
     assert len(adapters) == 28
     of_adapters = products(adapters, rows)
     head = products([layers["base_model.model.lm_head"]], rows)
@@ -109,6 +103,4 @@ def a_frozen_base_runs_fprop_and_dgrad_in_fp8_and_adapters_run_in_bf16(stage: in
         if any(f"layers.0.self_attn.{which}_proj.lora_A.default" in name for which in "qkv")
     ]
     not_needed = products(first_adapters, rows)["dgrad"]
-    assert counted.other == (
-        sum(of_adapters.values(), Counter()) - not_needed + head["fprop"] + head["dgrad"]
-    )
+    assert counted.other == (sum(of_adapters.values(), Counter()) - not_needed + head["fprop"] + head["dgrad"])

@@ -134,9 +134,7 @@ def keys_are_those_of_the_native_plugin(form: str) -> None:
         train(run, steps=1)  # an optimizer without states cannot be saved in shards
         model, _ = save(run, FORMS[form], folder)
         files = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else [Path(model)]
-        found[name] = {
-            key: (value.shape, value.dtype) for file in files for key, value in load_file(file).items()
-        }
+        found[name] = {key: (value.shape, value.dtype) for file in files for key, value in load_file(file).items()}
     assert found["fp8"] == found["native"]
     assert found["fp8"].keys() == tiny_llama().state_dict().keys()
 
@@ -148,9 +146,7 @@ def transformers_loads_a_checkpoint_of_an_fp8_run(stage: int) -> None:
     run = boost(fp8(stage=stage))
     train(run)
     model, _ = save(run, FORMS["safetensors shards"], shared_folder(f"transformers {stage}/fp8"))
-    loaded, about = AutoModelForCausalLM.from_pretrained(
-        model, torch_dtype=torch.bfloat16, output_loading_info=True
-    )
+    loaded, about = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.bfloat16, output_loading_info=True)
     assert not any(about.values()), about
     assert_equal(run.parameters(), dict(loaded.named_parameters()))
     batch = rank_batches(1)[0]

@@ -42,9 +42,7 @@ def text(accumulate: int) -> tuple[Batches, Layout]:
     """Python's sources as bytes."""
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:20]
     tokens = np.frombuffer(b"".join(source.read_bytes() for source in sources), dtype=np.uint8)
-    layout = Layout(
-        sequence=32, batch=SEQUENCES // accumulate, accumulate=accumulate, replicas=dist.get_world_size()
-    )
+    layout = Layout(sequence=32, batch=SEQUENCES // accumulate, accumulate=accumulate, replicas=dist.get_world_size())
     return Batches(tokens, layout, dist.get_rank(), seed=0), layout
 
 
@@ -88,9 +86,7 @@ def the_loss_in_fp8_ends_within_1_percent_of_bf16_in_both_stages() -> None:
 
 @check_each(*STAGES)
 def so_it_does_with_accumulation(stage: int) -> None:
-    in_16_bits, losses = (
-        learn(learner(plugin(stage=stage, max_norm=1.0)), accumulate=2) for plugin in (native, fp8)
-    )
+    in_16_bits, losses = (learn(learner(plugin(stage=stage, max_norm=1.0)), accumulate=2) for plugin in (native, fp8))
     assert_ends_near(in_16_bits, losses)
 
 

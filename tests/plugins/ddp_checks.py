@@ -210,11 +210,7 @@ def ddp_warns_of_what_has_no_effect() -> None:
     for plugin, config, warning in (
         (ours, FP8Config(), "fp8_config has no effect: use_fp8 is off"),
         (fp8, FP8Config(gradient_scaling="tensor"), "fp8_config.gradient_scaling has no effect"),
-        (
-            plain_wire,
-            FP8Config(gradient_scaling="tensor"),
-            'fp8_config.gradient_scaling="tensor" has no effect',
-        ),
+        (plain_wire, FP8Config(gradient_scaling="tensor"), 'fp8_config.gradient_scaling="tensor" has no effect'),
         (plain_wire, FP8Config(), None),
         (fp8, FP8Config(), None),
     ):

@@ -213,9 +213,7 @@ def weights_that_are_gathered_late_are_waited_for(head: str) -> None:
 
     gather = low_level_optim.all_gather_into_flat_tensor_nd
 
-    def gather_late(
-        output: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool = False
-    ) -> LateGather:
+    def gather_late(output: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool = False) -> LateGather:
         assert async_op
         return LateGather(gather, output, shard, group)
 
@@ -223,8 +221,7 @@ def weights_that_are_gathered_late_are_waited_for(head: str) -> None:
     for stage in STAGES:
         expected = boost(fp8(stage=stage, **arguments), tiny_llama(tie_word_embeddings=head == "tied head"))
         late = boost(
-            fp8(stage=stage, overlap_allgather=True, **arguments),
-            tiny_llama(tie_word_embeddings=head == "tied head"),
+            fp8(stage=stage, overlap_allgather=True, **arguments), tiny_llama(tie_word_embeddings=head == "tied head")
         )
         losses = train(expected)
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -317,9 +314,7 @@ def odd_sizes_are_padded_and_reported() -> None:
     run = boost(fp8(fp8_config=everything), tiny_llama(vocab_size=VOCABULARY + 3))
     plain = boost(native(), tiny_llama(vocab_size=VOCABULARY + 3))
     batches = rank_batches(3, **sizes)
-    assert_close(
-        [plain.step(batch)[0] for batch in batches], [run.step(batch)[0] for batch in batches], CLOSE
-    )
+    assert_close([plain.step(batch)[0] for batch in batches], [run.step(batch)[0] for batch in batches], CLOSE)
     rows = {row.name: row for row in report(run.model).rows}
     assert {row.precision for row in rows.values()} == {"FP8"}
     head = rows.pop("module.lm_head")

@@ -8,21 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from tests.plugins import ddp_checks
 from tests.plugins.fsdp_runs import BLOCKS, CLOSE, QUICK, STRATEGIES, WRAPPINGS, fp8, native, whole
 from tests.plugins.registry import check_each, shared_folder
-from tests.plugins.training import (
-    assert_close,
-    assert_equal,
-    boost,
-    rank_batches,
-    train,
-)
+from tests.plugins.training import assert_close, assert_equal, boost, rank_batches, train
 
 PLUGINS: dict[str, Callable[[], Any]] = {
     "fp8": functools.partial(fp8, auto_wrap_policy=BLOCKS),
@@ -79,16 +70,12 @@ def fsdp_trains_and_saves_parameter_groups(plugin: str) -> None:
     """As DDP does, where nothing is sharded; a rate that went to the wrong group would show."""
     writer, reader = (boost(PLUGINS[plugin](), optimizer=_in_groups) for _ in range(2))
     expected = train(boost(PLUGINS["fp8 DDP"](), optimizer=_in_groups))
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        writer.optimizer.unwrap(), [lambda step: 1.0, lambda step: 1.0]
-    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(writer.optimizer.unwrap(), [lambda step: 1.0, lambda step: 1.0])
     assert_close(expected, train(writer), CLOSE, gradients=False)  # FSDP holds shards
     schedule.step()
     rates = [1e-2, 1e-3]
     assert [group["lr"] for group in writer.optimizer.param_groups] == rates
-    model, optimizer = ddp_checks._save(
-        writer, ddp_checks.FORMS["shards"], shared_folder(f"fsdp groups {plugin}")
-    )
+    model, optimizer = ddp_checks._save(writer, ddp_checks.FORMS["shards"], shared_folder(f"fsdp groups {plugin}"))
     train(reader, steps=1)
     reader.booster.load_model(reader.model, model)
     reader.booster.load_optimizer(reader.optimizer, optimizer)

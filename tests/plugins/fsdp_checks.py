@@ -10,10 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.utils import parametrizations
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -53,12 +50,7 @@ from tests.plugins.fsdp_runs import (
     wrapped,
 )
 from tests.plugins.registry import check, check_each
-from tests.plugins.training import (
-    assert_close,
-    boost,
-    rank_batches,
-    train,
-)
+from tests.plugins.training import assert_close, boost, rank_batches, train
 from tests.plugins.training import native as native_zero
 from tests.plugins.training import ours as ours_zero
 
@@ -112,9 +104,7 @@ def fsdp_runs_all_products_but_those_of_the_vocabulary_head_in_fp8(wrapping: str
 
 @check_each(*WRAPPINGS)
 def fsdp_in_fp8_stays_near_native(wrapping: str) -> None:
-    expected, found, uncompressed = (
-        train(boost(make(**WRAPPINGS[wrapping]))) for make in (native, fp8, plain_wire)
-    )
+    expected, found, uncompressed = (train(boost(make(**WRAPPINGS[wrapping]))) for make in (native, fp8, plain_wire))
     assert_close(expected, found, CLOSE)
     assert len({tuple(losses) for losses in (expected, found, uncompressed)}) == 3
 
@@ -189,11 +179,7 @@ def fsdp_units_with_original_parameters_gather_the_same_bits() -> None:
         model = convert_to_fp8(tiny_llama(), QUICK)
         shapes = [row.shape for row in report(model).rows]
         unit = FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=BLOCKS,
-            mixed_precision=BF16,
-            use_orig_params=True,
-            device_id=torch.device("cpu"),
+            model, auto_wrap_policy=BLOCKS, mixed_precision=BF16, use_orig_params=True, device_id=torch.device("cpu")
         )
         compress_flat_fsdp(unit, gather=gather, reduce=False)
         assert [row.shape for row in report(unit).rows] == shapes
@@ -329,8 +315,7 @@ def gpt2_is_gathered_in_fp8_to_the_same_bits() -> None:
 @check_each("blocks", "blocks in BF16")
 def fsdp_accumulates_without_synchronization(wrapping: str) -> None:
     expected, found = (
-        train(boost(fp8(**WRAPPINGS[wrapping])), micro_batches=3, no_sync=no_sync)
-        for no_sync in (False, True)
+        train(boost(fp8(**WRAPPINGS[wrapping])), micro_batches=3, no_sync=no_sync) for no_sync in (False, True)
     )
     assert_close(expected, found, CLOSE)
     run = boost(fp8(**WRAPPINGS[wrapping]))

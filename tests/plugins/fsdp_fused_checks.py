@@ -84,10 +84,7 @@ def fsdp_options_go_with_fused_layers(option: ShardingStrategy | str) -> None:
     else:
         arguments["sharding_strategy"] = option
     curves = []
-    for setting in (
-        FP8Config(emulate=True, layers=layers),
-        FP8Config(emulate=True, fused=True, layers=layers),
-    ):
+    for setting in (FP8Config(emulate=True, layers=layers), FP8Config(emulate=True, fused=True, layers=layers)):
         run = boost(make(**{**arguments, "fp8_config": setting}))
         curves.append(train(run, micro_batches=2))
     assert_close(*curves, CLOSE)
@@ -119,9 +116,7 @@ def fsdp_trains_a_fused_model_with_biases_between_its_weights() -> None:
 @check
 def fsdp_trains_a_fused_model_whose_head_is_its_embedding() -> None:
     arguments = WRAPPINGS["blocks in BF16"]
-    found, expected = (
-        boost(make(**arguments), tiny_llama(tie_word_embeddings=True)) for make in (fused, unfused)
-    )
+    found, expected = (boost(make(**arguments), tiny_llama(tie_word_embeddings=True)) for make in (fused, unfused))
     assert fused_summary(found.model) == "2 decoder layers fused, loss over chunks of logits"
     # to predict a token from itself is easy at once: only the first steps compare
     assert_close(train(expected, steps=2), train(found, steps=2), CLOSE)
@@ -135,11 +130,7 @@ def fsdp_units_with_original_parameters_run_merged_layers() -> None:
         if config.fused:
             fuse(model)
         unit = FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=BLOCKS,
-            mixed_precision=BF16,
-            use_orig_params=True,
-            device_id=torch.device("cpu"),
+            model, auto_wrap_policy=BLOCKS, mixed_precision=BF16, use_orig_params=True, device_id=torch.device("cpu")
         )
         compress_flat_fsdp(unit, reduce=False)
         optimizer = torch.optim.AdamW(unit.parameters(), lr=1e-2)

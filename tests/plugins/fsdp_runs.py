@@ -27,12 +27,7 @@ from fp8booster.nn.fsdp.handle import compress_flat_fsdp
 from fp8booster.nn.weights import resharded
 from fp8booster.tensor import QuantizedMatrix
 from tests.colossal.models import tiny_llama
-from tests.plugins.training import (
-    Boosted,
-    assert_equal,
-    boost,
-    train,
-)
+from tests.plugins.training import Boosted, assert_equal, boost, train
 
 if TYPE_CHECKING:
     from colossalai.booster.plugin import TorchFSDPPlugin as NativePlugin

@@ -28,8 +28,7 @@ def a_model_fused_after_it_was_boosted_keeps_the_memory_that_zero_writes_to() ->
     fuse(early)
     # buckets too small for any weight, so that each is gathered into the memory it had when it was boosted
     late, early = (
-        boost(ours(stage=1, reduce_bucket_size_in_m=1e-3), model)
-        for model in (tiny_llama().bfloat16(), early)
+        boost(ours(stage=1, reduce_bucket_size_in_m=1e-3), model) for model in (tiny_llama().bfloat16(), early)
     )
     places = [parameter.data_ptr() for parameter in late.model.unwrap().parameters()]
     found = fuse(late.model.unwrap())

@@ -144,9 +144,7 @@ def checkpoints_have_the_dtype_of_the_model_or_native_ones(case: str) -> None:
     if case == "built in FP32":
         assert_equal(masters(run), found)
     else:
-        expected = gemini_runs.boost(native(**arguments), tiny_llama().to(built_in)).model.state_dict(
-            only_rank_0=False
-        )
+        expected = gemini_runs.boost(native(**arguments), tiny_llama().to(built_in)).model.state_dict(only_rank_0=False)
         assert dtypes == {value.dtype for value in expected.values()}
     assert dtypes == {torch.float32 if case in ("built in FP32", "in one chunk") else torch.bfloat16}
 

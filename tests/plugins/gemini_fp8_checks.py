@@ -21,14 +21,7 @@ from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import Layers, batch, features
 from tests.plugins.census_checks import products
 from tests.plugins.gemini_observations import LAYERS, OPTIONS, assert_are_casts_of_masters, census
-from tests.plugins.gemini_runs import (
-    boost,
-    config,
-    fp8_chunks,
-    layers,
-    native,
-    wire,
-)
+from tests.plugins.gemini_runs import boost, config, fp8_chunks, layers, native, wire
 from tests.plugins.registry import check, check_each
 from tests.plugins.training import rank_batches, train
 
@@ -89,11 +82,7 @@ def a_step_sends_at_most_0_52_of_the_bytes_of_16_bits(option: str) -> None:
         assert not row.uncompressed
         assert row.wire_bytes <= 0.52 * row.raw_bytes, name
     gathers = found["chunk gather"]
-    sharded = [
-        chunk
-        for chunk in run.model.chunk_manager.get_chunks(run.model.fp16_params)
-        if not chunk.keep_gathered
-    ]
+    sharded = [chunk for chunk in run.model.chunk_manager.get_chunks(run.model.fp16_params) if not chunk.keep_gathered]
     sixteen = [chunk for chunk in sharded if chunk not in fp8_chunks(run)]
     assert set(gathers.uncompressed) == {"not the weight of an FP8 layer"}
     once = sum(chunk.shard_size for chunk in fp8_chunks(run)) * (ranks - 1)

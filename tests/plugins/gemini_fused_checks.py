@@ -234,12 +234,8 @@ def what_cannot_be_merged_runs_one_by_one_and_is_shown() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         lines = count_calls(monkeypatch, plugin.logger, "info")
         run = boost(plugin, model())
-    said = (
-        "7 of them merged to 3 products, 1 group of layers not merged (only some of the weights are trained)"
-    )
-    assert any(
-        said in line and "2 decoder layers fused, loss over chunks of logits" in line for (line,) in lines
-    )
+    said = "7 of them merged to 3 products, 1 group of layers not merged (only some of the weights are trained)"
+    assert any(said in line and "2 decoder layers fused, loss over chunks of logits" in line for (line,) in lines)
     notes = {row.name: row.notes for row in report(run.model).rows}
     assert "not merged: only some" in notes["model.layers.0.self_attn.q_proj"]
     assert "not merged" not in notes["model.layers.1.self_attn.q_proj"]

@@ -23,8 +23,7 @@ SIZES = {"num_key_value_heads": 4, "vocab_size": 256}
 @check_each("TP2", "TP2, sequence parallel", "TP2, extra DP2")
 def a_fused_sharded_model_learns_as_an_unfused_one(case: str) -> None:
     run, expected = (
-        boost(wire(fp8_config=config(fused=fused), **RUNS[case]), tiny_llama(**SIZES))
-        for fused in (True, False)
+        boost(wire(fp8_config=config(fused=fused), **RUNS[case]), tiny_llama(**SIZES)) for fused in (True, False)
     )
     assert_close(learn(expected, 2), learn(run, 2), CLOSE)
     assert "10 of them merged to 4 products" in report(run.model).summary()

@@ -68,9 +68,7 @@ def a_forward_holds_one_gathered_chunk_in_bytes() -> None:
     train(boosted, steps=1)
     gathered = []
     for layer in boosted.model.unwrap().model.layers:
-        layer.register_forward_hook(
-            lambda *_: gathered.append(sum(chunk.is_gathered for chunk in fp8_chunks(boosted)))
-        )
+        layer.register_forward_hook(lambda *_: gathered.append(sum(chunk.is_gathered for chunk in fp8_chunks(boosted))))
     train(boosted, steps=1)
     assert max(gathered) <= 1
     assert all(chunk.cuda_global_chunk.dtype is torch.uint8 for chunk in fp8_chunks(boosted))

@@ -18,17 +18,7 @@ from fp8booster.optim import HybridAdam
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import CLOSE, Layers, features, step
 from tests.plugins.gemini_observations import LAYERS
-from tests.plugins.gemini_runs import (
-    boost,
-    config,
-    fp8_chunks,
-    layers,
-    masters,
-    native,
-    ours,
-    weights,
-    wire,
-)
+from tests.plugins.gemini_runs import boost, config, fp8_chunks, layers, masters, native, ours, weights, wire
 from tests.plugins.registry import check, check_each
 from tests.plugins.training import assert_close, train
 
@@ -221,9 +211,7 @@ def a_trained_layer_that_a_step_does_not_use_is_named(kind: str) -> None:
     step(True)
     if "accumulating" in kind:
         step(True, False)
-    with pytest.raises(
-        RuntimeError, match=r"no gradient for `spare.weight`.*: .*requires_grad_\(False\) on layers"
-    ):
+    with pytest.raises(RuntimeError, match=r"no gradient for `spare.weight`.*: .*requires_grad_\(False\) on layers"):
         step(False)
 
 

@@ -34,8 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "no masters": {"master_weights": False},
     "fp16": FP16
     | {"growth_factor": 4.0, "growth_interval": 1, "max_scale": 2.0**12, "max_norm": 0.1, "norm_type": 2.0},
-    "overflow": FP16
-    | {"initial_scale": 2.0**26, "hysteresis": 1, "backoff_factor": 0.25, "min_scale": 2.0**23},
+    "overflow": FP16 | {"initial_scale": 2.0**26, "hysteresis": 1, "backoff_factor": 0.25, "min_scale": 2.0**23},
     "extra data parallel": {"extra_dp_size": 2},
     "shardformer's options without tensor parallelism": {
         "tp_size": 1,
@@ -90,13 +89,7 @@ def without_fp8_it_trains_as_the_native_plugin(case: str) -> None:
 def positional_arguments_mean_what_they_mean_in_the_native_plugin() -> None:
     from fp8booster.plugins.gemini import GeminiPlugin
 
-    changed = {
-        "precision": "bf16",
-        "min_chunk_size_m": 2**-7,
-        "search_range_m": 0,
-        "max_norm": 0.1,
-        "hidden_dim": 64,
-    }
+    changed = {"precision": "bf16", "min_chunk_size_m": 2**-7, "search_range_m": 0, "max_norm": 0.1, "hidden_dim": 64}
     values = [changed.get(argument.name, argument.default) for argument in native_arguments()]
     expected = boost(native(**changed))
     assert train(expected) == train(boost(GeminiPlugin(*values)))

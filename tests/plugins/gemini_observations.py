@@ -9,11 +9,7 @@ import torch
 from fp8booster.kernels.cast import cast_reference
 from tests.colossal.zero.runs import assert_same_on_all_ranks
 from tests.plugins.census_checks import Census
-from tests.plugins.gemini_runs import (
-    OFFLOADED,
-    layers,
-    masters,
-)
+from tests.plugins.gemini_runs import OFFLOADED, layers, masters
 from tests.plugins.training import Boosted
 
 FP16 = {"precision": "fp16", "initial_scale": 2.0**8}

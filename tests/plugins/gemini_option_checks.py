@@ -11,14 +11,7 @@ from torch import nn
 from fp8booster import FP8Config
 from tests.colossal.zero.runs import CLOSE, Layers, batch, features, step
 from tests.plugins.gemini_observations import FP16, OPTIONS, assert_are_casts_of_masters
-from tests.plugins.gemini_runs import (
-    OFFLOADED,
-    boost,
-    config,
-    masters,
-    native,
-    wire,
-)
+from tests.plugins.gemini_runs import OFFLOADED, boost, config, masters, native, wire
 from tests.plugins.registry import check, check_each
 from tests.plugins.training import assert_close, assert_equal, train
 
@@ -48,13 +41,7 @@ def evaluation_with_prefetch_leaves_training_as_it_is() -> None:
 
 
 @check_each(
-    "defaults",
-    "16 bits on the wire",
-    "no masters",
-    "rowwise",
-    "fp16",
-    "one scale a message",
-    "all on the host",
+    "defaults", "16 bits on the wire", "no masters", "rowwise", "fp16", "one scale a message", "all on the host"
 )
 def it_trains_near_native(option: str) -> None:
     options = {
@@ -66,9 +53,7 @@ def it_trains_near_native(option: str) -> None:
         "one scale a message": {"fp8_config": config(gradient_scaling="tensor")},
         "all on the host": OFFLOADED,
     }[option]
-    theirs = {
-        name: value for name, value in options.items() if name not in ("fp8_config", "fp8_communication")
-    }
+    theirs = {name: value for name, value in options.items() if name not in ("fp8_config", "fp8_communication")}
     in_16_bits, losses = train(boost(native(**theirs))), train(boost(wire(**options)))
     assert_close(in_16_bits, losses, CLOSE)
     assert losses != in_16_bits
@@ -78,8 +63,7 @@ def it_trains_near_native(option: str) -> None:
 def gradients_are_clipped(options: Any) -> None:
     options = {"placement_policy": "auto"} if options == "auto" else options
     free, clipped, reference = (
-        boost(plugin)
-        for plugin in (wire(**options), wire(max_norm=1e-3, **options), native(max_norm=1e-3, **options))
+        boost(plugin) for plugin in (wire(**options), wire(max_norm=1e-3, **options), native(max_norm=1e-3, **options))
     )
     for run in (free, clipped, reference):
         train(run, steps=1)
@@ -104,9 +88,7 @@ def accumulated_gradients_are_those_of_one_large_batch(option: str) -> None:
     assert_close(expected, losses, CLOSE)
     found, moments = ([], [])
     for one, into in ((run, found), (reference, moments)):
-        into += [
-            state["exp_avg"].abs().sum().item() for state in one.optimizer.state_dict(False)["state"].values()
-        ]
+        into += [state["exp_avg"].abs().sum().item() for state in one.optimizer.state_dict(False)["state"].values()]
     assert_close(moments, found, 0.1)
 
 

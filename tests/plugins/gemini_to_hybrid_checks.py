@@ -59,9 +59,7 @@ def what_gemini_writes_in_fp8_others_read_and_go_on_from() -> None:
             again, _ = save(reader, form, f"{name} {form}")
             # Gemini writes the dtype of the model as it was built, others their 16-bit weights
             of_reader = weights_in(again)
-            of_writer = {
-                name: value.to(of_reader[name].dtype) for name, value in weights_in(files[0]).items()
-            }
+            of_writer = {name: value.to(of_reader[name].dtype) for name, value in weights_in(files[0]).items()}
             assert_equal(of_writer, of_reader)
             losses.append(learn(reader, 3, 6))
         assert losses[0] == losses[1], name

@@ -48,9 +48,7 @@ def _states(run: Boosted) -> dict[str, dict[str, Any]]:
         return run.optimizer.state_dict(only_rank_0=False)["state"]
     unit = getattr(run.model, "module", None)
     if isinstance(unit, FullyShardedDataParallel):
-        return FullyShardedDataParallel.full_optim_state_dict(unit, optim=run.optimizer, rank0_only=False)[
-            "state"
-        ]
+        return FullyShardedDataParallel.full_optim_state_dict(unit, optim=run.optimizer, rank0_only=False)["state"]
     inner = run.optimizer.unwrap()
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     return {str(place): inner.state.get(parameter, {}) for place, parameter in enumerate(parameters)}

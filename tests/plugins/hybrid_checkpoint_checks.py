@@ -73,9 +73,7 @@ def save(run: Boosted, form: str, name: str) -> tuple[Path, Path]:
     in_one = not options.get("shard")
     model = folder / ("model.safetensors" if in_one and options else "model.bin" if in_one else "model")
     of_optimizer = {key: value for key, value in options.items() if key != "use_safetensors"}
-    optimizer = folder / (
-        "optimizer.safetensors" if in_one and options else "optimizer.bin" if in_one else "optimizer"
-    )
+    optimizer = folder / ("optimizer.safetensors" if in_one and options else "optimizer.bin" if in_one else "optimizer")
     run.booster.save_model(run.model, str(model), size_per_shard=0.1, **options)
     run.booster.save_optimizer(run.optimizer, str(optimizer), size_per_shard=0.1, **of_optimizer)
     run.booster.checkpoint_io._sync_io()
@@ -135,9 +133,7 @@ def a_loaded_run_goes_on_as_another_that_loads_the_same(mode: str) -> None:
     learn(writer)
     learn(used, last=1)  # has FP8 copies and states that loading must replace
     if mode == "DP2":
-        learn(
-            fresh, last=2
-        )  # after its first backward DDP fills its buckets in another order, with other blocks
+        learn(fresh, last=2)  # after its first backward DDP fills its buckets in another order, with other blocks
     written = save(writer, "shards", f"twice {mode}")
     for run in (fresh, used):
         load(run, *written)

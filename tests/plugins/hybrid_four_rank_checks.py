@@ -111,9 +111,7 @@ def what_tensor_parallel_ranks_hold_alike_stays_alike(mode: str) -> None:
     run = start(fp8(MODES[mode]), tiny_llama(**sizes(hidden_size=80, num_hidden_layers=2)))
     learn(run)
     replicated = {
-        name: value
-        for name, value in run.model.unwrap().named_parameters()
-        if not is_distributed_tensor(value)
+        name: value for name, value in run.model.unwrap().named_parameters() if not is_distributed_tensor(value)
     }
     assert len(replicated) == 5
     for value in replicated.values():

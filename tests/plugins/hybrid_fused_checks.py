@@ -23,16 +23,7 @@ from tests.colossal.moe.models import tiny_mixtral
 from tests.plugins.census_checks import Census
 from tests.plugins.hybrid_census_checks import PASSES, expected, operations
 from tests.plugins.hybrid_model_checks import begin, step
-from tests.plugins.hybrid_runs import (
-    LENGTH,
-    MICRO_BATCHES,
-    SEQUENCES,
-    HybridRun,
-    batches,
-    fp8,
-    sizes,
-    start,
-)
+from tests.plugins.hybrid_runs import LENGTH, MICRO_BATCHES, SEQUENCES, HybridRun, batches, fp8, sizes, start
 from tests.plugins.hybrid_runs import MODES as UNFUSED_MODES
 from tests.plugins.registry import check, check_each, shared_folder
 from tests.plugins.training import assert_close, assert_equal, rank_batches
@@ -86,9 +77,7 @@ def model_of(mode: str) -> nn.Module:
     return tiny_llama(**sizes(num_hidden_layers=4 if "num_model_chunks" in MODES[mode] else 2))
 
 
-def boosted(
-    mode: str, fused: bool, model: nn.Module | None = None, **arguments: Any
-) -> tuple[HybridRun, str]:
+def boosted(mode: str, fused: bool, model: nn.Module | None = None, **arguments: Any) -> tuple[HybridRun, str]:
     """A run, and the line that its plugin says."""
     plugin = fp8(MODES[mode], fp8_config=FP8Config(fused=fused), **arguments)
     with mock.patch.object(plugin.logger, "info") as info:
@@ -153,8 +142,7 @@ def gradients_and_losses_are_those_of_unfused_layers(mode: str) -> None:
     apart = {
         name: signal_to_noise(fused.gradients[name], gradient)
         for name, gradient in plain.gradients.items()
-        if gradient.any()
-        or fused.gradients[name].any()  # a shard of the vocabulary may have none of these tokens
+        if gradient.any() or fused.gradients[name].any()  # a shard of the vocabulary may have none of these tokens
     }
     assert min(apart.values()) > ALIKE_DB, apart
     assert min(apart.values()) < 40, apart  # it is another computation
@@ -199,9 +187,9 @@ def no_more_is_sent_and_with_tensor_parallelism_less(mode: str) -> None:
 @check_each(*MODES)
 def the_summary_says_what_is_fused_and_what_is_not(mode: str) -> None:
     found = seen(mode, True)
-    assert (
-        f"{len(decoder_layers(found.run))} decoder layers fused, loss over chunks of logits" in found.said
-    ), found.said
+    assert f"{len(decoder_layers(found.run))} decoder layers fused, loss over chunks of logits" in found.said, (
+        found.said
+    )
     assert "fused" not in seen(mode, False).said
 
 
@@ -220,9 +208,7 @@ def padding_is_left_out_along_a_sequence_as_in_unfused_layers(mode: str) -> None
         run, _ = boosted(mode, fused)
         tokens = three_batches(run)[0][: len(padding)]
         with Census() as counted:
-            loss = run.model(
-                input_ids=tokens, labels=tokens.masked_fill(~text, -100), attention_mask=mask.long()
-            ).loss
+            loss = run.model(input_ids=tokens, labels=tokens.masked_fill(~text, -100), attention_mask=mask.long()).loss
             run.booster.backward(loss, run.optimizer)
         assert sum(counted.fp8.values()) == PASSES * 2 * (4 if fused else 7)
         return gradients_of(run)
@@ -337,8 +323,7 @@ def a_model_without_a_fused_form_is_left_alone_and_the_summary_says_so(name: str
     with mock.patch.object(plugin.logger, "info") as info:
         run, batch = begin(plugin, name)
     assert (
-        "nothing is fused, as there are no decoder layers of Llama, Mistral, Mixtral, Qwen2"
-        in info.call_args.args[0]
+        "nothing is fused, as there are no decoder layers of Llama, Mistral, Mixtral, Qwen2" in info.call_args.args[0]
     )
     plain, _ = begin(fp8("TP2"), name)
     assert step(run, batch) == step(plain, batch)

@@ -15,13 +15,7 @@ from torch import nn
 
 from fp8booster import FP8Config, comm
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.nn.fused import (
-    fused_summary,
-    linear_cross_entropy,
-    use_fused_loss,
-    use_native_loss,
-    why_not_fused,
-)
+from fp8booster.nn.fused import fused_summary, linear_cross_entropy, use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.vocabulary import NAME, WHY_PLAIN, VocabularyPart
 from tests.colossal.models import tiny_llama
@@ -65,16 +59,9 @@ def a_head_spread_over_ranks_has_the_loss_and_gradients_of_a_whole_one(case: tup
         right = F.cross_entropy(logits, targets, reduction=reduction)
         exact = torch.autograd.grad(right, (hidden, weight, bias))
         for chunk in (None, 16):
-            leaves = [
-                value.detach().to(dtype).requires_grad_() for value in (hidden, weight[rows], bias[rows])
-            ]
+            leaves = [value.detach().to(dtype).requires_grad_() for value in (hidden, weight[rows], bias[rows])]
             found = linear_cross_entropy(
-                *leaves[:2],
-                targets,
-                bias=leaves[2],
-                reduction=reduction,
-                chunk_tokens=chunk,
-                vocabulary=part,
+                *leaves[:2], targets, bias=leaves[2], reduction=reduction, chunk_tokens=chunk, vocabulary=part
             )
             found.backward()
             torch.testing.assert_close(found.double(), right, rtol=WITHIN[dtype], atol=0)

@@ -110,9 +110,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] 
         _masked_text,
     ),
     "T5": (
-        lambda: transformers.T5ForConditionalGeneration(
-            transformers.T5Config(**T5, decoder_start_token_id=0)
-        ),
+        lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, decoder_start_token_id=0)),
         _text,
     ),
     "ViT": (
@@ -219,14 +217,10 @@ def pass_through(run: HybridRun, batch: dict[str, torch.Tensor]) -> float:
 def gradients_of_matrices(run: HybridRun) -> dict[str, torch.Tensor]:
     """By parameter; of those that this stage holds."""
     held = run.model.unwrap().named_parameters()
-    return {
-        name.removeprefix("module."): value.grad.float().flatten() for name, value in held if value.ndim == 2
-    }
+    return {name.removeprefix("module."): value.grad.float().flatten() for name, value in held if value.ndim == 2}
 
 
-def step_with_gradients(
-    run: HybridRun, batch: dict[str, torch.Tensor]
-) -> tuple[float, dict[str, torch.Tensor]]:
+def step_with_gradients(run: HybridRun, batch: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
     """One on the whole batch, as `step`."""
     loss, gradients = pass_through(run, batch), gradients_of_matrices(run)
     run.optimizer.step()

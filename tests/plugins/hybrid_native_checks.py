@@ -10,25 +10,12 @@ import torch
 
 from fp8booster import FP8Config
 from tests.colossal.models import tiny_llama
-from tests.plugins.hybrid_runs import (
-    LOSS_SCALING,
-    MODES,
-    arguments_of,
-    fp8,
-    learn,
-    native,
-    ours,
-    sizes,
-    start,
-)
+from tests.plugins.hybrid_runs import LOSS_SCALING, MODES, arguments_of, fp8, learn, native, ours, sizes, start
 from tests.plugins.registry import check, check_each
 from tests.plugins.training import assert_equal
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "loss scaling": (
-        "DP2",
-        LOSS_SCALING | {"max_norm": 0.1},
-    ),
+    "loss scaling": ("DP2", LOSS_SCALING | {"max_norm": 0.1}),
     "full precision": ("TP2", {"precision": "fp32", "max_norm": 0.1}),
     "DDP": (
         "DP2",
@@ -96,9 +83,7 @@ def assert_trains_as_native(mode: str, **arguments: Any) -> None:
     """Losses, gradient norms and weights of some steps are equal, bit for bit."""
     layers = sum(arguments.get("num_layers_per_stage", ()))
     models = [tiny_llama(**sizes(num_hidden_layers=layers)) if layers else None for _ in range(2)]
-    runs = [
-        start(plugin(mode, **arguments), model) for plugin, model in zip((native, ours), models, strict=True)
-    ]
+    runs = [start(plugin(mode, **arguments), model) for plugin, model in zip((native, ours), models, strict=True)]
     losses = [learn(run, last=2, accumulate=2) for run in runs]
     assert losses[0] == losses[1], losses
     norms = [run.optimizer.get_grad_norm() for run in runs]

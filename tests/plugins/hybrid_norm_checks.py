@@ -11,14 +11,7 @@ from tests.plugins.registry import check, check_each
 
 CASES: dict[str, dict[str, Any]] = {
     mode: MODES[mode]
-    for mode in (
-        "DP2 ZeRO 2",
-        "TP2",
-        "TP2 split_gather",
-        "SP2 all_to_all ZeRO 1",
-        "PP2 1f1b",
-        "PP2 1f1b ZeRO 1",
-    )
+    for mode in ("DP2 ZeRO 2", "TP2", "TP2 split_gather", "SP2 all_to_all ZeRO 1", "PP2 1f1b", "PP2 1f1b ZeRO 1")
 } | {
     "TP2 split_gather ZeRO 1": MODES["TP2 split_gather"] | {"zero_stage": 1},
     "DP2 FP16": {"precision": "fp16", "initial_scale": 2.0**8},
@@ -30,9 +23,7 @@ def gradients_are_clipped_by_the_norm_that_native_finds(case: str) -> None:
     arguments = CASES[case]
     shared = arguments.get("pp_size", 1) > 1
     run = start(fp8(arguments), tiny_llama(**sizes(tie_word_embeddings=shared)))
-    assert_clips_by_one_norm(
-        run, *(step[0] for step in batches(0, 2, 2)), scale=arguments.get("initial_scale", 1.0)
-    )
+    assert_clips_by_one_norm(run, *(step[0] for step in batches(0, 2, 2)), scale=arguments.get("initial_scale", 1.0))
 
 
 @check_each("TP2", "TP2 ZeRO 1")

@@ -52,9 +52,7 @@ def a_model_that_is_boosted_again_trains_on_as_native_does(mode: str) -> None:
     for plugin in (native, fp8):
         run = start(plugin(mode))
         _, calls = learn_and_count(run, 0, 2)
-        model, optimizer, *_ = run.booster.boost(
-            run.model, torch.optim.AdamW(run.model.parameters(), lr=1e-3)
-        )
+        model, optimizer, *_ = run.booster.boost(run.model, torch.optim.AdamW(run.model.parameters(), lr=1e-3))
         assert model is run.model
         again, calls_again = learn_and_count(HybridRun(run.booster, model, optimizer), 2, 4)
         assert calls_again == calls  # no gradient travels twice
@@ -116,9 +114,7 @@ def options_of_zero_do_not_change_a_bit(options: dict[str, Any]) -> None:
 def late_gathers_reach_sharded_layers(mode: str) -> None:
     expected, run = start(fp8(mode)), start(fp8(mode, overlap_allgather=True))
     assert learn(expected) == learn(run)
-    assert (
-        not any(hasattr(value, "_all_gather_handle") for value in run.model.parameters()) or run.parameters()
-    )
+    assert not any(hasattr(value, "_all_gather_handle") for value in run.model.parameters()) or run.parameters()
 
 
 @check_each("tensor", "auto")
@@ -144,10 +140,7 @@ def without_fp8_communication_nothing_is_sent_in_fp8(mode: str) -> None:
 
 @check_each("DP2", "DP2 ZeRO 1")
 def adapters_train_over_a_frozen_fp8_base(mode: str) -> None:
-    runs = [
-        start(plugin(mode), tiny_llama(**sizes()), lora={"lora_config": lora_config()})
-        for plugin in (native, fp8)
-    ]
+    runs = [start(plugin(mode), tiny_llama(**sizes()), lora={"lora_config": lora_config()}) for plugin in (native, fp8)]
     assert_close(*(learn(run) for run in runs), CLOSE)
     rows = {row.name: row for row in report(runs[1].model).rows}
     base = {name for name in rows if name.endswith("base_layer")}
@@ -196,10 +189,7 @@ def options_of_native_go_with_fp8(group: str) -> None:
     mode, arguments = OPTIONS[group]
     arguments = {name: value for name, value in arguments.items() if name != "use_fp8"}
     layers = sum(arguments.get("num_layers_per_stage", (2,)))
-    runs = [
-        start(make(mode, **arguments), tiny_llama(**sizes(num_hidden_layers=layers)))
-        for make in (native, fp8)
-    ]
+    runs = [start(make(mode, **arguments), tiny_llama(**sizes(num_hidden_layers=layers))) for make in (native, fp8)]
     assert_close(*(learn(run, last=2) for run in runs), CLOSE)
     assert all(row.name.endswith("lm_head") for row in report(runs[1].model).other)
     assert report(runs[1].model).fp8

@@ -132,11 +132,7 @@ class HybridRun(Boosted):
         if plugin.pp_size > 1:
             batch = iter([{"input_ids": tokens, "labels": tokens}])
             found = self.booster.execute_pipeline(
-                batch,
-                self.model,
-                lambda output, _: output.loss / micro_batches,
-                self.optimizer,
-                return_loss=True,
+                batch, self.model, lambda output, _: output.loss / micro_batches, self.optimizer, return_loss=True
             )["loss"]
             loss = torch.zeros(()) if found is None else found.detach().float() * micro_batches
         else:
@@ -159,9 +155,7 @@ def sizes(**options: Any) -> dict[str, Any]:
     return {"vocab_size": 256, "num_hidden_layers": 2} | options
 
 
-def start(
-    plugin: NativePlugin, model: nn.Module | None = None, lr: float = 1e-3, **options: Any
-) -> HybridRun:
+def start(plugin: NativePlugin, model: nn.Module | None = None, lr: float = 1e-3, **options: Any) -> HybridRun:
     """Boost a model, by default a LLaMA with `sizes`, or with a layer for each part of a pipeline of more parts;
     `options` as in `training.boost`.
     """
@@ -178,13 +172,9 @@ def text() -> np.ndarray:
     return np.frombuffer(b"".join(source.read_bytes() for source in sources), dtype=np.uint8)
 
 
-def batches(
-    first: int, last: int, ranks: int = 1, rank: int = 0, accumulate: int = 1
-) -> list[list[torch.Tensor]]:
+def batches(first: int, last: int, ranks: int = 1, rank: int = 0, accumulate: int = 1) -> list[list[torch.Tensor]]:
     """The micro-batches of one data parallel rank in the steps `first` to `last` - 1; all ranks' are the same text."""
-    layout = Layout(
-        sequence=LENGTH, batch=SEQUENCES // ranks // accumulate, accumulate=accumulate, replicas=ranks
-    )
+    layout = Layout(sequence=LENGTH, batch=SEQUENCES // ranks // accumulate, accumulate=accumulate, replicas=ranks)
     source = Batches(text(), layout, rank, seed=0)
     return [list(source.micro_batches(step * SEQUENCES)) for step in range(first, last)]
 

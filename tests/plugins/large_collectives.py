@@ -54,16 +54,10 @@ def each_call() -> Iterator[Calls]:
     def adding(into: Any, lock: Any, name: str, handed: Any, group: Any) -> None:
         tensors = [handed] if isinstance(handed, torch.Tensor) else handed or []
         for dtype in {tensor.dtype for tensor in tensors} if dist.get_world_size(group) > 1 else ():
-            calls.seen.append(
-                (name, dtype, sum(tensor.nbytes for tensor in tensors if tensor.dtype is dtype))
-            )
+            calls.seen.append((name, dtype, sum(tensor.nbytes for tensor in tensors if tensor.dtype is dtype)))
         add(into, lock, name, handed, group)
 
-    with (
-        patch.object(statistics, "_count", counting),
-        patch.object(traffic, "_add", adding),
-        traffic.count_traffic(),
-    ):
+    with patch.object(statistics, "_count", counting), patch.object(traffic, "_add", adding), traffic.count_traffic():
         yield calls
 
 

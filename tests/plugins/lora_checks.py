@@ -11,17 +11,7 @@ from safetensors.torch import load_file
 from fp8booster import FP8Config, FP8Linear, report
 from tests.colossal.models import tiny_llama
 from tests.plugins.registry import check_each, shared_folder
-from tests.plugins.training import (
-    STAGES,
-    Boosted,
-    assert_close,
-    assert_equal,
-    boost,
-    fp8,
-    native,
-    rank_batches,
-    train,
-)
+from tests.plugins.training import STAGES, Boosted, assert_close, assert_equal, boost, fp8, native, rank_batches, train
 
 if TYPE_CHECKING:
     from peft import LoraConfig

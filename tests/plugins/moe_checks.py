@@ -27,14 +27,7 @@ from tests.plugins.hybrid_runs import HybridRun, start
 from tests.plugins.learning_checks import learn
 from tests.plugins.norms import assert_clips_by_one_norm
 from tests.plugins.registry import check, check_each, shared_folder
-from tests.plugins.training import (
-    Boosted,
-    assert_close,
-    assert_equal,
-    assert_trains_equally,
-    rank_batches,
-    train,
-)
+from tests.plugins.training import Boosted, assert_close, assert_equal, assert_trains_equally, rank_batches, train
 
 if TYPE_CHECKING:
     from colossalai.booster.plugin import MoeHybridParallelPlugin as NativePlugin
@@ -132,22 +125,14 @@ def moe_runs_the_products_of_layers_with_hooks_one_by_one_in_fp8() -> None:
     tokens: Counter[nn.Module] = Counter()
     for layer in network.modules():
         if isinstance(layer, FP8Layer):
-            layer.register_forward_pre_hook(
-                lambda module, args: tokens.update({module: args[0].shape[:-1].numel()})
-            )
+            layer.register_forward_pre_hook(lambda module, args: tokens.update({module: args[0].shape[:-1].numel()}))
     batch = rank_batches(1)[0]
     with Census() as counted:
         run.step(batch)
-    experts = [
-        layer
-        for name, layer in network.named_modules()
-        if "experts." in name and isinstance(layer, nn.Linear)
-    ]
+    experts = [layer for name, layer in network.named_modules() if "experts." in name and isinstance(layer, nn.Linear)]
     held = [layer for layer in experts if isinstance(layer, FP8Layer) and layer.weight is not None]
     attention = [
-        layer
-        for name, layer in network.named_modules()
-        if "self_attn." in name and isinstance(layer, nn.Linear)
+        layer for name, layer in network.named_modules() if "self_attn." in name and isinstance(layer, nn.Linear)
     ]
     assert len(held) == 2 * 2 * 3  # in each of two layers, two experts of three products
     assert len(attention) == 2 * 4
@@ -235,8 +220,7 @@ def moe_gradients_are_those_of_the_native_plugin(mode: str) -> None:
 def assert_native_gradients(mode: dict[str, Any]) -> None:
     """In direction and size, where all tokens go to all experts: rounding would send some to others."""
     losses = (
-        train(boost(make(**mode), num_experts_per_tok=EXPERTS), steps=2, micro_batches=2)
-        for make in (native, fp8)
+        train(boost(make(**mode), num_experts_per_tok=EXPERTS), steps=2, micro_batches=2) for make in (native, fp8)
     )
     assert_close(*losses, CLOSE)
 
@@ -301,9 +285,7 @@ def moe_routers_of_all_stages_learn_to_balance_their_experts(which: str) -> None
     run.backward(batch)
     expected = {name: value.grad.float().flatten() for name, value in alone.named_parameters()}
     found = {
-        name: value.grad.float().flatten()
-        for name, value in run.model.unwrap().named_parameters()
-        if "gate" in name
+        name: value.grad.float().flatten() for name, value in run.model.unwrap().named_parameters() if "gate" in name
     }
     assert len(found) == 1
     for name, gradient in found.items():

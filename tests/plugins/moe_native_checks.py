@@ -55,12 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "enable_jit_fused": True,
     },
     "pipeline": PP2
-    | {
-        "num_microbatches": None,
-        "microbatch_size": 4,
-        "num_layers_per_stage": [1, 2],
-        "enable_metadata_cache": False,
-    },
+    | {"num_microbatches": None, "microbatch_size": 4, "num_layers_per_stage": [1, 2], "enable_metadata_cache": False},
 }
 """Groups of the native plugin's arguments, each with another value where one is possible here."""
 
@@ -70,12 +65,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "interleaved": (CHUNKS | {"pp_style": "interleaved"}, "use pp_style='1f1b'"),
     "zero-bubble": (CHUNKS | {"pp_style": "zbv", "scheduler_nodes": []}, "use pp_style='1f1b'"),
     "sequence parallel": (
-        ON_EVERY_RANK
-        | {
-            "sp_size": 2,
-            "enable_sequence_parallelism": True,
-            "sequence_parallelism_mode": "all_to_all",
-        },
+        ON_EVERY_RANK | {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
         "leave enable_sequence_parallelism out",
     ),
 }
@@ -85,10 +75,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def assert_trains_as_native(**arguments: Any) -> None:
     """Losses, gradient norms and weights of some steps are equal, bit for bit."""
     layers = sum(arguments.get("num_layers_per_stage", (2,)))
-    runs = [
-        start(make(**arguments), tiny_mixtral(vocab_size=256, num_hidden_layers=layers))
-        for make in (native, ours)
-    ]
+    runs = [start(make(**arguments), tiny_mixtral(vocab_size=256, num_hidden_layers=layers)) for make in (native, ours)]
     losses = [learn(run, last=2, accumulate=1 if arguments["pp_size"] > 1 else 2) for run in runs]
     assert losses[0] == losses[1], losses
     norms = [run.optimizer.get_grad_norm() for run in runs]

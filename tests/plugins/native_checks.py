@@ -10,16 +10,7 @@ import torch
 
 from fp8booster import FP8Config
 from tests.plugins.registry import check, check_each
-from tests.plugins.training import (
-    STAGES,
-    assert_trains_equally,
-    boost,
-    fp8,
-    native,
-    native_class,
-    our_class,
-    ours,
-)
+from tests.plugins.training import STAGES, assert_trains_equally, boost, fp8, native, native_class, our_class, ours
 
 FP16 = {"precision": "fp16", "initial_scale": 2.0**8}
 OVERFLOWING = {"precision": "fp16", "initial_scale": 2.0**26, "hysteresis": 1, "backoff_factor": 2.0**-9}

@@ -120,9 +120,7 @@ def the_configuration_decides_what_is_sent_unless_the_argument_does(plugin: str)
 
 
 BUCKETS = {
-    ("HybridParallelPlugin", "zero_bucket_size_in_m"): lambda plugin: plugin.zero_config[
-        "reduce_bucket_size"
-    ],
+    ("HybridParallelPlugin", "zero_bucket_size_in_m"): lambda plugin: plugin.zero_config["reduce_bucket_size"],
     ("HybridParallelPlugin", "ddp_bucket_cap_mb"): lambda plugin: plugin.ddp_config["bucket_cap_mb"],
     ("TorchDDPPlugin", "bucket_cap_mb"): lambda plugin: plugin.ddp_kwargs["bucket_cap_mb"],
 }

@@ -64,10 +64,7 @@ def set_max_norm(optimizer: Any, limit: float) -> None:
 
 
 def steps_of(
-    run: HybridRun,
-    *batches: torch.Tensor,
-    limit: float,
-    norm_of: Callable[[Any], float] = native_norm,
+    run: HybridRun, *batches: torch.Tensor, limit: float, norm_of: Callable[[Any], float] = native_norm
 ) -> tuple[float, float, int]:
     """Take a step over micro-batches.
 
@@ -76,9 +73,7 @@ def steps_of(
     """
     set_max_norm(run.optimizer, limit)
     seen = []
-    hook = run.optimizer.unwrap().register_step_pre_hook(
-        lambda *_: seen.extend((reads.count, norm_of(run.optimizer)))
-    )
+    hook = run.optimizer.unwrap().register_step_pre_hook(lambda *_: seen.extend((reads.count, norm_of(run.optimizer))))
     for tokens in batches:
         run.backward(tokens, len(batches))
     with HostReads() as reads:
@@ -90,10 +85,7 @@ def steps_of(
 
 
 def assert_clips_by_one_norm(
-    run: HybridRun,
-    *batches: torch.Tensor,
-    scale: float = 1.0,
-    norm_of: Callable[[Any], float] = native_norm,
+    run: HybridRun, *batches: torch.Tensor, scale: float = 1.0, norm_of: Callable[[Any], float] = native_norm
 ) -> None:
     """Norms are as expected, and gradients are clipped by them, while the host reads nothing.
 

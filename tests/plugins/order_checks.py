@@ -25,11 +25,7 @@ LENGTHS = (16, 64)
 CASES: dict[str, dict[str, Any]] = {
     "ZeRO 1": {"stage": 1},
     "ZeRO 2, in 16 bits": {"stage": 2, "fp8_communication": False},
-    "ZeRO 2, in 16 bits, unfused": {
-        "stage": 2,
-        "fp8_communication": False,
-        "fp8_config": FP8Config(fused=False),
-    },
+    "ZeRO 2, in 16 bits, unfused": {"stage": 2, "fp8_communication": False, "fp8_config": FP8Config(fused=False)},
     "hybrid, ZeRO 1": {"zero_stage": 1},
     "hybrid, ZeRO 1 beside backward, in 16 bits": {
         "zero_stage": 1,

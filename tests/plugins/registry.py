@@ -40,9 +40,7 @@ def check_each(*cases: Any) -> Callable[[Check], Check]:
 def names(module: str) -> list[str]:
     """The checks that a module registers."""
     import_module(module)
-    return [
-        name for name, function in CHECKS.items() if getattr(function, "func", function).__module__ == module
-    ]
+    return [name for name, function in CHECKS.items() if getattr(function, "func", function).__module__ == module]
 
 
 def shared_folder(name: str) -> Path:

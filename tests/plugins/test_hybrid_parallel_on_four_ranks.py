@@ -8,8 +8,7 @@ from tests.distributed import Outcomes, check_ranks, judge
 from tests.plugins.registry import names, run_checks
 
 MODULES = [
-    f"tests.plugins.{checks}_checks"
-    for checks in ("hybrid_four_rank", "hybrid_loss_four_rank", "gemini_to_hybrid")
+    f"tests.plugins.{checks}_checks" for checks in ("hybrid_four_rank", "hybrid_loss_four_rank", "gemini_to_hybrid")
 ]
 
 

@@ -18,9 +18,7 @@ def run(folder: str, part: str) -> None:
 
 
 @pytest.fixture(scope="module", params=[1, 4])
-def outcomes(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> list[list[Outcomes]]:
+def outcomes(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[list[Outcomes]]:
     """What the writing ranks and the reading ones found."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     return [check_ranks(run, request.param, folder, "written"), check_ranks(run, 2, folder, "read")]

@@ -31,16 +31,11 @@ def test_it_says_what_to_install_and_what_runs(plugin: str, arguments: dict, new
         getattr(fp8booster.plugins, plugin)(**arguments)
     sentence = str(raised.value)
     assert sentence.startswith(plugin)
-    assert (
-        f"transformers {newer} is installed; pip install transformers==4.51.3, or use LowLevelZeroPlugin"
-        in sentence
-    )
+    assert f"transformers {newer} is installed; pip install transformers==4.51.3, or use LowLevelZeroPlugin" in sentence
 
 
 @pytest.mark.parametrize(("plugin", "arguments"), SHARDING)
-def test_the_version_that_is_sharded_is_taken(
-    plugin: str, arguments: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_version_that_is_sharded_is_taken(plugin: str, arguments: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "version", lambda package: "4.51.3")
     with pytest.raises(Exception) as raised:  # there are no ranks  # noqa: PT011
         getattr(fp8booster.plugins, plugin)(**arguments)
@@ -55,15 +50,10 @@ def test_a_policy_of_ones_own_is_taken(newer: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "what"),
-    [
-        ({"plugin": "hybrid", "tp": 2}, "--plugin hybrid"),
-        ({"plugin": "gemini", "tp": 2}, "--plugin gemini --tp 2"),
-    ],
+    [({"plugin": "hybrid", "tp": 2}, "--plugin hybrid"), ({"plugin": "gemini", "tp": 2}, "--plugin gemini --tp 2")],
 )
 def test_training_is_refused_before_ranks_start(options: dict, what: str, newer: str) -> None:
-    with pytest.raises(
-        ValueError, match=rf"^{what} shards models.*{newer} is installed; pip install .*gemini without"
-    ):
+    with pytest.raises(ValueError, match=rf"^{what} shards models.*{newer} is installed; pip install .*gemini without"):
         check_plugin(TrainOptions(**options))
 
 

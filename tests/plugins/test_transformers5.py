@@ -15,8 +15,7 @@ pytestmark = pytest.mark.skipif(
     why_not_sharded("", "") is None, reason="these checks run in the files of their plugins"
 )
 MODULES = [
-    f"tests.plugins.{name}_checks"
-    for name in ("fused", "native", "checkpoint", "ddp", "fsdp_fused", "gemini_fused")
+    f"tests.plugins.{name}_checks" for name in ("fused", "native", "checkpoint", "ddp", "fsdp_fused", "gemini_fused")
 ]
 
 

@@ -56,9 +56,7 @@ class Boosted:
         """Copies of the working weights, gathered."""
         if hasattr(self.model, "_force_wait_all_gather"):  # ZeRO may gather late
             self.model._force_wait_all_gather()
-        return {
-            name: parameter.detach().clone() for name, parameter in self.model.unwrap().named_parameters()
-        }
+        return {name: parameter.detach().clone() for name, parameter in self.model.unwrap().named_parameters()}
 
 
 def boost(
@@ -141,9 +139,7 @@ def assert_trains_equally(expected: Boosted, found: Boosted, **how: Any) -> None
     assert_equal(expected.parameters(), found.parameters())
 
 
-def assert_close(
-    expected: Iterable[float], found: Iterable[float], within: float, gradients: bool = True
-) -> None:
+def assert_close(expected: Iterable[float], found: Iterable[float], within: float, gradients: bool = True) -> None:
     """Relative difference of at most `within`, place by place; and the same gradients, where both are `Losses`.
 
     `gradients=False` is for runs that hold other parts of them, or route tokens to other experts.

@@ -45,8 +45,5 @@ def import_colossal() -> Colossal:
         error = f"{type(raised).__name__}: {raised}"
         if isinstance(raised, ModuleNotFoundError):
             missing = raised.name.partition(".")[0]
-    rows = [
-        MendRow(each.name, each.summary, each.place, each.needed_when, each.state.value)
-        for each in compat.mends()
-    ]
+    rows = [MendRow(each.name, each.summary, each.place, each.needed_when, each.state.value) for each in compat.mends()]
     return Colossal(error, missing, rows)

@@ -41,9 +41,7 @@ def _of_torch(environment: Environment) -> Iterator[Problem]:
     version = environment.versions["torch"]
     if _release(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        yield Problem(
-            f"PyTorch {version} is older than {oldest}.", f"pip install --upgrade 'torch>={oldest}'", True
-        )
+        yield Problem(f"PyTorch {version} is older than {oldest}.", f"pip install --upgrade 'torch>={oldest}'", True)
     if environment.driver is not None and not environment.gpus:
         if environment.cuda is None:
             yield Problem(
@@ -111,9 +109,7 @@ def _of_packages(environment: Environment) -> Iterator[Problem]:
             False,
         )
     if environment.gpus and versions["triton"] is None:
-        yield Problem(
-            "triton is not installed, so casts take the slower torch path.", "pip install triton", False
-        )
+        yield Problem("triton is not installed, so casts take the slower torch path.", "pip install triton", False)
     if versions["datasets"] is None:
         yield Problem(
             "datasets is not installed, so `fp8booster train --data` reads plain text only.",

@@ -46,8 +46,7 @@ def _environment(environment: Environment) -> Table:
     table.add_row("torch.distributed", ", ".join(environment.backends) or "none")
     for gpu in environment.gpus:
         table.add_row(
-            f"GPU {gpu.index}",
-            f"{gpu.name}, compute capability {gpu.capability}, {gpu.memory / 2**30:.0f} GiB",
+            f"GPU {gpu.index}", f"{gpu.name}, compute capability {gpu.capability}, {gpu.memory / 2**30:.0f} GiB"
         )
     if not environment.gpus:
         table.add_row("GPU", "none visible")
@@ -79,13 +78,9 @@ def _speeds(speeds: list[Speed]) -> Table:
         right=("tokens", "BF16", "FP8", "FP8, fast accumulation", "BF16 / FP8"),
     )
     for speed in speeds:
-        cells = (
-            f"{each:.3f} ({speed.teraflops(each):.3g})" for each in (speed.bf16, speed.fp8, speed.fp8_fast)
-        )
+        cells = (f"{each:.3f} ({speed.teraflops(each):.3g})" for each in (speed.bf16, speed.fp8, speed.fp8_fast))
         gain = f"{speed.bf16 / speed.fp8:.2f}x, {speed.bf16 / speed.fp8_fast:.2f}x"
-        table.add_row(
-            speed.device, str(speed.tokens), f"{speed.features_in} -> {speed.features_out}", *cells, gain
-        )
+        table.add_row(speed.device, str(speed.tokens), f"{speed.features_in} -> {speed.features_out}", *cells, gain)
     if any(speed.device == "cpu" for speed in speeds):
         table.caption = "The CPU's shapes are small and its times say nothing about a GPU."
         table.caption_justify = "left"
@@ -101,8 +96,7 @@ def _mends(colossal: Colossal) -> Table:
 
 def _problem(problem: Problem) -> Text:
     text = Text.assemble(
-        ("stops training: ", "bold red") if problem.stops_training else ("note: ", "bold yellow"),
-        problem.sentence,
+        ("stops training: ", "bold red") if problem.stops_training else ("note: ", "bold yellow"), problem.sentence
     )
     if problem.mend is not None:
         text.append("\n    mend: ").append(problem.mend, style="cyan")

@@ -80,20 +80,12 @@ def read_state(checkpoint: Path) -> State:
     if named not in (None, values["step"]):
         raise ValueError(f"{file} is of step {values['step']}, and its folder of step {named}; {COPY_AGAIN}.")
     if values["precision"] not in ("bf16", "fp8") or min(values[name] for name in _COUNTS) < 0:
-        raise ValueError(
-            f"{file} tells of no run ({json.dumps({**values, 'options': '...'})}); {COPY_AGAIN}."
-        )
+        raise ValueError(f"{file} tells of no run ({json.dumps({**values, 'options': '...'})}); {COPY_AGAIN}.")
     options = TrainOptions.from_file(values["options"], file, COPY_AGAIN)
     return State(**{**values, "options": options})
 
 
-def save_checkpoint(
-    root: Path,
-    state: State,
-    engine: Engine,
-    config: PretrainedConfig,
-    tokenizer: Path,
-) -> Path:
+def save_checkpoint(root: Path, state: State, engine: Engine, config: PretrainedConfig, tokenizer: Path) -> Path:
     """Write the checkpoint of a step; every rank calls it. `root` is on a disk that all ranks share."""
     from fp8booster.colossal.zero.master_weights import save_master_weights
 
@@ -146,9 +138,7 @@ def load_checkpoint(
         load_master_weights(model.unwrap(), optimizer, checkpoint / "masters")
     if state.world_size == dist.get_world_size():
         with faults_named():
-            state_of_rank = torch.load(
-                checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt", weights_only=True
-            )
+            state_of_rank = torch.load(checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt", weights_only=True)
         _set_random_state(state_of_rank, model)
     dist.barrier()  # the run's folder may change after this: no rank reads it any more, and none has failed to
     return state

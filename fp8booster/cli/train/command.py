@@ -33,8 +33,7 @@ def train(
         ),
     ] = None,
     text_column: Annotated[
-        str | None,
-        typer.Option(help="Column with the text in tables (default: text).", rich_help_panel=_MODEL),
+        str | None, typer.Option(help="Column with the text in tables (default: text).", rich_help_panel=_MODEL)
     ] = None,
     vocabulary: Annotated[
         int | None,
@@ -46,8 +45,7 @@ def train(
     cache: Annotated[
         str | None,
         typer.Option(
-            help="Folder for tokenizers and token files (default: ~/.cache/fp8booster).",
-            rich_help_panel=_MODEL,
+            help="Folder for tokenizers and token files (default: ~/.cache/fp8booster).", rich_help_panel=_MODEL
         ),
     ] = None,
     precision: Annotated[
@@ -63,8 +61,7 @@ def train(
     batch: Annotated[
         int | None,
         typer.Option(
-            help="Sequences a replica of the model takes at once (default: by model).",
-            rich_help_panel=_TRAINING,
+            help="Sequences a replica of the model takes at once (default: by model).", rich_help_panel=_TRAINING
         ),
     ] = None,
     accumulate: Annotated[
@@ -80,24 +77,18 @@ def train(
         int | None, typer.Option(help="Tokens of a sequence (default: by model).", rich_help_panel=_TRAINING)
     ] = None,
     lr: Annotated[
-        float | None,
-        typer.Option(help="Highest learning rate (default: by model).", rich_help_panel=_TRAINING),
+        float | None, typer.Option(help="Highest learning rate (default: by model).", rich_help_panel=_TRAINING)
     ] = None,
     warmup: Annotated[
         int | None,
-        typer.Option(
-            help="Steps of linear warm-up (default: a tenth of the steps).", rich_help_panel=_TRAINING
-        ),
+        typer.Option(help="Steps of linear warm-up (default: a tenth of the steps).", rich_help_panel=_TRAINING),
     ] = None,
     decay: Annotated[
         int | None,
-        typer.Option(
-            help="Step at which the cosine decay ends (default: the last).", rich_help_panel=_TRAINING
-        ),
+        typer.Option(help="Step at which the cosine decay ends (default: the last).", rich_help_panel=_TRAINING),
     ] = None,
     min_lr: Annotated[
-        float | None,
-        typer.Option(help="Learning rate after the decay (default: lr / 10).", rich_help_panel=_TRAINING),
+        float | None, typer.Option(help="Learning rate after the decay (default: lr / 10).", rich_help_panel=_TRAINING)
     ] = None,
     weight_decay: Annotated[
         float | None, typer.Option(help="AdamW's weight decay (default: 0.1).", rich_help_panel=_TRAINING)
@@ -128,8 +119,7 @@ def train(
     plugin: Annotated[
         str | None,
         typer.Option(
-            help=f"Colossal-AI plugin: {', '.join(PLUGINS)} (default: low_level_zero).",
-            rich_help_panel=_MACHINE,
+            help=f"Colossal-AI plugin: {', '.join(PLUGINS)} (default: low_level_zero).", rich_help_panel=_MACHINE
         ),
     ] = None,
     stage: Annotated[
@@ -142,8 +132,7 @@ def train(
         ),
     ] = None,
     tp: Annotated[
-        int | None,
-        typer.Option(help="Tensor parallel ranks: gemini, hybrid (default: 1).", rich_help_panel=_MACHINE),
+        int | None, typer.Option(help="Tensor parallel ranks: gemini, hybrid (default: 1).", rich_help_panel=_MACHINE)
     ] = None,
     pp: Annotated[
         int | None, typer.Option(help="Pipeline stages: hybrid (default: 1).", rich_help_panel=_MACHINE)
@@ -186,23 +175,18 @@ def train(
     ] = None,
     out: Annotated[
         str | None,
-        typer.Option(
-            help="Folder of the run (default: runs/<model>-<precision>-<time>).", rich_help_panel=_RUN
-        ),
+        typer.Option(help="Folder of the run (default: runs/<model>-<precision>-<time>).", rich_help_panel=_RUN),
     ] = None,
     save: Annotated[
         int | None,
-        typer.Option(
-            help="Steps between checkpoints; 0: only at the end (default: 0).", rich_help_panel=_RUN
-        ),
+        typer.Option(help="Steps between checkpoints; 0: only at the end (default: 0).", rich_help_panel=_RUN),
     ] = None,
     keep: Annotated[
         int | None,
         typer.Option(help="Newest checkpoints that stay on disk; 0: all (default: 2).", rich_help_panel=_RUN),
     ] = None,
     resume: Annotated[
-        str | None,
-        typer.Option(help="Run or checkpoint to continue, with its own options.", rich_help_panel=_RUN),
+        str | None, typer.Option(help="Run or checkpoint to continue, with its own options.", rich_help_panel=_RUN)
     ] = None,
     timeout: Annotated[
         float | None,

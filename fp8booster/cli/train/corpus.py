@@ -45,18 +45,14 @@ def open_corpus(data: str | None, text_column: str, cache: Path) -> Corpus:
     Raises FileNotFoundError, or ValueError for files without text, each with a sentence that says what to do.
     """
     if data is None:
-        return _files_corpus(
-            "the sources of Python's standard library", _standard_library(), text_column, cache
-        )
+        return _files_corpus("the sources of Python's standard library", _standard_library(), text_column, cache)
     path = Path(data)
     if not path.exists():
         raise FileNotFoundError(f"--data {data} does not exist; give a file, a folder or a saved dataset.")
     if path.is_dir():
         if any((path / mark).is_file() for mark in _DATASET_MARKS):
             return _saved_corpus(path, text_column)
-        files = [
-            f for f in sorted(path.rglob("*")) if f.is_file() and f.suffix in (*_TABLES, *_TEXT_SUFFIXES)
-        ]
+        files = [f for f in sorted(path.rglob("*")) if f.is_file() and f.suffix in (*_TABLES, *_TEXT_SUFFIXES)]
         if not files:
             raise ValueError(
                 f"The folder {data} holds no {', '.join((*_TEXT_SUFFIXES, *_TABLES))} file and is no saved dataset; "
@@ -125,9 +121,7 @@ def _read_table(file: Path, cache: Path) -> Dataset:
         )
     except Exception as error:  # the library raises many types for a file it cannot parse
         cause = error.__cause__ or error
-        raise ValueError(
-            f"{file} cannot be read as {_TABLES[file.suffix]} ({cause}); check the file."
-        ) from None
+        raise ValueError(f"{file} cannot be read as {_TABLES[file.suffix]} ({cause}); check the file.") from None
 
 
 def _saved_corpus(path: Path, text_column: str) -> Corpus:
@@ -165,8 +159,6 @@ def _import_datasets(purpose: str):
     try:
         import datasets
     except ImportError:
-        raise ValueError(
-            f"For {purpose} install the datasets library: pip install 'fp8booster[data]'."
-        ) from None
+        raise ValueError(f"For {purpose} install the datasets library: pip install 'fp8booster[data]'.") from None
     datasets.disable_progress_bars()
     return datasets

@@ -57,9 +57,7 @@ def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
         raise ValueError("Under torchrun the processes need one folder for the run: give it with --out.")
 
     if torch.cuda.is_available() and not launched and (options.nproc or 0) > processes:
-        raise ValueError(
-            f"--nproc is {options.nproc} and this machine has {processes} GPUs; give at most that many."
-        )
+        raise ValueError(f"--nproc is {options.nproc} and this machine has {processes} GPUs; give at most that many.")
 
     steps = options.steps or recipe.steps
     lr = options.lr or recipe.lr

@@ -88,11 +88,7 @@ def _pipeline(parallel: Parallel) -> dict[str, Any]:
 def _sequence_parallelism(parallel: Parallel) -> dict[str, Any]:
     if parallel.sp_mode is None:
         return {}
-    return {
-        "enable_sequence_parallelism": True,
-        "sequence_parallelism_mode": parallel.sp_mode,
-        "sp_size": parallel.sp,
-    }
+    return {"enable_sequence_parallelism": True, "sequence_parallelism_mode": parallel.sp_mode, "sp_size": parallel.sp}
 
 
 def _blocks(network: nn.Module) -> set[type[nn.Module]]:

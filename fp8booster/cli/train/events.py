@@ -65,9 +65,4 @@ def _disk_is_full(error: BaseException) -> bool:
     return any(words in str(error) for words in _FULL)
 
 
-_FULL = (
-    "No space left on device",
-    "Disk quota exceeded",
-    "File too large",
-    "PytorchStreamWriter failed writing",
-)
+_FULL = ("No space left on device", "Disk quota exceeded", "File too large", "PytorchStreamWriter failed writing")

@@ -91,12 +91,7 @@ def ranks(options: TrainOptions) -> int:
     return int(os.environ["WORLD_SIZE"]) if is_launched() else options.nproc
 
 
-def run_workers(
-    task: Task,
-    index: int,
-    tell: Callable[[dict[str, Any]], None],
-    interrupts: Interrupts,
-) -> Outcome:
+def run_workers(task: Task, index: int, tell: Callable[[dict[str, Any]], None], interrupts: Interrupts) -> Outcome:
     """Do a task in fresh processes and return how it ended; `tell` gets every event of rank 0.
 
     Without torchrun all ranks of this machine are started here; under it, the one that this process stands for.
@@ -230,10 +225,6 @@ def _raise_for(workers: list[Worker], errors: list[dict[str, Any]], kills: Memor
     for worker in workers:
         code = worker.process.poll()
         if code not in (0, None):
-            ending = (
-                f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            )
+            ending = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             lines = worker.log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
-            raise ChildProcessError(
-                f"Rank {worker.rank} {ending}; its log {worker.log} ends: {' | '.join(lines)}"
-            )
+            raise ChildProcessError(f"Rank {worker.rank} {ending}; its log {worker.log} ends: {' | '.join(lines)}")

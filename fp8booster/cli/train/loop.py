@@ -51,9 +51,7 @@ def train(task: Task, events: Events, stop_wanted: Callable[[], bool]) -> None:
     # Equal seeds: every rank draws the same initial weights, as ZeRO expects.
     colossalai.launch_from_torch(seed=options.seed, verbose=False)
     with count_traffic() as traffic:
-        watch = Watch(
-            traffic, options.timeout, lambda text: events.send("error", message=text, expected=False)
-        )
+        watch = Watch(traffic, options.timeout, lambda text: events.send("error", message=text, expected=False))
         Trainer(task, events, stop_wanted, traffic, watch).run()
         watch.stop()
     # not after an error: the others would report a lost connection before this rank reports its cause
@@ -64,12 +62,7 @@ class Trainer:
     """One rank's model, optimizer, data and records."""
 
     def __init__(
-        self,
-        task: Task,
-        events: Events,
-        stop_wanted: Callable[[], bool],
-        traffic: Traffic,
-        watch: Watch | None = None,
+        self, task: Task, events: Events, stop_wanted: Callable[[], bool], traffic: Traffic, watch: Watch | None = None
     ) -> None:
         options = task.options
         self._watch = watch or Watch(traffic, 0, lambda text: None)
@@ -79,9 +72,7 @@ class Trainer:
         self._stop_wanted = stop_wanted
         self._traffic = traffic
         self._device = get_accelerator().get_current_device()
-        self._schedule = Schedule(
-            peak=options.lr, floor=options.min_lr, warmup=options.warmup, decay=options.decay
-        )
+        self._schedule = Schedule(peak=options.lr, floor=options.min_lr, warmup=options.warmup, decay=options.decay)
         self._layout = options.layout(dist.get_world_size())
         self._events.send("status", text=f"building the model {options.model}")
         self._build()
@@ -90,9 +81,7 @@ class Trainer:
         self._step = self._position = 0
         if task.resume is not None:
             self._events.send("status", text=f"loading {task.resume}")
-            state = load_checkpoint(
-                Path(task.resume), task.tokens.identity, self._engine, self._shapes, self._tied
-            )
+            state = load_checkpoint(Path(task.resume), task.tokens.identity, self._engine, self._shapes, self._tied)
             self._step, self._position = state.step, state.position
             if dist.get_rank() == 0:
                 set_aside(task, lambda text: events.send("notice", text=text))
@@ -129,13 +118,7 @@ class Trainer:
         self._config = load_config(options.model, vocabulary, options.sequence)
         # DDP and FSDP train the weights that they are given, and compute in BF16 by themselves
         dtype = torch.float32 if options.plugin in ("ddp", "fsdp") else torch.bfloat16
-        network = build_model(
-            options.model,
-            copy.deepcopy(self._config),
-            self._device,
-            options.checkpointing,
-            dtype,
-        )
+        network = build_model(options.model, copy.deepcopy(self._config), self._device, options.checkpointing, dtype)
         self._parameters = sum(parameter.numel() for parameter in network.parameters())
         self._shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
         names = {name for name, _ in network.named_parameters()}
@@ -147,11 +130,7 @@ class Trainer:
             network.parameters(), lr=options.lr, betas=_BETAS, weight_decay=options.weight_decay, fused=True
         )
         self._engine = Engine.boost(
-            options.plugin,
-            plugin,
-            network,
-            optimizer,
-            mixed_precision="bf16" if options.plugin == "ddp" else None,
+            options.plugin, plugin, network, optimizer, mixed_precision="bf16" if options.plugin == "ddp" else None
         )
         self._engine.before_update(self._check_norm)
         self._norm = 0.0
@@ -193,10 +172,7 @@ class Trainer:
 
     def _forward_backward(self) -> torch.Tensor | None:
         """Gradients of one step; returns this rank's mean loss  [], None on pipeline stages but the last."""
-        tokens = [
-            tokens.to(self._device, non_blocking=True)
-            for tokens in self._batches.micro_batches(self._position)
-        ]
+        tokens = [tokens.to(self._device, non_blocking=True) for tokens in self._batches.micro_batches(self._position)]
         return self._engine.forward_backward(tokens)
 
     def _over_ranks(self, loss: torch.Tensor | None, stop: bool) -> tuple[float, bool]:
@@ -221,9 +197,7 @@ class Trainer:
         if saved < self._step:
             self._save()
         checkpoint = newest_checkpoint(self._task.checkpoints) or self._task.resume
-        return (
-            f"The state before it is in {checkpoint}; resume from there with a lower --lr or another --seed."
-        )
+        return f"The state before it is in {checkpoint}; resume from there with a lower --lr or another --seed."
 
     def _save(self) -> None:
         state = State(
@@ -236,13 +210,7 @@ class Trainer:
         )
         self._events.send("status", text=f"saving step {self._step}")
         self._watch.expect_save(self._step)
-        folder = save_checkpoint(
-            self._task.checkpoints,
-            state,
-            self._engine,
-            self._config,
-            self._task.tokens.tokenizer,
-        )
+        folder = save_checkpoint(self._task.checkpoints, state, self._engine, self._config, self._task.tokens.tokenizer)
         self._events.send("checkpoint", folder=str(folder), step=self._step)
 
     def _write_result(self) -> None:

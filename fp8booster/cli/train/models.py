@@ -41,54 +41,20 @@ class Size:
 
 
 SIZES = {
-    "tiny": Size(
-        hidden=256, feed_forward=688, layers=4, heads=4, key_value_heads=4, vocabulary=4096, sequence=2048
-    ),
+    "tiny": Size(hidden=256, feed_forward=688, layers=4, heads=4, key_value_heads=4, vocabulary=4096, sequence=2048),
     "100m": Size(
-        hidden=768,
-        feed_forward=2048,
-        layers=10,
-        heads=12,
-        key_value_heads=12,
-        vocabulary=32000,
-        sequence=4096,
+        hidden=768, feed_forward=2048, layers=10, heads=12, key_value_heads=12, vocabulary=32000, sequence=4096
     ),
-    "1b": Size(
-        hidden=2048,
-        feed_forward=5632,
-        layers=22,
-        heads=32,
-        key_value_heads=4,
-        vocabulary=32000,
-        sequence=4096,
-    ),
+    "1b": Size(hidden=2048, feed_forward=5632, layers=22, heads=32, key_value_heads=4, vocabulary=32000, sequence=4096),
     # The three below: Touvron et al., LLaMA 2, arXiv 2307.09288.
     "7b": Size(
-        hidden=4096,
-        feed_forward=11008,
-        layers=32,
-        heads=32,
-        key_value_heads=32,
-        vocabulary=32000,
-        sequence=4096,
+        hidden=4096, feed_forward=11008, layers=32, heads=32, key_value_heads=32, vocabulary=32000, sequence=4096
     ),
     "13b": Size(
-        hidden=5120,
-        feed_forward=13824,
-        layers=40,
-        heads=40,
-        key_value_heads=40,
-        vocabulary=32000,
-        sequence=4096,
+        hidden=5120, feed_forward=13824, layers=40, heads=40, key_value_heads=40, vocabulary=32000, sequence=4096
     ),
     "70b": Size(
-        hidden=8192,
-        feed_forward=28672,
-        layers=80,
-        heads=64,
-        key_value_heads=8,
-        vocabulary=32000,
-        sequence=4096,
+        hidden=8192, feed_forward=28672, layers=80, heads=64, key_value_heads=8, vocabulary=32000, sequence=4096
     ),
 }
 
@@ -106,9 +72,7 @@ def is_folder(model: str) -> bool:
             "config.json."
         )
     if not (Path(model) / "config.json").is_file():
-        raise ValueError(
-            f"The folder {model} has no config.json; save the model's config there (save_pretrained)."
-        )
+        raise ValueError(f"The folder {model} has no config.json; save the model's config there (save_pretrained).")
     return True
 
 
@@ -182,8 +146,7 @@ def folder_config(folder: str) -> PretrainedConfig:
         or not hasattr(config, "vocab_size")  # of several parts, as text and vision
     ):
         raise ValueError(
-            f"The model {folder} is of the type {config.model_type}; give a causal language model, as llama or "
-            "qwen2."
+            f"The model {folder} is of the type {config.model_type}; give a causal language model, as llama or qwen2."
         )
     if _is_encoder(config):
         raise ValueError(
@@ -221,8 +184,7 @@ def _require_sizes(config: Mapping[str, Any], file: Path) -> None:
 def _require_heads(config: Mapping[str, Any], file: Path) -> None:
     """Raise ValueError for heads that do not divide what is theirs, in models with rotary embeddings."""
     heads, shared, head, hidden, theta, parameters, partial = (
-        config.get(name)
-        for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", *_ROTARY)
+        config.get(name) for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", *_ROTARY)
     )
     if not heads or not hidden or not (theta or parameters):
         return
@@ -285,11 +247,7 @@ def require_divisible_heads(config: PretrainedConfig, ranks: int, flag: str) -> 
 
 
 def build_model(
-    model: str,
-    config: PretrainedConfig,
-    device: torch.device,
-    checkpointing: bool,
-    dtype: torch.dtype = torch.bfloat16,
+    model: str, config: PretrainedConfig, device: torch.device, checkpointing: bool, dtype: torch.dtype = torch.bfloat16
 ) -> PreTrainedModel:
     """The model on `device`, in training mode: weights from the folder if it holds any, else at random.
 
@@ -303,9 +261,7 @@ def build_model(
         try:
             network = _load_weights(model, config, dtype)
         except SafetensorError as error:
-            raise ValueError(
-                f"The weights in {model} cannot be read ({error}); copy or save them again."
-            ) from None
+            raise ValueError(f"The weights in {model} cannot be read ({error}); copy or save them again.") from None
         except RuntimeError as error:
             if "mismatch" not in str(error):
                 raise

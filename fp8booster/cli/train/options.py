@@ -129,9 +129,7 @@ class TrainOptions:
     @classmethod
     def from_mapping(cls, values: dict[str, Any]) -> TrainOptions:
         """Options from what `dataclasses.asdict` made of them, by way of JSON."""
-        return cls(
-            **{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-        )
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     @classmethod
     def from_file(cls, values: dict[str, Any], file: Path, remedy: str) -> TrainOptions:

@@ -89,13 +89,9 @@ class Parallel:
             if self.tp == 1:
                 raise ValueError(f"--sp-mode {self.sp_mode} shares sequences among --tp ranks; give --tp")
             if self.sp > 1:
-                raise ValueError(
-                    f"--sp-mode {self.sp_mode} shares sequences among --tp ranks; leave --sp out"
-                )
+                raise ValueError(f"--sp-mode {self.sp_mode} shares sequences among --tp ranks; leave --sp out")
         elif self.sp == 1:
-            raise ValueError(
-                f"--sp-mode {self.sp_mode} needs --sp, the number of ranks that share a sequence"
-            )
+            raise ValueError(f"--sp-mode {self.sp_mode} needs --sp, the number of ranks that share a sequence")
 
     @property
     def zero_stage(self) -> int | None:

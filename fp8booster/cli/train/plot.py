@@ -6,10 +6,7 @@ from pathlib import Path
 
 from .metrics import StepMetrics
 
-_STYLE = {
-    "bf16": {"color": "tab:blue", "linewidth": 4.0, "alpha": 0.45},
-    "fp8": {"color": "tab:red", "linewidth": 1.0},
-}
+_STYLE = {"bf16": {"color": "tab:blue", "linewidth": 4.0, "alpha": 0.45}, "fp8": {"color": "tab:red", "linewidth": 1.0}}
 
 
 def plot_losses(curves: dict[str, list[StepMetrics]], title: str, path: Path) -> None:
@@ -20,9 +17,7 @@ def plot_losses(curves: dict[str, list[StepMetrics]], title: str, path: Path) ->
     both = len(curves) == 2
     figure = Figure(figsize=(8, 6 if both else 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(
-        2 if both else 1, 1, sharex=True, squeeze=False, height_ratios=[3, 1] if both else [1]
-    )
+    panels = figure.subplots(2 if both else 1, 1, sharex=True, squeeze=False, height_ratios=[3, 1] if both else [1])
     top = panels[0][0]
     for precision, metrics in curves.items():
         top.plot(
@@ -38,9 +33,7 @@ def plot_losses(curves: dict[str, list[StepMetrics]], title: str, path: Path) ->
     if both:
         (first, base), (second, other) = curves.items()
         losses = {step.step: step.loss for step in base}
-        shared = [
-            (step.step, 100 * (step.loss / losses[step.step] - 1)) for step in other if step.step in losses
-        ]
+        shared = [(step.step, 100 * (step.loss / losses[step.step] - 1)) for step in other if step.step in losses]
         panels[1][0].plot(*zip(*shared, strict=True), color="black", linewidth=0.8)
         panels[1][0].axhline(0, color="gray", linewidth=0.8)
         panels[1][0].set_ylabel(f"{second.upper()} - {first.upper()}, %")

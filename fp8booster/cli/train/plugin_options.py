@@ -70,10 +70,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_prefetch": _from(0),
     "communication_dtype": ((lambda value: value in _DTYPES), _WORDS[torch.dtype]),
     "placement_policy": ((lambda value: value in ("static", "auto")), "static or auto"),
-    "num_layers_per_stage": (
-        (lambda value: min(value, default=0) >= 1),
-        "of at least one layer for each stage",
-    ),
+    "num_layers_per_stage": ((lambda value: min(value, default=0) >= 1), "of at least one layer for each stage"),
 }
 """What an argument's value must be, beside its type."""
 
@@ -83,9 +80,7 @@ def require_value(argument: inspect.Parameter, value: Any) -> None:
     name = argument.name
     types = _types(argument)
     if not types:
-        raise ValueError(
-            f"The plugin's option {name!r} is an object of Python's; it can be set in a script alone."
-        )
+        raise ValueError(f"The plugin's option {name!r} is an object of Python's; it can be set in a script alone.")
     if not any(_is_of(value, each) for each in types):
         raise ValueError(
             f"The plugin's option {name!r} is {value!r}; it must be {' or '.join(_WORDS[each] for each in types)}."

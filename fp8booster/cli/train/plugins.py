@@ -71,8 +71,7 @@ def _require_sharding(options: TrainOptions) -> None:
 
     size = f" --tp {options.tp}" if options.plugin == "gemini" else ""
     reason = why_not_sharded(
-        f"--plugin {options.plugin}{size}",
-        "use --plugin low_level_zero, ddp or fsdp, or gemini without --tp",
+        f"--plugin {options.plugin}{size}", "use --plugin low_level_zero, ddp or fsdp, or gemini without --tp"
     )
     if reason is not None:
         raise ValueError(reason)
@@ -120,9 +119,7 @@ def _plugin_arguments(options: TrainOptions, plugin_class: type[Plugin]) -> dict
         if key in _OWN_FLAGS:
             raise ValueError(f"The plugin's option {key!r} is set by {_OWN_FLAGS[key]}; use that.")
     known = {
-        name: argument
-        for name, argument in _constructor_arguments(plugin_class).items()
-        if name not in _OWN_FLAGS
+        name: argument for name, argument in _constructor_arguments(plugin_class).items() if name not in _OWN_FLAGS
     }
     owner = f"The plugin {options.plugin}"
     arguments = _parse_pairs(options.plugin_options, "--plugin-option", owner, list(known))
@@ -158,9 +155,7 @@ def _parse_pairs(pairs: tuple[str, ...], flag: str, owner: str, known: list[str]
         if key not in known:
             raise ValueError(f"{owner} has no option {key!r}; {suggestion(key, known)}")
         if len(text) > _LONGEST:
-            raise ValueError(
-                f"{flag} {key} has a value of {len(text)} characters; give one of at most {_LONGEST}."
-            )
+            raise ValueError(f"{flag} {key} has a value of {len(text)} characters; give one of at most {_LONGEST}.")
         arguments[key] = _parse(text)
     return arguments
 

@@ -7,14 +7,7 @@ import time
 from typing import Any, Protocol
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 _LINES = 20  # lines of a whole run
 _SILENCE = 30.0  # seconds after which a line is due in any case

@@ -81,17 +81,13 @@ def _origin(run: str, checkpoint: str) -> str:
     return checkpoint
 
 
-def write_run_file(
-    options: TrainOptions, about: dict[str, Any], resumed: Mapping[str, str] | None = None
-) -> None:
+def write_run_file(options: TrainOptions, about: dict[str, Any], resumed: Mapping[str, str] | None = None) -> None:
     """Keep a run's options in its folder.
 
     Args:
         about: what else is to be known of it.
         resumed: the checkpoint that each precision goes on from, where one does.
     """
-    origins = {
-        precision: str(Path(checkpoint).absolute()) for precision, checkpoint in (resumed or {}).items()
-    }
+    origins = {precision: str(Path(checkpoint).absolute()) for precision, checkpoint in (resumed or {}).items()}
     document = {**about, **({_ORIGINS: origins} if origins else {}), "options": dataclasses.asdict(options)}
     write_whole(Path(options.out) / RUN_FILE, json.dumps(document, indent=1) + "\n")

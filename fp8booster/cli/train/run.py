@@ -63,18 +63,14 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
 def _held(out: Path, new: bool) -> Iterator[None]:
     """Keep other commands out of a run's folder. Raises ValueError when it is not free."""
     if new and any(out.glob("*/metrics.jsonl")):
-        raise ValueError(
-            f"{out} already holds a run; continue it with --resume {out}, or give another --out."
-        )
+        raise ValueError(f"{out} already holds a run; continue it with --resume {out}, or give another --out.")
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / ".lock", blocking=False)
     try:
         lock.acquire()
     except Timeout:
-        raise ValueError(
-            f"Another process is training in {out}; wait for it, or give another --out."
-        ) from None
+        raise ValueError(f"Another process is training in {out}; wait for it, or give another --out.") from None
     try:
         yield
     finally:
@@ -144,9 +140,7 @@ def _check_model(options: TrainOptions, vocabulary: int) -> None:
 def _changed(options: TrainOptions, given: dict[str, Any]) -> TrainOptions:
     """The options of a resumed run with those given anew."""
     if "model" in given and given["model"] != options.model:
-        raise ValueError(
-            f"The run was started with --model {options.model}; resume it without another --model."
-        )
+        raise ValueError(f"The run was started with --model {options.model}; resume it without another --model.")
     if "precision" in given and given["precision"] != options.precision:
         raise ValueError(
             f"What --resume names trained with --precision {options.precision}; leave --precision out. To train "
@@ -193,9 +187,7 @@ def _is_finished(checkpoint: str, folder: Path, steps: int) -> bool:
     step = step_of(path)
     summable = is_own(path, folder) and (folder / "metrics.jsonl").exists()
     if step > steps or (step == steps and not summable):
-        raise ValueError(
-            f"{checkpoint} has done {step} steps and --steps is {steps}; give more --steps to go on."
-        )
+        raise ValueError(f"{checkpoint} has done {step} steps and --steps is {steps}; give more --steps to go on.")
     return step == steps and (folder / "result.json").exists() and not left_behind(path, folder)
 
 
@@ -203,9 +195,7 @@ def _tell_interrupted(out: Path, outcome: Outcome, checkpoint: str | None) -> No
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     if outcome.unsaved:
         since = f"the state before is in {checkpoint}" if checkpoint else "no step was saved"
-        console.print(
-            f"Stopped at step {outcome.step} without saving its last {outcome.unsaved} steps; {since}."
-        )
+        console.print(f"Stopped at step {outcome.step} without saving its last {outcome.unsaved} steps; {since}.")
     elif checkpoint is None:
         console.print("Stopped before the first step; nothing was saved.")
     else:
@@ -224,6 +214,4 @@ def _sum_up(options: TrainOptions, command: str, tokens: TokenFile) -> None:
     console.print(render(columns, title))
     for line in layer_lines(columns):
         console.print(line)
-    console.print(
-        f"Kept in {out}: summary.md, summary.json, loss.png, metrics, TensorBoard logs and checkpoints."
-    )
+    console.print(f"Kept in {out}: summary.md, summary.json, loss.png, metrics, TensorBoard logs and checkpoints.")

@@ -30,13 +30,7 @@ _NAMED = 4  # layers that a line names
 REMOVE = "remove the file; --resume of the run writes it anew"
 """What to do about a file that tells of a run and is wrong."""
 
-_RESULT = {
-    "world_size": int,
-    "peak_memory": int,
-    "parameters": int,
-    "layers": list,
-    "traffic": list,
-}
+_RESULT = {"world_size": int, "peak_memory": int, "parameters": int, "layers": list, "traffic": list}
 _PACKAGES = ("torch", "colossalai", "transformers")
 
 
@@ -142,9 +136,7 @@ def machine() -> dict[str, str]:
         hardware = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
     else:
         hardware = f"CPU, {platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-    versions = ", ".join(
-        [f"fp8booster {__version__}", *(f"{package} {version(package)}" for package in _PACKAGES)]
-    )
+    versions = ", ".join([f"fp8booster {__version__}", *(f"{package} {version(package)}" for package in _PACKAGES)])
     return {
         "hardware": hardware,
         "versions": f"{versions}, Python {platform.python_version()}",
@@ -152,9 +144,7 @@ def machine() -> dict[str, str]:
     }
 
 
-def write_summary(
-    folder: Path, options: TrainOptions, command: str, columns: list[Column], data: str
-) -> None:
+def write_summary(folder: Path, options: TrainOptions, command: str, columns: list[Column], data: str) -> None:
     """Write `summary.json` and `summary.md` in the run's folder."""
     head = machine()
     document = {

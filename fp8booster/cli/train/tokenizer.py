@@ -42,9 +42,7 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (
-        Exception
-    ) as error:  # transformers and tokenizers raise many types for a file that they cannot parse
+    except Exception as error:  # transformers and tokenizers raise many types for a file that they cannot parse
         raise ValueError(
             f"The tokenizer in {folder} cannot be read ({first_line(error)}); save it again there (save_pretrained), "
             "without code of its own."

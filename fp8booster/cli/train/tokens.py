@@ -85,17 +85,13 @@ def prepare_tokens(options: TrainOptions, tell: Callable[[str], None]) -> TokenF
     return file
 
 
-def _make(
-    folder: Path, corpus: Corpus, options: TrainOptions, own: bool, tell: Callable[[str], None]
-) -> None:
+def _make(folder: Path, corpus: Corpus, options: TrainOptions, own: bool, tell: Callable[[str], None]) -> None:
     if own:
         tokenizer = load_tokenizer(options.model)
         tokenizer.save_pretrained(folder / "tokenizer")
     else:
         tell(f"training a tokenizer of {options.vocabulary} tokens on {corpus.name}")
-        train_tokenizer(
-            _first_bytes(corpus.documents(), _TRAINING_BYTES), options.vocabulary, folder / "tokenizer"
-        )
+        train_tokenizer(_first_bytes(corpus.documents(), _TRAINING_BYTES), options.vocabulary, folder / "tokenizer")
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
 
     count = done = 0

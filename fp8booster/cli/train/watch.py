@@ -157,9 +157,7 @@ class Watch:
     def _publish(self, store: dist.Store) -> None:
         self._pulse += 1
         place, waits = locate(sys._current_frames().get(self._main))
-        doing = Doing(
-            pulse=self._pulse, task=self._task, waits=waits, place=place, collective=self._traffic.latest
-        )
+        doing = Doing(pulse=self._pulse, task=self._task, waits=waits, place=place, collective=self._traffic.latest)
         store.set(_key(dist.get_rank()), json.dumps(asdict(doing)))
 
 
@@ -178,10 +176,7 @@ def _connect() -> dist.TCPStore:
 
 def _read(store: dist.Store) -> dict[int, Doing | None]:
     ranks = range(dist.get_world_size())
-    return {
-        rank: Doing(**json.loads(store.get(_key(rank)))) if store.check([_key(rank)]) else None
-        for rank in ranks
-    }
+    return {rank: Doing(**json.loads(store.get(_key(rank)))) if store.check([_key(rank)]) else None for rank in ranks}
 
 
 def locate(frame: FrameType | None) -> tuple[str, bool]:

@@ -128,10 +128,7 @@ def attention_needs_no_mask(module: ModuleType, patch: Patch) -> None:
         padded = any(mask is not None and not mask.bool().all() for mask in (q_padding_mask, kv_padding_mask))
         if is_causal and not padded:
             # an empty mask says, as natively for long sequences, that the type is all there is
-            return {
-                "attention_mask_type": kinds.CAUSAL,
-                "attention_mask": torch.empty(0, dtype=dtype, device=device),
-            }
+            return {"attention_mask_type": kinds.CAUSAL, "attention_mask": torch.empty(0, dtype=dtype, device=device)}
         prepared = prepare(shape_4d, dtype, device, q_padding_mask, kv_padding_mask, is_causal, invert)
         if padded and not prepared["attention_mask"].numel():
             raise ValueError(

@@ -18,9 +18,7 @@ from fp8booster.colossal.patch import Patch
 
 
 @mend(
-    module="colossalai.utils.safetensors",
-    place="utils/safetensors.py:10-15",
-    needed_when="tensornvme is not installed",
+    module="colossalai.utils.safetensors", place="utils/safetensors.py:10-15", needed_when="tensornvme is not installed"
 )
 def async_save_without_tensornvme(module: ModuleType, patch: Patch) -> None:
     """`use_async=True` writes checkpoints in a thread where tensornvme is not installed.
@@ -33,9 +31,7 @@ def async_save_without_tensornvme(module: ModuleType, patch: Patch) -> None:
 
 
 @mend(
-    module="colossalai.checkpoint_io.utils",
-    place="checkpoint_io/utils.py:965-968",
-    needed_when="no CUDA or NPU device",
+    module="colossalai.checkpoint_io.utils", place="checkpoint_io/utils.py:965-968", needed_when="no CUDA or NPU device"
 )
 def cpu_memory_is_not_pinned(module: ModuleType, patch: Patch) -> None:
     """`use_async=True` and `low_cpu_mem_mode=False` use plain memory where there is no device to pin it for.
@@ -67,10 +63,7 @@ def cpu_optimizer_states_are_not_pinned(module: ModuleType, patch: Patch) -> Non
         return
 
     optimizer_class = module.LowLevelZeroOptimizer
-    state_dict_upstream, state_dict_shard_upstream = (
-        optimizer_class.state_dict,
-        optimizer_class.state_dict_shard,
-    )
+    state_dict_upstream, state_dict_shard_upstream = (optimizer_class.state_dict, optimizer_class.state_dict_shard)
 
     @functools.wraps(state_dict_upstream)
     def state_dict(self, pinned_state_dicts: dict | None = None, only_on_master: bool = False) -> dict:
@@ -139,9 +132,7 @@ def gemini_loads_tied_weights(module: ModuleType, patch: Patch) -> None:
     def _load_from_state_dict(self, state_dict: dict, *arguments) -> None:
         names = {name for name, _ in self.module.named_parameters()}
         tied = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} - names
-        load_upstream(
-            self, {name: value for name, value in state_dict.items() if name not in tied}, *arguments
-        )
+        load_upstream(self, {name: value for name, value in state_dict.items() if name not in tied}, *arguments)
 
     patch.set(module.GeminiDDP, "_load_from_state_dict", _load_from_state_dict)
 
@@ -161,11 +152,7 @@ def shards_name_a_tied_weight_once(module: ModuleType, patch: Patch) -> None:
 
     @functools.wraps(load_upstream)
     def load_state_dict_into_model(
-        model: nn.Module,
-        state_dict: dict,
-        missing_keys: list,
-        strict: bool = False,
-        load_sub_module: bool = True,
+        model: nn.Module, state_dict: dict, missing_keys: list, strict: bool = False, load_sub_module: bool = True
     ) -> None:
         load_upstream(model, state_dict, missing_keys, strict, load_sub_module)
         if strict:

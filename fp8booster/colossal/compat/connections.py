@@ -34,11 +34,7 @@ def _given() -> str | None:
 _GIVEN = _given()
 
 
-@mend(
-    module=_INITIALIZE,
-    place="initialize.py:10",
-    needed_when=f"the user has not set {VARIABLE}",
-)
+@mend(module=_INITIALIZE, place="initialize.py:10", needed_when=f"the user has not set {VARIABLE}")
 def streams_have_queues_of_their_own(module: ModuleType, patch: Patch) -> None:
     """Streams do not wait for each other unless they are told to.
 

@@ -30,9 +30,7 @@ def _fill(module: ModuleType, patch: Patch, methods: dict[str, Callable[..., Any
 
 
 @mend(
-    module=_CPU_ACCELERATOR,
-    place="accelerator/cpu_accelerator.py:39-73,238-272",
-    needed_when="no CUDA or NPU device",
+    module=_CPU_ACCELERATOR, place="accelerator/cpu_accelerator.py:39-73,238-272", needed_when="no CUDA or NPU device"
 )
 def cpu_has_streams_and_devices(module: ModuleType, patch: Patch) -> None:
     """CpuAccelerator offers the streams and devices that `torch.cpu` has.
@@ -57,11 +55,7 @@ def cpu_has_streams_and_devices(module: ModuleType, patch: Patch) -> None:
     )
 
 
-@mend(
-    module=_CPU_ACCELERATOR,
-    place="accelerator/cpu_accelerator.py:102-156",
-    needed_when="no CUDA or NPU device",
-)
+@mend(module=_CPU_ACCELERATOR, place="accelerator/cpu_accelerator.py:102-156", needed_when="no CUDA or NPU device")
 def cpu_has_random_generators(module: ModuleType, patch: Patch) -> None:
     """CpuAccelerator seeds, reads and restores the CPU's random generator.
 
@@ -89,11 +83,7 @@ def cpu_has_random_generators(module: ModuleType, patch: Patch) -> None:
     )
 
 
-@mend(
-    module=_CPU_ACCELERATOR,
-    place="accelerator/cpu_accelerator.py:160-232",
-    needed_when="no CUDA or NPU device",
-)
+@mend(module=_CPU_ACCELERATOR, place="accelerator/cpu_accelerator.py:160-232", needed_when="no CUDA or NPU device")
 def cpu_counts_memory(module: ModuleType, patch: Patch) -> None:
     """CpuAccelerator reports the resident memory of the process, now and at its peak, in bytes.
 

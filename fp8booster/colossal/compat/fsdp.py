@@ -35,9 +35,7 @@ def fsdp_makes_optimizers_anew(module: ModuleType, patch: Patch) -> None:
     upstream = module.TorchFSDPPlugin.configure
 
     @functools.wraps(upstream)
-    def configure(
-        self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any, **named: Any
-    ) -> tuple:
+    def configure(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any, **named: Any) -> tuple:
         if optimizer is not None:
             for name in _unknown_defaults(optimizer):
                 del optimizer.defaults[name]  # its constructor sets it again
@@ -63,9 +61,7 @@ def fsdp_keeps_parameter_groups(module: ModuleType, patch: Patch) -> None:
     upstream = module.TorchFSDPPlugin.configure
 
     @functools.wraps(upstream)
-    def configure(
-        self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any, **named: Any
-    ) -> tuple:
+    def configure(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any, **named: Any) -> tuple:
         groups = [] if optimizer is None else optimizer.param_groups
         if len(groups) > 1:
             # one group, for which upstream does not warn
@@ -94,11 +90,7 @@ def _unknown_defaults(optimizer: Optimizer) -> set[str]:
     return optimizer.defaults.keys() - parameters.keys()
 
 
-@mend(
-    module=_FSDP_PLUGIN,
-    place="booster/plugin/torch_fsdp_plugin.py:533",
-    needed_when="no CUDA or NPU device",
-)
+@mend(module=_FSDP_PLUGIN, place="booster/plugin/torch_fsdp_plugin.py:533", needed_when="no CUDA or NPU device")
 def fsdp_runs_on_cpu(module: ModuleType, patch: Patch) -> None:
     """TorchFSDPPlugin shards a model on the CPU where there is no GPU.
 
@@ -115,11 +107,7 @@ def fsdp_runs_on_cpu(module: ModuleType, patch: Patch) -> None:
     patch.set(module, "torch", on_cpu)
 
 
-@mend(
-    module=_FSDP_PLUGIN,
-    place="booster/plugin/torch_fsdp_plugin.py:414",
-    needed_when="gradients are clipped by norm",
-)
+@mend(module=_FSDP_PLUGIN, place="booster/plugin/torch_fsdp_plugin.py:414", needed_when="gradients are clipped by norm")
 def fsdp_clips_by_the_whole_norm(module: ModuleType, patch: Patch) -> None:
     """FSDP's optimizer clips by the norm of the whole gradient, the same on every rank.
 
@@ -130,12 +118,7 @@ def fsdp_clips_by_the_whole_norm(module: ModuleType, patch: Patch) -> None:
         return
 
     def clip_grad_by_norm(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        *_: Any,
-        **__: Any,
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, *_: Any, **__: Any
     ) -> torch.Tensor:
         norm = self.model.module.clip_grad_norm_(max_norm, norm_type)
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -145,11 +128,7 @@ def fsdp_clips_by_the_whole_norm(module: ModuleType, patch: Patch) -> None:
     patch.set(module.FSDPOptimizerWrapper, "clip_grad_by_norm", clip_grad_by_norm)
 
 
-@mend(
-    module=_FSDP_PLUGIN,
-    place="booster/plugin/torch_fsdp_plugin.py:100",
-    needed_when="no CUDA or NPU device",
-)
+@mend(module=_FSDP_PLUGIN, place="booster/plugin/torch_fsdp_plugin.py:100", needed_when="no CUDA or NPU device")
 def fsdp_saves_on_cpu(module: ModuleType, patch: Patch) -> None:
     """TorchFSDPPlugin saves a model that lies on the CPU without moving it there.
 
@@ -168,9 +147,7 @@ def fsdp_saves_on_cpu(module: ModuleType, patch: Patch) -> None:
 
 
 @mend(
-    module="colossalai.checkpoint_io.utils",
-    place="checkpoint_io/utils.py:420,450",
-    needed_when="no CUDA or NPU device",
+    module="colossalai.checkpoint_io.utils", place="checkpoint_io/utils.py:420,450", needed_when="no CUDA or NPU device"
 )
 def fsdp_shards_are_not_pinned(module: ModuleType, patch: Patch) -> None:
     """`use_async=True` splits a whole state dict, as FSDP's is, without pinning memory where there is no device for it.

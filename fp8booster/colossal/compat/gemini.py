@@ -60,10 +60,7 @@ def offloaded_gradients_are_scaled(module: ModuleType, patch: Patch) -> None:
             for group in self.param_groups:
                 for parameter in group["params"]:
                     gradient = parameter.grad
-                    if gradient is not None and (gradient.device.type, gradient.dtype) == (
-                        "cpu",
-                        torch.bfloat16,
-                    ):
+                    if gradient is not None and (gradient.device.type, gradient.dtype) == ("cpu", torch.bfloat16):
                         gradient.data.div_(div_scale)
         return upstream(self, closure, div_scale)
 
@@ -262,11 +259,7 @@ class _Accelerator:
         return getattr(self._accelerator, name)
 
 
-@mend(
-    module=_GEMINI,
-    place="zero/gemini/chunk/chunk.py:201,304,329,369",
-    needed_when="no CUDA or NPU device",
-)
+@mend(module=_GEMINI, place="zero/gemini/chunk/chunk.py:201,304,329,369", needed_when="no CUDA or NPU device")
 def gemini_runs_on_cpu(module: ModuleType, patch: Patch) -> None:
     """Gemini keeps apart what lies on the accelerator and what is offloaded where both are the CPU's memory.
 
@@ -307,9 +300,7 @@ def gemini_runs_on_cpu(module: ModuleType, patch: Patch) -> None:
             self.cuda_shard, self.cpu_shard = self.cpu_shard.clone(), None
 
     @functools.wraps(move_chunk)
-    def move(
-        self, chunk: Any, device: torch.device, force_copy: bool = False, async_move: bool = False
-    ) -> None:
+    def move(self, chunk: Any, device: torch.device, force_copy: bool = False, async_move: bool = False) -> None:
         on_host = chunk.device_type == "cpu"
         if chunk.can_move and on_host != (device.index is None):
             self._ChunkManager__sub_memory_usage(chunk.memory_usage)
@@ -374,11 +365,7 @@ def gemini_measures_memory_on_cpu(module: ModuleType, patch: Patch) -> None:
     patch.set(module.SyncCudaMemoryMonitor, "finish", finish)
 
 
-@mend(
-    module="colossalai.legacy.utils.memory",
-    place="legacy/utils/memory.py:110",
-    needed_when="no CUDA or NPU device",
-)
+@mend(module="colossalai.legacy.utils.memory", place="legacy/utils/memory.py:110", needed_when="no CUDA or NPU device")
 def memory_of_the_cpu_is_shared(module: ModuleType, patch: Patch) -> None:
     """The capacity of a rank on the CPU is its part of the machine's memory.
 

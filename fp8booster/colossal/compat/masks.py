@@ -91,9 +91,7 @@ def opt_needs_no_mask_in_a_pipeline(module: ModuleType, patch: Patch) -> None:
     """
     forwards = module.OPTPipelineForwards
     patch.set(
-        forwards,
-        "opt_model_forward",
-        staticmethod(_with_a_mask(forwards.opt_model_forward, lambda config: True)),
+        forwards, "opt_model_forward", staticmethod(_with_a_mask(forwards.opt_model_forward, lambda config: True))
     )
 
 
@@ -112,11 +110,7 @@ def mask_of_ones(inputs: dict[str, Any], config: Any) -> torch.Tensor:
     Raises:
         ValueError: none of these is there.
     """
-    for name, parts in (
-        ("input_ids", 1),
-        ("inputs_embeds", 1),
-        ("hidden_states", config.sequence_parallel_size),
-    ):
+    for name, parts in (("input_ids", 1), ("inputs_embeds", 1), ("hidden_states", config.sequence_parallel_size)):
         found = inputs.get(name)
         if found is not None:
             batch, tokens = found.shape[:2]

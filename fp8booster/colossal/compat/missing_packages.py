@@ -65,19 +65,11 @@ def bitsandbytes_is_optional(patch: Patch) -> None:
     Without it `import colossalai.booster` raises ModuleNotFoundError: No module named 'bitsandbytes'.
     No longer needed when colossalai imports without bitsandbytes.
     """
-    modules = {
-        "bitsandbytes": (),
-        "bitsandbytes.optim": (),
-        "bitsandbytes.optim.optimizer": ("Optimizer2State",),
-    }
+    modules = {"bitsandbytes": (), "bitsandbytes.optim": (), "bitsandbytes.optim.optimizer": ("Optimizer2State",)}
     _stand_in(patch, "bitsandbytes", "bitsandbytes", modules)
 
 
-@mend(
-    module="colossalai.quantization.bnb",
-    place="quantization/bnb.py:24",
-    needed_when="bitsandbytes is not installed",
-)
+@mend(module="colossalai.quantization.bnb", place="quantization/bnb.py:24", needed_when="bitsandbytes is not installed")
 def quantized_lora_names_bitsandbytes(module: ModuleType, patch: Patch) -> None:
     """`enable_lora(quantize=True)` says that it needs bitsandbytes.
 
@@ -88,8 +80,6 @@ def quantized_lora_names_bitsandbytes(module: ModuleType, patch: Patch) -> None:
         return
 
     def quantize_model(*_: Any, **__: Any) -> NoReturn:
-        raise ImportError(
-            "quantize=True needs bitsandbytes, which is not installed: pip install bitsandbytes"
-        )
+        raise ImportError("quantize=True needs bitsandbytes, which is not installed: pip install bitsandbytes")
 
     patch.set_function(module, "quantize_model", quantize_model)

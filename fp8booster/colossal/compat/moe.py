@@ -17,9 +17,7 @@ _MOE_PLUGIN = "colossalai.booster.plugin.moe_hybrid_parallel_plugin"
 
 
 @mend(
-    module=_MOE_PLUGIN,
-    place="booster/plugin/moe_hybrid_parallel_plugin.py:457",
-    needed_when="overlap_allgather is on",
+    module=_MOE_PLUGIN, place="booster/plugin/moe_hybrid_parallel_plugin.py:457", needed_when="overlap_allgather is on"
 )
 def moe_waits_for_gathered_weights(module: ModuleType, patch: Patch) -> None:
     """MoeHybridParallelPlugin's modules wait for the weights that ZeRO still gathers when they run.
@@ -78,11 +76,7 @@ def moe_spreads_experts_with_zero_alone(module: ModuleType, patch: Patch) -> Non
 _MOE_CHECKPOINTS = "colossalai.checkpoint_io.moe_checkpoint"
 
 
-@mend(
-    module=_MOE_CHECKPOINTS,
-    place="checkpoint_io/moe_checkpoint.py:284",
-    needed_when="no CUDA or NPU device",
-)
+@mend(module=_MOE_CHECKPOINTS, place="checkpoint_io/moe_checkpoint.py:284", needed_when="no CUDA or NPU device")
 def moe_states_are_gathered_on_cpu(module: ModuleType, patch: Patch) -> None:
     """MoECheckpointIO gathers optimizer states where they lie if there is no GPU to move them to.
 

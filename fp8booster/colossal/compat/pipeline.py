@@ -37,9 +37,7 @@ def zero_bubble_adds_weight_gradients(module: ModuleType, patch: Patch) -> None:
 def _pop(store: Any, chunk: int = 0) -> None:
     waiting = store.weight_grad_queue[chunk]
     if waiting.empty():
-        raise RuntimeError(
-            f"the schedule asks for weight gradients of chunk {chunk} before its backward pass"
-        )
+        raise RuntimeError(f"the schedule asks for weight gradients of chunk {chunk} before its backward pass")
     for total_input, grad_output, weight, func in waiting.get():
         # GPT-2's layers hold the parameter behind the view of it that they multiply by
         parameter = weight[1] if isinstance(weight, tuple) else weight
@@ -240,12 +238,8 @@ def stages_return_gradients_in_tuples(module: ModuleType, patch: Patch) -> None:
     native = schedule.backward_step
 
     @wraps(native)
-    def backward_step(
-        self: Any, optimizer: Any, input_obj: Any, output_obj: Any, output_obj_grad: Any
-    ) -> dict | None:
-        return native(
-            self, optimizer, _without_tuples(input_obj), _without_tuples(output_obj), output_obj_grad
-        )
+    def backward_step(self: Any, optimizer: Any, input_obj: Any, output_obj: Any, output_obj_grad: Any) -> dict | None:
+        return native(self, optimizer, _without_tuples(input_obj), _without_tuples(output_obj), output_obj_grad)
 
     patch.set(schedule, "backward_step", backward_step)
 

@@ -14,11 +14,7 @@ from fp8booster.colossal.compat.registry import mend
 from fp8booster.colossal.patch import Patch
 
 
-@mend(
-    module="colossalai.booster.mixed_precision.bf16",
-    place="booster/mixed_precision/bf16.py:4",
-    needed_when="always",
-)
+@mend(module="colossalai.booster.mixed_precision.bf16", place="booster/mixed_precision/bf16.py:4", needed_when="always")
 def bf16_autocasts(module: ModuleType, patch: Patch) -> None:
     """`Booster(mixed_precision="bf16")` runs model and criterion under autocast to BF16.
 

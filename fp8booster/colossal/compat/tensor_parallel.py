@@ -14,9 +14,7 @@ from fp8booster.colossal.patch import Patch
 
 
 @mend(
-    module="torch.cuda",
-    place="shardformer/modeling/gpt2.py:258, opt.py:208, t5.py:177",
-    needed_when="no CUDA device",
+    module="torch.cuda", place="shardformer/modeling/gpt2.py:258, opt.py:208, t5.py:177", needed_when="no CUDA device"
 )
 def a_cpu_is_no_cuda_device_to_set(module: ModuleType, patch: Patch) -> None:
     """`torch.cuda.set_device` leaves the device as it is when given a CPU.
@@ -71,9 +69,7 @@ def ring_gathers_what_others_hold(module: ModuleType, patch: Patch) -> None:
         # the first is this rank's, and the next ranks' follow
         ranks, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         in_order = [inputs[(index - rank) % ranks] for index in range(ranks)]
-        gathered = {
-            name: torch.cat([part[name] for part in in_order], gather_dim) for name in input_to_gather
-        }
+        gathered = {name: torch.cat([part[name] for part in in_order], gather_dim) for name in input_to_gather}
         return output, gathered
 
     patch.set_function(module, "_ring_as_gather", _ring_as_gather)
@@ -199,9 +195,7 @@ def norms_are_fused_where_apex_is(module: ModuleType, patch: Patch) -> None:
     if module.FusedRMSNormWithHook is None:
         patch.set(module.FusedRMSNorm, "from_native_module", staticmethod(module.RMSNorm.from_native_module))
     if not hasattr(module, "FusedLayerNormWithHook"):
-        patch.set(
-            module.FusedLayerNorm, "from_native_module", staticmethod(module.LayerNorm.from_native_module)
-        )
+        patch.set(module.FusedLayerNorm, "from_native_module", staticmethod(module.LayerNorm.from_native_module))
 
 
 @mend(
@@ -219,10 +213,7 @@ def fused_weights_are_gathered_on_cpu(module: ModuleType, patch: Patch) -> None:
         return
 
     def gather_fused_qkv_in_gpt2_style(
-        qkv: torch.Tensor,
-        split_sizes: list[int],
-        process_group: dist.ProcessGroup,
-        is_transposed: bool = False,
+        qkv: torch.Tensor, split_sizes: list[int], process_group: dist.ProcessGroup, is_transposed: bool = False
     ) -> torch.Tensor:
         ranks, dimension = dist.get_world_size(process_group), -1 if is_transposed else 0
         parts = [torch.empty_like(qkv, memory_format=torch.contiguous_format) for _ in range(ranks)]

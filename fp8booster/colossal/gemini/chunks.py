@@ -66,9 +66,7 @@ class ReducedChunk(Chunk):
         else:
             own = torch.empty(self.shard_size, dtype=self.dtype, device=gradients.device)
             if self.pg_size > 1:
-                comm.reduce_scatter_tensor(
-                    own, gradients, ReduceOp.AVG, self.torch_pg, encoding=self.encoding
-                )
+                comm.reduce_scatter_tensor(own, gradients, ReduceOp.AVG, self.torch_pg, encoding=self.encoding)
             else:
                 own.copy_(gradients)
             self._average(own, self.extra_dp_group)
@@ -90,9 +88,7 @@ class ReducedChunk(Chunk):
     def set_l2_norm(self) -> None:
         """Note the square of the norm of this rank's gradients, on the device."""
         own, end = (
-            (self.cuda_global_chunk, self.utilized_size)
-            if self.is_gathered
-            else (self.cuda_shard, self.valid_end)
+            (self.cuda_global_chunk, self.utilized_size) if self.is_gathered else (self.cuda_shard, self.valid_end)
         )
         self.l2_norm = torch.linalg.vector_norm(own[:end], dtype=torch.float32).square()
 
@@ -149,11 +145,7 @@ class FP8Chunk(ReducedChunk):
         """
         ReducedChunk.convert_in_place(chunk, encoding, "")
         chunk.__class__ = cls
-        chunk.gradient_dtype, chunk.weight_format, chunk.power_of_two = (
-            chunk.dtype,
-            weight_format,
-            power_of_two,
-        )
+        chunk.gradient_dtype, chunk.weight_format, chunk.power_of_two = (chunk.dtype, weight_format, power_of_two)
         chunk.changes = 0
         device, dtype = chunk.cuda_global_chunk.device, torch.uint8
         chunk.dtype, chunk.chunk_mem, chunk.shard_mem = dtype, chunk.chunk_size, chunk.shard_size
@@ -186,9 +178,7 @@ class FP8Chunk(ReducedChunk):
         """Know weights that lie stacked by rows from the place `number` on as one."""
         begin, end = self.tensors_info[parameters[0]].offset, self.tensors_info[parameters[-1]].end
         data = self.cuda_global_chunk[begin:end].view(self.weight_format).view(-1, parameters[0].shape[1])
-        self._quantized[tuple(parameters)] = QuantizedMatrix(
-            data, data.new_empty(0), self.inverse_scales[number], None
-        )
+        self._quantized[tuple(parameters)] = QuantizedMatrix(data, data.new_empty(0), self.inverse_scales[number], None)
 
     def shares_scale(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether weights are cast by one scale, and known as one matrix."""
@@ -267,11 +257,7 @@ class FP8Chunk(ReducedChunk):
 
     def _gather_bytes(self, async_op: bool = False) -> dist.Work | None:
         count_encoded(
-            NAME,
-            self.pg_size,
-            self.shard_size * self.gradient_dtype.itemsize,
-            {_GATHER: self.shard_size},
-            _GATHER,
+            NAME, self.pg_size, self.shard_size * self.gradient_dtype.itemsize, {_GATHER: self.shard_size}, _GATHER
         )
         return gather_bytes(self.cuda_global_chunk, self.cuda_shard, self.torch_pg, async_op)
 

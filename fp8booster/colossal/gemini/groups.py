@@ -56,9 +56,7 @@ class Plan:
         self.reasons: dict[nn.Parameter, str] = {}
         """Why the weight of an FP8 layer is gathered in 16 bits."""
 
-        readers = Counter(
-            id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
-        )
+        readers = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
         weights = set()
         for module in model.modules():
             if isinstance(module, FP8Layer) and module.weight.requires_grad:

@@ -42,10 +42,7 @@ def while_gathered(modules: Sequence[nn.Module], compute: Callable[[], Made]) ->
         compute: makes tensors.
     """
     own = [
-        (module, name, value)
-        for module in modules
-        for name, value in module._parameters.items()
-        if value is not None
+        (module, name, value) for module in modules for name, value in module._parameters.items() if value is not None
     ]
     hooks, parameters = ColoParamOpHookManager, ReadByProduct(value for _, _, value in own)
     with torch._C.DisableTorchFunction():

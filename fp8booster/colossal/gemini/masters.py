@@ -48,8 +48,7 @@ class Masters:
         shares = len(set(first)) < len(first)
         self._first = torch.tensor(first, device=chunks[0].inverse_scales.device) if shares else None
         self._ranges = [
-            [(begin, max(begin, end)) for begin, end in map(chunk.own_range, chunk.tensors_info)]
-            for chunk in chunks
+            [(begin, max(begin, end)) for begin, end in map(chunk.own_range, chunk.tensors_info)] for chunk in chunks
         ]
         self._runs = [_runs(chunk.scale_of, own) for chunk, own in zip(chunks, self._ranges, strict=True)]
 
@@ -72,9 +71,7 @@ class Masters:
         group, ranks, device = chunk.torch_pg, chunk.pg_size, chunk.inverse_scales.device
         payloads = [chunk.paired_chunk.payload for chunk in self._chunks]
         parts = [
-            payload[begin:end]
-            for payload, ranges in zip(payloads, self._ranges, strict=True)
-            for begin, end in ranges
+            payload[begin:end] for payload, ranges in zip(payloads, self._ranges, strict=True) for begin, end in ranges
         ]
         known = known or {}
         amaxes_known = [
@@ -88,9 +85,7 @@ class Masters:
         if self._first is not None:
             amaxes = largest_of_each(amaxes, self._first)
         _, inverse_scales = scaling.scale_of(amaxes, chunk.weight_format, chunk.power_of_two)
-        torch._foreach_copy_(
-            [chunk.inverse_scales for chunk in self._chunks], inverse_scales.split(self._sizes)
-        )
+        torch._foreach_copy_([chunk.inverse_scales for chunk in self._chunks], inverse_scales.split(self._sizes))
         for chunk, payload, own, runs in zip(
             self._chunks, payloads, amaxes.split(self._sizes), self._runs, strict=True
         ):

@@ -65,10 +65,7 @@ class FP8GeminiOptimizer(FixedGroups, GeminiOptimizer):
         amaxes, self.optim.amaxes = self.optim.amaxes, {}
         if has_hooks(self.optim):  # which may have changed the masters since
             return {}
-        return {
-            (self.param_to_chunk16[shard], self.param_to_range[shard][0]): amax
-            for shard, amax in amaxes.items()
-        }
+        return {(self.param_to_chunk16[shard], self.param_to_range[shard][0]): amax for shard, amax in amaxes.items()}
 
     def _maybe_move_fp32_params(self) -> None:
         super()._maybe_move_fp32_params()

@@ -37,9 +37,7 @@ class ChunkWeight(WeightSource):
         super().__init__(lies_transposed)
         self._chunk, self._parameters = chunk, tuple(parameters)
 
-    def forward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool
-    ) -> QuantizedMatrix:
+    def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
         """As `WeightSource.forward`, without the transpose."""
         as_it_lies = self._chunk.quantized(self._parameters)
         if not self.lies_transposed:

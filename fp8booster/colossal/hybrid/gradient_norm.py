@@ -13,10 +13,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
-from colossalai.booster.plugin.hybrid_parallel_plugin import (
-    HybridParallelAMPOptimizer,
-    HybridParallelZeroOptimizer,
-)
+from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelAMPOptimizer, HybridParallelZeroOptimizer
 from torch import nn
 
 from fp8booster.colossal.hybrid.gradients import is_replicated

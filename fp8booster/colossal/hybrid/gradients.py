@@ -25,17 +25,9 @@ def gradients_to_sum(model: nn.Module) -> list[tuple[Parameters, SummedGradients
     """Parameters of a `HybridParallelModule` whose gradients are parts of a sum under sequence parallelism."""
     config = model.shard_config
     ranks = dist.get_world_size(model.tp_group)
-    if (
-        ranks == 1
-        or not config.enable_sequence_parallelism
-        or not is_share_sp_tp(config.sequence_parallelism_mode)
-    ):
+    if ranks == 1 or not config.enable_sequence_parallelism or not is_share_sp_tp(config.sequence_parallelism_mode):
         return []
-    partial = [
-        parameter
-        for parameter in model.parameters()
-        if SeqParallelUtils.is_sp_partial_derived_param(parameter)
-    ]
+    partial = [parameter for parameter in model.parameters() if SeqParallelUtils.is_sp_partial_derived_param(parameter)]
     return [(partial, SummedGradients(model.tp_group))]
 
 

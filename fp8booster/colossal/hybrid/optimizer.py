@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from colossalai.booster.plugin.hybrid_parallel_plugin import (
-    HybridParallelAMPOptimizer,
-    HybridParallelZeroOptimizer,
-)
+from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelAMPOptimizer, HybridParallelZeroOptimizer
 from colossalai.zero.low_level.bookkeeping import BucketStore
 from torch import nn
 
@@ -77,9 +74,7 @@ class FP8HybridParallelZeroOptimizer(FP8ZeroOptimizer, HybridParallelZeroOptimiz
     """The optimizer of ZeRO stages 1 and 2 within tensor, sequence and pipeline parallelism."""
 
     @classmethod
-    def convert_in_place(
-        cls, optimizer: HybridParallelZeroOptimizer, model: nn.Module, gradient_scaling: str
-    ) -> None:
+    def convert_in_place(cls, optimizer: HybridParallelZeroOptimizer, model: nn.Module, gradient_scaling: str) -> None:
         """As in `FP8ZeroOptimizer`; `optimizer.model` is the model's wrapper."""
         super().convert_in_place(optimizer, model, gradient_scaling)
         optimizer.partial_sums = gradients_to_sum(optimizer.model)
@@ -143,9 +138,7 @@ class FP8HybridParallelZeroOptimizer(FP8ZeroOptimizer, HybridParallelZeroOptimiz
             if (gradient := self._own_gradient(group_id, parameter)) is not None
         ]
         self._note_norms([gradient for _, gradient in pairs if self._noted_norm(gradient) is None])
-        squares = self.shared_squares.own(
-            (parameter, self._noted_norm(gradient)) for parameter, gradient in pairs
-        )
+        squares = self.shared_squares.own((parameter, self._noted_norm(gradient)) for parameter, gradient in pairs)
         # in the widest group no two ranks hold a part of the same: those of experts lie within it
         ranks = max(self.pg_to_grad_store, key=dist.get_world_size)
         if dist.get_world_size(ranks) > 1:

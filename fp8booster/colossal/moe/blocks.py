@@ -106,8 +106,7 @@ class ExpertParallel(nn.Module):
         # every rank waits for its GPU here, as all-to-all with uneven splits needs the sizes of its messages
         numbers = loads.numbers.tolist()
         by_receiver, by_sender = (
-            [numbers[first : first + held] for first in range(begin, begin + experts, held)]
-            for begin in (0, experts)
+            [numbers[first : first + held] for first in range(begin, begin + experts, held)] for begin in (0, experts)
         )
         sent, received = ([sum(rank) for rank in ranks] for ranks in (by_receiver, by_sender))
         factors, of_all = loads.factors, sum(received)

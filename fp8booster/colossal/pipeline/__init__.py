@@ -30,7 +30,5 @@ def compress_pipeline(
         return
     native = scheduler.comm
     options = {} if encoding is None else {"encoding": encoding}
-    scheduler.comm = FP8PipelineCommunication(
-        native.stage_manager, native.overlap_p2p, min_bytes=min_bytes, **options
-    )
+    scheduler.comm = FP8PipelineCommunication(native.stage_manager, native.overlap_p2p, min_bytes=min_bytes, **options)
     scheduler.fp8_communication = False  # native's own casts, before and after the transport

@@ -70,16 +70,12 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         source = self.stage_manager.get_next_rank() if next_rank is None else next_rank
         return self._exchange(source=source, metadata=metadata_recv)
 
-    def send_forward(
-        self, output_object: Any, next_rank: int | None = None, send_metadata: bool = True
-    ) -> list[Work]:
+    def send_forward(self, output_object: Any, next_rank: int | None = None, send_metadata: bool = True) -> list[Work]:
         """Send this stage's activations to the next."""
         to = self.stage_manager.get_next_rank() if next_rank is None else next_rank
         return self._exchange(output_object, to, send_metadata=send_metadata)[1]
 
-    def send_backward(
-        self, input_object: Any, prev_rank: int | None = None, send_metadata: bool = True
-    ) -> list[Work]:
+    def send_backward(self, input_object: Any, prev_rank: int | None = None, send_metadata: bool = True) -> list[Work]:
         """Send the gradients of what this stage received to the stage before."""
         to = self.stage_manager.get_prev_rank() if prev_rank is None else prev_rank
         return self._exchange(input_object, to, send_metadata=send_metadata)[1]
@@ -132,9 +128,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         send_first: bool | None = None,
     ) -> tuple[Any, list[Work]]:
         """Send activations to the next stage, and receive their gradients of an earlier micro-batch."""
-        return self._swap(
-            input_object, self.stage_manager.get_next_rank(), send_metadata, metadata_recv, send_first
-        )
+        return self._swap(input_object, self.stage_manager.get_next_rank(), send_metadata, metadata_recv, send_first)
 
     def send_backward_recv_forward(
         self,
@@ -144,17 +138,10 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         send_first: bool | None = None,
     ) -> tuple[Any, list[Work]]:
         """Send gradients to the stage before, and receive its activations of a later micro-batch."""
-        return self._swap(
-            input_object, self.stage_manager.get_prev_rank(), send_metadata, metadata_recv, send_first
-        )
+        return self._swap(input_object, self.stage_manager.get_prev_rank(), send_metadata, metadata_recv, send_first)
 
     def _swap(
-        self,
-        sent: Any,
-        peer: int,
-        send_metadata: bool,
-        metadata: P2PMetadata | None,
-        send_first: bool | None,
+        self, sent: Any, peer: int, send_metadata: bool, metadata: P2PMetadata | None, send_first: bool | None
     ) -> tuple[Any, list[Work]]:
         """Send to a stage and receive from it; native never overlaps that."""
         return self._exchange(
@@ -196,9 +183,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         sent_metadata, tensors = None, []
         if sent is not None and to is not None:
             sent_metadata, tensors = create_send_metadata(sent, strict=False, return_tensor=True)
-        send_metadata = sent_metadata is not None and (
-            send_metadata or bool(sent_metadata.non_tensor_obj_idx)
-        )
+        send_metadata = sent_metadata is not None and (send_metadata or bool(sent_metadata.non_tensor_obj_idx))
         receive_metadata = source is not None and metadata is None
         if send_metadata:
             size = len(pickle.dumps(sent_metadata)) + torch.int64.itemsize
@@ -253,9 +238,7 @@ def _joined(tensors: list[torch.Tensor], metadata: P2PMetadata) -> Any:
     """The object that metadata describes, with these tensors."""
     others = dict(zip(metadata.non_tensor_obj_idx, metadata.non_tensor_objs, strict=True))
     coming = iter(tensors)
-    leaves = [
-        others[place] if place in others else next(coming) for place in range(metadata.tree_spec.num_leaves)
-    ]
+    leaves = [others[place] if place in others else next(coming) for place in range(metadata.tree_spec.num_leaves)]
     return tree_unflatten(leaves, metadata.tree_spec)
 
 

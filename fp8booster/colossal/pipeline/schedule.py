@@ -10,9 +10,7 @@ the inputs and gradients that W multiplies. Without dropout masks and attention 
 2205.05198; Qi et al., arXiv 2401.10241, table 1)."""
 
 
-def zero_bubble_schedule(
-    stages: int, micro_batches: int, *, communication: float = 1.0
-) -> list[list[ScheduledNode]]:
+def zero_bubble_schedule(stages: int, micro_batches: int, *, communication: float = 1.0) -> list[list[ScheduledNode]]:
     """What each stage does, in order, under the zero-bubble schedule in the form of a V (Qi et al., arXiv 2401.10241).
 
     F, B and W passes are taken to last equally long, as those of a linear layer do.
@@ -31,9 +29,7 @@ def zero_bubble_schedule(
     if stages < 2:
         raise ValueError(f"stages is {stages}; a pipeline has two or more")
     if micro_batches < stages or micro_batches % stages:
-        raise ValueError(
-            f"micro_batches is {micro_batches}; zero-bubble takes a multiple of its {stages} stages"
-        )
+        raise ValueError(f"micro_batches is {micro_batches}; zero-bubble takes a multiple of its {stages} stages")
     graph = PipelineGraph(
         stages,
         micro_batches,

@@ -67,9 +67,7 @@ def all_to_all_fp8(
 ) -> Any:
     """To each rank its tensor."""
     inputs = [tensor.contiguous() for tensor in input_list]
-    return comm.all_to_all(
-        output_list, inputs, group, async_op, min_bytes=_if_even(inputs, output_list, group)
-    )
+    return comm.all_to_all(output_list, inputs, group, async_op, min_bytes=_if_even(inputs, output_list, group))
 
 
 def all_to_all_single_fp8(
@@ -82,14 +80,10 @@ def all_to_all_single_fp8(
     async_op: bool = False,
 ) -> Any:
     """To each rank its rows."""
-    return comm.all_to_all_single(
-        output, input.contiguous(), output_split_sizes, input_split_sizes, group, async_op
-    )
+    return comm.all_to_all_single(output, input.contiguous(), output_split_sizes, input_split_sizes, group, async_op)
 
 
-def _if_even(
-    inputs: list[torch.Tensor], outputs: list[torch.Tensor], group: dist.ProcessGroup | None
-) -> int | None:
+def _if_even(inputs: list[torch.Tensor], outputs: list[torch.Tensor], group: dist.ProcessGroup | None) -> int | None:
     """The smallest payload to compress where all ranks have equal ones, as shardformer's do; None is any."""
     if len({tensor.numel() for tensor in (*inputs, *outputs)}) > 1:
         return None

@@ -54,9 +54,7 @@ def _install() -> None:
     for name in ("_reduce", "_gather", "_all_to_all", "_all_to_all_single"):
         theirs = getattr(_operation, name)
         patch.set_function(
-            _operation,
-            name,
-            _by_group(theirs, functools.partial(_compressing, theirs, inspect.signature(theirs))),
+            _operation, name, _by_group(theirs, functools.partial(_compressing, theirs, inspect.signature(theirs)))
         )
     for ours in (
         gather_forward_split_backward,
@@ -105,10 +103,7 @@ def _attention(
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        part: torch.Tensor,
-        group: dist.ProcessGroup,
-        grad_scale: float | None,
+        ctx: torch.autograd.function.FunctionCtx, part: torch.Tensor, group: dist.ProcessGroup, grad_scale: float | None
     ) -> torch.Tensor:
         ctx.group, ctx.grad_scale = group, grad_scale
         part = part.contiguous()
@@ -186,9 +181,7 @@ def matmul_gather_forward_reducescatter_backward(
     return _operation.matmul_with_grad_comm(gathered, weight, bias, False, use_zbv)
 
 
-def _linear(
-    input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, use_zbv: bool
-) -> torch.Tensor:
+def _linear(input_: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, use_zbv: bool) -> torch.Tensor:
     if use_zbv:
         return _operation.linear_with_grad_accum(input_, weight, bias, False, use_zbv=True)
     return F.linear(input_, weight, bias)

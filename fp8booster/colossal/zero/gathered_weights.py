@@ -132,10 +132,7 @@ def _matrix_of(layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, torch.Tensor]:
     first, dtype = layers[0].weight, layers[0].fp8_config.weight_format
     columns, rows = first.shape[1], sum(len(layer.weight) for layer in layers)
     kept = _keeps_transpose(layers[0])
-    return (
-        first.new_empty((rows, columns), dtype=dtype),
-        first.new_empty((columns, rows) if kept else 0, dtype=dtype),
-    )
+    return (first.new_empty((rows, columns), dtype=dtype), first.new_empty((columns, rows) if kept else 0, dtype=dtype))
 
 
 def _parts_of(
@@ -160,9 +157,7 @@ class GatheredWeights:
         self._weights: dict[int, GatheredWeight] = {}
         self._reasons: dict[int, str] = {}
         masters = optimizer.get_working_to_master_map()
-        readers = Counter(
-            id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False)
-        )
+        readers = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
         for by_stage in getattr(optimizer, "shared_params", ()):
             # other pipeline stages hold it too
             readers.update(id(parameter) for parameter in by_stage.values())
@@ -246,9 +241,7 @@ class GatheredWeights:
         weight, dtype = layer.weight, layer.fp8_config.weight_format
         buffer = self._buffers.get(id(weight))
         if buffer is None:
-            flat = weight.new_empty(
-                self._optimizer._working_param_to_padded_working_param[weight].numel(), dtype=dtype
-            )
+            flat = weight.new_empty(self._optimizer._working_param_to_padded_working_param[weight].numel(), dtype=dtype)
             data = flat[: weight.numel()].view(weight.shape)
             transpose = weight.new_empty(weight.shape[::-1] if _keeps_transpose(layer) else 0, dtype=dtype)
         else:
@@ -338,9 +331,7 @@ class GatheredWeights:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._read_beside = None
 
-    def _with_scale_groups(
-        self, masters: Mapping[nn.Parameter, torch.Tensor]
-    ) -> dict[nn.Parameter, torch.Tensor]:
+    def _with_scale_groups(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
         """The updated weights, and those that share a scale with one of them."""
         all_masters = dict(masters)
         for working, master in masters.items():

@@ -146,9 +146,7 @@ def _sharding(optimizer: OptimizerWrapper) -> str:
     }
     if zero and all(size == 1 for size in sizes.values()):
         return _ZERO_ALONE
-    return ", ".join(
-        [f"{name}_size={size}" for name, size in sizes.items()] + ["ZeRO" if zero else "zero_stage=0"]
-    )
+    return ", ".join([f"{name}_size={size}" for name, size in sizes.items()] + ["ZeRO" if zero else "zero_stage=0"])
 
 
 def _place(optimizer: OptimizerWrapper) -> tuple[int, int]:

@@ -18,10 +18,7 @@ import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.nn.optimizer import DistributedLamb
 from colossalai.zero.low_level import LowLevelZeroOptimizer
-from colossalai.zero.low_level._utils import (
-    all_gather_into_flat_tensor_nd,
-    release_param_grad,
-)
+from colossalai.zero.low_level._utils import all_gather_into_flat_tensor_nd, release_param_grad
 from colossalai.zero.low_level.bookkeeping import BucketStore
 from colossalai.zero.low_level.zero_hook import set_all_gather_handle
 from torch import nn
@@ -54,9 +51,7 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
     hook of the optimizer inside would make it step in more passes (`one_pass.why_not`)."""
 
     @classmethod
-    def convert_in_place(
-        cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, gradient_scaling: str
-    ) -> None:
+    def convert_in_place(cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, gradient_scaling: str) -> None:
         """Turn a ZeRO optimizer into this class in place.
 
         Args:
@@ -68,14 +63,10 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         optimizer.gathered_weights = GatheredWeights(model, optimizer)
         optimizer._norms = WeakIdKeyDictionary()
         optimizer._group_of = {
-            id(working): group_id
-            for group_id, group in optimizer._working_param_groups.items()
-            for working in group
+            id(working): group_id for group_id, group in optimizer._working_param_groups.items() for working in group
         }
         optimizer._why_by_itself = None
-        optimizer.gradient_encoding = (
-            Encoding(block_size=None) if gradient_scaling == "tensor" else Encoding()
-        )
+        optimizer.gradient_encoding = Encoding(block_size=None) if gradient_scaling == "tensor" else Encoding()
         optimizer.automatic_scaling = (
             AutomaticScaling(
                 max(store.world_size for store in optimizer.pg_to_grad_store.values()),
@@ -149,9 +140,7 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
             if self.automatic_scaling is None:
                 dtype = kept if group is groups[-1] else torch.float32
                 part = gradients[0].new_empty(sum(sizes), dtype=dtype)
-                comm.reduce_scatter_coalesced(
-                    part, gradients, ReduceOp.AVG, group, encoding=self.gradient_encoding
-                )
+                comm.reduce_scatter_coalesced(part, gradients, ReduceOp.AVG, group, encoding=self.gradient_encoding)
             else:
                 whole = side_by_side(gradients, ranks)
                 part = whole.new_empty(sum(sizes))
@@ -175,9 +164,7 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
             ValueError: a closure is given; gradients are reduced before the step, so it cannot be called again.
         """
         if closure is not None:
-            raise ValueError(
-                "ZeRO's step takes no closure: its gradients are reduced before; call step() without one"
-            )
+            raise ValueError("ZeRO's step takes no closure: its gradients are reduced before; call step() without one")
         if not self.require_grad_sync:
             return
         if self.automatic_scaling is not None:
@@ -209,9 +196,7 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         """
         taken = []
         pairs = zip(
-            self._working_param_groups[group_id],
-            self._master_param_groups_of_current_rank[group_id],
-            strict=True,
+            self._working_param_groups[group_id], self._master_param_groups_of_current_rank[group_id], strict=True
         )
         for working, master in pairs:
             gradient = self._own_gradient(group_id, working)
@@ -240,10 +225,7 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         return None if divisor == 1 else torch.full_like(norm, divisor)
 
     def _step_optimizer(
-        self,
-        updated: Updated,
-        gradients: Mapping[torch.Tensor, torch.Tensor],
-        divisor: torch.Tensor | None,
+        self, updated: Updated, gradients: Mapping[torch.Tensor, torch.Tensor], divisor: torch.Tensor | None
     ) -> tuple[list[dist.Work], dict[torch.Tensor, torch.Tensor]]:
         """Step with the masters that have a gradient, and begin to send the weights that travel in 16 bits.
 
@@ -272,9 +254,7 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         first = {master: gradients[master] for _, master in in_16_bits}
         self._in_one_pass(first, divisor)
         works = self._gather(in_16_bits)
-        amaxes = self._in_one_pass(
-            {master: gradients[master] for _, master in updated if master not in first}, divisor
-        )
+        amaxes = self._in_one_pass({master: gradients[master] for _, master in updated if master not in first}, divisor)
         for group in self.optim.param_groups:
             group["params"] = []
         self.optim.step()  # of nothing that is left; schedules count its calls
@@ -338,9 +318,7 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         """The norm of the last step's gradients; asking makes the host wait for the device."""
         return None if self._current_grad_norm is None else float(self._current_grad_norm)
 
-    def _publish(
-        self, updated: Updated, works: list[dist.Work], amaxes: Mapping[torch.Tensor, torch.Tensor]
-    ) -> None:
+    def _publish(self, updated: Updated, works: list[dist.Work], amaxes: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Send the new weights of FP8 layers in FP8 to all ranks, and wait for the others.
 
         Args:
@@ -349,9 +327,7 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
             amaxes: of the masters whose amax is known.
         """
         device = get_accelerator().get_current_device()
-        in_fp8 = {
-            working: master.to(device) for working, master in updated if working in self.gathered_weights
-        }
+        in_fp8 = {working: master.to(device) for working, master in updated if working in self.gathered_weights}
         self.gathered_weights.publish(
             in_fp8, {working: amaxes[master].to(device) for working, master in updated if master in amaxes}
         )
@@ -375,9 +351,7 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         The working weights of FP8 layers hold the values of their FP8 copies between steps, or none.
         """
         self.gathered_weights.restore()
-        self._gather(
-            [(working, self.working_to_master_param[id(working)]) for working in self._in_fp8()], wait=True
-        )
+        self._gather([(working, self.working_to_master_param[id(working)]) for working in self._in_fp8()], wait=True)
 
     def groups_that_gather(self) -> list[dist.ProcessGroup]:
         """The groups of ranks over which `gather_working_weights` communicates."""
@@ -406,14 +380,10 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
             group = self.param_to_pg[working]
             padded = self._working_param_to_padded_working_param[working]
             self.gathered_weights.count_in_16_bits(working, shard)
-            if isinstance(
-                group, tuple
-            ):  # the second gather sends what the first received, so neither is late
+            if isinstance(group, tuple):  # the second gather sends what the first received, so neither is late
                 all_gather_into_flat_tensor_nd(padded, shard, group)
             elif self._overlap_allgather and not wait:
-                set_all_gather_handle(
-                    working, all_gather_into_flat_tensor_nd(padded, shard, group, async_op=True)
-                )
+                set_all_gather_handle(working, all_gather_into_flat_tensor_nd(padded, shard, group, async_op=True))
             else:
                 messages.setdefault(group, []).append((padded, shard))
         works = [work for group, of_group in messages.items() for work in gather_many(of_group, group)]

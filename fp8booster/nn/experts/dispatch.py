@@ -45,11 +45,7 @@ class _RowExchange(torch.autograd.Function):
 
 
 def _all_to_all(
-    rows: torch.Tensor,
-    sent: list[int],
-    received: list[int],
-    group: dist.ProcessGroup,
-    encoding: Encoding | None,
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, encoding: Encoding | None
 ) -> torch.Tensor:
     output = rows.new_empty((sum(received), *rows.shape[1:]))
     if encoding is None:

@@ -292,9 +292,7 @@ def _is_kept(layer: FP8Layer, weight: torch.Tensor) -> bool:
     return layer.fp8_weight.is_provided([weight])
 
 
-def _side_by_side(
-    factors: Sequence[float] | torch.Tensor | None, device: torch.device
-) -> torch.Tensor | float:
+def _side_by_side(factors: Sequence[float] | torch.Tensor | None, device: torch.device) -> torch.Tensor | float:
     """One number for all experts, or float32 [G]."""
     if factors is None:
         return 1.0

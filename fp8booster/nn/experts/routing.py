@@ -70,9 +70,7 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> t
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, tokens: torch.Tensor, routes: Routes
-    ) -> torch.Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
         ctx.routes = routes
         return tokens.index_select(0, routes.tokens)
 
@@ -85,10 +83,7 @@ class _Spread(torch.autograd.Function):
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        rows: torch.Tensor,
-        weights: torch.Tensor,
-        routes: Routes,
+        ctx: torch.autograd.function.FunctionCtx, rows: torch.Tensor, weights: torch.Tensor, routes: Routes
     ) -> torch.Tensor:
         rows, weights = rows.contiguous(), weights.contiguous()
         ctx.save_for_backward(rows, weights)

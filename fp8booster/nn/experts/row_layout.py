@@ -63,9 +63,7 @@ def bring_back(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
 
 class _LayOut(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, tokens: torch.Tensor, layout: RowLayout
-    ) -> torch.Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, tokens: torch.Tensor, layout: RowLayout) -> torch.Tensor:
         ctx.layout = layout
         return _laid_out(tokens, layout)
 
@@ -77,9 +75,7 @@ class _LayOut(torch.autograd.Function):
 
 class _BringBack(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, rows: torch.Tensor, layout: RowLayout
-    ) -> torch.Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
         ctx.layout = layout
         return rows.index_select(0, layout.places)
 

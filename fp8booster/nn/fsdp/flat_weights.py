@@ -75,9 +75,7 @@ class FlatWeights:
             together.
     """
 
-    def __init__(
-        self, flat_param: FlatParameter, rank: int, ranks: int, merged: Sequence[MergedLayers] = ()
-    ) -> None:
+    def __init__(self, flat_param: FlatParameter, rank: int, ranks: int, merged: Sequence[MergedLayers] = ()) -> None:
         self._rank, self._ranks = rank, ranks
         self._shard_size = flat_param._sharded_size.numel()
         self.reasons: dict[str, str] = {}
@@ -89,9 +87,7 @@ class FlatWeights:
         self._scales: torch.Tensor | None = None  # made once: a copy to a GPU waits
         starts = [0, *(place.end for place in fp8)]
         ends = [*(place.start for place in fp8), self._shard_size * ranks]
-        self._plain = [
-            Place(start, end, None) for start, end in zip(starts, ends, strict=True) if start < end
-        ]
+        self._plain = [Place(start, end, None) for start, end in zip(starts, ends, strict=True) if start < end]
 
     def _chosen(self, flat_param: FlatParameter) -> Iterator[Place]:
         shared = {(info.prim_module, info.prim_param_name) for info in flat_param._shared_param_infos}
@@ -162,9 +158,7 @@ class FlatWeights:
     @cached_property
     def _fp8_counts(self) -> list[int]:
         """FP8 values in each rank's message."""
-        return [
-            sum(end - start for start, end in self._parts(self._fp8, rank)) for rank in range(self._ranks)
-        ]
+        return [sum(end - start for start, end in self._parts(self._fp8, rank)) for rank in range(self._ranks)]
 
     def _scale_of(self, device: torch.device) -> torch.Tensor:
         """For each weight that travels in FP8, the first one of those that share its scale."""
@@ -198,11 +192,7 @@ class FlatWeights:
         inverse_scales.copy_(scaling.scale_of(amaxes, config.weight_format, config.power_of_two)[1])
         values = own[: self._fp8_counts[self._rank]].view(config.weight_format)
         for part, out, amax, inverse_scale in zip(
-            fp8_parts,
-            values.split([part.numel() for part in fp8_parts]),
-            amaxes,
-            inverse_scales,
-            strict=True,
+            fp8_parts, values.split([part.numel() for part in fp8_parts]), amaxes, inverse_scales, strict=True
         ):
             if part.numel():
                 cast_shard(part, amax, out, inverse_scale, config.power_of_two)  # writes the same scale again
@@ -233,16 +223,15 @@ class FlatWeights:
         self, messages: torch.Tensor, inverse_scales: torch.Tensor, shard: torch.Tensor, whole: torch.Tensor
     ) -> None:
         dtype = self._fp8[0].layer.fp8_config.weight_format
-        plain = torch.cat(
-            [self._plain_of(message, rank, shard) for rank, message in enumerate(messages)]
-        ).split([place.end - place.start for place in self._plain])
+        plain = torch.cat([self._plain_of(message, rank, shard) for rank, message in enumerate(messages)]).split(
+            [place.end - place.start for place in self._plain]
+        )
         for place, values in zip(self._plain, plain, strict=True):
             whole[place.start : place.end].copy_(values)
         sizes = [place.end - place.start for place in self._fp8]
         fp8 = torch.cat([message[:count] for message, count in zip(messages, self._fp8_counts, strict=True)])
         matrices = [
-            values.view(place.shape)
-            for place, values in zip(self._fp8, fp8.view(dtype).split(sizes), strict=True)
+            values.view(place.shape) for place, values in zip(self._fp8, fp8.view(dtype).split(sizes), strict=True)
         ]
         transposes: dict[int, torch.Tensor] = {}
         for joined in self._joined:
@@ -252,9 +241,7 @@ class FlatWeights:
             joined.source.held = QuantizedMatrix(data, transpose, inverse_scale, None)
             parts = transpose.split([len(matrix) for matrix in matrices[joined.weights]], 1)
             transposes.update(enumerate(parts, joined.weights.start))
-        for number, (place, data, inverse_scale) in enumerate(
-            zip(self._fp8, matrices, inverse_scales, strict=True)
-        ):
+        for number, (place, data, inverse_scale) in enumerate(zip(self._fp8, matrices, inverse_scales, strict=True)):
             transpose = transposes.get(number)
             if transpose is None:
                 transpose = data.new_empty(place.shape[::-1])

@@ -6,12 +6,7 @@ from collections import Counter
 
 from torch import nn
 
-from fp8booster.nn.fused.causal_lm_loss import (
-    fused_head,
-    use_fused_loss,
-    use_native_loss,
-    why_not_fused,
-)
+from fp8booster.nn.fused.causal_lm_loss import fused_head, use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.fused.decoder import (
     FAMILIES,
     AttentionOf,
@@ -62,9 +57,7 @@ def fuse(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) ->
 def fused_summary(model: nn.Module) -> str:
     """What of a model is fused as it is now, and what is not, in a line."""
     layers = sum(isinstance(module, FusedDecoderLayer) for module in model.modules())
-    apart = Counter(
-        merged.why_not_merged for merged in merged_linears(model) if merged.why_not_merged is not None
-    )
+    apart = Counter(merged.why_not_merged for merged in merged_linears(model) if merged.why_not_merged is not None)
     left = "; ".join(
         [f"{count} not: {part}" for part, count in parts_unfused(model).items()]
         + [f"{count} groups of layers not merged: {reason}" for reason, count in apart.items()]

@@ -191,9 +191,7 @@ def why_not_bypassed(head: nn.Module, classes: Collection[type[nn.Module]]) -> s
         return f"its lm_head is a {type(head).__name__}, whose product may be another than that of nn.Linear"
     if not held and type(head._parameters.get("weight")) is not nn.Parameter:
         kind = type(head.weight).__name__
-        return (
-            f"the weight of its lm_head is a {kind}: sharded, or gathered when an operator of torch reads it"
-        )
+        return f"the weight of its lm_head is a {kind}: sharded, or gathered when an operator of torch reads it"
     if has_hooks(head):
         return "its lm_head has hooks, which would not run"
     if head.weight.dtype not in formats.HIGH_PRECISION:
@@ -247,9 +245,7 @@ def returns_dict(config: PretrainedConfig) -> bool:
     return config.return_dict and not getattr(config, "torchscript", False)
 
 
-def _forward_to_loss(
-    model: nn.Module, arguments: dict[str, Any]
-) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
     """Body and loss, as the native forward has them."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -272,9 +268,7 @@ def _forward_to_loss(
         reduction="mean" if items is None else "sum",
     )
     loss = loss if items is None else loss / items
-    also = {
-        name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs
-    }
+    also = {name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs}
     if not hasattr(outputs, "router_logits"):
         return CausalLMOutputWithPast(loss=loss, logits=None, **also)
     return _with_routers(model, loss, outputs.router_logits, arguments.get("attention_mask"), also)
@@ -297,9 +291,7 @@ def _with_routers(
             router_logits, model.num_experts, model.num_experts_per_tok, attention_mask
         )
         loss = loss + model.router_aux_loss_coef * of_routers.to(loss.device)
-    return MoeCausalLMOutputWithPast(
-        loss=loss, aux_loss=of_routers, logits=None, router_logits=router_logits, **also
-    )
+    return MoeCausalLMOutputWithPast(loss=loss, aux_loss=of_routers, logits=None, router_logits=router_logits, **also)
 
 
 def head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
@@ -315,9 +307,7 @@ def head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **ho
     return head.while_whole(compute) if isinstance(head, HeldHead) else compute()
 
 
-def _whole_head_loss(
-    head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any
-) -> torch.Tensor:
+def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
     fp8 = {}
     if isinstance(head, FP8Layer) and hidden.numel():
         config, tokens = head.fp8_config, hidden.numel() // hidden.shape[-1]

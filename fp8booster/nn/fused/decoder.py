@@ -73,9 +73,7 @@ class FusedAttention(nn.Module):
         qkv = self.before_attention(qkv)
         # of the product, not of the input: ranks may hold heads, and parts of the sequence that it has gathered
         key_heads = self.key_heads_of(qkv)
-        heads = split_and_rotate(
-            qkv, cos, sin, query_heads=key_heads * self.num_key_value_groups, key_heads=key_heads
-        )
+        heads = split_and_rotate(qkv, cos, sin, query_heads=key_heads * self.num_key_value_groups, key_heads=key_heads)
         query, key, value = (each.transpose(1, 2) for each in heads)
         key, value = self.cached(key, value, arguments)
         attended = self.attend(query, key, value, arguments.get("attention_mask"))
@@ -115,9 +113,7 @@ class FusedAttention(nn.Module):
             and all(arguments.get(name) is None for name in _READ_BY_SDPA)
         )
 
-    def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any
-    ) -> torch.Tensor:
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> torch.Tensor:
         """The attention of query [B, Hq, S, D] to key and value [B, Hkv, S', D]: [B, Hq, S, D]."""
         shared = self.num_key_value_groups > 1
         if shared and attention_mask is not None and not takes_mask_and_groups(query):
@@ -336,9 +332,7 @@ def _merge(*layers: nn.Module) -> MergedLayers | MergedLinears:
     return MergedLayers(layers) if _in_fp8(*layers) else MergedLinears(layers)
 
 
-def _one_product(
-    merged: MergedLayers | MergedLinears, input: torch.Tensor, *layers: nn.Module
-) -> torch.Tensor | None:
+def _one_product(merged: MergedLayers | MergedLinears, input: torch.Tensor, *layers: nn.Module) -> torch.Tensor | None:
     """What merged layers make of an input; None: call the layers, which a module has now, one by one."""
     return merged(input) if merged.stands_for(*layers) else None
 

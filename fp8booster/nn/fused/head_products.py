@@ -26,11 +26,7 @@ class HeadProducts:
     """
 
     def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        wanted: tuple[bool, bool],
-        sum_dtype: torch.dtype,
+        self, weight: torch.Tensor, bias: torch.Tensor | None, wanted: tuple[bool, bool], sum_dtype: torch.dtype
     ) -> None:
         self._weight, self._bias, self._wanted, self._sum_dtype = weight, bias, wanted, sum_dtype
         self._memory: torch.Tensor | None = None
@@ -48,11 +44,7 @@ class HeadProducts:
         return torch.addmm(self._bias, hidden, self._weight.t(), out=logits)
 
     def gradients(
-        self,
-        hidden: torch.Tensor,
-        gradient: torch.Tensor,
-        amax: torch.Tensor | None,
-        total: torch.Tensor | None,
+        self, hidden: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor | None, total: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """The gradients of the chunk's hidden states and of the weight, the latter added up over chunks.
 
@@ -70,9 +62,7 @@ class HeadProducts:
             total = self._to_weight(gradient.t(), hidden, total)
         return torch.mm(gradient, self._weight) if for_hidden else None, total
 
-    def _to_weight(
-        self, gradient: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _to_weight(self, gradient: torch.Tensor, hidden: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
         if gradient.dtype is self._sum_dtype:
             if total is None:
                 return torch.mm(gradient, hidden)
@@ -126,11 +116,7 @@ class FP8HeadProducts(HeadProducts):
         return logits[: hidden.shape[0], : self._shape[0]]
 
     def gradients(
-        self,
-        hidden: torch.Tensor,
-        gradient: torch.Tensor,
-        amax: torch.Tensor | None,
-        total: torch.Tensor | None,
+        self, hidden: torch.Tensor, gradient: torch.Tensor, amax: torch.Tensor | None, total: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """As `HeadProducts.gradients`."""
         for_hidden, for_weight = self._wanted

@@ -141,9 +141,7 @@ def _check(
     if hidden.dim() != 2:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; give a matrix of [tokens, features]")
     if targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"targets has shape {tuple(targets.shape)}; give {hidden.shape[0]} values, one for each token"
-        )
+        raise ValueError(f"targets has shape {tuple(targets.shape)}; give {hidden.shape[0]} values, one for each token")
     if targets.dtype is not torch.int64:
         raise TypeError(f"targets is {targets.dtype}; cast it to int64")
     if reduction not in ("mean", "sum"):
@@ -208,16 +206,7 @@ def linear_cross_entropy(
     if torch.compiler.is_compiling():  # no decorator: the compiler takes seconds to import
         function = torch.compiler.disable(function)
     return function(
-        hidden,
-        weight,
-        targets,
-        bias,
-        ignore_index,
-        chunk_tokens,
-        reduction,
-        config,
-        quantized_weight,
-        vocabulary,
+        hidden, weight, targets, bias, ignore_index, chunk_tokens, reduction, config, quantized_weight, vocabulary
     )
 
 
@@ -241,13 +230,10 @@ def _linear_cross_entropy(
     tokens, (rows, features) = hidden.shape[0], weight.shape
     chunk = default_chunk(tokens, rows, dtype.itemsize) if chunk_tokens is None else chunk_tokens
     wanted = tuple(
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-        for tensor in (hidden, weight, bias)
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
     if tokens == 0:  # torch's result for no tokens, with gradients of zero
-        nothing = sum(
-            tensor.flatten()[:0].float().sum() for tensor in (hidden, weight, bias) if tensor is not None
-        )
+        nothing = sum(tensor.flatten()[:0].float().sum() for tensor in (hidden, weight, bias) if tensor is not None)
         return nothing + torch.nan if reduction == "mean" else nothing
     in_16_bits = dtype is not torch.float16 and -(-tokens // chunk) <= CHUNKS_IN_16_BITS
     sum_dtype = weight.dtype if in_16_bits else torch.float32
@@ -262,25 +248,9 @@ def _linear_cross_entropy(
             elif wanted[0] and not quantized_weight.transpose.numel():
                 raise ValueError("quantized_weight has no transpose, which the gradient of hidden needs")
             products = FP8HeadProducts(
-                quantized_weight,
-                (rows, features),
-                head_bias,
-                wanted[:2],
-                sum_dtype,
-                config,
-                delivered_amax(hidden),
+                quantized_weight, (rows, features), head_bias, wanted[:2], sum_dtype, config, delivered_amax(hidden)
             )
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(
-            hidden,
-            weight,
-            bias,
-            targets,
-            products,
-            dtype,
-            ignore_index,
-            chunk,
-            reduction == "mean",
-            wanted,
-            vocabulary,
+            hidden, weight, bias, targets, products, dtype, ignore_index, chunk, reduction == "mean", wanted, vocabulary
         )

@@ -30,9 +30,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, dy: torch.Tensor | None, dh: torch.Tensor | None
-    ) -> tuple:
+    def backward(ctx: torch.autograd.function.FunctionCtx, dy: torch.Tensor | None, dh: torch.Tensor | None) -> tuple:
         h, weight, inverse_rms = ctx.saved_tensors
         if dy is None:  # only the sum was used
             return dh, None, None, dh if ctx.has_residual else None

@@ -31,9 +31,7 @@ class _SplitAndRotate(torch.autograd.Function):
     def backward(
         ctx: torch.autograd.function.FunctionCtx, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
     ) -> tuple:
-        gradients = [
-            gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in (dq, dk, dv)
-        ]
+        gradients = [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in (dq, dk, dv)]
         dqkv, amax = kernel.rotate_back(*gradients, *ctx.saved_tensors)
         return deliver_amax(dqkv.flatten(2), amax), None, None, None, None
 

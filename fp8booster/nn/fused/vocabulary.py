@@ -49,12 +49,7 @@ class VocabularyPart:
     """The ranks over which the vocabulary is spread; None where this rank has all of it."""
 
     def cross_entropy(
-        self,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        *,
-        ignore_index: int,
-        factor: torch.Tensor | None = None,
+        self, logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, factor: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `kernels.cross_entropy.cross_entropy`, of whole rows.
 

@@ -196,9 +196,7 @@ def check_operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
             "torch.autograd.grad, or transform a model that was not converted to FP8"
         )
     if weight.dim() != 2:
-        raise ValueError(
-            f"weight has shape {tuple(weight.shape)}; give a matrix of [output features, input features]"
-        )
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; give a matrix of [output features, input features]")
     if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"input has shape {tuple(input.shape)} and weight {tuple(weight.shape)}; the last size of both must be the "
@@ -261,10 +259,7 @@ def linear_from_quantized(
 
 
 def fp8_linear(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    config: FP8Config | None = None,
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, config: FP8Config | None = None
 ) -> torch.Tensor:
     """`torch.nn.functional.linear` with its three products in FP8, scales computed from the tensors as they are now.
 

@@ -40,9 +40,7 @@ class Rates:
     """Seconds that the two casts cost however small they are."""
 
 
-MEASURED = {
-    (9, 0): Rates(bf16=720e12, fp8=1330e12, cast=3.0e12, product_overhead=4e-6, cast_overhead=10e-6),
-}
+MEASURED = {(9, 0): Rates(bf16=720e12, fp8=1330e12, cast=3.0e12, product_overhead=4e-6, cast_overhead=10e-6)}
 """By compute capability. Fitted to 72 layers of 512 to 16384 features and 1024 to 16384 tokens, timed on an H200
 without the host's part (benchmarks/results/h200/choice.md): the model is on the right side of 1 for each of them."""
 
@@ -82,9 +80,7 @@ def computes_in_fp8(config: FP8Config, rows: int, inputs: int, outputs: int, dev
         inputs, outputs: features.
         device: that of the weight.
     """
-    return (
-        config.always or config.emulate or not config.keeps_16_bits or fp8_pays(rows, inputs, outputs, device)
-    )
+    return config.always or config.emulate or not config.keeps_16_bits or fp8_pays(rows, inputs, outputs, device)
 
 
 _looked_up = functools.cache(_look_up)

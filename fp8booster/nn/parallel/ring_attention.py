@@ -127,9 +127,7 @@ class _Ring:
         DEFAULT.decode(message, pair.view(-1), DEFAULT.even(pair.numel()))
         return pair
 
-    def parts(
-        self, source: int, shape: torch.Size, lengths: tuple[int, ...] | None
-    ) -> list[tuple[_Part, _Part]]:
+    def parts(self, source: int, shape: torch.Size, lengths: tuple[int, ...] | None) -> list[tuple[_Part, _Part]]:
         """Which queries attend to which keys of a rank: all of those that precede them.
 
         Of an earlier rank's chunks the second follows all queries here; of a later one's queries those of the first
@@ -167,9 +165,7 @@ class _RingAttention(torch.autograd.Function):
         lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
         for source, pair in ring.rotate(k, v):
             for queries, keys in ring.parts(source, q.shape, lengths):
-                block, block_lse = attend(
-                    queries.of(q), keys.of(pair[0]), keys.of(pair[1]), source == ring.rank, scale
-                )
+                block, block_lse = attend(queries.of(q), keys.of(pair[0]), keys.of(pair[1]), source == ring.rank, scale)
                 before = queries.of(lse)
                 after = torch.logaddexp(before, block_lse)
                 joined = queries.of(output)
@@ -248,9 +244,7 @@ def attend(
             q, k, v, 0.0, causal, False, scale=scale
         )
         return output, lse
-    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        q, k, v, 0.0, causal, scale=scale
-    )
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal, scale=scale)
     return output, lse.view(q.shape[:3])
 
 
@@ -270,21 +264,7 @@ def attend_backward(
     if q.is_cuda:
         state = torch.empty(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is none of
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
-            gradient,
-            q,
-            k,
-            v,
-            output,
-            lse,
-            None,
-            None,
-            q.shape[2],
-            k.shape[2],
-            0.0,
-            causal,
-            state,
-            state,
-            scale=scale,
+            gradient, q, k, v, output, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
         )
     else:
         dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(

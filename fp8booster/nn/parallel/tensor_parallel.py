@@ -117,14 +117,7 @@ class _SequenceParallel(_Parallel):
         return (*shape[:sequence], shape[sequence] * self.ranks, *shape[sequence + 1 :])
 
     def _gather(
-        self,
-        part: torch.Tensor,
-        dtype: torch.dtype,
-        config: FP8Config,
-        row: str,
-        *,
-        plain: bool,
-        transposed: bool,
+        self, part: torch.Tensor, dtype: torch.dtype, config: FP8Config, row: str, *, plain: bool, transposed: bool
     ) -> QuantizedMatrix:
         """A tensor of which each rank has a part of the sequence, in FP8, as a matrix of its last dimension."""
         matrix = part.detach().reshape(-1, part.shape[-1])
@@ -167,9 +160,7 @@ class _SequenceParallel(_Parallel):
                 f"a sequence of {length} does not divide by {self.ranks} ranks of sequence parallelism; pad it to a "
                 "multiple"
             )
-        parts = (
-            whole.unflatten(sequence, (self.ranks, length // self.ranks)).movedim(sequence, 0).contiguous()
-        )
+        parts = whole.unflatten(sequence, (self.ranks, length // self.ranks)).movedim(sequence, 0).contiguous()
         own = torch.empty_like(parts[0])
         work = comm.reduce_scatter_tensor(
             own.view(-1), parts.view(-1), group=self.group, async_op=asynchronous, min_bytes=self._min_bytes
@@ -202,9 +193,7 @@ class SequenceColumn(_SequenceParallel):
 
     def input(self, input: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
         """Cast this rank's part of the sequence and gather those of all ranks."""
-        return self._gather(
-            input, config.input_format, config, INPUT_GATHER, plain=True, transposed=transposed
-        )
+        return self._gather(input, config.input_format, config, INPUT_GATHER, plain=True, transposed=transposed)
 
     def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
         """This rank's part of the sum over ranks."""

@@ -21,9 +21,7 @@ class CachedWeight(WeightSource):
         super().__init__(lies_transposed)
         self._copy: FreshCopy[QuantizedMatrix] = FreshCopy()
 
-    def forward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool
-    ) -> QuantizedMatrix:
+    def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
         """As `WeightSource.forward`; cast now unless a fresh copy with the layouts asked for is there."""
         copy = self._copy.get(weights, config)
         if copy is None or (transpose and not copy.transpose.numel()):

@@ -87,9 +87,7 @@ def _seen(method: Callable[..., Any], changed: Callable[[], None]) -> Callable[.
 
 def _note(written: list[torch.Tensor], changed: Callable[[], None]) -> None:
     torch.autograd.graph.increment_version([each for each in written if not each.is_inference()])
-    if _watched and any(
-        each.layout is torch.strided and each.untyped_storage()._cdata in _watched for each in written
-    ):
+    if _watched and any(each.layout is torch.strided and each.untyped_storage()._cdata in _watched for each in written):
         forget_memory()
         changed()
 

@@ -27,10 +27,7 @@ class EngineWeight(CachedWeight):
         self.lacks_values = restore is not None
 
     def fill(
-        self,
-        weights: Sequence[torch.Tensor],
-        quantized: QuantizedMatrix,
-        ready: torch.cuda.Event | None = None,
+        self, weights: Sequence[torch.Tensor], quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None
     ) -> None:
         """Take what an engine made.
 
@@ -42,9 +39,7 @@ class EngineWeight(CachedWeight):
         self.forget()
         self._filled, self._ready, self._filled_for = quantized, ready, _places(weights)
 
-    def forward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool
-    ) -> QuantizedMatrix:
+    def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
         """As `WeightSource.forward`."""
         if not self.is_provided(weights):
             self._drop()

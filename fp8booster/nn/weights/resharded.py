@@ -27,9 +27,7 @@ class ReshardedWeight(WeightSource):
     held: QuantizedMatrix | None = None
     """The weights as they were gathered in FP8, [sum of N, K] with the transpose, until they are shards again."""
 
-    def forward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool
-    ) -> QuantizedMatrix:
+    def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
         """What was gathered, or a cast made now, without its transpose."""
         if self.held is not None:
             return self.held

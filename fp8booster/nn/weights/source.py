@@ -41,9 +41,7 @@ class WeightSource:
     def __init__(self, lies_transposed: bool = False) -> None:
         self.lies_transposed = lies_transposed
 
-    def forward(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool
-    ) -> QuantizedMatrix:
+    def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
         """The matrix of [sum of N, K] that fprop reads; the current stream waits for what fills it.
 
         Args:

@@ -38,11 +38,7 @@ def columns_as_one(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:
     first = transposes[0].detach()
     storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
     for each in transposes:
-        if (
-            each.data_ptr() != place
-            or each.stride() != first.stride()
-            or each.untyped_storage().data_ptr() != storage
-        ):
+        if each.data_ptr() != place or each.stride() != first.stride() or each.untyped_storage().data_ptr() != storage:
             return None
         place += each.shape[1] * each.element_size()
     columns = sum(each.shape[1] for each in transposes)

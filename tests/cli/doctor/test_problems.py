@@ -32,9 +32,7 @@ HEALTHY = Environment(
     backends=["nccl", "gloo"],
 )
 RUNS = [
-    Check(device, formats, 0.002, None)
-    for device in ("cpu", "cuda:0")
-    for formats in ("E4M3 x E4M3", "E5M2 x E4M3")
+    Check(device, formats, 0.002, None) for device in ("cpu", "cuda:0") for formats in ("E4M3 x E4M3", "E5M2 x E4M3")
 ]
 IMPORTS = Colossal(error=None, missing=None, mends=[])
 

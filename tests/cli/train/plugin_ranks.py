@@ -33,8 +33,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 _PIPELINE = {"plugin": "hybrid", "pp": 2, "batch": 2, "accumulate": 2}
 DEEP_MODES: dict[str, dict[str, Any]] = {
-    f"hybrid, PP, {style}": {**_PIPELINE, "plugin_options": (f"pp_style={style}",)}
-    for style in ("interleaved", "zbv")
+    f"hybrid, PP, {style}": {**_PIPELINE, "plugin_options": (f"pp_style={style}",)} for style in ("interleaved", "zbv")
 }
 """The same with a model of four layers: a stage holds two pieces of it."""
 

@@ -11,9 +11,7 @@ SEQUENCES = 10
 TOKENS = np.arange(SEQUENCE * SEQUENCES + 3, dtype=np.uint16)  # three tokens too few for an eleventh
 
 
-def batches(
-    replicas: int = 1, batch: int = 1, accumulate: int = 1, replica: int = 0, seed: int = 0
-) -> Batches:
+def batches(replicas: int = 1, batch: int = 1, accumulate: int = 1, replica: int = 0, seed: int = 0) -> Batches:
     layout = Layout(sequence=SEQUENCE, batch=batch, accumulate=accumulate, replicas=replicas)
     return Batches(TOKENS, layout, replica, seed)
 

@@ -23,14 +23,7 @@ SUMMARY = ("summary.md", "summary.json", "loss.png")
 
 def figures(step: int) -> StepMetrics:
     return StepMetrics(
-        step=step,
-        loss=1.0,
-        lr=1e-3,
-        grad_norm=1.0,
-        tokens_per_second=1.0,
-        seconds=1.0,
-        peak_memory=1,
-        wire_bytes=1,
+        step=step, loss=1.0, lr=1e-3, grad_norm=1.0, tokens_per_second=1.0, seconds=1.0, peak_memory=1, wire_bytes=1
     )
 
 
@@ -74,9 +67,7 @@ def go_on(out: Path, resume: Path) -> tuple[Path | None, list[str]]:
 
 
 def contents(folder: Path) -> dict[Path, bytes | None]:
-    return {
-        path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
-    }
+    return {path.relative_to(folder): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -229,11 +220,7 @@ def test_a_run_that_is_asked_to_end_at_an_earlier_checkpoint_is_not_finished(out
     ("file", "text", "says"),
     [
         ("fp8/result.json", "[]", r"result\.json holds a list where an object belongs; remove the file"),
-        (
-            "fp8/result.json",
-            '{"step": null}',
-            r"'step' in .*result\.json is null where a whole number belongs",
-        ),
+        ("fp8/result.json", '{"step": null}', r"'step' in .*result\.json is null where a whole number belongs"),
         ("summary.json", '{"columns": [1]}', r"summary\.json is no object; remove the file"),
         ("summary.json", '{"columns": [{"steps": 1}]}', r"summary\.json has no 'precision'; remove the file"),
     ],
@@ -249,7 +236,5 @@ def test_a_line_of_figures_that_is_wrong_is_named(out, line):
     file = out / "fp8" / "metrics.jsonl"
     lines = file.read_text().splitlines()
     file.write_text("\n".join([*lines[:2], line, *lines[3:]]) + "\n")
-    with pytest.raises(
-        ValueError, match=r"Line 3 of .*metrics\.jsonl .*; put it right, or move the file away"
-    ):
+    with pytest.raises(ValueError, match=r"Line 3 of .*metrics\.jsonl .*; put it right, or move the file away"):
         read_metrics(file)

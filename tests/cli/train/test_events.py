@@ -40,9 +40,7 @@ def test_an_error_is_told_where_its_log_is_on_the_full_disk(sent, monkeypatch) -
     monkeypatch.setattr(sys, "stderr", FullDisk())
     event = sent(OSError(errno.ENOSPC, "No space left on device", "weights.bin"))
     assert event["expected"]
-    assert event["message"].startswith(
-        "The disk took no more ([Errno 28] No space left on device: 'weights.bin'"
-    )
+    assert event["message"].startswith("The disk took no more ([Errno 28] No space left on device: 'weights.bin'")
     assert "make room and --resume the run" in event["message"]
 
 
@@ -50,9 +48,7 @@ def test_an_error_is_told_where_its_log_is_on_the_full_disk(sent, monkeypatch) -
     "error",
     [
         SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-        RuntimeError(
-            "[enforce fail at inline_container.cc:862] . PytorchStreamWriter failed writing file data/3"
-        ),
+        RuntimeError("[enforce fail at inline_container.cc:862] . PytorchStreamWriter failed writing file data/3"),
         OSError(errno.EDQUOT, "Disk quota exceeded"),
     ],
 )
@@ -64,14 +60,9 @@ def test_a_full_disk_is_told_by_whatever_package_writes(sent, error) -> None:
 
 
 def test_other_errors_keep_their_words(sent) -> None:
-    assert sent(RuntimeError("first\nsecond")) == {
-        "kind": "error",
-        "message": "RuntimeError: first",
-        "expected": False,
-    }
+    assert sent(RuntimeError("first\nsecond")) == {"kind": "error", "message": "RuntimeError: first", "expected": False}
     assert (
-        sent(PermissionError(errno.EACCES, "Permission denied", "a"))["message"]
-        == "[Errno 13] Permission denied: 'a'"
+        sent(PermissionError(errno.EACCES, "Permission denied", "a"))["message"] == "[Errno 13] Permission denied: 'a'"
     )
 
 

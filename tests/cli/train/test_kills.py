@@ -12,21 +12,9 @@ from fp8booster.cli.train.kills import MemoryKills
     ("before", "after", "says"),
     [
         ((0, 4), (1, 5), "the memory of its control group .* ran out; lower --batch"),
-        (
-            (0, 4),
-            (0, 5),
-            "the kernel ended a process for lack of memory, most likely this one; lower --batch",
-        ),
-        (
-            (None, 4),
-            (None, 4),
-            "not by the kernel for lack of memory, which it counts: a person, a batch system",
-        ),
-        (
-            (None, None),
-            (None, None),
-            "the kernel does not tell here whether for lack of memory; look at dmesg",
-        ),
+        ((0, 4), (0, 5), "the kernel ended a process for lack of memory, most likely this one; lower --batch"),
+        ((None, 4), (None, 4), "not by the kernel for lack of memory, which it counts: a person, a batch system"),
+        ((None, None), (None, None), "the kernel does not tell here whether for lack of memory; look at dmesg"),
     ],
 )
 def test_a_kill_is_explained_as_far_as_the_kernel_tells(before, after, says) -> None:

@@ -29,9 +29,7 @@ def test_sizes(name, billions):
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_config(config)
-    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(
-        billions, rel=0.01
-    )
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_equal_seeds_give_equal_weights_in_bf16():
@@ -50,9 +48,7 @@ def test_a_folder_with_weights_keeps_them(tmp_path):
     model = build_model("tiny", config, torch.device("cpu"), checkpointing=True)
     assert model.is_gradient_checkpointing
     model.save_pretrained(tmp_path)
-    again = build_model(
-        str(tmp_path), load_config(str(tmp_path), 300, 64), torch.device("cpu"), checkpointing=False
-    )
+    again = build_model(str(tmp_path), load_config(str(tmp_path), 300, 64), torch.device("cpu"), checkpointing=False)
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name])
 
@@ -92,9 +88,7 @@ def test_a_model_that_does_not_predict_the_next_token_is_told(tmp_path):
             load_config(folder, 300, 64)
     for other in (ViTConfig, Gemma3Config, XLNetConfig):
         other().save_pretrained(tmp_path)
-        with pytest.raises(
-            ValueError, match=f"is of the type {other.model_type}; give a causal language model"
-        ):
+        with pytest.raises(ValueError, match=f"is of the type {other.model_type}; give a causal language model"):
             load_config(folder, 300, 64)
 
 
@@ -137,9 +131,7 @@ def test_weights_that_cannot_be_loaded_are_told(tmp_path):
 
 def test_heads_that_ranks_cannot_divide_are_told():
     require_divisible_heads(load_config("1b", 32000, 64), 4, "--tp")
-    with pytest.raises(
-        ValueError, match="has 4 key value heads, which --tp 8 cannot divide; give another --tp"
-    ):
+    with pytest.raises(ValueError, match="has 4 key value heads, which --tp 8 cannot divide; give another --tp"):
         require_divisible_heads(load_config("1b", 32000, 64), 8, "--tp")
 
 
@@ -155,25 +147,13 @@ def folder_with(folder: Path, **changes: object) -> str:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"num_attention_heads": 0},
-            r"num_attention_heads in .*config\.json is 0; it must be a whole",
-        ),
-        (
-            {"num_attention_heads": 7},
-            r"hidden_size in .* is 64, which its 7 num_attention_heads do not divide",
-        ),
-        (
-            {"num_attention_heads": 4, "num_key_value_heads": 3},
-            "is 4, no multiple of its 3 num_key_value_heads",
-        ),
+        ({"num_attention_heads": 0}, r"num_attention_heads in .*config\.json is 0; it must be a whole"),
+        ({"num_attention_heads": 7}, r"hidden_size in .* is 64, which its 7 num_attention_heads do not divide"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "is 4, no multiple of its 3 num_key_value_heads"),
         ({"num_hidden_layers": 0}, "num_hidden_layers in .* is 0; it must be a whole number of at least 1"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers in .* is 'two'; it must be"),
         ({"hidden_act": "sillu"}, r"transformers builds no model from .*config\.json \(KeyError: .*sillu"),
-        (
-            {"rope_scaling": {"rope_type": "spiral", "factor": 2.0}},
-            r"transformers builds no model from .*spiral",
-        ),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, r"transformers builds no model from .*spiral"),
         ({"head_dim": 15}, "head_dim in .* is 15; rotary embeddings need an even one"),
     ],
     ids=str,
@@ -184,9 +164,7 @@ def test_a_config_that_no_model_can_be_built_from_is_told_before_ranks_start(tmp
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"head_dim": 20}, {"num_attention_heads": 4, "num_key_value_heads": 2}]
-)
+@pytest.mark.parametrize("changes", [{}, {"head_dim": 20}, {"num_attention_heads": 4, "num_key_value_heads": 2}])
 def test_a_config_that_a_model_can_be_built_from_is_taken(tmp_path, changes):
     require_buildable(folder_with(tmp_path, **changes))
 
@@ -203,9 +181,7 @@ def test_code_that_comes_with_a_model_is_not_asked_for(tmp_path, monkeypatch):
     classes = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     (tmp_path / "own.py").write_text("raise SystemExit('it ran')")
     folder = folder_with(tmp_path, auto_map=classes, model_type="own")
-    with pytest.raises(
-        ValueError, match=r"names code of its own \(auto_map\), which fp8booster does not run"
-    ):
+    with pytest.raises(ValueError, match=r"names code of its own \(auto_map\), which fp8booster does not run"):
         require_buildable(folder)
     # of a type that transformers has: its own code is taken
     folder = folder_with(tmp_path, auto_map=classes)
@@ -225,9 +201,7 @@ def test_weights_indexed_elsewhere_are_refused(tmp_path):
 def test_code_among_weights_does_not_run_and_is_not_recommended(tmp_path):
     folder = folder_with(tmp_path)
     torch.save({"lm_head.weight": Payload(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        ValueError, match=r"pytorch_model\.bin asks for posix\.mkdir.* do not trust"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin asks for posix\.mkdir.* do not trust") as caught:
         build_model(folder, load_config(folder, 64, 32), torch.device("cpu"), checkpointing=False)
     assert "weights_only" not in str(caught.value)
     assert not (tmp_path / "ran").exists()

@@ -34,7 +34,5 @@ def test_a_floor_above_the_peak_is_refused():
 
 
 def test_options_survive_json():
-    options = TrainOptions(
-        model="1b", plugin_options=("verbose=True",), fp8_options=("power_of_two=true",), lr=1e-3
-    )
+    options = TrainOptions(model="1b", plugin_options=("verbose=True",), fp8_options=("power_of_two=true",), lr=1e-3)
     assert TrainOptions.from_mapping(json.loads(json.dumps(dataclasses.asdict(options)))) == options

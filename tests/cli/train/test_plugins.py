@@ -36,10 +36,7 @@ from tests.colossal.models import tiny_llama
             {"pp": 2, "accumulate": 2, "plugin_options": ("pp_style=zbv", "num_model_chunks=3")},
             "num_model_chunks is 3; with pp_style=zbv it must be 2",
         ),
-        (
-            {"fp8_options": ("powr_of_two=true",)},
-            r"FP8Config has no option 'powr_of_two'; did you mean power_of_two\?",
-        ),
+        ({"fp8_options": ("powr_of_two=true",)}, r"FP8Config has no option 'powr_of_two'; did you mean power_of_two\?"),
         ({"fp8_options": ("power_of_two=3",)}, "FP8Config.power_of_two is 3; use True or False"),
     ],
 )
@@ -97,9 +94,7 @@ def test_every_default_of_a_plugin_is_a_value_that_it_takes(plugin):
         require_value(argument, argument.default)
 
 
-@pytest.mark.parametrize(
-    "value", ["-" * 3000 + "1", "-" * 900 + "1", "(" * 900, "[" * 200, "1" * 999, "{[]}", "\0"]
-)
+@pytest.mark.parametrize("value", ["-" * 3000 + "1", "-" * 900 + "1", "(" * 900, "[" * 200, "1" * 999, "{[]}", "\0"])
 @pytest.mark.parametrize("kind", ["fp8_options", "plugin_options"])
 def test_a_value_that_is_no_literal_is_told(kind, value):
     option = "always" if kind == "fp8_options" else "verbose"
@@ -131,11 +126,7 @@ def test_pairs_reach_the_plugin_and_the_config():
     options = TrainOptions(
         stage=1,
         max_norm=0.5,
-        plugin_options=(
-            "reduce_bucket_size_in_m=3",
-            "overlap_communication=false",
-            "communication_dtype=fp32",
-        ),
+        plugin_options=("reduce_bucket_size_in_m=3", "overlap_communication=false", "communication_dtype=fp32"),
         fp8_options=("gradient_format=e4m3", "power_of_two=true"),
     )
     check_plugin(options)

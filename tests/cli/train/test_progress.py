@@ -15,14 +15,7 @@ def show(progress: str) -> None:
     display.show({"kind": "start", "done": 0, "steps": STEPS})
     for step in range(1, STEPS + 1):
         display.show(
-            {
-                "kind": "step",
-                "step": step,
-                "loss": 2.5,
-                "lr": 1e-3,
-                "grad_norm": 1.0,
-                "tokens_per_second": 9e3,
-            }
+            {"kind": "step", "step": step, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9e3}
         )
     display.show({"kind": "checkpoint", "folder": "run/step-200", "step": STEPS})
     display.show({"kind": "status", "text": "saving"})

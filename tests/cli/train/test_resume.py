@@ -13,14 +13,7 @@ from fp8booster.cli.train.run import run
 def checkpoint(folder: Path, step: int, options: dict) -> Path:
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
-    state = {
-        "step": step,
-        "position": 0,
-        "world_size": 2,
-        "precision": "fp8",
-        "tokens": "",
-        "options": options,
-    }
+    state = {"step": step, "position": 0, "world_size": 2, "precision": "fp8", "tokens": "", "options": options}
     (path / "state.json").write_text(json.dumps(state))
     return path
 
@@ -106,10 +99,7 @@ def change(file: Path, text: str | None = None, **changes: object) -> None:
         ({"precision": "fp4"}, r"state\.json tells of no run"),
         ({"layout": 2}, r"state\.json has 'layout', which fp8booster .* does not know; use the version of"),
         ({"options": {"flux": 1}}, r"state\.json has 'flux', which fp8booster .* does not know"),
-        (
-            {"options": {"steps": "x"}},
-            r"'steps' in .*state\.json is text where a whole number or null belongs",
-        ),
+        ({"options": {"steps": "x"}}, r"'steps' in .*state\.json is text where a whole number or null belongs"),
         ({"options": {"steps": 0}}, r"The options in .*state\.json are wrong \(--steps is 0; it must be"),
         ({"options": {"fp8_options": [1]}}, r"'fp8_options' in .*state\.json are not all text"),
     ],
@@ -133,10 +123,7 @@ def test_a_checkpoint_of_an_older_version_has_the_defaults_of_newer_options(out)
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        (
-            {"text": "["},
-            r"run\.json is not JSON, or not all of it; put it right, or --resume one of the run's",
-        ),
+        ({"text": "["}, r"run\.json is not JSON, or not all of it; put it right, or --resume one of the run's"),
         ({"text": "{}"}, r"run\.json has no 'options'; put it right"),
         ({"options": {"steps": True}}, r"'steps' in .*run\.json is true or false where a whole number"),
         ({"options": {"precision": "fp4"}}, r"The options in .*run\.json are wrong \(--precision is 'fp4'"),

@@ -145,9 +145,7 @@ def test_a_checkpoint_that_one_rank_cannot_load_leaves_the_run_as_it_was(copy):
     (checkpoint / "random" / "rank-00001.pt").unlink()
 
     def contents() -> dict[Path, bytes]:
-        return {
-            path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.suffix != ".log"
-        }
+        return {path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.suffix != ".log"}
 
     before = contents()
     done = train("--resume", checkpoint, "--steps", 5)
@@ -172,11 +170,7 @@ def test_torchrun_brings_the_processes(compared, data, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     arguments = command("--steps", 2, "--out", tmp_path, *data, *SMALL)
     done = subprocess.run(
-        [sys.executable, *launcher, *arguments[1:]],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=ENVIRONMENT,
+        [sys.executable, *launcher, *arguments[1:]], capture_output=True, text=True, timeout=300, env=ENVIRONMENT
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("linear layers in FP8") == 1
@@ -188,10 +182,7 @@ def test_torchrun_brings_the_processes(compared, data, tmp_path):
 def begin(out: Path, *arguments: object) -> subprocess.Popen[str]:
     """Start a long run and return when it has done two steps."""
     process = subprocess.Popen(
-        command("--steps", 5000, "--out", out, *arguments, *SMALL),
-        stderr=subprocess.PIPE,
-        text=True,
-        env=ENVIRONMENT,
+        command("--steps", 5000, "--out", out, *arguments, *SMALL), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     )
     deadline = time.monotonic() + 120
     while sum(len(path.read_text().splitlines()) for path in out.glob("*/metrics.jsonl")) < 2:
@@ -321,10 +312,7 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(compared):
     for arguments, says in (
         (("--steps", 2), "has done 6 steps and --steps is 2; give more --steps"),
         (("--lr", 1e-4), "has taken all its 6 steps, so --lr changes nothing; give more --steps"),
-        (
-            ("--plugin", "gemini"),
-            "was started with --plugin low_level_zero; resume it without another --plugin",
-        ),
+        (("--plugin", "gemini"), "was started with --plugin low_level_zero; resume it without another --plugin"),
         (("--steps", 8, "--batch", 100000), "tokens and one step takes"),
     ):
         done = train("--resume", out, *arguments)
@@ -339,14 +327,11 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(compared):
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_take_it(tmp_path, data):
     out = tmp_path / "run"
-    done = train(
-        "--precision", "bf16", "--steps", 5, "--lr", 1e30, "--warmup", 0, "--out", out, *data, *SMALL
-    )
+    done = train("--precision", "bf16", "--steps", 5, "--lr", 1e30, "--warmup", 0, "--out", out, *data, *SMALL)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     said = re.search(
-        r"error: The (loss|gradient norm) became (nan|inf) at step (\d)\. The state before it is in (\S+);",
-        done.stderr,
+        r"error: The (loss|gradient norm) became (nan|inf) at step (\d)\. The state before it is in (\S+);", done.stderr
     )
     assert said, done.stderr
     checkpoint = Path(said[4])
@@ -359,8 +344,5 @@ def test_too_little_text_is_one_sentence_and_leaves_the_folder_free(tmp_path):
     done = train("--data", file, "--cache", tmp_path / "cache", "--out", tmp_path / "run", *SMALL)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert (
-        "tokens and one step takes 128 (2 replicas x 1 micro-batches x 2 sequences x 32 tokens)"
-        in done.stderr
-    )
+    assert "tokens and one step takes 128 (2 replicas x 1 micro-batches x 2 sequences x 32 tokens)" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -35,16 +35,8 @@ def run(tmp_path):
             for step in range(1, 41)
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        layers = (
-            LAYERS if precision == "fp8" else [dict(row, precision="BF16", notes="off") for row in LAYERS]
-        )
-        result = {
-            "peak_memory": 3 << 20,
-            "parameters": 5_000_000,
-            "world_size": 2,
-            "layers": layers,
-            "traffic": [],
-        }
+        layers = LAYERS if precision == "fp8" else [dict(row, precision="BF16", notes="off") for row in LAYERS]
+        result = {"peak_memory": 3 << 20, "parameters": 5_000_000, "world_size": 2, "layers": layers, "traffic": []}
         (folder / "result.json").write_text(json.dumps(result))
     return tmp_path
 
@@ -83,7 +75,5 @@ def test_a_result_that_is_wrong_is_named_with_the_remedy(run):
     file = run / "fp8" / "result.json"
     for text in ("{", "null", "{}", '{"peak_memory": "much"}'):
         file.write_text(text)
-        with pytest.raises(
-            ValueError, match=r"result\.json.*; remove the file; --resume of the run writes it"
-        ):
+        with pytest.raises(ValueError, match=r"result\.json.*; remove the file; --resume of the run writes it"):
             read_column(run, "fp8")

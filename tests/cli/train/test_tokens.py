@@ -95,9 +95,7 @@ def test_a_tokenizer_that_cannot_be_read_is_told(options, tmp_path, text):
     folder = tmp_path / "model"
     load_tokenizer(str(tokens.tokenizer)).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(text)
-    with pytest.raises(
-        ValueError, match=r"The tokenizer in .*model cannot be read .*; save it again"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"The tokenizer in .*model cannot be read .*; save it again") as caught:
         load_tokenizer(str(folder))
     assert "\n" not in str(caught.value)
 

@@ -20,9 +20,7 @@ def doing(pulse: int, waits: bool = True, collective: str = "all_reduce of 3 flo
 
 def test_a_rank_that_no_longer_publishes_is_named() -> None:
     found = describe({0: doing(1), 1: doing(1), 2: None}, {0: doing(4), 1: doing(1), 2: None})
-    assert found.startswith(
-        "ranks 1, 2 do not answer (stopped, or the machine is gone), rank 0 waits in all_reduce"
-    )
+    assert found.startswith("ranks 1, 2 do not answer (stopped, or the machine is gone), rank 0 waits in all_reduce")
     assert found.endswith("having begun all_reduce of 3 float32 values")
 
 

@@ -41,11 +41,7 @@ def spread_block(kind: str, *, communication: bool, expert_parallel: bool = True
 
     from fp8booster.colossal.moe import take_over_blocks
 
-    native: Any = {
-        "Mixtral": EPMixtralSparseMoeBlock,
-        "DeepSeek": EPDeepseekMoE,
-        "DeepSeek-V3": EpDeepseekV3MoE,
-    }[kind]
+    native: Any = {"Mixtral": EPMixtralSparseMoeBlock, "DeepSeek": EPDeepseekMoE, "DeepSeek-V3": EpDeepseekV3MoE}[kind]
     groups = {"ep_group": dist.group.WORLD, "moe_dp_group": alone()}
     if not expert_parallel:
         groups = {"ep_group": alone(), "moe_dp_group": dist.group.WORLD}
@@ -70,9 +66,7 @@ def outputs_and_gradients(
     y = block(x)
     y = y[0] if isinstance(y, tuple) else y
     (y.square().sum() + getattr(block, "loss", 0)).backward()
-    gradients = {
-        name: parameter.grad for name, parameter in block.named_parameters() if parameter.grad is not None
-    }
+    gradients = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.grad is not None}
     return y.detach(), x.grad, gradients
 
 
@@ -89,9 +83,7 @@ def a_block_over_two_ranks_computes_what_it_computes_on_one(kind: str) -> None:
             dist.all_reduce(gradient)  # native's mean over the tokens of the ranks
             gradient /= dist.get_world_size()
         if name in gradients:
-            torch.testing.assert_close(
-                gradients[name], gradient, msg=lambda text, name=name: f"{name}: {text}"
-            )
+            torch.testing.assert_close(gradients[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @check_each(*KINDS)
@@ -104,10 +96,7 @@ def a_block_sends_tokens_and_their_gradients_in_fp8(kind: str) -> None:
     assert row.calls == 4  # to the experts and back, in forward and in backward
     assert not row.uncompressed
     assert row.ratio < 0.27  # of FP32
-    assert {dtype for name, dtype in traffic.counts if name == "all_to_all_single"} == {
-        torch.uint8,
-        torch.int64,
-    }
+    assert {dtype for name, dtype in traffic.counts if name == "all_to_all_single"} == {torch.uint8, torch.int64}
     y_whole, dx_whole, _ = outputs_and_gradients(whole_block(kind), inputs())
     for found, expected in ((y, y_whole), (dx, dx_whole)):
         assert (found - expected).norm() < 0.05 * expected.norm()

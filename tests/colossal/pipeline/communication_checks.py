@@ -23,9 +23,7 @@ def communication(overlap: bool = False) -> Any:
 
     other = 1 - dist.get_rank()
     stage = SimpleNamespace(
-        get_prev_rank=lambda: other,
-        get_next_rank=lambda: other,
-        get_p2p_process_group=lambda: dist.group.WORLD,
+        get_prev_rank=lambda: other, get_next_rank=lambda: other, get_p2p_process_group=lambda: dist.group.WORLD
     )
     return FP8PipelineCommunication(stage, overlap)
 
@@ -157,9 +155,7 @@ def both_stages_may_send_at_once(which: str) -> None:
             ]
             how = {"send_metadata": metadata is None, "metadata_recv": metadata, "send_first": rank == 0}
             if which == "forward, backward":
-                method = (
-                    transport.send_backward_recv_forward if rank else transport.send_forward_recv_backward
-                )
+                method = transport.send_backward_recv_forward if rank else transport.send_forward_recv_backward
                 found, handles = method(messages[rank], **how)
                 assert handles == []  # native never overlaps these
             else:

@@ -37,29 +37,21 @@ def test_neighbours_send_and_receive_the_same_in_the_same_order(stages, micro_ba
         down, up = chunks  # the chunk whose messages go to the next stage, and to the one before
         for stage in range(stages - 1):
             for chunk, sender, receiver in ((down, stage, stage + 1), (up, stage + 1, stage)):
-                sent = [
-                    n.minibatch for n in whole[sender] if (n.type, n.chunk) == (f"SEND_{direction}", chunk)
-                ]
-                arrived = [
-                    n.minibatch for n in whole[receiver] if (n.type, n.chunk) == (f"RECV_{direction}", chunk)
-                ]
+                sent = [n.minibatch for n in whole[sender] if (n.type, n.chunk) == (f"SEND_{direction}", chunk)]
+                arrived = [n.minibatch for n in whole[receiver] if (n.type, n.chunk) == (f"RECV_{direction}", chunk)]
                 assert sent == arrived == list(range(micro_batches))
 
 
 def test_stages_idle_less_than_under_1f1b() -> None:
     stages, micro_batches = 4, 12
     busy = 6 * micro_batches  # F, B and W of two chunks
-    ends = [
-        max(node.completion_time for node in nodes)
-        for nodes in schedule(stages, micro_batches, communication=0)
-    ]
+    ends = [max(node.completion_time for node in nodes) for nodes in schedule(stages, micro_batches, communication=0)]
     # a stage of 1F1B without chunks waits for the F, B and W of all others, each twice as long
     assert max(ends) - busy < 6 * (stages - 1) / 2
 
 
 @pytest.mark.parametrize(
-    ("stages", "micro_batches", "message"),
-    [(1, 4, "two or more"), (4, 2, "a multiple"), (4, 6, "a multiple")],
+    ("stages", "micro_batches", "message"), [(1, 4, "two or more"), (4, 2, "a multiple"), (4, 6, "a multiple")]
 )
 def test_what_cannot_be_scheduled_is_refused(stages, micro_batches, message) -> None:
     with pytest.raises(ValueError, match=message):

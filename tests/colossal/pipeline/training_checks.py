@@ -63,9 +63,7 @@ def zero_bubble_trains_like_1f1b_with_fp8_products() -> None:
 
 @check
 def zero_bubble_tells_the_loss_with_late_gathers() -> None:
-    expected, found = (
-        pipeline("zero-bubble", zero_stage=1, overlap_allgather=late).train(2) for late in (False, True)
-    )
+    expected, found = (pipeline("zero-bubble", zero_stage=1, overlap_allgather=late).train(2) for late in (False, True))
     assert expected == found
 
 
@@ -127,13 +125,7 @@ def batches_may_be_of_any_length_and_size(case: tuple[str, bool]) -> None:
         run = pipeline(schedule, sends_fp8=in_fp8)
         run.plugin.scheduler.enable_metadata_cache = cached  # the plugin's option does not reach zero-bubble
         found = []
-        for length, rows, trains in (
-            (32, 4, True),
-            (48, 4, False),
-            (32, 4, True),
-            (48, 4, True),
-            (48, 8, True),
-        ):
+        for length, rows, trains in ((32, 4, True), (48, 4, False), (32, 4, True), (48, 4, True), (48, 8, True)):
             with torch.set_grad_enabled(trains):
                 tokens = token_batch(seed=length, batch=rows, length=length)
                 found.append(run.step(tokens) if trains else run.forward_backward(tokens).item())

@@ -95,9 +95,7 @@ def converted(module: nn.Module, **options: Any) -> nn.Module:
     from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8
 
     compress_groups(dist.group.WORLD)
-    return convert_sharded_to_fp8(nn.ModuleDict({"layer": module}), FP8Config(**options), communication=True)[
-        "layer"
-    ]
+    return convert_sharded_to_fp8(nn.ModuleDict({"layer": module}), FP8Config(**options), communication=True)["layer"]
 
 
 def run(layer: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -63,9 +63,7 @@ AXIS = 2
 """Of the mesh."""
 
 
-def shard(
-    model: nn.Module, mode: str | None = None, *, compressed: bool = False, **options: Any
-) -> nn.Module:
+def shard(model: nn.Module, mode: str | None = None, *, compressed: bool = False, **options: Any) -> nn.Module:
     """Shard a model over all ranks: by tensors, and by sequence in the modes that share their group; else by sequence.
 
     Args:

@@ -21,9 +21,7 @@ from tests.plugins.training import STAGES, Boosted, assert_close, assert_equal, 
 def alone(**arguments: object) -> Boosted:
     """A run whose weights of FP8 layers have no value in 16 bits."""
     options = {name: arguments.pop(name) for name in ("fused", "keep_weight_transposes") if name in arguments}
-    return boost(
-        wire(fp8_config=FP8Config(**{"weights_in_16_bits": False, "fused": False, **options}), **arguments)
-    )
+    return boost(wire(fp8_config=FP8Config(**{"weights_in_16_bits": False, "fused": False, **options}), **arguments))
 
 
 @check_each(*STAGES)
@@ -51,9 +49,7 @@ def by_default_large_models_keep_their_weights_in_fp8_alone() -> None:
     assert gathered(run)
     for _, layer in gathered(run):
         assert layer.weight.isnan().all()
-        assert (
-            layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose.numel() == 0
-        )
+        assert layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose.numel() == 0
     assert "without 16-bit copies and transposes of their weights" in report(run.model).summary()
     for _, layer in gathered(beside):
         assert not layer.weight.isnan().any()

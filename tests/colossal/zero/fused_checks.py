@@ -104,9 +104,7 @@ def no_merged_weight_is_cast_after_the_first_step_and_each_is_multiplied_whole()
 @check_each(*STAGES)
 def a_fused_model_learns_as_in_16_bits(stage: int) -> None:
     assert_close(
-        train(boost(native(stage=stage)), steps=5),
-        train(boost(wire(stage=stage, fp8_config=FUSED)), steps=5),
-        CLOSE,
+        train(boost(native(stage=stage)), steps=5), train(boost(wire(stage=stage, fp8_config=FUSED)), steps=5), CLOSE
     )
 
 

@@ -279,10 +279,7 @@ def a_step_in_one_pass_is_the_optimizers_own_and_tells_the_amax() -> None:
         with mock.patch.object(gathered_weights, "agree_on_amax", observed):
             train(run)
     assert min(seen) > 0
-    assert [run.optimizer._why_by_itself for run in runs] == [
-        None,
-        "hooks are called before or after its step",
-    ]
+    assert [run.optimizer._why_by_itself for run in runs] == [None, "hooks are called before or after its step"]
     for name, before in masters(runs[0]).items():
         # a divided gradient is rounded, one that is divided while it is read is not
         torch.testing.assert_close(masters(runs[1])[name], before, rtol=1e-4, atol=1e-5)
@@ -365,10 +362,7 @@ def a_dropped_layer_keeps_its_weight_and_trains_when_it_returns(stage: int) -> N
         step(run, features())
         steps.append(masters(run))
     changed = [
-        [
-            not torch.equal(one[f"layers.{number}.weight"], other[f"layers.{number}.weight"])
-            for number in range(3)
-        ]
+        [not torch.equal(one[f"layers.{number}.weight"], other[f"layers.{number}.weight"]) for number in range(3)]
         for one, other in pairwise(steps)
     ]
     assert changed == [[True] * 3, [True, False, True], [True] * 3]
@@ -430,11 +424,7 @@ def _everything(**options: Any) -> FP8Config:
 
 NOT_GATHERED = {
     "odd sizes": lambda: (wire(), Layers(64, 72, 64), "size no multiple of 16"),
-    "rowwise": lambda: (
-        wire(fp8_config=FP8Config(granularity="rowwise")),
-        Layers(64, 64, 64),
-        "rowwise scales",
-    ),
+    "rowwise": lambda: (wire(fp8_config=FP8Config(granularity="rowwise")), Layers(64, 64, 64), "rowwise scales"),
     "no masters": lambda: (wire(master_weights=False), Layers(64, 64, 64), "no master weights"),
 }
 

@@ -79,9 +79,7 @@ def features(size: int = 64, rows: int = 32) -> torch.Tensor:
     return torch.randn(rows, size, generator=generator).bfloat16()
 
 
-def step(
-    run: Boosted, *inputs: torch.Tensor, forward: Callable[[torch.Tensor], torch.Tensor] | None = None
-) -> float:
+def step(run: Boosted, *inputs: torch.Tensor, forward: Callable[[torch.Tensor], torch.Tensor] | None = None) -> float:
     """One step over inputs, gradients reduced after each; returns the last loss, by default what the model returns."""
     for x in inputs:
         loss = (forward or run.model)(x)

@@ -10,15 +10,7 @@ from fp8booster import FP8Config, report
 from tests.colossal.zero.runs import CLOSE, Layers, features, masters, step, wire
 from tests.colossal.zero.weight_checks import assert_is_cast_of_masters
 from tests.plugins.registry import check, check_each
-from tests.plugins.training import (
-    STAGES,
-    assert_close,
-    assert_equal,
-    assert_trains_equally,
-    boost,
-    native,
-    train,
-)
+from tests.plugins.training import STAGES, assert_close, assert_equal, assert_trains_equally, boost, native, train
 
 
 @check

@@ -15,36 +15,13 @@ from fp8booster import FP8Config
 from fp8booster.kernels.cast import cast_reference
 from fp8booster.nn.linear import layer as fp8_layer
 from fp8booster.nn.weights import cached
-from tests.colossal.zero.runs import (
-    Layers,
-    assert_same_on_all_ranks,
-    batch,
-    features,
-    gathered,
-    masters,
-    step,
-    wire,
-)
+from tests.colossal.zero.runs import Layers, assert_same_on_all_ranks, batch, features, gathered, masters, step, wire
 from tests.nn.reference import count_calls
 from tests.plugins.fp8_checks import LAYERS
 from tests.plugins.registry import check, check_each, shared_folder
-from tests.plugins.training import (
-    STAGES,
-    Boosted,
-    assert_close,
-    assert_equal,
-    boost,
-    native,
-    ours,
-    rank_batches,
-    train,
-)
+from tests.plugins.training import STAGES, Boosted, assert_close, assert_equal, boost, native, ours, rank_batches, train
 
-CONFIGS = {
-    "defaults": {},
-    "powers of two": {"power_of_two": True},
-    "E5M2": {"weight_format": torch.float8_e5m2},
-}
+CONFIGS = {"defaults": {}, "powers of two": {"power_of_two": True}, "E5M2": {"weight_format": torch.float8_e5m2}}
 
 
 def assert_is_cast_of_masters(run: Boosted) -> None:
@@ -54,12 +31,7 @@ def assert_is_cast_of_masters(run: Boosted) -> None:
         config, weight = layer.fp8_config, layer.weight
         found = layer.fp8_weight.forward([weight], config, transpose=True)
         data, transpose, inverse_scale = cast_reference(
-            whole[name],
-            config.weight_format,
-            plain=True,
-            transposed=True,
-            power_of_two=config.power_of_two,
-            amax=None,
+            whole[name], config.weight_format, plain=True, transposed=True, power_of_two=config.power_of_two, amax=None
         )
         assert torch.equal(found.data.view(torch.uint8), data.view(torch.uint8)), name
         assert torch.equal(found.transpose.view(torch.uint8), transpose.view(torch.uint8)), name

@@ -30,11 +30,7 @@ from tests.nn.reference import count_calls
 
 HIDDEN, FEATURES, EXPERTS = 64, 96, 4
 QUICK = FP8Config(emulate=True)
-COUNTS = {
-    "ragged": [[3, 0, 20, 1], [14, 0, 1, 40]],
-    "even": [[16, 16, 16, 16]],
-    "one expert has all": [[0, 0, 0, 33]],
-}
+COUNTS = {"ragged": [[3, 0, 20, 1], [14, 0, 1, 40]], "even": [[16, 16, 16, 16]], "one expert has all": [[0, 0, 0, 33]]}
 
 
 def mixtral() -> nn.ModuleList:
@@ -66,10 +62,7 @@ def tokens(counts: list[list[int]]) -> torch.Tensor:
 
 
 def results(
-    of: nn.Module,
-    counts: list[list[int]],
-    grouped: GroupedExperts | None,
-    factors: list | torch.Tensor | None = None,
+    of: nn.Module, counts: list[list[int]], grouped: GroupedExperts | None, factors: list | torch.Tensor | None = None
 ) -> list[torch.Tensor]:
     """Output, gradient of the tokens, gradients of the weights, in FP32."""
     dtype = next(of.parameters()).dtype
@@ -195,9 +188,7 @@ def test_weights_that_an_engine_keeps_are_read_as_they_are(together: bool, trans
                 torch.cat([expert.w1.weight, expert.w3.weight]).detach(), config, transposed=transposes
             )
             cut = [whole.transpose] * 2 if not transposes else whole.transpose.split(FEATURES, 1)
-            for layer, data, transpose in zip(
-                (expert.w1, expert.w3), whole.data.split(FEATURES), cut, strict=True
-            ):
+            for layer, data, transpose in zip((expert.w1, expert.w3), whole.data.split(FEATURES), cut, strict=True):
                 keep(layer, QuantizedMatrix(data, transpose, whole.inverse_scale, None))
         else:
             for layer in (expert.w1, expert.w3):
@@ -242,9 +233,7 @@ WHY = {
     "the layers' FP8Configs differ": lambda fp8: setattr(
         fp8[1].w1, "fp8_config", FP8Config(emulate=True, power_of_two=True)
     ),
-    "a layer has a bias": lambda fp8: setattr(
-        fp8[1].w1, "bias", nn.Parameter(torch.ones(FEATURES).bfloat16())
-    ),
+    "a layer has a bias": lambda fp8: setattr(fp8[1].w1, "bias", nn.Parameter(torch.ones(FEATURES).bfloat16())),
     "the experts' sizes differ": lambda fp8: _resize(fp8[1:2], FEATURES - 16),
     "a size is no multiple of 16": lambda fp8: _resize(fp8, FEATURES - 8),
     "pretraining_tp is more than 1": lambda fp8: setattr(fp8[1], "config", MixtralConfig(pretraining_tp=2)),
@@ -263,10 +252,7 @@ def test_what_cannot_be_grouped_runs_one_by_one_and_says_why(reason: str) -> Non
     ("config", "reason"),
     [
         (FP8Config(emulate=True, granularity="rowwise"), "rowwise scales"),
-        (
-            FP8Config(emulate=True, input_format=E5M2, gradient_format=torch.float8_e4m3fn),
-            "multiply E4M3 alone",
-        ),
+        (FP8Config(emulate=True, input_format=E5M2, gradient_format=torch.float8_e4m3fn), "multiply E4M3 alone"),
     ],
 )
 def test_configurations_that_cannot_be_grouped(config: FP8Config, reason: str) -> None:

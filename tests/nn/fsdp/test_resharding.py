@@ -158,9 +158,7 @@ def test_layers_sharded_by_fsdp2_hold_no_fp8_weight_and_compute_the_same_bits(ra
         assert all(abs(one - other) < 0.03 * one for one, other in zip(kept, sent, strict=True))
 
 
-def test_merged_layers_sharded_by_fsdp2_hold_no_fp8_weight_and_compute_the_same_bits(
-    ranks: list[tuple],
-) -> None:
+def test_merged_layers_sharded_by_fsdp2_hold_no_fp8_weight_and_compute_the_same_bits(ranks: list[tuple]) -> None:
     for _, rank in ranks:
         unfused, kept, followed = rank.values()
         assert followed == kept

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),

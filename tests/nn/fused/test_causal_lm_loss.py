@@ -121,12 +121,7 @@ def test_other_outputs_are_there() -> None:
 def test_logits_are_there_for_who_asks() -> None:
     native, model = pair()
     arguments = labelled()
-    for asking in (
-        {"logits_to_keep": 32},
-        {"num_logits_to_keep": 32},
-        {"return_dict": False},
-        {"labels": None},
-    ):
+    for asking in ({"logits_to_keep": 32}, {"num_logits_to_keep": 32}, {"return_dict": False}, {"labels": None}):
         right, output = native(**arguments | asking), model(**arguments | asking)
         for index in range(2 if asking.get("labels", 0) is not None else 1):
             assert torch.equal(output[index], right[index])

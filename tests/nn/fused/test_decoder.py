@@ -19,9 +19,7 @@ def fused(model: nn.Module, config: FP8Config | None = None) -> nn.Module:
     return model
 
 
-def step(
-    model: nn.Module, ids: torch.Tensor | None = None, **options: object
-) -> tuple[float, dict[str, torch.Tensor]]:
+def step(model: nn.Module, ids: torch.Tensor | None = None, **options: object) -> tuple[float, dict[str, torch.Tensor]]:
     """The loss, and the gradients by name."""
     model.zero_grad()
     ids = batch() if ids is None else ids
@@ -47,9 +45,7 @@ def test_a_fused_model_computes_what_the_model_does(family: str) -> None:
     assert all(torch.equal(model.state_dict()[name], state[name]) for name in state)
     assert isinstance(model.model.layers[0], type(exact.model.layers[0]))
     plain = convert_to_fp8(copy.deepcopy(exact))
-    (right, right_gradients), (loss, gradients), (of_plain, plain_gradients) = map(
-        step, (exact, model, plain)
-    )
+    (right, right_gradients), (loss, gradients), (of_plain, plain_gradients) = map(step, (exact, model, plain))
     assert loss == pytest.approx(right, rel=2e-3)
     assert of_plain == pytest.approx(right, rel=2e-3)
     for name, gradient in right_gradients.items():
@@ -115,10 +111,7 @@ def test_the_weights_are_cast_once_a_step_and_again_after_it() -> None:
     assert step(model)[0] != second
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["cache", "attentions", "evaluation", "hook", "mixed configuration", "mask"],
-)
+@pytest.mark.parametrize("change", ["cache", "attentions", "evaluation", "hook", "mixed configuration", "mask"])
 def test_what_is_not_covered_runs_as_written(change: str) -> None:
     torch.manual_seed(0)
     model = build(attn_implementation="eager" if change == "attentions" else "sdpa")
@@ -166,11 +159,7 @@ def test_frozen_layers_and_a_second_backward() -> None:
     ids = batch()
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward(retain_graph=True)
-    first = {
-        name: parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
+    first = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert "model.layers.0.self_attn.k_proj.weight" not in first
     model.zero_grad()
     loss.backward()

@@ -116,8 +116,7 @@ def test_no_weight_is_copied_after_the_model_was_fused() -> None:
     held = [merged.weights[0].untyped_storage().data_ptr() for merged in merged_linears(model)]
     step(model)
     assert held == [
-        weight.untyped_storage().data_ptr()
-        for weight in (merged.weights[-1] for merged in merged_linears(model))
+        weight.untyped_storage().data_ptr() for weight in (merged.weights[-1] for merged in merged_linears(model))
     ]
 
 
@@ -125,9 +124,7 @@ def test_no_weight_is_copied_after_the_model_was_fused() -> None:
 def test_layers_that_cannot_be_merged_run_one_by_one_and_it_says_why(change: str) -> None:
     model = build(dtype=torch.float32)
     right, right_gradients = step(copy.deepcopy(model))
-    moved = (
-        "their weights have moved since; fuse the model when it has its dtype and device, and no copy of it"
-    )
+    moved = "their weights have moved since; fuse the model when it has its dtype and device, and no copy of it"
     held = "others, such as an engine, hold the memory of their weights; fuse the model before it is boosted"
     if change == "copy":
         fuse(model)
@@ -218,11 +215,7 @@ def test_adapters_put_in_after_a_model_was_fused_are_trained(in_fp8: bool) -> No
             setattr(block, name, adapters[-1])
     step(model)
     assert all(adapter.up.weight.grad.any() for adapter in adapters)
-    why = (
-        "4 groups of layers not merged"
-        + (" (" if in_fp8 else ": ")
-        + "a layer was replaced, as by an adapter"
-    )
+    why = "4 groups of layers not merged" + (" (" if in_fp8 else ": ") + "a layer was replaced, as by an adapter"
     assert why in (report(model).summary() if in_fp8 else fused_summary(model))
     for layer in model.model.layers:  # as PEFT's merge_and_unload
         layer.self_attn.v_proj = layer.self_attn.v_proj.base_layer

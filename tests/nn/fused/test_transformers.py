@@ -43,10 +43,7 @@ def pair(family: str, **changes: Any) -> tuple[nn.Module, nn.Module]:
 def arguments_of_a_layer(model: nn.Module) -> tuple[torch.Tensor, dict[str, Any]]:
     hidden = torch.randn(2, 32, 64, generator=torch.Generator().manual_seed(2))
     positions = torch.arange(32)[None]
-    return hidden, {
-        "position_ids": positions,
-        "position_embeddings": model.model.rotary_emb(hidden, positions),
-    }
+    return hidden, {"position_ids": positions, "position_embeddings": model.model.rotary_emb(hidden, positions)}
 
 
 @pytest.mark.parametrize("family", ALL)

@@ -43,9 +43,7 @@ def whole(case: tuple, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
         counted = (targets != -100).repeat(2)
         own = [torch.cat(parts[start : start + 2]) for start in (0, 2)]
         # one of the ranks sent these
-        assert any(
-            torch.allclose(values[counted].double(), part[counted], rtol=1e-5, atol=1e-5) for part in own
-        )
+        assert any(torch.allclose(values[counted].double(), part[counted], rtol=1e-5, atol=1e-5) for part in own)
         output.copy_(torch.cat(own))
 
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)

@@ -24,9 +24,7 @@ def run(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tens
 @pytest.mark.parametrize("config", [FP8Config(), FP8Config(granularity="rowwise")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sizes", [(64, 96), (100, 250)])
-def test_it_computes_the_bits_of_a_linear_layer_of_the_transposed_weight(
-    device, dtype, config, sizes
-) -> None:
+def test_it_computes_the_bits_of_a_linear_layer_of_the_transposed_weight(device, dtype, config, sizes) -> None:
     inputs, outputs = sizes
     layer = Conv1D(outputs, inputs).to(device, dtype)
     nn.init.normal_(layer.bias)

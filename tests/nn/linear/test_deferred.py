@@ -20,9 +20,7 @@ def linear(x, w, bias=None, config=None, defer=None) -> torch.Tensor:
     """The layer from casts with both layouts."""
     config = FP8Config() if config is None else config
     x8 = quantize_input(x, config, transposed=True)
-    return linear_from_quantized(
-        x, w, bias, x8, quantize_weight(w, config, transposed=True), config, defer=defer
-    )
+    return linear_from_quantized(x, w, bias, x8, quantize_weight(w, config, transposed=True), config, defer=defer)
 
 
 def leaves(device: torch.device, rows: int = 40, inputs: int = 72, outputs: int = 56) -> list[torch.Tensor]:
@@ -74,8 +72,6 @@ def test_a_frozen_weight_defers_nothing(device) -> None:
 def test_checkpointing_defers_once_with_the_same_bits(use_reentrant, device) -> None:
     tensors, later = leaves(device), Computations()
     linear(*tensors, defer=later.append).sum().backward()
-    checkpoint(
-        lambda *t: linear(*t, defer=later.append), *tensors, use_reentrant=use_reentrant
-    ).sum().backward()
+    checkpoint(lambda *t: linear(*t, defer=later.append), *tensors, use_reentrant=use_reentrant).sum().backward()
     plain, checkpointed = later
     assert torch.equal(plain(), checkpointed())

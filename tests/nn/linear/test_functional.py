@@ -68,8 +68,7 @@ def test_equals_quantize_multiply_rescale(dtype, emulate, device) -> None:
 @pytest.mark.parametrize("dtype", formats.HIGH_PRECISION)
 def test_whole_numbers_come_out_exactly(dtype, emulate, device) -> None:
     x, w, dy, bias = (
-        torch.randint(-3, 4, shape, device=device).to(dtype)
-        for shape in ((32, 48), (64, 48), (32, 64), (64,))
+        torch.randint(-3, 4, shape, device=device).to(dtype) for shape in ((32, 48), (64, 48), (32, 64), (64,))
     )
     y, dx, dw, db = run(x, w, dy, bias, FP8Config(power_of_two=True, emulate=emulate))
     exact = reference.exact_linear(x, w, dy)
@@ -99,9 +98,7 @@ def test_a_bias_reaches_its_own_features(outputs, emulate, device) -> None:
     """Also where the product has more of them, of which the last are cut off."""
     bias = torch.randn(outputs, device=device, dtype=torch.bfloat16)
     weight = torch.randn(outputs, 32, device=device, dtype=torch.bfloat16)
-    y = fp8_linear(
-        torch.zeros(3, 32, device=device, dtype=torch.bfloat16), weight, bias, FP8Config(emulate=emulate)
-    )
+    y = fp8_linear(torch.zeros(3, 32, device=device, dtype=torch.bfloat16), weight, bias, FP8Config(emulate=emulate))
     assert torch.equal(y, bias.expand(3, -1))
 
 
@@ -397,9 +394,7 @@ def test_a_dtype_that_cannot_be_cast_is_named(position, dtype, device) -> None:
 
 def test_dtypes_that_differ_are_refused_outside_autocast(device) -> None:
     x, w = torch.zeros(4, 16, device=device, dtype=BF16), torch.zeros(8, 16, device=device)
-    with pytest.raises(
-        TypeError, match=r"input is torch.bfloat16 and weight is torch.float32; .*torch.autocast"
-    ):
+    with pytest.raises(TypeError, match=r"input is torch.bfloat16 and weight is torch.float32; .*torch.autocast"):
         fp8_linear(x, w)
 
 

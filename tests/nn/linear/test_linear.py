@@ -46,9 +46,7 @@ def test_it_computes_what_the_function_does(bias, training, device) -> None:
     leaves = (x, *layer.parameters())
     y, expected = layer(x), fp8_linear(*leaves, config=FP8Config(power_of_two=True))
     assert torch.equal(y, expected)
-    for one, other in zip(
-        torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True
-    ):
+    for one, other in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, leaves, dy), strict=True):
         assert torch.equal(one, other)
 
 
@@ -168,9 +166,7 @@ def test_a_copy_is_a_layer_of_its_own(copied, device) -> None:
 
 
 def test_parametrized_after_conversion_it_reads_the_new_weight_each_time(device) -> None:
-    layer = torch.nn.utils.spectral_norm(
-        FP8Linear(32, 32, bias=False, device=device)
-    )  # another weight at each forward
+    layer = torch.nn.utils.spectral_norm(FP8Linear(32, 32, bias=False, device=device))  # another weight at each forward
     x = torch.randn(16, 32, device=device)
     for _ in range(3):
         y = layer(x)

@@ -118,9 +118,7 @@ def column_parallel_layers_compute_what_one_layer_does() -> None:
         whole = Whole.of(shape)
         y, dx, dw, db = whole.expected(config, bias=True)
         exchange = ColumnParallel(dist.group.WORLD, communication=wire)
-        found = run_layer(
-            exchange, whole.x, part(whole.w, 0), part(whole.b, 0), part(whole.dy, -1), config, transposed
-        )
+        found = run_layer(exchange, whole.x, part(whole.w, 0), part(whole.b, 0), part(whole.dy, -1), config, transposed)
         assert_near(part(y, -1), found[0], SUMS_DB)
         assert_near(dx, found[1], WIRE_DB if wire else SUMS_DB)
         assert_near(part(dw, 0), found[2], SUMS_DB)
@@ -151,10 +149,7 @@ def a_checkpoint_may_keep_products_that_are_summed_over_ranks() -> None:
         leaf = x.clone().requires_grad_()
 
         def block(leaf: torch.Tensor) -> torch.Tensor:
-            quantized = (
-                exchange.input(leaf, config, transposed=False),
-                quantize_weight(w, config, transposed=True),
-            )
+            quantized = (exchange.input(leaf, config, transposed=False), quantize_weight(w, config, transposed=True))
             return linear_from_quantized(leaf, w, None, *quantized, config, exchange=exchange).sin()
 
         checkpoint(block, leaf, use_reentrant=False, context_fn=context).backward(whole.dy)
@@ -169,9 +164,7 @@ def sequence_parallel_columns_compute_what_one_layer_does() -> None:
         y, dx, dw, db = whole.expected(config, bias=True)
         exchange = SequenceColumn(dist.group.WORLD, sequence, communication=wire)
         x = part(whole.x, sequence)
-        found = run_layer(
-            exchange, x, part(whole.w, 0), part(whole.b, 0), part(whole.dy, -1), config, transposed
-        )
+        found = run_layer(exchange, x, part(whole.w, 0), part(whole.b, 0), part(whole.dy, -1), config, transposed)
         rounded_on_the_wire = wire and config.rowwise  # else x is what one process casts, bit for bit
         assert_near(part(y, -1), found[0], WIRE_DB if rounded_on_the_wire else SUMS_DB)
         assert_near(part(dx, sequence), found[1], WIRE_DB if wire else SUMS_DB)

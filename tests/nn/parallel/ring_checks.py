@@ -80,9 +80,7 @@ def heads_that_queries_share_travel_once() -> None:
 def the_log_sum_exp_is_that_of_all_scores() -> None:
     q, k, v, _ = tensors()
     _, lse = ring_attention(*(chunks(each, LENGTH) for each in (q, k, v)), dist.group.WORLD)
-    scores = (q @ k.transpose(2, 3) * SIZE**-0.5).masked_fill(
-        torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf
-    )
+    scores = (q @ k.transpose(2, 3) * SIZE**-0.5).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf)
     whole = scores.logsumexp(3, keepdim=True)
     torch.testing.assert_close(lse, chunks(whole, LENGTH)[..., 0], rtol=0.02, atol=0.02)
 
@@ -126,7 +124,5 @@ def keys_values_and_their_gradients_travel_in_bytes_of_16_bit_tensors() -> None:
 @check
 def an_odd_number_of_tokens_is_refused() -> None:
     q = torch.randn(1, 1, 3, 8)
-    with pytest.raises(
-        ValueError, match="a rank holds 3 tokens of a sequence; pad sequences to a multiple of"
-    ):
+    with pytest.raises(ValueError, match="a rank holds 3 tokens of a sequence; pad sequences to a multiple of"):
         ring_attention(q, q, q, dist.group.WORLD)

@@ -40,9 +40,7 @@ def received(weight: torch.Tensor) -> None:
 def received_in_batch(weight: torch.Tensor) -> None:
     other = 1 - dist.get_rank()
     own = weight.detach().clone()
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, own, other), dist.P2POp(dist.irecv, weight, other)]
-    ):
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, own, other), dist.P2POp(dist.irecv, weight, other)]):
         work.wait()
 
 
@@ -65,9 +63,7 @@ WAYS: dict[str, Callable[[torch.Tensor], object]] = {
     ),
     "all_gather_into_tensor": lambda weight: dist.all_gather_into_tensor(weight, weight[:24] * 2),
     "reduce_scatter": lambda weight: dist.reduce_scatter(weight, [weight * 2, weight * 3]),
-    "reduce_scatter_tensor": lambda weight: dist.reduce_scatter_tensor(
-        weight, torch.cat((weight * 2, weight * 3))
-    ),
+    "reduce_scatter_tensor": lambda weight: dist.reduce_scatter_tensor(weight, torch.cat((weight * 2, weight * 3))),
     "scatter": lambda weight: dist.scatter(
         weight, [torch.ones_like(weight), weight * 2] if dist.get_rank() == 0 else None
     ),

@@ -50,8 +50,7 @@ def test_a_conversion_decides_on_transposes_once_and_backward_makes_those_that_a
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     converted(x).sum().backward()
     assert (
-        layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose.numel()
-        == kept * VALUES
+        layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose.numel() == kept * VALUES
     )
     always = convert_to_fp8(
         model(), FP8Config(emulate=True, granularity=config.granularity, keep_weight_transposes=True)
@@ -65,6 +64,4 @@ def test_a_conversion_decides_on_transposes_once_and_backward_makes_those_that_a
 def test_16_bit_copies_are_decided_on_where_nobody_else_did() -> None:
     assert without_large_copies(FP8Config(), copies_fit=False).weights_in_16_bits is False
     assert without_large_copies(FP8Config(), copies_fit=True).keeps_16_bits
-    assert (
-        without_large_copies(FP8Config(weights_in_16_bits=True), copies_fit=False).weights_in_16_bits is True
-    )
+    assert without_large_copies(FP8Config(weights_in_16_bits=True), copies_fit=False).weights_in_16_bits is True

@@ -57,9 +57,7 @@ def test_forward_and_backward_read_the_cast_of_the_stacked_weights(kind, by_engi
     found = source.forward(weights, CONFIG, transpose=True)
     backward_weight = source.backward(weights, CONFIG)
     assert (backward_weight is not None) == source.is_transient
-    transpose, scale = (
-        (found.transpose, found.scale_of_transpose()) if backward_weight is None else backward_weight()
-    )
+    transpose, scale = (found.transpose, found.scale_of_transpose()) if backward_weight is None else backward_weight()
     assert_same(found.data, expected.data)
     assert_same(transpose, expected.transpose)
     assert torch.equal(found.inverse_scale, expected.inverse_scale)
