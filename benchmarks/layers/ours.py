@@ -8,8 +8,8 @@ from torch import nn
 from benchmarks.layers.layer import Forward, Inputs, Layer
 from fp8booster import FP8Config, FP8Linear, forget_weights
 from fp8booster.nn.linear.delivered_amax import deliver_amax
-from fp8booster.nn.linear.functional import linear_from_quantized, quantize_input
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.linear.functional import linear_from_quantized
+from fp8booster.nn.weights.casting import quantize_input, quantize_weight
 
 CONFIG = FP8Config()
 ROWWISE = FP8Config(granularity="rowwise")

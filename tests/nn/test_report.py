@@ -103,7 +103,7 @@ def test_what_is_merged_and_what_is_not_is_shown() -> None:
         )
     )
     mlp.up_proj.register_forward_hook(lambda module, args, output: None)
-    attention.fp8_qkv.fp8_weight.refusal = "in different chunks"
+    attention.fp8_merged.fp8_weight.refusal = "in different chunks"
     result = report(model)
     assert result.summary().startswith(
         "FP8: 14 of 15 linear layers (88 % of the weights of matrix products), 5 of them merged to 2 products, "

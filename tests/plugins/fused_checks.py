@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8booster import fuse
 from fp8booster.nn.fused import fused_summary
-from fp8booster.nn.fused.merged_linears import merged_linears
+from fp8booster.nn.fused.merged_layers import merged_linears
 from tests.colossal.models import tiny_llama
 from tests.plugins.registry import check, check_each
 from tests.plugins.training import STAGES, assert_close, assert_equal, boost, ours, train

@@ -21,8 +21,9 @@ from torch import nn
 from fp8booster.colossal.gemini.chunks import FP8Chunk
 from fp8booster.colossal.gemini.weights import ChunkWeight
 from fp8booster.nn import FP8Layer, FP8Linear
-from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
+from fp8booster.nn.fused.causal_lm_loss import fused_head
 from fp8booster.nn.fused.decoder import FusedRMSNorm
+from fp8booster.nn.fused.head import HeldHead
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.weights.resharded import ReshardedWeight

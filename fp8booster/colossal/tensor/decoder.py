@@ -23,8 +23,8 @@ from fp8booster.colossal.tensor.head_exchange import heads_to_sequence, sequence
 from fp8booster.colossal.tensor.linear import FP8PaddingLMHead
 from fp8booster.colossal.tensor.loss import use_sharded_loss
 from fp8booster.nn.fused import fuse
-from fp8booster.nn.fused.causal_lm_loss import HEADS
 from fp8booster.nn.fused.decoder import REPLACED, FusedAttention
+from fp8booster.nn.fused.head import HEADS
 
 _FLASH_FORWARDS = tuple(
     f"get_{family}_flash_attention_forward.<locals>.forward" for family in ("llama", "mistral", "qwen2")

@@ -31,14 +31,13 @@ from torch import nn
 from fp8booster.colossal.tensor.linear import FP8Linear1DCol, FP8PaddingLMHead, FP8VocabParallelLMHead1D
 from fp8booster.nn.fused.causal_lm_loss import (
     EngineLoss,
-    head_loss,
     language_model_in,
     offer_loss,
     ours,
-    returns_dict,
     use_fused_loss,
-    why_not_bypassed,
+    wants_loss,
 )
+from fp8booster.nn.fused.head import head_loss, why_not_bypassed
 from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.linear.linear import FP8Linear
@@ -117,7 +116,8 @@ def _forward_with(native: Callable, config: ShardConfig) -> Callable:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
-        if not _computes_loss_alone(self, {**bound.arguments, **bound.kwargs}, config):
+        arguments = {**bound.arguments, **bound.kwargs}
+        if not wants_loss(self, arguments) or arguments["labels"].dim() != 2 or _why_not(self, config) is not None:
             return native(self, *args, **kwargs)
         _let_loss_read_late_logits(names)
         with _late_logits(self.lm_head, config):
@@ -129,21 +129,6 @@ def _forward_with(native: Callable, config: ShardConfig) -> Callable:
 
     forward.__signature__ = signature
     return ours(forward, native)
-
-
-def _computes_loss_alone(model: nn.Module, arguments: dict[str, Any], config: ShardConfig) -> bool:
-    """Whether this call trains and reads no logits, so far as its arguments tell."""
-    labels, kept = arguments.get("labels"), arguments.get("logits_to_keep", 0)
-    return (
-        model.training
-        and labels is not None
-        and labels.dim() == 2
-        and isinstance(kept, int)
-        and kept == 0
-        and arguments.get("return_dict") is not False
-        and returns_dict(model.config)
-        and _why_not(model, config) is None
-    )
 
 
 class _LateLogits:

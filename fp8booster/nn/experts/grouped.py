@@ -9,7 +9,6 @@ the experts one by one, and `GroupedExperts.why_one_by_one`, which the report sh
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +19,7 @@ from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.kernels.transpose import transposed
+from fp8booster.nn.experts.gated import gate_up_down, why_not_gated
 from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts, grouped_linear
 from fp8booster.nn.experts.row_layout import RowLayout, bring_back, lay_out
 from fp8booster.nn.fused.swiglu import swiglu
@@ -39,58 +39,38 @@ EXPERTS_THAT_PAY = 8
 """So many experts were faster grouped in FP8 than one by one in BF16, whatever their size, in the same file. Fewer are
 grouped where `choice.fp8_pays` for their rows as for one product."""
 
-_HUB = "transformers_modules"
-"""Package of the models whose code comes from the hub, in folders of their own."""
 
-_GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
-_GATED = {
-    ("transformers.models.mixtral.modeling_mixtral", "MixtralBlockSparseTop2MLP"): ("w1", "w3", "w2"),
-    ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MLP"): _GATE_UP_DOWN,
-    (f"{_HUB}.modeling_deepseek", "DeepseekMLP"): _GATE_UP_DOWN,
-    (f"{_HUB}.modeling_deepseek", "DeepseekV3MLP"): _GATE_UP_DOWN,
-}
-"""By module and name, classes of experts that compute `down(act_fn(gate(x)) * up(x))`: what they call the three."""
-
-
-def _weight_of(layers: Sequence[FP8Layer], experts: int, kept: bool) -> GroupedWeight:
+def _grouped_weight(layers: Sequence[FP8Layer], experts: int, provided: bool) -> GroupedWeight:
     """The FP8 weight of the same layers of every expert, such as gate and up, stacked by rows.
+
+    Those that an engine provides stay as they are, with their scales; the parameters may hold no values then. Where
+    they lie in memory of their own each, this copies them, once a step: one byte a value more, and one for the
+    transpose, unless that is made in backward.
 
     Args:
         layers: by expert, as many of each.
         experts: how many.
-        kept: an engine keeps their FP8 weights.
-    """
-    if kept:
-        return _put_together(layers, experts)
-    weights = [layer.weight for layer in layers]
-    return cast_experts(stack_rows(weights), experts, layers[0].fp8_config)
-
-
-def _put_together(layers: Sequence[FP8Layer], experts: int) -> GroupedWeight:
-    """The FP8 weights that an engine keeps, and their scales, as they are; the parameters may hold no values.
-
-    Where they lie in memory of their own each, this copies them, once a step: one byte a value more, and one for the
-    transpose, unless that is made in backward.
+        provided: by an engine.
     """
     config = layers[0].fp8_config
-    kept = [layer.fp8_weight.forward([layer.weight], config, transpose=False) for layer in layers]
-    parts = [each.data for each in kept]
+    if not provided:
+        return cast_experts(stack_rows([layer.weight for layer in layers]), experts, config)
+    matrices = [layer.fp8_weight.forward([layer.weight], config, transpose=False) for layer in layers]
+    parts = [matrix.data for matrix in matrices]
     if lie_together(parts):
         data = as_one(parts)
     else:  # through uint8: torch copies few FP8 tensors on CPU
         data = torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
-    scales = [each.inverse_scale for each in kept]
+    scales = [matrix.inverse_scale for matrix in matrices]
     in_each = len(layers) // experts
     # those that an engine gathers as one have one scale; then the gradient of their input is one product
-    first_of_expert = [scales[number // in_each * in_each] for number in range(len(scales))]
-    if all(a.data_ptr() == b.data_ptr() for a, b in zip(scales, first_of_expert, strict=True)):
+    if all(scale.data_ptr() == scales[number // in_each * in_each].data_ptr() for number, scale in enumerate(scales)):
         scales = scales[::in_each]
-    inverse_scales = torch.stack(scales).view(experts, -1)
     transpose = data.new_empty(0)
     if config.keeps_transposes:
-        transpose = columns_as_one([each.transpose for each in kept])
+        transpose = columns_as_one([matrix.transpose for matrix in matrices])
         transpose = transposed(data) if transpose is None else transpose
-    return GroupedWeight.of(data, transpose, inverse_scales)
+    return GroupedWeight.of(data, transpose, torch.stack(scales).view(experts, -1))
 
 
 class GroupedExperts:
@@ -122,9 +102,11 @@ class GroupedExperts:
 
     def products(self) -> list[list[FP8Layer]]:
         """The layers that run as one product, in the order of their weights there; none where experts run apart."""
-        if self._why_never() is not None:
-            return []
-        layers = [_parts(expert) for expert in self.experts]
+        return [] if self._why_never() is not None else self._products()
+
+    def _products(self) -> list[list[FP8Layer]]:
+        """Gates and ups, by expert, and downs."""
+        layers = [gate_up_down(expert) for expert in self.experts]
         return [[layer for gate, up, _ in layers for layer in (gate, up)], [down for _, _, down in layers]]
 
     def __call__(
@@ -145,23 +127,21 @@ class GroupedExperts:
         if reason is not None:
             self._reasons[reason] = None
             return None
-        layers = [_parts(expert) for expert in self.experts]
-        gates_ups = [layer for gate, up, _ in layers for layer in (gate, up)]
-        downs = [down for _, _, down in layers]
-        config = downs[0].fp8_config
+        gates_ups, downs = self._products()
+        config, provided = downs[0].fp8_config, _is_provided(downs[0])
         require_fp8(tokens.device, config.emulate)
-        kept, count = _is_kept(downs[0], _weight(downs[0])), len(layers)
-        factors = _side_by_side(weight_gradient_factors, tokens.device)
+        factors = _joined(weight_gradient_factors, tokens.device)
         layout = RowLayout.of(counts, tokens.device)
         x = lay_out(tokens, layout)
-        for each, of_experts in ((self._gate_up, gates_ups), (self._down, downs)):
-            if each is self._down:
+        for copy, layers in ((self._gate_up, gates_ups), (self._down, downs)):
+            if copy is self._down:
                 x = swiglu(x)
-            weights = [_weight(layer) for layer in of_experts]
-            quantized = each.get(weights, (config, kept))
+            weights = [_weight(layer) for layer in layers]
+            quantized = copy.get(weights, (config, provided))
             if quantized is None:
-                each.forget()  # first, so that the allocator can give the same memory again
-                quantized = each.put(weights, (config, kept), _weight_of(of_experts, count, kept))
+                copy.forget()  # first, so that the allocator can give the same memory again
+                grouped = _grouped_weight(layers, len(self.experts), provided)
+                quantized = copy.put(weights, (config, provided), grouped)
             x = grouped_linear(x, weights, quantized, layout.groups, config, factors)
         return bring_back(x, layout)
 
@@ -174,24 +154,23 @@ class GroupedExperts:
             return "under autocast"
         if tokens.dtype != torch.bfloat16:
             return "grouped products give BF16 alone"
-        _, _, down = _parts(self.experts[0])
+        _, _, down = gate_up_down(self.experts[0])
         if not reusable(tokens, down.weight):
             return "inference mode or a graph that is captured"
         reason = None if self._always else self._why_slower(rows)
         if reason is not None:
             return reason
-        kept = _is_kept(down, _weight(down))
-        for layer in (layer for expert in self.experts for layer in _parts(expert)):
-            weight = _weight(layer)
+        provided = _is_provided(down)
+        for layer in (layer for expert in self.experts for layer in gate_up_down(expert)):
             if layer.fp8_weight.is_transient:
                 return "the weights are whole only while a layer runs"
-            if _is_kept(layer, weight) != kept:
+            if _is_provided(layer) != provided:
                 return "an engine keeps the FP8 weights of some of the layers alone"
         return None
 
     def _why_slower(self, rows: float) -> str | None:
         """Why grouped products of so many rows in all would take longer, or None where they would not."""
-        gate, _, down = _parts(self.experts[0])
+        gate, _, down = gate_up_down(self.experts[0])
         config, count = down.fp8_config, len(self.experts)
         inputs, outputs = gate.weight.shape[1], 2 * gate.weight.shape[0]
         products = (2 * gate.weight.numel() + down.weight.numel()) / 2
@@ -216,7 +195,7 @@ class GroupedExperts:
             reason = why_not_gated(expert)
             if reason is not None:
                 return reason
-            layers = _parts(expert)
+            layers = gate_up_down(expert)
             first = layers if first is None else first
             for layer, same in zip(layers, first, strict=True):
                 reason = _why_not_like(layer, same)
@@ -252,47 +231,15 @@ def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:
     return None if weight.shape == _weight(same).shape else "the experts' sizes differ"
 
 
-def why_not_gated(expert: nn.Module) -> str | None:
-    """Why a module is not known to compute `down(silu(gate(x)) * up(x))` and nothing else, or None where it is."""
-    if _names(type(expert)) is None:
-        return f"{type(expert).__name__} has no grouped form"
-    # past nn.Module's search, which is slow for what is not there
-    if getattr(vars(expert).get("config"), "pretraining_tp", 1) > 1:
-        return "pretraining_tp is more than 1"  # DeepSeek's own code cuts the weights then
-    if not isinstance(expert._modules.get("act_fn"), nn.SiLU):
-        return f"the activation is {type(expert.act_fn).__name__}"
-    if must_be_called(expert):
-        return "an expert has hooks or a forward of its own, which must run"
-    return None
-
-
-@functools.cache
-def _names(cls: type[nn.Module]) -> tuple[str, str, str] | None:
-    """What a class of experts calls its gate, up and down; None: it is not known to compute no more than these."""
-    # classes of this package come before the one that they mix into
-    written = next(each for each in cls.__mro__ if not each.__module__.startswith("fp8booster."))
-    folder, _, file = written.__module__.rpartition(".")
-    if folder.startswith(_HUB):
-        folder = _HUB
-    return _GATED.get((f"{folder}.{file}", written.__name__))
-
-
-def _parts(expert: nn.Module) -> tuple[FP8Layer, FP8Layer, FP8Layer]:
-    """gate, up and down."""
-    modules = expert._modules
-    gate, up, down = _names(type(expert))
-    return modules[gate], modules[up], modules[down]
-
-
 def _weight(layer: FP8Layer) -> torch.Tensor:
     return layer._parameters["weight"]
 
 
-def _is_kept(layer: FP8Layer, weight: torch.Tensor) -> bool:
-    return layer.fp8_weight.is_provided([weight])
+def _is_provided(layer: FP8Layer) -> bool:
+    return layer.fp8_weight.is_provided([_weight(layer)])
 
 
-def _side_by_side(factors: Sequence[float] | torch.Tensor | None, device: torch.device) -> torch.Tensor | float:
+def _joined(factors: Sequence[float] | torch.Tensor | None, device: torch.device) -> torch.Tensor | float:
     """One number for all experts, or float32 [G]."""
     if factors is None:
         return 1.0

@@ -25,9 +25,8 @@ from fp8booster.formats import E4M3
 from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_product
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.linear.delivered_amax import delivered_amax
-from fp8booster.nn.linear.functional import quantize_input
-from fp8booster.nn.weights.casting import quantize_weight
-from fp8booster.tensor import QuantizedMatrix, quantize
+from fp8booster.nn.weights.casting import quantize_by, quantize_input, quantize_weight
+from fp8booster.tensor import QuantizedMatrix
 
 
 class GroupedWeight(NamedTuple):
@@ -132,14 +131,8 @@ class _GroupedLinear(torch.autograd.Function):
         x8_transpose, x_inverse_scale, w8, w_inverse_scales = ctx.saved_tensors
         config, groups = ctx.config, ctx.groups
         for_input, for_weight = w8 is not None, x8_transpose is not None
-        dy = quantize(
-            gradient,
-            E4M3,
-            plain=for_input,
-            transposed=for_weight,
-            power_of_two=config.power_of_two,
-            amax=delivered_amax(gradient),
-        )
+        amax = delivered_amax(gradient)
+        dy = quantize_by(config, gradient, E4M3, plain=for_input, transposed=for_weight, amax=amax)
         dx, dw = None, (None,) * len(ctx.rows_of_weights)
         if for_input:
             if ctx.late:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -30,10 +31,7 @@ class RowLayout(NamedTuple):
         totals = [sum(of_expert) for of_expert in zip(*counts, strict=True)]
         # the sum of the weight gradient over no rows would be refused
         rows = [max(ALIGNMENT, aligned(total)) for total in totals]
-        ends, end = [], 0
-        for each in rows:
-            end += each
-            ends.append(end)
+        ends = list(accumulate(rows))
         free = [end - each for end, each in zip(ends, rows, strict=True)]
         shifts, sizes, first = [], [], 0
         for sender in counts:
@@ -53,39 +51,33 @@ class RowLayout(NamedTuple):
 
 def lay_out(tokens: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """Tokens [T, ...] in their rows, with zeros between them; differentiable."""
-    return _LayOut.apply(tokens, layout)
+    return _Moved.apply(tokens, layout, True)
 
 
 def bring_back(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """What lies in the tokens' rows, [T, ...]; differentiable."""
-    return _BringBack.apply(rows, layout)
+    return _Moved.apply(rows, layout, False)
 
 
-class _LayOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, tokens: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-        ctx.layout = layout
-        return _laid_out(tokens, layout)
+class _Moved(torch.autograd.Function):
+    """Tokens into their rows, or out of them; gradients go the other way."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
-        return gradient.index_select(0, ctx.layout.places), None
-
-
-class _BringBack(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
-        ctx.layout = layout
-        return rows.index_select(0, layout.places)
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, values: torch.Tensor, layout: RowLayout, into_rows: bool
+    ) -> torch.Tensor:
+        ctx.layout, ctx.into_rows = layout, into_rows
+        return _move(values, layout, into_rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
-        return _laid_out(gradient, ctx.layout), None
+        return _move(gradient, ctx.layout, not ctx.into_rows), None, None
 
 
-def _laid_out(tokens: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+def _move(values: torch.Tensor, layout: RowLayout, into_rows: bool) -> torch.Tensor:
+    if not into_rows:
+        return values.index_select(0, layout.places)
     # zeros, not copies of some token: what an expert makes of a token that was not sent to it may overflow
-    rows = tokens.new_zeros((sum(layout.groups.rows), *tokens.shape[1:]))
-    return rows.index_copy_(0, layout.places, tokens)
+    rows = values.new_zeros((sum(layout.groups.rows), *values.shape[1:]))
+    return rows.index_copy_(0, layout.places, values)

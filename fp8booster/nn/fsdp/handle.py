@@ -28,7 +28,8 @@ from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.flat_fsdp import reduce_flat_fsdp
 from fp8booster.comm.statistics import count_plain
 from fp8booster.nn.fsdp.flat_weights import NAME, FlatWeights
-from fp8booster.nn.fused.causal_lm_loss import HeldHead, fused_head
+from fp8booster.nn.fused.causal_lm_loss import fused_head
+from fp8booster.nn.fused.head import HeldHead
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.resharded import ReshardedWeight

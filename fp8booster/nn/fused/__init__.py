@@ -8,15 +8,15 @@ from torch import nn
 
 from fp8booster.nn.fused.causal_lm_loss import fused_head, use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.fused.decoder import (
-    FAMILIES,
     AttentionOf,
     FusedDecoderLayer,
     fuse_blocks,
     no_replaced_attention,
     parts_unfused,
 )
+from fp8booster.nn.fused.families import FAMILIES
 from fp8booster.nn.fused.loss import linear_cross_entropy
-from fp8booster.nn.fused.merged_linears import merged_linears
+from fp8booster.nn.fused.merged_layers import merged_linears
 
 __all__ = [
     "fuse",

@@ -9,39 +9,20 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8booster import formats
-from fp8booster.kernels.transpose import transposed
-from fp8booster.nn.fused.loss import linear_cross_entropy
+from fp8booster.nn.fused.families import MODELS
+from fp8booster.nn.fused.head import HEADS, head_loss, logits_of, why_not_bypassed
 from fp8booster.nn.fused.vocabulary import VocabularyPart
-from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
-from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.linear.linear import FP8Linear
-from fp8booster.nn.linear.speed_model import computes_in_fp8
-from fp8booster.nn.modules import has_hooks
-from fp8booster.nn.weights.freshness import reusable
-from fp8booster.tensor import QuantizedMatrix
 
 if TYPE_CHECKING:  # seconds to import, and there where there is a model
-    from transformers import PretrainedConfig
     from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
-
-MODELS = {
-    f"transformers.models.{name.lower()}.modeling_{name.lower()}": f"{name}ForCausalLM"
-    for name in ("Llama", "Mistral", "Mixtral", "Qwen2")
-}
-"""Module and name of the classes whose forward this knows."""
-
-HEADS: set[type[nn.Module]] = {nn.Linear, FP8Linear}
-"""Classes of heads whose logits, up to padding at their end, are those of nn.Linear; engines add theirs."""
 
 
 def use_fused_loss(model: nn.Module) -> bool:
@@ -65,11 +46,8 @@ def use_fused_loss(model: nn.Module) -> bool:
         return False
     language_model = language_model_in(model)
     engine = _engine_loss(language_model)
-    if engine is None:
-        forward = types.MethodType(_forward_like(type(language_model).forward), language_model)
-    else:
-        forward = engine.forward
-    language_model.forward = forward
+    forward = types.MethodType(_forward_like(type(language_model).forward), language_model)
+    language_model.forward = forward if engine is None else engine.forward
     return True
 
 
@@ -151,56 +129,16 @@ def _engine_loss(model: nn.Module) -> EngineLoss | None:
     return loss if loss is not None and model.__dict__.get("forward") in (loss.native, loss.forward) else None
 
 
-class HeldHead(nn.Module):
-    """Mixin of a head whose parameters an engine keeps apart from it: they are whole within `while_whole`."""
-
-    head_class: ClassVar[type[nn.Module]]
-    """The class that the head was."""
-
-    def while_whole(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `compute` makes of the head's parameters, differentiable."""
-        return compute()
-
-
 def _why_not_through(language_model: nn.Module) -> str | None:
     """What stands against computing the loss from the head's weight, as it is now."""
     head = language_model.lm_head
     reason = why_not_bypassed(head, HEADS)
-    if reason is None and tokens_of(head) != language_model.config.vocab_size:
+    if reason is None and logits_of(head) != language_model.config.vocab_size:
         return (
-            f"its lm_head makes {tokens_of(head)} logits and its config has a vocab_size of "
+            f"its lm_head makes {logits_of(head)} logits and its config has a vocab_size of "
             f"{language_model.config.vocab_size}"
         )
     return reason
-
-
-def tokens_of(head: nn.Module) -> int:
-    """How many tokens a head makes logits of; padding, of which Colossal-AI's heads know, is none."""
-    return getattr(head, "old_num_embeddings", head.weight.shape[0])
-
-
-def why_not_bypassed(head: nn.Module, classes: Collection[type[nn.Module]]) -> str | None:
-    """Why the weight of an lm_head cannot be read past its forward, or None if it can.
-
-    Args:
-        head: as it is now.
-        classes: those of heads whose product is that of nn.Linear.
-    """
-    held = isinstance(head, HeldHead)
-    if (head.head_class if held else type(head)) not in classes:
-        return f"its lm_head is a {type(head).__name__}, whose product may be another than that of nn.Linear"
-    if not held and type(head._parameters.get("weight")) is not nn.Parameter:
-        kind = type(head.weight).__name__
-        return f"the weight of its lm_head is a {kind}: sharded, or gathered when an operator of torch reads it"
-    if has_hooks(head):
-        return "its lm_head has hooks, which would not run"
-    if head.weight.dtype not in formats.HIGH_PRECISION:
-        return f"the weight of its lm_head is {head.weight.dtype}"
-    if not held and isinstance(head, FP8Layer) and head.fp8_weight.is_transient:
-        return "the weight of its lm_head is whole only while the layer runs"
-    if "forward" in head.__dict__:
-        return "the forward of its lm_head was replaced"
-    return None
 
 
 def _is_ours(forward: object) -> bool:
@@ -224,25 +162,24 @@ def _forward_like(native: Callable) -> Callable:
 
 
 def _computes_loss_alone(model: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Whether this call trains and reads no logits, so far as its arguments tell."""
+    """Whether a call computes its loss over chunks of logits."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
+    return wants_loss(model, arguments) and model.loss_function is ForCausalLMLoss and _why_not_through(model) is None
+
+
+def wants_loss(model: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether a call of a model's forward trains and reads no logits, so far as its arguments, by name, tell."""
     kept = arguments.get("logits_to_keep", 0), arguments.get("num_logits_to_keep", 0)
     return (
         model.training
         and arguments.get("labels") is not None
         and all(isinstance(number, int) and number == 0 for number in kept)
         and arguments.get("return_dict") is not False
-        and returns_dict(model.config)
-        and model.loss_function is ForCausalLMLoss
-        and _why_not_through(model) is None
+        # not `use_return_dict`, of which transformers 5 warns
+        and model.config.return_dict
+        and not getattr(model.config, "torchscript", False)
     )
-
-
-def returns_dict(config: PretrainedConfig) -> bool:
-    """Whether a model returns its outputs by name, unless a call asks otherwise."""
-    # not `use_return_dict`, of which transformers 5 warns
-    return config.return_dict and not getattr(config, "torchscript", False)
 
 
 def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
@@ -258,7 +195,7 @@ def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOut
         targets = F.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
     hidden = outputs.last_hidden_state
     items = arguments.get("num_items_in_batch")
-    tokens = tokens_of(model.lm_head)
+    tokens = logits_of(model.lm_head)
     loss = head_loss(
         model.lm_head,
         hidden,
@@ -292,49 +229,3 @@ def _with_routers(
         )
         loss = loss + model.router_aux_loss_coef * of_routers.to(loss.device)
     return MoeCausalLMOutputWithPast(loss=loss, aux_loss=of_routers, logits=None, router_logits=router_logits, **also)
-
-
-def head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
-    """The loss through a head, in FP8 where the head is an FP8 layer for which that pays.
-
-    Args:
-        head: of a class that `why_not_bypassed` was asked for.
-        hidden: [..., K].
-        targets: int64 [...].
-        how: ignore_index, reduction and vocabulary of `linear_cross_entropy`.
-    """
-    compute = partial(_whole_head_loss, head, hidden, targets, **how)
-    return head.while_whole(compute) if isinstance(head, HeldHead) else compute()
-
-
-def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
-    fp8 = {}
-    if isinstance(head, FP8Layer) and hidden.numel():
-        config, tokens = head.fp8_config, hidden.numel() // hidden.shape[-1]
-        in_fp8 = computes_in_fp8(config, tokens, *head.product_features, hidden.device)
-        head.in_fp8[tokens] = in_fp8
-        if in_fp8:
-            fp8["config"] = config
-            if reusable(hidden, head.weight):
-                fp8["quantized_weight"] = _with_transpose(head)
-    return linear_cross_entropy(
-        deliver_amax(hidden.flatten(0, -2), delivered_amax(hidden)),
-        head.weight,
-        targets.flatten().to(hidden.device),
-        bias=head.bias,
-        **how,
-        **fp8,
-    )
-
-
-def _with_transpose(head: FP8Layer) -> QuantizedMatrix:
-    """The head's FP8 weight in both layouts, wherever it keeps them."""
-    weight, config = head.weight, head.fp8_config
-    quantized = head.fp8_weight.forward([weight], config, transpose=True)
-    backward_weight = head.fp8_weight.backward([weight], config)
-    if quantized.transpose.numel():
-        return quantized
-    if backward_weight is None:
-        return quantized._replace(transpose=transposed(quantized.data))
-    transpose, inverse_scale = backward_weight()
-    return QuantizedMatrix(quantized.data, transpose, quantized.inverse_scale, inverse_scale)

@@ -11,8 +11,8 @@ and every kernel delivers the amax of what it makes, so that the casts before FP
 products are those of FP8 layers, or of layers that stayed nn.Linear. Where a case is not covered (returned attention
 weights, another activation, layers of different kinds) that part runs as transformers wrote it.
 
-Versions of transformers differ in the names of arguments, in what a layer returns, and in how experts are held. What a
-fused part takes and returns is what the forward of its own class takes and returns (`_native_members`).
+What a fused part takes and returns is what the forward of its own class takes and returns (`_native_members`), which
+depends on the version of transformers (`nn.fused.families`).
 """
 
 from __future__ import annotations
@@ -28,18 +28,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8booster.nn.fused.merged_layers import MergedLayers
-from fp8booster.nn.fused.merged_linears import MergedLinears
+from fp8booster.nn.fused.families import PARTS, SILU, Part, part_of
+from fp8booster.nn.fused.merged_layers import Merged, MergedLayers, MergedLinears
 from fp8booster.nn.fused.rms_norm import rms_norm
 from fp8booster.nn.fused.rope import split_and_rotate
 from fp8booster.nn.fused.swiglu import swiglu
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import is_looked_at
 
-FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2")
-"""Prefixes of the classes, which share one structure; in `transformers.models.<family in lower case>`."""
 
-Embeddings = tuple[torch.Tensor, torch.Tensor]
+class FusedPart(nn.Module):
+    """Mixin of a part with linear layers of one input."""
+
+    part: ClassVar[Part]
+    fp8_merged: Merged
+
+    def merged_product(self, input: torch.Tensor) -> torch.Tensor | None:
+        """What the merged layers make of an input; None: call the layers, which the part has now, one by one."""
+        layers = [getattr(self, name) for name in self.part.merged]
+        return self.fp8_merged(input) if self.fp8_merged.stands_for(*layers) else None
 
 
 class FusedRMSNorm(nn.Module):
@@ -53,7 +60,7 @@ class FusedRMSNorm(nn.Module):
         return (y, h) if both else y
 
 
-class FusedAttention(nn.Module):
+class FusedAttention(FusedPart):
     """Mixin of a self-attention."""
 
     native_arguments: ClassVar[tuple[str, ...]]
@@ -67,7 +74,7 @@ class FusedAttention(nn.Module):
         cos, sin = arguments["position_embeddings"]
         qkv = None
         if cos.shape[-1] == self.head_dim and self.attends_alike(**arguments):
-            qkv = _one_product(self.fp8_qkv, hidden_states, self.q_proj, self.k_proj, self.v_proj)
+            qkv = self.merged_product(hidden_states)
         if qkv is None:
             return self.forward_unfused(hidden_states, **arguments)
         qkv = self.before_attention(qkv)
@@ -148,27 +155,28 @@ def takes_mask_and_groups(query: torch.Tensor) -> bool:
     return not query.is_cuda or torch.cuda.get_device_capability(query.device)[0] in (9, 10)
 
 
-class FusedMLP(nn.Module):
+class FusedMLP(FusedPart):
     """Mixin of a feed-forward block."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As transformers', with one product for gate and up."""
-        gate_up = _one_product(self.fp8_gate_up, x, self.gate_proj, self.up_proj)
-        return super().forward(x) if gate_up is None else self.down_proj(swiglu(gate_up))
+        gate_up = self.merged_product(x)
+        return self.forward_unfused(x) if gate_up is None else getattr(self, self.part.output)(swiglu(gate_up))
+
+    def forward_unfused(self, x: torch.Tensor) -> torch.Tensor:
+        """What runs where gate and up are not merged."""
+        return super().forward(x)
 
 
-class FusedExpert(nn.Module):
+class FusedExpert(FusedMLP):
     """Mixin of one of Mixtral's experts."""
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As transformers', with one product for gate and up, there w1 and w3."""
-        gate_up = _one_product(self.fp8_gate_up, hidden_states, self.w1, self.w3)
-        if gate_up is not None:
-            return self.w2(swiglu(gate_up))
+    def forward_unfused(self, x: torch.Tensor) -> torch.Tensor:
+        """As transformers'."""
         # w3 first: then backward gives gradients in the order of the one product, which a rank may run whose expert has
         # other tokens; ZeRO adds up gradients of ranks in the order in which they come
-        up = self.w3(hidden_states)
-        return self.w2(self.act_fn(self.w1(hidden_states)) * up)
+        up = self.w3(x)
+        return self.w2(self.act_fn(self.w1(x)) * up)
 
 
 class FusedDecoderLayer(nn.Module):
@@ -189,7 +197,7 @@ class FusedDecoderLayer(nn.Module):
         hidden_states, residual = _normed(self.input_layernorm, hidden_states)
         hidden_states, weights = self.self_attn(hidden_states=hidden_states, **arguments)
         hidden_states, residual = _normed(self.post_attention_layernorm, hidden_states, residual)
-        made = getattr(self, _feed_forward(self))(hidden_states)
+        made = (getattr(self, "block_sparse_moe", None) or self.mlp)(hidden_states)
         made, router_logits = made if isinstance(made, tuple) else (made, None)
         hidden_states = residual + made
         if not self.returns_tuple:
@@ -198,11 +206,6 @@ class FusedDecoderLayer(nn.Module):
         if arguments.get("output_attentions"):
             outputs += (weights,)
         return (*outputs, router_logits) if output_router_logits else outputs
-
-
-def _feed_forward(layer: nn.Module) -> str:
-    """The name of a decoder layer's feed-forward block."""
-    return "block_sparse_moe" if hasattr(layer, "block_sparse_moe") else "mlp"
 
 
 def _normed(
@@ -241,23 +244,24 @@ def fuse_blocks(model: nn.Module, attention_of: AttentionOf = no_replaced_attent
     fused = 0
     # inner modules first: a layer is fused if its norms are
     for module in reversed(list(model.modules())):
-        role = _role(module)
-        if role is None or next(module.parameters(), None) is None:
+        part = part_of(type(module))
+        if part is None or next(module.parameters(), None) is None:
             continue
-        mixin = _mixin(module, role, attention_of)
+        mixin = _mixin(module, part, attention_of)
         if isinstance(mixin, str):
-            module.__dict__[_WHY_NOT] = f"{_NAMES[role]}: {mixin}"
+            module.__dict__[_WHY_NOT] = f"{part.name}: {mixin}"
             continue
-        _mix(mixin, module)
-        if role == "Attention":
-            module.__dict__["fp8_qkv"] = _merge(module.q_proj, module.k_proj, module.v_proj)
-        elif role == "MLP":
-            module.__dict__["fp8_gate_up"] = _merge(module.gate_proj, module.up_proj)
-        elif role == "BlockSparseTop2MLP":
-            module.__dict__["fp8_gate_up"] = _merge(module.w1, module.w3)
-        elif role == "DecoderLayer":
-            fused += 1
+        mix(mixin, module)
+        fused += mixin is FusedDecoderLayer
     return fused
+
+
+def mix(mixin: type[nn.Module], module: nn.Module) -> None:
+    """Put a mixin before the class of a module of transformers', and merge the module's layers of one input."""
+    module.__class__ = _mixed_class(mixin, type(module))
+    if issubclass(mixin, FusedPart):
+        layers = [getattr(module, name) for name in module.part.merged]
+        module.__dict__["fp8_merged"] = MergedLayers(layers) if _in_fp8(layers) else MergedLinears(layers)
 
 
 def parts_unfused(model: nn.Module) -> Counter[str]:
@@ -266,83 +270,44 @@ def parts_unfused(model: nn.Module) -> Counter[str]:
 
 
 _WHY_NOT = "_fp8booster_unfused"
-_NAMES = {
-    "RMSNorm": "norm",
-    "Attention": "attention",
-    "MLP": "MLP",
-    "BlockSparseTop2MLP": "expert",
-    "DecoderLayer": "residuals",
-}
-"""Of the parts that are fused; keys are the names of their classes without the family's."""
 
 
-def _role(module: nn.Module) -> str | None:
-    """What a module of transformers that is as it was written does in a decoder layer."""
-    for family in FAMILIES:
-        lower = family.lower()
-        if type(module).__module__ == f"transformers.models.{lower}.modeling_{lower}":
-            role = type(module).__name__.removeprefix(family)
-            return role if role in _NAMES else None
-    return None
-
-
-def _mixin(module: nn.Module, role: str, attention_of: AttentionOf) -> type[nn.Module] | str:
+def _mixin(module: nn.Module, part: Part, attention_of: AttentionOf) -> type[nn.Module] | str:
     """What a part of a decoder layer is fused by, or why it is not."""
-    replaced = "forward" in vars(module)
-    if role == "Attention":
-        if not _alike(module.q_proj, module.k_proj, module.v_proj):
-            return "q, k and v are neither all FP8 layers nor all nn.Linear"
-        if replaced:
+    layers = [getattr(module, name) for name in part.merged]
+    if not _in_fp8(layers) and not all(type(layer) is nn.Linear for layer in layers):
+        return f"{', '.join(part.merged)} are neither all FP8 layers nor all nn.Linear"
+    if part is PARTS["Attention"]:
+        if "forward" in vars(module):
             return attention_of(module)
         kind = module.config._attn_implementation
         return FusedAttention if kind == "sdpa" else f"attn_implementation={kind!r} has no fused form"
-    if replaced:
+    if "forward" in vars(module):
         return REPLACED
-    if role == "RMSNorm":
-        return FusedRMSNorm
-    if role in ("MLP", "BlockSparseTop2MLP"):
-        if type(module.act_fn).__name__ not in _SILU:
-            return f"its activation is {type(module.act_fn).__name__}"
-        gate_up = (module.gate_proj, module.up_proj) if role == "MLP" else (module.w1, module.w3)
-        if not _alike(*gate_up):
-            return "gate and up are neither both FP8 layers nor both nn.Linear"
-        return FusedMLP if role == "MLP" else FusedExpert
-    for norm in (module.input_layernorm, module.post_attention_layernorm):
-        if not isinstance(norm, FusedRMSNorm):
-            return f"a norm is a {type(norm).__name__} that was not fused"
-    if _returns_tuple(type(module)) is None:
-        return f"{type(module).__name__} computes something else than this version knows"
-    return FusedDecoderLayer
+    if part is PARTS["DecoderLayer"]:
+        for norm in (module.input_layernorm, module.post_attention_layernorm):
+            if not isinstance(norm, FusedRMSNorm):
+                return f"a norm is a {type(norm).__name__} that was not fused"
+        if _returns_tuple(type(module)) is None:
+            return f"{type(module).__name__} computes something else than this version knows"
+    elif part.merged and type(module.act_fn).__name__ not in SILU:
+        return f"its activation is {type(module.act_fn).__name__}"
+    return _MIXINS[part]
 
 
-_SILU = ("SiLU", "SiLUActivation")
-"""Classes of activations: torch's, and since transformers 5 one of its own."""
+_MIXINS = {
+    PARTS["RMSNorm"]: FusedRMSNorm,
+    PARTS["MLP"]: FusedMLP,
+    PARTS["BlockSparseTop2MLP"]: FusedExpert,
+    PARTS["DecoderLayer"]: FusedDecoderLayer,
+}
 
 
-def _alike(*layers: nn.Module) -> bool:
-    """Whether layers can be merged: all in FP8, or all as torch has them."""
-    return _in_fp8(*layers) or all(type(layer) is nn.Linear for layer in layers)
-
-
-def _in_fp8(*layers: nn.Module) -> bool:
+def _in_fp8(layers: list[nn.Module]) -> bool:
     return all(isinstance(layer, FP8Layer) for layer in layers)
 
 
-def _merge(*layers: nn.Module) -> MergedLayers | MergedLinears:
-    return MergedLayers(layers) if _in_fp8(*layers) else MergedLinears(layers)
-
-
-def _one_product(merged: MergedLayers | MergedLinears, input: torch.Tensor, *layers: nn.Module) -> torch.Tensor | None:
-    """What merged layers make of an input; None: call the layers, which a module has now, one by one."""
-    return merged(input) if merged.stands_for(*layers) else None
-
-
 _mixed: dict[tuple[type, type], type] = {}
-
-
-def _mix(mixin: type[nn.Module], module: nn.Module) -> None:
-    """Put a mixin before a module's class."""
-    module.__class__ = _mixed_class(mixin, type(module))
 
 
 def _mixed_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
@@ -355,7 +320,7 @@ def _mixed_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.M
 
 def _native_members(mixin: type[nn.Module], original: type[nn.Module]) -> dict[str, Any]:
     """What a mixin is told of the class that it is mixed into."""
-    members: dict[str, Any] = {}
+    members: dict[str, Any] = {"part": part_of(original)} if issubclass(mixin, FusedPart) else {}
     if issubclass(mixin, (FusedAttention, FusedDecoderLayer)):
         _, _, *names = inspect.signature(original.forward).parameters
         members["native_arguments"] = tuple(names)

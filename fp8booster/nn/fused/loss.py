@@ -12,6 +12,8 @@ only backward knows: there the gradients are those of the sum, the weight's in F
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -56,6 +58,20 @@ def default_chunk(tokens: int, vocabulary: int, bytes_each: int) -> int:
     return -(-tokens // (chunks * ROWS)) * ROWS
 
 
+@dataclass(frozen=True, eq=False)
+class _How:
+    """What the loss of one call is computed by, beside its operands."""
+
+    products: HeadProducts
+    vocabulary: VocabularyPart
+    dtype: torch.dtype
+    ignore_index: int
+    chunk: int
+    mean: bool
+    wanted: tuple[bool, ...]
+    """Which of hidden states, weight and bias need gradients."""
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """The loss, float32 []."""
 
@@ -66,39 +82,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,  # [V, K]
         bias: torch.Tensor | None,  # [V]
         targets: torch.Tensor,  # [M]
-        products: HeadProducts,
-        dtype: torch.dtype,
-        ignore_index: int,
-        chunk: int,
-        mean: bool,
-        wanted: tuple[bool, bool, bool],
-        vocabulary: VocabularyPart,
+        how: _How,
     ) -> torch.Tensor:
-        tokens = hidden.shape[0]
-        in_fp16 = dtype is torch.float16
+        in_fp16 = how.dtype is torch.float16
         one = torch.ones((), dtype=torch.float32, device=hidden.device)
-        counted = (targets != ignore_index).sum()
-        count = counted if mean else one
+        counted = (targets != how.ignore_index).sum()
+        count = counted if how.mean else one
         share = one / count.clamp(min=1)
-        factor = (one if in_fp16 else share) if any(wanted) else None
+        factor = (one if in_fp16 else share) if any(how.wanted) else None
         losses, hidden_gradients = [], []
         weight_gradient = bias_gradient = None
-        for start in range(0, tokens, chunk):
-            part = hidden[start : start + chunk].to(dtype)
-            logits = products.logits(part)
-            loss, amax = vocabulary.cross_entropy(
-                logits, targets[start : start + chunk], ignore_index=ignore_index, factor=factor
+        for part, part_targets in zip(hidden.split(how.chunk), targets.split(how.chunk), strict=True):
+            part = part.to(how.dtype)
+            logits = how.products.logits(part)
+            loss, amax = how.vocabulary.cross_entropy(
+                logits, part_targets, ignore_index=how.ignore_index, factor=factor
             )
             losses.append(loss)
-            if wanted[2]:
+            if how.wanted[2]:
                 part_of_bias = logits.sum(0, dtype=torch.float32)
                 bias_gradient = part_of_bias if bias_gradient is None else bias_gradient.add_(part_of_bias)
-            if wanted[0] or wanted[1]:
-                part_of_hidden, weight_gradient = products.gradients(part, logits, amax, weight_gradient)
+            if how.wanted[0] or how.wanted[1]:
+                part_of_hidden, weight_gradient = how.products.gradients(part, logits, amax, weight_gradient)
                 hidden_gradients.append(part_of_hidden)
             del logits  # before the next chunk's are made
         gradients = [None, weight_gradient, bias_gradient]
-        if wanted[0]:
+        if how.wanted[0]:
             one_piece = len(hidden_gradients) == 1
             gradients[0] = hidden_gradients[0].contiguous() if one_piece else torch.cat(hidden_gradients)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
@@ -110,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # an attribute, not saved tensors: what is given away must have no other holder, or autograd would copy it
         ctx.gradients, ctx.share, ctx.counted = gradients, share if in_fp16 else None, counted
         total = torch.cat(losses).sum()
-        return total / count if mean else total
+        return total / count if how.mean else total
 
     @staticmethod
     @once_differentiable
@@ -124,36 +133,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for index, (each, dtype) in enumerate(zip(gradients, ctx.dtypes, strict=True)):
             if each is not None:
                 gradients[index] = multiply_(each, factor).to(dtype)
-        return *gradients, *(None,) * 8
+        return *gradients, None, None
 
 
-def _check(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    chunk_tokens: int | None,
-    reduction: str,
-    vocabulary: VocabularyPart,
-) -> None:
-    check_operands(hidden, weight, bias)
+def _check_targets(hidden: torch.Tensor, targets: torch.Tensor, ignore_index: int, tokens: int) -> None:
     if hidden.dim() != 2:
         raise ValueError(f"hidden has shape {tuple(hidden.shape)}; give a matrix of [tokens, features]")
     if targets.shape != hidden.shape[:1]:
         raise ValueError(f"targets has shape {tuple(targets.shape)}; give {hidden.shape[0]} values, one for each token")
     if targets.dtype is not torch.int64:
         raise TypeError(f"targets is {targets.dtype}; cast it to int64")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}; use 'mean' or 'sum'")
-    if chunk_tokens is not None and chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None for the default")
     if targets.device.type == "cpu":
-        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocabulary.tokens))]
+        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= tokens))]
         if wrong.numel():
             raise ValueError(
-                f"targets holds {wrong[0].item()}, which is no token of a vocabulary of {vocabulary.tokens}; tokens "
-                f"that do not count are {ignore_index}"
+                f"targets holds {wrong[0].item()}, which is no token of a vocabulary of {tokens}; tokens that do not "
+                f"count are {ignore_index}"
             )
 
 
@@ -202,29 +197,18 @@ def linear_cross_entropy(
         TypeError: dtypes that do not fit.
         RuntimeError: in a second backward pass over one loss.
     """
-    function = _linear_cross_entropy
     if torch.compiler.is_compiling():  # no decorator: the compiler takes seconds to import
-        function = torch.compiler.disable(function)
-    return function(
-        hidden, weight, targets, bias, ignore_index, chunk_tokens, reduction, config, quantized_weight, vocabulary
-    )
-
-
-def _linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int,
-    chunk_tokens: int | None,
-    reduction: str,
-    config: FP8Config | None,
-    quantized_weight: QuantizedMatrix | None,
-    vocabulary: VocabularyPart | None,
-) -> torch.Tensor:
+        options = {"bias": bias, "ignore_index": ignore_index, "chunk_tokens": chunk_tokens, "reduction": reduction}
+        options |= {"config": config, "quantized_weight": quantized_weight, "vocabulary": vocabulary}
+        return torch.compiler.disable(linear_cross_entropy)(hidden, weight, targets, **options)
     if vocabulary is None:
         vocabulary = VocabularyPart(tokens=weight.shape[0], columns=weight.shape[0])
-    _check(hidden, weight, targets, bias, ignore_index, chunk_tokens, reduction, vocabulary)
+    check_operands(hidden, weight, bias)
+    _check_targets(hidden, targets, ignore_index, vocabulary.tokens)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}; use 'mean' or 'sum'")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None for the default")
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     tokens, (rows, features) = hidden.shape[0], weight.shape
@@ -250,7 +234,6 @@ def _linear_cross_entropy(
             products = FP8HeadProducts(
                 quantized_weight, (rows, features), head_bias, wanted[:2], sum_dtype, config, delivered_amax(hidden)
             )
+    how = _How(products, vocabulary, dtype, ignore_index, chunk, reduction == "mean", wanted)
     with torch.autocast(device, enabled=False):
-        return _LinearCrossEntropy.apply(
-            hidden, weight, bias, targets, products, dtype, ignore_index, chunk, reduction == "mean", wanted, vocabulary
-        )
+        return _LinearCrossEntropy.apply(hidden, weight, bias, targets, how)

@@ -1,7 +1,8 @@
 """Several linear layers that read one input, as one product: q, k and v, or gate and up.
 
-The layers keep their parameters. Their FP8 weights lie stacked by rows under one scale, so that forward is one
-product, backward's dgrad adds up what the layers give by itself, and one wgrad gives all their gradients.
+The layers keep their parameters. Forward is one product, dgrad adds up what the layers give by itself, and one wgrad
+gives all their gradients. `MergedLayers` has FP8 copies of the weights stacked by rows under one scale. `MergedLinears`
+is for nn.Linear: there the parameters themselves are moved once, stacked by rows, so that no step copies them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.kernels.device import require_fp8
-from fp8booster.nn.fused.layers_of_one_input import LayersOfOneInput
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.shared_input import share_input
@@ -22,10 +23,74 @@ from fp8booster.nn.modules import held_by_modules, must_be_called
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.nn.weights.source import WeightSource
+from fp8booster.nn.weights.stacking import as_one, lie_together
 
 
-class MergedLayers(LayersOfOneInput):
-    """Linear layers of one input whose products are computed as one where that is right.
+class Merged:
+    """Linear layers of one input, held as an attribute of the module that has them.
+
+    Args:
+        layers: in the order of their outputs.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers = tuple(layers)
+        self._why_replaced: str | None = None
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The layers' weights, in the order of their outputs."""
+        return [layer.weight for layer in self.layers]
+
+    @property
+    def why_not_merged(self) -> str | None:
+        """Why the layers' products run one by one in training, as far as it is known; None where they run as one."""
+        return self._why_never()
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
+        """All outputs side by side, [..., sum of output features], or None: call the layers one by one.
+
+        They are, where `why_not_merged` has a reason; in evaluation; under autocast, which would cast them as one anew;
+        and in compiled code, where the compiler sees the layers themselves.
+        """
+        raise NotImplementedError
+
+    def stands_for(self, *called: nn.Module) -> bool:
+        """Whether these are the layers still; one may have been replaced since, as by an adapter of PEFT's.
+
+        Args:
+            called: what the module that has the layers would call one by one now.
+        """
+        why = None if called == self.layers else "a layer was replaced, as by an adapter"
+        if why != self._why_replaced:  # compiled code would write it at every call
+            self._why_replaced = why
+        return why is None
+
+    def _bias(self) -> torch.Tensor | None:
+        biases = [layer.bias for layer in self.layers]
+        return None if biases[0] is None else torch.cat(biases)
+
+    def _why_never(self) -> str | None:
+        """Why the layers, as they are, cannot run as one on any input."""
+        if self._why_replaced is not None:
+            return self._why_replaced
+        first = self.layers[0]
+        for layer in self.layers:
+            reason = self._why_unlike(layer, first)
+            if reason is not None:
+                return reason
+            if (layer.bias is None) != (first.bias is None):
+                return "only some of the layers have a bias"
+            if must_be_called(layer):
+                return "a layer has hooks or a forward of its own, which must run"
+        return None
+
+    def _why_unlike(self, layer: nn.Module, first: nn.Module) -> str | None:
+        raise NotImplementedError
+
+
+class MergedLayers(Merged):
+    """FP8 layers of one input whose products are computed as one where that is right.
 
     A copy or a pickle of it holds no FP8 weight, and knows nothing of engines.
 
@@ -43,41 +108,37 @@ class MergedLayers(LayersOfOneInput):
 
     @property
     def why_not_merged(self) -> str | None:
-        """Why the layers' products run one by one in training, as far as it is known; None where they run as one."""
+        """As `Merged.why_not_merged`, with what batches so far have shown."""
         return self._why_never() or ", ".join(self._reasons) or None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
-        """All outputs side by side, [..., sum of output features], or None: call the layers one by one.
-
-        They are, where one of them is no plain FP8 layer of the others' configuration or has hooks that must run; where
-        BF16 is faster; in evaluation; and in compiled code, where the compiler sees the layers themselves.
-        """
-        if not self._can_merge(input):
+        """As `Merged.__call__`; None too where BF16 is faster."""
+        training = all(layer.training for layer in self.layers)
+        if not (training and input.numel() and reusable(input, self.layers[0].weight)):
+            return None
+        reason = self._why_never() or self._why_not(input)
+        if reason is not None:
+            self._reasons[reason] = None
             return None
         return self._product(input)
 
     def _product(self, input: torch.Tensor) -> torch.Tensor | None:
         first, weights = self.layers[0], self.weights
-        config = first.fp8_config
-        exchange = first.fp8_exchange()
+        config, exchange = first.fp8_config, first.fp8_exchange()
         rows = input.numel() // input.shape[-1] * exchange.growth
         if not computes_in_fp8(config, rows, input.shape[-1], sum(map(len, weights)), input.device):
             return None
         for layer in self.layers:
             layer.in_fp8[rows] = True
         require_fp8(input.device, config.emulate)
-        x = share_input(
-            input,
-            config,
-            transposed=torch.is_grad_enabled() and any(weight.requires_grad for weight in weights),
-            exchange=exchange,
-        )
-        biases = [layer.bias for layer in self.layers]
+        for_weight = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+        # stands for the weights without their values: what it is for is to hand on their gradients
+        shape = weights[0].new_zeros(()).expand(sum(map(len, weights)), weights[0].shape[1])
         return linear_from_quantized(
             input,
-            _SideBySide.apply(*weights),
-            None if biases[0] is None else torch.cat(biases),
-            x,
+            _Stacked.apply(shape, *weights),
+            self._bias(),
+            share_input(input, config, transposed=for_weight, exchange=exchange),
             self.fp8_weight.forward(weights, config, transpose=config.keeps_transposes),
             config,
             defer=self._defer(),
@@ -87,33 +148,20 @@ class MergedLayers(LayersOfOneInput):
 
     def _defer(self) -> Defer | None:
         """What hands each layer its rows of the one gradient, later."""
-        trained = [layer.weight.requires_grad for layer in self.layers]
         by_layer = [layer.fp8_defer() for layer in self.layers]
         if None in by_layer:
             return None
 
         def defer(compute: Callable[[], torch.Tensor]) -> None:
-            parts = _Parts(compute, [len(weight) for weight in self.weights], sum(trained))
-            for number, give in enumerate(by_layer):
-                if trained[number]:
-                    give(partial(parts.take, number))
+            late = _LateRows(compute, [len(weight) for weight in self.weights])
+            for number, (layer, give) in enumerate(zip(self.layers, by_layer, strict=True)):
+                if layer.weight.requires_grad:
+                    give(partial(late.take, number))
 
         return defer
 
-    def _can_merge(self, input: torch.Tensor) -> bool:
-        training = all(layer.training for layer in self.layers)
-        if not (training and input.numel() and reusable(input, self.layers[0].weight)):
-            return False
-        reason = self._why_not(input)
-        if reason is not None:
-            self._reasons[reason] = None
-        return reason is None
-
     def _why_not(self, input: torch.Tensor) -> str | None:
-        """Why the layers cannot run as one on this input, in training."""
-        reason = self._why_never()
-        if reason is not None:
-            return reason
+        """Why the layers, which can run as one in training, cannot on this input."""
         if torch.is_autocast_enabled(input.device.type):
             return "under autocast"
         together = self.fp8_weight.is_provided(self.weights)
@@ -125,28 +173,76 @@ class MergedLayers(LayersOfOneInput):
         return None
 
     def _why_never(self) -> str | None:
-        """Why the layers, as they are, cannot run as one on any input."""
-        if self.fp8_weight.refusal is not None or self._why_replaced is not None:
-            return self.fp8_weight.refusal or self._why_replaced
-        first = self.layers[0]
-        if not all(isinstance(layer, FP8Layer) for layer in self.layers):
+        reason = self.fp8_weight.refusal or super()._why_never()
+        return "rowwise scales" if reason is None and self.layers[0].fp8_config.rowwise else reason
+
+    def _why_unlike(self, layer: nn.Module, first: nn.Module) -> str | None:
+        if not isinstance(layer, FP8Layer):
             return "a layer was taken out of FP8"
-        config, common = first.fp8_config, first.fp8_merges_by()
-        for layer in self.layers:
-            if layer.fp8_merges_by() is None:
-                return f"{type(layer).__name__} has no merged form here"
-            if layer.fp8_merges_by() != common:
-                return "the layers are sharded in different ways"
-            if layer.fp8_config != config:
-                return "the layers' FP8Configs differ"
-            if (layer.bias is None) != (first.bias is None):
-                return "only some of the layers have a bias"
-            if must_be_called(layer):
-                return "a layer has hooks or a forward of its own, which must run"
-        return "rowwise scales" if config.rowwise else None
+        if layer.fp8_merges_by() is None:
+            return f"{type(layer).__name__} has no merged form here"
+        if layer.fp8_merges_by() != first.fp8_merges_by():
+            return "the layers are sharded in different ways"
+        return None if layer.fp8_config == first.fp8_config else "the layers' FP8Configs differ"
 
     def __reduce__(self) -> tuple:
         return type(self), (self.layers,)
+
+
+class MergedLinears(Merged):
+    """nn.Linear layers of one input whose products are computed as one, in their own precision, where that is right.
+
+    Args:
+        layers: in the order of their outputs; their weights are moved, to be stacked by rows, where nothing else holds
+            their memory.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__(layers)
+        self._why_moved = _lay_together(self.weights)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
+        """As `Merged.__call__`."""
+        if (
+            torch.compiler.is_compiling()
+            or not all(layer.training for layer in self.layers)
+            or input.numel() == 0
+            or input.dtype != self.layers[0].weight.dtype
+            or torch.is_autocast_enabled(input.device.type)
+            or self._why_never() is not None
+        ):
+            return None
+        weights = self.weights
+        return F.linear(input, _Stacked.apply(as_one(weights), *weights), self._bias())
+
+    def _why_never(self) -> str | None:
+        return super()._why_never() or (None if lie_together(self.weights) else self._why_moved)
+
+    def _why_unlike(self, layer: nn.Module, first: nn.Module) -> str | None:
+        if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
+            return f"one is a {type(layer).__name__} with a weight of class {type(layer.weight).__name__}"
+        return None if layer.weight.dtype == first.weight.dtype else "the layers' dtypes differ"
+
+
+_MOVED = "their weights have moved since; fuse the model when it has its dtype and device, and no copy of it"
+
+
+def _lay_together(weights: Sequence[torch.Tensor]) -> str:
+    """Move weights stacked by rows; returns why they do not lie so, if ever they do not."""
+    for weight in weights:
+        if type(weight) is not nn.Parameter or weight.is_meta:
+            return "their weights are not plain parameters"
+        first = weights[0]
+        if (weight.dtype, weight.device, weight.shape[1]) != (first.dtype, first.device, first.shape[1]):
+            return "their weights do not fit together"
+        # an engine may write to the memory that it saw, as ZeRO does when it gathers; it has hooks on the gradients
+        if weight._post_accumulate_grad_hooks or weight.untyped_storage().nbytes() != weight.nbytes:
+            return "others, such as an engine, hold the memory of their weights; fuse the model before it is boosted"
+    with torch.no_grad():
+        whole = torch.cat([weight.detach() for weight in weights])
+        for weight, part in zip(weights, whole.split([len(weight) for weight in weights]), strict=True):
+            weight.data = part
+    return _MOVED
 
 
 def merged_layers(model: nn.Module) -> list[MergedLayers]:
@@ -154,34 +250,37 @@ def merged_layers(model: nn.Module) -> list[MergedLayers]:
     return held_by_modules(model, MergedLayers)
 
 
-class _SideBySide(torch.autograd.Function):
-    """Stands for weights stacked by rows, without their values: what it is for is to hand on their gradients."""
+def merged_linears(model: nn.Module) -> list[MergedLinears]:
+    """Those that the modules of a model hold as attributes."""
+    return held_by_modules(model, MergedLinears)
+
+
+class _Stacked(torch.autograd.Function):
+    """A matrix that stands for weights stacked by rows, each of which gets its rows of the gradient."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, matrix: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.rows = [len(weight) for weight in weights]
         ctx.set_materialize_grads(False)
-        return weights[0].new_zeros(()).expand(sum(ctx.rows), weights[0].shape[1])
+        return matrix
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor | None) -> tuple:
         # None: it is computed later
-        return (None,) * len(ctx.rows) if gradient is None else gradient.split(ctx.rows)
+        return None, *((None,) * len(ctx.rows) if gradient is None else gradient.split(ctx.rows))
 
 
-class _Parts:
-    """A matrix that is computed when the first part of it is asked for, and dropped with the last."""
+class _LateRows:
+    """A gradient that is computed when the first of its rows are asked for."""
 
-    def __init__(self, compute: Callable[[], torch.Tensor], rows: list[int], readers: int) -> None:
-        self._compute, self._rows, self._readers = compute, rows, readers
-        self._whole: torch.Tensor | None = None
+    def __init__(self, compute: Callable[[], torch.Tensor], rows: list[int]) -> None:
+        self._compute: Callable[[], torch.Tensor] | None = compute
+        self._rows = rows
+        self._parts: list[torch.Tensor | None] = []
 
     def take(self, number: int) -> torch.Tensor:
-        """The rows of one part, once."""
-        if self._whole is None:
-            self._whole, self._compute = self._compute(), None
-        part = self._whole.split(self._rows)[number]
-        self._readers -= 1
-        if self._readers == 0:
-            self._whole = None
+        """The rows of one weight, once."""
+        if self._compute is not None:
+            self._parts, self._compute = list(self._compute().split(self._rows)), None
+        part, self._parts[number] = self._parts[number], None
         return part

@@ -8,7 +8,8 @@ import torch
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.linear.delivered_amax import delivered_amax
-from fp8booster.tensor import QuantizedMatrix, quantize
+from fp8booster.nn.weights.casting import quantize_by, quantize_input
+from fp8booster.tensor import QuantizedMatrix
 
 
 class Exchange:
@@ -32,7 +33,7 @@ class Exchange:
 
     def input(self, input: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
         """The FP8 input that the products read."""
-        return _quantize(input, config.input_format, config, plain=True, transposed=transposed)
+        return quantize_input(input, config, transposed=transposed, amax=delivered_amax(input))
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """The layer's output, from that of fprop, which nothing else holds."""
@@ -42,7 +43,8 @@ class Exchange:
         self, gradient: torch.Tensor, config: FP8Config, *, plain: bool, transposed: bool
     ) -> QuantizedMatrix:
         """The FP8 gradient of fprop's output, from that of the layer's."""
-        return _quantize(gradient, config.gradient_format, config, plain=plain, transposed=transposed)
+        amax = delivered_amax(gradient)
+        return quantize_by(config, gradient, config.gradient_format, plain=plain, transposed=transposed, amax=amax)
 
     def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to make the gradient of the layer's input from that of what fprop read, which nothing else holds.
@@ -55,17 +57,3 @@ class Exchange:
 
 NO_EXCHANGE = Exchange()
 """Of a layer that one rank computes by itself."""
-
-
-def _quantize(
-    tensor: torch.Tensor, dtype: torch.dtype, config: FP8Config, *, plain: bool, transposed: bool
-) -> QuantizedMatrix:
-    return quantize(
-        tensor.detach().reshape(-1, tensor.shape[-1]),
-        dtype,
-        plain=plain,
-        transposed=transposed,
-        rowwise=config.rowwise,
-        power_of_two=config.power_of_two,
-        amax=delivered_amax(tensor),
-    )

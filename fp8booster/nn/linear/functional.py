@@ -27,14 +27,39 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
 from fp8booster.nn.weights.backward import BackwardWeight, transposed_in_backward
-from fp8booster.nn.weights.casting import quantize_weight
-from fp8booster.tensor import QuantizedMatrix, quantize
+from fp8booster.nn.weights.casting import quantize_input, quantize_weight
+from fp8booster.tensor import QuantizedMatrix
 
 _unsafe_view = torch.ops.aten._unsafe_view.default
 DEFAULT_CONFIG = FP8Config()
 
 Defer = Callable[[Callable[[], torch.Tensor]], None]
 """Takes what computes a weight's gradient, to call it once, later, and add what it returns to the gradient."""
+
+
+Operand = tuple[torch.Tensor, torch.Tensor]
+"""FP8 values, [R16, C16], and their inverse scale: of shape [], or [R16]."""
+
+
+def multiply(
+    a: Operand,
+    b: Operand,
+    out_dtype: torch.dtype,
+    config: FP8Config,
+    fast_accumulation: bool,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`a @ b.T + bias`, as `kernels.product.product` has it: [rows of a, rows of b]."""
+    return product(
+        a[0],
+        b[0],
+        a[1],
+        b[1],
+        out_dtype=out_dtype,
+        bias=bias,
+        fast_accumulation=fast_accumulation,
+        emulate=config.emulate,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,60 +95,37 @@ class _Linear(torch.autograd.Function):
             w.transpose if save_w else None,
             w.scale_of_transpose() if save_w else None,
         )
-        ctx.how, ctx.input_dtype, ctx.weight_dtype = how, input.dtype, weight.dtype
+        ctx.how, ctx.input_dtype, ctx.weight_dtype, ctx.weight_shape = how, input.dtype, weight.dtype, weight.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         outputs = weight.shape[1] if how.weight_is_transposed else weight.shape[0]
         ctx.shape = shape = how.exchange.shape(input.shape)
         if bias is not None:
             bias = F.pad(bias.detach().to(how.out_dtype), (0, w.data.shape[0] - outputs))
-        y = product(
-            x.data,
-            w.data,
-            x.inverse_scale,
-            w.inverse_scale,
-            out_dtype=how.out_dtype,
-            bias=bias,
-            fast_accumulation=how.config.fast_accumulation_fprop,
-            emulate=how.config.emulate,
-        )
+        operands = (x.data, x.inverse_scale), (w.data, w.inverse_scale)
+        y = multiply(*operands, how.out_dtype, how.config, how.config.fast_accumulation_fprop, bias)
         y = own_shape(_crop(y, prod(shape[:-1]), outputs), (*shape[:-1], outputs))
         return how.exchange.output(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:  # [..., N]
-        x8_transpose, x_inverse_scale, w8_transpose, w_inverse_scale = ctx.saved_tensors
-        how = ctx.how
+        x_transpose, x_scale, w_transpose, w_scale = ctx.saved_tensors
+        how, config = ctx.how, ctx.how.config
         rows, outputs, inputs = prod(ctx.shape[:-1]), gradient.shape[-1], ctx.shape[-1]
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
         dx = dw = db = None
         if for_input or for_weight:
-            dy = how.exchange.output_gradient(gradient, how.config, plain=for_input, transposed=for_weight)
+            dy = how.exchange.output_gradient(gradient, config, plain=for_input, transposed=for_weight)
         if for_input:
             if how.backward_weight is not None:
-                w8_transpose, w_inverse_scale = how.backward_weight()
-            dx = product(
-                dy.data,
-                w8_transpose,
-                dy.inverse_scale,
-                w_inverse_scale,
-                out_dtype=ctx.input_dtype,
-                fast_accumulation=how.config.fast_accumulation_dgrad,
-                emulate=how.config.emulate,
-            )
+                w_transpose, w_scale = how.backward_weight()
+            operands = (dy.data, dy.inverse_scale), (w_transpose, w_scale)
+            dx = multiply(*operands, ctx.input_dtype, config, config.fast_accumulation_dgrad)
             dx_arrives = how.exchange.input_gradient(_crop(dx, rows, inputs).view(ctx.shape))
         if for_weight:
-            wgrad = partial(
-                _wgrad,
-                dy.transpose,
-                x8_transpose,
-                dy.scale_of_transpose(),
-                x_inverse_scale,
-                (outputs, inputs),
-                ctx.weight_dtype,
-                how.config,
-                how.weight_is_transposed,
-            )
+            operands = (dy.transpose, dy.scale_of_transpose()), (x_transpose, x_scale)
+            operands = operands[::-1] if how.weight_is_transposed else operands
+            wgrad = partial(_wgrad, *operands, ctx.weight_dtype, config, ctx.weight_shape)
             if how.defer is None:
                 dw = wgrad()
             else:
@@ -135,28 +137,8 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db, None, None, None
 
 
-def _wgrad(
-    dy8_transpose: torch.Tensor,  # [N16, M16]
-    x8_transpose: torch.Tensor,  # [K16, M16]
-    dy_inverse_scale: torch.Tensor,
-    x_inverse_scale: torch.Tensor,
-    shape: tuple[int, int],
-    out_dtype: torch.dtype,
-    config: FP8Config,
-    transposed: bool,
-) -> torch.Tensor:  # [N, K], or [K, N] where it is transposed
-    operands = (dy8_transpose, x8_transpose), (dy_inverse_scale, x_inverse_scale), shape
-    (a, b), (scale_a, scale_b), shape = (pair[::-1] for pair in operands) if transposed else operands
-    dw = product(
-        a,
-        b,
-        scale_a,
-        scale_b,
-        out_dtype=out_dtype,
-        fast_accumulation=config.fast_accumulation_wgrad,
-        emulate=config.emulate,
-    )
-    return _crop(dw, *shape)
+def _wgrad(a: Operand, b: Operand, out_dtype: torch.dtype, config: FP8Config, shape: torch.Size) -> torch.Tensor:
+    return _crop(multiply(a, b, out_dtype, config, config.fast_accumulation_wgrad), *shape)
 
 
 def _crop(padded: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -289,18 +271,3 @@ def fp8_linear(
     x = quantize_input(input, config, transposed=gradients and weight.requires_grad)
     w = quantize_weight(weight, config, transposed=gradients and input.requires_grad)
     return linear_from_quantized(input, weight, bias, x, w, config)
-
-
-def quantize_input(
-    input: torch.Tensor, config: FP8Config, *, transposed: bool, amax: torch.Tensor | None = None
-) -> QuantizedMatrix:
-    """Cast a layer's input, [..., K], as a matrix of K columns; what made it may know its amax."""
-    matrix = input.detach().reshape(-1, input.shape[-1])
-    return quantize(
-        matrix,
-        config.input_format,
-        transposed=transposed,
-        rowwise=config.rowwise,
-        power_of_two=config.power_of_two,
-        amax=amax,
-    )

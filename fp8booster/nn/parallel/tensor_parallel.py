@@ -34,7 +34,8 @@ from fp8booster.kernels.transpose import gathered_layouts
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.linear.exchange import Exchange
 from fp8booster.nn.linear.functional import own_product
-from fp8booster.tensor import QuantizedMatrix, quantize
+from fp8booster.nn.weights.casting import quantize_by
+from fp8booster.tensor import QuantizedMatrix
 
 INPUT_GATHER = "sequence gather of inputs"
 GRADIENT_GATHER = "sequence gather of gradients"
@@ -123,19 +124,12 @@ class _SequenceParallel(_Parallel):
         matrix = part.detach().reshape(-1, part.shape[-1])
         if config.rowwise or not self.communication:
             # each layout of a matrix with rowwise scales is a cast of its own, which needs all of the matrix
-            return quantize(
-                self._gather_values(part).reshape(-1, part.shape[-1]),
-                dtype,
-                plain=plain,
-                transposed=transposed,
-                rowwise=config.rowwise,
-                power_of_two=config.power_of_two,
-            )
+            return quantize_by(config, self._gather_values(part), dtype, plain=plain, transposed=transposed)
         amax = delivered_amax(part)
         amax = scaling.amax_of(matrix) if amax is None else amax.max()
         amax = amax.nan_to_num(nan=float("inf"), posinf=float("inf"))  # a MAX reduction drops NaN
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
-        data, _, inverse_scale, _ = quantize(matrix, dtype, power_of_two=config.power_of_two, amax=amax)
+        data, _, inverse_scale, _ = quantize_by(config, matrix, dtype, amax=amax)
         own = data[: matrix.shape[0]].view(torch.uint8)  # without the rows that fill up to 16
         gathered = own.new_empty((self.ranks, *own.shape))
         sent = {_GATHER: own.nbytes, "all_reduce": amax.nbytes}

@@ -8,8 +8,8 @@ from torch import nn
 
 import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
 from fp8booster import FP8Config
-from fp8booster.nn.linear.functional import linear_from_quantized, quantize_input
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.linear.functional import linear_from_quantized
+from fp8booster.nn.weights.casting import quantize_input, quantize_weight
 
 BF16 = torch.bfloat16
 CONFIG = FP8Config()

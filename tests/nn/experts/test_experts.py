@@ -20,7 +20,7 @@ from fp8booster.formats import E5M2
 from fp8booster.nn.experts import grouped as module
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
-from fp8booster.nn.fused.decoder import FusedExpert, _merge, _mix
+from fp8booster.nn.fused.decoder import FusedExpert, mix
 from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.resharded import ReshardedWeight
@@ -363,8 +363,7 @@ def test_gradients_come_in_one_order_whatever_the_tokens(fused: bool) -> None:
     """ZeRO adds up what ranks give in the order in which they give it."""
     fp8 = experts()
     for expert in fp8 if fused else ():
-        _mix(FusedExpert, expert)
-        expert.__dict__["fp8_gate_up"] = _merge(expert.w1, expert.w3)
+        mix(FusedExpert, expert)
     order = []
     for name, parameter in fp8.named_parameters():
         parameter.register_post_accumulate_grad_hook(partial(lambda name, _: order.append(name), name))

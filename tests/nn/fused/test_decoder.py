@@ -97,7 +97,7 @@ def test_the_weights_are_cast_once_a_step_and_again_after_it() -> None:
     model = fused(build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first, _ = step(model)
-    merged = model.model.layers[0].self_attn.fp8_qkv
+    merged = model.model.layers[0].self_attn.fp8_merged
     held = merged.fp8_weight.held
     assert step(model)[0] == first
     assert merged.fp8_weight.held is held
@@ -178,7 +178,7 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     assert step(model)[0] == loss
     assert step(other)[0] != loss
     attention = other.model.layers[0].self_attn
-    assert attention.fp8_qkv.layers[0] is attention.q_proj
+    assert attention.fp8_merged.layers[0] is attention.q_proj
 
 
 def test_another_model_is_left_alone() -> None:

@@ -9,8 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, formats
-from fp8booster.nn.linear.functional import linear_from_quantized, quantize_input
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.linear.functional import linear_from_quantized
+from fp8booster.nn.weights.casting import quantize_input, quantize_weight
 
 BF16 = torch.bfloat16
 Computations = list[Callable[[], torch.Tensor]]
@@ -57,7 +57,10 @@ def test_only_the_fp8_transposes_are_kept(device) -> None:
     tensors, later = leaves(device, 64, 96, 32), Computations()
     y = linear(*tensors, defer=later.append)
     y.backward(torch.ones_like(y))
-    kept = [value for value in later[0].args if isinstance(value, torch.Tensor) and value.numel() > 1]
+    values = [
+        value for argument in later[0].args for value in (argument if isinstance(argument, tuple) else [argument])
+    ]
+    kept = [value for value in values if isinstance(value, torch.Tensor) and value.numel() > 1]
     assert [(value.dtype, *value.shape) for value in kept] == [(formats.E5M2, 32, 64), (formats.E4M3, 96, 64)]
 
 

@@ -16,10 +16,10 @@ from fp8booster import FP8Config, comm, fp8_linear
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.linear.delivered_amax import deliver_amax
-from fp8booster.nn.linear.functional import Defer, linear_from_quantized, quantize_input
+from fp8booster.nn.linear.functional import Defer, linear_from_quantized
 from fp8booster.nn.parallel import tensor_parallel as parallel_module
 from fp8booster.nn.parallel.tensor_parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.casting import quantize_input, quantize_weight
 from tests.nn.parallel.rank_registry import check
 from tests.nn.reference import products_kept, signal_to_noise
 

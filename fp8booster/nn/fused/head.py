@@ -1,0 +1,113 @@
+"""The loss through the head of a language model, from its weight, in FP8 where the head is an FP8 layer.
+
+A head's forward does not run for it, and so neither do its hooks: `why_not_bypassed` tells where that is not right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from fp8booster import formats
+from fp8booster.kernels.transpose import transposed
+from fp8booster.nn.fused.loss import linear_cross_entropy
+from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.linear.speed_model import computes_in_fp8
+from fp8booster.nn.modules import has_hooks
+from fp8booster.nn.weights.freshness import reusable
+from fp8booster.tensor import QuantizedMatrix
+
+HEADS: set[type[nn.Module]] = {nn.Linear, FP8Linear}
+"""Classes of heads whose logits, up to padding at their end, are those of nn.Linear; engines add theirs."""
+
+
+class HeldHead(nn.Module):
+    """Mixin of a head whose parameters an engine keeps apart from it: they are whole within `while_whole`."""
+
+    head_class: ClassVar[type[nn.Module]]
+    """The class that the head was."""
+
+    def while_whole(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What `compute` makes of the head's parameters, differentiable."""
+        return compute()
+
+
+def logits_of(head: nn.Module) -> int:
+    """How many tokens a head makes logits of; padding, of which Colossal-AI's heads know, is none."""
+    return getattr(head, "old_num_embeddings", head.weight.shape[0])
+
+
+def why_not_bypassed(head: nn.Module, classes: Collection[type[nn.Module]]) -> str | None:
+    """Why the weight of an lm_head cannot be read past its forward, or None if it can.
+
+    Args:
+        head: as it is now.
+        classes: those of heads whose product is that of nn.Linear.
+    """
+    held = isinstance(head, HeldHead)
+    if (head.head_class if held else type(head)) not in classes:
+        return f"its lm_head is a {type(head).__name__}, whose product may be another than that of nn.Linear"
+    if not held and type(head._parameters.get("weight")) is not nn.Parameter:
+        kind = type(head.weight).__name__
+        return f"the weight of its lm_head is a {kind}: sharded, or gathered when an operator of torch reads it"
+    if has_hooks(head):
+        return "its lm_head has hooks, which would not run"
+    if head.weight.dtype not in formats.HIGH_PRECISION:
+        return f"the weight of its lm_head is {head.weight.dtype}"
+    if not held and isinstance(head, FP8Layer) and head.fp8_weight.is_transient:
+        return "the weight of its lm_head is whole only while the layer runs"
+    if "forward" in head.__dict__:
+        return "the forward of its lm_head was replaced"
+    return None
+
+
+def head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
+    """The loss through a head, in FP8 where the head is an FP8 layer for which that pays.
+
+    Args:
+        head: of a class that `why_not_bypassed` was asked for.
+        hidden: [..., K].
+        targets: int64 [...].
+        how: ignore_index, reduction and vocabulary of `linear_cross_entropy`.
+    """
+    compute = partial(_whole_head_loss, head, hidden, targets, **how)
+    return head.while_whole(compute) if isinstance(head, HeldHead) else compute()
+
+
+def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
+    fp8 = {}
+    if isinstance(head, FP8Layer) and hidden.numel():
+        config, tokens = head.fp8_config, hidden.numel() // hidden.shape[-1]
+        in_fp8 = computes_in_fp8(config, tokens, *head.product_features, hidden.device)
+        head.in_fp8[tokens] = in_fp8
+        if in_fp8:
+            fp8["config"] = config
+            if reusable(hidden, head.weight):
+                fp8["quantized_weight"] = _with_transpose(head)
+    return linear_cross_entropy(
+        deliver_amax(hidden.flatten(0, -2), delivered_amax(hidden)),
+        head.weight,
+        targets.flatten().to(hidden.device),
+        bias=head.bias,
+        **how,
+        **fp8,
+    )
+
+
+def _with_transpose(head: FP8Layer) -> QuantizedMatrix:
+    """The head's FP8 weight in both layouts, wherever it keeps them."""
+    weight, config = head.weight, head.fp8_config
+    quantized = head.fp8_weight.forward([weight], config, transpose=True)
+    backward_weight = head.fp8_weight.backward([weight], config)
+    if quantized.transpose.numel():
+        return quantized
+    if backward_weight is None:
+        return quantized._replace(transpose=transposed(quantized.data))
+    transpose, inverse_scale = backward_weight()
+    return QuantizedMatrix(quantized.data, transpose, quantized.inverse_scale, inverse_scale)
