@@ -363,9 +363,11 @@ def _pipe_t5_with_masks_and_without() -> None:
 def _cut_into_chunks() -> None:
     from colossalai.shardformer.policies.bert import BertPolicy
     from colossalai.shardformer.policies.command import CommandPolicy
+    from colossalai.shardformer.policies.deepseek import DeepseekForCausalLMPolicy
     from colossalai.shardformer.policies.gpt2 import GPT2Policy
     from colossalai.shardformer.policies.llama import LlamaPolicy
     from colossalai.shardformer.policies.mistral import MistralPolicy
+    from colossalai.shardformer.policies.mixtral import MixtralForCausalLMPolicy
     from colossalai.shardformer.policies.opt import OPTPolicy
     from colossalai.shardformer.policies.qwen2 import Qwen2Policy
     from colossalai.shardformer.policies.t5 import T5BasePolicy
@@ -391,12 +393,12 @@ def _cut_into_chunks() -> None:
             return str(error)
         return ""
 
-    for kind in (OPTPolicy, T5BasePolicy, ViTPolicy):
+    for kind in (OPTPolicy, T5BasePolicy, ViTPolicy, DeepseekForCausalLMPolicy):
         assert refusal(kind, use_zbv=False).endswith("use pp_style='1f1b'"), "it is not refused"
     for kind in (BertPolicy, CommandPolicy, GPT2Policy, Qwen2Policy):
         assert not refusal(kind, use_zbv=False)
         assert "or '1f1b'" in refusal(kind, use_zbv=True), "it is not refused"
-    for kind in (LlamaPolicy, MistralPolicy):
+    for kind in (LlamaPolicy, MistralPolicy, MixtralForCausalLMPolicy):
         assert not refusal(kind, use_zbv=True)
 
 

@@ -11,15 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fp8booster.colossal.pipeline import zero_bubble_schedule
 from tests.colossal.moe.models import tiny_mixtral
 from tests.plugins import training
 from tests.plugins.hybrid_runs import LOSS_SCALING, learn, start
 from tests.plugins.moe_checks import EP2, MODES, boost, fp8, native, ours
 from tests.plugins.registry import check, check_each, shared_folder
-from tests.plugins.training import assert_equal
+from tests.plugins.training import assert_close, assert_equal
 
 ON_EVERY_RANK = EP2 | {"ep_size": 1}
 PP2 = ON_EVERY_RANK | {"pp_size": 2}
+CHUNKS = PP2 | {"num_microbatches": 4, "num_model_chunks": 2, "overlap_p2p": False}
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "loss scaling": EP2 | LOSS_SCALING,
@@ -56,14 +58,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "pipeline": PP2
     | {"num_microbatches": None, "microbatch_size": 4, "num_layers_per_stage": [1, 2], "enable_metadata_cache": False},
+    "interleaved": CHUNKS | {"pp_style": "interleaved"},
+    "zero-bubble": CHUNKS | {"pp_style": "zbv", "scheduler_nodes": zero_bubble_schedule(2, 4)},
 }
 """Groups of the native plugin's arguments, each with another value where one is possible here."""
 
-CHUNKS = PP2 | {"num_microbatches": 4, "num_model_chunks": 2, "overlap_p2p": False}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "spread without ZeRO": (EP2 | {"zero_stage": 0}, "use zero_stage=1"),
-    "interleaved": (CHUNKS | {"pp_style": "interleaved"}, "use pp_style='1f1b'"),
-    "zero-bubble": (CHUNKS | {"pp_style": "zbv", "scheduler_nodes": []}, "use pp_style='1f1b'"),
     "sequence parallel": (
         ON_EVERY_RANK | {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
         "leave enable_sequence_parallelism out",
@@ -74,7 +75,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def assert_trains_as_native(**arguments: Any) -> None:
     """Losses, gradient norms and weights of some steps are equal, bit for bit."""
-    layers = sum(arguments.get("num_layers_per_stage", (2,)))
+    layers = sum(arguments.get("num_layers_per_stage", (2 * arguments.get("num_model_chunks", 1),)))
     runs = [start(make(**arguments), tiny_mixtral(vocab_size=256, num_hidden_layers=layers)) for make in (native, ours)]
     losses = [learn(run, last=2, accumulate=1 if arguments["pp_size"] > 1 else 2) for run in runs]
     assert losses[0] == losses[1], losses
@@ -96,6 +97,14 @@ def moe_tries_every_argument_of_the_native_plugin() -> None:
 @check_each(*OPTIONS)
 def moe_options_without_fp8_do_what_they_do_in_the_native_plugin(group: str) -> None:
     assert_trains_as_native(**OPTIONS[group])
+
+
+@check_each("interleaved", "zero-bubble")
+def moe_in_a_pipeline_of_chunks_learns_as_whole(style: str) -> None:
+    plugins = native(**ON_EVERY_RANK), native(**OPTIONS[style]), fp8(**OPTIONS[style])
+    whole, *cut = (learn(start(each, tiny_mixtral(vocab_size=256, num_hidden_layers=4), lr=1e-2)) for each in plugins)
+    for losses, distance in zip(cut, (5e-3, 2e-2), strict=True):
+        assert_close(whole, losses, distance, gradients=False)
 
 
 @check

@@ -332,6 +332,16 @@ def _fails(policy: Any) -> bool:
 
 
 def _makes_chunks(policy: Any) -> bool:
-    """Whether a policy tells the stage manager which layers each chunk has; one of the user's own is trusted."""
-    method = inspect.unwrap(getattr(type(policy), "set_pipeline_forward", _makes_chunks))
-    return not method.__module__.startswith("colossalai.") or "stage_indices" in method.__code__.co_names
+    """Whether a policy tells the stage manager which layers each chunk has; one of the user's own is trusted.
+
+    Most do where they exchange the forward, Mixtral's where it lists the layers that a stage holds.
+    """
+    exchanging = inspect.unwrap(getattr(type(policy), "set_pipeline_forward", _makes_chunks))
+    if not exchanging.__module__.startswith("colossalai."):
+        return True
+    listing = [
+        inspect.unwrap(vars(kind)["get_held_layers"])
+        for kind in type(policy).__mro__
+        if "get_held_layers" in vars(kind)
+    ]
+    return any("stage_indices" in method.__code__.co_names for method in (exchanging, *listing))
