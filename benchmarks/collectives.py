@@ -27,6 +27,7 @@ from fp8booster import comm, formats
 from fp8booster.comm import Encoding
 from fp8booster.monitor.traffic import bytes_sent
 
+ALL = list(COLLECTIVES)
 SIZES_MIB = [2.0**power for power in range(11)]
 FORMATS = {"e4m3": formats.E4M3, "e5m2": formats.E5M2}
 NOTE = (
@@ -146,9 +147,7 @@ def plot(result: Result, records: list[Record], folder: Path) -> str:
 
 
 def main(
-    collective: Annotated[list[str], typer.Option(help=f"{', '.join(COLLECTIVES)}; repeat the option.")] = list(
-        COLLECTIVES
-    ),  # noqa: B006 (typer copies it)
+    collective: Annotated[list[str], typer.Option(help=f"{', '.join(COLLECTIVES)}; repeat the option.")] = ALL,
     mib: Annotated[list[float], typer.Option(help="BF16 payloads in MiB; repeat the option.")] = SIZES_MIB,
     format: Annotated[str, typer.Option(help="e4m3 or e5m2.")] = "e4m3",
     block_size: Annotated[int, typer.Option(help="Values that share a scale; 0 for one scale.")] = 256,

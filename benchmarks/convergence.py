@@ -173,8 +173,7 @@ def write(
 ) -> tuple[Result, list[Path]]:
     """Write the result so far, under the name that it has when all seeds are done; returns it and its files."""
     job = setting.job
-    size = job.architecture.size
-    title = f"{job.steps} steps of {job.architecture.label}, {size.layers} layers, on {setting.place}"
+    title = f"{job.steps} steps of {job.architecture.label}, {job.architecture.layers} layers, on {setting.place}"
     head = head_of(setting, output) | {"training": f"{describe(job)}, {job.steps} steps"}
     name = f"convergence-{job.model}-{setting.ranks}-seeds-{'-'.join(map(str, seeds))}"
     return deliver(name, title, head, losses, variants, left_out, output.folder, output.json_file)

@@ -26,13 +26,14 @@ from benchmarks.harness.results import Result
 from benchmarks.training.data import tokens_of
 from benchmarks.training.delivery import Output, deliver, gpu_facts, show
 from benchmarks.training.engines import ENGINES, PEERS, PRECISIONS, chosen
-from benchmarks.training.job import PLUGINS, Job
+from benchmarks.training.job import Job
 from benchmarks.training.launch import Crew, Turn, is_launched, start_torchrun
-from benchmarks.training.models import MODELS
 from benchmarks.training.records import Setting
 from benchmarks.training.rounds import Findings, take_rounds
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.plugins import fp8_config
+from fp8booster.training.models import MODELS
+from fp8booster.training.parallel import PLUGINS
 
 NONE: list[str] = []
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, invoke_without_command=True)

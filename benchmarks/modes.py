@@ -144,7 +144,7 @@ def write(
     }
     result = Result(
         f"modes-{setting.ranks}",
-        f"Modes of fp8booster on {setting.place}, {model.label} with {model.size.layers} layers",
+        f"Modes of fp8booster on {setting.place}, {model.label} with {model.layers} layers",
         head_of(setting, output),
         [mode_table(list(records.values())), layer_table(list(records.values()))],
         left_out | failed,

@@ -9,11 +9,11 @@ kernel counted at the interface, headers included, beside those that `fp8booster
 
 from __future__ import annotations
 
-import fp8booster.colossal  # noqa: F401  isort: skip  (mends colossalai before it is imported)
+import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai before it is imported)
 import os
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,13 +26,15 @@ from benchmarks.harness import command
 from benchmarks.harness.environment import command_line
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.statistics import Samples
-from fp8booster.cli.train.engine import Engine, plugin_arguments
-from fp8booster.cli.train.models import build_model, load_config
-from fp8booster.cli.train.parallel import Parallel
 from fp8booster.cli.train.summary import machine
 from fp8booster.comm.threshold import topology
 from fp8booster.monitor.traffic import Traffic, count_traffic
+from fp8booster.training.boosted import BoostedModel, causal
+from fp8booster.training.models import LLAMAS, MODELS, build
+from fp8booster.training.parallel import Parallel
+from fp8booster.training.plugins import make_plugin
 
+VOCABULARY, MAX_NORM = 4096, 1.0
 WIRE_16, WIRE_8 = "FP8 products, BF16 on the wire", "FP8 products, FP8 on the wire"
 VARIANTS: dict[str, dict[str, Any]] = {
     "BF16": {},
@@ -56,7 +58,7 @@ NOTE = (
 class Measured:
     """A variant in training and what its steps took."""
 
-    engine: Engine
+    boosted: BoostedModel
     seconds: list[float] = field(default_factory=list)
     at_interface: list[int] = field(default_factory=list)
     counted: list[int] = field(default_factory=list)
@@ -66,9 +68,8 @@ class Measured:
         """One optimizer step on this rank's tokens  [batch, sequence]."""
         dist.barrier()
         sent, counted, began = bytes_sent_by(interface), traffic.sent, time.perf_counter()
-        loss = self.engine.forward_backward([tokens])
-        self.engine.optimizer.step()
-        self.engine.optimizer.zero_grad()
+        loss = self.boosted.forward_backward([causal(tokens)])
+        self.boosted.update(MAX_NORM)
         own = time.perf_counter() - began
         counted = traffic.sent - counted
         dist.barrier()  # what this rank still sends is over
@@ -91,17 +92,15 @@ def bytes_sent_by(interface: str) -> int:
     raise ValueError(f"there is no network interface {interface}; name one of `ip link` with --interface")
 
 
-def boost(variant: str, model: str, sequence: int) -> Engine:
+def boost(variant: str, model: str, sequence: int) -> BoostedModel:
     """A model in training under a variant; the same weights for each."""
     from fp8booster.plugins import LowLevelZeroPlugin
 
     torch.manual_seed(0)
-    config = load_config(model, vocabulary=4096, sequence=sequence)
-    network = build_model(model, config, torch.device("cpu"), checkpointing=False)
-    arguments = plugin_arguments(Parallel(), max_norm=1.0, network=network)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
-    plugin = LowLevelZeroPlugin(**arguments, **VARIANTS[variant])
-    return Engine.boost("low_level_zero", plugin, network, optimizer)
+    config = replace(MODELS[model], vocabulary=VOCABULARY).config(sequence)
+    network = build(config, device=torch.device("cpu"))
+    plugin = make_plugin(LowLevelZeroPlugin, Parallel(), network, MAX_NORM, VARIANTS[variant])
+    return BoostedModel("low_level_zero", plugin, network, torch.optim.AdamW(network.parameters(), lr=1e-3))
 
 
 def records_of(measured: dict[str, Measured]) -> list[Record]:
@@ -135,7 +134,7 @@ TABLE = [
 
 
 def main(
-    model: Annotated[str, typer.Option(help="A size of `fp8booster train`.")] = "tiny",
+    model: Annotated[str, typer.Option(help=f"{', '.join(LLAMAS)}.")] = "tiny",
     batch: Annotated[int, typer.Option(help="Sequences a rank.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 64,
     steps: Annotated[int, typer.Option(help="Measured steps of each variant.")] = 20,
@@ -156,7 +155,7 @@ def main(
     with count_traffic() as traffic:
         measured = {variant: Measured(boost(variant, model, sequence)) for variant in VARIANTS}
         for number in range(warmup + steps):
-            tokens = torch.randint(0, 4096, (batch, sequence), generator=generator)
+            tokens = torch.randint(0, VOCABULARY, (batch, sequence), generator=generator)
             for each in measured.values():
                 each.step(tokens, interface, traffic, keep=number >= warmup)
     if dist.get_rank() == 0:

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from fp8booster import FP8Config, convert_to_fp8
-from fp8booster.cli.train.batches import Batches
 from fp8booster.cli.train.defaults import resolve
-from fp8booster.cli.train.models import build_model, load_config
+from fp8booster.cli.train.model_folder import build_model, load_config
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.schedule import Schedule
 from fp8booster.cli.train.tokens import TokenFile
+from fp8booster.training.batches import Batches
+from fp8booster.training.learning_rate import WarmupCosine
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ def collect(
 
     `options` are resolved; its batch is that of one rank.
     """
-    layout = options.layout(ranks)
-    layout.require(tokens.count)
-    schedule = Schedule(peak=options.lr, floor=options.min_lr, warmup=options.warmup, decay=options.decay)
+    global_batch = options.global_batch(ranks)
+    global_batch.require(tokens.count)
+    schedule = WarmupCosine(peak=options.lr, floor=options.min_lr, warmup=options.warmup, decay=options.decay)
     ids = tokens.open()
-    batches = [Batches(ids, layout, rank, options.seed) for rank in range(ranks)]
+    batches = [Batches(ids, global_batch, rank, options.seed) for rank in range(ranks)]
     torch.manual_seed(options.seed)
     config = load_config(options.model, options.vocabulary, options.sequence)
     model = build_model(options.model, config, device, checkpointing=False)
@@ -52,7 +52,7 @@ def collect(
     for step in range(1, max(steps) + 1):
         losses, gradients = [], []
         for rank in range(ranks):
-            (batch,) = batches[rank].micro_batches((step - 1) * layout.step_sequences)
+            (batch,) = batches[rank].micro_batches((step - 1) * global_batch.sequences)
             batch = batch.to(device)
             loss = model(input_ids=batch, labels=batch).loss
             loss.backward()

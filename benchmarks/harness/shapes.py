@@ -5,51 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fp8booster.training.models import MODELS, Architecture
+
 DIRECTIONS = ("fprop", "dgrad", "wgrad")
 
 
-@dataclass(frozen=True)
-class Model:
-    """The sizes of a decoder's linear layers."""
+def layers_of(model: Architecture, *, separate: bool, fused: bool) -> list[tuple[str, int, int]]:
+    """Layers as (name, K, N): each projection by itself, and those that read one input as one product."""
+    hidden, feed_forward, key_value = model.hidden, model.feed_forward, model.key_value
+    if key_value == hidden:
+        attention = [("q,k,v,o", hidden, hidden)]
+    else:
+        attention = [("q,o", hidden, hidden), ("k,v", hidden, key_value)]
+    apart = [*attention, ("gate,up", hidden, feed_forward), ("down", feed_forward, hidden)]
+    together = [("q+k+v", hidden, hidden + 2 * key_value), ("gate+up", hidden, 2 * feed_forward)]
+    return (apart if separate else []) + (together if fused else [])
 
-    label: str
-    hidden: int
-    feed_forward: int
-    heads: int
-    key_value_heads: int
-
-    @property
-    def key_value(self) -> int:
-        """Output features of k, and of v."""
-        return self.hidden // self.heads * self.key_value_heads
-
-    def layers(self, *, separate: bool, fused: bool) -> list[tuple[str, int, int]]:
-        """Layers as (name, K, N): each projection by itself, and those that read one input as one product."""
-        if self.key_value == self.hidden:
-            attention = [("q,k,v,o", self.hidden, self.hidden)]
-        else:
-            attention = [("q,o", self.hidden, self.hidden), ("k,v", self.hidden, self.key_value)]
-        apart = [*attention, ("gate,up", self.hidden, self.feed_forward), ("down", self.feed_forward, self.hidden)]
-        together = [
-            ("q+k+v", self.hidden, self.hidden + 2 * self.key_value),
-            ("gate+up", self.hidden, 2 * self.feed_forward),
-        ]
-        return (apart if separate else []) + (together if fused else [])
-
-
-MODELS = {
-    "7b": Model("LLaMA-7B", 4096, 11008, 32, 32),
-    "13b": Model("LLaMA-13B", 5120, 13824, 40, 40),
-    "70b": Model("LLaMA-70B", 8192, 28672, 64, 8),
-    "35b": Model("Command-R 35B", 8192, 22528, 64, 64),
-    "tiny": Model("tiny", 64, 96, 4, 2),
-}
-"""Hidden and feed-forward sizes and heads as in each model's published configuration; "tiny" is for tests."""
 
 PUBLISHED_LAYER = "te"
 """Name of the one layer that Transformer Engine's documentation measures, at its own number of tokens."""
 
-MODEL_NAMES = (*MODELS, PUBLISHED_LAYER)
+MODEL_NAMES = ("7b", "13b", "70b", "35b", "micro", PUBLISHED_LAYER)
 
 
 @dataclass(frozen=True)
@@ -103,9 +79,9 @@ def workloads(
     for name in models:
         if name == PUBLISHED_LAYER:
             labels.setdefault((15872, 4096, 16384), []).append("Transformer Engine's documentation")
-        elif name in MODELS:
+        elif name in MODEL_NAMES:
             for m in tokens:
-                for layer, k, n in MODELS[name].layers(separate=separate, fused=fused):
+                for layer, k, n in layers_of(MODELS[name], separate=separate, fused=fused):
                     labels.setdefault((m, k, n), []).append(f"{MODELS[name].label} {layer}")
         else:
             raise ValueError(f"no model is called {name!r}; use {', '.join(MODEL_NAMES)}")

@@ -1,25 +1,48 @@
-"""How many floating-point operations a step is worth."""
+"""How many weights a model has, and how many floating-point operations a step is worth."""
 
 from __future__ import annotations
 
-from benchmarks.training.models import Architecture
+from fp8booster.training.models import Architecture
 
 FORMULA = (
     "Model FLOPs of a token: 6 x (weights of linear layers, the head included, embeddings and norms not, of experts "
     "those that a token goes through) + 6 x "
     "layers x sequence x hidden for causal attention, which counts the half of its products that the mask leaves "
     "(scores and values, forward once and backward twice). Recomputation counts as nothing. Utilisation is that "
-    "rate over the dense tensor-core peak at the highest clock. Native's formula, for comparison with its "
+    "rate over the dense tensor-core peak at the highest clock. Colossal-AI's formula, for comparison with its "
     "published figures: batch x sequence x parameters x 2 x (3, or 4 with checkpointing), embeddings included and "
     "attention not."
 )
 """For the tables."""
 
 
+def layer_weights(model: Architecture, experts: int | None = None) -> int:
+    """Weights of one layer's linear layers: q, k, v, o, gate, up, down, of so many experts; None: of all."""
+    attention = 2 * model.hidden**2 + 2 * model.hidden * model.key_value
+    router = model.hidden * model.experts if model.family == "mixtral" else 0
+    return attention + (experts or model.experts) * 3 * model.hidden * model.feed_forward + router
+
+
+def linear_weights(model: Architecture) -> int:
+    """Weights of all linear layers, the head included, without embeddings and norms."""
+    return model.layers * layer_weights(model) + model.hidden * model.vocabulary
+
+
+def product_weights(model: Architecture) -> int:
+    """Weights that a token is multiplied by: `linear_weights` without the experts that it does not go through."""
+    return model.layers * layer_weights(model, model.experts_per_token) + model.hidden * model.vocabulary
+
+
+def parameters(model: Architecture) -> int:
+    """All of them, a shared one once."""
+    norms = model.hidden * (model.layers * (1 if model.tied else 2) + 1)
+    embeddings = 0 if model.tied else model.hidden * model.vocabulary
+    return linear_weights(model) + embeddings + norms
+
+
 def model_flops(model: Architecture, *, sequence: int) -> int:
     """Floating-point operations that one token of a training step needs, by `FORMULA`."""
-    attention = 6 * model.size.layers * sequence * model.size.hidden
-    return 6 * model.product_weights + attention
+    return 6 * product_weights(model) + 6 * model.layers * sequence * model.hidden
 
 
 def native_flops(model: Architecture, *, checkpointing: bool) -> int | None:
@@ -27,6 +50,4 @@ def native_flops(model: Architecture, *, checkpointing: bool) -> int | None:
 
     None for a mixture of experts, of which it would count those too that a token does not go through.
     """
-    if model.experts > 1:
-        return None
-    return model.parameters * 2 * (3 + int(checkpointing))
+    return None if model.experts > 1 else parameters(model) * 2 * (3 + int(checkpointing))

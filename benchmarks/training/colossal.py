@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fp8booster.colossal  # isort: skip  (mends colossalai before it is imported)
+import fp8booster.colossal  # isort: skip  (patches colossalai before it is imported)
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,17 +17,16 @@ from torch.profiler import record_function
 
 import fp8booster.plugins
 from benchmarks.layers.peers import repaired_native_fp8
-from benchmarks.training.job import MOE, PLUGINS, Job, parse_options
-from benchmarks.training.models import build
+from benchmarks.training.job import MOE, Job, parse_options
 from benchmarks.training.trainer import OPTIMIZER_RANGE, Trainer
 from fp8booster import comm, fuse
-from fp8booster.cli.train.batches import Replica
-from fp8booster.cli.train.engine import Engine, plugin_arguments
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.parallel import PARALLEL
 from fp8booster.cli.train.plugins import fp8_config
-from fp8booster.cli.train.schedules import with_schedule
 from fp8booster.optim import HybridAdam
+from fp8booster.training.boosted import BoostedModel, causal
+from fp8booster.training.models import build
+from fp8booster.training.parallel import PARALLEL, PLUGINS
+from fp8booster.training.plugins import make_plugin
 
 _WEIGHT_DECAY = 0.01  # torch's default for AdamW
 # native Gemini's own optimizers all need a compiled extension (zero/gemini/gemini_optimizer.py:43)
@@ -63,7 +62,7 @@ def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) 
     options: dict[str, Any] = parse_options(job.plugin_options)
     if use_fp8:
         options |= {"use_fp8": True, "fp8_config": fp8_config(TrainOptions(fp8_options=job.fp8_options))}
-    trainer = boosted(job, device, job.plugin, plugin_class, options, fused=fused)
+    trainer = boost(job, device, job.plugin, plugin_class, options, fused=fused)
     if use_fp8 and job.one_sided:
         groups = getattr(trainer.optimizer, "pg_to_param_list", None)
         if groups is None:
@@ -85,10 +84,10 @@ def native(job: Job, device: torch.device, *, plugin: str, use_fp8: bool = False
         fp8 = repaired_native_fp8()
         fp8._linear_fp8 = torch.compile(lambda x, w, b=None: fp8._LinearFp8.apply(x, w, b), dynamic=False)
         options["use_fp8"] = True
-    return boosted(job, device, plugin, getattr(native_plugins, PLUGINS[plugin]), options)
+    return boost(job, device, plugin, getattr(native_plugins, PLUGINS[plugin]), options)
 
 
-def boosted(
+def boost(
     job: Job,
     device: torch.device,
     name: str,
@@ -109,48 +108,25 @@ def boosted(
         )
     if fused:
         fuse(model)
-    arguments = plugin_arguments(job.parallel(name), job.max_norm, model)
+    parallel = job.parallel(name)
     if name == MOE:
-        arguments |= _expert_parallelism(job)
-    plugin = plugin_class(**with_schedule(arguments | options, job.parallel(name)))
-    engine = Engine.boost(name, plugin, model, _optimizer(name, model, job.lr))
+        parallel.replicas(dist.get_world_size())
+    plugin = make_plugin(plugin_class, parallel, model, job.max_norm, options)
+    boosted = BoostedModel(name, plugin, model, _optimizer(name, model, job.lr))
 
     def step(tokens: torch.Tensor) -> torch.Tensor | None:
-        loss = engine.forward_backward(tokens.split(job.micro_batch))
+        loss = boosted.forward_backward([causal(part) for part in tokens.split(job.micro_batch)])
         with record_function(OPTIMIZER_RANGE):
-            engine.clip(job.max_norm)
-            engine.optimizer.step()
-            engine.optimizer.zero_grad()
+            boosted.update(job.max_norm)
         return loss
 
     return Trainer(
-        model=engine.model,
-        optimizer=engine.optimizer,
+        model=boosted.model,
+        optimizer=boosted.optimizer,
         step=step,
-        replica=_replica_of_experts(plugin) if name == MOE else engine.replica,
-        unseen_bytes=engine.unseen_bytes,
+        replica=boosted.replica,
+        unseen_bytes=boosted.unseen_bytes,
     )
-
-
-def _expert_parallelism(job: Job) -> dict[str, Any]:
-    """The plugin's arguments for experts.
-
-    Raises:
-        ValueError: the ranks cannot be divided.
-    """
-    replicas = job.parallel(MOE).replicas(dist.get_world_size())
-    if replicas % job.ep:
-        raise ValueError(
-            f"--ep is {job.ep}, which cannot divide the {replicas} ranks that read different tokens; give another --ep "
-            "or number of processes"
-        )
-    return {"ep_size": job.ep}
-
-
-def _replica_of_experts(plugin: Plugin) -> Replica:
-    """The place of this rank among those that read different tokens: all that hold an expert's copies or others."""
-    copies, experts = (plugin.pg_mesh.coordinate(axis) for axis in (plugin.moe_dp_axis, plugin.ep_axis))
-    return Replica(int(copies * plugin.ep_size + experts), int(plugin.moe_dp_size * plugin.ep_size))
 
 
 def _optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:

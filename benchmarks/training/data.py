@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.training.job import Job
-from fp8booster.cli.train.batches import Batches, Layout, Replica
 from fp8booster.cli.train.defaults import cache_folder
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
+from fp8booster.training.batches import Batches, GlobalBatch, Replica
 
 RANDOM_BATCHES = 2
 """Batches of random tokens, taken in turn."""
@@ -25,7 +25,7 @@ def batches(job: Job, replica: Replica, device: torch.device) -> Callable[[int],
         ValueError: the text is too short for one step, or has more tokens than the model has embeddings.
     """
     rows = job.micro_batches * job.micro_batch
-    vocabulary = job.architecture.size.vocabulary
+    vocabulary = job.architecture.vocabulary
     if job.tokens is None:
         generator = torch.Generator().manual_seed(job.seed + replica.index)
         held = [
@@ -37,9 +37,11 @@ def batches(job: Job, replica: Replica, device: torch.device) -> Callable[[int],
         raise ValueError(
             f"the text has {job.tokens.vocabulary} kinds of tokens and --model {job.model} embeddings for {vocabulary}"
         )
-    layout = Layout(sequence=job.sequence, batch=job.micro_batch, accumulate=job.micro_batches, replicas=replica.count)
-    text = Batches(job.tokens.open(), layout, replica.index, job.seed)
-    return lambda step: torch.cat(list(text.micro_batches(step * layout.step_sequences))).to(device)
+    batch = GlobalBatch(
+        sequence=job.sequence, batch=job.micro_batch, accumulate=job.micro_batches, replicas=replica.count
+    )
+    text = Batches(job.tokens.open(), batch, replica.index, job.seed)
+    return lambda step: torch.cat(list(text.micro_batches(step * batch.sequences))).to(device)
 
 
 def tokens_of(data: str, text_column: str, job: Job) -> TokenFile:
@@ -48,7 +50,7 @@ def tokens_of(data: str, text_column: str, job: Job) -> TokenFile:
         model="7b",  # a size, so the tokenizer is trained on the text
         data=None if data == "python" else data,
         text_column=text_column,
-        vocabulary=min(job.architecture.size.vocabulary, 32000),
+        vocabulary=min(job.architecture.vocabulary, 32000),
         cache=str(cache_folder()),
     )
     return prepare_tokens(options, lambda text: None)

@@ -48,7 +48,7 @@ def deliver(findings: dict[str, Findings], setting: Setting, baseline: str, outp
     head |= {f"fused, {record['label']}": record["fused"] for record in records if record.get("fused")}
     if job.device == "cuda" and (unknown := why_no_power(records)):
         head["clocks and power"] = unknown
-    title = f"{job.architecture.label}, {job.architecture.size.layers} layers, trained on {setting.place}"
+    title = f"{job.architecture.label}, {job.architecture.layers} layers, trained on {setting.place}"
     result = Result(
         f"llama-{job.model}-{setting.ranks}",
         title,
@@ -104,7 +104,7 @@ def describe(job: Job) -> str:
         if value not in (None, (), False) and key not in ("tokens", "device", "layers", "steps", "warm_up")
     }
     text = "random tokens" if job.tokens is None else f"text of {Path(job.tokens.name).name}"
-    shown["layers"] = job.architecture.size.layers
+    shown["layers"] = job.architecture.layers
     return ", ".join(f"{key} {value}" for key, value in shown.items()) + f", {text}"
 
 

@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
 
-from benchmarks.training.data import Replica
 from benchmarks.training.job import Job
-from benchmarks.training.models import build
 from benchmarks.training.trainer import OPTIMIZER_RANGE, Trainer
+from fp8booster.training.batches import Replica
+from fp8booster.training.models import build
 
 _DEVIATION = 0.02  # of the initial weights, as Hugging Face's default
 

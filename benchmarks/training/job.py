@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training.models import MODELS, Architecture
-from fp8booster.cli.train.parallel import PARALLEL, Parallel
-from fp8booster.cli.train.parallel import PLUGINS as TRAINED_BY
-from fp8booster.cli.train.schedules import with_chunks
 from fp8booster.cli.train.tokens import TokenFile
+from fp8booster.training.models import MODELS, Architecture
+from fp8booster.training.parallel import PARALLEL, PLUGINS, Parallel
+from fp8booster.training.plugins import with_chunks
 
 MOE = "moe"
-PLUGINS = {**TRAINED_BY, MOE: "MoeHybridParallelPlugin"}
-"""Name on the command line: class, the same in `fp8booster.plugins` and in Colossal-AI."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +69,7 @@ class Job:
         for name, allowed in (("model", MODELS), ("plugin", PLUGINS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}")
-        for name in ("sequence", "micro_batch", "micro_batches", "steps", "ep"):
+        for name in ("sequence", "micro_batch", "micro_batches", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
         if self.one_sided < 0:
@@ -89,15 +86,11 @@ class Job:
 
     def _check_experts(self) -> None:
         experts = self.architecture.experts
-        if self.ep > 1 and self.plugin != MOE:
-            raise ValueError(f"--plugin {self.plugin} takes no --ep; {MOE} does")
         if self.plugin == MOE and experts == 1:
             mixtures = ", ".join(name for name, model in MODELS.items() if model.experts > 1)
             raise ValueError(f"--plugin {MOE} trains mixtures of experts; use --model {mixtures}")
         if experts % self.ep:
             raise ValueError(f"--ep is {self.ep}, which cannot divide the {experts} experts of a layer")
-        if self.plugin == MOE and self.zero == 2:
-            raise ValueError(f"--zero is 2; --plugin {MOE} takes 0 or 1")
 
     @property
     def architecture(self) -> Architecture:
@@ -109,17 +102,15 @@ class Job:
         return self.warm_up + self.steps
 
     def parallel(self, plugin: str) -> Parallel:
-        """How a plugin's ranks share model and data; the ZeRO stage is for the job's own plugin alone.
-
-        What `MOE` shares beside experts is what "hybrid" does.
-        """
+        """How a plugin's ranks share model and data; the ZeRO stage is for the job's own plugin alone."""
         return Parallel(
-            plugin="hybrid" if plugin == MOE else plugin,
+            plugin=plugin,
             zero=self.zero if plugin == self.plugin else None,
             tp=self.tp,
             pp=self.pp,
             sp=self.sp,
             sp_mode=self.sp_mode,
+            ep=self.ep,
             micro_batches=self.micro_batches,
         )
 

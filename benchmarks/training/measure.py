@@ -20,8 +20,8 @@ from benchmarks.training.job import Job
 from benchmarks.training.trace import breakdown
 from benchmarks.training.trainer import STEP_RANGE, Trainer
 from fp8booster import comm
-from fp8booster.cli.train.schedule import Schedule
 from fp8booster.monitor.traffic import count_traffic
+from fp8booster.training.learning_rate import WarmupCosine
 
 Outcome = dict[str, Any]
 """What one turn of an engine found; plain values for JSON, equal on all ranks but for "parts" and "wire"."""
@@ -43,7 +43,7 @@ def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None
     """
     feed = batches(job, trainer.replica, device)
     total = job.total_steps
-    schedule = Schedule(peak=job.lr, floor=job.lr / 10, warmup=max(1, total // 10), decay=total)
+    schedule = WarmupCosine.over(total, job.lr)
     seconds, launched, losses = [], [], []
     began = time.perf_counter()
     with PowerMeter(device) as meter:

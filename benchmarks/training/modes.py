@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.harness.results import Column, Record, Table, spread
-from benchmarks.training.job import MOE, PLUGINS, Job
+from benchmarks.training.job import MOE, Job
 from benchmarks.training.records import Setting, engine_records, loss_records
 from benchmarks.training.rounds import Findings
+from fp8booster.training.parallel import PLUGINS
 
 BF16, FP8 = "fp8booster-bf16", "fp8booster-fp8"
 
@@ -140,7 +141,7 @@ def _label(job: Job, ranks: int) -> str:
     if 1 < group < ranks:
         parts.append(f"{ranks // group} replicas")
     if job.plugin == MOE:
-        parts.append(f"{job.architecture.label}, {job.architecture.size.layers} layers")
+        parts.append(f"{job.architecture.label}, {job.architecture.layers} layers")
     return ", ".join(parts)
 
 

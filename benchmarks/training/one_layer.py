@@ -12,9 +12,9 @@ from torch import nn
 
 from benchmarks.harness.results import Column, Record, Table, spread
 from benchmarks.harness.timing import Timing, Variant, time_in_turns
-from benchmarks.training.models import Architecture, build
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.nn.fused import fuse_blocks
+from fp8booster.training.models import Architecture, build
 
 BASELINE = "hf-bf16"
 INPUT_SETS = 2
@@ -40,10 +40,8 @@ class Decoder:
     def of(cls, architecture: Architecture, sequence: int, device: torch.device) -> Decoder:
         """In BF16, with random weights, always the same."""
         torch.manual_seed(0)
-        model = build(
-            architecture.shortened(1).config(sequence), dtype=torch.bfloat16, device=device, checkpointing=False
-        )
-        probe = torch.empty(1, sequence, architecture.size.hidden, dtype=torch.bfloat16, device=device)
+        model = build(architecture.shortened(1).config(sequence), device=device)
+        probe = torch.empty(1, sequence, architecture.hidden, dtype=torch.bfloat16, device=device)
         positions = model.model.rotary_emb(probe, torch.arange(sequence, device=device)[None])
         return cls(model, positions)
 
@@ -164,7 +162,7 @@ def measure_layers(
     Returns:
         records, and label: reason of those that could not.
     """
-    shape = (batch, sequence, architecture.size.hidden)
+    shape = (batch, sequence, architecture.hidden)
     inputs = [
         tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2)) for _ in range(INPUT_SETS)
     ]

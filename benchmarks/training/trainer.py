@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fp8booster.cli.train.batches import Replica
+from fp8booster.training.batches import Replica
 
 OPTIMIZER_RANGE = "optimizer step"
 """Name of the profiler's range around clipping and the optimizer's step."""

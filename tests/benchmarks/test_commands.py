@@ -35,7 +35,7 @@ def test_without_a_gpu_one_sentence_and_exit_code_2(main) -> None:
 
 def test_energy(tmp_path, monkeypatch) -> None:
     file = tmp_path / "energy.json"
-    arguments = ["--device", "cpu", "--models", "tiny", "--tokens", "16", "--seconds", "0.001"]
+    arguments = ["--device", "cpu", "--models", "micro", "--tokens", "16", "--seconds", "0.001"]
     monkeypatch.setattr(power.PowerMeter, "draw", lambda self, begin, end: power.Draw(1500.0, 700.0, 1.0))
     result = run(energy.main, *arguments, "--json", str(file))
     assert result.exit_code == 0, result.output
@@ -56,12 +56,12 @@ def test_a_product_that_does_not_run_is_left_out(tmp_path, monkeypatch) -> None:
         raise RuntimeError("no kernel\nmore")
 
     monkeypatch.setattr(products, "product", fails)
-    arguments = ["--device", "cpu", "--models", "tiny", "--tokens", "16", "--seconds", "0.001"]
+    arguments = ["--device", "cpu", "--models", "micro", "--tokens", "16", "--seconds", "0.001"]
     result = run(energy.main, *arguments, "--json", str(tmp_path / "energy.json"))
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "energy.json").read_text())
     assert set(found["left_out"].values()) == {"no kernel"}
-    assert "E5M2, wgrad of tiny gate+up" in found["left_out"]
+    assert "E5M2, wgrad of micro LLaMA gate+up" in found["left_out"]
     assert not any(name.startswith("BF16") for name in found["left_out"])
     assert found["tables"]["products"][0]["kinds"]["BF16"]["ms"] > 0
 
@@ -71,7 +71,7 @@ def test_gemm(tmp_path) -> None:
         gemm.main,
         *FAST,
         "--models",
-        "tiny",
+        "micro",
         "--tokens",
         "16",
         "--square",
@@ -124,7 +124,7 @@ def test_linear_leaves_out_what_fails_and_what_is_missing(tmp_path, monkeypatch)
     monkeypatch.setitem(linear.LAYERS, "te", Layer("TE", fails, lambda: "it is not installed", is_peer=True))
     names = ["--layer", "fp8booster", "--layer", "fp8booster-amax", "--layer", "torchao", "--layer", "te"]
     result = run(
-        linear.main, *FAST, *names, "--models", "tiny", "--tokens", "16", "--json", str(tmp_path / "linear.json")
+        linear.main, *FAST, *names, "--models", "micro", "--tokens", "16", "--json", str(tmp_path / "linear.json")
     )
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "linear.json").read_text())
@@ -146,7 +146,7 @@ def test_a_layer_of_ours_that_fails_ends_the_benchmark(monkeypatch) -> None:
         raise RuntimeError("broken")
 
     monkeypatch.setitem(linear.LAYERS, "fp8booster", Layer("fp8booster", fails))
-    result = run(linear.main, *FAST, "--layer", "fp8booster", "--models", "tiny", "--tokens", "16")
+    result = run(linear.main, *FAST, "--layer", "fp8booster", "--models", "micro", "--tokens", "16")
     assert isinstance(result.exception, RuntimeError)
 
 
@@ -167,7 +167,7 @@ def test_breakdown_accounts_for_the_whole_step(monkeypatch, tmp_path) -> None:
         "--profile",
         "fp8booster",
         "--models",
-        "tiny",
+        "micro",
         "--tokens",
         "16",
         "--json",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.training.arithmetic import parameters
 from tests.benchmarks.llama_ranks import JOB, RUNS, measure_engines, take_turns
 from tests.distributed import run_ranks
 
@@ -78,14 +79,14 @@ def test_the_slowest_rank_gives_each_step(measured) -> None:
 
 def test_wire_bytes_are_those_of_the_model(measured) -> None:
     outcomes = measured[0][0]
-    parameters = JOB.architecture.parameters
+    values = parameters(JOB.architecture)
     # each micro-batch's gradients reduced and the weights gathered, half of either by each of 2 ranks, 2 bytes a value
-    assert outcomes["native"]["wire"]["bytes"] == pytest.approx((JOB.micro_batches + 1) * parameters, rel=0.01)
+    assert outcomes["native"]["wire"]["bytes"] == pytest.approx((JOB.micro_batches + 1) * values, rel=0.01)
     assert outcomes["fp8"]["wire"]["bytes"] < 0.75 * outcomes["native"]["wire"]["bytes"]
     # DDP's own reducer, which nothing counts: all gradients in BF16 once
-    assert outcomes["ddp"]["wire"]["unseen"] == outcomes["ddp"]["wire"]["bytes"] == 2 * parameters
+    assert outcomes["ddp"]["wire"]["unseen"] == outcomes["ddp"]["wire"]["bytes"] == 2 * values
     assert outcomes["ddp fp8"]["wire"]["unseen"] == 0
-    assert 0 < outcomes["ddp fp8"]["wire"]["bytes"] < 0.52 * 2 * parameters
+    assert 0 < outcomes["ddp fp8"]["wire"]["bytes"] < 0.52 * 2 * values
 
 
 def test_fp8_traffic_has_its_reasons(measured) -> None:

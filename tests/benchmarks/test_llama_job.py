@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.training.data import Replica, batches
+from benchmarks.training.data import batches
 from benchmarks.training.engines import ENGINES, PEERS, chosen
 from benchmarks.training.job import Job, parse_options
 from fp8booster.cli.train.tokens import TokenFile
+from fp8booster.training.batches import Replica
 
 
 @pytest.mark.parametrize(
@@ -25,8 +26,8 @@ from fp8booster.cli.train.tokens import TokenFile
         ({"micro_batch": 0}, "--micro-batch is 0; it must be at least 1"),
         ({"warm_up": -1}, "--warm-up is -1"),
         ({"one_sided": -1}, "--one-sided is -1; give the MiB"),
-        ({"tp": 2}, "low_level_zero takes no --tp; gemini and hybrid do"),
-        ({"plugin": "gemini", "pp": 2}, "gemini takes no --pp; hybrid does"),
+        ({"tp": 2}, "low_level_zero takes no --tp; gemini, hybrid and moe do"),
+        ({"plugin": "gemini", "pp": 2}, "gemini takes no --pp; hybrid and moe do"),
         ({"plugin": "hybrid", "sp": 2}, "--sp needs --sp-mode"),
         ({"sp_mode": "ring"}, "low_level_zero takes no --sp-mode"),
         ({"zero": 3}, "--zero is 3; --plugin low_level_zero takes 1 or 2"),

@@ -14,12 +14,12 @@ from benchmarks.training.arithmetic import model_flops
 from benchmarks.training.delivery import Output, deliver
 from benchmarks.training.job import Job
 from benchmarks.training.launch import Turn
-from benchmarks.training.models import MODELS
 from benchmarks.training.records import Setting, engine_records, loss_records
 from benchmarks.training.rounds import Findings, take_rounds
 from benchmarks.training.scaling import read_runs, scaling_records, scaling_table
 from benchmarks.training.tables import loss_table, power_table, profile_tables, step_table, wire_tables
 from benchmarks.training.trace import ROWS
+from fp8booster.training.models import MODELS
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, "580", 1.98e9, "700 W")
 JOB = Job(sequence=4096, micro_batch=2, micro_batches=3)

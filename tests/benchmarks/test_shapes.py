@@ -2,29 +2,29 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.harness.shapes import DIRECTIONS, MODELS, Workload, workloads
+from benchmarks.harness.shapes import DIRECTIONS, Workload, layers_of, workloads
+from fp8booster.training.models import MODELS
 
 
 def test_grouped_queries_have_narrow_keys_and_values() -> None:
-    layers = MODELS["70b"].layers(separate=True, fused=True)
+    layers = layers_of(MODELS["70b"], separate=True, fused=True)
     assert ("k,v", 8192, 1024) in layers
     assert ("q+k+v", 8192, 10240) in layers
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("7b", 6.5e9), ("13b", 12.7e9), ("70b", 68.5e9), ("35b", 32.9e9)])
 def test_layers_add_up_to_the_model(name, parameters) -> None:
-    depth = {"7b": 32, "13b": 40, "70b": 80, "35b": 40}[name]
     model = MODELS[name]
     weights = 2 * model.hidden**2 + 2 * model.hidden * model.key_value + 3 * model.hidden * model.feed_forward
-    assert depth * weights == pytest.approx(parameters, rel=0.01)
-    fused = model.layers(separate=False, fused=True)
-    apart = {layer: (k, n) for layer, k, n in model.layers(separate=True, fused=False)}
+    assert model.layers * weights == pytest.approx(parameters, rel=0.01)
+    fused = layers_of(model, separate=False, fused=True)
+    apart = {layer: (k, n) for layer, k, n in layers_of(model, separate=True, fused=False)}
     assert sum(k * n for _, k, n in fused) + model.hidden**2 + apart["down"][0] * apart["down"][1] == weights
 
 
 def test_a_shape_that_two_models_share_is_measured_once() -> None:
     found = [work for work in workloads(["70b", "35b"], [8192]) if (work.k, work.n) == (8192, 8192)]
-    assert [work.labels for work in found] == [("LLaMA-70B q,o", "Command-R 35B q,k,v,o")]
+    assert [work.labels for work in found] == [("LLaMA-2 70B q,o", "Command-R 35B q,k,v,o")]
 
 
 def test_the_published_layer_keeps_its_tokens() -> None:

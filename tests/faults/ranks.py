@@ -64,7 +64,7 @@ def _command(place: Place, subject: Subject, out: Path, until: int) -> list[floa
     from fp8booster.cli.train.loop import train as train_rank
     from fp8booster.cli.train.resume import RUN_FILE, find_resume, write_run_file
     from fp8booster.cli.train.task import Task
-    from fp8booster.cli.train.worker import StopRequest
+    from fp8booster.training.ranks import StopRequest
 
     options = options_in(place, subject, out)
     begun = (out / RUN_FILE).is_file()
@@ -107,22 +107,19 @@ def load_planted(place: Place, subject: Subject, folder: str) -> dict[str, str]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from fp8booster.cli.train.engine import Engine
     from fp8booster.cli.train.plugins import build_plugin
+    from fp8booster.training.boosted import BoostedModel
 
     colossalai.launch_from_torch(verbose=False)
     options = options_in(place, subject, Path(folder))
     network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.model))
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2, fused=True)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    mixed = "bf16" if options.plugin == "ddp" else None
-    engine = Engine.boost(
-        options.plugin, build_plugin(options, True, network), network, optimizer, mixed_precision=mixed
-    )
+    boosted = BoostedModel(options.plugin, build_plugin(options, True, network), network, optimizer)
     loads = {
-        "model": lambda path: engine.booster.load_model(engine.model, path),
-        "optimizer": lambda path: engine.booster.load_optimizer(engine.optimizer, path),
-        "scheduler": lambda path: engine.booster.load_lr_scheduler(scheduler, path),
+        "model": lambda path: boosted.booster.load_model(boosted.model, path),
+        "optimizer": lambda path: boosted.booster.load_optimizer(boosted.optimizer, path),
+        "scheduler": lambda path: boosted.booster.load_lr_scheduler(scheduler, path),
     }
     said = {}
     for path in sorted(Path(folder).glob("*/*.bin")):

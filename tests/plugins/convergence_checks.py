@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fp8booster.cli.train.batches import Batches, Layout
-from fp8booster.cli.train.schedule import Schedule
+from fp8booster.training.batches import Batches, GlobalBatch
+from fp8booster.training.learning_rate import WarmupCosine
 from tests.colossal.models import tiny_llama
 from tests.plugins.registry import check, check_each, shared_folder
 from tests.plugins.training import STAGES, Boosted, assert_equal, boost, fp8, native
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STEPS = 50
 LAST = STEPS // 10
 """Steps whose mean loss is compared."""
-SCHEDULE = Schedule(peak=1e-3, floor=0.0, warmup=5, decay=STEPS)
+SCHEDULE = WarmupCosine(peak=1e-3, floor=0.0, warmup=5, decay=STEPS)
 """Ends at zero: at a rate that stays high two runs part by more than FP8's rounding explains."""
 WITHIN = 0.01
 SEQUENCES = 8
@@ -38,11 +38,13 @@ def learner(plugin: NativePlugin) -> Boosted:
 
 
 @functools.cache
-def text(accumulate: int) -> tuple[Batches, Layout]:
+def text(accumulate: int) -> tuple[Batches, GlobalBatch]:
     """Python's sources as bytes."""
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:20]
     tokens = np.frombuffer(b"".join(source.read_bytes() for source in sources), dtype=np.uint8)
-    layout = Layout(sequence=32, batch=SEQUENCES // accumulate, accumulate=accumulate, replicas=dist.get_world_size())
+    layout = GlobalBatch(
+        sequence=32, batch=SEQUENCES // accumulate, accumulate=accumulate, replicas=dist.get_world_size()
+    )
     return Batches(tokens, layout, dist.get_rank(), seed=0), layout
 
 
@@ -53,7 +55,7 @@ def learn(run: Boosted, first: int = 0, last: int = STEPS, accumulate: int = 1) 
     for step in range(first, last):
         for group in run.optimizer.param_groups:
             group["lr"] = SCHEDULE.rate(step + 1)
-        micro_batches = list(batches.micro_batches(step * layout.step_sequences))
+        micro_batches = list(batches.micro_batches(step * layout.sequences))
         total = torch.tensor(sum(run.step(*micro_batches, no_sync=run.booster.plugin.support_no_sync())))
         dist.all_reduce(total)
         losses.append(total.item() / (accumulate * layout.replicas))

@@ -311,7 +311,7 @@ def _learn_alone() -> list[float]:
         for group in optimizer.param_groups:
             group["lr"] = SCHEDULE.rate(step + 1)
         batches, layout = text(1)
-        own = torch.cat(list(batches.micro_batches(step * layout.step_sequences)))
+        own = torch.cat(list(batches.micro_batches(step * layout.sequences)))
         every = [torch.empty_like(own) for _ in range(layout.replicas)]
         dist.all_gather(every, own)
         tokens = torch.cat(every)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster.cli.train.schedule import Schedule
+from fp8booster.training.learning_rate import WarmupCosine
 from tests.colossal.models import tiny_llama
 from tests.plugins.hybrid_runs import MODES, fp8, learn, learn_alone, parts, sizes, start
 from tests.plugins.registry import check_each
@@ -22,7 +22,7 @@ STEPS = 50
 LAST = 5
 """Steps whose mean loss is compared."""
 
-SCHEDULE = Schedule(peak=2e-3, floor=0.0, warmup=5, decay=STEPS)
+SCHEDULE = WarmupCosine(peak=2e-3, floor=0.0, warmup=5, decay=STEPS)
 """Ends at zero: at a rate that stays high two runs part by more than FP8's rounding explains."""
 
 WITHIN = 0.01

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster import convert_to_fp8
-from fp8booster.cli.train.batches import Batches, Layout
-from fp8booster.cli.train.schedule import Schedule
+from fp8booster.training.batches import Batches, GlobalBatch
+from fp8booster.training.learning_rate import WarmupCosine
 from tests.colossal.models import tiny_llama
 from tests.plugins.gradients import Losses, first_moments
 from tests.plugins.training import Boosted, boost
@@ -174,7 +174,7 @@ def text() -> np.ndarray:
 
 def batches(first: int, last: int, ranks: int = 1, rank: int = 0, accumulate: int = 1) -> list[list[torch.Tensor]]:
     """The micro-batches of one data parallel rank in the steps `first` to `last` - 1; all ranks' are the same text."""
-    layout = Layout(sequence=LENGTH, batch=SEQUENCES // ranks // accumulate, accumulate=accumulate, replicas=ranks)
+    layout = GlobalBatch(sequence=LENGTH, batch=SEQUENCES // ranks // accumulate, accumulate=accumulate, replicas=ranks)
     source = Batches(text(), layout, rank, seed=0)
     return [list(source.micro_batches(step * SEQUENCES)) for step in range(first, last)]
 
@@ -185,7 +185,7 @@ def learn(
     last: int = 3,
     accumulate: int = 1,
     no_sync: bool = False,
-    schedule: Schedule | None = None,
+    schedule: WarmupCosine | None = None,
 ) -> list[float]:
     """Take the steps `first` to `last` - 1; returns each one's loss over all ranks."""
     group = run.booster.plugin.dp_group
@@ -200,7 +200,7 @@ def learn(
     return losses
 
 
-def learn_alone(steps: int, schedule: Schedule, model: nn.Module | None = None) -> list[float]:
+def learn_alone(steps: int, schedule: WarmupCosine, model: nn.Module | None = None) -> list[float]:
     """The losses of one process that computes in FP8 and sends nothing: BF16 weights under FP32 masters."""
     model = (tiny_llama(**sizes()) if model is None else model).bfloat16().train()
     convert_to_fp8(model)

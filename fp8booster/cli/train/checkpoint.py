@@ -35,7 +35,7 @@ from .options import TrainOptions
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from .engine import Engine
+    from fp8booster.training.boosted import BoostedModel
 
 _WITH_MASTERS = ("low_level_zero", "hybrid")
 """The plugins whose optimizers keep masters that `save_master_weights` reads."""
@@ -47,7 +47,7 @@ _MODEL_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class State:
+class RunState:
     """Where a run stands."""
 
     step: int
@@ -71,7 +71,7 @@ def step_of(checkpoint: Path) -> int:
     return read_state(checkpoint).step
 
 
-def read_state(checkpoint: Path) -> State:
+def read_state(checkpoint: Path) -> RunState:
     """Where the run stood when the checkpoint was written. Raises ValueError for a file that does not say so."""
     file = checkpoint / _STATE
     values = read_record(file, _FIELDS, COPY_AGAIN)
@@ -82,15 +82,17 @@ def read_state(checkpoint: Path) -> State:
     if values["precision"] not in ("bf16", "fp8") or min(values[name] for name in _COUNTS) < 0:
         raise ValueError(f"{file} tells of no run ({json.dumps({**values, 'options': '...'})}); {COPY_AGAIN}.")
     options = TrainOptions.from_file(values["options"], file, COPY_AGAIN)
-    return State(**{**values, "options": options})
+    return RunState(**{**values, "options": options})
 
 
-def save_checkpoint(root: Path, state: State, engine: Engine, config: PretrainedConfig, tokenizer: Path) -> Path:
+def save_checkpoint(
+    root: Path, state: RunState, boosted: BoostedModel, config: PretrainedConfig, tokenizer: Path
+) -> Path:
     """Write the checkpoint of a step; every rank calls it. `root` is on a disk that all ranks share."""
     from fp8booster.colossal.zero.master_weights import save_master_weights
 
     rank = dist.get_rank()
-    booster, model, optimizer = engine.booster, engine.model, engine.optimizer
+    booster, model, optimizer = boosted.booster, boosted.model, boosted.optimizer
     with new_checkpoint(root, state.step, keep=state.options.keep) as folder:
         if rank == 0:
             for name in ("model", "optimizer", "masters", "random"):
@@ -98,7 +100,7 @@ def save_checkpoint(root: Path, state: State, engine: Engine, config: Pretrained
         dist.barrier()
         booster.save_model(model, str(folder / "model"), shard=True, use_safetensors=True)
         booster.save_optimizer(optimizer, str(folder / "optimizer"), shard=True)
-        if engine.name in _WITH_MASTERS:
+        if boosted.name in _WITH_MASTERS:
             save_master_weights(model.unwrap(), optimizer, folder / "masters")
         torch.save(_random_state(model), folder / "random" / f"rank-{rank:05d}.pt")
         if rank == 0:
@@ -109,8 +111,8 @@ def save_checkpoint(root: Path, state: State, engine: Engine, config: Pretrained
 
 
 def load_checkpoint(
-    checkpoint: Path, tokens: str, engine: Engine, shapes: dict[str, list[int]], tied: Collection[str]
-) -> State:
+    checkpoint: Path, tokens: str, boosted: BoostedModel, shapes: dict[str, list[int]], tied: Collection[str]
+) -> RunState:
     """Set model, masters, optimizer and random state to a checkpoint's; every rank calls it, and returns when all have.
 
     `shapes` are those of the whole model's state dict, `tied` the further names of a parameter in it. With another
@@ -126,7 +128,7 @@ def load_checkpoint(
             "resume with the --data, --text-column and --vocabulary it was started with."
         )
     _check_shapes(checkpoint, shapes, tied)
-    booster, model, optimizer = engine.booster, engine.model, engine.optimizer
+    booster, model, optimizer = boosted.booster, boosted.model, boosted.optimizer
     booster.load_model(model, str(checkpoint / "model"))
     booster.load_optimizer(optimizer, str(checkpoint / "optimizer"))
     # Colossal-AI leaves "step" where the file was read (load_states_into_optimizer, checkpoint_io/utils.py:808);
@@ -134,7 +136,7 @@ def load_checkpoint(
     for parameter, values in optimizer.unwrap().state.items():
         if isinstance(values.get("step"), torch.Tensor):
             values["step"] = values["step"].to(parameter.device)
-    if engine.name in _WITH_MASTERS:
+    if boosted.name in _WITH_MASTERS:
         load_master_weights(model.unwrap(), optimizer, checkpoint / "masters")
     if state.world_size == dist.get_world_size():
         with faults_named():

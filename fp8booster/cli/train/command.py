@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
-from .options import PRECISIONS, PROGRESS
-from .parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, PLUGINS
+from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS
+
+from .options import PLUGINS, PRECISIONS, PROGRESS
 
 _MODEL = "Model and data"
 _TRAINING = "Training"

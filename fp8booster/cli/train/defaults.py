@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
-from .models import SIZES, folder_config, is_folder
+from fp8booster.training.models import MODELS
+
+from .model_folder import folder_config, is_folder
 from .options import TrainOptions
 
 CPU_PROCESSES = 2
@@ -69,7 +71,7 @@ def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
         "warmup": max(1, steps // 10),
         "decay": steps,
         "min_lr": lr / 10,
-        "vocabulary": _folder_vocabulary(options.model) if from_folder else SIZES[options.model].vocabulary,
+        "vocabulary": _folder_vocabulary(options.model) if from_folder else MODELS[options.model].vocabulary,
         "nproc": processes,
         "cache": str(cache_folder()),
         "out": f"runs/{Path(options.model).name}-{options.precision}-{time.strftime('%Y%m%d-%H%M%S')}",

@@ -22,16 +22,18 @@ from fp8booster import report
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.files import write_whole
 from fp8booster.monitor.traffic import Traffic, count_traffic
+from fp8booster.training.batches import Batches
+from fp8booster.training.boosted import BoostedModel, causal
+from fp8booster.training.learning_rate import WarmupCosine
+from fp8booster.training.plugins import FP32_WEIGHTS
+from fp8booster.training.ranks import over_ranks
 
-from .batches import Batches
 from .branches import set_aside
-from .checkpoint import State, load_checkpoint, save_checkpoint
-from .engine import Engine
+from .checkpoint import RunState, load_checkpoint, save_checkpoint
 from .events import Events
 from .metrics import MetricsLog, StepMetrics
-from .models import build_model, is_folder, load_config
+from .model_folder import build_model, is_folder, load_config
 from .plugins import build_plugin
-from .schedule import Schedule
 from .task import Task
 from .watch import Watch
 
@@ -72,16 +74,16 @@ class Trainer:
         self._stop_wanted = stop_wanted
         self._traffic = traffic
         self._device = get_accelerator().get_current_device()
-        self._schedule = Schedule(peak=options.lr, floor=options.min_lr, warmup=options.warmup, decay=options.decay)
-        self._layout = options.layout(dist.get_world_size())
+        self._schedule = WarmupCosine(peak=options.lr, floor=options.min_lr, warmup=options.warmup, decay=options.decay)
+        self._global_batch = options.global_batch(dist.get_world_size())
         self._events.send("status", text=f"building the model {options.model}")
         self._build()
-        replica = self._engine.replica
-        self._batches = Batches(task.tokens.open(), self._layout, replica.index, options.seed)
+        replica = self._boosted.replica
+        self._batches = Batches(task.tokens.open(), self._global_batch, replica.index, options.seed)
         self._step = self._position = 0
         if task.resume is not None:
             self._events.send("status", text=f"loading {task.resume}")
-            state = load_checkpoint(Path(task.resume), task.tokens.identity, self._engine, self._shapes, self._tied)
+            state = load_checkpoint(Path(task.resume), task.tokens.identity, self._boosted, self._shapes, self._tied)
             self._step, self._position = state.step, state.position
             if dist.get_rank() == 0:
                 set_aside(task, lambda text: events.send("notice", text=text))
@@ -117,7 +119,7 @@ class Trainer:
         vocabulary = tokens.vocabulary if is_folder(options.model) else options.vocabulary
         self._config = load_config(options.model, vocabulary, options.sequence)
         # DDP and FSDP train the weights that they are given, and compute in BF16 by themselves
-        dtype = torch.float32 if options.plugin in ("ddp", "fsdp") else torch.bfloat16
+        dtype = torch.float32 if options.plugin in FP32_WEIGHTS else torch.bfloat16
         network = build_model(options.model, copy.deepcopy(self._config), self._device, options.checkpointing, dtype)
         self._parameters = sum(parameter.numel() for parameter in network.parameters())
         self._shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
@@ -129,10 +131,8 @@ class Trainer:
         optimizer = torch.optim.AdamW(
             network.parameters(), lr=options.lr, betas=_BETAS, weight_decay=options.weight_decay, fused=True
         )
-        self._engine = Engine.boost(
-            options.plugin, plugin, network, optimizer, mixed_precision="bf16" if options.plugin == "ddp" else None
-        )
-        self._engine.before_update(self._check_norm)
+        self._boosted = BoostedModel(options.plugin, plugin, network, optimizer)
+        self._boosted.before_update(self._check_norm)
         self._norm = 0.0
 
     def _take_step(self) -> bool:
@@ -141,30 +141,27 @@ class Trainer:
         sent = self._traffic.sent
         step = self._step + 1
         rate = self._schedule.rate(step)
-        optimizer = self._engine.optimizer
-        for group in optimizer.param_groups:
+        for group in self._boosted.optimizer.param_groups:
             group["lr"] = rate
-        loss, stopped = self._over_ranks(self._forward_backward(), self._stop_wanted())
+        loss, stopped = over_ranks(self._forward_backward(), self._stop_wanted(), self._device)
         if not math.isfinite(loss):
             raise NotFinite(f"The loss became {loss} at step {step}.")
-        self._clipped_norm = self._engine.clip(self._options.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        self._boosted.update(self._options.max_norm)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         self._step = step
-        self._position += self._layout.step_sequences
+        self._position += self._global_batch.sequences
         if self._log is not None:
             metrics = StepMetrics(
                 step=step,
                 loss=loss,
                 lr=rate,
                 grad_norm=self._norm,
-                tokens_per_second=self._layout.step_tokens / seconds,
+                tokens_per_second=self._global_batch.tokens / seconds,
                 seconds=seconds,
                 peak_memory=get_accelerator().max_memory_allocated(),
-                wire_bytes=self._traffic.sent - sent + self._engine.unseen_bytes,
+                wire_bytes=self._traffic.sent - sent + self._boosted.unseen_bytes,
             )
             self._log.write(metrics)
             self._events.send("step", **dataclasses.asdict(metrics))
@@ -172,22 +169,12 @@ class Trainer:
 
     def _forward_backward(self) -> torch.Tensor | None:
         """Gradients of one step; returns this rank's mean loss  [], None on pipeline stages but the last."""
-        tokens = [tokens.to(self._device, non_blocking=True) for tokens in self._batches.micro_batches(self._position)]
-        return self._engine.forward_backward(tokens)
+        tokens = self._batches.micro_batches(self._position)
+        return self._boosted.forward_backward([causal(part.to(self._device, non_blocking=True)) for part in tokens])
 
-    def _over_ranks(self, loss: torch.Tensor | None, stop: bool) -> tuple[float, bool]:
-        """The mean loss of the ranks that have one, and whether any rank wants to stop, in one reduction."""
-        shared = torch.tensor([0.0, float(loss is not None), float(stop)], device=self._device)
-        if loss is not None:
-            shared[0] = loss
-        dist.all_reduce(shared)
-        total, losses, stops = shared.tolist()
-        return total / losses, stops > 0
-
-    def _check_norm(self) -> None:
+    def _check_norm(self, norm: float) -> None:
         """Called before the optimizer changes the masters; the norm is the same on all ranks."""
-        clipped = self._clipped_norm
-        self._norm = float(self._engine.optimizer.get_grad_norm() if clipped is None else clipped)
+        self._norm = norm
         if not math.isfinite(self._norm):
             raise NotFinite(f"The gradient norm became {self._norm} at step {self._step + 1}.")
 
@@ -200,7 +187,7 @@ class Trainer:
         return f"The state before it is in {checkpoint}; resume from there with a lower --lr or another --seed."
 
     def _save(self) -> None:
-        state = State(
+        state = RunState(
             step=self._step,
             position=self._position,
             world_size=dist.get_world_size(),
@@ -210,7 +197,9 @@ class Trainer:
         )
         self._events.send("status", text=f"saving step {self._step}")
         self._watch.expect_save(self._step)
-        folder = save_checkpoint(self._task.checkpoints, state, self._engine, self._config, self._task.tokens.tokenizer)
+        folder = save_checkpoint(
+            self._task.checkpoints, state, self._boosted, self._config, self._task.tokens.tokenizer
+        )
         self._events.send("checkpoint", folder=str(folder), step=self._step)
 
     def _write_result(self) -> None:
@@ -231,10 +220,10 @@ class Trainer:
 
     def _layers(self) -> list[dict[str, Any]]:
         """Rows of the report, those of all pipeline stages."""
-        rows = [dataclasses.asdict(row) for row in report(self._engine.model.unwrap()).rows]
+        rows = [dataclasses.asdict(row) for row in report(self._boosted.model.unwrap()).rows]
         for row in rows:
             row["name"] = row["name"].replace("_fsdp_wrapped_module.", "")
-        if not self._engine.pipelined:
+        if not self._boosted.pipelined:
             return rows
         stages: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(stages, rows)

@@ -10,12 +10,15 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fp8booster.reading import require_fields, require_known
-
-from .batches import Layout
-from .parallel import Parallel
+from fp8booster.training import parallel
+from fp8booster.training.batches import GlobalBatch
+from fp8booster.training.parallel import Parallel
 
 PRECISIONS = {"bf16": ("bf16",), "fp8": ("fp8",), "compare": ("bf16", "fp8")}
 """The runs, in order, that each value of `--precision` stands for."""
+
+PLUGINS = tuple(name for name in parallel.PLUGINS if name != "moe")
+"""The plugins whose runs can be saved and resumed."""
 
 PROGRESS = ("auto", "bar", "lines", "none")
 
@@ -25,7 +28,7 @@ class TrainOptions:
     """All settings of one run. A field that is None gets its value from the model and the machine (`defaults.py`)."""
 
     model: str = "tiny"
-    """A size from `models.SIZES`, or a folder with a Hugging Face config or checkpoint."""
+    """A size from `training.models.LLAMAS`, or a folder with a Hugging Face config or checkpoint."""
     data: str | None = None
     """A file, a folder or a saved dataset; None: the sources of Python's standard library."""
     text_column: str = "text"
@@ -37,7 +40,7 @@ class TrainOptions:
     out: str | None = None
     """Folder of the run."""
     plugin: str = "low_level_zero"
-    """A name from `parallel.PLUGINS`."""
+    """One of PLUGINS."""
     stage: int | None = None
     """ZeRO stage; None: the plugin's default."""
     tp: int = 1
@@ -98,7 +101,7 @@ class TrainOptions:
                 raise ValueError(f"{flag} is {value!r}; it must be {requirement}.")
         if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
             raise ValueError(f"--min-lr is {self.min_lr}, above --lr {self.lr}; give one at or below it.")
-        self.parallel.check()
+        self.parallel.check(PLUGINS)
 
     @property
     def parallel(self) -> Parallel:
@@ -113,13 +116,13 @@ class TrainOptions:
             micro_batches=self.accumulate,
         )
 
-    def layout(self, world_size: int) -> Layout:
+    def global_batch(self, world_size: int) -> GlobalBatch:
         """How a step is spread over `world_size` processes; for resolved options.
 
         Raises ValueError when the processes or the sequence cannot be divided as the options want.
         """
         self.parallel.require_sequence(self.sequence)
-        return Layout(
+        return GlobalBatch(
             sequence=self.sequence,
             batch=self.batch,
             accumulate=self.accumulate,

@@ -15,11 +15,11 @@ from torch import nn
 from fp8booster import FP8Config
 from fp8booster.formats import E4M3, E5M2
 from fp8booster.kernels.device import require_fp8
+from fp8booster.training.parallel import PLUGINS, suggestion
+from fp8booster.training.plugins import make_plugin, with_chunks
 
 from .options import PRECISIONS, TrainOptions
-from .parallel import PLUGINS, suggestion
 from .plugin_options import require_value
-from .schedules import with_chunks, with_schedule
 
 if TYPE_CHECKING:
     from colossalai.booster.plugin.plugin_base import Plugin
@@ -82,26 +82,11 @@ def build_plugin(options: TrainOptions, use_fp8: bool, network: nn.Module) -> Pl
 
     It may make process groups, so torch.distributed must run by then.
     """
-    from .engine import plugin_arguments
-
     plugin_class = _plugin_class(options.plugin)
-    arguments = plugin_arguments(options.parallel, options.max_norm, network)
-    arguments |= _plugin_arguments(options, plugin_class)
+    arguments = _plugin_arguments(options, plugin_class)
     if use_fp8:
         arguments |= {"use_fp8": True, "fp8_config": fp8_config(options)}
-    arguments = with_schedule(arguments, options.parallel)
-    _require_layers(network, options.pp * arguments.get("num_model_chunks", 1))
-    return plugin_class(**arguments)
-
-
-def _require_layers(network: nn.Module, pieces: int) -> None:
-    """Raise ValueError for a model that a pipeline cannot be cut from; its ranks would wait for each other."""
-    layers = getattr(getattr(network, "config", None), "num_hidden_layers", None)
-    if layers is not None and layers < pieces:
-        raise ValueError(
-            f"The model has {layers} layers and the pipeline {pieces} pieces (--pp times its chunks); give a smaller "
-            "--pp"
-        )
+    return make_plugin(plugin_class, options.parallel, network, options.max_norm, arguments)
 
 
 def fp8_config(options: TrainOptions) -> FP8Config:

@@ -19,7 +19,7 @@ from .branches import is_own, left_behind
 from .checkpoint import step_of
 from .defaults import resolve
 from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_workers
-from .models import is_folder, load_config, require_buildable, require_divisible_heads
+from .model_folder import is_folder, load_config, require_buildable, require_divisible_heads
 from .options import PRECISIONS, TrainOptions
 from .plot import plot_losses
 from .plugins import check_plugin
@@ -91,7 +91,7 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given
         tokens = prepare_tokens(options, lambda text: display.show({"kind": "status", "text": text}))
     finally:
         display.end()
-    options.layout(ranks(options)).require(tokens.count)
+    options.global_batch(ranks(options)).require(tokens.count)
     _check_model(options, tokens.vocabulary)
 
     def keep_options() -> None:

@@ -16,7 +16,7 @@ from fp8booster.files import put_in_place, sync_folder
 from fp8booster.reading import read_record
 
 from .corpus import Corpus, open_corpus
-from .models import is_folder
+from .model_folder import is_folder
 from .options import TrainOptions
 from .tokenizer import folder_has_tokenizer, folder_identity, load_tokenizer, train_tokenizer
 

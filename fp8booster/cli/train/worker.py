@@ -5,28 +5,17 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import signal
 import sys
 import threading
 import time
 import warnings
 
+from fp8booster.training.ranks import StopRequest
+
 from .events import Events
 from .task import Task
 
 _LOOK = 1.0  # seconds between looks whether the command is there
-
-
-class StopRequest:
-    """Set by SIGTERM or SIGINT: save after the step at hand and end."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, frame: object) -> None:
-        self.wanted = True
 
 
 def end_with_the_command() -> None:

@@ -4,19 +4,19 @@ import pytest
 import torch
 
 from fp8booster.cli.train.defaults import cache_folder, resolve
-from fp8booster.cli.train.models import SIZES
 from fp8booster.cli.train.options import TrainOptions
+from fp8booster.training.models import LLAMAS, MODELS
 
 
-@pytest.mark.parametrize("model", list(SIZES))
+@pytest.mark.parametrize("model", LLAMAS)
 @pytest.mark.parametrize("gpus", [0, 4])
 def test_every_size_gets_all_its_settings_on_every_machine(monkeypatch, model, gpus):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     options = resolve(TrainOptions(model=model), launched=False)
     assert options.nproc == (gpus or 2)
-    assert options.vocabulary == SIZES[model].vocabulary
-    assert options.sequence <= SIZES[model].sequence
+    assert options.vocabulary == MODELS[model].vocabulary
+    assert options.sequence <= MODELS[model].sequence
     assert 0 < options.min_lr < options.lr
     assert 0 < options.warmup < options.decay == options.steps
     assert options.out.startswith(f"runs/{model}-compare-")

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.parallel import PLUGINS
+from fp8booster.cli.train.options import PLUGINS, TrainOptions
 from fp8booster.cli.train.plugin_options import _types, require_value
 from fp8booster.cli.train.plugins import (
     _OWN_FLAGS,

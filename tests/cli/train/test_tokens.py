@@ -50,7 +50,7 @@ def test_the_file_is_made_once_for_equal_text_and_vocabulary(options):
 
 
 def test_a_model_folder_brings_its_tokenizer(options, tmp_path):
-    from fp8booster.cli.train.models import load_config
+    from fp8booster.cli.train.model_folder import load_config
 
     tokens, _ = prepare(options)
     folder = tmp_path / "model"

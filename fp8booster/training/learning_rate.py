@@ -7,13 +7,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class WarmupCosine:
     """Rises to `peak` over `warmup` steps, falls along a cosine to `floor` at step `decay`, and stays there."""
 
     peak: float
     floor: float
     warmup: int
     decay: int
+
+    @classmethod
+    def over(cls, steps: int, peak: float) -> WarmupCosine:
+        """Warm-up over a tenth of the steps, and a tenth of the peak at the last."""
+        return cls(peak=peak, floor=peak / 10, warmup=max(1, steps // 10), decay=steps)
 
     def rate(self, step: int) -> float:
         """The learning rate of optimizer step `step`, counted from 1."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 PLUGINS = {
@@ -12,13 +12,14 @@ PLUGINS = {
     "hybrid": "HybridParallelPlugin",
     "ddp": "TorchDDPPlugin",
     "fsdp": "TorchFSDPPlugin",
+    "moe": "MoeHybridParallelPlugin",
 }
-"""Name on the command line: class, the same in `fp8booster.plugins` and in Colossal-AI."""
+"""Name: class, the same in `fp8booster.plugins` and in Colossal-AI."""
 
-PARALLEL = {"gemini": ("tp",), "hybrid": ("tp", "pp", "sp")}
+PARALLEL = {"gemini": ("tp",), "hybrid": ("tp", "pp", "sp"), "moe": ("tp", "pp", "ep")}
 """The sizes that a plugin takes; another plugin takes none."""
 
-ZERO_STAGES = {"low_level_zero": (2, 1), "hybrid": (1, 0, 2)}
+ZERO_STAGES = {"low_level_zero": (2, 1), "hybrid": (1, 0, 2), "moe": (1, 0)}
 """The stages that a plugin takes, its default first."""
 
 MODES_OF_TENSOR_RANKS = ("split_gather", "ring")
@@ -44,21 +45,28 @@ class Parallel:
     """Ranks of their own that share a sequence; 1 where the tensor parallel ranks do (`MODES_OF_TENSOR_RANKS`)."""
     sp_mode: str | None = None
     """A mode of Colossal-AI's sequence parallelism; None is none."""
+    ep: int = 1
+    """Expert parallel ranks, among the replicas of what is not in experts."""
     micro_batches: int = 1
     """Of one optimizer step: gradient accumulation, or what a pipeline is filled with."""
 
-    def check(self) -> None:
-        """Raise ValueError, with a sentence that says what to give, for what does not go together."""
-        if self.plugin not in PLUGINS:
-            raise ValueError(f"There is no plugin {self.plugin!r}; {suggestion(self.plugin, PLUGINS)}")
-        for name in ("tp", "pp", "sp"):
+    def check(self, plugins: Collection[str] = tuple(PLUGINS)) -> None:
+        """Raise ValueError, with a sentence that says what to give, for what does not go together.
+
+        Args:
+            plugins: those that can be chosen.
+        """
+        if self.plugin not in plugins:
+            raise ValueError(f"There is no plugin {self.plugin!r}; {suggestion(self.plugin, plugins)}")
+        for name in ("tp", "pp", "sp", "ep"):
             size = getattr(self, name)
             if size < 1:
                 raise ValueError(f"--{name} is {size}; it must be at least 1")
             if size > 1 and name not in PARALLEL.get(self.plugin, ()):
-                able = [plugin for plugin, sizes in PARALLEL.items() if name in sizes]
+                able = [plugin for plugin in plugins if name in PARALLEL.get(plugin, ())]
+                listed = " and ".join([", ".join(able[:-1]), able[-1]] if len(able) > 1 else able)
                 verb = "do" if len(able) > 1 else "does"
-                raise ValueError(f"--plugin {self.plugin} takes no --{name}; {' and '.join(able)} {verb}")
+                raise ValueError(f"--plugin {self.plugin} takes no --{name}; {listed} {verb}")
         self._check_zero()
         self._check_sequence_parallelism()
         if self.pp > self.micro_batches:
@@ -114,6 +122,11 @@ class Parallel:
                 f"{world_size} processes cannot be divided into groups of {self.sharing} (--tp {self.tp} x --pp "
                 f"{self.pp} x --sp {self.sp}); change these sizes or the number of processes"
             )
+        if (world_size // self.sharing) % self.ep:
+            raise ValueError(
+                f"--ep is {self.ep}, which cannot divide the {world_size // self.sharing} ranks that read different "
+                "tokens; give another --ep or number of processes"
+            )
         return world_size // self.sharing
 
     def require_sequence(self, length: int) -> None:
@@ -132,7 +145,7 @@ class Parallel:
         parts = [self.plugin]
         if self.zero_stage is not None:
             parts.append(f"stage {self.zero_stage}")
-        parts += [f"{name} {size}" for name in ("tp", "pp", "sp") if (size := getattr(self, name)) > 1]
+        parts += [f"{name} {size}" for name in ("tp", "pp", "sp", "ep") if (size := getattr(self, name)) > 1]
         if self.sp_mode is not None:
             parts.append(self.sp_mode)
         return ", ".join(parts)

@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from fp8booster.cli.train.schedule import Schedule
+from fp8booster.training.learning_rate import WarmupCosine
 
 
 def test_warm_up_cosine_and_floor():
-    schedule = Schedule(peak=1.0, floor=0.1, warmup=10, decay=110)
+    schedule = WarmupCosine(peak=1.0, floor=0.1, warmup=10, decay=110)
     assert schedule.rate(1) == pytest.approx(0.1)
     assert schedule.rate(10) == 1.0
     assert schedule.rate(60) == pytest.approx(0.55)  # half way down the cosine
@@ -17,4 +17,4 @@ def test_warm_up_cosine_and_floor():
 
 
 def test_no_warm_up_begins_near_the_peak():
-    assert Schedule(peak=1.0, floor=0.0, warmup=0, decay=100).rate(1) == pytest.approx(1.0, abs=1e-3)
+    assert WarmupCosine(peak=1.0, floor=0.0, warmup=0, decay=100).rate(1) == pytest.approx(1.0, abs=1e-3)

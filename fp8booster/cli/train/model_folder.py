@@ -1,16 +1,17 @@
-"""The models that can be trained: LLaMA sizes by name, or a folder in Hugging Face's format."""
+"""What `--model` names: a LLaMA by its size, or a folder in Hugging Face's format, checked before ranks start."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fp8booster.reading import faults_named, first_line, read_index, read_record
+from fp8booster.training.models import LLAMAS, MODELS, build, prepared
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -26,49 +27,16 @@ _WEIGHT_FILES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Size:
-    """Shape of a LLaMA model."""
-
-    hidden: int
-    feed_forward: int
-    layers: int
-    heads: int
-    key_value_heads: int
-    vocabulary: int
-    sequence: int
-    """Longest sequence the positions are meant for."""
-
-
-SIZES = {
-    "tiny": Size(hidden=256, feed_forward=688, layers=4, heads=4, key_value_heads=4, vocabulary=4096, sequence=2048),
-    "100m": Size(
-        hidden=768, feed_forward=2048, layers=10, heads=12, key_value_heads=12, vocabulary=32000, sequence=4096
-    ),
-    "1b": Size(hidden=2048, feed_forward=5632, layers=22, heads=32, key_value_heads=4, vocabulary=32000, sequence=4096),
-    # The three below: Touvron et al., LLaMA 2, arXiv 2307.09288.
-    "7b": Size(
-        hidden=4096, feed_forward=11008, layers=32, heads=32, key_value_heads=32, vocabulary=32000, sequence=4096
-    ),
-    "13b": Size(
-        hidden=5120, feed_forward=13824, layers=40, heads=40, key_value_heads=40, vocabulary=32000, sequence=4096
-    ),
-    "70b": Size(
-        hidden=8192, feed_forward=28672, layers=80, heads=64, key_value_heads=8, vocabulary=32000, sequence=4096
-    ),
-}
-
-
 def is_folder(model: str) -> bool:
     """Whether `model` names a folder rather than a size.
 
     Raises ValueError when it is neither a size nor a folder with a config.json.
     """
-    if model in SIZES:
+    if model in LLAMAS:
         return False
     if not Path(model).is_dir():
         raise ValueError(
-            f"There is no model {model!r}: --model takes one of {', '.join(SIZES)} or a folder with a Hugging Face "
+            f"There is no model {model!r}: --model takes one of {', '.join(LLAMAS)} or a folder with a Hugging Face "
             "config.json."
         )
     if not (Path(model) / "config.json").is_file():
@@ -87,24 +55,11 @@ def load_config(model: str, vocabulary: int, sequence: int) -> PretrainedConfig:
     Raises ValueError when the folder's model is no causal language model, or too small for the vocabulary or the
     sequence.
     """
-    from transformers import LlamaConfig
-
     if is_folder(model):
         config = folder_config(model)
         config.use_cache = False
     else:
-        size = SIZES[model]
-        config = LlamaConfig(
-            hidden_size=size.hidden,
-            intermediate_size=size.feed_forward,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.heads,
-            num_key_value_heads=size.key_value_heads,
-            vocab_size=round_up(vocabulary, 16),
-            max_position_embeddings=max(size.sequence, sequence),
-            use_cache=False,
-            tie_word_embeddings=False,
-        )
+        config = replace(MODELS[model], vocabulary=-(-vocabulary // 16) * 16).config(sequence)
     if config.vocab_size < vocabulary:
         raise ValueError(
             f"The tokenizer has {vocabulary} tokens and the model {model} only {config.vocab_size} embeddings; "
@@ -255,28 +210,20 @@ def build_model(
     Raises ValueError when the folder's weights cannot be read, or do not fit its config.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
 
-    if is_folder(model) and has_weights(model):
-        try:
-            network = _load_weights(model, config, dtype)
-        except SafetensorError as error:
-            raise ValueError(f"The weights in {model} cannot be read ({error}); copy or save them again.") from None
-        except RuntimeError as error:
-            if "mismatch" not in str(error):
-                raise
-            raise ValueError(
-                f"The weights in {model} do not fit its config.json (size mismatch); save both again, together."
-            ) from None
-        network = network.to(device)
-    else:
-        with device:
-            network = AutoModelForCausalLM.from_config(
-                config, torch_dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
-            )
-    if checkpointing:
-        network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return network.train()
+    if not (is_folder(model) and has_weights(model)):
+        return build(config, device=device, dtype=dtype, checkpointing=checkpointing)
+    try:
+        network = _load_weights(model, config, dtype)
+    except SafetensorError as error:
+        raise ValueError(f"The weights in {model} cannot be read ({error}); copy or save them again.") from None
+    except RuntimeError as error:
+        if "mismatch" not in str(error):
+            raise
+        raise ValueError(
+            f"The weights in {model} do not fit its config.json (size mismatch); save both again, together."
+        ) from None
+    return prepared(network.to(device), checkpointing)
 
 
 def _load_weights(folder: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -298,8 +245,3 @@ def _load_weights(folder: str, config: PretrainedConfig, dtype: torch.dtype) -> 
             while cause is not None and not isinstance(cause, pickle.UnpicklingError):
                 cause = cause.__context__
             raise cause or error from None
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
-    return -(-value // multiple) * multiple

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp8booster.cli.train.batches import Batches, Layout
+from fp8booster.training.batches import Batches, GlobalBatch
 
 SEQUENCE = 4
 SEQUENCES = 10
@@ -12,8 +12,8 @@ TOKENS = np.arange(SEQUENCE * SEQUENCES + 3, dtype=np.uint16)  # three tokens to
 
 
 def batches(replicas: int = 1, batch: int = 1, accumulate: int = 1, replica: int = 0, seed: int = 0) -> Batches:
-    layout = Layout(sequence=SEQUENCE, batch=batch, accumulate=accumulate, replicas=replicas)
-    return Batches(TOKENS, layout, replica, seed)
+    step = GlobalBatch(sequence=SEQUENCE, batch=batch, accumulate=accumulate, replicas=replicas)
+    return Batches(TOKENS, step, replica, seed)
 
 
 def first_tokens(source: Batches, positions: range) -> list[int]:

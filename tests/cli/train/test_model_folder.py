@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8booster.cli.train.models import (
-    SIZES,
+from fp8booster.cli.train.model_folder import (
     build_model,
     is_folder,
     load_config,
     require_buildable,
     require_divisible_heads,
 )
+from fp8booster.training.models import MODELS
 from tests.colossal.models import tiny_llama
 from tests.colossal.payload import Payload
 
@@ -24,7 +24,7 @@ from tests.colossal.payload import Payload
     [("tiny", 0.00526), ("100m", 0.12), ("1b", 1.1), ("7b", 6.738), ("13b", 13.016), ("70b", 68.977)],
 )
 def test_sizes(name, billions):
-    config = load_config(name, SIZES[name].vocabulary, 512)
+    config = load_config(name, MODELS[name].vocabulary, 512)
     with torch.device("meta"):
         from transformers import AutoModelForCausalLM
 

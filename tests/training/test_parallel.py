@@ -4,16 +4,16 @@ import pytest
 
 from fp8booster.cli.train.defaults import resolve
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.parallel import Parallel
+from fp8booster.training.parallel import Parallel
 
 
 @pytest.mark.parametrize(
     ("values", "says"),
     [
         ({"plugin": "hybird"}, r"no plugin 'hybird'; did you mean hybrid\?"),
-        ({"tp": 2}, "low_level_zero takes no --tp; gemini and hybrid do"),
+        ({"tp": 2}, "low_level_zero takes no --tp; gemini, hybrid and moe do"),
         ({"plugin": "hybrid", "tp": 0}, "--tp is 0; it must be at least 1"),
-        ({"plugin": "gemini", "pp": 2}, "gemini takes no --pp; hybrid does"),
+        ({"plugin": "gemini", "pp": 2}, "gemini takes no --pp; hybrid and moe do"),
         ({"plugin": "hybrid", "pp": 4, "micro_batches": 2}, "--pp is 4 and --micro-batches 2"),
         ({"plugin": "hybrid", "pp": 2, "micro_batches": 2, "zero": 2}, "goes with --zero 0 or 1"),
         ({"zero": 0}, "--zero is 0; --plugin low_level_zero takes 1 or 2"),
@@ -42,7 +42,7 @@ def test_ranks_that_share_a_replica_read_the_same():
     with pytest.raises(ValueError, match="6 processes cannot be divided into groups of 4"):
         parallel.replicas(6)
     options = TrainOptions(plugin="hybrid", tp=2, batch=3, sequence=8)
-    assert resolve(options, launched=False).layout(4).step_sequences == 2 * 3
+    assert resolve(options, launched=False).global_batch(4).sequences == 2 * 3
 
 
 @pytest.mark.parametrize(

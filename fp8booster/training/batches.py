@@ -10,28 +10,31 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How one optimizer step is spread over the model's replicas: a process each, or several that share one."""
+class GlobalBatch:
+    """The sequences of one optimizer step, and how they are divided among the model's replicas."""
 
     sequence: int
+    """Tokens of one."""
     batch: int
+    """Sequences of a micro-batch."""
     accumulate: int
+    """Micro-batches."""
     replicas: int
 
     @property
-    def step_sequences(self) -> int:
+    def sequences(self) -> int:
         """Sequences that all replicas take in one optimizer step."""
         return self.batch * self.accumulate * self.replicas
 
     @property
-    def step_tokens(self) -> int:
-        return self.step_sequences * self.sequence
+    def tokens(self) -> int:
+        return self.sequences * self.sequence
 
     def require(self, tokens: int) -> None:
-        """Raises ValueError when `tokens` are too few for one optimizer step."""
-        if tokens // self.sequence < self.step_sequences:
+        """Raise ValueError when `tokens` are too few for one optimizer step."""
+        if tokens // self.sequence < self.sequences:
             raise ValueError(
-                f"The text has {tokens} tokens and one step takes {self.step_tokens} ({self.replicas} replicas x "
+                f"The text has {tokens} tokens and one step takes {self.tokens} ({self.replicas} replicas x "
                 f"{self.accumulate} micro-batches x {self.batch} sequences x {self.sequence} tokens); give more "
                 "--data, or a smaller --batch, --sequence or --accumulate."
             )
@@ -53,23 +56,23 @@ class Batches:
     so it is all that a resumed run needs, whatever their number.
     """
 
-    def __init__(self, tokens: np.ndarray, layout: Layout, replica: int, seed: int) -> None:
+    def __init__(self, tokens: np.ndarray, step: GlobalBatch, replica: int, seed: int) -> None:
         """`tokens`  [count]. Raises ValueError when they are too few for one optimizer step."""
-        layout.require(len(tokens))
-        self._layout = layout
+        step.require(len(tokens))
+        self._step = step
         self._replica = replica
         self._seed = seed
-        self._count = len(tokens) // layout.sequence
-        self._pieces = tokens[: self._count * layout.sequence].reshape(self._count, layout.sequence)
+        self._count = len(tokens) // step.sequence
+        self._pieces = tokens[: self._count * step.sequence].reshape(self._count, step.sequence)
         self._epoch = -1
         self._order = np.empty(0, dtype=np.int64)
 
     def micro_batches(self, position: int) -> Iterator[torch.Tensor]:
         """The `accumulate` micro-batches [batch, sequence] (int64) of the step that begins at `position`."""
-        layout = self._layout
-        for micro in range(layout.accumulate):
-            first = position + (micro * layout.replicas + self._replica) * layout.batch
-            rows = [self._pieces[self._place(first + offset)] for offset in range(layout.batch)]
+        step = self._step
+        for micro in range(step.accumulate):
+            first = position + (micro * step.replicas + self._replica) * step.batch
+            rows = [self._pieces[self._place(first + offset)] for offset in range(step.batch)]
             yield torch.from_numpy(np.stack(rows).astype(np.int64))
 
     def _place(self, index: int) -> int:

@@ -1,0 +1,112 @@
+"""A boosted model and its step, under any plugin."""
+
+from __future__ import annotations
+
+import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai before it is imported)
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from colossalai.booster.plugin.plugin_base import Plugin
+from torch import nn
+
+from fp8booster.monitor.traffic import bytes_sent
+
+from .batches import Replica
+
+_CLIPPED_BY_CALLER = ("ddp", "fsdp")
+"""The plugins that do not clip gradients in their optimizer's step."""
+
+
+class BoostedModel:
+    """A model on this rank, its optimizer and the step that suits its plugin."""
+
+    def __init__(self, name: str, plugin: Plugin, network: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Boost `network`; `name` is the plugin's in `parallel.PLUGINS`."""
+        self.name = name
+        self.unseen_bytes = _unseen_bytes(name, plugin, network)
+        """Bytes that this rank sends in a step past `torch.distributed`'s Python functions."""
+        # DDP leaves the 16-bit type of FP32 weights to Booster; the other plugins were told
+        mixed = name == "ddp" and next(network.parameters()).dtype == torch.float32
+        self.booster = Booster(plugin=plugin, mixed_precision="bf16" if mixed else None)
+        self.model, self.optimizer, *_ = self.booster.boost(network, optimizer)
+        self._norm: torch.Tensor | None = None
+
+    @property
+    def replica(self) -> Replica:
+        """The place of this rank among those that read different tokens."""
+        plugin = self.booster.plugin
+        if hasattr(plugin, "moe_dp_axis"):  # copies of experts, and in each the ranks that share them
+            copies, experts = (plugin.pg_mesh.coordinate(axis) for axis in (plugin.moe_dp_axis, plugin.ep_axis))
+            return Replica(int(copies * plugin.ep_size + experts), int(plugin.moe_dp_size * plugin.ep_size))
+        if hasattr(plugin, "dp_axis"):  # hybrid
+            return Replica(*(int(of(plugin.dp_axis)) for of in (plugin.pg_mesh.coordinate, plugin.pg_mesh.size)))
+        sharing = getattr(plugin, "tp_size", 1)  # Gemini lays tensor parallel ranks side by side
+        return Replica(dist.get_rank() // sharing, dist.get_world_size() // sharing)
+
+    @property
+    def pipelined(self) -> bool:
+        return getattr(self.booster.plugin, "pp_size", 1) > 1
+
+    def forward_backward(self, micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> torch.Tensor | None:
+        """Gradients of one optimizer step; returns the mean loss  [], None on pipeline stages but the last.
+
+        Args:
+            micro_batches: as many as the plugin was told, with `input_ids` and `labels`  [batch, sequence] each.
+        """
+        if self.pipelined:
+            whole = {name: torch.cat([part[name] for part in micro_batches]) for name in micro_batches[0]}
+            return self.booster.execute_pipeline(
+                iter([whole]), self.model, lambda outputs, _: outputs.loss, self.optimizer, return_loss=True
+            )["loss"]
+        losses = []
+        for number, part in enumerate(micro_batches, 1):
+            unsynchronized = number < len(micro_batches) and self._accumulates
+            with self.booster.no_sync(self.model, self.optimizer) if unsynchronized else nullcontext():
+                loss = self.model(**part).loss / len(micro_batches)
+                self.booster.backward(loss, self.optimizer)
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether whole gradients wait on a rank for the last micro-batch.
+
+        Stage 2 keeps only shards of them, so it reduces each micro-batch's; HybridParallel does not say so itself.
+        """
+        plugin = self.booster.plugin
+        return plugin.support_no_sync() and getattr(plugin, "zero_stage", 1) != 2
+
+    def update(self, max_norm: float) -> None:
+        """Clip gradients to `max_norm` where the optimizer's step does not, step, and set gradients to zero."""
+        if self.name in _CLIPPED_BY_CALLER:
+            self._norm = self.optimizer.clip_grad_by_norm(max_norm or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def before_update(self, check: Callable[[float], object]) -> None:
+        """Call `check` in each step with the gradients' norm, when no weight has changed."""
+
+        def call() -> None:
+            check(float(self.optimizer.get_grad_norm() if self._norm is None else self._norm))
+
+        if hasattr(self.optimizer, "before_update"):
+            self.optimizer.before_update = call
+        else:
+            self.optimizer.unwrap().register_step_pre_hook(lambda *_: call())
+
+
+def causal(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A batch in which each token predicts the next, from `tokens`  [batch, sequence]."""
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _unseen_bytes(name: str, plugin: Plugin, network: nn.Module) -> int:
+    """What DDP's reducer in C++ sends where no hook of Python reduces gradients."""
+    if name != "ddp" or getattr(plugin, "reduces_in_fp8", plugin.fp8_communication):
+        return 0
+    payload = sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
+    return bytes_sent("all_reduce", payload, dist.get_world_size())

@@ -1,0 +1,143 @@
+"""Decoders by name: their shapes, their configs, and the models with random weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A decoder and its shape."""
+
+    label: str
+    hidden: int
+    feed_forward: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    vocabulary: int = 32000
+    sequence: int = 4096
+    """Longest sequence the positions are meant for."""
+    family: str = "llama"
+    """"llama"; "cohere": attention and feed-forward side by side, and embeddings that are the head too; "mixtral": a
+    router that sends each token to some of `experts` feed-forward blocks."""
+    rope_theta: float = 10000.0
+    experts: int = 1
+    """Feed-forward blocks of a layer."""
+    experts_per_token: int = 1
+    """Those that a token goes through."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head's weight is the embeddings'."""
+        return self.family == "cohere"
+
+    @property
+    def key_value(self) -> int:
+        """Output features of k, and of v."""
+        return self.hidden // self.heads * self.key_value_heads
+
+    def shortened(self, layers: int | None) -> Architecture:
+        """The same with so many layers; None leaves it."""
+        return self if layers is None else replace(self, layers=layers)
+
+    def config(self, sequence: int) -> PretrainedConfig:
+        """Hugging Face's config, with positions for at least `sequence` tokens."""
+        from transformers import CohereConfig, LlamaConfig, MixtralConfig
+
+        shape = {
+            "hidden_size": self.hidden,
+            "intermediate_size": self.feed_forward,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": max(self.sequence, sequence),
+            "rope_theta": self.rope_theta,
+            "use_cache": False,
+            "tie_word_embeddings": self.tied,
+        }
+        if self.family == "cohere":  # its special tokens must lie in the vocabulary
+            return CohereConfig(**shape, bos_token_id=1, eos_token_id=2)
+        if self.family == "mixtral":
+            return MixtralConfig(**shape, num_local_experts=self.experts, num_experts_per_tok=self.experts_per_token)
+        return LlamaConfig(**shape)
+
+
+def _shape(label: str, hidden: int, feed_forward: int, layers: int, heads: int, key_value_heads: int) -> Architecture:
+    return Architecture(
+        label=label,
+        hidden=hidden,
+        feed_forward=feed_forward,
+        layers=layers,
+        heads=heads,
+        key_value_heads=key_value_heads,
+    )
+
+
+def _mixture(architecture: Architecture, sequence: int) -> Architecture:
+    return replace(architecture, family="mixtral", sequence=sequence, rope_theta=1e6, experts=8, experts_per_token=2)
+
+
+_MICRO = replace(_shape("micro LLaMA", 64, 96, 2, 4, 2), vocabulary=512, sequence=128)
+_LLAMA_3 = {"vocabulary": 128256, "sequence": 8192, "rope_theta": 5e5}
+
+# LLaMA 2: Touvron et al., arXiv 2307.09288. LLaMA 3: Grattafiori et al., arXiv 2407.21783. Command-R: the config of
+# CohereForAI/c4ai-command-r-v01. Mixtral: Jiang et al., arXiv 2401.04088.
+MODELS = {
+    "tiny": replace(_shape("tiny LLaMA", 256, 688, 4, 4, 4), vocabulary=4096, sequence=2048),
+    "100m": _shape("LLaMA 100M", 768, 2048, 10, 12, 12),
+    "1b": _shape("LLaMA 1B", 2048, 5632, 22, 32, 4),
+    "7b": _shape("LLaMA-2 7B", 4096, 11008, 32, 32, 32),
+    "13b": _shape("LLaMA-2 13B", 5120, 13824, 40, 40, 40),
+    "70b": _shape("LLaMA-2 70B", 8192, 28672, 80, 64, 8),
+    "llama3-8b": replace(_shape("LLaMA-3 8B", 4096, 14336, 32, 32, 8), **_LLAMA_3),
+    "llama3-70b": replace(_shape("LLaMA-3 70B", 8192, 28672, 80, 64, 8), **_LLAMA_3),
+    "35b": replace(
+        _shape("Command-R 35B", 8192, 22528, 40, 64, 64),
+        vocabulary=256000,
+        sequence=8192,
+        family="cohere",
+        rope_theta=8e6,
+    ),
+    "mixtral-8x7b": _mixture(_shape("Mixtral-8x7B", 4096, 14336, 32, 32, 8), sequence=32768),
+    "mixtral-1b": _mixture(_shape("Mixtral of 1B active parameters", 2048, 5632, 12, 32, 8), sequence=4096),
+    "micro": _MICRO,
+    "micro-cohere": replace(_MICRO, label="micro Command-R", family="cohere"),
+    "micro-mixtral": _mixture(replace(_MICRO, label="micro Mixtral"), sequence=128),
+}
+"""Sizes as published, except for the micro ones, which are for tests, and mixtral-1b, whose experts are the
+feed-forward block of 1b."""
+
+LLAMAS = ("tiny", "100m", "1b", "7b", "13b", "70b")
+"""The names that `fp8booster train --model` takes."""
+
+
+def build(
+    config: PretrainedConfig, *, device: torch.device, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = False
+) -> PreTrainedModel:
+    """A model in training mode, with attention by torch's SDPA.
+
+    On a real device its weights are random and follow torch's seed for that kind of device, so equal seeds give equal
+    weights on all ranks; on "meta" it has none.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            config, torch_dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+        )
+    return prepared(model, checkpointing)
+
+
+def prepared(model: PreTrainedModel, checkpointing: bool) -> PreTrainedModel:
+    """The model in training mode; with `checkpointing` it recomputes activations in backward."""
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
