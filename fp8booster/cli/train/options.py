@@ -1,7 +1,8 @@
-"""What a run is asked to do: `TrainOptions` and its checks."""
+"""What a run is asked to do: `TrainOptions`, the flags that give them, and their checks."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from fp8booster.reading import require_fields, require_known
 from fp8booster.training import parallel
 from fp8booster.training.batches import GlobalBatch
-from fp8booster.training.parallel import Parallel
+from fp8booster.training.models import LLAMAS
+from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, Parallel
 
 PRECISIONS = {"bf16": ("bf16",), "fp8": ("fp8",), "compare": ("bf16", "fp8")}
 """The runs, in order, that each value of `--precision` stands for."""
@@ -22,83 +24,140 @@ PLUGINS = tuple(name for name in parallel.PLUGINS if name != "moe")
 
 PROGRESS = ("auto", "bar", "lines", "none")
 
+_MODEL, _TRAINING, _MACHINE, _RUN = PANELS = ("Model and data", "Training", "Machine", "Run")
+"""The parts of `fp8booster train --help`."""
+
+Rule = tuple[Callable[[Any], bool], str]
+"""Whether a value is allowed, and which are."""
+
+
+def _at_least(least: float) -> Rule:
+    return lambda value: value >= least, f"at least {least}"
+
+
+def _finite(least: float) -> Rule:
+    return lambda value: math.isfinite(value) and value >= least, f"finite and at least {least}"
+
+
+def _above(least: float) -> Rule:
+    return lambda value: math.isfinite(value) and value > least, f"finite and above {least}"
+
+
+def _within(least: int, most: int) -> Rule:
+    return lambda value: least <= value <= most, f"from {least} to {most}"
+
+
+def _one_of(allowed: Any) -> Rule:
+    return lambda value: value in allowed, "one of " + ", ".join(str(choice) for choice in allowed)
+
+
+def _option(
+    panel: str, help: str, value: Any = None, *, rule: Rule | None = None, shown: str = "", flags: tuple[str, ...] = ()
+) -> Any:
+    """A field with its flag.
+
+    Args:
+        value: the default; None: it comes from the model and the machine.
+        shown: the default for `--help`, where `value` does not say it.
+        flags: where not the field's name alone.
+    """
+    default = shown or ("no" if value is False else str(value))
+    help = f"{help} (default: {default})." if value != () else f"{help}; may be repeated."
+    return dataclasses.field(default=value, metadata={"panel": panel, "help": help, "rule": rule, "flags": flags})
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """All settings of one run. A field that is None gets its value from the model and the machine (`defaults.py`)."""
 
-    model: str = "tiny"
-    """A size from `training.models.LLAMAS`, or a folder with a Hugging Face config or checkpoint."""
-    data: str | None = None
-    """A file, a folder or a saved dataset; None: the sources of Python's standard library."""
-    text_column: str = "text"
-    """Column that holds the text in JSON lines, Parquet and saved datasets."""
-    vocabulary: int | None = None
-    """Size of the tokenizer that is trained on the data when the model's folder brings none."""
-    cache: str | None = None
-    """Folder for tokenizers and token files; None: the user's cache folder."""
-    out: str | None = None
-    """Folder of the run."""
-    plugin: str = "low_level_zero"
-    """One of PLUGINS."""
-    stage: int | None = None
-    """ZeRO stage; None: the plugin's default."""
-    tp: int = 1
-    """Tensor parallel ranks."""
-    pp: int = 1
-    """Pipeline stages."""
-    sp: int = 1
-    """Ranks of their own that share a sequence."""
-    sp_mode: str | None = None
-    """A mode of Colossal-AI's sequence parallelism."""
-    plugin_options: tuple[str, ...] = ()
-    """`key=value` pairs for the plugin's constructor."""
-    fp8_options: tuple[str, ...] = ()
-    """`key=value` pairs for FP8Config."""
-    precision: str = "compare"
-    """A key of PRECISIONS."""
-    steps: int | None = None
-    """Optimizer steps."""
-    batch: int | None = None
-    """Sequences a replica of the model takes at once."""
-    accumulate: int = 1
-    """Micro-batches for each optimizer step, accumulated or passed through a pipeline."""
-    sequence: int | None = None
-    """Tokens of a sequence."""
-    lr: float | None = None
-    """Highest learning rate."""
-    warmup: int | None = None
-    """Steps of linear warm-up."""
-    decay: int | None = None
-    """Step at which the cosine reaches `min_lr`."""
-    min_lr: float | None = None
-    """Learning rate at the end of the decay."""
-    weight_decay: float = 0.1
-    max_norm: float = 1.0
-    """Gradients are clipped to this norm; 0: not clipped."""
-    seed: int = 0
-    nproc: int | None = None
-    """Processes on this machine, when the command starts them itself."""
-    save: int = 0
-    """Steps between checkpoints; 0: only at the end."""
-    timeout: float | None = None
-    """Seconds without a step after which a rank that hangs is named and the run ends; 0: never. None: `watch.SHORTEST`,
-    or ten times the longest step."""
-    keep: int = 2
-    """Newest checkpoints that stay on disk; 0: all."""
-    checkpointing: bool = False
-    """Recompute activations in the backward pass."""
-    deterministic: bool = False
-    """Use deterministic kernels only."""
-    progress: str = "auto"
-    """One of PROGRESS."""
+    model: str = _option(_MODEL, f"{', '.join(LLAMAS)}, or a folder with a Hugging Face config or checkpoint", "tiny")
+    data: str | None = _option(
+        _MODEL, "Text, JSON-lines or Parquet file, folder of them, or saved dataset", shown="Python's sources"
+    )
+    text_column: str = _option(_MODEL, "Column with the text in tables", "text")
+    vocabulary: int | None = _option(
+        _MODEL,
+        "Tokens of the tokenizer that is trained when the model brings none",
+        rule=_at_least(272),
+        shown="by model",
+    )
+    cache: str | None = _option(_MODEL, "Folder for tokenizers and token files", shown="~/.cache/fp8booster")
+
+    precision: str = _option(
+        _TRAINING,
+        f"{', '.join(PRECISIONS)}; compare: BF16, then FP8, same seed and batches",
+        "compare",
+        rule=_one_of(PRECISIONS),
+    )
+    steps: int | None = _option(_TRAINING, "Optimizer steps", rule=_at_least(1), shown="by model")
+    batch: int | None = _option(
+        _TRAINING, "Sequences a replica of the model takes at once", rule=_at_least(1), shown="by model"
+    )
+    accumulate: int = _option(
+        _TRAINING,
+        "Micro-batches for each optimizer step, accumulated or passed through a pipeline",
+        1,
+        rule=_at_least(1),
+        flags=("--accumulate", "--micro-batches"),
+    )
+    sequence: int | None = _option(_TRAINING, "Tokens of a sequence", rule=_at_least(2), shown="by model")
+    lr: float | None = _option(_TRAINING, "Highest learning rate", rule=_above(0), shown="by model")
+    warmup: int | None = _option(_TRAINING, "Steps of linear warm-up", rule=_at_least(0), shown="a tenth of the steps")
+    decay: int | None = _option(_TRAINING, "Step at which the cosine decay ends", rule=_at_least(1), shown="the last")
+    min_lr: float | None = _option(_TRAINING, "Learning rate after the decay", rule=_finite(0), shown="lr / 10")
+    weight_decay: float = _option(_TRAINING, "AdamW's weight decay", 0.1, rule=_finite(0))
+    max_norm: float = _option(_TRAINING, "Clip gradients to this norm; 0: do not", 1.0, rule=_at_least(0))
+    seed: int = _option(
+        _TRAINING,
+        "Seed of weights and batches",
+        0,
+        rule=_within(0, 2**32 - 1),  # what NumPy takes
+    )
+    checkpointing: bool = _option(_TRAINING, "Recompute activations in the backward pass", False)
+    deterministic: bool = _option(_TRAINING, "Deterministic kernels only, at some cost", False)
+
+    plugin: str = _option(_MACHINE, f"Colossal-AI plugin: {', '.join(PLUGINS)}", "low_level_zero")
+    stage: int | None = _option(
+        _MACHINE, "ZeRO stage: low_level_zero 1, 2, hybrid 0, 1, 2", shown="2; hybrid 1", flags=("--stage", "--zero")
+    )
+    tp: int = _option(_MACHINE, "Tensor parallel ranks: gemini, hybrid", 1)
+    pp: int = _option(_MACHINE, "Pipeline stages: hybrid", 1)
+    sp: int = _option(_MACHINE, f"Ranks that share a sequence in --sp-mode {' and '.join(MODES_OF_OWN_RANKS)}", 1)
+    sp_mode: str | None = _option(
+        _MACHINE,
+        f"Sequence parallelism: hybrid; {', '.join(MODES_OF_TENSOR_RANKS)} among --tp ranks, "
+        f"{', '.join(MODES_OF_OWN_RANKS)} among --sp",
+        shown="none",
+    )
+    plugin_options: tuple[str, ...] = _option(
+        _MACHINE,
+        "key=value for the plugin's constructor, as pp_style=zbv (zero-bubble) or pp_style=interleaved with --pp",
+        (),
+        flags=("--plugin-option",),
+    )
+    fp8_options: tuple[str, ...] = _option(
+        _MACHINE, "key=value for FP8Config, as granularity=rowwise", (), flags=("--fp8-option",)
+    )
+    nproc: int | None = _option(
+        _MACHINE, "Processes to start, when not under torchrun", rule=_at_least(1), shown="one a GPU; without a GPU 2"
+    )
+
+    out: str | None = _option(_RUN, "Folder of the run", shown="runs/<model>-<precision>-<time>")
+    save: int = _option(_RUN, "Steps between checkpoints; 0: only at the end", 0, rule=_at_least(0))
+    keep: int = _option(_RUN, "Newest checkpoints that stay on disk; 0: all", 2, rule=_at_least(0))
+    timeout: float | None = _option(
+        _RUN,
+        "Seconds without a step after which the rank that hangs is named and the run ends; 0: never",
+        rule=_finite(0),
+        shown="120, or ten times the longest step",
+    )
+    progress: str = _option(_RUN, ", ".join(PROGRESS), "auto", rule=_one_of(PROGRESS))
 
     def __post_init__(self) -> None:
-        for name, is_allowed, requirement in _RULES:
-            value = getattr(self, name)
-            if value is not None and not is_allowed(value):
-                flag = "--" + name.replace("_", "-")
-                raise ValueError(f"{flag} is {value!r}; it must be {requirement}.")
+        for field in dataclasses.fields(self):
+            value, rule = getattr(self, field.name), field.metadata["rule"]
+            if value is not None and rule is not None and not rule[0](value):
+                raise ValueError(f"--{field.name.replace('_', '-')} is {value!r}; it must be {rule[1]}.")
         if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
             raise ValueError(f"--min-lr is {self.min_lr}, above --lr {self.lr}; give one at or below it.")
         self.parallel.check(PLUGINS)
@@ -117,7 +176,7 @@ class TrainOptions:
         )
 
     def global_batch(self, world_size: int) -> GlobalBatch:
-        """How a step is spread over `world_size` processes; for resolved options.
+        """How a step is divided among `world_size` processes; for resolved options.
 
         Raises ValueError when the processes or the sequence cannot be divided as the options want.
         """
@@ -154,45 +213,3 @@ def _json_types(hint: Any) -> tuple[type, ...]:
     """The types of an option's value in JSON."""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     return tuple(list if get_origin(kind) is tuple else kind for kind in kinds)
-
-
-def _at_least(least: float) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value >= least, f"at least {least}"
-
-
-def _finite(least: float, itself: bool) -> tuple[Callable[[Any], bool], str]:
-    """From `least` on, with or without it `itself`."""
-    return (
-        lambda value: math.isfinite(value) and (value >= least if itself else value > least),
-        f"finite and {'at least' if itself else 'above'} {least}",
-    )
-
-
-def _within(least: int, most: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: least <= value <= most, f"from {least} to {most}"
-
-
-def _one_of(allowed: Any) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value in allowed, "one of " + ", ".join(str(choice) for choice in allowed)
-
-
-_RULES = [
-    ("precision", *_one_of(PRECISIONS)),
-    ("progress", *_one_of(PROGRESS)),
-    ("steps", *_at_least(1)),
-    ("batch", *_at_least(1)),
-    ("accumulate", *_at_least(1)),
-    ("sequence", *_at_least(2)),
-    ("vocabulary", *_at_least(272)),
-    ("lr", *_finite(0, itself=False)),
-    ("min_lr", *_finite(0, itself=True)),
-    ("warmup", *_at_least(0)),
-    ("decay", *_at_least(1)),
-    ("weight_decay", *_finite(0, itself=True)),
-    ("max_norm", *_at_least(0)),
-    ("seed", *_within(0, 2**32 - 1)),  # what NumPy takes
-    ("nproc", *_at_least(1)),
-    ("save", *_at_least(0)),
-    ("timeout", *_finite(0, itself=True)),
-    ("keep", *_at_least(0)),
-]
