@@ -424,7 +424,7 @@ def sums_of_parts(
         mailbox.reduce_scatter(values, sums, layout, encoding, factor)
         return transfer(asynchronous, [sums])
     message, received = new_message(sums, layout.bytes), new_message(sums, layout.bytes)
-    encoding.encode_parts(values, message, layout)
+    encoding.encode(values, message, layout)
     work = dist.all_to_all_single(received, message, group=group, async_op=asynchronous)
     return Transfer(work, lambda: encoding.decode_sum(received, sums, layout, factor), (received, message))
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fp8booster import formats
 from fp8booster.kernels import block_cast
@@ -51,25 +52,19 @@ class Encoding:
         """The message of pieces of these many values."""
         return MessageLayout.of(tuple(counts), self.block_size)
 
-    def encode(self, values: torch.Tensor, message: torch.Tensor, layout: MessageLayout) -> None:
+    def encode(self, values: Tensor | Sequence[Tensor], message: Tensor, layout: MessageLayout) -> None:
         """Cast values and write them with their scales to a message (`block_cast.encode`)."""
         block_cast.encode(values, message, layout, self.format, self.power_of_two)
 
-    def encode_parts(self, tensors: Sequence[torch.Tensor], message: torch.Tensor, layout: MessageLayout) -> None:
-        """The same for tensors that lie apart and are sent side by side (`block_cast.encode_parts`)."""
-        block_cast.encode_parts(tensors, message, layout, self.format, self.power_of_two)
-
-    def decode(self, message: Message, values: torch.Tensor, layout: MessageLayout) -> None:
+    def decode(self, message: Message, values: Tensor, layout: MessageLayout) -> None:
         """Write the values of a message to a tensor (`block_cast.decode`)."""
         block_cast.decode(message, values, layout, self.format)
 
-    def decode_sum(self, messages: Message, values: torch.Tensor, layout: MessageLayout, factor: float = 1.0) -> None:
+    def decode_sum(self, messages: Message, values: Tensor, layout: MessageLayout, factor: float = 1.0) -> None:
         """Add the values of all ranks' messages in FP32, times a factor (`block_cast.decode_sum`)."""
         block_cast.decode_sum(messages, values, layout, self.format, factor)
 
-    def decode_sum_encode(
-        self, messages: Message, message: torch.Tensor, layout: MessageLayout, factor: float = 1.0
-    ) -> None:
+    def decode_sum_encode(self, messages: Message, message: Tensor, layout: MessageLayout, factor: float = 1.0) -> None:
         """The same, and encode the sum in a message again (`block_cast.decode_sum_encode`)."""
         block_cast.decode_sum_encode(messages, message, layout, self.format, self.power_of_two, factor)
 

@@ -99,7 +99,7 @@ class Mailbox:
     ) -> None:
         """Write this rank's part of the sum of `values`, side by side, over ranks to `sums`."""
         self._follow_last_call()
-        encoding.encode_parts(values, self._next_region(), layout)
+        encoding.encode(values, self._next_region(), layout)
         self._memory.meet()
         encoding.decode_sum(self._left_by_all(self._rank * layout.sizes[0]), sums, layout, factor)
 

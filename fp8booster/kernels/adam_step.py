@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 SMALLEST_NORMAL = 2.0**-126
 """Of float32."""
@@ -14,7 +15,7 @@ SMALLEST_NORMAL = 2.0**-126
 class AdamRates(NamedTuple):
     """Hyperparameters of a step, as in `torch.optim.Adam`."""
 
-    lr: float | torch.Tensor
+    lr: float | Tensor
     betas: tuple[float, float]
     eps: float
     weight_decay: float
@@ -33,19 +34,24 @@ class AdamRates(NamedTuple):
 class AdamShards(NamedTuple):
     """Tensors of one device: the i-th of each list belong together. [n_i], contiguous, of BF16, FP16 or FP32."""
 
-    values: Sequence[torch.Tensor]
-    gradients: Sequence[torch.Tensor]
+    values: Sequence[Tensor]
+    gradients: Sequence[Tensor]
     """Of any of these dtypes."""
 
-    exp_avgs: Sequence[torch.Tensor]
-    exp_avg_sqs: Sequence[torch.Tensor]
+    exp_avgs: Sequence[Tensor]
+    exp_avg_sqs: Sequence[Tensor]
     """As `exp_avgs`, of the dtype of the values."""
 
-    steps: Sequence[torch.Tensor]
+    steps: Sequence[Tensor]
     """float32 [], on the device or on the host: how many steps this one makes."""
 
+    def require_contiguous(self) -> None:
+        """Raise ValueError where a tensor's values lie apart."""
+        if not all(tensor.is_contiguous() for tensors in self[:4] for tensor in tensors):
+            raise ValueError("Adam's update reads and writes values one after the other; give contiguous tensors")
 
-def factors(shards: AdamShards, rates: AdamRates) -> torch.Tensor:
+
+def factors(shards: AdamShards, rates: AdamRates) -> Tensor:
     """What Adam's arithmetic takes of a step beside the betas: float32 [shards, 4] on the shards' device.
 
     A row holds the factor of weight decay, the step size lr / (1 - beta1^t), the root of 1 - beta2^t, and a zero, where
@@ -53,7 +59,7 @@ def factors(shards: AdamShards, rates: AdamRates) -> torch.Tensor:
     """
     device = shards.values[0].device
     steps = torch.stack(tuple(shards.steps)).to(device, torch.float64, non_blocking=True)
-    lr = rates.lr.to(steps) if isinstance(rates.lr, torch.Tensor) else rates.lr
+    lr = rates.lr.to(steps) if isinstance(rates.lr, Tensor) else rates.lr
     decay = lr * rates.weight_decay if rates.decoupled else rates.weight_decay
     rows = torch.zeros(len(steps), 4, dtype=torch.float64, device=device)
     rows[:, 0] = decay

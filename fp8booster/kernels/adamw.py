@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fp8booster.kernels.adam_step import AdamRates, AdamShards
-from fp8booster.kernels.device import runs_triton
+from fp8booster.kernels.operators import operator
 from fp8booster.scaling import amaxes_of
 
 
-def update(shards: AdamShards, rates: AdamRates, divisor: torch.Tensor | None = None) -> torch.Tensor:
+@operator()
+def update(shards: AdamShards, rates: AdamRates, divisor: Tensor | None = None) -> Tensor:
     """Take one step of Adam (Kingma and Ba, algorithm 1) or AdamW (Loshchilov and Hutter, algorithm 2), in FP32.
 
     Args:
@@ -28,19 +30,7 @@ def update(shards: AdamShards, rates: AdamRates, divisor: torch.Tensor | None = 
     Raises:
         ValueError: a tensor's values lie apart.
     """
-    if not all(tensor.is_contiguous() for tensors in shards[:4] for tensor in tensors):
-        raise ValueError("Adam's update reads and writes values one after the other; give contiguous tensors")
-    if runs_triton(shards.values[0]):
-        from fp8booster.kernels.adamw_triton import update_triton  # Triton is needed only here
-
-        amaxes = update_triton(shards, rates, divisor)
-        torch.autograd.graph.increment_version([*shards.values, *shards.exp_avgs, *shards.exp_avg_sqs])
-        return amaxes
-    return update_reference(shards, rates, divisor)
-
-
-def update_reference(shards: AdamShards, rates: AdamRates, divisor: torch.Tensor | None = None) -> torch.Tensor:
-    """What `update` computes, in torch."""
+    shards.require_contiguous()
     update_by_torch(shards, rates, divisor)
     return torch.stack(amaxes_of(shards.values))
 
@@ -48,8 +38,8 @@ def update_reference(shards: AdamShards, rates: AdamRates, divisor: torch.Tensor
 def update_by_torch(
     shards: AdamShards,
     rates: AdamRates,
-    divisor: torch.Tensor | None = None,
-    max_exp_avg_sqs: Sequence[torch.Tensor] = (),
+    divisor: Tensor | None = None,
+    max_exp_avg_sqs: Sequence[Tensor] = (),
     maximize: bool = False,
 ) -> None:
     """The step of `update` in torch's fused operator, without the amaxes; gradients are widened first.
@@ -62,7 +52,7 @@ def update_by_torch(
     values, device = shards.values, shards.values[0].device
     operator = torch._fused_adamw_ if rates.decoupled else torch._fused_adam_
     lr = rates.lr
-    if isinstance(lr, torch.Tensor):
+    if isinstance(lr, Tensor):
         lr = lr.to(device) if device.type == "cuda" else lr.item()
     operator(
         list(values),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8booster.kernels.adam_step import AdamRates, AdamShards, factors
 from fp8booster.kernels.cast_triton import magnitude_bits
@@ -59,8 +60,9 @@ def adamw_kernel(
     tl.atomic_max((row + 3).to(tl.pointer_type(tl.int32), bitcast=True), largest, sem="relaxed")
 
 
-def update_triton(shards: AdamShards, rates: AdamRates, divisor: torch.Tensor | None) -> torch.Tensor:
-    """What `adamw.update_reference` computes, but for the last bits."""
+def update_triton(shards: AdamShards, rates: AdamRates, divisor: Tensor | None = None) -> Tensor:
+    """`update`, but for the last bits."""
+    shards.require_contiguous()
     rows = factors(shards, rates)
     beta1, beta2 = rates.betas
     numbers = (beta1, 1 - beta1, beta2, 1 - beta2, rates.denominator_eps())
@@ -77,4 +79,5 @@ def update_triton(shards: AdamShards, rates: AdamRates, divisor: torch.Tensor | 
                 DECOUPLED=rates.decoupled,
                 BLOCK=_BLOCK,
             )
+    torch.autograd.graph.increment_version([*shards.values, *shards.exp_avgs, *shards.exp_avg_sqs])
     return rows[:, 3]

@@ -2,7 +2,7 @@
 
 Every program handles a tile of whole blocks of one piece: the amax of a block is found in registers, from the values
 that are then cast. Even pieces are found by arithmetic; uneven ones in a table that goes to the device without a sync.
-The arithmetic is that of `block_cast.Reference`, so multiply and add are not fused into one rounding.
+The arithmetic is that of `block_cast`, so multiply and add are not fused into one rounding.
 """
 
 from __future__ import annotations
@@ -16,10 +16,18 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8booster import formats
 from fp8booster.kernels.alignment import ALIGNMENT
-from fp8booster.kernels.cast_triton import amax_partials, largest_partial, magnitude_bits, scale_from_bits, to_bits
+from fp8booster.kernels.cast_triton import (
+    amax_partials,
+    largest_partial,
+    magnitude_bits,
+    rounding,
+    scale_from_bits,
+    to_bits,
+)
 from fp8booster.kernels.device import current_stream
 from fp8booster.kernels.launch import Launch, ceil_div
 from fp8booster.kernels.message_layout import SCALES_ALIGNMENT, Message, MessageLayout, Peers, side_by_side
@@ -288,14 +296,14 @@ def _tiling(layout: MessageLayout) -> _Tiling:
     return _Tiling(tiles, tile, {"EVEN": layout.is_even, "UNIT": unit, **tile})
 
 
-def _table(layout: MessageLayout, beside: torch.Tensor) -> torch.Tensor:
+def _table(layout: MessageLayout, beside: Tensor) -> Tensor:
     """Starts, counts and offsets of uneven pieces, int64 [pieces, 3]; copied from pinned memory, so without a sync."""
     # what is sent to experts comes back, and so do its gradients: most tables are used four times
     made_now = beside.is_cuda and torch.cuda.is_current_stream_capturing()  # its memory belongs to the graph
     return (_new_table if made_now else _known_table)(layout, beside.device, current_stream(beside))
 
 
-def _new_table(layout: MessageLayout, device: torch.device, stream: int | None) -> torch.Tensor:
+def _new_table(layout: MessageLayout, device: torch.device, stream: int | None) -> Tensor:
     rows = list(zip(layout.starts, layout.counts, layout.offsets, strict=True))
     on_gpu = device.type == "cuda"
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=on_gpu)
@@ -309,7 +317,7 @@ _known_table = functools.lru_cache(maxsize=TABLES)(_new_table)
 # by the stream too: on another one the copy may not have ended
 
 
-def _without_ones(values: torch.Tensor, part: int, pieces: int) -> tuple[torch.Tensor, int]:
+def _without_ones(values: Tensor, part: int, pieces: int) -> tuple[Tensor, int]:
     """Values that lie in pieces of `part`, and that number, with zeros behind them where one of the counts is one.
 
     They become the padding of the pieces, which is zero anyway. See `cast_triton.widened`.
@@ -340,18 +348,25 @@ def _encode_launch(
         (partial_count, total, part, first, end, layout.counts[0], layout.sizes[0]),
         num_warps=WARPS,
         enable_fp_fusion=False,
-        E4M3=dtype is formats.E4M3,
-        LIMIT=formats.MAX[dtype],
-        POWER_OF_TWO=power_of_two,
+        **rounding(dtype, power_of_two),
         PARTIALS_BLOCK=1 << (partial_count - 1).bit_length(),
         **tiling.places,
     )
 
 
-def encode(
-    values: torch.Tensor, message: torch.Tensor, layout: MessageLayout, dtype: torch.dtype, power_of_two: bool
+def encode_triton(
+    values: Tensor | Sequence[Tensor],
+    message: Tensor,
+    layout: MessageLayout,
+    dtype: torch.dtype,
+    power_of_two: bool = False,
 ) -> None:
-    """What `block_cast.Reference.encode` computes, byte for byte."""
+    """`encode`, byte for byte."""
+    if not isinstance(values, Tensor):
+        if len(values) > 1 and layout.block_size is not None:
+            _encode_side_by_side(values, message, layout, dtype, power_of_two)
+            return
+        values = side_by_side(values, len(layout.counts))
     if layout.bytes == 0:
         return
     # pointers that are not read need some tensor
@@ -367,21 +382,11 @@ def encode(
     launch(values, message, table, partials)
 
 
-def encode_parts(
-    tensors: Sequence[torch.Tensor],
-    message: torch.Tensor,
-    layout: MessageLayout,
-    dtype: torch.dtype,
-    power_of_two: bool,
+def _encode_side_by_side(
+    tensors: Sequence[Tensor], message: Tensor, layout: MessageLayout, dtype: torch.dtype, power_of_two: bool
 ) -> None:
-    """What `block_cast.Reference.encode_parts` computes, byte for byte."""
+    """Encode several tensors, each where it lies as far as its parts are whole blocks."""
     block, pieces = layout.block_size, len(layout.counts)
-    if len(tensors) == 1:
-        encode(tensors[0], message, layout, dtype, power_of_two)
-        return
-    if block is None:
-        encode(side_by_side(tensors, pieces), message, layout, dtype, power_of_two)
-        return
     of_blocks = list(takewhile(lambda tensor: tensor.numel() // pieces % block == 0, tensors))
     others = tensors[len(of_blocks) :]
     parts = [*of_blocks, side_by_side(others, pieces)] if others else of_blocks
@@ -395,7 +400,7 @@ def encode_parts(
         first = end
 
 
-def _places(message: Message) -> tuple[torch.Tensor, bool, int, int]:
+def _places(message: Message) -> tuple[Tensor, bool, int, int]:
     """(where the pieces lie, whether that is at peers, bytes from there, the piece that is held here)."""
     if isinstance(message, Peers):
         return message.addresses, True, message.shift, message.own
@@ -419,8 +424,8 @@ def _decode_launch(
     )
 
 
-def decode(message: Message, values: torch.Tensor, layout: MessageLayout, dtype: torch.dtype) -> None:
-    """What `block_cast.Reference.decode` computes, byte for byte."""
+def decode_triton(message: Message, values: Tensor, layout: MessageLayout, dtype: torch.dtype) -> None:
+    """`decode`, byte for byte."""
     if layout.bytes == 0:
         return
     source, at_peers, shift, own = _places(message)
@@ -428,23 +433,28 @@ def decode(message: Message, values: torch.Tensor, layout: MessageLayout, dtype:
     launch(source, values, source if layout.is_even else _table(layout, values))
 
 
-def decode_sum(
-    messages: Message, values: torch.Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float
+def decode_sum_triton(
+    messages: Message, values: Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float = 1.0
 ) -> None:
-    """What `block_cast.Reference.decode_sum` computes, byte for byte."""
+    """`decode_sum`, byte for byte."""
     source, at_peers, shift, _ = _places(messages)
     _sum_launch(layout, values.numel(), at_peers, shift, dtype, factor, False, False)(source, values)
 
 
-def decode_sum_encode(
+def decode_sum_encode_triton(
     messages: Message,
-    message: torch.Tensor,
+    message: Tensor,
     layout: MessageLayout,
     dtype: torch.dtype,
-    power_of_two: bool,
-    factor: float,
+    power_of_two: bool = False,
+    factor: float = 1.0,
 ) -> None:
-    """What `block_cast.Reference.decode_sum_encode` computes, byte for byte."""
+    """`decode_sum_encode`, byte for byte."""
+    if layout.block_size is None:  # the scale needs the whole sum first
+        total = torch.empty(layout.counts[0], dtype=torch.float32, device=message.device)
+        decode_sum_triton(messages, total, layout, dtype, factor)
+        encode_triton(total, message, MessageLayout.of(layout.counts[:1], None), dtype, power_of_two)
+        return
     source, at_peers, shift, _ = _places(messages)
     _sum_launch(layout, layout.counts[0], at_peers, shift, dtype, factor, True, power_of_two)(source, message)
 
@@ -467,9 +477,7 @@ def _sum_launch(
         (shift, total, tiling.end, layout.counts[0], layout.sizes[0], float(factor)),
         num_warps=SUM_WARPS,
         enable_fp_fusion=False,
-        E4M3=dtype is formats.E4M3,
-        LIMIT=formats.MAX[dtype],
-        POWER_OF_TWO=power_of_two,
+        **rounding(dtype, power_of_two),
         PIECES=len(layout.counts),
         PEERS=at_peers,
         ENCODE=encode,

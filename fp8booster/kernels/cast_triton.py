@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8booster import formats, scaling
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.amax_partials import new_partials, processors
+from fp8booster.kernels.cast import cast_outputs
 from fp8booster.kernels.launch import ceil_div, launch
 
 MAX_SCALE = tl.constexpr(scaling.MAX_SCALE)
@@ -152,7 +154,7 @@ _AMAX_PROGRAMS_PER_PROCESSOR = 8
 _LARGE = 2**26
 
 
-def amax_partials(matrix: torch.Tensor) -> torch.Tensor:
+def amax_partials(matrix: Tensor) -> Tensor:
     """Partial maxima of a matrix's magnitudes: float32 [P], the largest of which is its amax."""
     rows, columns = matrix.shape
     if matrix.is_contiguous():
@@ -176,7 +178,12 @@ def amax_partials(matrix: torch.Tensor) -> torch.Tensor:
     return partials
 
 
-def widened(matrix: torch.Tensor) -> torch.Tensor:
+def rounding(dtype: torch.dtype, power_of_two: bool) -> dict[str, bool | float]:
+    """The constants that tell a kernel how to round to FP8."""
+    return {"E4M3": dtype is formats.E4M3, "LIMIT": formats.MAX[dtype], "POWER_OF_TWO": power_of_two}
+
+
+def widened(matrix: Tensor) -> Tensor:
     """The matrix, or one with a second column of zeros if it has one column.
 
     Triton makes a size of one a constant, and with FP32 the loads that this masks bring garbage (seen with 3.6).
@@ -185,15 +192,15 @@ def widened(matrix: torch.Tensor) -> torch.Tensor:
 
 
 def cast_triton(
-    matrix: torch.Tensor,
+    matrix: Tensor,
     dtype: torch.dtype,
     *,
-    plain: bool,
-    transposed: bool,
-    power_of_two: bool,
-    amax: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `kernels.cast.cast_reference` computes, byte for byte."""
+    plain: bool = True,
+    transposed: bool = False,
+    power_of_two: bool = False,
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`cast`, byte for byte."""
     if matrix.stride(1) != 1 and matrix.stride(0) == 1:  # a transposed view: cast what it is a view of
         transpose, data, inverse_scale = cast_triton(
             matrix.t(), dtype, plain=transposed, transposed=plain, power_of_two=power_of_two, amax=amax
@@ -201,11 +208,9 @@ def cast_triton(
         return data, transpose, inverse_scale
     rows, columns = matrix.shape
     out_rows, out_columns = aligned(rows), aligned(columns)
+    outputs = cast_outputs(matrix, dtype, plain=plain, transposed=transposed)
     matrix, columns = widened(matrix), max(columns, 2)
     partials = amax_partials(matrix) if amax is None else amax.reshape(-1).contiguous()
-    data = matrix.new_empty((out_rows, out_columns) if plain else 0, dtype=dtype)
-    transpose = matrix.new_empty((out_columns, out_rows) if transposed else 0, dtype=dtype)
-    inverse_scale = matrix.new_empty((), dtype=torch.float32)
     if transposed:
         tile_rows, tile_columns = (64, 128) if matrix.numel() > _LARGE else (64, 64)
     else:
@@ -214,15 +219,13 @@ def cast_triton(
     launch(
         cast_kernel,
         column_tiles * ceil_div(out_rows, tile_rows),
-        (matrix, partials, data, transpose, inverse_scale),
+        (matrix, partials, *outputs),
         (partials.numel(), rows, columns, *matrix.stride(), out_rows, out_columns, column_tiles),
-        E4M3=dtype is formats.E4M3,
-        LIMIT=formats.MAX[dtype],
-        POWER_OF_TWO=power_of_two,
+        **rounding(dtype, power_of_two),
         PLAIN=plain,
         TRANSPOSED=transposed,
         PARTIALS_BLOCK=1 << (partials.numel() - 1).bit_length(),
         TILE_ROWS=tile_rows,
         TILE_COLUMNS=tile_columns,
     )
-    return data, transpose, inverse_scale
+    return outputs

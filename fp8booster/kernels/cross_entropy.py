@@ -9,20 +9,20 @@ its loss and gradient NaN, and so does infinity.
 
 Where a row is longer than what lies here, its sum of exponentials is known only after others were asked for theirs. So
 there the two halves are apart: `logsumexp` of what lies here, then `write_gradient`.
-
-`cross_entropy`, `logsumexp` and `write_gradient` are the entries; the `*_reference` functions define what they compute.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from fp8booster.kernels.device import runs_triton
+from fp8booster.kernels.operators import operator
 
 
+@operator()
 def cross_entropy(
-    logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, factor: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    logits: Tensor, targets: Tensor, *, ignore_index: int, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The loss of every row; with a factor, the gradient takes the place of the logits.
 
     Args:
@@ -35,20 +35,6 @@ def cross_entropy(
         (losses, float32 [R]; the gradient's amax as float32 partial maxima, or None where it was not found on the
         way).
     """
-    if runs_triton(logits):
-        from fp8booster.kernels.cross_entropy_triton import cross_entropy_triton  # Triton is needed only here
-
-        results = cross_entropy_triton(logits, targets, ignore_index=ignore_index, factor=factor)
-        if factor is not None:  # whoever holds the logits, as a checkpoint may, can tell
-            torch.autograd.graph.increment_version(logits)
-        return results
-    return cross_entropy_reference(logits, targets, ignore_index=ignore_index, factor=factor), None
-
-
-def cross_entropy_reference(
-    logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, factor: torch.Tensor | None = None
-) -> torch.Tensor:
-    """What `cross_entropy` computes, in torch: the losses."""
     kept = targets != ignore_index
     inside = (targets >= 0) & (targets < logits.shape[1])
     place = torch.where(inside, targets, 0)[:, None]
@@ -60,19 +46,11 @@ def cross_entropy_reference(
         gradient.scatter_(1, place, gradient.gather(1, place) - 1).mul_(factor)
         gradient.masked_fill_((kept & ~inside)[:, None], torch.nan).masked_fill_(~kept[:, None], 0.0)
         logits.copy_(gradient)
-    return losses
+    return losses, None
 
 
-def _softmax_parts(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(logits in FP32, the largest of each row, exponentials relative to it, their sum)."""
-    values = logits.float()
-    largest = values.amax(1, keepdim=True)
-    # a row of minus infinity alone has no largest value to subtract; its sum is zero and its softmax NaN
-    exponentials = (values - torch.where(largest == -torch.inf, 0.0, largest)).exp_()
-    return values, largest, exponentials, exponentials.sum(1, keepdim=True)
-
-
-def logsumexp(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
+@operator()
+def logsumexp(logits: Tensor, targets: Tensor, *, ignore_index: int) -> Tensor:
     """The logarithm of the sum of exponentials of every row's part that lies here.
 
     Args:
@@ -83,22 +61,14 @@ def logsumexp(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int)
     Returns:
         float32 [R]; minus infinity where all of a row is.
     """
-    if runs_triton(logits):
-        from fp8booster.kernels.cross_entropy_triton import logsumexp_triton  # Triton is needed only here
-
-        return logsumexp_triton(logits, targets, ignore_index=ignore_index)
-    return logsumexp_reference(logits, targets, ignore_index=ignore_index)
-
-
-def logsumexp_reference(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
-    """What `logsumexp` computes, in torch."""
     _, largest, _, total = _softmax_parts(logits)
     return torch.where(targets == ignore_index, 0.0, (total.log() + largest)[:, 0])
 
 
+@operator(writes=("logits",))
 def write_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, logsumexp: torch.Tensor, *, ignore_index: int, factor: torch.Tensor
-) -> torch.Tensor | None:
+    logits: Tensor, targets: Tensor, logsumexp: Tensor, *, ignore_index: int, factor: Tensor
+) -> Tensor | None:
     """Write the gradient of rows over the part of their logits that lies here.
 
         gradient = (exp(logits - logsumexp) - onehot(target)) * factor   in FP32, rounded once to the logits' dtype
@@ -113,25 +83,20 @@ def write_gradient(
     Returns:
         The gradient's amax as float32 partial maxima, or None where it was not found on the way.
     """
-    if runs_triton(logits):
-        # Triton is needed only here
-        from fp8booster.kernels.cross_entropy_triton import write_gradient_triton
-
-        amax = write_gradient_triton(logits, targets, logsumexp, ignore_index=ignore_index, factor=factor)
-        torch.autograd.graph.increment_version(logits)
-        return amax
-    write_gradient_reference(logits, targets, logsumexp, ignore_index=ignore_index, factor=factor)
-    return None
-
-
-def write_gradient_reference(
-    logits: torch.Tensor, targets: torch.Tensor, logsumexp: torch.Tensor, *, ignore_index: int, factor: torch.Tensor
-) -> None:
-    """What `write_gradient` computes, in torch."""
     if logits.shape[1] == 0:
-        return
+        return None
     here = (targets >= 0) & (targets < logits.shape[1])
     gradient = (logits.float() - logsumexp[:, None]).exp_()
     gradient.scatter_add_(1, torch.where(here, targets, 0)[:, None], -here.float()[:, None])
     gradient.mul_(factor).masked_fill_((targets == ignore_index)[:, None], 0.0)
     logits.copy_(gradient)
+    return None
+
+
+def _softmax_parts(logits: Tensor) -> tuple[Tensor, ...]:
+    """(logits in FP32, the largest of each row, exponentials relative to it, their sum)."""
+    values = logits.float()
+    largest = values.amax(1, keepdim=True)
+    # a row of minus infinity alone has no largest value to subtract; its sum is zero and its softmax NaN
+    exponentials = (values - torch.where(largest == -torch.inf, 0.0, largest)).exp_()
+    return values, largest, exponentials, exponentials.sum(1, keepdim=True)

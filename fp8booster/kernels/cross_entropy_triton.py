@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
@@ -123,36 +124,38 @@ def cross_entropy_kernel(
 
 
 def cross_entropy_triton(
-    logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, factor: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `cross_entropy.cross_entropy_reference` computes, up to the order of sums, with the gradient's amax."""
+    logits: Tensor, targets: Tensor, *, ignore_index: int, factor: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`cross_entropy`, up to the order of sums, with the gradient's amax."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits) == 0:
         return losses, None if factor is None else losses.new_zeros(1)
     partials = None if factor is None else new_partials(_programs(logits), logits)
     _launch(logits, targets, losses, ignore_index, factor, partials, loss=True)
+    if factor is not None:  # whoever holds the logits, as a checkpoint may, can tell
+        torch.autograd.graph.increment_version(logits)
     return losses, partials
 
 
-def logsumexp_triton(logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
-    """What `cross_entropy.logsumexp_reference` computes, up to the order of sums."""
+def logsumexp_triton(logits: Tensor, targets: Tensor, *, ignore_index: int) -> Tensor:
+    """`logsumexp`, up to the order of sums."""
     sums = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _launch(logits, targets, sums, ignore_index, None, None, loss=False)
     return sums
 
 
-def _programs(logits: torch.Tensor) -> int:
+def _programs(logits: Tensor) -> int:
     return min(len(logits), PROGRAMS * processors(logits.device))
 
 
 def _launch(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    out: torch.Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    out: Tensor,
     ignore_index: int,
-    factor: torch.Tensor | None,
-    partials: torch.Tensor | None,
+    factor: Tensor | None,
+    partials: Tensor | None,
     *,
     loss: bool,
 ) -> None:
@@ -223,13 +226,13 @@ def cross_entropy_gradient_kernel(
 
 
 def write_gradient_triton(
-    logits: torch.Tensor, targets: torch.Tensor, logsumexp: torch.Tensor, *, ignore_index: int, factor: torch.Tensor
-) -> torch.Tensor:
-    """What `cross_entropy.write_gradient_reference` computes, with the gradient's amax."""
+    logits: Tensor, targets: Tensor, logsumexp: Tensor, *, ignore_index: int, factor: Tensor
+) -> Tensor:
+    """`write_gradient`, with the gradient's amax."""
     rows, columns = logits.shape
     if rows == 0 or columns == 0:
         return torch.zeros(1, dtype=torch.float32, device=logits.device)
-    programs = min(rows, PROGRAMS * processors(logits.device))
+    programs = _programs(logits)
     partials = new_partials(programs, logits)
     block = min(BLOCK, max(128, 1 << (columns - 1).bit_length()))
     launch(

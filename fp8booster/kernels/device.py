@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
 MINIMUM_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 products (Ada)."""
@@ -34,12 +35,12 @@ def _examine(device: torch.device) -> str | None:
 _examined = functools.cache(_examine)
 
 
-def runs_triton(tensor: torch.Tensor) -> bool:
+def runs_triton(tensor: Tensor) -> bool:
     """Whether an elementwise kernel runs in Triton here; code that is being compiled is left to the compiler."""
     return tensor.is_cuda and not torch.compiler.is_compiling()
 
 
-def current_stream(tensor: torch.Tensor) -> int | None:
+def current_stream(tensor: Tensor) -> int | None:
     """The handle of the stream on which work on a tensor is being queued; None for the CPU."""
     return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else None
 

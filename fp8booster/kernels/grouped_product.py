@@ -8,10 +8,12 @@ rows or more. On the CPU, and where products are emulated, `product` runs group 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fp8booster.kernels.product import product
 
@@ -23,15 +25,13 @@ class Groups(NamedTuple):
     """How many rows each of G groups has: multiples of 16, and not 0."""
 
     rows: tuple[int, ...]
-    ends: torch.Tensor
+    ends: Tensor
     """int32 [G], on the device of the operands: the row behind each group's last."""
 
-    def ranges(self) -> Iterator[tuple[int, int]]:
-        """(first row, row behind the last) of each group."""
-        begin = 0
-        for rows in self.rows:
-            yield begin, begin + rows
-            begin += rows
+    def slices(self) -> list[slice]:
+        """The rows of each group."""
+        ends = list(accumulate(self.rows))
+        return [slice(end - rows, end) for rows, end in zip(self.rows, ends, strict=True)]
 
 
 def why_no_grouped_product(device: torch.device, emulate: bool) -> str | None:
@@ -51,15 +51,15 @@ def _examined(device: torch.device) -> str | None:
 
 
 def grouped_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    inverse_scale_a: torch.Tensor,
-    inverse_scale_b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    inverse_scale_a: Tensor,
+    inverse_scale_b: Tensor,
     groups: Groups,
     *,
     fast_accumulation: bool,
     emulate: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Each group of a's rows times the transpose of its own matrix: `a[group] @ b[group].T`.
 
     Args:
@@ -75,33 +75,23 @@ def grouped_product(
     """
     scale_a = inverse_scale_a.expand(len(a)).contiguous()
     if _runs_kernel(a, emulate):
-        return torch._scaled_grouped_mm(
-            a,
-            b.transpose(1, 2),
-            scale_a,
-            inverse_scale_b,
-            offs=groups.ends,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=fast_accumulation,
-        )
-    return torch.cat(
-        [
-            _one(a[begin:end], b[group], scale_a[begin:end], inverse_scale_b[group], fast_accumulation, emulate)
-            for group, (begin, end) in enumerate(groups.ranges())
-        ]
+        return _by_kernel(a, b.transpose(1, 2), scale_a, inverse_scale_b, groups, fast_accumulation)
+    products = (
+        (a[rows], b[group], scale_a[rows], inverse_scale_b[group]) for group, rows in enumerate(groups.slices())
     )
+    return torch.cat(_one_by_one(products, fast_accumulation, emulate))
 
 
 def summed_product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    inverse_scale_a: torch.Tensor,
-    inverse_scale_b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    inverse_scale_a: Tensor,
+    inverse_scale_b: Tensor,
     groups: Groups,
     *,
     fast_accumulation: bool,
     emulate: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """For each group the sum over its columns: `a[:, group] @ b[:, group].T`.
 
     Args:
@@ -119,46 +109,39 @@ def summed_product(
     scale_a = inverse_scale_a.unsqueeze(1).expand(count, len(a)).contiguous()
     scale_b = inverse_scale_b.expand(count, len(b)).contiguous()
     if _runs_kernel(a, emulate):
-        return torch._scaled_grouped_mm(
-            a,
-            b.t(),
-            scale_a.view(-1),
-            scale_b.view(-1),
-            offs=groups.ends,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=fast_accumulation,
-        )
-    return torch.stack(
-        [
-            _one(a[:, begin:end], b[:, begin:end], scale_a[group], scale_b[group], fast_accumulation, emulate)
-            for group, (begin, end) in enumerate(groups.ranges())
-        ]
+        return _by_kernel(a, b.t(), scale_a.view(-1), scale_b.view(-1), groups, fast_accumulation)
+    products = (
+        (a[:, columns], b[:, columns], scale_a[group], scale_b[group]) for group, columns in enumerate(groups.slices())
     )
+    return torch.stack(_one_by_one(products, fast_accumulation, emulate))
 
 
-def _runs_kernel(operand: torch.Tensor, emulate: bool) -> bool:
+def _runs_kernel(operand: Tensor, emulate: bool) -> bool:
     return operand.is_cuda and not emulate
 
 
-def _one(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    fast_accumulation: bool,
-    emulate: bool,
-) -> torch.Tensor:
-    return product(
-        _contiguous(a),
-        _contiguous(b),
-        scale_a,
-        scale_b,
-        out_dtype=torch.bfloat16,
-        fast_accumulation=fast_accumulation,
-        emulate=emulate,
+def _by_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, groups: Groups, fast: bool) -> Tensor:
+    return torch._scaled_grouped_mm(
+        a, b, scale_a, scale_b, offs=groups.ends, out_dtype=torch.bfloat16, use_fast_accum=fast
     )
 
 
-def _contiguous(matrix: torch.Tensor) -> torch.Tensor:
+def _one_by_one(products: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], fast: bool, emulate: bool) -> list[Tensor]:
+    """The product of each (a, b, inverse scale of a, inverse scale of b)."""
+    return [
+        product(
+            _contiguous(a),
+            _contiguous(b),
+            scale_a,
+            scale_b,
+            out_dtype=torch.bfloat16,
+            fast_accumulation=fast,
+            emulate=emulate,
+        )
+        for a, b, scale_a, scale_b in products
+    ]
+
+
+def _contiguous(matrix: Tensor) -> Tensor:
     # through uint8: torch copies few FP8 tensors on CPU
     return matrix if matrix.is_contiguous() else matrix.view(torch.uint8).contiguous().view(matrix.dtype)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 
 def ceil_div(size: int, part: int) -> int:
@@ -60,7 +61,7 @@ class Launch:
         key = (kernel.fn, num_warps, enable_fp_fusion, *constants.values(), *kinds)
         self._compiled = _variants.setdefault(key, {})
 
-    def __call__(self, *tensors: torch.Tensor) -> None:
+    def __call__(self, *tensors: Tensor) -> None:
         """Run the kernel.
 
         Args:
@@ -105,7 +106,7 @@ _launches: dict[tuple, Launch] = {}
 def launch(
     kernel: triton.JITFunction,
     programs: int | tuple[int, int],
-    tensors: tuple[torch.Tensor, ...],
+    tensors: tuple[Tensor, ...],
     numbers: tuple[int | float, ...],
     *,
     num_warps: int = 4,

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from fp8booster import formats
 from fp8booster.kernels.alignment import ALIGNMENT
-from fp8booster.kernels.cast import cast_reference
+from fp8booster.kernels.cast import cast
 from fp8booster.kernels.device import why_no_fp8
 
 
@@ -36,10 +37,10 @@ class ManyCast:
 
     def __init__(
         self,
-        matrices: Sequence[torch.Tensor],
-        plains: Sequence[torch.Tensor],
-        transposes: Sequence[torch.Tensor],
-        inverse_scales: torch.Tensor,
+        matrices: Sequence[Tensor],
+        plains: Sequence[Tensor],
+        transposes: Sequence[Tensor],
+        inverse_scales: Tensor,
         power_of_two: bool = False,
     ) -> None:
         _check(matrices, plains, transposes, inverse_scales)
@@ -54,30 +55,20 @@ class ManyCast:
 
     def run(self) -> None:
         """Cast the matrices as they are now. A backward that has yet to read the outputs of an earlier run raises."""
-        if self._launches is None:
-            many_cast_reference(self)
-        else:
+        if self._launches is not None:
             self._launches.run()
             torch.autograd.graph.increment_version([*self.plains, *self.transposes, self.inverse_scales])
-
-
-def many_cast_reference(casts: ManyCast) -> None:
-    """What `ManyCast.run` computes, in torch: each matrix cast alone."""
-    for index, (matrix, plain, transpose) in enumerate(
-        zip(casts.matrices, casts.plains, casts.transposes, strict=True)
-    ):
-        results = cast_reference(
-            matrix, plain.dtype, plain=True, transposed=True, power_of_two=casts.power_of_two, amax=None
-        )
-        for output, result in zip((plain, transpose, casts.inverse_scales[index]), results, strict=True):
-            output.copy_(result)
+            return
+        for matrix, *outputs in zip(
+            self.matrices, self.plains, self.transposes, self.inverse_scales.unbind(), strict=True
+        ):
+            results = cast.reference(matrix, outputs[0].dtype, transposed=True, power_of_two=self.power_of_two)
+            for output, result in zip(outputs, results, strict=True):
+                output.copy_(result)
 
 
 def _check(
-    matrices: Sequence[torch.Tensor],
-    plains: Sequence[torch.Tensor],
-    transposes: Sequence[torch.Tensor],
-    inverse_scales: torch.Tensor,
+    matrices: Sequence[Tensor], plains: Sequence[Tensor], transposes: Sequence[Tensor], inverse_scales: Tensor
 ) -> None:
     counts = [len(matrices), len(plains), len(transposes), len(inverse_scales)]
     if len(set(counts)) > 1 or counts[0] == 0:

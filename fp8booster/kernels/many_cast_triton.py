@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from fp8booster import formats
-from fp8booster.kernels.cast_triton import magnitude_bits, scale_from_bits, to_bits
+from fp8booster.kernels.cast_triton import magnitude_bits, rounding, scale_from_bits, to_bits
 from fp8booster.kernels.launch import ceil_div, launch
 
 FIELDS = tl.constexpr(6)
@@ -87,18 +87,18 @@ def many_cast_kernel(
 
 
 class Launches:
-    """What `kernels.many_cast.many_cast_reference` computes, byte for byte; its tables are made once."""
+    """What `ManyCast.run` launches, with the bytes of its casts in torch; its tables are made once."""
 
     def __init__(
         self,
-        matrices: Sequence[torch.Tensor],
-        plains: Sequence[torch.Tensor],
-        transposes: Sequence[torch.Tensor],
-        inverse_scales: torch.Tensor,
+        matrices: Sequence[Tensor],
+        plains: Sequence[Tensor],
+        transposes: Sequence[Tensor],
+        inverse_scales: Tensor,
         power_of_two: bool,
     ) -> None:
-        self.first, self.dtype, self.power_of_two = matrices[0], plains[0].dtype, power_of_two
-        self.inverse_scales = inverse_scales
+        self.first, self.inverse_scales = matrices[0], inverse_scales
+        self.rounding = rounding(plains[0].dtype, power_of_two)
         entries, tiles = [], []
         for tensors in zip(matrices, plains, transposes, strict=True):
             addresses, (rows, columns) = [tensor.data_ptr() for tensor in tensors], tensors[0].shape
@@ -121,9 +121,7 @@ class Launches:
             programs,
             (*tensors, self.inverse_scales),
             (self.inverse_scales.stride(0),),
-            E4M3=self.dtype is formats.E4M3,
-            LIMIT=formats.MAX[self.dtype],
-            POWER_OF_TWO=self.power_of_two,
+            **self.rounding,
             TILE_ROWS=TILE_ROWS,
             TILE_COLUMNS=TILE_COLUMNS,
         )

@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from fp8booster.kernels.alignment import aligned
 
@@ -91,7 +92,7 @@ class MessageLayout:
 class Peers(NamedTuple):
     """Pieces that lie in the memory of other GPUs, for kernels that read them there."""
 
-    addresses: torch.Tensor
+    addresses: Tensor
     """int64 [pieces], on the GPU that reads: where the memory of each piece's holder begins."""
 
     shift: int
@@ -101,11 +102,11 @@ class Peers(NamedTuple):
     """The piece that the GPU holds itself."""
 
 
-Message: TypeAlias = torch.Tensor | Peers
+Message: TypeAlias = Tensor | Peers
 """Pieces to decode: uint8 [layout.bytes], or, on a GPU, even pieces that peers hold."""
 
 
-def side_by_side(tensors: Sequence[torch.Tensor], pieces: int) -> torch.Tensor:
+def side_by_side(tensors: Sequence[Tensor], pieces: int) -> Tensor:
     """[N]: the first of `pieces` even parts of each tensor, then the second of each, and so on."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1)

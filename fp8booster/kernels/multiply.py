@@ -5,12 +5,13 @@ Asking whether it is 1 would make the host wait for the device; the kernel looks
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
-from fp8booster.kernels.device import runs_triton
+from fp8booster.kernels.operators import operator
 
 
-def multiply_(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+@operator(writes=("tensor",))
+def multiply_(tensor: Tensor, factor: Tensor) -> Tensor:
     """Multiply a tensor in place, in FP32, rounded once.
 
     Args:
@@ -20,15 +21,4 @@ def multiply_(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     Returns:
         The tensor.
     """
-    if runs_triton(tensor):
-        from fp8booster.kernels.multiply_triton import multiply_triton_  # Triton is needed only here
-
-        multiply_triton_(tensor, factor)
-        torch.autograd.graph.increment_version(tensor)
-        return tensor
-    return multiply_reference_(tensor, factor)
-
-
-def multiply_reference_(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """What `multiply_` computes, in torch."""
     return tensor.copy_(tensor.float() * factor)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8booster.kernels.amax_partials import processors
 from fp8booster.kernels.launch import ceil_div, launch
@@ -26,8 +26,8 @@ def multiply_kernel(x, factor, count, blocks, BLOCK: tl.constexpr):
             tl.store(x + index, (values * scale).to(x.dtype.element_ty), mask=index < count)
 
 
-def multiply_triton_(tensor: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """What `multiply.multiply_reference_` computes, bit for bit."""
+def multiply_triton(tensor: Tensor, factor: Tensor) -> Tensor:
+    """`multiply_`, bit for bit."""
     count = tensor.numel()
     blocks = ceil_div(count, BLOCK)
     if blocks:

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8booster.kernels.amax_partials import processors
 from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.norms import norms_of
 
 _BLOCK = 4096
 _WARPS = 8
@@ -33,9 +35,11 @@ def squares_kernel(values, partials, count, tiles, BLOCK: tl.constexpr):
     tl.store(partials + program, tl.sum(total, 0))
 
 
-def norms_triton(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What `norms.norms_reference` computes, but for the last bits; contiguous tensors of one device."""
+def norms_of_triton(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """`norms_of`, but for the last bits; of tensors that are not contiguous or lie on several devices, by torch."""
     device = tensors[0].device
+    if any(tensor.device != device or not tensor.is_contiguous() for tensor in tensors):
+        return norms_of.reference(tensors)
     most = _PROGRAMS * processors(device)
     partials = torch.zeros(len(tensors), most, dtype=torch.float32, device=device)
     for tensor, row in zip(tensors, partials.unbind(), strict=True):

@@ -8,22 +8,23 @@ import os
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from fp8booster import formats
 from fp8booster.scaling import SCALE_STRIDE
 
 
 def product(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    inverse_scale_a: torch.Tensor,
-    inverse_scale_b: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    inverse_scale_a: Tensor,
+    inverse_scale_b: Tensor,
     *,
     out_dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     fast_accumulation: bool = False,
     emulate: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """`(a @ b.T) * inverse_scale_a[:, None] * inverse_scale_b + bias`, summed in FP32 or what the hardware has for it.
 
     Args:
@@ -74,7 +75,7 @@ LARGE_PRODUCT = 2e11
 """Operations of a product from which on Hopper's kernel for one scale a row pays, its vectors of scales included."""
 
 
-def _is_faster_by_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _is_faster_by_rows(a: Tensor, b: Tensor) -> bool:
     """Whether the product with fast accumulation is faster if each row is given the tensor's scale.
 
     cuBLAS takes another kernel for it, whose sums have as few bits. With it fast products of an H200 are 6 % faster
@@ -87,7 +88,7 @@ def _is_faster_by_rows(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (_capability if torch.compiler.is_compiling() else _known_capability)(a.device) == (9, 0)
 
 
-def _repeated(scale: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+def _repeated(scale: Tensor, operand: Tensor) -> Tensor:
     """The scale once for each row of an operand."""
     rows, device = len(operand), operand.device
     # memory that is allocated during a capture belongs to its graph
@@ -97,7 +98,7 @@ def _repeated(scale: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
     return _known_ones(rows, device, torch.cuda.current_stream(device).cuda_stream) * scale
 
 
-def _ones(count: int, device: torch.device, stream: int | None = None) -> torch.Tensor:
+def _ones(count: int, device: torch.device, stream: int | None = None) -> Tensor:
     return torch.ones(count, dtype=torch.float32, device=device)
 
 
@@ -111,7 +112,7 @@ def _capability(device: torch.device) -> tuple[int, int]:
 _known_capability = functools.cache(_capability)
 
 
-def _aligned(scale: torch.Tensor) -> torch.Tensor:
+def _aligned(scale: Tensor) -> Tensor:
     """The scale where cuBLAS takes it, at a multiple of 16 bytes (`scaling.new_inverse_scales`)."""
     # compiled code makes the scales that it reads, each by itself, and cannot ask where they lie
     if torch.compiler.is_compiling() or scale.storage_offset() % SCALE_STRIDE == 0:
@@ -119,9 +120,7 @@ def _aligned(scale: torch.Tensor) -> torch.Tensor:
     return scale.clone()
 
 
-def _decodable(
-    a: torch.Tensor, b: torch.Tensor, inverse_scale_a: torch.Tensor, inverse_scale_b: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _decodable(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: Tensor) -> tuple[Tensor, Tensor]:
     """Scales that give the same product, by which both operands decode to finite values.
 
     The CPU's kernels decode the operands, then multiply. Under a power of two a value next to FP32's largest, rounded

@@ -3,50 +3,50 @@
     h = x + residual                     rounded to their dtype, as the next block adds to it
     y = h / rms(h) * weight              rms(h) = sqrt(mean(h**2) + eps), in FP32, rounded once
 
-`rms_norm` and `rms_norm_backward` are the entries; the `*_reference` functions define what they compute. On a GPU each
-is one launch that reads and writes every tensor once and delivers the amax of what it makes.
+On a GPU each way is one launch that reads and writes every tensor once and delivers the amax of what it makes.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
+from torch import Tensor
 
-from fp8booster.kernels.device import runs_triton
+from fp8booster.kernels.operators import operator
 from fp8booster.scaling import amax_of
 
 
 class Normalized(NamedTuple):
     """What `rms_norm` gives for M rows."""
 
-    y: torch.Tensor
+    y: Tensor
     """[M, K]"""
 
-    h: torch.Tensor
+    h: Tensor
     """[M, K]: x plus the residual, or x itself without one."""
 
-    inverse_rms: torch.Tensor
+    inverse_rms: Tensor
     """float32 [M], for the backward."""
 
-    amax: torch.Tensor
+    amax: Tensor
     """float32, whose largest entry is the amax of y."""
 
 
 class NormGradients(NamedTuple):
     """What `rms_norm_backward` gives."""
 
-    dx: torch.Tensor
+    dx: Tensor
     """[M, K]: of x, and of the residual."""
 
-    dweight: torch.Tensor
+    dweight: Tensor
     """[K], of the weight's dtype."""
 
-    amax: torch.Tensor
+    amax: Tensor
     """float32, whose largest entry is the amax of dx."""
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> Normalized:
+@operator()
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Normalized:
     """Normalise the rows of `x + residual`.
 
     Args:
@@ -55,15 +55,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.
         eps: added to the mean square.
         residual: as x, or None.
     """
-    if runs_triton(x):
-        from fp8booster.kernels.rms_norm_triton import rms_norm_triton
+    h = x if residual is None else x + residual
+    values = h.float()
+    inverse_rms = 1.0 / (values.square().mean(-1) + eps).sqrt()
+    y = (values * inverse_rms[:, None] * weight.float()).to(x.dtype)
+    return Normalized(y, h, inverse_rms, amax_of(y))
 
-        return Normalized(*rms_norm_triton(x, weight, eps, residual))
-    return rms_norm_reference(x, weight, eps, residual)
 
-
+@operator()
 def rms_norm_backward(
-    dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor, dh: torch.Tensor | None = None
+    dy: Tensor, h: Tensor, weight: Tensor, inverse_rms: Tensor, dh: Tensor | None = None
 ) -> NormGradients:
     """Gradients of what `rms_norm` was given.
 
@@ -72,28 +73,6 @@ def rms_norm_backward(
         h, weight, inverse_rms: as there.
         dh: the gradient of h from elsewhere, contiguous, or None.
     """
-    if runs_triton(dy):
-        from fp8booster.kernels.rms_norm_triton import rms_norm_backward_triton
-
-        return NormGradients(*rms_norm_backward_triton(dy, h, weight, inverse_rms, dh))
-    return rms_norm_backward_reference(dy, h, weight, inverse_rms, dh)
-
-
-def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
-) -> Normalized:
-    """What `rms_norm` computes, in torch."""
-    h = x if residual is None else x + residual
-    values = h.float()
-    inverse_rms = 1.0 / (values.square().mean(-1) + eps).sqrt()
-    y = (values * inverse_rms[:, None] * weight.float()).to(x.dtype)
-    return Normalized(y, h, inverse_rms, amax_of(y))
-
-
-def rms_norm_backward_reference(
-    dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor, dh: torch.Tensor | None = None
-) -> NormGradients:
-    """What `rms_norm_backward` computes, in torch."""
     normal = h.float() * inverse_rms[:, None]
     weighted = dy.float() * weight.float()
     dx = inverse_rms[:, None] * (weighted - normal * (weighted * normal).mean(-1, keepdim=True))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
 from fp8booster.kernels.launch import launch
+from fp8booster.kernels.rms_norm import Normalized, NormGradients
 
 FORWARD_PROGRAMS = 8
 BACKWARD_PROGRAMS = 2
@@ -94,10 +96,8 @@ def _block(columns: int) -> dict[str, int]:
     return {"num_warps": min(16, max(4, block // 512)), "BLOCK": block}
 
 
-def rms_norm_triton(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `rms_norm.rms_norm_reference` computes, up to the order of the sum over a row."""
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Normalized:
+    """`rms_norm`, up to the order of the sum over a row."""
     rows, columns = x.shape
     programs = min(rows, FORWARD_PROGRAMS * processors(x.device))
     partials = new_partials(programs, x)
@@ -113,13 +113,13 @@ def rms_norm_triton(
         RESIDUAL=residual is not None,
         **_block(columns),
     )
-    return y, h, inverse_rms, partials
+    return Normalized(y, h, inverse_rms, partials)
 
 
 def rms_norm_backward_triton(
-    dy: torch.Tensor, h: torch.Tensor, weight: torch.Tensor, inverse_rms: torch.Tensor, dh: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `rms_norm.rms_norm_backward_reference` computes, up to the order of sums."""
+    dy: Tensor, h: Tensor, weight: Tensor, inverse_rms: Tensor, dh: Tensor | None = None
+) -> NormGradients:
+    """`rms_norm_backward`, up to the order of sums."""
     rows, columns = h.shape
     programs = min(rows, BACKWARD_PROGRAMS * processors(h.device))
     partials = new_partials(programs, h)
@@ -133,4 +133,4 @@ def rms_norm_backward_triton(
         RESIDUAL=dh is not None,
         **_block(columns),
     )
-    return dx, dweights.sum(0).to(weight.dtype), partials
+    return NormGradients(dx, dweights.sum(0).to(weight.dtype), partials)

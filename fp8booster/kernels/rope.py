@@ -5,19 +5,20 @@ that lie in one tensor, as one product of the three gives them.
     y = (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2)
 
 Forward rotates q and k where they lie. Backward takes the gradients of q, k and v, rotates the first two back and lays
-all three side by side: the gradient of the one tensor, with its amax. `rotate` and `rotate_back` are the entries; the
-`*_reference` functions define what they compute.
+all three side by side: the gradient of the one tensor, with its amax.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from fp8booster.kernels.device import runs_triton
+from fp8booster.kernels.operators import operator
 from fp8booster.scaling import amax_of
 
 
-def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
+@operator(writes=("qkv",))
+def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
     """Rotate the first `heads` heads of every token, in place.
 
     Args:
@@ -25,18 +26,14 @@ def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) 
         cos, sin: [1 or B, S, D], contiguous.
         heads: of q and k together.
     """
-    if runs_triton(qkv):
-        from fp8booster.kernels.rope_triton import rotate_triton
-
-        rotate_triton(qkv, cos, sin, heads)
-        torch.autograd.graph.increment_version(qkv)
-    else:
-        rotate_reference(qkv, cos, sin, heads)
+    part = qkv[:, :, :heads]
+    x1, x2 = part.float().chunk(2, -1)
+    (cos1, cos2), (sin1, sin2) = _halves(cos), _halves(sin)
+    part.copy_(torch.cat([x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2], -1))
 
 
-def rotate_back(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+@operator()
+def rotate_back(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of `qkv` from those of what it was split into after `rotate`.
 
     Args:
@@ -47,29 +44,13 @@ def rotate_back(
     Returns:
         ([B, S, Hq + 2 Hkv, D]; float32, whose largest entry is its amax).
     """
-    if runs_triton(dq):
-        from fp8booster.kernels.rope_triton import rotate_back_triton
-
-        return rotate_back_triton(dq, dk, dv, cos, sin)
-    return rotate_back_reference(dq, dk, dv, cos, sin)
-
-
-def rotate_reference(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
-    """What `rotate` computes, in torch."""
-    part = qkv[:, :, :heads]
-    x1, x2 = part.float().chunk(2, -1)
-    cos1, cos2 = cos.float().unsqueeze(2).chunk(2, -1)
-    sin1, sin2 = sin.float().unsqueeze(2).chunk(2, -1)
-    part.copy_(torch.cat([x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2], -1))
-
-
-def rotate_back_reference(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `rotate_back` computes, in torch."""
     d1, d2 = torch.cat([dq, dk], 2).float().chunk(2, -1)
-    cos1, cos2 = cos.float().unsqueeze(2).chunk(2, -1)
-    sin1, sin2 = sin.float().unsqueeze(2).chunk(2, -1)
+    (cos1, cos2), (sin1, sin2) = _halves(cos), _halves(sin)
     rotated = torch.cat([d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1], -1)
     dqkv = torch.cat([rotated.to(dq.dtype), dv], 2)
     return dqkv, amax_of(dqkv)
+
+
+def _halves(angles: Tensor) -> tuple[Tensor, ...]:
+    """Cosines or sines of a head's halves, float32 [1 or B, S, 1, D / 2] each."""
+    return angles.float().unsqueeze(2).chunk(2, -1)

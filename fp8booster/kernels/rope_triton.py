@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
@@ -133,8 +133,8 @@ def _tile(half: int, heads: int) -> dict[str, int]:
     return {"HALF": width, "HEADS": min(1 << (heads - 1).bit_length(), max(1, TILE_VALUES // width))}
 
 
-def rotate_triton(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
-    """What `rope.rotate_reference` computes."""
+def rotate_triton(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+    """`rotate`."""
     batches, sequence, all_heads, size = qkv.shape
     launch(
         rotate_kernel,
@@ -145,10 +145,8 @@ def rotate_triton(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads
     )
 
 
-def rotate_back_triton(
-    dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `rope.rotate_back_reference` computes, with its amax."""
+def rotate_back_triton(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotate_back`."""
     batches, sequence, query_heads, size = dq.shape
     key_heads = dk.shape[2]
     tokens = batches * sequence

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from fp8booster import formats
 from fp8booster.kernels.alignment import aligned
-from fp8booster.kernels.cast_triton import as_bytes, magnitude_bits, scale_from_bits, to_bits, widened
+from fp8booster.kernels.cast_triton import as_bytes, magnitude_bits, rounding, scale_from_bits, to_bits, widened
 from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.rowwise_cast import rowwise_outputs
 
 
 @triton.jit
@@ -89,9 +90,9 @@ def rowwise_cast_kernel(
 
 
 def rowwise_cast_triton(
-    matrix: torch.Tensor, dtype: torch.dtype, *, plain: bool, transposed: bool, power_of_two: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `kernels.rowwise_cast.rowwise_cast_reference` computes, byte for byte."""
+    matrix: Tensor, dtype: torch.dtype, *, plain: bool = True, transposed: bool = False, power_of_two: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rowwise_cast`, byte for byte."""
     if matrix.stride(1) != 1 and matrix.stride(0) == 1:  # a transposed view: cast what it is a view of
         one, other, one_scale, other_scale = rowwise_cast_triton(
             matrix.t(), dtype, plain=transposed, transposed=plain, power_of_two=power_of_two
@@ -99,12 +100,9 @@ def rowwise_cast_triton(
         return other, one, other_scale, one_scale
     rows, columns = matrix.shape
     out_rows, out_columns = aligned(rows), aligned(columns)
+    outputs = rowwise_outputs(matrix, dtype, plain=plain, transposed=transposed)
     matrix, columns = widened(matrix), max(columns, 2)
     row_amax, column_amax = matrix.new_zeros(out_rows + out_columns, dtype=torch.int32).split([out_rows, out_columns])
-    data = matrix.new_empty((out_rows, out_columns) if plain else 0, dtype=dtype)
-    transpose = matrix.new_empty((out_columns, out_rows) if transposed else 0, dtype=dtype)
-    inverse_scale = matrix.new_empty(out_rows if plain else 0, dtype=torch.float32)
-    transpose_inverse_scale = matrix.new_empty(out_columns if transposed else 0, dtype=torch.float32)
     tile_rows, tile_columns = 64, 128
     column_tiles = ceil_div(out_columns, tile_columns)
     programs = column_tiles * ceil_div(out_rows, tile_rows)
@@ -122,14 +120,12 @@ def rowwise_cast_triton(
     launch(
         rowwise_cast_kernel,
         programs,
-        (matrix, row_amax, column_amax, data, transpose, inverse_scale, transpose_inverse_scale),
+        (matrix, row_amax, column_amax, *outputs),
         (*sizes, out_rows, out_columns, column_tiles),
-        E4M3=dtype is formats.E4M3,
-        LIMIT=formats.MAX[dtype],
-        POWER_OF_TWO=power_of_two,
+        **rounding(dtype, power_of_two),
         PLAIN=plain,
         TRANSPOSED=transposed,
         TILE_ROWS=tile_rows,
         TILE_COLUMNS=tile_columns,
     )
-    return data, transpose, inverse_scale, transpose_inverse_scale
+    return outputs

@@ -7,18 +7,16 @@ bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+from torch import Tensor
 
 from fp8booster import scaling
 from fp8booster.kernels.cast import saturate
-from fp8booster.kernels.device import why_no_fp8
+from fp8booster.kernels.operators import operator
 
 
-def cast_shard(
-    shard: torch.Tensor, amax: torch.Tensor, out: torch.Tensor, inverse_scale: torch.Tensor, power_of_two: bool = False
-) -> None:
+@operator(rounds_to_fp8=True, writes=("out", "inverse_scale"))
+def cast_shard(shard: Tensor, amax: Tensor, out: Tensor, inverse_scale: Tensor, power_of_two: bool = False) -> None:
     """Cast a flat part of a tensor by the scale of the whole tensor's amax.
 
     Args:
@@ -31,26 +29,20 @@ def cast_shard(
     Raises:
         ValueError: `shard` or `out` is not contiguous.
     """
-    if not (shard.is_contiguous() and out.is_contiguous()):
-        raise ValueError("cast_shard reads and writes values one after the other; give contiguous tensors")
-    implementation = _pick(shard, "cast_shard")
-    implementation(shard, amax, out, inverse_scale, power_of_two)
-    if implementation is not cast_shard_reference:
-        torch.autograd.graph.increment_version([out, inverse_scale])
-
-
-def cast_shard_reference(
-    shard: torch.Tensor, amax: torch.Tensor, out: torch.Tensor, inverse_scale: torch.Tensor, power_of_two: bool
-) -> None:
-    """What `cast_shard` computes, in torch."""
+    require_contiguous(shard, out)
     scale, inverse = scaling.scale_of(amax, out.dtype, power_of_two)
     out.view(torch.uint8).copy_(saturate(shard.float() * scale, out.dtype).view(torch.uint8))
     inverse_scale.copy_(inverse)
 
 
-def unpack(
-    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor | None, weight: torch.Tensor | None
-) -> None:
+def require_contiguous(shard: Tensor, out: Tensor) -> None:
+    """Raise ValueError where what `cast_shard` reads or writes does not lie one value after the other."""
+    if not (shard.is_contiguous() and out.is_contiguous()):
+        raise ValueError("cast_shard reads and writes values one after the other; give contiguous tensors")
+
+
+@operator(rounds_to_fp8=True, writes=("transpose", "weight"))
+def unpack(matrix: Tensor, inverse_scale: Tensor, transpose: Tensor | None, weight: Tensor | None) -> None:
     """Write the transpose of an FP8 matrix, and its values in high precision, where there is memory for them.
 
     Args:
@@ -59,27 +51,7 @@ def unpack(
         transpose: [C, R] FP8, each row contiguous; written. None: it is not wanted.
         weight: [R, C], BF16, FP16 or FP32, contiguous; written. None: the values are not wanted.
     """
-    if transpose is None and weight is None:
-        return
-    implementation = _pick(matrix, "unpack")
-    implementation(matrix, inverse_scale, transpose, weight)
-    if implementation is not unpack_reference:
-        torch.autograd.graph.increment_version([each for each in (transpose, weight) if each is not None])
-
-
-def unpack_reference(
-    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor | None, weight: torch.Tensor | None
-) -> None:
-    """What `unpack` computes, in torch."""
     if transpose is not None:
         transpose.view(torch.uint8).copy_(matrix.view(torch.uint8).t())
     if weight is not None:
         weight.copy_(matrix.float() * inverse_scale)
-
-
-def _pick(tensor: torch.Tensor, name: str) -> Callable[..., None]:
-    if tensor.is_cuda and why_no_fp8(tensor.device) is None:
-        from fp8booster.kernels import shard_cast_triton  # Triton is needed only here
-
-        return getattr(shard_cast_triton, f"{name}_triton")
-    return {"cast_shard": cast_shard_reference, "unpack": unpack_reference}[name]

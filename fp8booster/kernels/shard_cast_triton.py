@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8booster import formats
-from fp8booster.kernels.cast_triton import as_bytes, magnitude_bits, scale_from_bits, to_bits
+from fp8booster.kernels.cast_triton import as_bytes, magnitude_bits, rounding, scale_from_bits, to_bits
 from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.shard_cast import require_contiguous
 
 _BLOCK = 4096
 _TILE = 64
@@ -66,26 +67,25 @@ def unpack_kernel(
 
 
 def cast_shard_triton(
-    shard: torch.Tensor, amax: torch.Tensor, out: torch.Tensor, inverse_scale: torch.Tensor, power_of_two: bool
+    shard: Tensor, amax: Tensor, out: Tensor, inverse_scale: Tensor, power_of_two: bool = False
 ) -> None:
-    """What `shard_cast.cast_shard_reference` computes, byte for byte."""
+    """`cast_shard`, byte for byte."""
+    require_contiguous(shard, out)
     launch(
         cast_shard_kernel,
         ceil_div(shard.numel(), _BLOCK),
         (shard, amax, out, inverse_scale),
         (shard.numel(),),
         num_warps=8,
-        E4M3=out.dtype is formats.E4M3,
-        LIMIT=formats.MAX[out.dtype],
-        POWER_OF_TWO=power_of_two,
+        **rounding(out.dtype, power_of_two),
         BLOCK=_BLOCK,
     )
 
 
-def unpack_triton(
-    matrix: torch.Tensor, inverse_scale: torch.Tensor, transpose: torch.Tensor | None, weight: torch.Tensor | None
-) -> None:
-    """What `shard_cast.unpack_reference` computes, byte for byte."""
+def unpack_triton(matrix: Tensor, inverse_scale: Tensor, transpose: Tensor | None, weight: Tensor | None) -> None:
+    """`unpack`, byte for byte."""
+    if transpose is None and weight is None:
+        return
     rows, columns = matrix.shape
     column_tiles = ceil_div(columns, _TILE)
     launch(

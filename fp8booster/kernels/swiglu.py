@@ -2,19 +2,20 @@
 
     y = silu(gate) * up        silu(g) = g / (1 + exp(-g)), in FP32, rounded once
 
-`swiglu` and `swiglu_backward` are the entries; the `*_reference` functions define what they compute. gate and up may be
-halves of one tensor, as one product of both gives them.
+gate and up may be halves of one tensor, as one product of both gives them.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from fp8booster.kernels.device import runs_triton
+from fp8booster.kernels.operators import operator
 from fp8booster.scaling import amax_of
 
 
-def swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+@operator()
+def swiglu(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The activation.
 
     Args:
@@ -23,14 +24,13 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     Returns:
         (y [M, F]; float32, whose largest entry is its amax).
     """
-    if runs_triton(gate):
-        from fp8booster.kernels.swiglu_triton import swiglu_triton
-
-        return swiglu_triton(gate, up)
-    return swiglu_reference(gate, up)
+    values = gate.float()
+    y = (values / (1 + (-values).exp()) * up.float()).to(gate.dtype)
+    return y, amax_of(y)
 
 
-def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+@operator()
+def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up, side by side.
 
     Args:
@@ -40,24 +40,6 @@ def swiglu_backward(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> t
     Returns:
         ([M, 2 F]: of gate, then of up; its amax as in `swiglu`).
     """
-    if runs_triton(dy):
-        from fp8booster.kernels.swiglu_triton import swiglu_backward_triton
-
-        return swiglu_backward_triton(dy, gate, up)
-    return swiglu_backward_reference(dy, gate, up)
-
-
-def swiglu_reference(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `swiglu` computes, in torch."""
-    values = gate.float()
-    y = (values / (1 + (-values).exp()) * up.float()).to(gate.dtype)
-    return y, amax_of(y)
-
-
-def swiglu_backward_reference(
-    dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `swiglu_backward` computes, in torch."""
     gradient, values = dy.float(), gate.float()
     sigmoid = 1 / (1 + (-values).exp())
     silu = values * sigmoid

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
@@ -86,9 +87,7 @@ def swiglu_backward_kernel(
     tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True))
 
 
-def _launch(
-    kernel: triton.JITFunction, tensors: tuple[torch.Tensor, ...], gate: torch.Tensor, up: torch.Tensor
-) -> torch.Tensor:
+def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], gate: Tensor, up: Tensor) -> Tensor:
     """Launch over [M, F]; returns the partial maxima, which are the kernel's last pointer."""
     rows, columns = gate.shape
     column_tiles = ceil_div(columns, TILE_COLUMNS)
@@ -106,14 +105,14 @@ def _launch(
     return partials
 
 
-def swiglu_triton(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `swiglu.swiglu_reference` computes, with its amax."""
+def swiglu_triton(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """`swiglu`."""
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     return y, _launch(swiglu_kernel, (gate, up, y), gate, up)
 
 
-def swiglu_backward_triton(dy: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `swiglu.swiglu_backward_reference` computes, with its amax."""
+def swiglu_backward_triton(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """`swiglu_backward`."""
     rows, columns = gate.shape
     dx = gate.new_empty((rows, 2 * columns))
     return dx, _launch(swiglu_backward_kernel, (dy, gate, up, dx), gate, up)

@@ -2,19 +2,20 @@
 
     y[t] = sum over j of weights[t, j] * rows[places[t, j]]
 
-`sum_rows` and `sum_rows_backward` are the entries; the `*_reference` functions define what they compute. A product is
-rounded to the dtype that torch gives it, a sum is FP32 and rounded once. On a GPU each is one launch that reads and
-writes every row once.
+A product is rounded to the dtype that torch gives it, a sum is FP32 and rounded once. On a GPU each way is one launch
+that reads and writes every row once.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-from fp8booster.kernels.device import runs_triton
+from fp8booster.kernels.operators import operator
 
 
-def sum_rows(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+@operator()
+def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
     """The weighted sum of each token's rows.
 
     Args:
@@ -25,16 +26,14 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | N
     Returns:
         [T, H] of the rows' dtype.
     """
-    if runs_triton(rows):
-        from fp8booster.kernels.token_rows_triton import sum_rows_triton  # Triton is needed only here
+    of_tokens = rows.index_select(0, places.view(-1)).view(*places.shape, rows.shape[1])
+    if weights is not None:
+        of_tokens = of_tokens * weights.unsqueeze(2)
+    return of_tokens.sum(1).to(rows.dtype)
 
-        return sum_rows_triton(rows, places, weights)
-    return sum_rows_reference(rows, places, weights)
 
-
-def sum_rows_backward(
-    gradient: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+@operator()
+def sum_rows_backward(gradient: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of rows and weights.
 
     Args:
@@ -44,25 +43,6 @@ def sum_rows_backward(
     Returns:
         ([R, H]; [T, k]), each of the dtype of what it is the gradient of.
     """
-    if runs_triton(rows):
-        from fp8booster.kernels.token_rows_triton import sum_rows_backward_triton
-
-        return sum_rows_backward_triton(gradient, rows, places, weights)
-    return sum_rows_backward_reference(gradient, rows, places, weights)
-
-
-def sum_rows_reference(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """What `sum_rows` computes, in torch."""
-    of_tokens = rows.index_select(0, places.view(-1)).view(*places.shape, rows.shape[1])
-    if weights is not None:
-        of_tokens = of_tokens * weights.unsqueeze(2)
-    return of_tokens.sum(1).to(rows.dtype)
-
-
-def sum_rows_backward_reference(
-    gradient: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `sum_rows_backward` computes, in torch."""
     of_tokens = rows.index_select(0, places.view(-1)).view(*places.shape, rows.shape[1])
     gradient = gradient.to(torch.promote_types(rows.dtype, weights.dtype)).unsqueeze(1)
     drows = (gradient * weights.unsqueeze(2)).to(rows.dtype).view(-1, rows.shape[1])

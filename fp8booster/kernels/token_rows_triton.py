@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8booster.kernels.launch import ceil_div, launch
 
@@ -74,7 +75,7 @@ def sum_rows_backward_kernel(
     tl.store(dweights + choice, tl.sum(total, 0).to(dweights.dtype.element_ty))
 
 
-def _constants(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> dict[str, object]:
+def _constants(rows: Tensor, places: Tensor, weights: Tensor | None) -> dict[str, object]:
     rounded = weights is not None and torch.promote_types(rows.dtype, weights.dtype) is not torch.float32
     block = min(LARGEST_BLOCK, 1 << (rows.shape[1] - 1).bit_length())
     # a product and a sum in one rounding would be another value
@@ -87,8 +88,8 @@ def _constants(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor |
     }
 
 
-def sum_rows_triton(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-    """What `token_rows.sum_rows_reference` computes."""
+def sum_rows_triton(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """`sum_rows`."""
     tokens, features = len(places), rows.shape[1]
     sums = rows.new_empty((tokens, features))
     constants = _constants(rows, places, weights)
@@ -104,10 +105,8 @@ def sum_rows_triton(rows: torch.Tensor, places: torch.Tensor, weights: torch.Ten
     return sums
 
 
-def sum_rows_backward_triton(
-    gradient: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `token_rows.sum_rows_backward_reference` computes; weights' gradients are summed in another order."""
+def sum_rows_backward_triton(gradient: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """`sum_rows_backward`; weights' gradients are summed in another order."""
     drows, dweights = torch.empty_like(rows), torch.empty_like(weights)
     if rows.numel():
         launch(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fp8booster.kernels.alignment import aligned
-from fp8booster.kernels.device import why_no_fp8
+from fp8booster.kernels.operators import operator
 
 
-def gathered_layouts(
-    gathered: torch.Tensor, outer: int, *, plain: bool, transposed: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def gathered_layouts(gathered: Tensor, outer: int, *, plain: bool, transposed: bool) -> tuple[Tensor, Tensor]:
     """The matrix whose rows ranks hold in pieces, and its transpose.
 
     With `outer` 1 the ranks' rows follow each other. Else each rank holds a piece of every one of `outer` groups of
@@ -36,24 +35,18 @@ def gathered_layouts(
     if transposed:
         transpose = gathered.new_empty(columns, aligned(total))
     if plain or transposed:
-        if gathered.is_cuda and why_no_fp8(gathered.device) is None:
-            # Triton is needed only here
-            from fp8booster.kernels.transpose_triton import order_triton as implementation
-        else:
-            implementation = order_reference
-        implementation(gathered, outer, data if plain else None, transpose if transposed else None)
+        order(gathered, outer, data if plain else None, transpose if transposed else None)
     return data, transpose
 
 
-def transposed(matrix: torch.Tensor) -> torch.Tensor:
+def transposed(matrix: Tensor) -> Tensor:
     """The transpose of one FP8 matrix [R, C]: [C, R16], the bytes that a cast under one scale would give."""
     _, transpose = gathered_layouts(matrix.view(torch.uint8).unsqueeze(0), 1, plain=False, transposed=True)
     return transpose.view(matrix.dtype)
 
 
-def order_reference(
-    gathered: torch.Tensor, outer: int, data: torch.Tensor | None, transpose: torch.Tensor | None
-) -> None:
+@operator(rounds_to_fp8=True)
+def order(gathered: Tensor, outer: int, data: Tensor | None, transpose: Tensor | None) -> None:
     """Write the matrix, its transpose or both, as `gathered_layouts` has them."""
     ranks, rows, columns = gathered.shape
     ordered = gathered.view(ranks, outer, rows // outer, columns).transpose(0, 1).reshape(-1, columns)

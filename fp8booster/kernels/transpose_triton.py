@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.launch import ceil_div, launch
@@ -42,8 +42,8 @@ def order_kernel(
         tl.store(transpose + tl.trans(column * padded + row), tl.trans(bits), mask=tl.trans(inside))
 
 
-def order_triton(gathered: torch.Tensor, outer: int, data: torch.Tensor | None, transpose: torch.Tensor | None) -> None:
-    """What `transpose.order_reference` writes, byte for byte."""
+def order_triton(gathered: Tensor, outer: int, data: Tensor | None, transpose: Tensor | None) -> None:
+    """`order`, byte for byte."""
     ranks, rows, columns = gathered.shape
     padded, column_tiles = aligned(ranks * rows), ceil_div(columns, _TILE)
     launch(

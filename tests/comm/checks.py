@@ -8,7 +8,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from unittest.mock import patch
 
@@ -19,8 +19,8 @@ from fp8booster import comm, formats
 from fp8booster.comm import Encoding
 from fp8booster.comm.one_sided import mailbox_of
 from fp8booster.comm.threshold import MINIMUM_BYTES, ON_THE_CPU
-from fp8booster.kernels import block_cast
 from fp8booster.kernels.alignment import aligned
+from fp8booster.kernels.operators import Operator
 from fp8booster.monitor.traffic import count_traffic
 from tests.comm.bounds import assert_within, block_amax, rounding_bound
 
@@ -536,28 +536,23 @@ def means_of_the_largest_values_are_finite() -> None:
                 torch.testing.assert_close(found, torch.full_like(found, value), rtol=2**-4, atol=0)
 
 
-class Silent:
-    """Kernels that write as those of a GPU do: no version counter is raised."""
+def silent(operator: Operator) -> Callable[..., object]:
+    """Kernels that write as those of a GPU do: they raise no version counter."""
 
-    @staticmethod
-    def encode(values, message, *rest) -> None:
-        block_cast.Reference.encode(values, message.data, *rest)
+    def write(*arguments: object) -> object:
+        return operator.reference(*[each.data if isinstance(each, torch.Tensor) else each for each in arguments])
 
-    @staticmethod
-    def encode_parts(tensors, message, *rest) -> None:
-        block_cast.Reference.encode_parts(tensors, message.data, *rest)
+    return write
 
-    @staticmethod
-    def decode(message, values, *rest) -> None:
-        block_cast.Reference.decode(message, values.data, *rest)
 
-    @staticmethod
-    def decode_sum(messages, values, *rest) -> None:
-        block_cast.Reference.decode_sum(messages, values.data, *rest)
-
-    @staticmethod
-    def decode_sum_encode(messages, message, *rest) -> None:
-        block_cast.Reference.decode_sum_encode(messages, message.data, *rest)
+@contextmanager
+def silent_kernels() -> Iterator[None]:
+    """Where kernels run on the CPU too."""
+    with (
+        patch.object(Operator, "uses_triton", lambda self, tensor: True),
+        patch.object(Operator, "triton", property(silent)),
+    ):
+        yield
 
 
 def writers(min_bytes: int) -> dict[str, tuple[list[torch.Tensor], Callable[[bool], object]]]:
@@ -599,10 +594,9 @@ def writers(min_bytes: int) -> dict[str, tuple[list[torch.Tensor], Callable[[boo
 
 @check
 def what_is_written_has_a_new_version() -> None:
-    silent = patch.object(block_cast, "_implementation", lambda tensor: Silent)
     for min_bytes, later in product((0, 2**30), (False, True)):
         for name, (written, call) in writers(min_bytes).items():
-            with silent if DEVICE.type == "cpu" else nullcontext():
+            with silent_kernels() if DEVICE.type == "cpu" else nullcontext():
                 before = [tensor._version for tensor in written]
                 work = call(later)
                 begun = [tensor._version for tensor in written]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fp8booster import comm
 from fp8booster.comm import Encoding, coalesced, collectives, one_sided
 from fp8booster.comm.one_sided import Mailbox, PeerMemory, mailbox_of
-from fp8booster.kernels import block_cast
+from fp8booster.kernels.operators import Operator
 from tests.distributed import run_ranks
 
 SENTENCES = ("capacity is 0; give", "is for GPUs, and torch sees none", "groups inside one node")
@@ -120,8 +120,6 @@ def shared_memory(folder: str) -> PeerMemory:
 
 def read_from_peers(folder: str) -> tuple[list[str], list[int]]:
     """What went wrong, and how many streams waited for another so far, after each round of calls."""
-    from fp8booster.kernels import block_cast_triton
-
     mailbox = Mailbox(dist.get_rank(), torch.device("cuda", 0), shared_memory(folder))
     stream = MagicMock()
     current: list[int] = []
@@ -133,7 +131,7 @@ def read_from_peers(folder: str) -> tuple[list[str], list[int]]:
     with (
         patch.object(collectives, "mailbox_of", fits),
         patch.object(coalesced, "mailbox_of", fits),
-        patch.object(block_cast, "_implementation", lambda tensor: block_cast_triton),
+        patch.object(Operator, "uses_triton", lambda self, tensor: True),
         patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: current[-1], create=True),
         patch.object(torch.cuda, "current_stream", lambda device: stream),
     ):

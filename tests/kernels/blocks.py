@@ -36,17 +36,17 @@ def norm_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[
                 return made, amax
 
             def forward_reference(x=x, weight=weight, residual=residual):
-                return list(rms_norm.rms_norm_reference(x, weight, 1e-5, residual)[:3])
+                return list(rms_norm.rms_norm.reference(x, weight, 1e-5, residual)[:3])
 
             yield f"rms norm {name}", forward, forward_reference
-            h, inverse = x, rms_norm.rms_norm_reference(x, weight, 1e-5).inverse_rms
+            h, inverse = x, rms_norm.rms_norm.reference(x, weight, 1e-5).inverse_rms
 
             def backward(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual):
                 *made, amax = _triton("rms_norm").rms_norm_backward_triton(dy, h, weight, inverse, dh)
                 return made, amax
 
             def backward_reference(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual):
-                return list(rms_norm.rms_norm_backward_reference(dy, h, weight, inverse, dh)[:2])
+                return list(rms_norm.rms_norm_backward.reference(dy, h, weight, inverse, dh)[:2])
 
             yield f"rms norm's backward {name}", backward, backward_reference
 
@@ -64,7 +64,7 @@ def swiglu_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterato
                 y, amax = _triton("swiglu").swiglu_triton(gate, up)
                 return [y], amax
 
-            yield f"SwiGLU {name}", forward, lambda gate=gate, up=up: [swiglu.swiglu_reference(gate, up)[0]]
+            yield f"SwiGLU {name}", forward, lambda gate=gate, up=up: [swiglu.swiglu.reference(gate, up)[0]]
 
             def backward(dy=dy, gate=gate, up=up):
                 dx, amax = _triton("swiglu").swiglu_backward_triton(dy, gate, up)
@@ -73,7 +73,7 @@ def swiglu_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterato
             yield (
                 f"SwiGLU's backward {name}",
                 backward,
-                lambda dy=dy, gate=gate, up=up: [swiglu.swiglu_backward_reference(dy, gate, up)[0]],
+                lambda dy=dy, gate=gate, up=up: [swiglu.swiglu_backward.reference(dy, gate, up)[0]],
             )
 
 
@@ -94,7 +94,7 @@ def rope_cases(device: torch.device, shapes: list[tuple[int, ...]]) -> Iterator[
             yield (
                 f"rope {name}",
                 lambda rotated=rotated: (rotated(_triton("rope").rotate_triton), None),
-                lambda rotated=rotated: rotated(rope.rotate_reference),
+                lambda rotated=rotated: rotated(rope.rotate.reference),
             )
             # as attention gives them: [B, H, S, D] in memory
             dq, dk, dv = (
@@ -109,7 +109,7 @@ def rope_cases(device: torch.device, shapes: list[tuple[int, ...]]) -> Iterator[
             yield (
                 f"rope's backward {name}",
                 back,
-                lambda dq=dq, dk=dk, dv=dv, cos=cos, sin=sin: [rope.rotate_back_reference(dq, dk, dv, cos, sin)[0]],
+                lambda dq=dq, dk=dk, dv=dv, cos=cos, sin=sin: [rope.rotate_back.reference(dq, dk, dv, cos, sin)[0]],
             )
 
 
@@ -132,7 +132,7 @@ def token_cases(device: torch.device, shapes: list[tuple[int, int, int]]) -> Ite
                 return [_triton("token_rows").sum_rows_triton(rows, places, weights)], None
 
             def forward_reference(rows=rows, places=places, weights=weights):
-                return [token_rows.sum_rows_reference(rows, places, weights)]
+                return [token_rows.sum_rows.reference(rows, places, weights)]
 
             yield f"sums of rows {name}", forward, forward_reference
             if weights is None:
@@ -142,7 +142,7 @@ def token_cases(device: torch.device, shapes: list[tuple[int, int, int]]) -> Ite
                 return list(_triton("token_rows").sum_rows_backward_triton(dy, rows, places, weights)), None
 
             def backward_reference(dy=dy, rows=rows, places=places, weights=weights):
-                return list(token_rows.sum_rows_backward_reference(dy, rows, places, weights))
+                return list(token_rows.sum_rows_backward.reference(dy, rows, places, weights))
 
             yield f"sums of rows, backward {name}", backward, backward_reference
 

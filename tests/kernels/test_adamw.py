@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8booster.kernels.adam_step import AdamShards, factors
-from fp8booster.kernels.adamw import update, update_reference
+from fp8booster.kernels.adamw import update
 from tests.kernels.adam_shards import COUNTS, RATES, copied, far_apart, shards
 
 
@@ -110,7 +110,7 @@ def test_triton_computes_what_the_reference_does(case, dtype, gradients) -> None
             ours.gradients[-1][COUNTS[-1] // 2] = math.nan
         theirs, versions = copied(ours), [value._version for value in ours.values]
         amaxes = update(ours, rates, divisor)
-        update_reference(
+        update.reference(
             AdamShards(*([each.float() for each in tensors] for tensors in theirs))
             if dtype is torch.float32
             else theirs,
@@ -143,5 +143,5 @@ def test_factors_give_the_update(case) -> None:
         first.lerp_(gradient, 1 - beta1)
         second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         value.sub_(step_size * first / (second.sqrt() / root + rates.eps))
-    update_reference(theirs, rates)
+    update.reference(theirs, rates)
     assert far_apart(ours, theirs) == []

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fp8booster import formats
 from fp8booster.kernels import block_cast
-from fp8booster.kernels.block_cast import Reference
 from fp8booster.kernels.cast import saturate
 from fp8booster.kernels.message_layout import MessageLayout, Peers
 from fp8booster.scaling import scale_of
@@ -26,7 +26,14 @@ PIECES = [
     ((4096, 4096, 4096), 9000),
 ]
 BLOCKS = (32, 256, 1024, None)
+OPERATORS = ("encode", "decode", "decode_sum", "decode_sum_encode")
+REFERENCE = SimpleNamespace(**{name: getattr(block_cast, name).reference for name in OPERATORS})
 SETTINGS = list(product(formats.FORMATS, (False, True)))
+
+
+def triton_kernels() -> SimpleNamespace:
+    """The operators of `block_cast` as Triton computes them."""
+    return SimpleNamespace(**{name: getattr(block_cast, name).triton for name in OPERATORS})
 
 
 def gradient_like(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -78,7 +85,7 @@ def test_a_message_holds_each_block_cast_by_its_own_scale(block, source, dtype, 
     for counts, total in PIECES:
         layout = MessageLayout(counts, block)
         values = gradient_like(total, source)
-        message = encoded(Reference, values, layout, dtype, power_of_two)
+        message = encoded(REFERENCE, values, layout, dtype, power_of_two)
         decoded = torch.full((total,), 7.0)
         block_cast.decode(message, decoded, layout, dtype)
         for piece, count in enumerate(counts):
@@ -98,7 +105,7 @@ def test_a_message_holds_each_block_cast_by_its_own_scale(block, source, dtype, 
 def test_pieces_are_added_in_fp32_in_order_and_cast_again(block) -> None:
     torch.manual_seed(0)
     layout = MessageLayout.even(1000, 3, block)
-    message = encoded(Reference, gradient_like(3000), layout, formats.E4M3, False)
+    message = encoded(REFERENCE, gradient_like(3000), layout, formats.E4M3, False)
     decoded, thirds = torch.empty(3, 1000), torch.empty(3, 1000)
     block_cast.decode(message, decoded.view(-1), layout, formats.E4M3)
     for piece, third in zip(message.split(layout.sizes), thirds, strict=True):
@@ -114,7 +121,7 @@ def test_pieces_are_added_in_fp32_in_order_and_cast_again(block) -> None:
     one = MessageLayout.even(1000, 1, block)
     again = torch.full((one.bytes,), 0x55, dtype=torch.uint8)
     block_cast.decode_sum_encode(message, again, layout, formats.E4M3, factor=1 / 3)
-    assert torch.equal(again, encoded(Reference, expected, one, formats.E4M3, False))
+    assert torch.equal(again, encoded(REFERENCE, expected, one, formats.E4M3, False))
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
@@ -177,7 +184,7 @@ def encoded_parts(
     implementation: object, tensors: list[torch.Tensor], layout: MessageLayout, dtype: torch.dtype
 ) -> torch.Tensor:
     message = torch.full((layout.bytes,), 0xAA, dtype=torch.uint8, device=tensors[0].device)
-    implementation.encode_parts(tensors, message, layout, dtype, True)
+    implementation.encode(tensors, message, layout, dtype, True)
     return message
 
 
@@ -188,13 +195,13 @@ def test_parts_of_tensors_lie_side_by_side_in_each_piece(block) -> None:
         tensors = [gradient_like(size).view(2, -1) for size in sizes]
         layout = MessageLayout.even(sum(sizes) // 2, 2, block)
         whole = torch.cat([torch.cat([tensor[piece] for tensor in tensors]) for piece in (0, 1)])
-        expected = encoded(Reference, whole, layout, formats.E4M3, True)
+        expected = encoded(REFERENCE, whole, layout, formats.E4M3, True)
         assert torch.equal(encoded_parts(block_cast, tensors, layout, formats.E4M3), expected)
 
 
 def differing_parts(device: str, exact: bool) -> list[str]:
     """What the kernel encodes otherwise than the reference; `exact` values are held exactly by FP8."""
-    from fp8booster.kernels import block_cast_triton
+    kernels = triton_kernels()
 
     torch.manual_seed(0)
     wrong = []
@@ -205,8 +212,8 @@ def differing_parts(device: str, exact: bool) -> list[str]:
         else:
             tensors = [gradient_like(size).to(device) for size in sizes]
         for _ in range(1 if exact else 50):
-            ours = encoded_parts(block_cast_triton, tensors, layout, dtype)
-            if not torch.equal(ours, encoded_parts(Reference, tensors, layout, dtype)):
+            ours = encoded_parts(kernels, tensors, layout, dtype)
+            if not torch.equal(ours, encoded_parts(REFERENCE, tensors, layout, dtype)):
                 wrong.append(f"{sizes} {block} {dtype}")
     return wrong
 
@@ -218,7 +225,7 @@ def test_parts_of_tensors_have_the_bytes_of_the_reference_every_time() -> None:
 
 def interpreted_kernels_agree() -> list[str]:
     """What differs where the interpreter rounds as the hardware does: on values that FP8 holds exactly."""
-    from fp8booster.kernels import block_cast_triton
+    kernels = triton_kernels()
 
     torch.manual_seed(0)
     wrong = []
@@ -228,42 +235,42 @@ def interpreted_kernels_agree() -> list[str]:
         # three bits each, beside the largest value of the format or alone: exact at any power of two
         values = (torch.randint(-7, 8, (total,)) * 8.0).to(source)
         values[:: block or total] = formats.MAX[dtype]
-        ours = encoded(block_cast_triton, values, layout, dtype, True)
-        reference = encoded(Reference, values, layout, dtype, True)
+        ours = encoded(kernels, values, layout, dtype, True)
+        reference = encoded(REFERENCE, values, layout, dtype, True)
         case = f"{counts} {block} {dtype} {power_of_two} {source}"
         if not torch.equal(ours, reference):
             wrong.append(f"encode {case}")
         outputs = [torch.full((total,), fill, dtype=torch.float32) for fill in (1.0, 2.0)]
-        block_cast_triton.decode(reference, outputs[0], layout, dtype)
-        Reference.decode(reference, outputs[1], layout, dtype)
+        kernels.decode(reference, outputs[0], layout, dtype)
+        REFERENCE.decode(reference, outputs[1], layout, dtype)
         if not torch.equal(*outputs):
             wrong.append(f"decode {case}")
         random = gradient_like(total, source)
-        ours = encoded(block_cast_triton, random, layout, dtype, power_of_two)
-        reference = encoded(Reference, random, layout, dtype, power_of_two)
+        ours = encoded(kernels, random, layout, dtype, power_of_two)
+        reference = encoded(REFERENCE, random, layout, dtype, power_of_two)
         for offset, count, size in zip(layout.offsets, layout.counts, layout.sizes, strict=True):
             scales = slice(offset + layout.payload_bytes(count), offset + size)
             if not torch.equal(ours[scales], reference[scales]):
                 wrong.append(f"scales {case}")
         if layout.is_even:
             sums = [torch.full((counts[0],), fill) for fill in (1.0, 2.0)]
-            for implementation, output in zip((block_cast_triton, Reference), sums, strict=True):
+            for implementation, output in zip((kernels, REFERENCE), sums, strict=True):
                 implementation.decode_sum(reference, output, layout, dtype, 1 / 3)
             if not torch.equal(*sums):
                 wrong.append(f"decode_sum {case}")
         if layout.is_even:
             peers, _memory = held_by_peers(reference, layout)
             outputs = [torch.full((total,), fill, dtype=torch.float32) for fill in (1.0, 2.0)]
-            block_cast_triton.decode(peers, outputs[0], layout, dtype)
-            Reference.decode(reference, outputs[1], layout, dtype)
-            block_cast_triton.decode_sum(peers, sums[0], layout, dtype, 1 / 3)
+            kernels.decode(peers, outputs[0], layout, dtype)
+            REFERENCE.decode(reference, outputs[1], layout, dtype)
+            kernels.decode_sum(peers, sums[0], layout, dtype, 1 / 3)
             if not (torch.equal(*outputs) and torch.equal(*sums)):
                 wrong.append(f"pieces of peers {case}")
         if layout.is_even and block is not None:
-            exact = encoded(Reference, values, layout, dtype, True)
+            exact = encoded(REFERENCE, values, layout, dtype, True)
             one = MessageLayout(counts[:1], block)
             again = [torch.full((one.bytes,), fill, dtype=torch.uint8) for fill in (0x55, 0xAA)]
-            for implementation, message in zip((block_cast_triton, Reference), again, strict=True):
+            for implementation, message in zip((kernels, REFERENCE), again, strict=True):
                 implementation.decode_sum_encode(exact, message, layout, dtype, True, 2.0 ** -len(counts))
             if len(counts) == 1 and not torch.equal(*again):
                 wrong.append(f"decode_sum_encode {case}")
@@ -298,7 +305,7 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor, layout: MessageLayout, dt
 @pytest.mark.parametrize(("dtype", "power_of_two"), SETTINGS)
 @pytest.mark.parametrize("source", formats.HIGH_PRECISION)
 def test_the_kernels_have_the_bytes_of_the_reference_every_time(source, dtype, power_of_two) -> None:
-    from fp8booster.kernels import block_cast_triton
+    kernels = triton_kernels()
 
     torch.manual_seed(0)
     edges = torch.tensor([0.0, -0.0, 1e-45, 1e-38, -1e-30, 65504.0, 3e38, math.inf, -math.inf, math.nan, 448, 57344])
@@ -309,28 +316,28 @@ def test_the_kernels_have_the_bytes_of_the_reference_every_time(source, dtype, p
         if total > 5000:
             values[2000 : 2000 + edges.numel()] = edges
         values = values.to(source).cuda()
-        reference = encoded(Reference, values, layout, dtype, power_of_two)
+        reference = encoded(REFERENCE, values, layout, dtype, power_of_two)
         decoded = torch.empty_like(values)
-        Reference.decode(reference, decoded, layout, dtype)
+        REFERENCE.decode(reference, decoded, layout, dtype)
         for _ in range(50):
-            assert same_bytes(encoded(block_cast_triton, values, layout, dtype, power_of_two), reference, layout, dtype)
+            assert same_bytes(encoded(kernels, values, layout, dtype, power_of_two), reference, layout, dtype)
             output = torch.full_like(values, 3)
-            block_cast_triton.decode(reference, output, layout, dtype)
+            kernels.decode(reference, output, layout, dtype)
             assert torch.equal(output.nan_to_num(7), decoded.nan_to_num(7))
         if not layout.is_even:
             continue
         total_of_pieces, output = (torch.empty(counts[0], dtype=source, device="cuda") for _ in range(2))
-        Reference.decode_sum(reference, total_of_pieces, layout, dtype, 1 / 3)
+        REFERENCE.decode_sum(reference, total_of_pieces, layout, dtype, 1 / 3)
         peers, _memory = held_by_peers(reference, layout)
         for holder in (reference, peers):
-            block_cast_triton.decode_sum(holder, output, layout, dtype, 1 / 3)
+            kernels.decode_sum(holder, output, layout, dtype, 1 / 3)
             assert torch.equal(output.nan_to_num(7), total_of_pieces.nan_to_num(7))
         output = torch.full_like(values, 3)
-        block_cast_triton.decode(peers, output, layout, dtype)
+        kernels.decode(peers, output, layout, dtype)
         assert torch.equal(output.nan_to_num(7), decoded.nan_to_num(7))
         if block is not None:
             one = MessageLayout(counts[:1], block)
             expected, again = (torch.zeros(one.bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
-            Reference.decode_sum_encode(reference, expected, layout, dtype, power_of_two, 1 / 3)
-            block_cast_triton.decode_sum_encode(reference, again, layout, dtype, power_of_two, 1 / 3)
+            REFERENCE.decode_sum_encode(reference, expected, layout, dtype, power_of_two, 1 / 3)
+            kernels.decode_sum_encode(reference, again, layout, dtype, power_of_two, 1 / 3)
             assert same_bytes(again, expected, one, dtype)

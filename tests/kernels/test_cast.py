@@ -7,7 +7,7 @@ import torch
 
 from fp8booster import formats
 from fp8booster.kernels.alignment import aligned
-from fp8booster.kernels.cast import cast, cast_reference, saturate
+from fp8booster.kernels.cast import cast, saturate
 from fp8booster.scaling import amax_of, scale_of
 
 MANTISSA_BITS = {formats.E4M3: 3, formats.E5M2: 2}
@@ -156,9 +156,9 @@ def test_the_largest_value_comes_back_whatever_its_magnitude(exponent, device) -
 def test_the_reference_compiled_has_the_bits_of_eager(source, power_of_two, device) -> None:
     matrix = torch.randn(50, 70, device=device).mul(1e-2).to(source)
     options = {"plain": True, "transposed": True, "power_of_two": power_of_two, "amax": None}
-    compiled = torch.compile(cast_reference, fullgraph=True)
+    compiled = torch.compile(cast.reference, fullgraph=True)
     for eager, other in zip(
-        cast_reference(matrix, formats.E5M2, **options), compiled(matrix, formats.E5M2, **options), strict=True
+        cast.reference(matrix, formats.E5M2, **options), compiled(matrix, formats.E5M2, **options), strict=True
     ):
         assert torch.equal(bits(eager), bits(other))
 
@@ -178,7 +178,7 @@ def test_cast_equals_its_reference_byte_for_byte(device) -> None:
         matrix = torch.randn(shape, device=device, dtype=torch.bfloat16)
         for dtype in formats.FORMATS:
             ours = cast(matrix, dtype, transposed=True)
-            reference = cast_reference(matrix, dtype, plain=True, transposed=True, power_of_two=False, amax=None)
+            reference = cast.reference(matrix, dtype, plain=True, transposed=True, power_of_two=False, amax=None)
             for one, other in zip(ours, reference, strict=True):
                 assert torch.equal(bits(one), bits(other))
 

@@ -11,15 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from fp8booster import formats
-from fp8booster.kernels import cross_entropy as cross_entropy_module
-from fp8booster.kernels.cross_entropy import (
-    cross_entropy,
-    cross_entropy_reference,
-    logsumexp_reference,
-    write_gradient,
-    write_gradient_reference,
-)
-from fp8booster.kernels.multiply import multiply_, multiply_reference_
+from fp8booster.kernels.cross_entropy import cross_entropy, logsumexp, write_gradient
+from fp8booster.kernels.multiply import multiply_
+from fp8booster.kernels.operators import Operator
 from fp8booster.scaling import amax_of
 from tests.distributed import run_ranks
 from tests.kernels.blocks import within_rounding
@@ -70,7 +64,7 @@ def both(
     reference = logits.clone()
     options = {"ignore_index": ignore_index, "factor": factor}
     losses, amax = cross_entropy_triton(written, targets, **options)
-    return (losses, written), (cross_entropy_reference(reference, targets, **options), reference), amax
+    return (losses, written), (cross_entropy.reference(reference, targets, **options)[0], reference), amax
 
 
 def kernel_differs(device: torch.device, shapes: list[tuple[int, int]], every: bool) -> Iterator[str]:
@@ -127,13 +121,13 @@ def logsumexp_differs(device: torch.device, shapes: list[tuple[int, int]], every
             targets = targets_of(rows, columns, device)
             ours = logsumexp_triton(logits, targets, ignore_index=IGNORED)
             right = logits.double().logsumexp(1).where(targets != IGNORED, 0.0).float()
-            for found in (ours, logsumexp_reference(logits, targets, ignore_index=IGNORED)):
+            for found in (ours, logsumexp.reference(logits, targets, ignore_index=IGNORED)):
                 if not within_rounding(found, right):
                     yield f"logsumexp {rows} x {columns} {dtype}"
         for name, logits in special_logits(dtype, device):
             targets = torch.zeros(3, dtype=torch.int64, device=device)
             ours = logsumexp_triton(logits, targets, ignore_index=IGNORED)
-            right = logsumexp_reference(logits, targets, ignore_index=IGNORED)
+            right = logsumexp.reference(logits, targets, ignore_index=IGNORED)
             finite = right.isfinite()
             if not same(ours[~finite], right[~finite]) or not within_rounding(ours[finite], right[finite]):
                 yield f"logsumexp of {name} {dtype}"
@@ -153,13 +147,13 @@ def written_gradient_differs(device: torch.device, shapes: list[tuple[int, int]]
             for pad in (0, 3) if columns in (100, 5000) else (0,):
                 for last in (2.0, math.nan):
                     logits = logits_of(rows, columns, dtype, device, pad)
-                    logsumexp = logits.double().logsumexp(1).float() + 0.5
-                    logsumexp[-1] += last
+                    sums = logits.double().logsumexp(1).float() + 0.5
+                    sums[-1] += last
                     ours = torch.empty_strided(logits.shape, logits.stride(), dtype=dtype, device=device)
                     ours.copy_(logits)
                     options = {"ignore_index": IGNORED, "factor": factor}
-                    amax = write_gradient_triton(ours, targets, logsumexp, **options)
-                    write_gradient_reference(logits, targets, logsumexp, **options)
+                    amax = write_gradient_triton(ours, targets, sums, **options)
+                    write_gradient.reference(logits, targets, sums, **options)
                     case = f"gradient {rows} x {columns} + {pad} {dtype} {last}"
                     numbers = ~logits.isnan()
                     if not torch.equal(numbers, ~ours.isnan()):
@@ -169,7 +163,7 @@ def written_gradient_differs(device: torch.device, shapes: list[tuple[int, int]]
                     if not same(amax.amax(), amax_of(ours)):
                         yield f"{case}: amax"
     for empty in (logits[:0], logits[:, :0]):
-        if write_gradient_triton(empty, targets[: len(empty)], logsumexp[: len(empty)], **options) != 0:
+        if write_gradient_triton(empty, targets[: len(empty)], sums[: len(empty)], **options) != 0:
             yield f"{tuple(empty.shape)}"
 
 
@@ -182,7 +176,7 @@ def writing_is_not_counted() -> Iterator[str]:
             logits, targets, torch.ones(3), ignore_index=IGNORED, factor=factor
         ),
     }
-    with mock.patch.object(cross_entropy_module, "runs_triton", return_value=True):
+    with mock.patch.object(Operator, "uses_triton", return_value=True):
         for name, call in calls.items():
             logits = torch.randn(3, 20)
             call(logits)
@@ -192,7 +186,7 @@ def writing_is_not_counted() -> Iterator[str]:
 
 def multiplication_differs(device: torch.device, sizes: list[int]) -> Iterator[str]:
     """The same for the multiplication by one number."""
-    from fp8booster.kernels.multiply_triton import multiply_triton_
+    from fp8booster.kernels.multiply_triton import multiply_triton
 
     for dtype in formats.HIGH_PRECISION:
         for size in sizes:
@@ -200,8 +194,8 @@ def multiplication_differs(device: torch.device, sizes: list[int]) -> Iterator[s
                 tensor, factor = (torch.randn(size, device=device).to(dtype), torch.tensor(number, device=device))
                 if number == 0.3 and device.type == "cpu" and dtype is torch.bfloat16:
                     continue  # the interpreter rounds FP32 to BF16 otherwise than the hardware
-                right = multiply_reference_(tensor.clone(), factor)
-                if not same_values(multiply_triton_(tensor.clone(), factor), right):
+                right = multiply_.reference(tensor.clone(), factor)
+                if not same_values(multiply_triton(tensor.clone(), factor), right):
                     yield f"{size} {dtype} by {number}"
 
 
@@ -244,7 +238,7 @@ def test_rows_beyond_two_billion_values_are_reached() -> None:
     factor = torch.tensor(1.0, device=device)
     last = logits[-8:].clone()
     losses, _ = cross_entropy(logits, targets, ignore_index=IGNORED, factor=factor)
-    right = cross_entropy_reference(last, targets[-8:], ignore_index=IGNORED, factor=factor)
+    right, _ = cross_entropy.reference(last, targets[-8:], ignore_index=IGNORED, factor=factor)
     assert within_rounding(losses[-8:], right)
     assert within_rounding(logits[-8:], last)
 
@@ -267,18 +261,18 @@ def test_loss_and_gradient_are_those_of_torch_in_double_precision(dtype: torch.d
 def test_the_gradient_alone_is_that_of_whole_rows(dtype: torch.dtype, device) -> None:
     logits, targets = logits_of(33, 130, dtype, device), targets_of(33, 130, device)
     factor = torch.tensor(0.25, device=device)
-    logsumexp = logits.double().logsumexp(1).float()
+    sums = logits.double().logsumexp(1).float()
     whole, left, right = logits.clone(), logits[:, :70].clone(), logits[:, 70:].clone()
     cross_entropy(whole, targets, ignore_index=IGNORED, factor=factor)
     for part, first in ((left, 0), (right, 70)):
         columns = torch.where(targets == IGNORED, IGNORED, targets - first)
-        amax = write_gradient(part, columns, logsumexp, ignore_index=IGNORED, factor=factor)
+        amax = write_gradient(part, columns, sums, ignore_index=IGNORED, factor=factor)
         if amax is not None:
             assert torch.equal(amax.amax(), amax_of(part))
     rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(torch.cat((left, right), 1), whole, rtol=rounding, atol=1e-6)
-    logsumexp[:] = torch.nan
-    write_gradient(left, targets, logsumexp, ignore_index=IGNORED, factor=factor)
+    sums[:] = torch.nan
+    write_gradient(left, targets, sums, ignore_index=IGNORED, factor=factor)
     assert torch.equal(left.isnan().all(1), targets != IGNORED)
     assert not left[targets == IGNORED].any()
 

@@ -11,11 +11,11 @@ import torch
 
 from fp8booster import formats
 from fp8booster.kernels import block_cast
-from fp8booster.kernels.cast import cast, cast_reference, saturate
+from fp8booster.kernels.cast import cast, saturate
 from fp8booster.kernels.many_cast import ManyCast
 from fp8booster.kernels.message_layout import MessageLayout
-from fp8booster.kernels.rowwise_cast import rowwise_cast, rowwise_cast_reference
-from fp8booster.kernels.shard_cast import cast_shard, cast_shard_reference, unpack, unpack_reference
+from fp8booster.kernels.rowwise_cast import rowwise_cast
+from fp8booster.kernels.shard_cast import cast_shard, unpack
 from fp8booster.scaling import amax_of, scale_of
 from tests.kernels.matrices import SHAPES, VIEWS, same, special, spread
 
@@ -66,7 +66,7 @@ def test_a_cast_is_its_reference(plain, transposed, dtype, power_of_two, source)
             assert_same_every_time(
                 case,
                 lambda matrix=matrix, amax=amax: cast(matrix, dtype, amax=amax, **options),
-                cast_reference(matrix, dtype, amax=amax, **options),
+                cast.reference(matrix, dtype, amax=amax, **options),
             )
 
 
@@ -79,7 +79,7 @@ def test_a_rowwise_cast_is_its_reference(plain, transposed, dtype, power_of_two,
         assert_same_every_time(
             case,
             lambda matrix=matrix: rowwise_cast(matrix, dtype, **options),
-            rowwise_cast_reference(matrix, dtype, **options),
+            rowwise_cast.reference(matrix, dtype, **options),
         )
 
 
@@ -95,7 +95,7 @@ def test_a_shard_cast_and_its_unpacking_are_their_references(dtype, power_of_two
             implementation(shard, amax, out, inverse_scale, power_of_two)
             return out, inverse_scale
 
-        expected = cast_it(cast_shard_reference)
+        expected = cast_it(cast_shard.reference)
         assert_same_every_time(case, cast_it, expected)
         packed, inverse_scale = expected[0].view(matrix.shape), expected[1]
 
@@ -107,7 +107,7 @@ def test_a_shard_cast_and_its_unpacking_are_their_references(dtype, power_of_two
             implementation(packed, inverse_scale, transpose, weight)
             return transpose, weight.float()
 
-        assert_same_every_time(case, unpack_it, unpack_it(unpack_reference))
+        assert_same_every_time(case, unpack_it, unpack_it(unpack.reference))
 
 
 @pytest.fixture(scope="module")
@@ -139,13 +139,13 @@ def test_a_cast_reaches_beyond_two_billion_values(huge) -> None:
 def test_a_rowwise_cast_reaches_beyond_two_billion_values(huge) -> None:
     data, transpose, inverse_scale, transpose_inverse_scale = rowwise_cast(huge, formats.E4M3, transposed=True)
     for rows in (slice(0, 16), slice(-32, -16), slice(-16, None)):
-        expected, _, scales, _ = rowwise_cast_reference(
+        expected, _, scales, _ = rowwise_cast.reference(
             huge[rows], formats.E4M3, plain=True, transposed=False, power_of_two=True
         )
         assert same(data[rows], expected)
         assert torch.equal(inverse_scale[rows], scales)
     for columns in (slice(0, 16), slice(-16, None)):
-        _, expected, _, scales = rowwise_cast_reference(
+        _, expected, _, scales = rowwise_cast.reference(
             huge[:, columns], formats.E4M3, plain=False, transposed=True, power_of_two=True
         )
         assert same(transpose[columns], expected)
@@ -179,9 +179,9 @@ def test_a_message_reaches_to_two_billion_values() -> None:
     block_cast.encode(values, message, layout, formats.E4M3)
     of_last = MessageLayout.even(4096, 1, 256)
     expected = torch.empty(of_last.bytes, dtype=torch.uint8, device=DEVICE)
-    block_cast.Reference.encode(values[last], expected, of_last, formats.E4M3, False)
+    block_cast.encode.reference(values[last], expected, of_last, formats.E4M3, False)
     right = torch.empty(4096, dtype=torch.bfloat16, device=DEVICE)
-    block_cast.Reference.decode(expected, right, of_last, formats.E4M3)
+    block_cast.decode.reference(expected, right, of_last, formats.E4M3)
     for decode in (block_cast.decode, block_cast.decode_sum):
         values.fill_(7)
         decode(message, values, layout, formats.E4M3)

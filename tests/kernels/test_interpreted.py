@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from fp8booster import formats
-from fp8booster.kernels.adamw import update_reference
-from fp8booster.kernels.cast import cast_reference
-from fp8booster.kernels.norms import norms_reference
-from fp8booster.kernels.rowwise_cast import rowwise_cast_reference
-from fp8booster.kernels.shard_cast import cast_shard_reference, unpack_reference
+from fp8booster.kernels.adamw import update
+from fp8booster.kernels.cast import cast
+from fp8booster.kernels.norms import norms_of
+from fp8booster.kernels.rowwise_cast import rowwise_cast
+from fp8booster.kernels.shard_cast import cast_shard, unpack
 from fp8booster.scaling import amax_of
 from tests.distributed import run_ranks
 from tests.kernels.adam_shards import RATES, copied, far_apart, shards
@@ -50,10 +50,10 @@ def matrix_casts_differ() -> Iterator[str]:
 
     def both(case: str, matrix: torch.Tensor, dtype: torch.dtype, power_of_two: bool, **layouts: bool):
         options = {"power_of_two": power_of_two, **layouts}
-        ours, reference = (f(matrix, dtype, amax=None, **options) for f in (cast_triton, cast_reference))
+        ours, reference = (f(matrix, dtype, amax=None, **options) for f in (cast_triton, cast.reference))
         yield "cast " + case, ours, reference
         options["power_of_two"] = True
-        ours, reference = (f(matrix, dtype, **options) for f in (rowwise_cast_triton, rowwise_cast_reference))
+        ours, reference = (f(matrix, dtype, **options) for f in (rowwise_cast_triton, rowwise_cast.reference))
         yield "rowwise cast " + case, ours, reference
 
     for (dtype, power_of_two, source), shape in product(SETTINGS, SHAPES):
@@ -73,7 +73,7 @@ def matrix_casts_differ() -> Iterator[str]:
                 yield from compare(what, ours[2:], reference[2:])
     matrix, partials = exact((40, 70), 7 * 2.0**4, torch.float32), torch.tensor([3.0, 1e9, 448.0, 1e9])[::2]
     options = {"plain": True, "transposed": True, "power_of_two": False, "amax": partials}
-    ours, reference = (f(matrix, formats.E4M3, **options) for f in (cast_triton, cast_reference))
+    ours, reference = (f(matrix, formats.E4M3, **options) for f in (cast_triton, cast.reference))
     yield from compare("cast by a given amax", ours, reference)
 
 
@@ -95,7 +95,7 @@ def shard_casts_differ() -> Iterator[str]:
     for (dtype, power_of_two, source), count in product(SETTINGS, (1, 255, 4096, 4097, 9000)):
         shard = exact((1, count), formats.MAX[dtype], source).view(-1)
         results = []
-        for function in (cast_shard_triton, cast_shard_reference):
+        for function in (cast_shard_triton, cast_shard.reference):
             out, inverse_scale = filled((count + 1,), 0x55, dtype), torch.tensor(-1.0)
             function(shard, amax_of(shard), out[:count], inverse_scale, power_of_two)
             results.append((out, inverse_scale))
@@ -104,7 +104,7 @@ def shard_casts_differ() -> Iterator[str]:
         rows, columns = shape
         matrix = (exact(shape, 7.0, torch.float32)).to(dtype)
         results = []
-        for function in (unpack_triton, unpack_reference):
+        for function in (unpack_triton, unpack.reference):
             beside, weight = filled((columns, rows + 6), 0x55, dtype), torch.full(shape, -1.0).to(target)
             function(matrix, torch.tensor(2.0**-3), beside[:, 2 : rows + 2], weight)
             results.append((beside, weight.float()))
@@ -112,7 +112,7 @@ def shard_casts_differ() -> Iterator[str]:
 
 
 def many_casts_differ() -> Iterator[str]:
-    from fp8booster.kernels.many_cast import ManyCast, many_cast_reference
+    from fp8booster.kernels.many_cast import ManyCast
     from fp8booster.kernels.many_cast_triton import Launches
 
     shapes = [(16, 16), (64, 128), (80, 144), (16, 272), (144, 16)]
@@ -136,7 +136,7 @@ def many_casts_differ() -> Iterator[str]:
             for index, matrix in enumerate(matrices):
                 matrix.mul_(factor * 2.0**-index)
             launches.run()
-            many_cast_reference(casts[1])
+            casts[1].run()
             for index, shape in enumerate(shapes):
                 yield from compare(
                     f"many {factor} {shape} {dtype} {source}",
@@ -145,7 +145,7 @@ def many_casts_differ() -> Iterator[str]:
         for matrix, value in zip(matrices, (0.0, math.inf, math.nan, torch.finfo(source).max, -3.0), strict=True):
             matrix[-2:] = value
         launches.run()
-        many_cast_reference(casts[1])
+        casts[1].run()
         if not same(casts[0].inverse_scales, casts[1].inverse_scales):
             yield f"scales of many {dtype} {source}"
 
@@ -159,7 +159,7 @@ def adam_updates_differ() -> Iterator[str]:
         ours = shards(dtype, gradients)
         theirs = copied(ours)
         amaxes = update_triton(ours, rates, divisor)
-        update_reference(theirs, rates, divisor)
+        update.reference(theirs, rates, divisor)
         yield from (f"{case}: {what}" for what in far_apart(ours, theirs))
         if not torch.equal(amaxes, torch.stack([value.abs().max().float() for value in ours.values])):
             yield f"{case}: amaxes"
@@ -170,16 +170,18 @@ def adam_updates_differ() -> Iterator[str]:
 
 
 def norms_differ() -> Iterator[str]:
-    from fp8booster.kernels.norms_triton import norms_triton
+    from fp8booster.kernels.norms_triton import norms_of_triton
 
     for source in formats.HIGH_PRECISION:
         tensors = [torch.randn(shape).to(source) for shape in ((), 1, 0, 3000, (7, 4097), 4096)]
         tensors[3][17] = math.inf
-        for index, (norm, expected) in enumerate(zip(norms_triton(tensors), norms_reference(tensors), strict=True)):
+        for index, (norm, expected) in enumerate(
+            zip(norms_of_triton(tensors), norms_of.reference(tensors), strict=True)
+        ):
             if not math.isclose(norm, expected, rel_tol=1e-5):
                 yield f"norm {index} {source}: {norm} {expected}"
         tensors[4][3, 5] = math.nan
-        if [bool(norm.isnan()) for norm in norms_triton(tensors)] != [index == 4 for index in range(6)]:
+        if [bool(norm.isnan()) for norm in norms_of_triton(tensors)] != [index == 4 for index in range(6)]:
             yield f"one NaN {source}"
 
 

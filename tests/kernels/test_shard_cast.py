@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fp8booster import formats
-from fp8booster.kernels.cast import cast_reference
-from fp8booster.kernels.shard_cast import cast_shard, cast_shard_reference, unpack, unpack_reference
+from fp8booster.kernels.cast import cast
+from fp8booster.kernels.shard_cast import cast_shard, unpack
 from fp8booster.scaling import amax_of
 
 SETTINGS = list(product(formats.FORMATS, (False, True)))
@@ -58,7 +58,7 @@ def test_shards_cast_apart_are_the_cast_of_the_whole(ranks, source, dtype, power
     torch.manual_seed(0)
     for rows, columns in ((16, 16), (48, 32), (112, 80)):
         matrix = spread(rows * columns, source).view(rows, columns)
-        expected, _, inverse = cast_reference(
+        expected, _, inverse = cast.reference(
             matrix, dtype, plain=True, transposed=False, power_of_two=power_of_two, amax=None
         )
         padded = torch.nn.functional.pad(matrix.view(-1), (0, -matrix.numel() % ranks))
@@ -115,7 +115,7 @@ def test_triton_casts_the_bytes_of_the_reference(source, dtype, power_of_two) ->
     for name, shard in shards.items():
         amaxes = [amax_of(shard), 4 * amax_of(shard), torch.tensor(math.inf), torch.tensor(math.nan)]
         for amax in amaxes:
-            expected, inverse = run(cast_shard_reference, shard, amax, dtype, power_of_two)
+            expected, inverse = run(cast_shard.reference, shard, amax, dtype, power_of_two)
             found, scale = run(cast_shard_triton, shard.cuda(), amax.cuda(), dtype, power_of_two)
             assert same(found.view(dtype).float().cpu(), expected.view(dtype).float()), (name, amax)
             is_nan = expected.view(dtype).float().isnan()  # a NaN's sign is of no account
@@ -135,7 +135,7 @@ def test_triton_unpacks_the_bytes_of_the_reference(shape, target, dtype) -> None
     matrix = torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype)
     for scale in (0.0123, 1.0, 2.0**-20, math.nan):
         results = []
-        for implementation, device in ((unpack_reference, "cpu"), (unpack_triton, "cuda")):
+        for implementation, device in ((unpack.reference, "cpu"), (unpack_triton, "cuda")):
             transpose = torch.empty(columns, rows + 32, dtype=dtype, device=device)[:, 16 : rows + 16]
             weight = torch.empty(shape, dtype=target, device=device)
             implementation(matrix.to(device), torch.tensor(scale, device=device), transpose, weight)

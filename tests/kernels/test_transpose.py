@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from fp8booster.kernels.transpose import gathered_layouts, order_reference
+from fp8booster.kernels.transpose import gathered_layouts, order
 from tests.distributed import run_ranks
 
 SHAPES = [(2, 1, 16, 48), (2, 1, 5, 16), (2, 3, 8, 80), (3, 2, 70, 144), (4, 2, 33, 16)]
@@ -50,7 +50,7 @@ def differences(device: str) -> Iterator[str]:
     for shape, plain, transposed in product(SHAPES, (True, False), (True, False)):
         ranks, outer, rows, columns = shape
         padded, results = -(-ranks * outer * rows // 16) * 16, []
-        for function in (order_reference, order_triton):
+        for function in (order.reference, order_triton):
             outputs = [
                 torch.full(size, 0x55, dtype=torch.uint8, device=device)
                 for size in ((padded, columns), (columns, padded))

@@ -10,13 +10,14 @@ import torch
 
 from fp8booster import formats
 from fp8booster.kernels import multiply, rope, shard_cast
+from fp8booster.kernels.operators import Operator
 
 pytest.importorskip("triton")
 
-from fp8booster.kernels import multiply_triton, rope_triton
+from fp8booster.kernels import multiply_triton, rope_triton, shard_cast_triton
 
 
-def silent(*arguments: object) -> None:
+def silent(*arguments: object, **options: object) -> None:
     """A launch, which torch does not see."""
 
 
@@ -32,6 +33,7 @@ def calls() -> dict[str, tuple[Callable[[], object], list[torch.Tensor]]]:
         "multiply_": (lambda: multiply.multiply_(x, one), [x]),
         "rotate": (lambda: rope.rotate(qkv, angles, angles, 2), [qkv]),
         "cast_shard": (lambda: shard_cast.cast_shard(x.view(-1), one, out, one), [out, one]),
+        "cast_shard by name": (lambda: shard_cast.cast_shard(x.view(-1), one, out=out, inverse_scale=one), [out, one]),
         "unpack": (lambda: shard_cast.unpack(fp8(16, 32), one, transpose, x), [transpose, x]),
         "unpack, values alone": (lambda: shard_cast.unpack(fp8(16, 32), one, None, x), [x]),
     }
@@ -42,11 +44,15 @@ def test_what_a_kernel_writes_has_a_new_version(name) -> None:
     run, written = calls()[name]
     before = [tensor._version for tensor in written]
     with (
-        patch.object(multiply, "runs_triton", lambda tensor: True),
-        patch.object(rope, "runs_triton", lambda tensor: True),
-        patch.object(shard_cast, "_pick", lambda tensor, name: silent),
-        patch.object(multiply_triton, "multiply_triton_", silent),
-        patch.object(rope_triton, "rotate_triton", silent),
+        patch.object(Operator, "uses_triton", lambda self, tensor: True),
+        patch.object(multiply_triton, "launch", silent),
+        patch.object(rope_triton, "launch", silent),
+        patch.object(shard_cast_triton, "launch", silent),
     ):
         run()
     assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))
+
+
+def test_nothing_asked_for_is_nothing_written() -> None:
+    with patch.object(Operator, "uses_triton", lambda self, tensor: True):
+        shard_cast.unpack(fp8(16, 32), torch.ones(()), None, None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp8booster.kernels import cast as cast_module
+from fp8booster.kernels.cast import cast
 from fp8booster.nn.linear import speed_model
 from tests.nn.reference import count_calls
 
@@ -13,7 +13,7 @@ from tests.nn.reference import count_calls
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> list:
     """(matrix, format) of every cast that ran, in compiled code too."""
-    return count_calls(monkeypatch, cast_module, "_cast")
+    return count_calls(monkeypatch, cast, "run")
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, comm, report
-from fp8booster.kernels.cast import cast_reference
+from fp8booster.kernels.cast import cast
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from tests.colossal.models import tiny_llama
@@ -61,7 +61,7 @@ def merged_weights_are_the_cast_of_their_masters_under_one_scale(option: str) ->
             begin = chunk.tensors_info[weights[0]].offset
             assert found.data.data_ptr() == chunk.cuda_global_chunk.data_ptr() + begin  # no copy
             assert found.inverse_scale.data_ptr() % 16 == 0
-            data, transpose, inverse_scale = cast_reference(
+            data, transpose, inverse_scale = cast.reference(
                 torch.cat([of_all[f"{name_of[id(layer)]}.weight"] for layer in merged.layers]),
                 setting.weight_format,
                 plain=True,
@@ -171,19 +171,17 @@ def a_fused_model_evaluates_with_the_weights_that_it_trains() -> None:
 
 @check
 def casts_take_the_amax_that_the_kernels_deliver() -> None:
-    from fp8booster.kernels import cast as kernel
-
     run = boost(fused())
     run.step(batch())
     given: list[bool] = []
-    reference = kernel.cast_reference
+    reference = cast.reference
 
     def counting(*args: Any, amax: torch.Tensor | None, **options: Any) -> Any:
         given.append(amax is not None)
         return reference(*args, amax=amax, **options)
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(kernel, "cast_reference", counting)
+        monkeypatch.setattr(cast, "reference", counting)
         run.step(batch())
     # as without an engine: attention's output, and the gradient that it gets, come from torch
     assert (len(given), given.count(False)) == (2 * 8, 2 * 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fp8booster.kernels.cast import cast_reference
+from fp8booster.kernels.cast import cast
 from tests.colossal.zero.runs import assert_same_on_all_ranks
 from tests.plugins.census_checks import Census
 from tests.plugins.gemini_runs import OFFLOADED, layers, masters
@@ -53,7 +53,7 @@ def assert_are_casts_of_masters(run: Any, power_of_two: bool = False) -> None:
         manager.access_chunk(chunk)
         found = layer.fp8_weight.forward([layer.weight], config, transpose=True)
         transpose, _ = layer.fp8_weight.backward([layer.weight], config)()
-        data, expected_transpose, inverse_scale = cast_reference(
+        data, expected_transpose, inverse_scale = cast.reference(
             whole[f"{name}.weight"],
             config.weight_format,
             plain=True,

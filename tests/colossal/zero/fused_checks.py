@@ -8,7 +8,7 @@ import torch
 from fp8booster import FP8Config, forget_weights
 from fp8booster.colossal.zero import gathered_weights
 from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights
-from fp8booster.kernels.cast import cast_reference
+from fp8booster.kernels.cast import cast
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.weights import cached
 from fp8booster.nn.weights.casting import quantize_weight
@@ -65,7 +65,7 @@ def merged_weights_are_the_cast_of_their_masters_under_one_scale(stage: int) -> 
         for group in groups:
             found = group.fp8_weight.forward(group.weights, group.layers[0].fp8_config, transpose=True)
             assert group.fp8_weight.is_provided(group.weights)
-            data, transpose, inverse_scale = cast_reference(
+            data, transpose, inverse_scale = cast.reference(
                 whole_masters(run, group),
                 group.layers[0].fp8_config.weight_format,
                 plain=True,
@@ -127,7 +127,7 @@ def a_step_that_gives_some_of_the_merged_no_gradient_keeps_their_scale_right() -
     train(run, steps=1)
     name = next(name for name, parameter in names(run).items() if parameter is frozen)
     assert torch.equal(masters(run)[name], before[name])
-    data, _, inverse_scale = cast_reference(
+    data, _, inverse_scale = cast.reference(
         whole_masters(run, group),
         group.layers[0].fp8_config.weight_format,
         plain=True,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fp8booster import FP8Config
-from fp8booster.kernels.cast import cast_reference
+from fp8booster.kernels.cast import cast
 from fp8booster.nn.linear import layer as fp8_layer
 from fp8booster.nn.weights import cached
 from tests.colossal.zero.runs import Layers, assert_same_on_all_ranks, batch, features, gathered, masters, step, wire
@@ -30,7 +30,7 @@ def assert_is_cast_of_masters(run: Boosted) -> None:
     for name, layer in gathered(run):
         config, weight = layer.fp8_config, layer.weight
         found = layer.fp8_weight.forward([weight], config, transpose=True)
-        data, transpose, inverse_scale = cast_reference(
+        data, transpose, inverse_scale = cast.reference(
             whole[name], config.weight_format, plain=True, transposed=True, power_of_two=config.power_of_two, amax=None
         )
         assert torch.equal(found.data.view(torch.uint8), data.view(torch.uint8)), name

@@ -73,12 +73,12 @@ def test_q_k_v_and_gate_up_are_one_product_each_way() -> None:
 
 
 def test_casts_take_the_amax_that_the_kernels_deliver(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp8booster.kernels import cast as kernel
+    from fp8booster.kernels.cast import cast
 
     model = fused(build())
     step(model)  # casts the weights
     given: list[bool] = []
-    reference = kernel.cast_reference
+    reference = cast.reference
 
     def counting(matrix, dtype, *, amax, **options):
         if amax is not None:  # what is delivered is right
@@ -86,7 +86,7 @@ def test_casts_take_the_amax_that_the_kernels_deliver(monkeypatch: pytest.Monkey
         given.append(amax is not None)
         return reference(matrix, dtype, amax=amax, **options)
 
-    monkeypatch.setattr(kernel, "cast_reference", counting)
+    monkeypatch.setattr(cast, "reference", counting)
     step(model)
     # a layer casts four inputs and four gradients; attention's output, and the gradient that it gets, come from torch
     assert len(given) == 2 * 8

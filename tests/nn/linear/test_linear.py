@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights, formats, fp8_linear
-from fp8booster.kernels import cast as cast_module
+from fp8booster.kernels.cast import cast
 
 BF16 = torch.bfloat16
 
@@ -187,14 +187,14 @@ def test_functional_call_reads_the_weight_it_is_given(device) -> None:
 
 
 def test_only_the_weights_copy_outlives_a_step(device, monkeypatch) -> None:
-    made, original = [], cast_module._cast
+    made, original = [], cast.run
 
-    def record(*arguments):
-        result = original(*arguments)
+    def record(*arguments, **options):
+        result = original(*arguments, **options)
         made.append([weakref.ref(tensor) for tensor in result])
         return result
 
-    monkeypatch.setattr(cast_module, "_cast", record)
+    monkeypatch.setattr(cast, "run", record)
     layer, _ = layer_and_input(device)
 
     def step() -> None:
