@@ -29,25 +29,20 @@ WHY_NOT_ROUTERS = "a router, where rounding would send tokens to other experts"
 LEFT_OUT = "FP8Config.layers leaves it out"
 
 _KEPT = "_fp8booster_kept"
-"""Attribute of a linear layer left alone, that holds a `_Kept`."""
-
+"""Attribute of a linear layer left alone, that holds a `Kept`."""
 
 _OUTSIDE = "_fp8booster_outside"
-"""Attribute of another module, that holds an `Outside` for each of its parameters that products may read, by name."""
+"""Attribute of another module, that holds a `Kept` for each of its parameters that products may read, by name."""
 
 
-class _Kept(NamedTuple):
-    reason: str
-    features: tuple[int, int]
-
-
-class Outside(NamedTuple):
-    """A parameter of two or more dimensions that belongs to no linear layer."""
+class Kept(NamedTuple):
+    """A weight that products read in high precision."""
 
     reason: str
-    """Why products with it are not in FP8."""
+    """Why they are not in FP8."""
 
     shape: tuple[int, ...]
+    """(input, output features) of a linear layer; that of another module's parameter."""
 
 
 Kinds = Mapping[type[nn.Module], type[FP8Layer]]
@@ -101,7 +96,7 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
         else:
             if type(module) in kinds.values():
                 module.revert()
-            module.__dict__[_KEPT] = _Kept(reason, product_features(module, kinds))
+            module.__dict__[_KEPT] = Kept(reason, product_features(module, kinds))
     _remember_outside(model)
     if not any(isinstance(module, FP8Layer) for _, module in linears):
         _warn_of_nothing(sorted({kept_reason(module) for _, module in linears}))
@@ -150,7 +145,7 @@ def linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def weights_outside(model: nn.Module) -> list[tuple[str, nn.Module, str, Outside]]:
+def weights_outside(model: nn.Module) -> list[tuple[str, nn.Module, str, Kept]]:
     """What products may read beside the weights of linear layers: (module's path, module, parameter's name, why).
 
     Experts held as one parameter, the input projection of `nn.MultiheadAttention`, convolutions, whatever has two or
@@ -170,12 +165,12 @@ def _of_no_linear_layer(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module in model.named_modules() if id(module) not in inside)
 
 
-def _outside(module: nn.Module, reason: str) -> dict[str, Outside]:
+def _outside(module: nn.Module, reason: str) -> dict[str, Kept]:
     name = type(module).__name__
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in name or "Norm" in name:
         return {}
     return {
-        name: Outside(reason, tuple(parameter.shape))
+        name: Kept(reason, tuple(parameter.shape))
         for name, parameter in module._parameters.items()
         if isinstance(parameter, nn.Parameter)
         and not isinstance(parameter, nn.parameter.UninitializedParameter)
@@ -187,16 +182,14 @@ def _remember_outside(model: nn.Module) -> None:
     """Remember it as it is now: an engine may flatten parameters, or hold another shape between forwards."""
     routers = _routers(model)
     for _, module in _of_no_linear_layer(model):
-        reason = WHY_NOT_ROUTERS if id(module) in routers else _why_outside(module)
+        reason = f"{type(module).__name__} has no FP8 form"
+        if id(module) in routers:
+            reason = WHY_NOT_ROUTERS
+        elif isinstance(module, _ConvNd):
+            reason = "a convolution"
         module.__dict__.pop(_OUTSIDE, None)
         if outside := _outside(module, reason):
             module.__dict__[_OUTSIDE] = outside
-
-
-def _why_outside(module: nn.Module) -> str:
-    if isinstance(module, _ConvNd):
-        return "a convolution"
-    return f"{type(module).__name__} has no FP8 form"
 
 
 def _is_elsewhere(module: nn.Module) -> bool:
@@ -231,7 +224,7 @@ def why_kept(name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KIN
 def remember_kept(module: nn.Module, reason: str) -> None:
     """Let the report list a module that multiplies by its `weight`, [outputs, inputs], in high precision, and why."""
     outputs, inputs = module.weight.shape
-    module.__dict__[_KEPT] = _Kept(reason, (inputs, outputs))
+    module.__dict__[_KEPT] = Kept(reason, (inputs, outputs))
 
 
 def product_features(module: nn.Module, kinds: Kinds = KINDS) -> tuple[int, int]:
@@ -239,7 +232,7 @@ def product_features(module: nn.Module, kinds: Kinds = KINDS) -> tuple[int, int]
     if isinstance(module, FP8Layer):
         return module.product_features
     if _KEPT in module.__dict__:
-        return module.__dict__[_KEPT].features
+        return module.__dict__[_KEPT].shape
     kind = known_kinds(kinds).get(type(module), FP8Linear)
     rows, columns = module.weight.shape
     return (rows, columns) if kind.weight_is_transposed else (columns, rows)

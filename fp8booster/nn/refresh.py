@@ -7,7 +7,6 @@ these; `refresh_weights` casts all of them by two launches, into memory that sta
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,41 +28,22 @@ class _Kind(NamedTuple):
     weight_format: torch.dtype
     power_of_two: bool
 
-    @classmethod
-    def of(cls, layer: FP8Layer) -> _Kind:
-        """The kind of a layer's weight."""
-        config = layer.fp8_config
-        return cls(layer.weight.dtype, layer.weight.device, config.weight_format, config.power_of_two)
 
-
-@dataclass
 class _Plan:
-    """The cast of one kind of weights, for weights that stay where they are."""
+    """The cast of one kind of weights, for weights that stay where they are; the copies are not filled before it ran.
 
-    casts: ManyCast
-    copies: list[QuantizedMatrix]  # one a weight
+    Args:
+        weights: of the kind.
+    """
 
-    @classmethod
-    def of(cls, weights: list[torch.Tensor], kind: _Kind) -> _Plan:
-        """Allocate the FP8 copies of some weights, not yet filled."""
+    def __init__(self, weights: list[torch.Tensor], kind: _Kind) -> None:
         inverse_scales = new_inverse_scales(len(weights), kind.device)
-        copies = [
-            QuantizedMatrix(
-                weight.new_empty(weight.shape, dtype=kind.weight_format),
-                weight.new_empty(weight.shape[::-1], dtype=kind.weight_format),
-                inverse_scale,
-                None,
-            )
-            for weight, inverse_scale in zip(weights, inverse_scales.unbind(), strict=True)
+        data = [weight.new_empty(weight.shape, dtype=kind.weight_format) for weight in weights]
+        transposes = [weight.new_empty(weight.shape[::-1], dtype=kind.weight_format) for weight in weights]
+        self.casts = ManyCast(weights, data, transposes, inverse_scales, kind.power_of_two)
+        self.copies = [
+            QuantizedMatrix(*each, None) for each in zip(data, transposes, inverse_scales.unbind(), strict=True)
         ]
-        casts = ManyCast(
-            weights,
-            [copy.data for copy in copies],
-            [copy.transpose for copy in copies],
-            inverse_scales,
-            kind.power_of_two,
-        )
-        return cls(casts, copies)
 
     def serves(self, weights: list[torch.Tensor]) -> bool:
         """Whether these are the weights that it was made for, where they were."""
@@ -100,7 +80,9 @@ def refresh_weights(model: nn.Module) -> int:
     layers: dict[_Kind, list[FP8Layer]] = {}
     for module in model.modules():
         if isinstance(module, FP8Layer) and _can_be_served(module):
-            layers.setdefault(_Kind.of(module), []).append(module)
+            weight, config = module.weight, module.fp8_config
+            kind = _Kind(weight.dtype, weight.device, config.weight_format, config.power_of_two)
+            layers.setdefault(kind, []).append(module)
     known = _plans.setdefault(model, {})
     for kind in known.keys() - layers.keys():
         del known[kind]
@@ -110,7 +92,7 @@ def refresh_weights(model: nn.Module) -> int:
             known.pop(kind, None)
             for layer in served:
                 layer.fp8_weight.forget()  # first, so that the allocator can give the same memory again
-            known[kind] = _Plan.of(weights, kind)
+            known[kind] = _Plan(weights, kind)
         plan = known[kind]
         plan.casts.run()
         copies = {id(weight): copy for weight, copy in zip(weights, plan.copies, strict=True)}

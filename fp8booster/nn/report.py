@@ -115,15 +115,13 @@ class Report:
         as_one = [group.layers for group in self.merged if group.why_not_merged is None]
         if as_one:
             line += f", {sum(as_one)} of them merged to {len(as_one)} products"
-        apart = Counter(group.why_not_merged for group in self.merged if group.why_not_merged is not None)
-        for reason, count in apart.items():
-            line += f", {count} group{'s' if count > 1 else ''} of layers not merged ({reason})"
-        together = sum(block.why_one_by_one is None for block in self.grouped)
-        if together:
-            line += f", experts of {together} block{'s' if together > 1 else ''} in grouped products"
-        one_by_one = Counter(block.why_one_by_one for block in self.grouped if block.why_one_by_one is not None)
-        for reason, count in one_by_one.items():
-            line += f", experts of {count} block{'s' if count > 1 else ''} one by one ({reason})"
+        for reason, count in Counter(group.why_not_merged for group in self.merged).items():
+            if reason is not None:
+                line += f", {_counted(count, 'group')} of layers not merged ({reason})"
+        ways = Counter(block.why_one_by_one for block in self.grouped)
+        for reason, count in sorted(ways.items(), key=lambda way: way[0] is not None):
+            how = "in grouped products" if reason is None else f"one by one ({reason})"
+            line += f", experts of {_counted(count, 'block')} {how}"
         reasons = Counter((row.precision, row.notes) for row in self.other)
         for (precision, reason), count in reasons.items():
             line += f"; {count} in {precision} ({reason})"
@@ -131,10 +129,8 @@ class Report:
         for precision, reason in kinds:
             rows = [row for row in self.outside if (row.precision, row.notes) == (precision, reason)]
             share = _percent(_share(rows, (*self.rows, *self.outside)))
-            line += (
-                f"; {len(rows)} parameter{'s' if len(rows) > 1 else ''} of no linear layer in {precision}, {share} of "
-                f"the weights ({reason})"
-            )
+            counted = _counted(len(rows), "parameter")
+            line += f"; {counted} of no linear layer in {precision}, {share} of the weights ({reason})"
         return line
 
     def table(self) -> Table:
@@ -149,6 +145,10 @@ class Report:
         with console.capture() as capture:
             console.print(self.table())
         return capture.get()
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"
 
 
 def _share(some: Sequence[LayerRow], of: Sequence[LayerRow]) -> float:
@@ -174,51 +174,43 @@ def report(model: nn.Module) -> Report:
             and what only a batch shows to keep layers from being merged, appear once such a batch has run outside
             compiled code, which serves many layers with one graph and so cannot tell which.
     """
-    groups = merged_layers(model)
-    apart = {layer: group for group in groups if group.why_not_merged is not None for layer in group.layers}
-    return Report(
-        tuple(_row(name, module, apart.get(module)) for name, module in linear_layers(model)),
-        tuple(
-            _outside_row(f"{path}.{name}" if path else name, getattr(module, name), outside.shape, outside.reason)
-            for path, module, name, outside in weights_outside(model)
-        ),
-        tuple(MergedRow(len(group.layers), group.why_not_merged) for group in groups),
-        tuple(GroupedRow(len(block.experts), block.why_one_by_one) for block in grouped_experts(model)),
-        _copies_dropped([module for module in model.modules() if isinstance(module, FP8Layer)]),
-    )
-
-
-def _copies_dropped(layers: list[FP8Layer]) -> tuple[str, ...]:
+    layers = [module for module in model.modules() if isinstance(module, FP8Layer)]
     dropped = {
         "16-bit copies": any(layer.fp8_weight.lacks_values for layer in layers),
         "transposes": any(not layer.fp8_config.keeps_transposes for layer in layers),
     }
-    return tuple(name for name, is_dropped in dropped.items() if is_dropped)
+    groups = merged_layers(model)
+    apart = {layer: group for group in groups if group.why_not_merged is not None for layer in group.layers}
+    return Report(
+        tuple(_layer_row(name, module, apart.get(module)) for name, module in linear_layers(model)),
+        tuple(
+            _row(f"{path}.{name}" if path else name, kept.shape, getattr(module, name), kept.reason)
+            for path, module, name, kept in weights_outside(model)
+        ),
+        tuple(MergedRow(len(group.layers), group.why_not_merged) for group in groups),
+        tuple(GroupedRow(len(block.experts), block.why_one_by_one) for block in grouped_experts(model)),
+        tuple(name for name, is_dropped in dropped.items() if is_dropped),
+    )
 
 
-def _row(name: str, module: nn.Module, apart: MergedLayers | None) -> LayerRow:
-    weight = _told_by(module)
-    precision = _precision(weight)
+def _layer_row(name: str, module: nn.Module, group: MergedLayers | None) -> LayerRow:
+    weight, precision = _told_by(module), None
     if isinstance(module, FP8Layer):
         never = module.in_fp8 and not any(module.in_fp8.values())
-        precision, notes = precision if never else "FP8", module.fp8_notes()
+        precision, notes = None if never else "FP8", module.fp8_notes()
     else:
         notes = kept_reason(module)
-    if apart is not None:
-        notes = "; ".join(filter(None, (notes, f"not merged: {apart.why_not_merged}")))
+    if group is not None:
+        notes = "; ".join(filter(None, (notes, f"not merged: {group.why_not_merged}")))
+    return _row(name, product_features(module), weight, notes, precision)
+
+
+def _row(name: str, shape: tuple[int, ...], weight: torch.Tensor, notes: str, precision: str | None = None) -> LayerRow:
+    if precision is None:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        precision = _SHORT_NAMES.get(dtype, dtype)
     passes = (precision, precision, precision if weight.requires_grad else "none")
-    return LayerRow(name, product_features(module), precision, passes, notes)
-
-
-def _outside_row(name: str, weight: torch.Tensor, shape: tuple[int, ...], reason: str) -> LayerRow:
-    precision = _precision(weight)
-    passes = (precision, precision, precision if weight.requires_grad else "none")
-    return LayerRow(name, shape, precision, passes, reason)
-
-
-def _precision(weight: torch.Tensor) -> str:
-    dtype = str(weight.dtype).removeprefix("torch.")
-    return _SHORT_NAMES.get(dtype, dtype)
+    return LayerRow(name, shape, precision, passes, notes)
 
 
 def _told_by(module: nn.Module) -> torch.Tensor:

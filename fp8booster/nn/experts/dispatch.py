@@ -14,34 +14,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from fp8booster.comm.collectives import all_to_all_single
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.nn.experts.grouped import GroupedExperts
+from fp8booster.nn.linear_map import linear_map
 
 Expert = Callable[[torch.Tensor], torch.Tensor]
-
-
-class _RowExchange(torch.autograd.Function):
-    """All-to-all of rows with uneven splits, and of their gradients the other way."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        rows: torch.Tensor,
-        sent: list[int],
-        received: list[int],
-        group: dist.ProcessGroup,
-        encoding: Encoding | None,
-    ) -> torch.Tensor:
-        ctx.how = received, sent, group, encoding
-        return _all_to_all(rows, sent, received, group, encoding)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
-        return _all_to_all(gradient, *ctx.how), None, None, None, None
 
 
 def _all_to_all(
@@ -75,29 +54,20 @@ def exchange_rows(
     """
     if dist.get_world_size(group) == 1:
         return rows
-    return _RowExchange.apply(rows, sent, received, group, encoding)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    """The identity, whose backward multiplies the gradient by a factor."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, factor: torch.Tensor | float
-    ) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
-        factor = ctx.factor
-        return gradient * (factor.to(gradient.dtype) if torch.is_tensor(factor) else factor), None
+    return linear_map(
+        rows,
+        lambda rows: _all_to_all(rows, sent, received, group, encoding),
+        lambda gradient: _all_to_all(gradient, received, sent, group, encoding),
+    )
 
 
 def scale_gradient(x: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
     """`x`; what lies before it gets its gradient times `factor`, a number or a tensor of shape []."""
-    return _ScaleGradient.apply(x, factor)
+    return linear_map(
+        x,
+        lambda x: x.view_as(x),
+        lambda gradient: gradient * (factor.to(gradient.dtype) if torch.is_tensor(factor) else factor),
+    )
 
 
 def run_experts(

@@ -11,9 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from fp8booster.kernels.token_rows import sum_rows, sum_rows_backward
+from fp8booster.nn.linear_map import linear_map
 
 
 class Routes(NamedTuple):
@@ -51,7 +52,11 @@ def counts_of(chosen: torch.Tensor, experts: int, out: torch.Tensor) -> torch.Te
 
 def spread(tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
     """Tokens [T, H] as rows [T k, H]; differentiable."""
-    return _Spread.apply(tokens, routes)
+    return linear_map(
+        tokens,
+        lambda tokens: tokens.index_select(0, routes.tokens),
+        lambda gradient: sum_rows(gradient.contiguous(), routes.places),
+    )
 
 
 def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:
@@ -68,23 +73,9 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> t
     return _WeightedSum.apply(rows, weights, routes)
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, tokens: torch.Tensor, routes: Routes) -> torch.Tensor:
-        ctx.routes = routes
-        return tokens.index_select(0, routes.tokens)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
-        return sum_rows(gradient.contiguous(), ctx.routes.places), None
-
-
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, rows: torch.Tensor, weights: torch.Tensor, routes: Routes
-    ) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:
         rows, weights = rows.contiguous(), weights.contiguous()
         ctx.save_for_backward(rows, weights)
         ctx.routes = routes
@@ -92,6 +83,6 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple:
         rows, weights = ctx.saved_tensors
         return *sum_rows_backward(gradient.contiguous(), rows, ctx.routes.places, weights), None

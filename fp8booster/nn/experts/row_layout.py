@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fp8booster.kernels.alignment import ALIGNMENT, aligned
 from fp8booster.kernels.grouped_product import Groups
+from fp8booster.nn.linear_map import linear_map
 
 
 class RowLayout(NamedTuple):
@@ -51,33 +52,19 @@ class RowLayout(NamedTuple):
 
 def lay_out(tokens: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """Tokens [T, ...] in their rows, with zeros between them; differentiable."""
-    return _Moved.apply(tokens, layout, True)
+    return linear_map(tokens, partial(_into_rows, layout=layout), partial(_out_of_rows, layout=layout))
 
 
 def bring_back(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """What lies in the tokens' rows, [T, ...]; differentiable."""
-    return _Moved.apply(rows, layout, False)
+    return linear_map(rows, partial(_out_of_rows, layout=layout), partial(_into_rows, layout=layout))
 
 
-class _Moved(torch.autograd.Function):
-    """Tokens into their rows, or out of them; gradients go the other way."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx, values: torch.Tensor, layout: RowLayout, into_rows: bool
-    ) -> torch.Tensor:
-        ctx.layout, ctx.into_rows = layout, into_rows
-        return _move(values, layout, into_rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:
-        return _move(gradient, ctx.layout, not ctx.into_rows), None, None
-
-
-def _move(values: torch.Tensor, layout: RowLayout, into_rows: bool) -> torch.Tensor:
-    if not into_rows:
-        return values.index_select(0, layout.places)
+def _into_rows(values: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     # zeros, not copies of some token: what an expert makes of a token that was not sent to it may overflow
     rows = values.new_zeros((sum(layout.groups.rows), *values.shape[1:]))
     return rows.index_copy_(0, layout.places, values)
+
+
+def _out_of_rows(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+    return rows.index_select(0, layout.places)

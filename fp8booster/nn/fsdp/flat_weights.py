@@ -1,4 +1,4 @@
-"""The parameters of one FSDP1 unit on the wire: weights of FP8 layers in FP8, the others as they are.
+"""The messages in which one FSDP1 unit is gathered: weights of FP8 layers in FP8, other parameters as they are.
 
 Each rank sends one message, and all of them have the size of the longest:
 
@@ -39,22 +39,13 @@ _GATHER = "all_gather_into_tensor"
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Weights that are gathered stacked by rows, under one scale, and multiplied as one."""
-
-    source: ReshardedWeight
-    weights: slice
-    """Their places among those that travel in FP8."""
-
-
-@dataclass(frozen=True)
 class Place:
     """Values of the flat parameter that belong together."""
 
     start: int
     end: int
-    layer: FP8Layer | None
-    """Whose weight it is, where it travels in FP8."""
+    layer: FP8Layer | None = None
+    """Whose weight it is, where it is gathered in FP8."""
 
     shape: torch.Size | None = None
     """Of that weight."""
@@ -65,14 +56,24 @@ class Place:
         return (first - start, last - start) if first < last else (0, 0)
 
 
+@dataclass(frozen=True, eq=False)
+class ScaleGroup:
+    """Weights that are gathered stacked by rows, under one scale: one, or several that are multiplied as one."""
+
+    weights: slice
+    """Their places among those that are gathered in FP8."""
+
+    source: ReshardedWeight | None = None
+    """Gives several to their one product."""
+
+
 class FlatWeights:
-    """What of a unit travels in FP8, and where it lies.
+    """What of a unit is gathered in FP8, and where it lies.
 
     Args:
         flat_param: of the unit.
         rank, ranks: of the group that it is sharded over.
-        merged: layers of the unit that are multiplied as one; they are kept apart where their weights cannot lie
-            together.
+        merged: layers of the unit that are multiplied as one, or one by one where their weights cannot be stacked.
     """
 
     def __init__(self, flat_param: FlatParameter, rank: int, ranks: int, merged: Sequence[MergedLayers] = ()) -> None:
@@ -83,11 +84,11 @@ class FlatWeights:
 
         fp8 = sorted(self._chosen(flat_param), key=lambda place: place.start)
         self._fp8 = fp8
-        self._joined = list(self._join(merged))
+        self._groups = self._grouped(merged)
         self._scales: torch.Tensor | None = None  # made once: a copy to a GPU waits
         starts = [0, *(place.end for place in fp8)]
         ends = [*(place.start for place in fp8), self._shard_size * ranks]
-        self._plain = [Place(start, end, None) for start, end in zip(starts, ends, strict=True) if start < end]
+        self._plain = [Place(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
     def _chosen(self, flat_param: FlatParameter) -> Iterator[Place]:
         shared = {(info.prim_module, info.prim_param_name) for info in flat_param._shared_param_infos}
@@ -128,9 +129,10 @@ class FlatWeights:
             else:
                 self.reasons[f"{info.module_name}.weight"] = reason
 
-    def _join(self, groups: Sequence[MergedLayers]) -> Iterator[Joined]:
+    def _grouped(self, merged_layers: Sequence[MergedLayers]) -> list[ScaleGroup]:
         order = [id(place.layer) for place in self._fp8]
-        for merged in groups:
+        groups = {number: ScaleGroup(slice(number, number + 1)) for number in range(len(order))}
+        for merged in merged_layers:
             layers = [id(layer) for layer in merged.layers]
             if not set(layers) & set(order):
                 continue  # cast where they run, as the layers are
@@ -138,10 +140,12 @@ class FlatWeights:
             if order[first : first + len(layers)] != layers:
                 merged.fp8_weight.refusal = "the weights do not lie side by side in FP8"
                 continue
-            yield Joined(merged.fp8_weight, slice(first, first + len(layers)))
+            weights = slice(first, first + len(layers))
+            groups |= dict.fromkeys(range(first, weights.stop), ScaleGroup(weights, merged.fp8_weight))
+        return list(dict.fromkeys(groups.values()))
 
-    def why_plain(self, shard: torch.Tensor) -> str | None:
-        """Why nothing of the unit travels in FP8, or None where something does."""
+    def uncompressed_reason(self, shard: torch.Tensor) -> str | None:
+        """Why nothing of the unit is gathered in FP8, or None where something is."""
         if self._ranks == 1:
             return "one rank"
         if not self._fp8:
@@ -150,7 +154,7 @@ class FlatWeights:
             return str(shard.dtype).removeprefix("torch.")
         return None
 
-    def _parts(self, places: list[Place], rank: int) -> list[tuple[int, int]]:
+    def _ranges(self, places: list[Place], rank: int) -> list[tuple[int, int]]:
         """What of each place a rank's shard holds."""
         start = rank * self._shard_size
         return [place.within(start, start + self._shard_size) for place in places]
@@ -158,20 +162,18 @@ class FlatWeights:
     @cached_property
     def _fp8_counts(self) -> list[int]:
         """FP8 values in each rank's message."""
-        return [sum(end - start for start, end in self._parts(self._fp8, rank)) for rank in range(self._ranks)]
+        return [sum(end - start for start, end in self._ranges(self._fp8, rank)) for rank in range(self._ranks)]
 
-    def _scale_of(self, device: torch.device) -> torch.Tensor:
-        """For each weight that travels in FP8, the first one of those that share its scale."""
+    def _firsts_of_scale(self, device: torch.device) -> torch.Tensor:
+        """For each weight that is gathered in FP8, the first one of those that share its scale."""
         if self._scales is None or self._scales.device != device:
-            first = list(range(len(self._fp8)))
-            for joined in self._joined:
-                first[joined.weights] = [joined.weights.start] * len(first[joined.weights])
+            first = [each.weights.start for each in self._groups for _ in self._fp8[each.weights]]
             self._scales = torch.tensor(first, device=device)
         return self._scales
 
     @torch.no_grad()
     def gather(self, shard: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Gather a unit and lend the layers their FP8 weights.
+        """Gather a unit and give the layers their FP8 weights.
 
         Args:
             shard: [n], this rank's part.
@@ -179,15 +181,15 @@ class FlatWeights:
             group: the ranks that hold the parts.
         """
         config = self._fp8[0].layer.fp8_config
-        fp8_parts = [shard[start:end] for start, end in self._parts(self._fp8, self._rank)]
-        plain_parts = [shard[start:end] for start, end in self._parts(self._plain, self._rank)]
+        fp8_parts = [shard[start:end] for start, end in self._ranges(self._fp8, self._rank)]
+        plain_parts = [shard[start:end] for start, end in self._ranges(self._plain, self._rank)]
         size = max(self._message_size(count, shard) for count in self._fp8_counts)
         message = new_message(shard, size * self._ranks)
         own = message[self._rank * size : (self._rank + 1) * size]
 
         amaxes = agree_on_amax(fp8_parts, group)
-        if self._joined:
-            amaxes = largest_of_each(amaxes, self._scale_of(amaxes.device))
+        if len(self._groups) < len(self._fp8):
+            amaxes = largest_of_each(amaxes, self._firsts_of_scale(amaxes.device))
         inverse_scales = scaling.new_inverse_scales(len(fp8_parts), amaxes.device)
         inverse_scales.copy_(scaling.scale_of(amaxes, config.weight_format, config.power_of_two)[1])
         values = own[: self._fp8_counts[self._rank]].view(config.weight_format)
@@ -233,21 +235,17 @@ class FlatWeights:
         matrices = [
             values.view(place.shape) for place, values in zip(self._fp8, fp8.view(dtype).split(sizes), strict=True)
         ]
-        transposes: dict[int, torch.Tensor] = {}
-        for joined in self._joined:
-            data = stack_rows(matrices[joined.weights])
+        for group in self._groups:
+            data, inverse_scale = stack_rows(matrices[group.weights]), inverse_scales[group.weights.start]
             transpose = data.new_empty(data.shape[::-1])
-            inverse_scale = inverse_scales[joined.weights.start]
-            joined.source.held = QuantizedMatrix(data, transpose, inverse_scale, None)
-            parts = transpose.split([len(matrix) for matrix in matrices[joined.weights]], 1)
-            transposes.update(enumerate(parts, joined.weights.start))
-        for number, (place, data, inverse_scale) in enumerate(zip(self._fp8, matrices, inverse_scales, strict=True)):
-            transpose = transposes.get(number)
-            if transpose is None:
-                transpose = data.new_empty(place.shape[::-1])
-            unpack(data, inverse_scale, transpose, whole[place.start : place.end].view(place.shape))
-            as_it_lies = QuantizedMatrix(data, transpose, inverse_scale, None)
-            place.layer.fp8_weight.held = place.layer.quantized_from(as_it_lies)
+            if group.source is not None:
+                group.source.held = QuantizedMatrix(data, transpose, inverse_scale, None)
+            places = self._fp8[group.weights]
+            rows = [place.shape[0] for place in places]
+            for place, part, of_part in zip(places, data.split(rows), transpose.split(rows, 1), strict=True):
+                unpack(part, inverse_scale, of_part, whole[place.start : place.end].view(place.shape))
+                as_it_lies = QuantizedMatrix(part, of_part, inverse_scale, None)
+                place.layer.fp8_weight.held = place.layer.quantized_from(as_it_lies)
 
     def drop(self) -> None:
         """Take the FP8 weights back from the layers, so that their memory can be given out again."""
@@ -258,5 +256,6 @@ class FlatWeights:
                 for tensor in gathered[:3]:
                     tensor.record_stream(stream)
             place.layer.fp8_weight.forget()
-        for joined in self._joined:
-            joined.source.forget()  # of the same memory
+        for group in self._groups:
+            if group.source is not None:
+                group.source.forget()  # of the same memory

@@ -1,4 +1,4 @@
-"""FSDP1 (`FullyShardedDataParallel`) whose parameters travel in FP8, straight to the products of FP8 layers.
+"""FSDP1 (`FullyShardedDataParallel`) whose parameters are gathered in FP8, straight for the products of FP8 layers.
 
     convert_to_fp8(model)
     model = FullyShardedDataParallel(model, auto_wrap_policy=...)
@@ -59,7 +59,7 @@ class FP8FlatParamHandle(FlatParamHandle):
 
     def _all_gather_flat_param(self, padded_unsharded_flat_param: torch.Tensor) -> torch.Tensor:
         shard = self.flat_param.data
-        reason = self._why_plain(shard)
+        reason = self._uncompressed_reason(shard)
         if reason is not None:
             count_plain(NAME, self.world_size, shard.nbytes, reason, "all_gather_into_tensor")
             return super()._all_gather_flat_param(padded_unsharded_flat_param)
@@ -77,12 +77,12 @@ class FP8FlatParamHandle(FlatParamHandle):
     def _wants_exact_values(self) -> bool:
         return self._force_full_precision or self._training_state is HandleTrainingState.SUMMON_FULL_PARAMS
 
-    def _why_plain(self, shard: torch.Tensor) -> str | None:
+    def _uncompressed_reason(self, shard: torch.Tensor) -> str | None:
         if self._wants_exact_values():
             return "for a checkpoint, or summoned"
         if getattr(self, "_use_fake_all_gather", False):
             return "a rehearsal that gathers nothing"
-        return self.fp8_weights.why_plain(shard)
+        return self.fp8_weights.uncompressed_reason(shard)
 
 
 def compress_flat_fsdp(

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from fp8booster.kernels import rms_norm as kernel
 from fp8booster.nn.linear.delivered_amax import deliver_amax
-from fp8booster.nn.linear.functional import own_shape
+from fp8booster.nn.linear.functional import unsafe_view
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        eps: float,
-        residual: torch.Tensor | None,
+        ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         added = None if residual is None else residual.reshape(rows.shape).contiguous()
@@ -26,11 +22,11 @@ class _RMSNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.has_residual = residual is not None
         h = x.view_as(x) if residual is None else h.view(x.shape)
-        return deliver_amax(own_shape(y, x.shape), amax), h
+        return deliver_amax(unsafe_view(y, x.shape), amax), h
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, dy: torch.Tensor | None, dh: torch.Tensor | None) -> tuple:
+    def backward(ctx: FunctionCtx, dy: torch.Tensor | None, dh: torch.Tensor | None) -> tuple:
         h, weight, inverse_rms = ctx.saved_tensors
         if dy is None:  # only the sum was used
             return dh, None, None, dh if ctx.has_residual else None

@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from fp8booster.kernels import rope as kernel
 from fp8booster.nn.linear.delivered_amax import deliver_amax
-from fp8booster.nn.linear.functional import own_product
+from fp8booster.nn.linear.functional import unaliased
 
 
 class _SplitAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        query_heads: int,
-        key_heads: int,
+        ctx: FunctionCtx, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, query_heads: int, key_heads: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
-        heads = own_product(qkv).view(*qkv.shape[:2], query_heads + 2 * key_heads, -1)
+        heads = unaliased(qkv).view(*qkv.shape[:2], query_heads + 2 * key_heads, -1)
         # in place: nothing that made qkv reads it again
         kernel.rotate(heads, cos, sin, query_heads + key_heads)
         return heads.split([query_heads, key_heads, key_heads], 2)
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
-    ) -> tuple:
+    def backward(ctx: FunctionCtx, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple:
         gradients = [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in (dq, dk, dv)]
         dqkv, amax = kernel.rotate_back(*gradients, *ctx.saved_tensors)
         return deliver_amax(dqkv.flatten(2), amax), None, None, None, None

@@ -19,7 +19,7 @@ from math import prod
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from fp8booster import formats
 from fp8booster.config import FP8Config
@@ -30,7 +30,6 @@ from fp8booster.nn.weights.backward import BackwardWeight, transposed_in_backwar
 from fp8booster.nn.weights.casting import quantize_input, quantize_weight
 from fp8booster.tensor import QuantizedMatrix
 
-_unsafe_view = torch.ops.aten._unsafe_view.default
 DEFAULT_CONFIG = FP8Config()
 
 Defer = Callable[[Callable[[], torch.Tensor]], None]
@@ -79,7 +78,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: FunctionCtx,
         input: torch.Tensor,  # [..., K], M rows in all
         weight: torch.Tensor,  # [N, K], or [K, N] where it is transposed
         bias: torch.Tensor | None,  # [N]
@@ -103,12 +102,12 @@ class _Linear(torch.autograd.Function):
             bias = F.pad(bias.detach().to(how.out_dtype), (0, w.data.shape[0] - outputs))
         operands = (x.data, x.inverse_scale), (w.data, w.inverse_scale)
         y = multiply(*operands, how.out_dtype, how.config, how.config.fast_accumulation_fprop, bias)
-        y = own_shape(_crop(y, prod(shape[:-1]), outputs), (*shape[:-1], outputs))
+        y = unsafe_view(_crop(y, prod(shape[:-1]), outputs), (*shape[:-1], outputs))
         return how.exchange.output(y)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor) -> tuple:  # [..., N]
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple:  # [..., N]
         x_transpose, x_scale, w_transpose, w_scale = ctx.saved_tensors
         how, config = ctx.how, ctx.how.config
         rows, outputs, inputs = prod(ctx.shape[:-1]), gradient.shape[-1], ctx.shape[-1]
@@ -146,16 +145,16 @@ def _crop(padded: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return padded if padded.shape == (rows, columns) else padded[:rows, :columns].contiguous()
 
 
-def own_shape(made: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+def unsafe_view(made: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """A tensor just made, which nothing else holds, in a shape of the same size, and no view for autograd.
 
     torch refuses to change a view in place that a custom function gave, as `nn.ReLU(inplace=True)` does after a layer.
     """
-    return _unsafe_view(made, shape)
+    return torch.ops.aten._unsafe_view.default(made, shape)
 
 
-def own_product(product: torch.Tensor) -> torch.Tensor:
-    """A product that was just computed, or a copy of it where someone else may hold it.
+def unaliased(product: torch.Tensor) -> torch.Tensor:
+    """A product that was just computed, to be written over; a copy of it where someone else may hold it.
 
     Selective checkpointing keeps what operators gave for its recomputation, by a dispatch mode, and does not see all
     that is written over it.

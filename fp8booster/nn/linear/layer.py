@@ -132,7 +132,7 @@ class FP8Layer(nn.Module):
             weight,
             bias,
             cast(input, config, transposed=gradients and weight.requires_grad),
-            self._quantized_weight(input, weight, again),
+            self._quantized_weight(input, weight, matrix, again),
             config,
             defer=defer,
             exchange=exchange,
@@ -144,30 +144,27 @@ class FP8Layer(nn.Module):
         """Whether FP8 pays for so many tokens; what was found is kept where casts are."""
         if again and rows in self.in_fp8:
             return self.in_fp8[rows]
-        in_fp8 = self._pays(rows, matrix)
+        outputs, inputs = matrix.shape
+        in_fp8 = computes_in_fp8(self.fp8_config, rows, inputs, outputs, matrix.device)
         if again:
             self.in_fp8[rows] = in_fp8
         return in_fp8
 
-    def _quantized_weight(self, input: torch.Tensor, weight: torch.Tensor, again: bool) -> QuantizedMatrix:
+    def _quantized_weight(
+        self, input: torch.Tensor, weight: torch.Tensor, matrix: torch.Tensor, again: bool
+    ) -> QuantizedMatrix:
         """The FP8 weight: its source's, or a cast for this call alone in evaluation and where no cast can be kept."""
         config = self.fp8_config
-        if self._is_provided(input, weight) or (again and self.training):
+        # what an engine provides may be all that there is of the weight, in inference mode too
+        provided = not (
+            torch.compiler.is_compiling() or weight.is_inference() or is_captured(input)
+        ) and self.fp8_weight.is_provided([weight])
+        if provided or (again and self.training):
             # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
             return self.fp8_weight.forward([weight], config, transpose=config.keeps_transposes)
         if again:
             self.fp8_weight.forget()
-        matrix = weight.t() if self.weight_is_transposed else weight
         return quantize_weight(matrix, config, transposed=torch.is_grad_enabled() and input.requires_grad)
-
-    def _is_provided(self, input: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether an engine provides the FP8 weight; it may be all that there is of it, in inference mode too."""
-        return (
-            not torch.compiler.is_compiling()
-            and not weight.is_inference()
-            and not is_captured(input)
-            and self.fp8_weight.is_provided([weight])
-        )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FP8Layer:
         # the parameters move to another device or dtype: the copy goes, and what was found to pay there
@@ -185,33 +182,21 @@ class FP8Layer(nn.Module):
         restore_weight(self)  # what is pickled or copied has values
         return self.__dict__
 
-    def _pays(self, rows: int, matrix: torch.Tensor) -> bool:
-        outputs, inputs = matrix.shape
-        return computes_in_fp8(self.fp8_config, rows, inputs, outputs, matrix.device)
-
     def fp8_notes(self) -> str:
         """What the report says beside the precision: emulation, sizes padded as "from->to", token counts in BF16."""
-        inputs, outputs = self.product_features
-        padded = [
-            f"{what} {size}->{aligned(size)}"
-            for what, sizes in (
-                ("in", [inputs]),
-                ("out", [outputs]),
-                ("tokens", sorted(rows for rows, in_fp8 in self.in_fp8.items() if in_fp8)),
-            )
-            for size in sizes
-            if size % ALIGNMENT
-        ]
         notes = ["emulated in FP32"] if self.fp8_config.emulate else []
+        tokens = {
+            in_fp8: sorted(rows for rows, each in self.in_fp8.items() if each is in_fp8) for in_fp8 in (True, False)
+        }
+        inputs, outputs = self.product_features
+        sizes = [("in", inputs), ("out", outputs), *(("tokens", rows) for rows in tokens[True])]
+        padded = [f"{what} {size}->{aligned(size)}" for what, size in sizes if size % ALIGNMENT]
         if padded:
             notes.append("padded: " + first_of(padded) + self.in_fp8.note)
-        slower = sorted(rows for rows, in_fp8 in self.in_fp8.items() if not in_fp8)
-        if slower:
-            counts = first_of(list(map(str, slower)))
-            notes.append(
-                f"not in FP8 for {counts} tokens{self.in_fp8.note}, where it would take longer; "
-                "FP8Config(always=True) does it"
-            )
+        if tokens[False]:
+            counts = first_of(list(map(str, tokens[False]))) + " tokens" + self.in_fp8.note
+            why = "where it would take longer; FP8Config(always=True) does it"
+            notes.append(f"not in FP8 for {counts}, {why}")
         return "; ".join(notes)
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from fp8booster import comm
 from fp8booster.comm.collectives import new_message
@@ -153,7 +153,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: torch.autograd.function.FunctionCtx,
+        ctx: FunctionCtx,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -182,7 +182,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
         q, k, v, output, lse = ctx.saved_tensors
         ring, lengths = ctx.ring, ctx.lengths
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)

@@ -33,7 +33,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.transpose import gathered_layouts
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.linear.exchange import Exchange
-from fp8booster.nn.linear.functional import own_product
+from fp8booster.nn.linear.functional import unaliased
 from fp8booster.nn.weights.casting import quantize_by
 from fp8booster.tensor import QuantizedMatrix
 
@@ -84,7 +84,7 @@ class RowParallel(_Parallel):
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
-        output = own_product(output)
+        output = unaliased(output)
         comm.all_reduce(output, group=self.group, min_bytes=self._min_bytes)
         return output
 
@@ -202,7 +202,7 @@ class SequenceRow(_SequenceParallel):
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sum over ranks."""
-        return self._reduce_scatter(own_product(output), asynchronous=False)()
+        return self._reduce_scatter(unaliased(output), asynchronous=False)()
 
     def output_gradient(
         self, gradient: torch.Tensor, config: FP8Config, *, plain: bool, transposed: bool
