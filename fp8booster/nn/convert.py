@@ -22,7 +22,7 @@ PADDING_LIMIT = 1.125
 """A layer whose features, rounded up to multiples of 16, make its products larger than this stays in BF16."""
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Names, beside `experts`, of layers that choose a token's experts."""
+"""Names, besides `experts`, of layers that choose a token's experts."""
 
 WHY_NOT_ROUTERS = "a router, where rounding would send tokens to other experts"
 
@@ -146,7 +146,7 @@ def linear_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def weights_outside(model: nn.Module) -> list[tuple[str, nn.Module, str, Kept]]:
-    """What products may read beside the weights of linear layers: (module's path, module, parameter's name, why).
+    """What products may read besides the weights of linear layers: (module's path, module, parameter's name, why).
 
     Experts held as one parameter, the input projection of `nn.MultiheadAttention`, convolutions, whatever has two or
     more dimensions larger than one. Not embeddings and norms, which multiply no matrices; their classes are known by

@@ -17,7 +17,7 @@ from fp8booster import FP8Config, comm
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.fused import fused_summary, linear_cross_entropy, use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.fused import loss as loss_module
-from fp8booster.nn.fused.vocabulary import NAME, WHY_PLAIN, VocabularyPart
+from fp8booster.nn.fused.vocabulary import NAME, UNCOMPRESSED_REASON, VocabularyPart
 from tests.colossal.models import tiny_llama
 from tests.nn.reference import signal_to_noise
 from tests.plugins.census_checks import Census
@@ -83,7 +83,7 @@ def statistics_have_what_a_spread_loss_sends() -> None:
         ).backward()
     row = comm.statistics()[NAME]
     chunks = -(-TOKENS // 16)
-    assert row.uncompressed == {WHY_PLAIN: chunks}
+    assert row.uncompressed == {UNCOMPRESSED_REASON: chunks}
     assert row.wire_bytes == row.raw_bytes == counted.sent == TOKENS * 2 * 4  # to the one other rank
 
 

@@ -53,6 +53,6 @@ def a_step_sends_at_most_0_52_of_the_bytes_of_16_bits(mode: str) -> None:
     reasons = {reason for row in statistics.rows.values() for reason in row.uncompressed} - {
         "small",
         "one rank",
-        vocabulary.WHY_PLAIN,
+        vocabulary.UNCOMPRESSED_REASON,
     }
     assert not in_full or reasons, in_full

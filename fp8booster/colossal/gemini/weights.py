@@ -26,21 +26,19 @@ class ChunkWeight(WeightSource):
     Args:
         chunk: gathered whenever the layers compute.
         parameters: the weights.
-        lies_transposed: as in `WeightSource`.
+        is_transposed: as in `WeightSource`.
     """
 
     is_transient = True
 
-    def __init__(
-        self, chunk: FP8Chunk, parameters: Sequence[torch.nn.Parameter], lies_transposed: bool = False
-    ) -> None:
-        super().__init__(lies_transposed)
+    def __init__(self, chunk: FP8Chunk, parameters: Sequence[torch.nn.Parameter], is_transposed: bool = False) -> None:
+        super().__init__(is_transposed)
         self._chunk, self._parameters = chunk, tuple(parameters)
 
     def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
         """As `WeightSource.forward`, without the transpose."""
         as_it_lies = self._chunk.quantized(self._parameters)
-        if not self.lies_transposed:
+        if not self.is_transposed:
             return as_it_lies
         return as_it_lies._replace(data=self._chunk.transpose(self._parameters))
 
@@ -56,7 +54,7 @@ class ChunkWeight(WeightSource):
                     "is loaded"
                 )
             as_it_lies = chunk.quantized(parameters)
-            transpose = as_it_lies.data if self.lies_transposed else chunk.transpose(parameters)
+            transpose = as_it_lies.data if self.is_transposed else chunk.transpose(parameters)
             return transpose, as_it_lies.inverse_scale
 
         return backward_weight
@@ -66,4 +64,4 @@ class ChunkWeight(WeightSource):
         return True
 
     def __reduce__(self) -> tuple:
-        return ReshardedWeight, (self.lies_transposed,)
+        return ReshardedWeight, (self.is_transposed,)

@@ -25,7 +25,7 @@ from fp8booster.nn.convert import WHY_NOT_ROUTERS, remember_kept
 from fp8booster.nn.experts.dispatch import exchange_rows, run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.routing import Routes, counts_of, spread, weighted_sum
+from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
 from fp8booster.nn.linear.layer import FP8Layer
 
 
@@ -69,7 +69,7 @@ class ExpertParallel(nn.Module):
         experts, held = self.num_experts, self.num_experts_per_ep
         numbers = torch.empty(2, experts, dtype=torch.int64, device=chosen.device)
         counts, arriving = numbers
-        counts_of(chosen, experts, out=counts)
+        count_rows(chosen, experts, out=counts)
         if self.ep_size > 1:
             dist.all_to_all_single(arriving, counts, group=self.ep_group)
         else:

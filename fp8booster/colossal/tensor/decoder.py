@@ -37,6 +37,9 @@ HEADS.update((PaddingLMHead, FP8PaddingLMHead))
 class FlashAttention(FusedAttention):
     """Mixin of a self-attention that runs by `ColoAttention`, on all tokens of this rank's heads."""
 
+    fp8_forward_of_engine: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    """Shardformer's."""
+
     fp8_sharding: Callable[[], ShardConfig]
     """With sequence parallelism. A function: copies of a model copy what modules hold, and groups cannot be copied."""
 
@@ -65,7 +68,7 @@ class AllToAllAttention(FlashAttention):
 
     def before_attention(self, qkv: torch.Tensor) -> torch.Tensor:
         """All tokens of this rank's heads, in one message."""
-        key_heads = self.key_heads_of(qkv)
+        key_heads = self.key_heads_in(qkv)
         kinds = key_heads * self.num_key_value_groups, key_heads, key_heads
         heads = qkv.unflatten(2, (-1, self.head_dim))
         group = self.fp8_sharding().sequence_parallel_process_group
@@ -112,7 +115,7 @@ def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
         What was fused and what was not, in a line.
     """
 
-    def attention_of(attention: nn.Module) -> type[FusedAttention] | str:
+    def replaced_attention(attention: nn.Module) -> type[FusedAttention] | str:
         forward = attention.forward
         if getattr(forward, "__qualname__", None) not in _FLASH_FORWARDS:
             return REPLACED
@@ -124,4 +127,4 @@ def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
         return _MIXINS.get(config.sequence_parallelism_mode, FlashAttention)
 
     use_sharded_loss(model, config)
-    return fuse(model, attention_of)
+    return fuse(model, replaced_attention)

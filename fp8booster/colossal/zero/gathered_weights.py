@@ -35,7 +35,7 @@ from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.layer import FP8Layer, restore_weight
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.memory import fits, without_large_copies
-from fp8booster.nn.weights.stacking import as_one, columns_as_one, lie_together
+from fp8booster.nn.weights.stacking import are_stacked, stacked_columns, stacked_view
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "weight gather"
@@ -289,10 +289,10 @@ class GatheredWeights:
         if None in buffers:
             return None
         parts, transposes = zip(*buffers, strict=True)
-        if not lie_together(parts):
+        if not are_stacked(parts):
             return None
-        whole = transposes[0] if transposes[0].dim() == 1 else columns_as_one(transposes)
-        return None if whole is None else (as_one(parts), whole)
+        whole = transposes[0] if transposes[0].dim() == 1 else stacked_columns(transposes)
+        return None if whole is None else (stacked_view(parts), whole)
 
     @torch.no_grad()
     def publish(

@@ -28,7 +28,7 @@ from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.speed_model import fp8_pays
 from fp8booster.nn.modules import held_by_modules, must_be_called
 from fp8booster.nn.weights.freshness import FreshCopy, reusable
-from fp8booster.nn.weights.stacking import as_one, columns_as_one, lie_together, stack_rows
+from fp8booster.nn.weights.stacking import are_stacked, stack_rows, stacked_columns, stacked_view
 
 ONE_BY_ONE_FROM = 1e11
 """Rows times input times output features of a product of one expert, in the mean over experts and products, from which
@@ -57,8 +57,8 @@ def _grouped_weight(layers: Sequence[FP8Layer], experts: int, provided: bool) ->
         return cast_experts(stack_rows([layer.weight for layer in layers]), experts, config)
     matrices = [layer.fp8_weight.forward([layer.weight], config, transpose=False) for layer in layers]
     parts = [matrix.data for matrix in matrices]
-    if lie_together(parts):
-        data = as_one(parts)
+    if are_stacked(parts):
+        data = stacked_view(parts)
     else:  # through uint8: torch copies few FP8 tensors on CPU
         data = torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
     scales = [matrix.inverse_scale for matrix in matrices]
@@ -68,7 +68,7 @@ def _grouped_weight(layers: Sequence[FP8Layer], experts: int, provided: bool) ->
         scales = scales[::in_each]
     transpose = data.new_empty(0)
     if config.keeps_transposes:
-        transpose = columns_as_one([matrix.transpose for matrix in matrices])
+        transpose = stacked_columns([matrix.transpose for matrix in matrices])
         transpose = transposed(data) if transpose is None else transpose
     return GroupedWeight.of(data, transpose, torch.stack(scales).view(experts, -1))
 

@@ -38,7 +38,7 @@ class Routes(NamedTuple):
         return cls(choices // chosen.shape[1], places.view(chosen.shape))
 
 
-def counts_of(chosen: torch.Tensor, experts: int, out: torch.Tensor) -> torch.Tensor:
+def count_rows(chosen: torch.Tensor, experts: int, out: torch.Tensor) -> torch.Tensor:
     """How many rows each expert gets; unlike `torch.bincount`, without making the host wait for a GPU.
 
     Args:

@@ -8,11 +8,11 @@ from torch import nn
 
 from fp8booster.nn.fused.causal_lm_loss import fused_head, use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.fused.decoder import (
-    AttentionOf,
     FusedDecoderLayer,
+    ReplacedAttention,
     fuse_blocks,
-    no_replaced_attention,
-    parts_unfused,
+    no_attention_known,
+    unfused_parts,
 )
 from fp8booster.nn.fused.families import FAMILIES
 from fp8booster.nn.fused.loss import linear_cross_entropy
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-def fuse(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) -> str:
+def fuse(model: nn.Module, replaced_attention: ReplacedAttention = no_attention_known) -> str:
     """Fuse what can be fused of a model, in place, in FP8 or in the precision that it has.
 
     In decoder layers of LLaMA, Mistral, Mixtral and Qwen2 the residual's addition
@@ -44,12 +44,12 @@ def fuse(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) ->
 
     Args:
         model: any module.
-        attention_of: for engines that replace the forward of attentions: gives the mixin for one, or why there is none.
+        replaced_attention: gives the mixin for an attention whose forward an engine replaced, or why there is none.
 
     Returns:
         What was fused and what was not, in a line.
     """
-    fuse_blocks(model, attention_of)
+    fuse_blocks(model, replaced_attention)
     use_fused_loss(model)
     return fused_summary(model)
 
@@ -59,7 +59,7 @@ def fused_summary(model: nn.Module) -> str:
     layers = sum(isinstance(module, FusedDecoderLayer) for module in model.modules())
     apart = Counter(merged.why_not_merged for merged in merged_linears(model) if merged.why_not_merged is not None)
     left = "; ".join(
-        [f"{count} not: {part}" for part, count in parts_unfused(model).items()]
+        [f"{count} not: {part}" for part, count in unfused_parts(model).items()]
         + [f"{count} groups of layers not merged: {reason}" for reason, count in apart.items()]
     )
     if layers == 0 and not left:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.nn.fused.families import MODELS
-from fp8booster.nn.fused.head import HEADS, head_loss, logits_of, why_not_bypassed
+from fp8booster.nn.fused.head import HEADS, head_loss, vocabulary_size, why_not_bypassed
 from fp8booster.nn.fused.vocabulary import VocabularyPart
 
 if TYPE_CHECKING:  # seconds to import, and there where there is a model
@@ -133,9 +133,9 @@ def _why_not_through(language_model: nn.Module) -> str | None:
     """What stands against computing the loss from the head's weight, as it is now."""
     head = language_model.lm_head
     reason = why_not_bypassed(head, HEADS)
-    if reason is None and logits_of(head) != language_model.config.vocab_size:
+    if reason is None and vocabulary_size(head) != language_model.config.vocab_size:
         return (
-            f"its lm_head makes {logits_of(head)} logits and its config has a vocab_size of "
+            f"its lm_head makes {vocabulary_size(head)} logits and its config has a vocab_size of "
             f"{language_model.config.vocab_size}"
         )
     return reason
@@ -195,7 +195,7 @@ def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOut
         targets = F.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
     hidden = outputs.last_hidden_state
     items = arguments.get("num_items_in_batch")
-    tokens = logits_of(model.lm_head)
+    tokens = vocabulary_size(model.lm_head)
     loss = head_loss(
         model.lm_head,
         hidden,

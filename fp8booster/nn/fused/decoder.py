@@ -79,7 +79,7 @@ class FusedAttention(FusedPart):
             return self.forward_unfused(hidden_states, **arguments)
         qkv = self.before_attention(qkv)
         # of the product, not of the input: ranks may hold heads, and parts of the sequence that it has gathered
-        key_heads = self.key_heads_of(qkv)
+        key_heads = self.key_heads_in(qkv)
         heads = split_and_rotate(qkv, cos, sin, query_heads=key_heads * self.num_key_value_groups, key_heads=key_heads)
         query, key, value = (each.transpose(1, 2) for each in heads)
         key, value = self.cached(key, value, arguments)
@@ -100,7 +100,7 @@ class FusedAttention(FusedPart):
         place = {"sin": sin, "cos": cos, "cache_position": arguments.get("cache_position")}
         return cache.update(key, value, self.layer_idx, place)
 
-    def key_heads_of(self, qkv: torch.Tensor) -> int:
+    def key_heads_in(self, qkv: torch.Tensor) -> int:
         """Heads of keys in q, k and v side by side, [..., features]."""
         return qkv.shape[-1] // self.head_dim // (self.num_key_value_groups + 2)
 
@@ -218,25 +218,25 @@ def _normed(
     return norm(total), total
 
 
-AttentionOf = Callable[[nn.Module], type[FusedAttention] | str]
+ReplacedAttention = Callable[[nn.Module], type[FusedAttention] | str]
 """The mixin for an attention whose forward an engine has replaced, or why there is none."""
 
 
 REPLACED = "its forward was replaced"
 
 
-def no_replaced_attention(attention: nn.Module) -> str:
-    """The `AttentionOf` that knows none."""
+def no_attention_known(attention: nn.Module) -> str:
+    """The `ReplacedAttention` that knows none."""
     return REPLACED
 
 
-def fuse_blocks(model: nn.Module, attention_of: AttentionOf = no_replaced_attention) -> int:
+def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention = no_attention_known) -> int:
     """Fuse the decoder layers of a model, in place, around the products of FP8 layers or of plain nn.Linear.
 
     Args:
         model: any module; what is no decoder layer of `FAMILIES` is left alone, and so is a layer that another pipeline
-            stage holds. `parts_unfused` has what else is.
-        attention_of: knows the attentions of an engine.
+            stage holds. `unfused_parts` has what else is.
+        replaced_attention: knows the attentions of an engine.
 
     Returns:
         The number of decoder layers fused.
@@ -247,7 +247,7 @@ def fuse_blocks(model: nn.Module, attention_of: AttentionOf = no_replaced_attent
         part = part_of(type(module))
         if part is None or next(module.parameters(), None) is None:
             continue
-        mixin = _mixin(module, part, attention_of)
+        mixin = _mixin(module, part, replaced_attention)
         if isinstance(mixin, str):
             module.__dict__[_WHY_NOT] = f"{part.name}: {mixin}"
             continue
@@ -264,7 +264,7 @@ def mix(mixin: type[nn.Module], module: nn.Module) -> None:
         module.__dict__["fp8_merged"] = MergedLayers(layers) if _in_fp8(layers) else MergedLinears(layers)
 
 
-def parts_unfused(model: nn.Module) -> Counter[str]:
+def unfused_parts(model: nn.Module) -> Counter[str]:
     """How many parts of decoder layers `fuse_blocks` left alone, by what they are and why."""
     return Counter(module.__dict__[_WHY_NOT] for module in model.modules() if _WHY_NOT in module.__dict__)
 
@@ -272,14 +272,14 @@ def parts_unfused(model: nn.Module) -> Counter[str]:
 _WHY_NOT = "_fp8booster_unfused"
 
 
-def _mixin(module: nn.Module, part: Part, attention_of: AttentionOf) -> type[nn.Module] | str:
+def _mixin(module: nn.Module, part: Part, replaced_attention: ReplacedAttention) -> type[nn.Module] | str:
     """What a part of a decoder layer is fused by, or why it is not."""
     layers = [getattr(module, name) for name in part.merged]
     if not _in_fp8(layers) and not all(type(layer) is nn.Linear for layer in layers):
         return f"{', '.join(part.merged)} are neither all FP8 layers nor all nn.Linear"
     if part is PARTS["Attention"]:
         if "forward" in vars(module):
-            return attention_of(module)
+            return replaced_attention(module)
         kind = module.config._attn_implementation
         return FusedAttention if kind == "sdpa" else f"attn_implementation={kind!r} has no fused form"
     if "forward" in vars(module):

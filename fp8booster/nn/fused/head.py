@@ -38,7 +38,7 @@ class HeldHead(nn.Module):
         return compute()
 
 
-def logits_of(head: nn.Module) -> int:
+def vocabulary_size(head: nn.Module) -> int:
     """How many tokens a head makes logits of; padding, of which Colossal-AI's heads know, is none."""
     return getattr(head, "old_num_embeddings", head.weight.shape[0])
 

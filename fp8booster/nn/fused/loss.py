@@ -60,7 +60,7 @@ def default_chunk(tokens: int, vocabulary: int, bytes_each: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _How:
-    """What the loss of one call is computed by, beside its operands."""
+    """What the loss of one call is computed by, besides its operands."""
 
     products: HeadProducts
     vocabulary: VocabularyPart

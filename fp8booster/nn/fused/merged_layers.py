@@ -24,7 +24,7 @@ from fp8booster.nn.modules import held_by_modules, must_be_called
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.nn.weights.source import WeightSource
-from fp8booster.nn.weights.stacking import as_one, lie_together
+from fp8booster.nn.weights.stacking import are_stacked, stacked_view
 
 
 class Merged:
@@ -214,10 +214,10 @@ class MergedLinears(Merged):
         ):
             return None
         weights = self.weights
-        return F.linear(input, _Stacked.apply(as_one(weights), *weights), self._bias())
+        return F.linear(input, _Stacked.apply(stacked_view(weights), *weights), self._bias())
 
     def _why_never(self) -> str | None:
-        return super()._why_never() or (None if lie_together(self.weights) else self._why_moved)
+        return super()._why_never() or (None if are_stacked(self.weights) else self._why_moved)
 
     def _why_unlike(self, layer: nn.Module, first: nn.Module) -> str | None:
         if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:

@@ -25,7 +25,7 @@ from fp8booster.kernels.cross_entropy import cross_entropy, logsumexp, write_gra
 NAME = "loss over a spread vocabulary"
 """The row of `comm.statistics()`."""
 
-WHY_PLAIN = "FP32, two for each token"
+UNCOMPRESSED_REASON = "FP32, two for each token"
 """A loss that FP8 rounded could not be followed, and the gradient takes from it how sure the model is."""
 
 _IGNORED, _ELSEWHERE = -1, -2
@@ -94,7 +94,7 @@ class VocabularyPart:
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """Those of each rank: [ranks, *values.shape]."""
         ranks = dist.get_world_size(self.group)
-        count_plain(NAME, ranks, values.nbytes, WHY_PLAIN, "all_gather_into_tensor")
+        count_plain(NAME, ranks, values.nbytes, UNCOMPRESSED_REASON, "all_gather_into_tensor")
         gathered = values.new_empty((ranks, *values.shape))
         gather_bytes(gathered.view(-1), values.view(-1), self.group)
         return gathered

@@ -23,7 +23,7 @@ class Exchange:
     """How many times more tokens the products have than the layer's input."""
 
     @property
-    def of_input(self) -> Hashable:
+    def input_key(self) -> Hashable:
         """What tells the FP8 inputs of two exchanges apart, or None where it is the layer's input as it is."""
         return None
 

@@ -63,7 +63,7 @@ def multiply(
 
 @dataclass(frozen=True, eq=False)
 class _How:
-    """What the products of one call are computed by, beside their operands."""
+    """What the products of one call are computed by, besides its operands."""
 
     out_dtype: torch.dtype
     config: FP8Config
@@ -164,7 +164,7 @@ def unaliased(product: torch.Tensor) -> torch.Tensor:
 
 
 def check_operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Check what F.linear would check, and what FP8 needs beside it.
+    """Check what F.linear would check, and what FP8 needs besides.
 
     Raises:
         ValueError: sizes that do not fit together.

@@ -183,7 +183,7 @@ class FP8Layer(nn.Module):
         return self.__dict__
 
     def fp8_notes(self) -> str:
-        """What the report says beside the precision: emulation, sizes padded as "from->to", token counts in BF16."""
+        """What the report says besides the precision: emulation, sizes padded as "from->to", token counts in BF16."""
         notes = ["emulated in FP32"] if self.fp8_config.emulate else []
         tokens = {
             in_fp8: sorted(rows for rows, each in self.in_fp8.items() if each is in_fp8) for in_fp8 in (True, False)

@@ -57,7 +57,7 @@ def share_input(
         config.granularity,
         config.power_of_two,
         current_stream(input),
-        exchange.of_input,
+        exchange.input_key,
     )
     newest = _thread.newest
     if (

@@ -5,7 +5,7 @@ The sequence is cut into 2n chunks for n ranks, and rank r holds chunks r and 2n
 attends to the keys and values of one rank after the other, which come from its neighbour, and joins the results by
 their log-sum-exp. The blocks are PyTorch's flash attention.
 
-Keys and values are rounded once: the bytes are passed on as they came. Heads that several queries share travel, and are
+Keys and values are rounded once: the bytes are passed on as they came. Heads that several queries share are sent, and
 saved for backward, once; a block repeats them. In backward each rank sends the gradients of another's keys and values
 straight to it, rounded once too, where they are added in FP32.
 """

@@ -10,7 +10,7 @@ One object a layer says what its ranks exchange (`nn.linear.exchange.Exchange`);
 
 What is gathered is cast first, by the scale of the whole tensor, on which the ranks agree by one MAX reduction of their
 amaxes. The products read the bytes that arrived, and the transposes that wgrad reads are made of them: every value is
-rounded once, as in one process. What is reduced travels by `fp8booster.comm`, with one scale a block.
+rounded once, as in one process. What is reduced is sent by `fp8booster.comm`, with one scale a block.
 
 The ring of sequence parallelism (Colossal-AI's mode "ring") gathers piece by piece, multiplying what is there; the
 result is the same, and these classes serve it by one gather.
@@ -177,7 +177,7 @@ class SequenceColumn(_SequenceParallel):
         return self.ranks
 
     @property
-    def of_input(self) -> Hashable:
+    def input_key(self) -> Hashable:
         """Layers of one group share what they gather."""
         return self.group, self.dimension, self.communication
 

@@ -17,8 +17,8 @@ from fp8booster.tensor import QuantizedMatrix
 class CachedWeight(WeightSource):
     """Casts the weights when they are first asked for after a change, as `freshness` sees it: once a step."""
 
-    def __init__(self, lies_transposed: bool = False) -> None:
-        super().__init__(lies_transposed)
+    def __init__(self, is_transposed: bool = False) -> None:
+        super().__init__(is_transposed)
         self._copy: FreshCopy[QuantizedMatrix] = FreshCopy()
 
     def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
@@ -26,7 +26,7 @@ class CachedWeight(WeightSource):
         copy = self._copy.get(weights, config)
         if copy is None or (transpose and not copy.transpose.numel()):
             self.forget()  # first, so that the allocator can give the same memory again
-            matrix = as_matrix(weights, self.lies_transposed)
+            matrix = as_matrix(weights, self.is_transposed)
             copy = quantize_weight(matrix, config, transposed=transpose)
             self.put(weights, config, copy)
         return copy

@@ -17,12 +17,12 @@ class EngineWeight(CachedWeight):
     A copy or a pickle of it is a `CachedWeight`.
 
     Args:
-        lies_transposed: as in `WeightSource`.
+        is_transposed: as in `WeightSource`.
         restore: gives the weights their values in 16 bits again, where the engine keeps none.
     """
 
-    def __init__(self, lies_transposed: bool = False, restore: Callable[[], None] | None = None) -> None:
-        super().__init__(lies_transposed)
+    def __init__(self, is_transposed: bool = False, restore: Callable[[], None] | None = None) -> None:
+        super().__init__(is_transposed)
         self._restore = restore
         self.lacks_values = restore is not None
 
@@ -75,7 +75,7 @@ class EngineWeight(CachedWeight):
     _filled_for: list[tuple[int, int]]
 
     def __reduce__(self) -> tuple:
-        return CachedWeight, (self.lies_transposed,)
+        return CachedWeight, (self.is_transposed,)
 
 
 def _places(weights: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

@@ -33,7 +33,7 @@ def without_large_copies(config: FP8Config, copies_fit: bool) -> FP8Config:
 
 
 def fits(model: nn.Module, bytes_a_value: int) -> bool:
-    """Whether copies of all parameters that a rank holds are small beside its GPU's memory; without a GPU, yes."""
+    """Whether copies of all parameters of a rank are small compared with its GPU's memory; without a GPU, yes."""
     memory = gpu_memory()
     values = sum(parameter.numel() for parameter in model.parameters())
     return memory is None or values * bytes_a_value <= LARGEST_SHARE * memory

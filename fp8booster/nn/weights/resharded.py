@@ -31,7 +31,7 @@ class ReshardedWeight(WeightSource):
         """What was gathered, or a cast made now, without its transpose."""
         if self.held is not None:
             return self.held
-        return quantize_weight(as_matrix(weights, self.lies_transposed), config, transposed=False)
+        return quantize_weight(as_matrix(weights, self.is_transposed), config, transposed=False)
 
     def backward(self, weights: Sequence[torch.Tensor], config: FP8Config) -> BackwardWeight:
         """The transpose of the weights as they are when backward asks."""
@@ -41,7 +41,7 @@ class ReshardedWeight(WeightSource):
         def backward_weight() -> tuple[torch.Tensor, torch.Tensor]:
             w = self.held
             if w is None:
-                matrix = as_matrix(weights, self.lies_transposed)
+                matrix = as_matrix(weights, self.is_transposed)
                 w = quantize_weight(matrix, config, plain=False, transposed=True)
             return w.transpose, w.scale_of_transpose()
 

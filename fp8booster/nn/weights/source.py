@@ -23,7 +23,7 @@ class WeightSource:
     layer alive, and a copy or a pickle of it is empty.
 
     Args:
-        lies_transposed: the one weight lies as [K, N], not as nn.Linear's does.
+        is_transposed: the one weight lies as [K, N], not as nn.Linear's does.
     """
 
     is_transient: ClassVar[bool] = False
@@ -38,8 +38,8 @@ class WeightSource:
     held: QuantizedMatrix | None = None
     """The FP8 matrix that takes memory now, fresh or not."""
 
-    def __init__(self, lies_transposed: bool = False) -> None:
-        self.lies_transposed = lies_transposed
+    def __init__(self, is_transposed: bool = False) -> None:
+        self.is_transposed = is_transposed
 
     def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
         """The matrix of [sum of N, K] that fprop reads; the current stream waits for what fills it.
@@ -75,4 +75,4 @@ class WeightSource:
         return kind(*arguments)
 
     def __reduce__(self) -> tuple:
-        return type(self), (self.lies_transposed,)
+        return type(self), (self.is_transposed,)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 
-def lie_together(weights: Sequence[torch.Tensor]) -> bool:
+def are_stacked(weights: Sequence[torch.Tensor]) -> bool:
     """Whether weights of as many columns are consecutive rows of one matrix in memory."""
     storage = weights[0].untyped_storage().data_ptr()
     end = weights[0].data_ptr()
@@ -22,18 +22,18 @@ def lie_together(weights: Sequence[torch.Tensor]) -> bool:
     return True
 
 
-def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The matrix that weights which `lie_together` are the rows of; it shares their memory."""
+def stacked_view(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The matrix that weights which `are_stacked` are the rows of; it shares their memory."""
     first = weights[0].detach()
     return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
 
 
 def stack_rows(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Weights of as many columns as one matrix: a view where they lie so in memory already, else a copy."""
-    return as_one(weights) if lie_together(weights) else torch.cat([weight.detach() for weight in weights])
+    return stacked_view(weights) if are_stacked(weights) else torch.cat([weight.detach() for weight in weights])
 
 
-def columns_as_one(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def stacked_columns(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The matrix of which transposes of weights are consecutive columns in memory; it shares it. None: they are not."""
     first = transposes[0].detach()
     storage, place = first.untyped_storage().data_ptr(), first.data_ptr()
@@ -47,9 +47,9 @@ def columns_as_one(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.as_strided((first.shape[0], columns), first.stride())
 
 
-def as_matrix(weights: Sequence[torch.Tensor], lies_transposed: bool = False) -> torch.Tensor:
+def as_matrix(weights: Sequence[torch.Tensor], is_transposed: bool = False) -> torch.Tensor:
     """Weights as the matrix of [sum of N, K] that fprop reads; one of them may lie as [K, N]."""
     if len(weights) > 1:
         return stack_rows(weights)
     weight = weights[0].detach()
-    return weight.t() if lies_transposed else weight
+    return weight.t() if is_transposed else weight

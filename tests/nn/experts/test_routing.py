@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fp8booster.nn.experts.host_copy import HostCopy
-from fp8booster.nn.experts.routing import Routes, counts_of, spread, weighted_sum
+from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
 
 EXPERTS = 6
 
@@ -30,7 +30,7 @@ def test_rows_lie_by_expert_and_then_by_token(chosen: torch.Tensor) -> None:
 
 def test_counts_are_those_of_each_expert(chosen: torch.Tensor) -> None:
     out = torch.empty(2, EXPERTS, dtype=torch.int64, device=chosen.device)[1]
-    assert counts_of(chosen, EXPERTS, out) is out
+    assert count_rows(chosen, EXPERTS, out) is out
     assert torch.equal(out, chosen.flatten().bincount(minlength=EXPERTS))
     assert HostCopy(out).tolist() == out.tolist()
     assert out[-1] == 0

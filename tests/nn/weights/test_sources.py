@@ -24,22 +24,22 @@ CASES = {"one": (1, False), "transposed": (1, True), "stacked": (3, False)}
 @pytest.fixture(params=CASES)
 def case(request) -> tuple[list[nn.Parameter], bool]:
     """Weights, and whether they lie transposed."""
-    count, lies_transposed = CASES[request.param]
+    count, is_transposed = CASES[request.param]
     torch.manual_seed(0)
-    return [nn.Parameter(torch.randn(32, 48)) for _ in range(count)], lies_transposed
+    return [nn.Parameter(torch.randn(32, 48)) for _ in range(count)], is_transposed
 
 
-def whole(weights: list[nn.Parameter], lies_transposed: bool) -> QuantizedMatrix:
+def whole(weights: list[nn.Parameter], is_transposed: bool) -> QuantizedMatrix:
     matrix = torch.cat([weight.detach() for weight in weights])
-    return quantize_weight(matrix.t() if lies_transposed else matrix, CONFIG, transposed=True)
+    return quantize_weight(matrix.t() if is_transposed else matrix, CONFIG, transposed=True)
 
 
-def provided(source: WeightSource, weights: list[nn.Parameter], lies_transposed: bool) -> WeightSource:
+def provided(source: WeightSource, weights: list[nn.Parameter], is_transposed: bool) -> WeightSource:
     """The source, after an engine gave it its matrix."""
     if isinstance(source, EngineWeight):
-        source.fill(weights, whole(weights, lies_transposed))
+        source.fill(weights, whole(weights, is_transposed))
     elif isinstance(source, ReshardedWeight):
-        source.held = whole(weights, lies_transposed)
+        source.held = whole(weights, is_transposed)
     return source
 
 
@@ -50,8 +50,8 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("by_engine", [False, True])
 @pytest.mark.parametrize("kind", [CachedWeight, EngineWeight, ReshardedWeight])
 def test_forward_and_backward_read_the_cast_of_the_stacked_weights(kind, by_engine, case) -> None:
-    weights, lies_transposed = case
-    source, expected = kind(lies_transposed), whole(*case)
+    weights, is_transposed = case
+    source, expected = kind(is_transposed), whole(*case)
     if by_engine:
         provided(source, *case)
     found = source.forward(weights, CONFIG, transpose=True)
@@ -78,10 +78,10 @@ def test_another_source_that_forgets_one_of_the_weights_makes_the_stack_stale(ki
 
 
 def test_what_an_engine_made_serves_until_someone_else_changes_a_weight(case) -> None:
-    weights, lies_transposed = case
-    source = EngineWeight(lies_transposed)
+    weights, is_transposed = case
+    source = EngineWeight(is_transposed)
     assert not source.is_provided(weights)
-    provided(source, weights, lies_transposed)
+    provided(source, weights, is_transposed)
     assert source.is_provided(weights)
     assert source.forward(weights, CONFIG, transpose=True) is source.held
     with torch.no_grad():
@@ -103,8 +103,8 @@ def test_other_weights_in_the_place_of_a_stack_are_cast_anew() -> None:
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda source: pickle.loads(pickle.dumps(source))])
 @pytest.mark.parametrize("kind", [CachedWeight, EngineWeight, ReshardedWeight])
 def test_a_copy_holds_nothing_and_computes_the_same(kind, copied, case) -> None:
-    weights, lies_transposed = case
-    source = provided(kind(lies_transposed), *case)
+    weights, is_transposed = case
+    source = provided(kind(is_transposed), *case)
     expected = source.forward(weights, CONFIG, transpose=True)
     other = copied(source)
     assert type(other) is (CachedWeight if kind is EngineWeight else kind)
@@ -113,9 +113,9 @@ def test_a_copy_holds_nothing_and_computes_the_same(kind, copied, case) -> None:
 
 
 def test_forgetting_frees_what_is_held(case) -> None:
-    weights, lies_transposed = case
+    weights, is_transposed = case
     for kind in (CachedWeight, EngineWeight, ReshardedWeight):
-        source = provided(kind(lies_transposed), *case)
+        source = provided(kind(is_transposed), *case)
         source.forward(weights, CONFIG, transpose=True)
         assert source.held is not None
         source.forget()
