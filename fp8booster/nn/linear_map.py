@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _LinearMap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, tensor: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, forward: Map, backward: Map) -> torch.Tensor:
         ctx.carry_back = backward
         return forward(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         return ctx.carry_back(gradient), None, None
 
 

@@ -12,9 +12,8 @@ import torch
 
 from fp8booster.colossal.gemini.chunks import FP8Chunk
 from fp8booster.config import FP8Config
-from fp8booster.nn.weights.backward import BackwardWeight
 from fp8booster.nn.weights.resharded import ReshardedWeight
-from fp8booster.nn.weights.source import WeightSource
+from fp8booster.nn.weights.source import BackwardWeight, WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
 

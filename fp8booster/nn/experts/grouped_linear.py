@@ -15,10 +15,10 @@ for all experts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3
@@ -95,7 +95,7 @@ def grouped_linear(
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         input: torch.Tensor,
         x: QuantizedMatrix,
         w: GroupedWeight,
@@ -127,7 +127,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple:  # [M, N]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # [M, N]
         x8_transpose, x_inverse_scale, w8, w_inverse_scales = ctx.saved_tensors
         config, groups = ctx.config, ctx.groups
         for_input, for_weight = w8 is not None, x8_transpose is not None

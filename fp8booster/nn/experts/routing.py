@@ -8,10 +8,10 @@ which a GPU would sort them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from fp8booster.kernels.token_rows import sum_rows, sum_rows_backward
 from fp8booster.nn.linear_map import linear_map
@@ -75,7 +75,7 @@ def weighted_sum(rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> t
 
 class _WeightedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, routes: Routes) -> torch.Tensor:
         rows, weights = rows.contiguous(), weights.contiguous()
         ctx.save_for_backward(rows, weights)
         ctx.routes = routes
@@ -83,6 +83,6 @@ class _WeightedSum(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         rows, weights = ctx.saved_tensors
         return *sum_rows_backward(gradient.contiguous(), rows, ctx.routes.places, weights), None

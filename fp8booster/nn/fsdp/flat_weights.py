@@ -44,16 +44,19 @@ class Place:
 
     start: int
     end: int
-    layer: FP8Layer | None = None
-    """Whose weight it is, where it is gathered in FP8."""
-
-    shape: torch.Size | None = None
-    """Of that weight."""
 
     def within(self, start: int, end: int) -> tuple[int, int]:
         """The part that lies in a range, counted from the range's start; empty where nothing does."""
         first, last = max(self.start, start), min(self.end, end)
         return (first - start, last - start) if first < last else (0, 0)
+
+
+@dataclass(frozen=True)
+class FP8Place(Place):
+    """Those of a weight that is gathered in FP8."""
+
+    layer: FP8Layer
+    shape: torch.Size
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +93,7 @@ class FlatWeights:
         ends = [*(place.start for place in fp8), self._shard_size * ranks]
         self._plain = [Place(start, end) for start, end in zip(starts, ends, strict=True) if start < end]
 
-    def _chosen(self, flat_param: FlatParameter) -> Iterator[Place]:
+    def _chosen(self, flat_param: FlatParameter) -> Iterator[FP8Place]:
         shared = {(info.prim_module, info.prim_param_name) for info in flat_param._shared_param_infos}
         ends = list(accumulate(flat_param._numels_with_padding))
         places = [
@@ -125,7 +128,7 @@ class FlatWeights:
                 reason = "another FP8Config in the unit"
             if reason is None:
                 config = layer.fp8_config
-                yield Place(start, end, layer, shape)
+                yield FP8Place(start, end, layer, shape)
             else:
                 self.reasons[f"{info.module_name}.weight"] = reason
 
@@ -154,7 +157,7 @@ class FlatWeights:
             return str(shard.dtype).removeprefix("torch.")
         return None
 
-    def _ranges(self, places: list[Place], rank: int) -> list[tuple[int, int]]:
+    def _ranges(self, places: Sequence[Place], rank: int) -> list[tuple[int, int]]:
         """What of each place a rank's shard holds."""
         start = rank * self._shard_size
         return [place.within(start, start + self._shard_size) for place in places]

@@ -13,9 +13,10 @@ only backward knows: there the gradients are those of the sum, the weight's in F
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import aligned
@@ -77,7 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden: torch.Tensor,  # [M, K]
         weight: torch.Tensor,  # [V, K]
         bias: torch.Tensor | None,  # [V]
@@ -123,7 +124,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
         if ctx.gradients is None:
             raise RuntimeError(SPENT)
         gradients, ctx.gradients = ctx.gradients, None

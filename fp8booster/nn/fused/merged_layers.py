@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
@@ -260,13 +260,13 @@ class _Stacked(torch.autograd.Function):
     """A matrix that stands for weights stacked by rows, each of which gets its rows of the gradient."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, matrix: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, matrix: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.rows = [len(weight) for weight in weights]
         ctx.set_materialize_grads(False)
         return matrix
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple:
         # None: it is computed later
         return None, *((None,) * len(ctx.rows) if gradient is None else gradient.split(ctx.rows))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from fp8booster.kernels import rms_norm as kernel
 from fp8booster.nn.linear.delivered_amax import deliver_amax
@@ -13,7 +15,7 @@ from fp8booster.nn.linear.functional import unsafe_view
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         added = None if residual is None else residual.reshape(rows.shape).contiguous()
@@ -26,7 +28,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: torch.Tensor | None, dh: torch.Tensor | None) -> tuple:
+    def backward(ctx: Any, dy: torch.Tensor | None, dh: torch.Tensor | None) -> tuple:
         h, weight, inverse_rms = ctx.saved_tensors
         if dy is None:  # only the sum was used
             return dh, None, None, dh if ctx.has_residual else None

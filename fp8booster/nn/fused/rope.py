@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from fp8booster.kernels import rope as kernel
 from fp8booster.nn.linear.delivered_amax import deliver_amax
@@ -13,7 +15,7 @@ from fp8booster.nn.linear.functional import unaliased
 class _SplitAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, query_heads: int, key_heads: int
+        ctx: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, query_heads: int, key_heads: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
         heads = unaliased(qkv).view(*qkv.shape[:2], query_heads + 2 * key_heads, -1)
@@ -23,7 +25,7 @@ class _SplitAndRotate(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple:
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple:
         gradients = [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in (dq, dk, dv)]
         dqkv, amax = kernel.rotate_back(*gradients, *ctx.saved_tensors)
         return deliver_amax(dqkv.flatten(2), amax), None, None, None, None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from fp8booster.kernels import swiglu as kernel
 from fp8booster.nn.linear.delivered_amax import deliver_amax
@@ -12,7 +14,7 @@ from fp8booster.nn.linear.functional import unsafe_view
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, gate_up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
         features = gate_up.shape[-1] // 2
         y, amax = kernel.swiglu(*_halves(gate_up))
@@ -20,7 +22,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
         (gate_up,) = ctx.saved_tensors
         dx, amax = kernel.swiglu_backward(dy.reshape(-1, dy.shape[-1]).contiguous(), *_halves(gate_up))
         return deliver_amax(dx.view(gate_up.shape), amax)

@@ -19,8 +19,10 @@ class Exchange:
     `output_gradient` gives; `input_gradient` begins before wgrad runs, and is waited for after it.
     """
 
-    growth: int = 1
-    """How many times more tokens the products have than the layer's input."""
+    @property
+    def growth(self) -> int:
+        """How many times more tokens the products have than the layer's input."""
+        return 1
 
     @property
     def input_key(self) -> Hashable:

@@ -16,18 +16,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from fp8booster import formats
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
-from fp8booster.nn.weights.backward import BackwardWeight, transposed_in_backward
 from fp8booster.nn.weights.casting import quantize_input, quantize_weight
+from fp8booster.nn.weights.source import BackwardWeight, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix
 
 DEFAULT_CONFIG = FP8Config()
@@ -78,7 +79,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         input: torch.Tensor,  # [..., K], M rows in all
         weight: torch.Tensor,  # [N, K], or [K, N] where it is transposed
         bias: torch.Tensor | None,  # [N]
@@ -107,7 +108,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple:  # [..., N]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # [..., N]
         x_transpose, x_scale, w_transpose, w_scale = ctx.saved_tensors
         how, config = ctx.how, ctx.how.config
         rows, outputs, inputs = prod(ctx.shape[:-1]), gradient.shape[-1], ctx.shape[-1]

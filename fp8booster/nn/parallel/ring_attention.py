@@ -13,22 +13,21 @@ straight to it, rounded once too, where they are added in FP32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from fp8booster import comm
 from fp8booster.comm.collectives import new_message
 from fp8booster.comm.encoding import DEFAULT
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.threshold import why_plain
+from fp8booster.nn.parallel.tensor_parallel import min_bytes
 
 KEYS_AND_VALUES = "ring attention keys and values"
 """The row of `fp8booster.comm.statistics`; gradients of keys and values are in its row "send"."""
-
-_NOTHING_IN_FP8 = 2**62
 
 
 def ring_attention(
@@ -84,7 +83,7 @@ class _Ring:
     """The ranks of a group, each with a neighbour."""
 
     def __init__(self, group: dist.ProcessGroup, communication: bool) -> None:
-        self.group, self.min_bytes = group, None if communication else _NOTHING_IN_FP8
+        self.group, self.min_bytes = group, min_bytes(communication)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def peer(self, distance: int) -> int:
@@ -153,7 +152,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -182,7 +181,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
+    def backward(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple:
         q, k, v, output, lse = ctx.saved_tensors
         ring, lengths = ctx.ring, ctx.lengths
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)

@@ -22,6 +22,7 @@ rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,8 +43,11 @@ GRADIENT_GATHER = "sequence gather of gradients"
 """Rows of `fp8booster.comm.statistics`."""
 
 _GATHER = "all_gather_into_tensor"
-_NOTHING_IN_FP8 = 2**62
-"""As `min_bytes`: more than any payload, so that all goes uncompressed and is counted."""
+
+
+def min_bytes(communication: bool) -> int | None:
+    """For the collectives: their own, or more than any payload, so that all is sent uncompressed, and counted so."""
+    return None if communication else 2**62
 
 
 class _Parallel(Exchange):
@@ -58,10 +62,7 @@ class _Parallel(Exchange):
         self.group = group
         self.ranks = dist.get_world_size(group)
         self.communication = communication
-
-    @property
-    def _min_bytes(self) -> int | None:
-        return None if self.communication else _NOTHING_IN_FP8
+        self.min_bytes = min_bytes(communication)
 
 
 class ColumnParallel(_Parallel):
@@ -69,14 +70,8 @@ class ColumnParallel(_Parallel):
 
     def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
         """The sum over ranks."""
-        work = comm.all_reduce(gradient, group=self.group, async_op=True, min_bytes=self._min_bytes)
-
-        def wait() -> torch.Tensor:
-            if work is not None:
-                work.wait()
-            return gradient
-
-        return wait
+        work = comm.all_reduce(gradient, group=self.group, async_op=True, min_bytes=self.min_bytes)
+        return partial(_waited_for, gradient, work)
 
 
 class RowParallel(_Parallel):
@@ -85,7 +80,7 @@ class RowParallel(_Parallel):
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """The sum over ranks."""
         output = unaliased(output)
-        comm.all_reduce(output, group=self.group, min_bytes=self._min_bytes)
+        comm.all_reduce(output, group=self.group, min_bytes=self.min_bytes)
         return output
 
 
@@ -99,10 +94,6 @@ class _SequenceParallel(_Parallel):
     def __init__(self, group: dist.ProcessGroup, dimension: int = 1, *, communication: bool = True) -> None:
         super().__init__(group, communication=communication)
         self.dimension = dimension
-
-    def _outer(self, shape: torch.Size) -> int:
-        """How many values lie before the sequence's dimension: 1 where ranks' parts follow each other."""
-        return shape[: self._sequence(len(shape))].numel()
 
     def _sequence(self, dimensions: int) -> int:
         sequence = self.dimension % dimensions
@@ -135,13 +126,14 @@ class _SequenceParallel(_Parallel):
         sent = {_GATHER: own.nbytes, "all_reduce": amax.nbytes}
         count_encoded(row, self.ranks, part.nbytes, sent, _GATHER)
         gather_bytes(gathered.view(-1), own.reshape(-1), self.group)
-        layouts = gathered_layouts(gathered, self._outer(part.shape), plain=plain, transposed=transposed)
+        outer = part.shape[: self._sequence(part.dim())].numel()  # 1 where ranks' parts follow each other
+        layouts = gathered_layouts(gathered, outer, plain=plain, transposed=transposed)
         return QuantizedMatrix(*(layout.view(dtype) for layout in layouts), inverse_scale, None)
 
     def _gather_values(self, part: torch.Tensor) -> torch.Tensor:
         part = part.detach().contiguous()
         gathered = part.new_empty((self.ranks, *part.shape))
-        comm.all_gather_into_tensor(gathered.view(-1), part.view(-1), self.group, min_bytes=self._min_bytes)
+        comm.all_gather_into_tensor(gathered.view(-1), part.view(-1), self.group, min_bytes=self.min_bytes)
         sequence = self._sequence(part.dim())
         return gathered.movedim(0, sequence).reshape(self._gathered_shape(part.shape))
 
@@ -157,15 +149,15 @@ class _SequenceParallel(_Parallel):
         parts = whole.unflatten(sequence, (self.ranks, length // self.ranks)).movedim(sequence, 0).contiguous()
         own = torch.empty_like(parts[0])
         work = comm.reduce_scatter_tensor(
-            own.view(-1), parts.view(-1), group=self.group, async_op=asynchronous, min_bytes=self._min_bytes
+            own.view(-1), parts.view(-1), group=self.group, async_op=asynchronous, min_bytes=self.min_bytes
         )
+        return partial(_waited_for, own, work)
 
-        def wait() -> torch.Tensor:
-            if work is not None:
-                work.wait()
-            return own
 
-        return wait
+def _waited_for(made: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
+    if work is not None:
+        work.wait()
+    return made
 
 
 class SequenceColumn(_SequenceParallel):

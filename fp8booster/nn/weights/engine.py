@@ -40,8 +40,7 @@ class EngineWeight(CachedWeight):
         self._filled, self._ready, self._filled_for = quantized, ready, _places(weights)
 
     def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
-        """As `WeightSource.forward`."""
-        if not self.is_provided(weights):
+        if self._filled is None or not self.is_provided(weights):
             self._drop()
             return super().forward(weights, config, transpose=transpose)
         if self._ready is not None:
@@ -63,7 +62,6 @@ class EngineWeight(CachedWeight):
         self._drop()
 
     def restore_values(self) -> None:
-        """As `WeightSource.restore_values`."""
         if self._restore is not None:
             self._restore()
 

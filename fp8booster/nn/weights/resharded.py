@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from fp8booster.config import FP8Config
-from fp8booster.nn.weights.backward import BackwardWeight
 from fp8booster.nn.weights.casting import quantize_weight
-from fp8booster.nn.weights.source import WeightSource
+from fp8booster.nn.weights.source import BackwardWeight, WeightSource
 from fp8booster.nn.weights.stacking import as_matrix
 from fp8booster.tensor import QuantizedMatrix
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 
 from fp8booster.config import FP8Config
-from fp8booster.nn.weights.backward import BackwardWeight
+from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.weights.freshness import note_change
 from fp8booster.tensor import QuantizedMatrix
+
+BackwardWeight = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+"""Gives backward the FP8 transpose of the weight, [K16, N16], and its inverse scale."""
 
 
 class WeightSource:
@@ -35,11 +38,13 @@ class WeightSource:
     refusal: str | None = None
     """Why the weights cannot be stacked, as an engine found; their layers run one by one."""
 
-    held: QuantizedMatrix | None = None
-    """The FP8 matrix that takes memory now, fresh or not."""
-
     def __init__(self, is_transposed: bool = False) -> None:
         self.is_transposed = is_transposed
+
+    @property
+    def held(self) -> QuantizedMatrix | None:
+        """The FP8 matrix that takes memory now, fresh or not."""
+        return None
 
     def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
         """The matrix of [sum of N, K] that fprop reads; the current stream waits for what fills it.
@@ -76,3 +81,25 @@ class WeightSource:
 
     def __reduce__(self) -> tuple:
         return type(self), (self.is_transposed,)
+
+
+def transposed_in_backward(quantized: QuantizedMatrix) -> BackwardWeight:
+    """The transpose of a weight that forward multiplies by, made when backward asks.
+
+    Args:
+        quantized: under one scale, without its transpose; an engine may write later values to the same memory.
+
+    Raises:
+        RuntimeError, when the transpose is asked for: the weight has changed since.
+    """
+    data, version = quantized.data, quantized.data._version
+
+    def backward_weight() -> tuple[torch.Tensor, torch.Tensor]:
+        if data._version != version:
+            raise RuntimeError(
+                "a weight needed for gradient computation has been modified by an inplace operation: an optimizer "
+                "stepped between this forward and its backward; run backward before the step"
+            )
+        return transposed(data), quantized.inverse_scale
+
+    return backward_weight
