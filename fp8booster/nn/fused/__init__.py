@@ -7,13 +7,7 @@ from collections import Counter
 from torch import nn
 
 from fp8booster.nn.fused.causal_lm_loss import fused_head, use_fused_loss, use_native_loss, why_not_fused
-from fp8booster.nn.fused.decoder import (
-    FusedDecoderLayer,
-    ReplacedAttention,
-    fuse_blocks,
-    no_attention_known,
-    unfused_parts,
-)
+from fp8booster.nn.fused.decoder import FusedDecoderLayer, ReplacedAttention, fuse_blocks, unfused_parts
 from fp8booster.nn.fused.families import FAMILIES
 from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.fused.merged_layers import merged_linears
@@ -29,18 +23,18 @@ __all__ = [
 ]
 
 
-def fuse(model: nn.Module, replaced_attention: ReplacedAttention = no_attention_known) -> str:
+def fuse(model: nn.Module, replaced_attention: ReplacedAttention | None = None) -> str:
     """Fuse what can be fused of a model, in place, in FP8 or in the precision that it has.
 
-    In decoder layers of LLaMA, Mistral, Mixtral and Qwen2 the residual's addition
-    and the norm become one kernel, so do rotary embedding and SwiGLU; in training q, k and v are one product, and gate
-    and up. Such a model for causal language modelling computes its loss over chunks of logits, which are then never
-    whole (`use_fused_loss`). Parameters, their names and the state dict stay as they were.
+    In decoder layers of LLaMA, Mistral, Mixtral and Qwen2 the residual's addition and the norm become one kernel, so do
+    rotary embedding and SwiGLU; in training q, k and v are one product, and gate and up. Such a model for causal
+    language modelling computes its loss over chunks of logits, which are then never whole (`use_fused_loss`).
+    Parameters, their names and the state dict stay as they were.
 
     `use_fp8=True` fuses by itself. By hand it serves a model that was converted by `convert_to_fp8`, and one that
     computes in BF16, as plain PyTorch or under `TorchDDPPlugin` and `LowLevelZeroPlugin`: fuse it when it has its dtype
-    and its device, before it is boosted, for then the weights of merged products are laid stacked by rows in
-    memory. Where they cannot be, those layers run one by one, and the line that is returned says why.
+    and its device, before it is boosted, for then the weights of merged products are stacked by rows in memory. Where
+    they cannot be, those layers run one by one, and the line that is returned says why.
 
     Args:
         model: any module.

@@ -11,7 +11,7 @@ and every kernel delivers the amax of what it makes, so that the casts before FP
 products are those of FP8 layers, or of layers that stayed nn.Linear. Where a case is not covered (returned attention
 weights, another activation, layers of different kinds) that part runs as transformers wrote it.
 
-What a fused part takes and returns is what the forward of its own class takes and returns (`_native_members`), which
+What a fused part takes and returns is what the forward of its own class takes and returns (`_mixed_class`), which
 depends on the version of transformers (`nn.fused.families`).
 """
 
@@ -172,7 +172,6 @@ class FusedExpert(FusedMLP):
     """Mixin of one of Mixtral's experts."""
 
     def forward_unfused(self, x: torch.Tensor) -> torch.Tensor:
-        """As transformers'."""
         # w3 first: then backward gives gradients in the order of the one product, which a rank may run whose expert has
         # other tokens; ZeRO adds up gradients of ranks in the order in which they come
         up = self.w3(x)
@@ -191,7 +190,6 @@ class FusedDecoderLayer(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        """As transformers'."""
         arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
         output_router_logits = arguments.pop("output_router_logits", False)
         hidden_states, residual = _normed(self.input_layernorm, hidden_states)
@@ -221,22 +219,16 @@ def _normed(
 ReplacedAttention = Callable[[nn.Module], type[FusedAttention] | str]
 """The mixin for an attention whose forward an engine has replaced, or why there is none."""
 
-
 REPLACED = "its forward was replaced"
 
 
-def no_attention_known(attention: nn.Module) -> str:
-    """The `ReplacedAttention` that knows none."""
-    return REPLACED
-
-
-def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention = no_attention_known) -> int:
+def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None = None) -> int:
     """Fuse the decoder layers of a model, in place, around the products of FP8 layers or of plain nn.Linear.
 
     Args:
         model: any module; what is no decoder layer of `FAMILIES` is left alone, and so is a layer that another pipeline
             stage holds. `unfused_parts` has what else is.
-        replaced_attention: knows the attentions of an engine.
+        replaced_attention: knows the attentions of an engine; None where there are none.
 
     Returns:
         The number of decoder layers fused.
@@ -272,14 +264,14 @@ def unfused_parts(model: nn.Module) -> Counter[str]:
 _WHY_NOT = "_fp8booster_unfused"
 
 
-def _mixin(module: nn.Module, part: Part, replaced_attention: ReplacedAttention) -> type[nn.Module] | str:
+def _mixin(module: nn.Module, part: Part, replaced_attention: ReplacedAttention | None) -> type[nn.Module] | str:
     """What a part of a decoder layer is fused by, or why it is not."""
     layers = [getattr(module, name) for name in part.merged]
     if not _in_fp8(layers) and not all(type(layer) is nn.Linear for layer in layers):
         return f"{', '.join(part.merged)} are neither all FP8 layers nor all nn.Linear"
     if part is PARTS["Attention"]:
         if "forward" in vars(module):
-            return replaced_attention(module)
+            return REPLACED if replaced_attention is None else replaced_attention(module)
         kind = module.config._attn_implementation
         return FusedAttention if kind == "sdpa" else f"attn_implementation={kind!r} has no fused form"
     if "forward" in vars(module):
@@ -307,26 +299,17 @@ def _in_fp8(layers: list[nn.Module]) -> bool:
     return all(isinstance(layer, FP8Layer) for layer in layers)
 
 
-_mixed: dict[tuple[type, type], type] = {}
-
-
+@functools.cache
 def _mixed_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    key = mixin, original
-    if key not in _mixed:
-        members = {"__doc__": mixin.__doc__, "__reduce__": _reduce, **_native_members(mixin, original)}
-        _mixed[key] = type(f"Fused{original.__name__}", (mixin, original), members)
-    return _mixed[key]
-
-
-def _native_members(mixin: type[nn.Module], original: type[nn.Module]) -> dict[str, Any]:
-    """What a mixin is told of the class that it is mixed into."""
-    members: dict[str, Any] = {"part": part_of(original)} if issubclass(mixin, FusedPart) else {}
+    members: dict[str, Any] = {"__doc__": mixin.__doc__, "__reduce__": _reduce}
+    if issubclass(mixin, FusedPart):
+        members["part"] = part_of(original)
     if issubclass(mixin, (FusedAttention, FusedDecoderLayer)):
         _, _, *names = inspect.signature(original.forward).parameters
         members["native_arguments"] = tuple(names)
     if issubclass(mixin, FusedDecoderLayer):
         members["returns_tuple"] = _returns_tuple(original)
-    return members
+    return type(f"Fused{original.__name__}", (mixin, original), members)
 
 
 @functools.cache

@@ -203,7 +203,6 @@ class MergedLinears(Merged):
         self._why_moved = _lay_together(self.weights)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
-        """As `Merged.__call__`."""
         if (
             torch.compiler.is_compiling()
             or not all(layer.training for layer in self.layers)
