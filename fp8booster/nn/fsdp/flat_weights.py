@@ -95,14 +95,9 @@ class FlatWeights:
 
     def _chosen(self, flat_param: FlatParameter) -> Iterator[FP8Place]:
         shared = {(info.prim_module, info.prim_param_name) for info in flat_param._shared_param_infos}
-        ends = list(accumulate(flat_param._numels_with_padding))
-        places = [
-            (end - size, end)
-            for size, end, padding in zip(
-                flat_param._numels_with_padding, ends, flat_param._is_padding_mask, strict=True
-            )
-            if not padding
-        ]
+        sizes = flat_param._numels_with_padding
+        ranges = zip(accumulate(sizes, initial=0), accumulate(sizes), flat_param._is_padding_mask, strict=False)
+        places = [(start, end) for start, end, is_padding in ranges if not is_padding]
         config = None
         for (start, end), info, shape, contiguous, extension in zip(
             places,

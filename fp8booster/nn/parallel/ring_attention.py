@@ -13,7 +13,7 @@ straight to it, rounded once too, where they are added in FP32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,14 +69,8 @@ def ring_attention(
     return _RingAttention.apply(q, k, v, ring, None if lengths is None else tuple(lengths), scale)
 
 
-class _Part(NamedTuple):
-    """What of a tensor, [B, H, S, D] or [B, H, S], takes part in a block."""
-
-    batch: slice
-    tokens: slice
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[self.batch, :, self.tokens]
+Index = tuple[slice, slice, slice]
+"""What of a tensor, [B, H, S, D] or [B, H, S], takes part in a block: of its batch, heads and tokens."""
 
 
 class _Ring:
@@ -126,25 +120,18 @@ class _Ring:
         DEFAULT.decode(message, pair.view(-1), DEFAULT.even(pair.numel()))
         return pair
 
-    def parts(self, source: int, shape: torch.Size, lengths: tuple[int, ...] | None) -> list[tuple[_Part, _Part]]:
+    def blocks(self, source: int, shape: torch.Size, lengths: tuple[int, ...] | None) -> Iterator[tuple[Index, Index]]:
         """Which queries attend to which keys of a rank: all of those that precede them.
 
         Of an earlier rank's chunks the second follows all queries here; of a later one's queries those of the first
         chunk here precede all.
         """
-        batch, _, tokens, _ = shape
-        rows = (
-            [(slice(0, batch), tokens)]
-            if lengths is None
-            else [(slice(row, row + 1), length) for row, length in enumerate(lengths) if length]
-        )
-        return [
-            (
-                _Part(row, slice(length // 2 if source > self.rank else 0, length)),
-                _Part(row, slice(0, length // 2 if source < self.rank else length)),
-            )
-            for row, length in rows
-        ]
+        rows = [slice(0, shape[0])] if lengths is None else [slice(row, row + 1) for row in range(len(lengths))]
+        for row, length in zip(rows, lengths or shape[2:3], strict=True):
+            if length:
+                queries = slice(length // 2 if source > self.rank else 0, length)
+                keys = slice(0, length // 2 if source < self.rank else length)
+                yield (row, slice(None), queries), (row, slice(None), keys)
 
 
 class _RingAttention(torch.autograd.Function):
@@ -163,11 +150,10 @@ class _RingAttention(torch.autograd.Function):
         output = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
         for source, pair in ring.rotate(k, v):
-            for queries, keys in ring.parts(source, q.shape, lengths):
-                block, block_lse = attend(queries.of(q), keys.of(pair[0]), keys.of(pair[1]), source == ring.rank, scale)
-                before = queries.of(lse)
+            for queries, keys in ring.blocks(source, q.shape, lengths):
+                block, block_lse = attend(q[queries], pair[0][keys], pair[1][keys], source == ring.rank, scale)
+                before, joined = lse[queries], output[queries]
                 after = torch.logaddexp(before, block_lse)
-                joined = queries.of(output)
                 joined.mul_((before - after).exp().unsqueeze(-1))
                 joined.add_(block * (block_lse - after).exp().unsqueeze(-1))
                 before.copy_(after)
@@ -191,20 +177,12 @@ class _RingAttention(torch.autograd.Function):
             # of an earlier rank's keys only those of its first chunk are read here, but where they are padded
             half = source < ring.rank and lengths is None
             of_source = pair.new_zeros((2, *k.shape[:2], k.shape[2] // 2 if half else k.shape[2], k.shape[3]))
-            for queries, keys in ring.parts(source, q.shape, lengths):
-                block = attend_backward(
-                    queries.of(gradient),
-                    queries.of(q),
-                    keys.of(pair[0]),
-                    keys.of(pair[1]),
-                    queries.of(output),
-                    queries.of(lse),
-                    source == ring.rank,
-                    ctx.scale,
-                )
-                queries.of(dq).add_(block[0])
+            for queries, keys in ring.blocks(source, q.shape, lengths):
+                of_queries = gradient[queries], q[queries], output[queries], lse[queries]
+                block = attend_backward(*of_queries, pair[0][keys], pair[1][keys], source == ring.rank, ctx.scale)
+                dq[queries].add_(block[0])
                 for into, part in zip(of_source, block[1:], strict=True):
-                    keys.of(into).copy_(part)
+                    into[keys].copy_(part)
             if step == 0:
                 own.add_(of_source)
             else:
@@ -250,10 +228,10 @@ def attend(
 def attend_backward(
     gradient: torch.Tensor,
     q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
     output: torch.Tensor,
     lse: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
     causal: bool,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
