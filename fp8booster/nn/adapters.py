@@ -39,7 +39,7 @@ def _followed(change: Callable[..., None]) -> Callable[..., None]:
     """A method of adapters that changes the base weight, before which weights get values, and after it a new cast."""
 
     @functools.wraps(change)
-    def followed(self, *args: Any, **kwargs: Any) -> None:
+    def followed(self: Any, *args: Any, **kwargs: Any) -> None:
         for module in self.modules():
             if isinstance(module, FP8Layer):
                 restore_weight(module)

@@ -52,6 +52,9 @@ class FusedPart(nn.Module):
 class FusedRMSNorm(nn.Module):
     """Mixin of a norm."""
 
+    weight: nn.Parameter
+    variance_epsilon: float
+
     def forward(
         self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None, *, both: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -62,6 +65,13 @@ class FusedRMSNorm(nn.Module):
 
 class FusedAttention(FusedPart):
     """Mixin of a self-attention."""
+
+    config: Any
+    head_dim: int
+    num_key_value_groups: int
+    layer_idx: int
+    attention_dropout: float
+    scaling: float
 
     native_arguments: ClassVar[tuple[str, ...]]
     """Names of what the class's own forward takes after the hidden states."""

@@ -38,7 +38,7 @@ class HeldHead(nn.Module):
         return compute()
 
 
-def vocabulary_size(head: nn.Module) -> int:
+def vocabulary_size(head: nn.Linear) -> int:
     """How many tokens a head makes logits of; padding, of which Colossal-AI's heads know, is none."""
     return getattr(head, "old_num_embeddings", head.weight.shape[0])
 
@@ -81,7 +81,7 @@ def head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **ho
 
 
 def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, **how: Any) -> torch.Tensor:
-    fp8 = {}
+    fp8: dict[str, Any] = {}
     if isinstance(head, FP8Layer) and hidden.numel():
         config, tokens = head.fp8_config, hidden.numel() // hidden.shape[-1]
         in_fp8 = computes_in_fp8(config, tokens, *head.product_features, hidden.device)

@@ -199,8 +199,9 @@ def linear_cross_entropy(
         RuntimeError: in a second backward pass over one loss.
     """
     if torch.compiler.is_compiling():  # no decorator: the compiler takes seconds to import
-        options = {"bias": bias, "ignore_index": ignore_index, "chunk_tokens": chunk_tokens, "reduction": reduction}
-        options |= {"config": config, "quantized_weight": quantized_weight, "vocabulary": vocabulary}
+        options: dict[str, Any] = {"bias": bias, "ignore_index": ignore_index, "chunk_tokens": chunk_tokens}
+        options |= {"reduction": reduction, "config": config}
+        options |= {"quantized_weight": quantized_weight, "vocabulary": vocabulary}
         return torch.compiler.disable(linear_cross_entropy)(hidden, weight, targets, **options)
     if vocabulary is None:
         vocabulary = VocabularyPart(tokens=weight.shape[0], columns=weight.shape[0])

@@ -18,6 +18,7 @@ from torch import nn
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import held_by_modules, must_be_called
@@ -34,7 +35,9 @@ class Merged:
         layers: in the order of their outputs.
     """
 
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
+    layers: tuple[nn.Linear, ...]
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = tuple(layers)
         self._why_replaced: str | None = None
 
@@ -99,10 +102,12 @@ class MergedLayers(Merged):
         layers: in the order of their outputs.
     """
 
+    layers: tuple[FP8Linear, ...]
+
     fp8_weight: WeightSource
     """Of all the weights, stacked by rows; each layer keeps one of its own, for when they run one by one."""
 
-    def __init__(self, layers: Sequence[FP8Layer]) -> None:
+    def __init__(self, layers: Sequence[FP8Linear]) -> None:
         super().__init__(layers)
         self._reasons: dict[str, None] = {}
         self.fp8_weight = CachedWeight()

@@ -14,9 +14,9 @@ import torch
 _ATTRIBUTE = "_fp8booster_amax"
 
 
-def deliver_amax(tensor: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
-    """Attach its amax, float32, whose largest entry counts, to a tensor just made."""
-    if not (torch.compiler.is_compiling() or tensor.is_inference()):
+def deliver_amax(tensor: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
+    """Attach its amax, float32, whose largest entry counts, to a tensor just made; None: it is not known."""
+    if amax is not None and not (torch.compiler.is_compiling() or tensor.is_inference()):
         setattr(tensor, _ATTRIBUTE, (tensor._version, amax))
     return tensor
 

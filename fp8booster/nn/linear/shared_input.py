@@ -62,6 +62,7 @@ def share_input(
     newest = _thread.newest
     if (
         newest.source is not None
+        and newest.quantized is not None
         and newest.source() is input
         and newest.made_from == made_from
         and (newest.quantized.transpose.numel() or not transposed)

@@ -128,7 +128,8 @@ class _SequenceParallel(_Parallel):
         gather_bytes(gathered.view(-1), own.reshape(-1), self.group)
         outer = part.shape[: self._sequence(part.dim())].numel()  # 1 where ranks' parts follow each other
         layouts = gathered_layouts(gathered, outer, plain=plain, transposed=transposed)
-        return QuantizedMatrix(*(layout.view(dtype) for layout in layouts), inverse_scale, None)
+        data, transpose = (layout.view(dtype) for layout in layouts)
+        return QuantizedMatrix(data, transpose, inverse_scale, None)
 
     def _gather_values(self, part: torch.Tensor) -> torch.Tensor:
         part = part.detach().contiguous()

@@ -44,14 +44,14 @@ def _count_step(*_: object) -> None:
         _count_replays(torch.cuda.CUDAGraph)
 
 
-def _count_replays(graph: type) -> None:
+def _count_replays(graph: type[torch.cuda.CUDAGraph]) -> None:
     """Let every replay of a class of CUDA graphs count as a step."""
     replay = graph.replay
     if hasattr(replay, _COUNTED):
         return
 
     @functools.wraps(replay)
-    def counted(self: object) -> None:
+    def counted(self: torch.cuda.CUDAGraph) -> None:
         replay(self)
         _Changes.add()
 
@@ -106,6 +106,11 @@ Made = TypeVar("Made")
 class FreshCopy(Generic[Made]):
     """What was made of some weights, until one of them changes."""
 
+    made: Made | None
+    _key: Hashable
+    _weights: list[weakref.ref[torch.Tensor]]
+    _states: list[tuple]
+
     def __init__(self) -> None:
         self.forget()
 
@@ -134,7 +139,5 @@ class FreshCopy(Generic[Made]):
 
     def forget(self) -> None:
         """Free it."""
-        self.made: Made | None = None
-        self._key: Hashable = None
-        self._weights: list[weakref.ref] = []
-        self._states: list[tuple] = []
+        self.made = self._key = None
+        self._weights, self._states = [], []
