@@ -194,7 +194,7 @@ def report(model: nn.Module) -> Report:
 
 
 def _layer_row(name: str, module: nn.Module, group: MergedLayers | None) -> LayerRow:
-    weight, precision = _told_by(module), None
+    weight, precision = _stored_weight(module), None
     if isinstance(module, FP8Layer):
         never = module.in_fp8 and not any(module.in_fp8.values())
         precision, notes = None if never else "FP8", module.fp8_notes()
@@ -213,7 +213,7 @@ def _row(name: str, shape: tuple[int, ...], weight: torch.Tensor, notes: str, pr
     return LayerRow(name, shape, precision, passes, notes)
 
 
-def _told_by(module: nn.Module) -> torch.Tensor:
+def _stored_weight(module: nn.Module) -> torch.Tensor:
     """What tells dtype and training of a layer's weight: that, or what a parametrization computes it from.
 
     To look at a parametrized weight is to compute it, which may change it (spectral norm) and cannot be done between

@@ -30,7 +30,7 @@ from torch import nn
 
 from fp8booster.colossal.tensor.linear import FP8Linear1DCol, FP8PaddingLMHead, FP8VocabParallelLMHead1D
 from fp8booster.nn.fused.causal_lm_loss import (
-    EngineLoss,
+    FusedLoss,
     language_model_in,
     offer_loss,
     ours,
@@ -78,7 +78,7 @@ def use_sharded_loss(model: nn.Module, config: ShardConfig) -> None:
     if type(native) is not types.MethodType or _written(native).__qualname__ not in _FORWARDS:
         return
     forward = types.MethodType(_forward_with(native.__func__, config), language_model)
-    offer_loss(language_model, EngineLoss(native, forward, lambda model: _why_not(model, config)))
+    offer_loss(language_model, FusedLoss(native, forward, lambda model: _why_not(model, config)))
     use_fused_loss(language_model)
 
 

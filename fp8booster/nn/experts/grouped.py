@@ -25,7 +25,7 @@ from fp8booster.nn.experts.row_layout import RowLayout, bring_back, lay_out
 from fp8booster.nn.fused.swiglu import swiglu
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.linear import FP8Linear
-from fp8booster.nn.linear.speed_model import fp8_pays
+from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import held_by_modules, must_be_called
 from fp8booster.nn.weights.freshness import FreshCopy, reusable
 from fp8booster.nn.weights.stacking import are_stacked, stack_rows, stacked_columns, stacked_view
@@ -37,7 +37,7 @@ slower (benchmarks/results/h200/experts_NVIDIA-H200_2026-11-21_torch-2.11.0-cu13
 
 EXPERTS_THAT_PAY = 8
 """So many experts were faster grouped in FP8 than one by one in BF16, whatever their size, in the same file. Fewer are
-grouped where `choice.fp8_pays` for their rows as for one product."""
+grouped where `speed_model.fp8_pays` for their rows as for one product."""
 
 
 def _grouped_weight(layers: Sequence[FP8Layer], experts: int, provided: bool) -> GroupedWeight:
@@ -176,13 +176,7 @@ class GroupedExperts:
         products = (2 * gate.weight.numel() + down.weight.numel()) / 2
         if rows / count * products >= ONE_BY_ONE_FROM:
             return "one by one is faster for so many tokens"
-        if (
-            config.always
-            or config.emulate
-            or not config.keeps_16_bits
-            or count >= EXPERTS_THAT_PAY
-            or fp8_pays(int(rows), inputs, outputs, down.weight.device)
-        ):
+        if count >= EXPERTS_THAT_PAY or computes_in_fp8(config, int(rows), inputs, outputs, down.weight.device):
             return None
         return "too few tokens for so few experts"
 

@@ -45,22 +45,19 @@ def use_fused_loss(model: nn.Module) -> bool:
     if why_not_fused(model) is not None:
         return False
     language_model = language_model_in(model)
-    engine = _engine_loss(language_model)
-    forward = types.MethodType(_forward_like(type(language_model).forward), language_model)
-    language_model.forward = forward if engine is None else engine.forward
+    language_model.forward = _loss_of(language_model).forward
     return True
 
 
 def use_native_loss(model: nn.Module) -> None:
     """Undo `use_fused_loss`."""
     for module in model.modules():
-        if not _is_ours(module.__dict__.get("forward")):
-            continue
-        engine = _engine_loss(module)
-        if engine is None:
-            del module.forward
-        else:
-            module.forward = engine.native
+        if _is_ours(module.__dict__.get("forward")):
+            native = _loss_of(module).native
+            if native is None:
+                del module.forward
+            else:
+                module.forward = native
 
 
 def why_not_fused(model: nn.Module) -> str | None:
@@ -68,15 +65,10 @@ def why_not_fused(model: nn.Module) -> str | None:
     language_model = language_model_in(model)
     if language_model is None:
         return f"{type(model).__name__} is no {', '.join(MODELS.values())} of transformers"
-    engine = _engine_loss(language_model)
-    if engine is not None:
-        return engine.why_not(language_model)
-    forward = language_model.__dict__.get("forward")
-    # a pickle leaves the class's own, bound, where ours was
-    own = getattr(forward, "__func__", None) is type(language_model).forward
-    if forward is not None and not own and not _is_ours(forward):
+    loss = _loss_of(language_model)
+    if loss is None:
         return "its forward was replaced, as Colossal-AI does it for tensor, sequence or pipeline parallelism"
-    return _why_not_through(language_model)
+    return loss.why_not(language_model)
 
 
 def language_model_in(model: nn.Module) -> nn.Module | None:
@@ -96,11 +88,11 @@ def fused_head(model: nn.Module) -> nn.Module | None:
 
 
 @dataclass(frozen=True)
-class EngineLoss:
-    """The loss over chunks of logits of a model whose forward an engine has replaced."""
+class FusedLoss:
+    """How a model computes its loss over chunks of logits."""
 
-    native: Callable
-    """That forward, bound."""
+    native: Callable | None
+    """Its forward without it, bound, where an engine has replaced that of its class."""
 
     forward: Callable
     """The one with this loss, bound; made by `ours`."""
@@ -109,7 +101,7 @@ class EngineLoss:
     """Why a model's loss is not computed so, or None."""
 
 
-def offer_loss(model: nn.Module, loss: EngineLoss) -> None:
+def offer_loss(model: nn.Module, loss: FusedLoss) -> None:
     """Tell `use_fused_loss` of the loss of an engine, for a module that `language_model_in` gave."""
     model.__dict__[_ENGINE_LOSS] = loss
 
@@ -123,10 +115,16 @@ def ours(forward: Callable, native: Callable) -> Callable:
 _ENGINE_LOSS = "_fp8booster_engine_loss"
 
 
-def _engine_loss(model: nn.Module) -> EngineLoss | None:
-    """What an engine offered, if the model has one of its two forwards."""
-    loss = model.__dict__.get(_ENGINE_LOSS)
-    return loss if loss is not None and model.__dict__.get("forward") in (loss.native, loss.forward) else None
+def _loss_of(model: nn.Module) -> FusedLoss | None:
+    """What an engine offered for the forward that the model has now, or this module's for that of its class."""
+    forward, offered = model.__dict__.get("forward"), model.__dict__.get(_ENGINE_LOSS)
+    if offered is not None and forward in (offered.native, offered.forward):
+        return offered
+    native = type(model).forward
+    # a pickle leaves the class's own, bound, where ours was
+    if forward is None or _is_ours(forward) or getattr(forward, "__func__", None) is native:
+        return FusedLoss(None, types.MethodType(_forward_like(native), model), _why_not_through)
+    return None
 
 
 def _why_not_through(language_model: nn.Module) -> str | None:

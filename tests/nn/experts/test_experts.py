@@ -21,6 +21,7 @@ from fp8booster.nn.experts import grouped as module
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.fused.decoder import FusedExpert, mix
+from fp8booster.nn.linear import speed_model
 from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.resharded import ReshardedWeight
@@ -303,11 +304,11 @@ def test_the_number_of_tokens_decides_and_all_ranks_by_their_mean(monkeypatch: p
 
 
 def test_few_experts_of_few_tokens_are_left_to_their_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = count_calls(monkeypatch, module, "fp8_pays")
+    asked = count_calls(monkeypatch, speed_model, "fp8_pays")
     fp8, counts = experts(FP8Config()), COUNTS["even"]
     assert GroupedExperts(fp8)(tokens(counts), counts) is not None
     assert asked == [(64, HIDDEN)]  # as one product of all rows
-    monkeypatch.setattr(module, "fp8_pays", lambda *_: False)
+    monkeypatch.setattr(speed_model, "fp8_pays", lambda *_: False)
     grouped = GroupedExperts(fp8)
     assert grouped(tokens(counts), counts) is None
     assert grouped.why_one_by_one == "too few tokens for so few experts"
