@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import product
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -564,11 +565,12 @@ def writers(min_bytes: int) -> dict[str, tuple[list[torch.Tensor], Callable[[boo
     parts = [torch.empty_like(own) for _ in range(ranks)]
     options = {"min_bytes": min_bytes}
 
-    def ring(_: bool) -> None:
+    def ring(later: bool) -> SimpleNamespace | None:
         to, source = (rank + 1) % ranks, (rank - 1) % ranks
         sends = comm.P2POp(comm.isend, own, to, **options)
-        for work in comm.batch_isend_irecv([sends, comm.P2POp(comm.irecv, out, source, **options)]):
-            work.wait()
+        works = comm.batch_isend_irecv([sends, comm.P2POp(comm.irecv, out, source, **options)])
+        handle = SimpleNamespace(wait=lambda: [work.wait() for work in works])
+        return handle if later else finish(handle)
 
     return {
         "all_reduce": ([leaf], lambda later: comm.all_reduce(leaf, async_op=later, **options)),
@@ -622,6 +624,10 @@ def sub_groups_reduce_among_themselves() -> None:
             source = torch.full((64,), float(rank), device=DEVICE)
             comm.broadcast(source, group_src=1, group=group, min_bytes=0)
             assert source.tolist() == [2.0] * 64
+            parts = [torch.empty_like(before) for _ in members]
+            comm.all_gather(parts, before, group=group, min_bytes=0)
+            for part, member in zip(parts, members, strict=True):
+                assert_within(part, everyone[member], sent_bound(everyone[member], comm.Encoding()))
         else:
             assert torch.equal(values, before)
             assert comm.statistics()["all_reduce"].uncompressed == {"one rank": 1}

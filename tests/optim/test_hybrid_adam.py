@@ -217,6 +217,25 @@ def test_groups_keep_their_own_settings(device) -> None:
     assert slow.eq(1).all()
 
 
+def test_each_group_decays_by_its_own_rule(device) -> None:
+    kinds = {True: AdamW, False: Adam}
+    ours, theirs = ([nn.Parameter(torch.ones(4, device=device)) for _ in kinds] for _ in range(2))
+    optimizer = HybridAdam(
+        [{"params": [one], "decoupled_weight_decay": kind} for one, kind in zip(ours, kinds, strict=True)],
+        lr=0.1,
+        weight_decay=0.5,
+    )
+    optimizers = [kind([one], lr=0.1, weight_decay=0.5) for one, kind in zip(theirs, kinds.values(), strict=True)]
+    for _ in range(2):
+        for parameter in (*ours, *theirs):
+            parameter.grad = torch.full_like(parameter, -1.0)
+        for each in (optimizer, *optimizers):
+            each.step()
+    for found, expected in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(found, expected)
+    assert not torch.allclose(*ours)
+
+
 def test_a_closure_gives_what_step_returns() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = HybridAdam([parameter], lr=0.1)

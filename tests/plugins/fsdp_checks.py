@@ -208,6 +208,14 @@ def fsdp_trains_near_native_in_every_strategy(strategy: ShardingStrategy) -> Non
     assert_close(train(boost(native(**arguments))), found, CLOSE)
 
 
+@check_each(("block", 256), ("tensor", None))
+def fsdp_scales_gradients_as_it_is_told(case: tuple[str, int | None]) -> None:
+    scaling, block_size = case
+    run = boost(fp8(fp8_config=FP8Config(gradient_scaling=scaling)))
+    units = FullyShardedDataParallel.fsdp_modules(run.model.module)
+    assert {unit._comm_hook_state.encoding.block_size for unit in units} == {block_size}
+
+
 @check
 def fsdp_averages_shards_that_replicas_hold() -> None:
     gradient = torch.full((4096,), float(dist.get_rank()))

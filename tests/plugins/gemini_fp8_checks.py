@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config, comm, report
+from fp8booster.colossal.gemini.chunks import ReducedChunk
 from fp8booster.comm.amax import agree_on_amax
 from fp8booster.monitor.traffic import bytes_sent, count_traffic
 from fp8booster.nn.linear import speed_model
 from fp8booster.optim import hybrid_adam
 from tests.colossal.models import tiny_llama
-from tests.colossal.zero.runs import Layers, batch, features
+from tests.colossal.zero.runs import Layers, batch, features, step
 from tests.plugins.census_checks import products
 from tests.plugins.gemini_observations import LAYERS, OPTIONS, assert_are_casts_of_masters, census
 from tests.plugins.gemini_runs import boost, config, fp8_chunks, layers, native, wire
@@ -188,6 +189,25 @@ def gradients_that_are_forgotten_change_nothing(option: str) -> None:
     run.optimizer.zero_grad()
     found += [run.step(batch) for batch in batches[2:]]
     assert found == expected
+
+
+@check
+def what_lies_behind_a_chunks_last_gradient_does_not_count() -> None:
+    tails, reduce = [], ReducedChunk.reduce
+
+    def reduce_with_tail(chunk: ReducedChunk, **options: Any) -> None:
+        tail = chunk.cuda_global_chunk[chunk.utilized_size :].fill_(1e4)
+        tails.append(tail.numel())
+        reduce(chunk, **options)
+
+    def losses() -> list[float]:
+        run = boost(wire(), Layers(64, 64, 616, 72))  # 752 biases in a chunk of 768, of which some share a scale
+        return [step(run, features()) for _ in range(3)]
+
+    expected = losses()
+    with mock.patch.object(ReducedChunk, "reduce", reduce_with_tail):
+        assert losses() == expected
+    assert 16 in tails
 
 
 @check

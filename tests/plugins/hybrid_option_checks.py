@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config, comm, report
+from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
 from fp8booster.nn.linear.layer import FP8Layer
 from tests.colossal.models import tiny_llama
 from tests.plugins.hybrid_native_checks import OPTIONS
 from tests.plugins.hybrid_runs import MAKERS, HybridRun, fp8, learn, native, norm_gradients, sizes, start
 from tests.plugins.lora_checks import lora_config
-from tests.plugins.registry import check_each
+from tests.plugins.registry import check, check_each
 from tests.plugins.training import assert_close, assert_equal
 
 CLOSE = 1e-2
@@ -193,3 +195,20 @@ def options_of_native_go_with_fp8(group: str) -> None:
     assert_close(*(learn(run, last=2) for run in runs), CLOSE)
     assert all(row.name.endswith("lm_head") for row in report(runs[1].model).other)
     assert report(runs[1].model).fp8
+
+
+@check
+def gradients_that_tensor_parallel_ranks_hold_alike_share_no_scale_with_those_of_shards() -> None:
+    """In a pipeline without ZeRO, where the wrapper averages gradients over data parallel ranks."""
+    found = []
+    for size in (1.0, 1000.0):  # of a shard's gradient: another tensor parallel rank holds another
+        torch.manual_seed(dist.get_rank())
+        network = nn.ParameterDict({name: nn.Parameter(torch.zeros(300)) for name in ("whole", "shard")})
+        network["shard"].dist_layout = object()
+        for name, parameter in network.items():
+            parameter.grad = torch.randn(300) * (size if name == "shard" else 1.0)
+        comm.reset_statistics()
+        FP8HybridParallelModule.sync_dp_grads(SimpleNamespace(dp_group=dist.group.WORLD, module=network, stage_sums=()))
+        assert not comm.statistics()["all_reduce"].uncompressed
+        found.append(network["whole"].grad)
+    assert torch.equal(*found)

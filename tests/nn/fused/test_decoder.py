@@ -187,6 +187,29 @@ def test_another_model_is_left_alone() -> None:
     assert fuse_blocks(build(hidden_act="gelu")) == 2  # all but its MLP, which has another activation
 
 
+def test_layers_of_other_configurations_are_cast_one_by_one() -> None:
+    model = fused(build())
+    attention = model.model.layers[0].self_attn
+    attention.k_proj.fp8_config = FP8Config(power_of_two=True)
+    assert attention.fp8_merged.why_not_merged == "the layers' FP8Configs differ"
+    step(model)
+    assert attention.fp8_merged.fp8_weight.held is None
+    scale = attention.k_proj.fp8_weight.held.inverse_scale
+    assert scale.log2() == scale.log2().round()
+
+
+def test_attention_drops_out_in_training_alone() -> None:
+    model = fused(build(attention_dropout=0.5))
+
+    def loss(seed: int) -> float:
+        torch.manual_seed(seed)
+        return step(model)[0]
+
+    assert loss(0) == loss(0) != loss(1)
+    model.eval()
+    assert loss(0) == loss(1)
+
+
 def test_attention_both_ways_is_what_was_asked_for() -> None:
     model = build()
     plain = convert_to_fp8(copy.deepcopy(model))

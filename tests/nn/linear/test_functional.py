@@ -231,6 +231,9 @@ def test_autocast_decides_the_output_and_each_gradient_keeps_its_tensors_dtype(
     assert reference.signal_to_noise(expected.output + bias.double(), y) > 40
     assert reference.signal_to_noise(expected.input, x.grad) > 40
     assert reference.signal_to_noise(expected.weight, w.grad) > 40
+    for tensor in (x, w, bias):
+        if tensor.dtype is FP32:  # its gradient was not rounded to autocast's dtype on the way
+            assert tensor.grad.ne(tensor.grad.to(autocast_dtype)).any()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
