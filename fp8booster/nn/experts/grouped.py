@@ -22,7 +22,7 @@ from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.experts.gated import gate_up_down, why_not_gated
 from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts, grouped_linear
 from fp8booster.nn.experts.row_layout import RowLayout, bring_back, lay_out
-from fp8booster.nn.fused.swiglu import swiglu
+from fp8booster.nn.fused.pointwise import swiglu
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.speed_model import computes_in_fp8

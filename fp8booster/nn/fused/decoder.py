@@ -30,9 +30,7 @@ from torch import nn
 
 from fp8booster.nn.fused.families import PARTS, SILU, Part, part_of
 from fp8booster.nn.fused.merged_layers import Merged, MergedLayers, MergedLinears
-from fp8booster.nn.fused.rms_norm import rms_norm
-from fp8booster.nn.fused.rope import split_and_rotate
-from fp8booster.nn.fused.swiglu import swiglu
+from fp8booster.nn.fused.pointwise import rms_norm, split_and_rotate, swiglu
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import is_looked_at
 

@@ -81,7 +81,10 @@ class VocabularyPart:
         else:
             at_column = torch.zeros(len(targets), dtype=torch.float32, device=logits.device)
             own = torch.full_like(at_column, -torch.inf)
-        gathered = self._gathered(torch.stack((own, torch.where(here, at_column, 0.0))))
+        values, ranks = torch.stack((own, torch.where(here, at_column, 0.0))), dist.get_world_size(self.group)
+        gathered = values.new_empty((ranks, *values.shape))
+        count_plain(NAME, ranks, values.nbytes, UNCOMPRESSED_REASON, "all_gather_into_tensor")
+        gather_bytes(gathered.view(-1), values.view(-1), self.group)
         known = (targets >= 0) & (targets < self.tokens)
         # a row whose target is no token is NaN, as the kernel has it
         whole = torch.where(known, gathered[:, 0].logsumexp(0), torch.nan)
@@ -90,11 +93,3 @@ class VocabularyPart:
             return losses, None
         columns = torch.where(kept, torch.where(here, place, _ELSEWHERE), _IGNORED)
         return losses, write_gradient(logits, columns, whole, ignore_index=_IGNORED, factor=factor)
-
-    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
-        """Those of each rank: [ranks, *values.shape]."""
-        ranks = dist.get_world_size(self.group)
-        count_plain(NAME, ranks, values.nbytes, UNCOMPRESSED_REASON, "all_gather_into_tensor")
-        gathered = values.new_empty((ranks, *values.shape))
-        gather_bytes(gathered.view(-1), values.view(-1), self.group)
-        return gathered

@@ -104,10 +104,6 @@ class _SequenceParallel(_Parallel):
             )
         return sequence
 
-    def _gathered_shape(self, shape: torch.Size) -> tuple[int, ...]:
-        sequence = self._sequence(len(shape))
-        return (*shape[:sequence], shape[sequence] * self.ranks, *shape[sequence + 1 :])
-
     def _gather(
         self, part: torch.Tensor, dtype: torch.dtype, config: FP8Config, row: str, *, plain: bool, transposed: bool
     ) -> QuantizedMatrix:
@@ -136,7 +132,7 @@ class _SequenceParallel(_Parallel):
         gathered = part.new_empty((self.ranks, *part.shape))
         comm.all_gather_into_tensor(gathered.view(-1), part.view(-1), self.group, min_bytes=self.min_bytes)
         sequence = self._sequence(part.dim())
-        return gathered.movedim(0, sequence).reshape(self._gathered_shape(part.shape))
+        return gathered.movedim(0, sequence).flatten(sequence, sequence + 1)
 
     def _reduce_scatter(self, whole: torch.Tensor, *, asynchronous: bool) -> Callable[[], torch.Tensor]:
         """Give each rank its part of the sequence of the sum over ranks, or begin to; returns what waits for it."""
@@ -176,7 +172,8 @@ class SequenceColumn(_SequenceParallel):
 
     def shape(self, input_shape: torch.Size) -> tuple[int, ...]:
         """That of the gathered input."""
-        return self._gathered_shape(input_shape)
+        sequence = self._sequence(len(input_shape))
+        return (*input_shape[:sequence], input_shape[sequence] * self.ranks, *input_shape[sequence + 1 :])
 
     def input(self, input: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
         """Cast this rank's part of the sequence and gather those of all ranks."""

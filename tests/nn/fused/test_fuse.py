@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.nn.fused import fused_summary, use_fused_loss
 from fp8booster.nn.fused.merged_layers import merged_linears
-from fp8booster.nn.fused.rms_norm import rms_norm
+from fp8booster.nn.fused.pointwise import rms_norm
 from tests.nn.fused.models import FAMILIES, batch, build
 from tests.nn.fused.test_decoder import sqnr, step
 from tests.nn.reference import products_kept

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear
-from fp8booster.nn.fused.rms_norm import rms_norm
-from fp8booster.nn.fused.swiglu import swiglu
+from fp8booster.nn.fused.pointwise import rms_norm, swiglu
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 from tests.nn.reference import exact_linear, signal_to_noise
 

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fp8_linear, fuse
-from fp8booster.nn.fused.rms_norm import rms_norm
+from fp8booster.nn.fused.pointwise import rms_norm
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.weights.collectives import forget_memory
 from fp8booster.nn.weights.freshness import state_of

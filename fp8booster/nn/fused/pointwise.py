@@ -1,0 +1,139 @@
+"""RMS norm, rotary embedding and SwiGLU around the products, differentiable.
+
+Each delivers the amax of what it makes, forward and backward, to the cast that follows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fp8booster.kernels import rms_norm as rms_norm_kernel
+from fp8booster.kernels import rope as rope_kernel
+from fp8booster.kernels import swiglu as swiglu_kernel
+from fp8booster.nn.linear.delivered_amax import deliver_amax
+from fp8booster.nn.linear.functional import unaliased, unsafe_view
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        added = None if residual is None else residual.reshape(rows.shape).contiguous()
+        y, h, inverse_rms, amax = rms_norm_kernel.rms_norm(rows, weight, eps, added)
+        ctx.save_for_backward(h, weight, inverse_rms)
+        ctx.set_materialize_grads(False)
+        ctx.has_residual = residual is not None
+        h = x.view_as(x) if residual is None else h.view(x.shape)
+        return deliver_amax(unsafe_view(y, x.shape), amax), h
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor | None, dh: torch.Tensor | None) -> tuple:
+        h, weight, inverse_rms = ctx.saved_tensors
+        if dy is None:  # only the sum was used
+            return dh, None, None, dh if ctx.has_residual else None
+        shape = dy.shape
+        dx, dweight, amax = rms_norm_kernel.rms_norm_backward(
+            dy.reshape(h.shape).contiguous(),
+            h,
+            weight,
+            inverse_rms,
+            None if dh is None else dh.reshape(h.shape).contiguous(),
+        )
+        dx = deliver_amax(dx.view(shape), amax)
+        return dx, dweight, None, dx if ctx.has_residual else None
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Normalise `h = x + residual`; see `kernels.rms_norm`.
+
+    Args:
+        x: [..., K], BF16, FP16 or FP32.
+        weight: [K].
+        eps: added to the mean square.
+        residual: of x's shape; None adds nothing.
+
+    Returns:
+        (y, h), of x's shape, and of the dtype that the sum has. A block that adds to h later should take this one, not
+        x: then the gradients of both meet in one rms_norm_kernel.
+    """
+    if residual is not None and residual.dtype != x.dtype:
+        # under autocast: a block's output has 16 bits, and what it is added to may have 32
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        x, residual = x.to(dtype), residual.to(dtype)
+    return _RMSNorm.apply(x, weight, eps, residual)
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, query_heads: int, key_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos, sin)
+        heads = unaliased(qkv).view(*qkv.shape[:2], query_heads + 2 * key_heads, -1)
+        # in place: nothing that made qkv reads it again
+        rope_kernel.rotate(heads, cos, sin, query_heads + key_heads)
+        return heads.split([query_heads, key_heads, key_heads], 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple:
+        gradients = [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in (dq, dk, dv)]
+        dqkv, amax = rope_kernel.rotate_back(*gradients, *ctx.saved_tensors)
+        return deliver_amax(dqkv.flatten(2), amax), None, None, None, None
+
+
+def split_and_rotate(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, query_heads: int, key_heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of q, k and v, after q and k were rotated in place.
+
+    Args:
+        qkv: [B, S, (query_heads + 2 key_heads) * D], just computed: nothing else may read it.
+        cos, sin: [1 or B, S, D].
+        query_heads, key_heads: heads of q, and of k and v each.
+
+    Returns:
+        q [B, S, query_heads, D], k and v [B, S, key_heads, D].
+    """
+    return _SplitAndRotate.apply(qkv, cos.contiguous(), sin.contiguous(), query_heads, key_heads)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate_up)
+        features = gate_up.shape[-1] // 2
+        y, amax = swiglu_kernel.swiglu(*_halves(gate_up))
+        return deliver_amax(unsafe_view(y, (*gate_up.shape[:-1], features)), amax)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+        (gate_up,) = ctx.saved_tensors
+        dx, amax = swiglu_kernel.swiglu_backward(dy.reshape(-1, dy.shape[-1]).contiguous(), *_halves(gate_up))
+        return deliver_amax(dx.view(gate_up.shape), amax)
+
+
+def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = gate_up.reshape(-1, gate_up.shape[-1]).chunk(2, 1)
+    return gate, up
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`; see `kernels.swiglu`.
+
+    Args:
+        gate_up: [..., 2 F], gate first.
+
+    Returns:
+        [..., F].
+    """
+    return _SwiGLU.apply(gate_up)
