@@ -87,7 +87,9 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
         for name, module in model.named_modules()
         if (is_linear(module) or type(module) in kinds) and not _is_elsewhere(module)
     ]
-    by_role = _kept_by_role(model) if config.layers is all_but_vocabulary_heads else {}
+    by_role: dict[int, str] = {}
+    if config.layers is all_but_vocabulary_heads:  # names alone do not tell what layers do in a model
+        by_role = dict.fromkeys(vocabulary_heads(model), LEFT_OUT) | dict.fromkeys(_routers(model), WHY_NOT_ROUTERS)
     for name, module in linears:
         reason = by_role.get(id(module)) or why_kept(name, module, config, kinds)
         if reason is None:
@@ -110,11 +112,6 @@ def _warn_of_nothing(reasons: list[str]) -> None:
     if set(reasons) <= {LEFT_OUT, WHY_NOT_ROUTERS}:
         raise ValueError(f"{nothing}Train it without use_fp8, or choose layers with FP8Config(layers=...)")
     warnings.warn(f"{nothing}They compute as without use_fp8", stacklevel=3)
-
-
-def _kept_by_role(model: nn.Module) -> dict[int, str]:
-    """By their identity, why the default leaves out layers whose name alone does not tell what they do in a model."""
-    return dict.fromkeys(vocabulary_heads(model), LEFT_OUT) | dict.fromkeys(_routers(model), WHY_NOT_ROUTERS)
 
 
 def _routers(model: nn.Module) -> set[int]:

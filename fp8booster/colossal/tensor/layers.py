@@ -61,7 +61,7 @@ class WholeLayer(ShardedLayer):
 
     def forward(self, input_: torch.Tensor) -> LayerOutput:
         """[..., in_features] to [..., out_features]."""
-        output = self.fp8_product(input_, None if self.skip_bias_add else self.bias, defer=self.fp8_defer())
+        output = self.fp8_product(input_, None if self.skip_bias_add else self.bias)
         if output is None:
             return super().forward(input_)
         return (output, self.bias) if self.skip_bias_add else output
@@ -82,8 +82,7 @@ class ColumnLayer(ShardedLayer):
 
     def forward(self, input_: torch.Tensor) -> LayerOutput:
         """[..., in_features] to this rank's output features, or to all with `gather_output`."""
-        bias = None if self.skip_bias_add else self.bias
-        output = self.fp8_product(input_, bias, self.fp8_exchange(), self.fp8_defer())
+        output = self.fp8_product(input_, None if self.skip_bias_add else self.bias)
         if output is None:
             return super().forward(input_)
         if self.gather_output:
@@ -106,7 +105,7 @@ class RowLayer(ShardedLayer):
     def forward(self, input_: torch.Tensor) -> LayerOutput:
         """This rank's input features, or with `parallel_input` off all of them, to [..., out_features]."""
         part = input_ if self.parallel_input else self._split_input(input_)
-        output = self.fp8_product(part, None, self.fp8_exchange(), self.fp8_defer())
+        output = self.fp8_product(part, None)
         if output is None:
             return super().forward(input_)
         if self.skip_bias_add:

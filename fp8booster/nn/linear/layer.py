@@ -98,27 +98,19 @@ class FP8Layer(nn.Module):
             return QuantizedMatrix(transpose, data, inverse_scale, None)
         return QuantizedMatrix(transpose, data, transpose_inverse_scale, inverse_scale)
 
-    def fp8_product(
-        self,
-        input: torch.Tensor,
-        bias: torch.Tensor | None,
-        exchange: Exchange = NO_EXCHANGE,
-        defer: Defer | None = None,
-    ) -> torch.Tensor | None:
+    def fp8_product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
         """The layer's product in FP8, or None where it is to be computed in high precision.
 
         Args:
             input: [..., input features].
             bias: [output features], added to the product; None adds none.
-            exchange: what ranks exchange before and after the products.
-            defer: see `linear_from_quantized`.
         """
         if input.numel() == 0:
             return None
         if torch.compiler.is_compiling() and self.fp8_weight.lacks_values:
             # compiled code casts the weight, which has no values where an engine keeps its FP8 copy alone
-            return torch.compiler.disable(FP8Layer.fp8_product)(self, input, bias, exchange, defer)
-        config, weight = self.fp8_config, self.weight
+            return torch.compiler.disable(FP8Layer.fp8_product)(self, input, bias)
+        config, weight, exchange = self.fp8_config, self.weight, self.fp8_exchange()
         matrix = weight.t() if self.weight_is_transposed else weight
         again = reusable(input, weight)
         if not self._computes_in_fp8(input.numel() // input.shape[-1] * exchange.growth, matrix, again):
@@ -134,7 +126,7 @@ class FP8Layer(nn.Module):
             cast(input, config, transposed=gradients and weight.requires_grad),
             self._quantized_weight(input, weight, matrix, again),
             config,
-            defer=defer,
+            defer=self.fp8_defer(),
             exchange=exchange,
             weight_is_transposed=self.weight_is_transposed,
             backward_weight=self.fp8_weight.backward([weight], config),

@@ -222,8 +222,11 @@ class _Column(FP8Layer, nn.Linear):
 
     original = nn.Linear
 
+    def fp8_exchange(self) -> SequenceColumn:
+        return SequenceColumn(dist.group.WORLD)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.fp8_product(input, self.bias, SequenceColumn(dist.group.WORLD))
+        return self.fp8_product(input, self.bias)
 
 
 def columns(count: int) -> nn.ModuleList:
