@@ -7,6 +7,7 @@ these; `refresh_weights` casts all of them by two launches, into memory that sta
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class _Plan:
         weights: of the kind.
     """
 
-    def __init__(self, weights: list[torch.Tensor], kind: _Kind) -> None:
+    def __init__(self, weights: Sequence[torch.Tensor], kind: _Kind) -> None:
         inverse_scales = new_inverse_scales(len(weights), kind.device)
         data = [weight.new_empty(weight.shape, dtype=kind.weight_format) for weight in weights]
         transposes = [weight.new_empty(weight.shape[::-1], dtype=kind.weight_format) for weight in weights]
@@ -45,7 +46,7 @@ class _Plan:
             QuantizedMatrix(*each, None) for each in zip(data, transposes, inverse_scales.unbind(), strict=True)
         ]
 
-    def serves(self, weights: list[torch.Tensor]) -> bool:
+    def serves(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether these are the weights that it was made for, where they were."""
         return [(weight.data_ptr(), weight.shape) for weight in weights] == [
             (matrix.data_ptr(), matrix.shape) for matrix in self.casts.matrices

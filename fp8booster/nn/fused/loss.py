@@ -69,7 +69,7 @@ class _How:
     ignore_index: int
     chunk: int
     mean: bool
-    wanted: tuple[bool, ...]
+    wanted: tuple[bool, bool, bool]
     """Which of hidden states, weight and bias need gradients."""
 
 
@@ -215,8 +215,11 @@ def linear_cross_entropy(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     tokens, (rows, features) = hidden.shape[0], weight.shape
     chunk = default_chunk(tokens, rows, dtype.itemsize) if chunk_tokens is None else chunk_tokens
-    wanted = tuple(
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
+    gradients = torch.is_grad_enabled()
+    wanted = (
+        gradients and hidden.requires_grad,
+        gradients and weight.requires_grad,
+        gradients and bias is not None and bias.requires_grad,
     )
     if tokens == 0:  # torch's result for no tokens, with gradients of zero
         nothing = sum(tensor.flatten()[:0].float().sum() for tensor in (hidden, weight, bias) if tensor is not None)

@@ -42,7 +42,7 @@ class Merged:
         self._why_replaced: str | None = None
 
     @property
-    def weights(self) -> list[nn.Parameter]:
+    def weights(self) -> list[torch.Tensor]:
         """The layers' weights, in the order of their outputs."""
         return [layer.weight for layer in self.layers]
 

@@ -40,7 +40,7 @@ class FP8Layer(nn.Module):
     weight_is_transposed: ClassVar[bool] = False
     """The weight lies as [input features, output features], not as nn.Linear's does."""
 
-    weight: nn.Parameter
+    weight: torch.Tensor
     fp8_config: FP8Config
     fp8_weight: WeightSource
     in_fp8: TokenCounts
