@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fp8booster.kernels.grouped_product import Groups
-from fp8booster.nn.experts.row_layout import RowLayout, bring_back, lay_out
+from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
 
 
 @dataclass(frozen=True)
@@ -102,11 +102,11 @@ class Work:
 
     def padded(self, rows: torch.Tensor) -> torch.Tensor:
         """[T16, ...]: rows with zeros behind those of each expert, to a multiple of 16 and at least 16 of them."""
-        return lay_out(rows, self._layout())
+        return permute(rows, self._layout())
 
     def without_padding(self, padded: torch.Tensor) -> torch.Tensor:
         """What `padded` was made from."""
-        return bring_back(padded, self._layout())
+        return unpermute(padded, self._layout())
 
     def reference(self) -> Products:
         """In FP32, expert by expert."""

@@ -12,15 +12,15 @@ Held = TypeVar("Held")
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks of its own, forward or backward, which only a call runs."""
-    return any(_hooks_of(module))
+    return any(_hooks(module))
 
 
 def is_looked_at(module: nn.Module) -> bool:
     """Whether a module has hooks that may read what it is given or gives: all but those marked to only wait."""
-    return any(not getattr(hook, ONLY_WAITS, False) for of_kind in _hooks_of(module) for hook in of_kind.values())
+    return any(not getattr(hook, ONLY_WAITS, False) for of_kind in _hooks(module) for hook in of_kind.values())
 
 
-def _hooks_of(module: nn.Module) -> tuple[dict[int, Callable], ...]:
+def _hooks(module: nn.Module) -> tuple[dict[int, Callable], ...]:
     return (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
 
 

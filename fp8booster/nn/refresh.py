@@ -98,7 +98,7 @@ def refresh_weights(model: nn.Module) -> int:
         plan.casts.run()
         copies = {id(weight): copy for weight, copy in zip(weights, plan.copies, strict=True)}
         for layer in served:
-            copy = layer.quantized_from(copies[id(layer.weight)])
+            copy = layer.in_product_layout(copies[id(layer.weight)])
             layer.fp8_weight.put([layer.weight], layer.fp8_config, copy)
     return sum(map(len, layers.values()))
 

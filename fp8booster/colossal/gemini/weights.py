@@ -36,10 +36,10 @@ class ChunkWeight(WeightSource):
 
     def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
         """As `WeightSource.forward`, without the transpose."""
-        as_it_lies = self._chunk.quantized(self._parameters)
+        stored = self._chunk.quantized(self._parameters)
         if not self.is_transposed:
-            return as_it_lies
-        return as_it_lies._replace(data=self._chunk.transpose(self._parameters))
+            return stored
+        return stored._replace(data=self._chunk.transpose(self._parameters))
 
     def backward(self, weights: Sequence[torch.Tensor], config: FP8Config) -> BackwardWeight:
         """The transpose of the weights as they are gathered then, which must be those that the forward read."""
@@ -52,9 +52,9 @@ class ChunkWeight(WeightSource):
                     "between this forward and its backward; run backward before the optimizer steps or a checkpoint "
                     "is loaded"
                 )
-            as_it_lies = chunk.quantized(parameters)
-            transpose = as_it_lies.data if self.is_transposed else chunk.transpose(parameters)
-            return transpose, as_it_lies.inverse_scale
+            stored = chunk.quantized(parameters)
+            transpose = stored.data if self.is_transposed else chunk.transpose(parameters)
+            return transpose, stored.inverse_scale
 
         return backward_weight
 

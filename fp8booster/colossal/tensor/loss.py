@@ -32,8 +32,8 @@ from fp8booster.colossal.tensor.linear import FP8Linear1DCol, FP8PaddingLMHead, 
 from fp8booster.nn.fused.causal_lm_loss import (
     FusedLoss,
     language_model_in,
+    mark_fused,
     offer_loss,
-    ours,
     use_fused_loss,
     wants_loss,
 )
@@ -128,7 +128,7 @@ def _forward_with(native: Callable, config: ShardConfig) -> Callable:
         return type(outputs)(**{name: value for name, value in outputs.items() if name not in late})
 
     forward.__signature__ = signature
-    return ours(forward, native)
+    return mark_fused(forward, native)
 
 
 class _LateLogits:

@@ -255,7 +255,7 @@ class GatheredWeights:
         """Let a layer take its FP8 weight from here."""
         restore = None if layer.fp8_config.keeps_16_bits else self.restore
         layer.fp8_weight = EngineWeight(layer.weight_is_transposed, restore)
-        return _Filled(layer, layer.fp8_weight, [layer.weight], layer.quantized_from(quantized))
+        return _Filled(layer, layer.fp8_weight, [layer.weight], layer.in_product_layout(quantized))
 
     def _can_lie_together(self, merged: MergedLayers) -> bool:
         """Whether weights that are multiplied as one can be gathered into one matrix, under one scale."""

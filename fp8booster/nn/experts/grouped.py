@@ -21,7 +21,7 @@ from fp8booster.kernels.grouped_product import why_no_grouped_product
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.experts.gated import gate_up_down, why_not_gated
 from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts, grouped_linear
-from fp8booster.nn.experts.row_layout import RowLayout, bring_back, lay_out
+from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
 from fp8booster.nn.fused.pointwise import swiglu
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.linear import FP8Linear
@@ -132,7 +132,7 @@ class GroupedExperts:
         require_fp8(tokens.device, config.emulate)
         factors = _joined(weight_gradient_factors, tokens.device)
         layout = RowLayout.of(counts, tokens.device)
-        x = lay_out(tokens, layout)
+        x = permute(tokens, layout)
         for copy, layers in ((self._gate_up, gates_ups), (self._down, downs)):
             if copy is self._down:
                 x = swiglu(x)
@@ -143,7 +143,7 @@ class GroupedExperts:
                 grouped = _grouped_weight(layers, len(self.experts), provided)
                 quantized = copy.put(weights, (config, provided), grouped)
             x = grouped_linear(x, weights, quantized, layout.groups, config, factors)
-        return bring_back(x, layout)
+        return unpermute(x, layout)
 
     def _why_not(self, tokens: torch.Tensor, rows: float) -> str | None:
         """Why the experts cannot run as one on these tokens, in training."""

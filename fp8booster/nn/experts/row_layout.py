@@ -50,12 +50,12 @@ class RowLayout(NamedTuple):
         return cls(Groups(tuple(rows), group_ends), places)
 
 
-def lay_out(tokens: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+def permute(tokens: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """Tokens [T, ...] in their rows, with zeros between them; differentiable."""
     return linear_map(tokens, partial(_into_rows, layout=layout), partial(_out_of_rows, layout=layout))
 
 
-def bring_back(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
+def unpermute(rows: torch.Tensor, layout: RowLayout) -> torch.Tensor:
     """What lies in the tokens' rows, [T, ...]; differentiable."""
     return linear_map(rows, partial(_out_of_rows, layout=layout), partial(_into_rows, layout=layout))
 

@@ -197,7 +197,7 @@ class FlatWeights:
             if part.numel():
                 cast_shard(part, amax, out, inverse_scale, config.power_of_two)  # writes the same scale again
         if any(part.numel() for part in plain_parts):
-            self._plain_of(own, self._rank, shard).copy_(torch.cat(plain_parts))
+            self._plain_values(own, self._rank, shard).copy_(torch.cat(plain_parts))
         self._count(shard, size, amaxes.nbytes)
         gather_bytes(message, own, group)
         self._unpack(message.view(self._ranks, size), inverse_scales, shard, whole)
@@ -205,7 +205,7 @@ class FlatWeights:
     def _message_size(self, fp8_count: int, shard: torch.Tensor) -> int:
         return aligned(aligned(fp8_count) + (self._shard_size - fp8_count) * shard.element_size())
 
-    def _plain_of(self, message: torch.Tensor, rank: int, shard: torch.Tensor) -> torch.Tensor:
+    def _plain_values(self, message: torch.Tensor, rank: int, shard: torch.Tensor) -> torch.Tensor:
         """The values of a message that are not in FP8."""
         first, count = aligned(self._fp8_counts[rank]), self._shard_size - self._fp8_counts[rank]
         return message[first : first + count * shard.element_size()].view(shard.dtype)
@@ -223,7 +223,7 @@ class FlatWeights:
         self, messages: torch.Tensor, inverse_scales: torch.Tensor, shard: torch.Tensor, whole: torch.Tensor
     ) -> None:
         dtype = self._fp8[0].layer.fp8_config.weight_format
-        plain = torch.cat([self._plain_of(message, rank, shard) for rank, message in enumerate(messages)]).split(
+        plain = torch.cat([self._plain_values(message, rank, shard) for rank, message in enumerate(messages)]).split(
             [place.end - place.start for place in self._plain]
         )
         for place, values in zip(self._plain, plain, strict=True):
@@ -242,8 +242,8 @@ class FlatWeights:
             rows = [place.shape[0] for place in places]
             for place, part, of_part in zip(places, data.split(rows), transpose.split(rows, 1), strict=True):
                 unpack(part, inverse_scale, of_part, whole[place.start : place.end].view(place.shape))
-                as_it_lies = QuantizedMatrix(part, of_part, inverse_scale, None)
-                place.layer.fp8_weight.held = place.layer.quantized_from(as_it_lies)
+                stored = QuantizedMatrix(part, of_part, inverse_scale, None)
+                place.layer.fp8_weight.held = place.layer.in_product_layout(stored)
 
     def drop(self) -> None:
         """Take the FP8 weights back from the layers, so that their memory can be given out again."""

@@ -45,7 +45,7 @@ def use_fused_loss(model: nn.Module) -> bool:
     if why_not_fused(model) is not None:
         return False
     language_model = language_model_in(model)
-    language_model.forward = _loss_of(language_model).forward
+    language_model.forward = _available_loss(language_model).forward
     return True
 
 
@@ -53,7 +53,7 @@ def use_native_loss(model: nn.Module) -> None:
     """Undo `use_fused_loss`."""
     for module in model.modules():
         if _is_ours(module.__dict__.get("forward")):
-            native = _loss_of(module).native
+            native = _available_loss(module).native
             if native is None:
                 del module.forward
             else:
@@ -65,7 +65,7 @@ def why_not_fused(model: nn.Module) -> str | None:
     language_model = language_model_in(model)
     if language_model is None:
         return f"{type(model).__name__} is no {', '.join(MODELS.values())} of transformers"
-    loss = _loss_of(language_model)
+    loss = _available_loss(language_model)
     if loss is None:
         return "its forward was replaced, as Colossal-AI does it for tensor, sequence or pipeline parallelism"
     return loss.why_not(language_model)
@@ -95,7 +95,7 @@ class FusedLoss:
     """Its forward without it, bound, where an engine has replaced that of its class."""
 
     forward: Callable
-    """The one with this loss, bound; made by `ours`."""
+    """The one with this loss, bound; made by `mark_fused`."""
 
     why_not: Callable[[nn.Module], str | None]
     """Why a model's loss is not computed so, or None."""
@@ -106,7 +106,7 @@ def offer_loss(model: nn.Module, loss: FusedLoss) -> None:
     model.__dict__[_ENGINE_LOSS] = loss
 
 
-def ours(forward: Callable, native: Callable) -> Callable:
+def mark_fused(forward: Callable, native: Callable) -> Callable:
     """Mark a function as a forward with a loss over chunks, in place of a native one."""
     forward._fp8booster_native = native
     return forward
@@ -115,7 +115,7 @@ def ours(forward: Callable, native: Callable) -> Callable:
 _ENGINE_LOSS = "_fp8booster_engine_loss"
 
 
-def _loss_of(model: nn.Module) -> FusedLoss | None:
+def _available_loss(model: nn.Module) -> FusedLoss | None:
     """What an engine offered for the forward that the model has now, or this module's for that of its class."""
     forward, offered = model.__dict__.get("forward"), model.__dict__.get(_ENGINE_LOSS)
     if offered is not None and forward in (offered.native, offered.forward):
@@ -156,7 +156,7 @@ def _forward_like(native: Callable) -> Callable:
             return native(self, *args, **kwargs)
         return _forward_to_loss(self, arguments)
 
-    return ours(forward, native)
+    return mark_fused(forward, native)
 
 
 def _computes_loss_alone(model: nn.Module, arguments: dict[str, Any]) -> bool:

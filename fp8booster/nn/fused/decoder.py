@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8booster.nn.fused.families import PARTS, SILU, Part, part_of
+from fp8booster.nn.fused.families import PARTS, SILU, Part, decoder_part
 from fp8booster.nn.fused.merged_layers import Merged, MergedLayers, MergedLinears
 from fp8booster.nn.fused.pointwise import rms_norm, split_and_rotate, swiglu
 from fp8booster.nn.linear.layer import FP8Layer
@@ -244,7 +244,7 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
     fused = 0
     # inner modules first: a layer is fused if its norms are
     for module in reversed(list(model.modules())):
-        part = part_of(type(module))
+        part = decoder_part(type(module))
         if part is None or next(module.parameters(), None) is None:
             continue
         mixin = _mixin(module, part, replaced_attention)
@@ -311,7 +311,7 @@ def _in_fp8(layers: list[nn.Module]) -> bool:
 def _mixed_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     members: dict[str, Any] = {"__doc__": mixin.__doc__, "__reduce__": _reduce}
     if issubclass(mixin, FusedPart):
-        members["part"] = part_of(original)
+        members["part"] = decoder_part(original)
     if issubclass(mixin, (FusedAttention, FusedDecoderLayer)):
         _, _, *names = inspect.signature(original.forward).parameters
         members["native_arguments"] = tuple(names)

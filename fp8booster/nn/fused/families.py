@@ -56,7 +56,7 @@ SILU = ("SiLU", "SiLUActivation")
 """Classes of the activation that is fused."""
 
 
-def part_of(cls: type[nn.Module]) -> Part | None:
+def decoder_part(cls: type[nn.Module]) -> Part | None:
     """The part of a decoder layer that a class of transformers' is; None for all other classes."""
     for family, module in MODULES.items():
         if cls.__module__ == module:

@@ -89,11 +89,11 @@ class FP8Layer(nn.Module):
         rows, columns = self.weight.shape if self.weight.dim() == 2 else self._whole_shape
         return (rows, columns) if self.weight_is_transposed else (columns, rows)
 
-    def quantized_from(self, as_it_lies: QuantizedMatrix) -> QuantizedMatrix:
+    def in_product_layout(self, stored: QuantizedMatrix) -> QuantizedMatrix:
         """The FP8 weight as the products read it, [output, input features], from a cast of the weight as it lies."""
         if not self.weight_is_transposed:
-            return as_it_lies
-        data, transpose, inverse_scale, transpose_inverse_scale = as_it_lies
+            return stored
+        data, transpose, inverse_scale, transpose_inverse_scale = stored
         if transpose_inverse_scale is None:
             return QuantizedMatrix(transpose, data, inverse_scale, None)
         return QuantizedMatrix(transpose, data, transpose_inverse_scale, inverse_scale)

@@ -66,7 +66,7 @@ register_optimizer_step_post_hook(_count_step)
 watch_collectives(_Changes.add)
 
 
-def state_of(weight: torch.Tensor) -> tuple:
+def weight_state(weight: torch.Tensor) -> tuple:
     """What changes when a copy of the weight is no longer fresh; ask it when the copy is made."""
     watch_memory(weight)
     # another stream casts anew rather than read a copy that this one may not have finished
@@ -126,7 +126,7 @@ class FreshCopy(Generic[Made]):
             and self._key == key
             and len(self._weights) == len(weights)
             and all(made_of() is weight for made_of, weight in zip(self._weights, weights, strict=True))
-            and self._states == [state_of(weight) for weight in weights]
+            and self._states == [weight_state(weight) for weight in weights]
         )
         return self.made if fresh else None
 
@@ -134,7 +134,7 @@ class FreshCopy(Generic[Made]):
         """Hold what was just made; the arguments are those of `get`."""
         self.made, self._key = made, key
         self._weights = [weakref.ref(weight) for weight in weights]
-        self._states = [state_of(weight) for weight in weights]
+        self._states = [weight_state(weight) for weight in weights]
         return made
 
     def forget(self) -> None:

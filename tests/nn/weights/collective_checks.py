@@ -14,7 +14,7 @@ from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fp8_linear, fuse
 from fp8booster.nn.fused.pointwise import rms_norm
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.weights.collectives import forget_memory
-from fp8booster.nn.weights.freshness import state_of
+from fp8booster.nn.weights.freshness import weight_state
 from tests.nn.fused.models import batch, build
 from tests.nn.parallel.rank_registry import check
 from tests.nn.reference import exact_linear, signal_to_noise
@@ -156,12 +156,12 @@ def gradients_that_ranks_reduce_leave_weights_fresh() -> None:
     wrapped = DistributedDataParallel(model)
     x = torch.randn(16, 64)
     wrapped(x).sum().backward()
-    before = [state_of(layer.weight) for layer in model]
+    before = [weight_state(layer.weight) for layer in model]
     for _ in range(2):
         wrapped(x).sum().backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
-    assert [state_of(layer.weight) for layer in model] == before
+    assert [weight_state(layer.weight) for layer in model] == before
 
 
 @check

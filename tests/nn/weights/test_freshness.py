@@ -47,9 +47,9 @@ def test_replays_do_not_count_where_no_step_was_captured(graphs) -> None:
     layer, x = FP8Linear(48, 32, bias=False), torch.randn(16, 48)
     step(layer)
     layer(x)
-    before = freshness.state_of(layer.weight)
+    before = freshness.weight_state(layer.weight)
     graphs(FP8Linear(48, 32)).replay()
-    assert freshness.state_of(layer.weight) == before
+    assert freshness.weight_state(layer.weight) == before
 
 
 @pytest.mark.gpu
