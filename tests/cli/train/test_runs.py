@@ -120,8 +120,12 @@ def copy(compared, tmp_path) -> Path:
 
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_stays_on_that_branch(copy):
     before = losses(copy / "fp8")
-    done = train("--resume", copy / "fp8" / "checkpoints" / "step-00000003", "--steps", 5, "--lr", 1e-4)
+    changed = ("--steps", 5, "--lr", 1e-4, "--batch", 1)
+    done = train("--resume", copy / "fp8" / "checkpoints" / "step-00000003", *changed)
     assert done.returncode == 0, done.stderr
+    # three steps of two sequences a rank, and two of one: it goes on in the data where the checkpoint was
+    state = json.loads((copy / "fp8" / "checkpoints" / "step-00000005" / "state.json").read_text())
+    assert state["position"] == 2 * (3 * 2 + 2 * 1)
     aside = copy / "abandoned-00000004-1"
     assert f"what {copy / 'fp8'} held of another branch is set aside in {aside}." in done.stderr
     branch = losses(copy / "fp8")
