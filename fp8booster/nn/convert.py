@@ -203,8 +203,7 @@ def why_kept(name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KIN
         return f"{original.__name__} has no FP8 form"
     if not config.layers(name, module):
         return LEFT_OUT
-    reason = kinds[original].why_not(module)
-    if reason is not None:
+    if (reason := kinds[original].why_not(module)) is not None:
         return reason
     inputs, outputs = product_features(module, kinds)
     if inputs * outputs == 0:

@@ -147,8 +147,7 @@ class GroupedExperts:
 
     def _why_not(self, tokens: torch.Tensor, rows: float) -> str | None:
         """Why the experts cannot run as one on these tokens, in training."""
-        reason = self._why_never()
-        if reason is not None:
+        if (reason := self._why_never()) is not None:
             return reason
         if torch.is_autocast_enabled(tokens.device.type):
             return "under autocast"
@@ -186,14 +185,12 @@ class GroupedExperts:
             return "one expert"
         first = None
         for expert in self.experts:
-            reason = why_not_gated(expert)
-            if reason is not None:
+            if (reason := why_not_gated(expert)) is not None:
                 return reason
             layers = gate_up_down(expert)
             first = layers if first is None else first
             for layer, same in zip(layers, first, strict=True):
-                reason = _why_not_like(layer, same)
-                if reason is not None:
+                if (reason := _why_not_like(layer, same)) is not None:
                     return reason
         gate, up, down = first
         config = down.fp8_config

@@ -80,8 +80,7 @@ class Merged:
             return self._why_replaced
         first = self.layers[0]
         for layer in self.layers:
-            reason = self._why_unlike(layer, first)
-            if reason is not None:
+            if (reason := self._why_unlike(layer, first)) is not None:
                 return reason
             if (layer.bias is None) != (first.bias is None):
                 return "only some of the layers have a bias"
