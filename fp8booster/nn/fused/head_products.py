@@ -74,8 +74,8 @@ class HeadProducts:
         return part if total is None else total.add_(part)
 
 
-class FP8HeadProducts(HeadProducts):
-    """Products in FP8: the chunk's hidden states and the logits' gradient are cast once each, in both layouts.
+class FP8HeadProducts:
+    """The same products in FP8: the chunk's hidden states and the logits' gradient are cast once each, in both layouts.
 
     Args:
         weight: the FP8 weight with its transpose.

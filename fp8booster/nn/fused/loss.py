@@ -63,7 +63,7 @@ def default_chunk(tokens: int, vocabulary: int, bytes_each: int) -> int:
 class _How:
     """What the loss of one call is computed by, besides its operands."""
 
-    products: HeadProducts
+    products: HeadProducts | FP8HeadProducts
     vocabulary: VocabularyPart
     dtype: torch.dtype
     ignore_index: int
