@@ -12,41 +12,18 @@ What DDP and FSDP broadcast at the start, and functional collectives, raise the 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_WRITING = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "all_to_all_single",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
-"""Methods of ProcessGroup, of which each version of torch has some; the first argument is what they write."""
+_WRITING = re.compile(r"_?(all_?(gather|reduce|to_?all)|broadcast|gather|recv|reduce|scatter)")
+"""Beginnings of the names of ProcessGroup's methods that write, in each version of torch, to their first argument."""
 
 _WRITTEN = ("tensors", "tensor", "output_tensors", "outputs", "output", "outputTensor", "output_lists")
-"""Its names."""
-
+"""Names of that argument."""
 
 _watched: set[int] = set()
 """Storages whose changes somebody wants to know of."""
@@ -58,8 +35,8 @@ def watch_collectives(changed: Callable[[], None]) -> None:
     Args:
         changed: called when one wrote to memory that is watched, which is watched no longer then.
     """
-    for name in _WRITING:
-        if hasattr(dist.ProcessGroup, name):
+    for name in dir(dist.ProcessGroup):
+        if _WRITING.match(name):
             setattr(dist.ProcessGroup, name, _seen(getattr(dist.ProcessGroup, name), changed))
 
 
