@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from tests.colossal.models import tiny_llama
 from tests.plugins.hybrid_runs import MODES, batches, fp8, native, sizes, start
@@ -39,3 +43,27 @@ def without_a_limit_there_is_no_norm_and_gradients_stay() -> None:
     assert norm is None
     assert exact > 0
     assert reads == 0
+
+
+@check
+def a_square_counts_once_over_tensor_and_pipeline_parallel_ranks() -> None:
+    """Both at once, which takes four ranks, by two groups of these two."""
+    from fp8booster.colossal.hybrid.gradient_norm import SharedSquares
+
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    lone, shared = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    norms = [(lone, torch.tensor(2.0)), (shared, torch.tensor(4.0))]
+    # by whether ranks are tensor and pipeline parallel: what a rank adds (both parameters are replicated), and the sum
+    expected = {(True, True): (4 / 2 + 16 / 4, 24.0), (True, False): (20 / 2, 20.0), (False, True): (4 + 16 / 2, 24.0)}
+    for (tensor_parallel, pipeline), (own, total) in expected.items():
+        optimizer = SimpleNamespace(
+            tp_pg=groups[0] if tensor_parallel else None,
+            pp_pg=groups[1] if pipeline else None,
+            shared_params=[{0: shared, 1: shared}],
+            stage_manager=SimpleNamespace(stage=dist.get_rank()),
+        )
+        squares = SharedSquares(optimizer)
+        found = squares.own(norms)
+        assert found.item() == own
+        squares.add_over_ranks(found)
+        assert found.item() == total
