@@ -1,11 +1,33 @@
-"""What the ranks of a run tell each other beside gradients: the loss, and that one of them was asked to stop."""
+"""How the ranks of a run meet, and what they tell each other beside gradients: the loss, and a wish to stop."""
 
 from __future__ import annotations
 
+import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai before it is imported)
+import os
 import signal
 
+import colossalai
 import torch
 import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
+
+
+def join_ranks(run: str, seed: int) -> None:
+    """Start torch.distributed with the ranks that a launcher has told to this one, as `colossalai.launch_from_torch`.
+
+    Args:
+        run: tells runs apart for which ranks meet at one store, one after the other.
+        seed: of torch, NumPy and Python.
+    """
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    accelerator = get_accelerator()
+    if accelerator.support_set_device:
+        accelerator.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(
+        accelerator.communication_backend, store=dist.PrefixStore(run, store), rank=rank, world_size=world_size
+    )
+    colossalai.utils.set_seed(seed)
+    torch._dynamo.config.optimize_ddp = world_size > 1
 
 
 class StopRequest:

@@ -28,6 +28,7 @@ from .task import Task
 
 _POLL = 0.2  # seconds between looks at the processes
 _GRACE = 10.0  # seconds that the other ranks have to end after one failed
+_LAUNCHER_SERVES = "TORCHELASTIC_USE_AGENT_STORE"  # in torch's environment: no rank serves the store itself
 _LOG_TAIL = 3  # lines of a log that an error message quotes
 
 
@@ -91,19 +92,18 @@ def ranks(options: TrainOptions) -> int:
     return int(os.environ["WORLD_SIZE"]) if is_launched() else options.nproc
 
 
-def run_workers(task: Task, index: int, tell: Callable[[dict[str, Any]], None], interrupts: Interrupts) -> Outcome:
+def run_workers(
+    task: Task, store: dist.TCPStore | None, tell: Callable[[dict[str, Any]], None], interrupts: Interrupts
+) -> Outcome:
     """Do a task in fresh processes and return how it ended; `tell` gets every event of rank 0.
 
-    Without torchrun all ranks of this machine are started here; under it, the one that this process stands for.
-    `index` counts the runs that the same ranks have made before. Logs go to the task's folder. Raises ValueError with
-    the worker's own sentence when its input was bad, ChildProcessError when it failed in another way.
+    Without torchrun all ranks of this machine are started here; under it, the one that this process stands for. They
+    meet at the store of `serve_store`. Logs go to the task's folder. Raises ValueError with the worker's own sentence when its input was bad, ChildProcessError
+    when it failed in another way.
     """
     task.logs.mkdir(parents=True, exist_ok=True)
     events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
-    # The store lives here, so that there is no free port for another program to take in between.
-    store = None if is_launched() else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environments = [_launched(index)] if store is None else _local(task.options.nproc, store.port)
-    workers = [_start(environment, task, events) for environment in environments]
+    workers = [_start(environment, task, events) for environment in _environments(task.options.nproc, store)]
     kills = MemoryKills.now()
     try:
         return _watch(workers, events, tell, interrupts, kills)
@@ -113,29 +113,37 @@ def run_workers(task: Task, index: int, tell: Callable[[dict[str, Any]], None], 
             worker.process.wait()
 
 
-def _local(count: int, port: int) -> list[dict[str, str]]:
-    threads = max(1, (os.cpu_count() or 1) // count)
+def serve_store() -> dist.TCPStore | None:
+    """The store at which workers meet; None where the launcher or another rank's command serves it.
+
+    It lives here, so that there is no free port for another program to take in between, and all runs of a command use
+    it: each adds its precision to its keys (`training.ranks.join_ranks`).
+    """
+    if not is_launched():
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    if not is_main() or os.environ.get(_LAUNCHER_SERVES) == "True":
+        return None
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False
+    )
+
+
+def _environments(count: int, store: dist.TCPStore | None) -> list[dict[str, str]]:
+    if is_launched():
+        return [{**os.environ, _LAUNCHER_SERVES: "True"}]
     shared = {
-        "OMP_NUM_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)),
         **os.environ,
         "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store of this process serves the ranks
+        "MASTER_PORT": str(store.port),
+        _LAUNCHER_SERVES: "True",
     }
     if not torch.cuda.is_available() and sys.platform == "linux":
         # gloo would look up the host's name, which need not resolve
         shared.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-
-
-def _launched(index: int) -> dict[str, str]:
-    environment = dict(os.environ)
-    if index > 0:  # the launcher's store still holds the addresses of the run before; rank 0 serves a new one
-        environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-        environment["MASTER_PORT"] = str(int(environment["MASTER_PORT"]) + index)
-    return environment
 
 
 def _start(environment: dict[str, str], task: Task, events: queue.Queue) -> Worker:

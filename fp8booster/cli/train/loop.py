@@ -12,8 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fp8booster.colossal  # noqa: F401  isort: skip  (mends colossalai before it is imported)
-import colossalai
+import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai before it is imported)
 import torch
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
@@ -26,7 +25,7 @@ from fp8booster.training.batches import Batches
 from fp8booster.training.boosted import BoostedModel, causal
 from fp8booster.training.learning_rate import WarmupCosine
 from fp8booster.training.plugins import FP32_WEIGHTS
-from fp8booster.training.ranks import over_ranks
+from fp8booster.training.ranks import join_ranks, over_ranks
 
 from .branches import set_aside
 from .checkpoint import RunState, load_checkpoint, save_checkpoint
@@ -51,7 +50,7 @@ def train(task: Task, events: Events, stop_wanted: Callable[[], bool]) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants it before its first call
         torch.use_deterministic_algorithms(True)
     # Equal seeds: every rank draws the same initial weights, as ZeRO expects.
-    colossalai.launch_from_torch(seed=options.seed, verbose=False)
+    join_ranks(task.precision, options.seed)
     with count_traffic() as traffic:
         watch = Watch(traffic, options.timeout, lambda text: events.send("error", message=text, expected=False))
         Trainer(task, events, stop_wanted, traffic, watch).run()

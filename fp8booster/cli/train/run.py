@@ -18,7 +18,7 @@ from fp8booster.cli.instructions import avoid_trapping_instructions
 from .branches import is_own, left_behind
 from .checkpoint import step_of
 from .defaults import resolve
-from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_workers
+from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_workers, serve_store
 from .model_folder import is_folder, load_config, require_buildable, require_divisible_heads
 from .options import PRECISIONS, TrainOptions
 from .plot import plot_losses
@@ -107,15 +107,16 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given
     if not (out / RUN_FILE).exists():
         keep_options()
 
+    store = serve_store()
     with Interrupts().watched() as interrupts:
-        for index, precision in enumerate(PRECISIONS[options.precision]):
+        for precision in PRECISIONS[options.precision]:
             if precision in done:
                 continue
             checkpoint = checkpoints.get(precision)
             task = Task(options=options, precision=precision, tokens=tokens, resume=checkpoint)
             display.begin(precision)
             try:
-                outcome = run_workers(task, index, tell, interrupts)
+                outcome = run_workers(task, store, tell, interrupts)
             finally:
                 display.end()
             if not outcome.finished:

@@ -115,7 +115,8 @@ class Watch:
         self._task, self._limit, self._began = task, limit, time.monotonic()
 
     def _look(self) -> None:
-        store = _connect()
+        store = dist.distributed_c10d._get_default_store().clone()  # a client takes one request at a time
+        store.set_timeout(timedelta(seconds=20))
         before = time.monotonic()
         while not self._stopped.wait(self._seconds):
             now = time.monotonic()
@@ -166,12 +167,6 @@ _VERDICT = "fp8booster/watch/verdict"
 
 def _key(rank: int) -> str:
     return f"fp8booster/watch/{rank}"
-
-
-def _connect() -> dist.TCPStore:
-    """A connection of this thread's own: a store's client takes one request at a time."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20))
 
 
 def _read(store: dist.Store) -> dict[int, Doing | None]:

@@ -76,7 +76,7 @@ def test_a_rank_that_fails_reports_before_it_leaves_the_others(monkeypatch, tmp_
             raise OSError("a disk")
 
     monkeypatch.setattr(loop, "Trainer", Failing)
-    monkeypatch.setattr(loop.colossalai, "launch_from_torch", lambda **_: None)
+    monkeypatch.setattr(loop, "join_ranks", lambda *_: None)
     monkeypatch.setattr(loop.dist, "get_world_size", lambda *_: 1)
     monkeypatch.setattr(loop.dist, "destroy_process_group", lambda: left.append(True))
     tokens = TokenFile(tmp_path, "", "", 300, 1)
