@@ -12,10 +12,9 @@ import argparse
 import json
 from pathlib import Path
 
-from loop import train_and_save
-from modes import add_arguments, make_booster, make_plugin, parse_arguments, run, weights_dtype
+from loop import add_arguments, parse_arguments, run, train_and_save, weights_dtype
 
-import torch  # isort: skip  (after modes, which imports fp8booster)
+import torch  # isort: skip  (after loop, which imports fp8booster)
 from torch.utils.data import Dataset
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -101,21 +100,12 @@ def train(args: argparse.Namespace) -> list[float]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
 
-    plugin = make_plugin(args, model)
-    loader = plugin.prepare_dataloader(
-        Instructions(args.data, tokenizer, args.sequence),
-        batch_size=args.batch * args.micro_batches,
-        shuffle=True,
-        drop_last=True,
-    )
-    booster = make_booster(args, plugin)
-    model, optimizer, *_ = booster.boost(model.train(), optimizer)
-
     def save_config(folder: Path) -> None:
         config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
-    return train_and_save(args, booster, model, optimizer, loader, save_config)
+    data = Instructions(args.data, tokenizer, args.sequence)
+    return train_and_save(args, model.train(), optimizer, data, save_config)
 
 
 if __name__ == "__main__":

@@ -1,89 +1,176 @@
-"""The loop of both examples: steps, checkpoints that are whole or not there, resuming, and a stop that saves."""
+"""What both scripts share: their options, the loop, checkpoints that are whole or not there, and a stop that saves."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import signal
+import os
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from modes import learning_rate, train_step
-
-import torch  # isort: skip  (after modes, which imports fp8booster)
-import torch.distributed as dist
-from colossalai.accelerator import get_accelerator
-from colossalai.booster import Booster
-from colossalai.interface import ModelWrapper, OptimizerWrapper
-from torch.utils.data import DataLoader
-
+# fp8booster comes before colossalai, which it patches
+import fp8booster.plugins
 from fp8booster.checkpoints import checkpoints_in, new_checkpoint
 from fp8booster.manifest import what_is_broken
+from fp8booster.training.boosted import BoostedModel
+from fp8booster.training.learning_rate import WarmupCosine
+from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, PLUGINS, Parallel
+from fp8booster.training.plugins import FP32_WEIGHTS, PIPELINE_STYLES, make_plugin, with_chunks
+from fp8booster.training.ranks import StopRequest, over_ranks
+
+import colossalai  # isort: skip
+import torch  # isort: skip
+import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 KEPT = 2
 """Checkpoints that stay: where the newest turns out to be broken, the one before is left."""
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say how to train."""
+    parser.add_argument("--plugin", choices=PLUGINS, default="low_level_zero")
+    parser.add_argument("--bf16", action="store_true", help="train in BF16, to compare")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks (gemini, hybrid, moe)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages (hybrid, moe)")
+    parser.add_argument(
+        "--pp-style",
+        choices=PIPELINE_STYLES,
+        default="1f1b",
+        help="schedule of a pipeline; the latter two cut each stage in two (hybrid)",
+    )
+    parser.add_argument("--sp-mode", choices=(*MODES_OF_TENSOR_RANKS, *MODES_OF_OWN_RANKS))
+    parser.add_argument("--sp", type=int, default=1, help="ranks that share a sequence (all_to_all, ring_attn)")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that share the experts (moe)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=1, help="of each optimizer step, on each replica")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--max-norm", type=float, default=1.0)
+    parser.add_argument("--save-every", type=int, default=0, help="steps; 0: at the end only")
+    parser.add_argument("--out", default="checkpoint", help="folder, on a disk that all nodes share")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+
+
+def parallel_of(args: argparse.Namespace) -> Parallel:
+    """How the ranks share model and data."""
+    sizes = {name: getattr(args, name) for name in ("plugin", "tp", "pp", "sp", "sp_mode", "ep", "micro_batches")}
+    return Parallel(**sizes)
+
+
+def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+    """The command line; what does not go together ends it with a sentence."""
+    args = parser.parse_args(arguments)
+    try:
+        if min(args.batch, args.micro_batches, args.steps) < 1:
+            raise ValueError("--batch, --micro-batches and --steps must be at least 1")
+        parallel = parallel_of(args)
+        parallel.check()
+        parallel.replicas(int(os.environ.get("WORLD_SIZE", "1")))
+        parallel.require_sequence(args.sequence)
+        with_chunks({"pp_style": args.pp_style}, parallel)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def what_files_miss(args: argparse.Namespace) -> str | None:
+    """What of the files is not as the arguments say, in a sentence; None where all are."""
+    if args.data is not None and not Path(args.data).is_file():
+        return f"--data {args.data} is not a file"
+    done = bool(checkpoints_in(Path(args.out)))
+    if args.resume and not done:
+        return f"--out {args.out} holds no checkpoint; leave --resume out"
+    if done and not args.resume:
+        return f"--out {args.out} holds a checkpoint; add --resume to go on from it, or give another --out"
+    return None
+
+
+def run(train: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> None:
+    """Train on this rank; ends it with a sentence where data, model or options are not what they must be."""
+    if (wrong := what_files_miss(args)) is not None:
+        sys.exit(f"error: {wrong}")
+    colossalai.launch_from_torch()
+    try:
+        train(args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    dist.destroy_process_group()
+
+
+def weights_dtype(args: argparse.Namespace) -> torch.dtype:
+    """DDP and FSDP train the weights as they are given; the other plugins keep FP32 masters of 16-bit ones."""
+    return torch.float32 if args.plugin in FP32_WEIGHTS else torch.bfloat16
+
+
 def train_and_save(
     args: argparse.Namespace,
-    booster: Booster,
-    model: ModelWrapper,
-    optimizer: OptimizerWrapper,
-    loader: DataLoader,
+    network: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: Dataset,
     save_config: Callable[[Path], object],
 ) -> list[float]:
-    """Train to the last step, or until SIGTERM; save on the way as the arguments say, and at the end.
+    """Boost, and train to the last step or until SIGTERM; save on the way as the arguments say, and at the end.
 
     Args:
+        data: samples with `input_ids` and `labels`  [sequence] each.
         save_config: writes to a folder what transformers wants beside the weights; rank 0 calls it.
 
     Returns:
         the loss of each step.
     """
-    out = Path(args.out)
-    done = load(find_checkpoint(out), booster, model, optimizer) if args.resume else 0
+    plugin_class = getattr(fp8booster.plugins, PLUGINS[args.plugin])
+    # `use_fp8=True` is all that FP8 takes; every other argument is Colossal-AI's own
+    options = {"use_fp8": not args.bf16} | ({"pp_style": args.pp_style} if args.pp > 1 else {})
+    plugin = make_plugin(plugin_class, parallel_of(args), network, args.max_norm, options)
+    loader = plugin.prepare_dataloader(data, batch_size=args.batch * args.micro_batches, shuffle=True, drop_last=True)
+    boosted = BoostedModel(args.plugin, plugin, network, optimizer)
+
+    out, device, stop = Path(args.out), get_accelerator().get_current_device(), StopRequest()
+    done = load(find_checkpoint(out), boosted) if args.resume else 0
+    schedule = WarmupCosine.over(args.steps, args.lr)
     losses = []
     batches = endless(loader, skip=done)
-    with stop_on_sigterm() as wanted:
-        for step in range(done, args.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(args, step)
-            losses.append(train_step(args, booster, model, optimizer, next(batches)))
-            stopped = on_any_rank(wanted())
+    for step in range(done + 1, args.steps + 1):
+        for group in boosted.optimizer.param_groups:
+            group["lr"] = schedule.rate(step)
+        batch = {name: tensor.to(device).chunk(args.micro_batches) for name, tensor in next(batches).items()}
+        parts = [dict(zip(batch, tensors, strict=True)) for tensors in zip(*batch.values(), strict=True)]
+        loss = boosted.forward_backward(parts)
+        boosted.update(args.max_norm)
+        mean, stopped = over_ranks(loss, stop.wanted, device)
+        losses.append(mean)
+        if dist.get_rank() == 0:
+            print(f"step {step}/{args.steps}  loss {mean:.4f}", flush=True)
+        due = args.save_every and step % args.save_every == 0
+        if due or stopped or step == args.steps:
+            save(out, step, boosted, save_config)
+        if stopped:
             if dist.get_rank() == 0:
-                print(f"step {step + 1}/{args.steps}  loss {losses[-1]:.4f}", flush=True)
-            due = args.save_every and (step + 1) % args.save_every == 0
-            if due or stopped or step + 1 == args.steps:
-                save(out, step + 1, booster, model, optimizer, save_config)
-            if stopped:
-                if dist.get_rank() == 0:
-                    print(f"stopped by SIGTERM; go on from step {step + 1} with --resume", flush=True)
-                break
+                print(f"stopped by a signal; go on from step {step} with --resume", flush=True)
+            break
     return losses
 
 
-def save(
-    out: Path,
-    step: int,
-    booster: Booster,
-    model: ModelWrapper,
-    optimizer: OptimizerWrapper,
-    save_config: Callable[[Path], object],
-) -> None:
+def save(out: Path, step: int, boosted: BoostedModel, save_config: Callable[[Path], object]) -> None:
     """Write the checkpoint of a step; a kill on the way leaves the former ones as they were. Every rank calls it."""
     with new_checkpoint(out, step, keep=KEPT) as folder:
-        booster.save_model(model, str(folder / "model"), shard=True, use_safetensors=True)
-        booster.save_optimizer(optimizer, str(folder / "optimizer"), shard=True)
+        boosted.booster.save_model(boosted.model, str(folder / "model"), shard=True, use_safetensors=True)
+        boosted.booster.save_optimizer(boosted.optimizer, str(folder / "optimizer"), shard=True)
         if dist.get_rank() == 0:
             save_config(folder / "model")
             (folder / "state.json").write_text(json.dumps({"step": step}))
 
 
-def load(checkpoint: Path, booster: Booster, model: ModelWrapper, optimizer: OptimizerWrapper) -> int:
+def load(checkpoint: Path, boosted: BoostedModel) -> int:
     """Set model and optimizer to a checkpoint's; returns its step. Every rank calls it."""
-    booster.load_model(model, str(checkpoint / "model"))
-    booster.load_optimizer(optimizer, str(checkpoint / "optimizer"))
+    boosted.booster.load_model(boosted.model, str(checkpoint / "model"))
+    boosted.booster.load_optimizer(boosted.optimizer, str(checkpoint / "optimizer"))
     return json.loads((checkpoint / "state.json").read_text())["step"]
 
 
@@ -109,24 +196,6 @@ def find_checkpoint(out: Path) -> Path:
     if found[0] is None:
         raise ValueError(f"{found[1]}; no checkpoint in {out} is whole, so give another --out")
     return Path(found[0])
-
-
-@contextmanager
-def stop_on_sigterm() -> Iterator[Callable[[], bool]]:
-    """Note SIGTERM, as SLURM and torchrun send it, instead of dying of it; gives what tells whether it came."""
-    came = []
-    former = signal.signal(signal.SIGTERM, lambda *_: came.append(True))
-    try:
-        yield lambda: bool(came)
-    finally:
-        signal.signal(signal.SIGTERM, former)
-
-
-def on_any_rank(wanted: bool) -> bool:
-    """Whether one rank wants it: a signal reaches ranks in different steps, and all must save the same one."""
-    wants = torch.tensor(float(wanted), device=get_accelerator().get_current_device())
-    dist.all_reduce(wants, dist.ReduceOp.MAX)
-    return bool(wants.item())
 
 
 def endless(loader: DataLoader, skip: int) -> Iterator[dict[str, torch.Tensor]]:

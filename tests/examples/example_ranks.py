@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -44,11 +45,14 @@ def train_all(folder: str, text: str, instructions: str) -> dict[str, dict[str, 
 
     sys.path.insert(0, str(EXAMPLES))
     import finetune
+    import minimal
     import pretrain
 
     colossalai.launch_from_torch(verbose=False)
     small = ["--batch", "2", "--sequence", "64", "--lr", "1e-2"]
-    outcomes: dict[str, dict[str, Outcome]] = {"pretrain": {}, "resume": {}, "finetune": {}}
+    outcomes: dict[str, dict[str, Outcome]] = {"minimal": {}, "pretrain": {}, "resume": {}, "finetune": {}}
+    os.chdir(folder)
+    outcomes["minimal"]["low_level_zero"] = minimal.train(text)
 
     def run(script: object, kind: str, name: str, *arguments: str) -> None:
         args = script.parse(["--plugin", name.partition(",")[0], *small, *arguments])

@@ -51,6 +51,14 @@ def losses_of(outcomes: list[dict[str, dict[str, Outcome]]], kind: str, name: st
     return first
 
 
+def test_the_minimal_one_learns_and_saves(outcomes, folder) -> None:
+    for outcome in outcomes:
+        losses = outcome["minimal"]["low_level_zero"]
+        assert len(losses) == 10
+        assert losses[-1] < 0.8 * losses[0]
+    assert AutoModelForCausalLM.from_pretrained(folder / "checkpoint").config.vocab_size == 256
+
+
 @pytest.mark.parametrize("name", PRETRAINING)
 def test_pretraining_learns_and_goes_on_from_its_checkpoint(outcomes, folder, name) -> None:
     losses = losses_of(outcomes, "pretrain", name)
@@ -77,32 +85,32 @@ def test_finetuning_learns_answers(outcomes, folder, name) -> None:
 
 
 @pytest.fixture
-def modes(monkeypatch: pytest.MonkeyPatch):
+def loop(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    import modes
+    import loop
 
-    yield modes
-    sys.modules.pop("modes")
+    yield loop
+    sys.modules.pop("loop")
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--plugin", "ddp", "--tp", "2"], "--plugin ddp takes no --tp; use gemini, hybrid, moe"),
-        (["--plugin", "moe", "--sp-mode", "ring"], "--plugin moe takes no --sp-mode; use hybrid"),
-        (["--plugin", "hybrid", "--pp", "2"], "--pp 2 takes --micro-batches 2 or more"),
+        (["--plugin", "ddp", "--tp", "2"], "--plugin ddp takes no --tp; gemini, hybrid and moe do"),
+        (["--plugin", "moe", "--sp-mode", "ring"], "--plugin moe takes no --sp-mode; hybrid does"),
+        (["--plugin", "hybrid", "--pp", "2"], "--pp is 2 and --micro-batches 1; a pipeline takes at least one"),
         (["--plugin", "hybrid", "--tp", "4"], "2 processes cannot be divided into groups of 4"),
-        (["--plugin", "hybrid", "--sp", "2"], "--sp goes with --sp-mode"),
+        (["--plugin", "hybrid", "--sp", "2"], "--sp needs --sp-mode"),
     ],
 )
-def test_what_cannot_be_done_is_refused(modes, capsys, monkeypatch, options, says) -> None:
+def test_what_cannot_be_done_is_refused(loop, capsys, monkeypatch, options, says) -> None:
     import argparse
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     parser = argparse.ArgumentParser()
-    modes.add_arguments(parser)
+    loop.add_arguments(parser)
     with pytest.raises(SystemExit):
-        modes.parse_arguments(parser, options)
+        loop.parse_arguments(parser, options)
     assert says in capsys.readouterr().err
 
 
@@ -114,19 +122,19 @@ def test_what_cannot_be_done_is_refused(modes, capsys, monkeypatch, options, say
         (["--out", "done"], "holds a checkpoint; add --resume to go on from it, or give another --out"),
     ],
 )
-def test_files_that_are_not_as_told_end_it_before_ranks_meet(modes, monkeypatch, tmp_path, options, says) -> None:
+def test_files_that_are_not_as_told_end_it_before_ranks_meet(loop, monkeypatch, tmp_path, options, says) -> None:
     import argparse
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "done" / "step-00000004").mkdir(parents=True)
     parser = argparse.ArgumentParser()
     parser.add_argument("--data")
-    modes.add_arguments(parser)
+    loop.add_arguments(parser)
     with pytest.raises(SystemExit, match=says):
-        modes.run(lambda args: pytest.fail("it trained"), parser.parse_args(options))
+        loop.run(lambda args: pytest.fail("it trained"), parser.parse_args(options))
 
 
-def test_a_line_without_an_answer_is_told(modes, monkeypatch, tmp_path) -> None:
+def test_a_line_without_an_answer_is_told(loop, monkeypatch, tmp_path) -> None:
     import finetune
 
     sys.modules.pop("finetune")
@@ -137,7 +145,7 @@ def test_a_line_without_an_answer_is_told(modes, monkeypatch, tmp_path) -> None:
             finetune.Instructions(str(file), None, 8)
 
 
-def test_an_encoder_is_refused(modes, tmp_path) -> None:
+def test_an_encoder_is_refused(loop, tmp_path) -> None:
     import finetune
     from transformers import BertConfig
 

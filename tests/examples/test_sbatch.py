@@ -74,7 +74,7 @@ def test_what_follows_its_name_goes_to_the_example(started: list[str], monkeypat
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     import pretrain
 
-    for module in ("pretrain", "loop", "modes"):
+    for module in ("pretrain", "loop"):
         sys.modules.pop(module)
     args = pretrain.parse(started[started.index("examples/pretrain.py") + 1 :])
     assert args.resume

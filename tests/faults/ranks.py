@@ -91,8 +91,8 @@ def _example(place: Place, subject: Subject, out: Path, until: int) -> list[floa
     colossalai.launch_from_torch(verbose=False)
     begun = newest_checkpoint(out)
     done = int(begun.name[-8:]) if begun else 0
-    asked, on_any_rank = iter(range(done + 1, STEPS + 1)), loop.on_any_rank
-    loop.on_any_rank = lambda wanted: on_any_rank(wanted or next(asked) == until)
+    asked, over_ranks = iter(range(done + 1, STEPS + 1)), loop.over_ranks
+    loop.over_ranks = lambda loss, stop, device: over_ranks(loss, stop or next(asked) == until, device)
     loop.KEPT = 1
     arguments = ["--batch", "2", "--sequence", "32", "--lr", "1e-2", "--data", place.text, "--out", str(out)]
     steps = ["--steps", str(STEPS), "--save-every", str(SAVED)]

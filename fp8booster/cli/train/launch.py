@@ -98,8 +98,8 @@ def run_workers(
     """Do a task in fresh processes and return how it ended; `tell` gets every event of rank 0.
 
     Without torchrun all ranks of this machine are started here; under it, the one that this process stands for. They
-    meet at the store of `serve_store`. Logs go to the task's folder. Raises ValueError with the worker's own sentence when its input was bad, ChildProcessError
-    when it failed in another way.
+    meet at the store of `serve_store`. Logs go to the task's folder. Raises ValueError with the worker's own sentence
+    when its input was bad, ChildProcessError when it failed in another way.
     """
     task.logs.mkdir(parents=True, exist_ok=True)
     events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
