@@ -28,7 +28,7 @@ def train(file: str) -> list[float]:
         hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=4, vocab_size=256
     )
     model = LlamaForCausalLM(config).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
     plugin = LowLevelZeroPlugin(stage=2, precision="bf16", max_norm=1.0, use_fp8=True)  # the line that FP8 takes
     booster = Booster(plugin=plugin)
