@@ -29,8 +29,7 @@ from benchmarks.training.delivery import Output, describe, gpu_facts, head_of, s
 from benchmarks.training.job import Job
 from benchmarks.training.launch import Crew, is_launched, start_torchrun
 from benchmarks.training.records import Setting, place_of
-from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.plugins import fp8_config
+from fp8booster.cli.train.key_values import fp8_config
 
 NONE: list[str] = []
 app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, invoke_without_command=True)
@@ -80,7 +79,7 @@ def main(
         if wrong := next((option for option in also if "=" not in option), None):
             raise ValueError(f"--also {wrong!r} has no '='; write it as key=value")
         for options in ((), *((option,) for option in also)):
-            fp8_config(TrainOptions(fp8_options=(*base.fp8_options, *options)))
+            fp8_config((*base.fp8_options, *options))
     except (TypeError, ValueError) as error:
         command.refuse(str(error))
     if not is_launched():

@@ -30,8 +30,7 @@ from benchmarks.training.job import Job
 from benchmarks.training.launch import Crew, Turn, is_launched, start_torchrun
 from benchmarks.training.records import Setting
 from benchmarks.training.rounds import Findings, take_rounds
-from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.plugins import fp8_config
+from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.training.models import MODELS
 from fp8booster.training.parallel import PLUGINS
 
@@ -192,7 +191,7 @@ def measure_one_layer(job: Job, *, rounds: int, sample_ms: float, output: Output
     target, gpu = command.measured_device(job.device)
     records, left_out = measure_layers(
         job.architecture,
-        fp8_config(TrainOptions(fp8_options=job.fp8_options)),
+        fp8_config(job.fp8_options),
         batch=job.micro_batch,
         sequence=job.sequence,
         device=target,

@@ -27,8 +27,7 @@ from benchmarks.training.launch import Crew, Turn, is_launched, start_torchrun
 from benchmarks.training.modes import BF16, FP8, MODES, job_of, layer_table, mode_record, mode_table, why_not
 from benchmarks.training.records import Setting
 from benchmarks.training.rounds import Findings, take_rounds
-from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.plugins import fp8_config
+from fp8booster.cli.train.key_values import fp8_config
 
 EVERY: list[str] = []
 
@@ -71,7 +70,7 @@ def main(
             fp8_options=tuple(fp8_option),
             device=device,
         )
-        fp8_config(TrainOptions(fp8_options=base.fp8_options))
+        fp8_config(base.fp8_options)
         for name in chosen:
             job_of(name, base, mixture, ranks=1)  # what cannot be, before any process
     except (TypeError, ValueError) as error:

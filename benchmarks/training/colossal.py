@@ -17,11 +17,10 @@ from torch.profiler import record_function
 
 import fp8booster.plugins
 from benchmarks.layers.peers import repaired_native_fp8
-from benchmarks.training.job import MOE, Job, parse_options
+from benchmarks.training.job import MOE, Job
 from benchmarks.training.trainer import OPTIMIZER_RANGE, Trainer
 from fp8booster import comm, fuse
-from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.plugins import fp8_config
+from fp8booster.cli.train.key_values import fp8_config, parse_pairs
 from fp8booster.optim import HybridAdam
 from fp8booster.training.boosted import BoostedModel, causal
 from fp8booster.training.models import build
@@ -59,9 +58,9 @@ def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) 
     if plugin_class is None:
         able = [key for key, value in PLUGINS.items() if hasattr(fp8booster.plugins, value)]
         raise ValueError(f"fp8booster.plugins has no {name}; --plugin takes {', '.join(able)} here")
-    options: dict[str, Any] = parse_options(job.plugin_options)
+    options: dict[str, Any] = parse_pairs(job.plugin_options, "--plugin-option")
     if use_fp8:
-        options |= {"use_fp8": True, "fp8_config": fp8_config(TrainOptions(fp8_options=job.fp8_options))}
+        options |= {"use_fp8": True, "fp8_config": fp8_config(job.fp8_options)}
     trainer = boost(job, device, job.plugin, plugin_class, options, fused=fused)
     if use_fp8 and job.one_sided:
         groups = getattr(trainer.optimizer, "pg_to_param_list", None)
@@ -79,7 +78,7 @@ def native(job: Job, device: torch.device, *, plugin: str, use_fp8: bool = False
 
     The job's plugin options are for it if it is the job's plugin.
     """
-    options = parse_options(job.plugin_options) if plugin == job.plugin else {}
+    options = parse_pairs(job.plugin_options, "--plugin-option") if plugin == job.plugin else {}
     if use_fp8:
         fp8 = repaired_native_fp8()
         fp8._linear_fp8 = torch.compile(lambda x, w, b=None: fp8._LinearFp8.apply(x, w, b), dynamic=False)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8booster.cli.train.key_values import parse_pairs
 from fp8booster.cli.train.tokens import TokenFile
 from fp8booster.training.models import MODELS, Architecture
 from fp8booster.training.parallel import PARALLEL, PLUGINS, Parallel
@@ -82,7 +82,7 @@ class Job:
             raise ValueError(
                 f"--plugin {self.plugin} cannot make weights late: leave out --lazy, or use {', '.join(PARALLEL)}"
             )
-        with_chunks(parse_options(self.plugin_options), self.parallel(self.plugin))
+        with_chunks(parse_pairs(self.plugin_options, "--plugin-option"), self.parallel(self.plugin))
 
     def _check_experts(self) -> None:
         experts = self.architecture.experts
@@ -129,21 +129,3 @@ class Job:
 
 def _as_record(tokens: TokenFile) -> dict[str, Any]:
     return dataclasses.asdict(tokens) | {"folder": str(tokens.folder)}
-
-
-def parse_options(pairs: tuple[str, ...]) -> dict[str, Any]:
-    """`key=value` pairs as arguments: Python literals, true and false, else strings.
-
-    Raises:
-        ValueError: a pair without `=`.
-    """
-    arguments = {}
-    for pair in pairs:
-        key, equals, text = pair.partition("=")
-        if not equals:
-            raise ValueError(f"--plugin-option {pair!r} has no '='; write it as key=value")
-        try:
-            arguments[key] = ast.literal_eval(text.title() if text in ("true", "false") else text)
-        except (ValueError, SyntaxError):
-            arguments[key] = text
-    return arguments

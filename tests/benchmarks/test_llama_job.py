@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.training.data import batches
 from benchmarks.training.engines import ENGINES, PEERS, chosen
-from benchmarks.training.job import Job, parse_options
+from benchmarks.training.job import Job
 from fp8booster.cli.train.tokens import TokenFile
 from fp8booster.training.batches import Replica
 
@@ -43,11 +43,6 @@ from fp8booster.training.batches import Replica
 def test_a_mistake_is_answered_with_a_sentence(values: dict, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Job(**values)
-
-
-def test_options_are_python_values_or_strings() -> None:
-    pairs = ("a=1", "b=true", "c=None", "d=all_to_all", "e=(1, 2)", "f=a=b")
-    assert parse_options(pairs) == {"a": 1, "b": True, "c": None, "d": "all_to_all", "e": (1, 2), "f": "a=b"}
 
 
 def test_a_job_travels_as_json() -> None:

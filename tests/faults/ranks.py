@@ -107,7 +107,7 @@ def load_planted(place: Place, subject: Subject, folder: str) -> dict[str, str]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from fp8booster.cli.train.plugins import build_plugin
+    from fp8booster.cli.train.key_values import build_plugin
     from fp8booster.training.boosted import BoostedModel
 
     colossalai.launch_from_torch(verbose=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import fp8booster.plugins
+from fp8booster.cli.train.key_values import check_plugin
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.plugins import check_plugin
 from fp8booster.colossal import sharding
 
 SHARDING = [

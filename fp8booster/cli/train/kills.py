@@ -45,27 +45,18 @@ class MemoryKills:
 
 
 def _group_count() -> int | None:
-    for folder in _groups():
-        for file in (folder / "memory.events", folder / "memory.oom_control"):
-            count = _count(file)
-            if count is not None:
-                return count
-    return None
+    files = (folder / name for folder in _groups() for name in ("memory.events", "memory.oom_control"))
+    return next((count for file in files if (count := _count(file)) is not None), None)
 
 
 def _groups() -> list[Path]:
     """Where this process's control group may be mounted, of version 2 and of version 1."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     except OSError:
         return []
-    folders = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            root = _CGROUPS / controllers
-            folders += [root / path.lstrip("/"), root]
-    return folders
+    roots = [(_CGROUPS / controllers, path) for _, controllers, path in lines if controllers in ("", "memory")]
+    return [folder for root, path in roots for folder in (root / path.lstrip("/"), root)]
 
 
 def _count(file: Path) -> int | None:

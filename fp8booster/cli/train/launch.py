@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import queue
 import signal
 import subprocess
@@ -161,7 +162,7 @@ def _start(environment: dict[str, str], task: Task, events: queue.Queue) -> Work
             start_new_session=True,  # Ctrl-C reaches the workers once, from here
         )
     os.close(writer)
-    process.stdin.write(task.to_json().encode())
+    pickle.dump(task, process.stdin)
     process.stdin.close()
     threading.Thread(target=_read, args=(reader, rank, events), daemon=True).start()
     return Worker(rank, process, log)

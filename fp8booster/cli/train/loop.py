@@ -30,9 +30,9 @@ from fp8booster.training.ranks import join_ranks, over_ranks
 from .branches import set_aside
 from .checkpoint import RunState, load_checkpoint, save_checkpoint
 from .events import Events
+from .key_values import build_plugin
 from .metrics import MetricsLog, StepMetrics
 from .model_folder import build_model, is_folder, load_config
-from .plugins import build_plugin
 from .task import Task
 from .watch import Watch
 

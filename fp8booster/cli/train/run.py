@@ -18,11 +18,11 @@ from fp8booster.cli.instructions import avoid_trapping_instructions
 from .branches import is_own, left_behind
 from .checkpoint import step_of
 from .defaults import resolve
+from .key_values import check_plugin
 from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_workers, serve_store
 from .model_folder import is_folder, load_config, require_buildable, require_divisible_heads
 from .options import PRECISIONS, TrainOptions
 from .plot import plot_losses
-from .plugins import check_plugin
 from .progress import make_display
 from .resume import RUN_FILE, find_resume, write_run_file
 from .summary import layer_lines, machine, read_column, render, write_summary

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,14 +33,3 @@ class Task:
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), default=str)
-
-    @classmethod
-    def from_json(cls, text: str) -> Task:
-        """The task that `to_json` wrote."""
-        values = json.loads(text)
-        values["options"] = TrainOptions.from_mapping(values["options"])
-        values["tokens"] = TokenFile(**{**values["tokens"], "folder": Path(values["tokens"]["folder"])})
-        return cls(**values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import pickle
 import sys
 import threading
 import time
@@ -37,7 +38,7 @@ def main() -> int:
     stop = StopRequest()
     events = Events()
     try:
-        task = Task.from_json(sys.stdin.read())
+        task: Task = pickle.load(sys.stdin.buffer)
         with warnings.catch_warnings():
             # colossalai advertises tensornvme and apex, which training does not need
             warnings.filterwarnings("ignore", message="Please install")

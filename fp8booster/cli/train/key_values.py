@@ -1,4 +1,4 @@
-"""The plugins that `--plugin` names, and what `--plugin-option` and `--fp8-option` set."""
+"""What `--plugin-option` and `--fp8-option` set: `key=value` pairs for a plugin's constructor and for FP8Config."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import contextlib
 import dataclasses
 import inspect
 import io
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Collection, Iterable
+from types import NoneType, UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
 import torch
 from torch import nn
@@ -19,7 +22,6 @@ from fp8booster.training.parallel import PLUGINS, suggestion
 from fp8booster.training.plugins import make_plugin, with_chunks
 
 from .options import PRECISIONS, TrainOptions
-from .plugin_options import require_value
 
 if TYPE_CHECKING:
     from colossalai.booster.plugin.plugin_base import Plugin
@@ -46,7 +48,53 @@ _OWN_FLAGS = {
 _LONGEST = 1000
 """Characters of a value: Python's parser is no place for more."""
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "e4m3": E4M3, "e5m2": E5M2}
+_FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES = {**_FLOATS, "e4m3": E4M3, "e5m2": E5M2}
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    torch.dtype: "bf16, fp16 or fp32",
+    NoneType: "None",
+    list[int]: "a list of whole numbers",
+    dict: "a dict",
+}
+"""The types that can be written on the command line, and their names there."""
+
+_Range = tuple[Callable[[Any], bool], str]
+
+
+def _from(least: float) -> _Range:
+    return lambda value: least <= value < math.inf, f"at least {least}"
+
+
+def _above(least: float) -> _Range:
+    return lambda value: least < value < math.inf, f"above {least}"
+
+
+_COUNTS = (
+    "reduce_bucket_size_in_m zero_bucket_size_in_m bucket_cap_mb ddp_bucket_cap_mb extra_dp_size num_model_chunks "
+    "make_vocab_size_divisible_by inner_ring_size growth_interval hysteresis search_range_m hidden_dim"
+)
+_SCALES = "initial_scale min_scale max_scale norm_type min_chunk_size_m"
+_SHARES = (
+    "shard_param_frac offload_optim_frac offload_param_frac warmup_non_model_data_ratio steady_cuda_cap_ratio "
+    "gpu_margin_mem_ratio"
+)
+_RANGES: dict[str, _Range] = {
+    **dict.fromkeys(_COUNTS.split(), _from(1)),
+    **dict.fromkeys(_SCALES.split(), _above(0)),
+    **dict.fromkeys(_SHARES.split(), (lambda value: 0 <= value <= 1, "from 0 to 1")),
+    "growth_factor": _above(1),
+    "backoff_factor": (lambda value: 0 < value < 1, "above 0 and below 1"),
+    "max_prefetch": _from(0),
+    "communication_dtype": (lambda value: value in _FLOATS.values(), _WORDS[torch.dtype]),
+    "placement_policy": (lambda value: value in ("static", "auto"), "static or auto"),
+    "num_layers_per_stage": (lambda value: min(value, default=0) >= 1, "of at least one layer for each stage"),
+}
+"""What an argument's value must be, beside its type."""
 
 
 def check_plugin(options: TrainOptions) -> None:
@@ -61,7 +109,7 @@ def check_plugin(options: TrainOptions) -> None:
         with contextlib.redirect_stderr(io.StringIO()):  # what libraries say while they are imported
             plugin_class = _plugin_class(options.plugin)
         _plugin_arguments(options, plugin_class)
-    config = fp8_config(options)
+    config = fp8_config(options.fp8_options)
     if "fp8" in PRECISIONS[options.precision]:
         require_fp8(torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.emulate)
 
@@ -85,17 +133,25 @@ def build_plugin(options: TrainOptions, use_fp8: bool, network: nn.Module) -> Pl
     plugin_class = _plugin_class(options.plugin)
     arguments = _plugin_arguments(options, plugin_class)
     if use_fp8:
-        arguments |= {"use_fp8": True, "fp8_config": fp8_config(options)}
+        arguments |= {"use_fp8": True, "fp8_config": fp8_config(options.fp8_options)}
     return make_plugin(plugin_class, options.parallel, network, options.max_norm, arguments)
 
 
-def fp8_config(options: TrainOptions) -> FP8Config:
+def fp8_config(pairs: tuple[str, ...]) -> FP8Config:
     """The configuration that the `--fp8-option` pairs ask for.
 
     Raises ValueError or TypeError for a field that does not exist and for a value that is not allowed.
     """
     fields = [field.name for field in dataclasses.fields(FP8Config) if field.name != "layers"]
-    return FP8Config(**_parse_pairs(options.fp8_options, "--fp8-option", "FP8Config", fields))
+    arguments = parse_pairs(pairs, "--fp8-option")
+    _require_known(arguments, "FP8Config", fields)
+    return FP8Config(**arguments)
+
+
+def _plugin_class(name: str) -> type[Plugin]:
+    import fp8booster.plugins
+
+    return getattr(fp8booster.plugins, PLUGINS[name])
 
 
 def _plugin_arguments(options: TrainOptions, plugin_class: type[Plugin]) -> dict[str, Any]:
@@ -106,10 +162,10 @@ def _plugin_arguments(options: TrainOptions, plugin_class: type[Plugin]) -> dict
     known = {
         name: argument for name, argument in _constructor_arguments(plugin_class).items() if name not in _OWN_FLAGS
     }
-    owner = f"The plugin {options.plugin}"
-    arguments = _parse_pairs(options.plugin_options, "--plugin-option", owner, list(known))
+    arguments = parse_pairs(options.plugin_options, "--plugin-option")
+    _require_known(arguments, f"The plugin {options.plugin}", known)
     for name, value in arguments.items():
-        require_value(known[name], value)
+        _require_value(known[name], value)
     return with_chunks(arguments, options.parallel)
 
 
@@ -127,36 +183,65 @@ def _constructor_arguments(plugin_class: type) -> dict[str, inspect.Parameter]:
     return found
 
 
-def _parse_pairs(pairs: tuple[str, ...], flag: str, owner: str, known: list[str]) -> dict[str, Any]:
+def parse_pairs(pairs: Iterable[str], flag: str) -> dict[str, Any]:
     """`key=value` pairs as arguments: Python literals, names from _DTYPES, else strings.
 
-    Raises ValueError for a pair without `=` and for a key that is not known.
+    Raises ValueError for a pair without `=`, or with a value too long to be one.
     """
     arguments = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals:
             raise ValueError(f"{flag} {pair!r} has no '='; write it as key=value.")
-        if key not in known:
-            raise ValueError(f"{owner} has no option {key!r}; {suggestion(key, known)}")
         if len(text) > _LONGEST:
             raise ValueError(f"{flag} {key} has a value of {len(text)} characters; give one of at most {_LONGEST}.")
         arguments[key] = _parse(text)
     return arguments
 
 
+def _require_known(arguments: Iterable[str], owner: str, known: Collection[str]) -> None:
+    for key in arguments:
+        if key not in known:
+            raise ValueError(f"{owner} has no option {key!r}; {suggestion(key, known)}")
+
+
 def _parse(text: str) -> Any:
     if text in _DTYPES:
         return _DTYPES[text]
-    if text in ("true", "false"):
-        return text == "true"
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text.title() if text in ("true", "false") else text)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return text
 
 
-def _plugin_class(name: str) -> type[Plugin]:
-    import fp8booster.plugins
+def _require_value(argument: inspect.Parameter, value: Any) -> None:
+    """Raise ValueError for a value that a constructor's argument does not take, or would take and go wrong with."""
+    name = argument.name
+    types = _types(argument)
+    if not types:
+        raise ValueError(f"The plugin's option {name!r} is an object of Python's; it can be set in a script alone.")
+    if not any(_is_of(value, each) for each in types):
+        raise ValueError(
+            f"The plugin's option {name!r} is {value!r}; it must be {' or '.join(_WORDS[each] for each in types)}."
+        )
+    if value is not None and name in _RANGES and not _RANGES[name][0](value):
+        raise ValueError(f"The plugin's option {name!r} is {value!r}; it must be {_RANGES[name][1]}.")
 
-    return getattr(fp8booster.plugins, PLUGINS[name])
+
+def _types(argument: inspect.Parameter) -> list[Any]:
+    """The types of an argument that can be written; none where it takes an object."""
+    hint = argument.annotation
+    kinds = list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
+    kinds = [list[int] if kind == list[int] or get_args(kind) == (int,) else kind for kind in kinds]
+    known = [kind for kind in kinds if kind in _WORDS]
+    if argument.default is None and NoneType not in known and known:
+        known.append(NoneType)
+    return [] if known == [NoneType] else known
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if kind == list[int]:
+        return isinstance(value, list) and all(type(each) is int for each in value)
+    if kind is float:
+        return type(value) in (int, float)
+    return isinstance(value, kind) if kind in (torch.dtype, dict) else type(value) is kind

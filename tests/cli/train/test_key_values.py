@@ -5,16 +5,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster.cli.train.options import PLUGINS, TrainOptions
-from fp8booster.cli.train.plugin_options import _types, require_value
-from fp8booster.cli.train.plugins import (
+from fp8booster.cli.train.key_values import (
     _OWN_FLAGS,
     _constructor_arguments,
     _plugin_class,
+    _require_value,
+    _types,
     build_plugin,
     check_plugin,
     fp8_config,
+    parse_pairs,
 )
+from fp8booster.cli.train.options import PLUGINS, TrainOptions
 from tests.colossal.models import tiny_llama
 
 
@@ -44,6 +46,12 @@ def test_a_wrong_option_is_told_with_close_ones(options, says):
         options = {"plugin": "hybrid", **options}
     with pytest.raises(ValueError, match=says):
         check_plugin(TrainOptions(**options))
+
+
+def test_options_are_python_values_or_strings():
+    pairs = ("a=1", "b=true", "c=None", "d=all_to_all", "e=(1, 2)", "f=a=b")
+    expected = {"a": 1, "b": True, "c": None, "d": "all_to_all", "e": (1, 2), "f": "a=b"}
+    assert parse_pairs(pairs, "--plugin-option") == expected
 
 
 NO_OBJECT = "is an object of Python's; it can be set in a script alone"
@@ -90,7 +98,7 @@ def test_every_default_of_a_plugin_is_a_value_that_it_takes(plugin):
     checked = [each for each in arguments.values() if each.name not in _OWN_FLAGS and _types(each)]
     assert len(checked) >= (2 if plugin == "fsdp" else 6)
     for argument in checked:
-        require_value(argument, argument.default)
+        _require_value(argument, argument.default)
 
 
 @pytest.mark.parametrize("value", ["-" * 3000 + "1", "-" * 900 + "1", "(" * 900, "[" * 200, "1" * 999, "{[]}", "\0"])
@@ -132,7 +140,7 @@ def test_pairs_reach_the_plugin_and_the_config():
     plugin = build_plugin(options, use_fp8=True, network=nn.Module())
     assert plugin.stage == 1
     assert plugin.use_fp8
-    assert plugin.fp8_config == fp8_config(options)
+    assert plugin.fp8_config == fp8_config(options.fp8_options)
     assert plugin.fp8_config.gradient_format is torch.float8_e4m3fn
     assert plugin.zero_optim_kwargs["reduce_bucket_size"] == 3 * 1024 * 1024
     assert plugin.zero_optim_kwargs["overlap_communication"] is False
