@@ -18,7 +18,7 @@ from torch.optim import AdamW
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.roofline import CopyBandwidth
-from benchmarks.harness.timing import Variant, time_in_turns
+from benchmarks.harness.timing import Variant, time_interleaved
 from fp8booster.kernels.adam_step import AdamRates, AdamShards
 from fp8booster.kernels.adamw import update
 
@@ -81,7 +81,7 @@ def measure(ranks: int, layers: int, device: torch.device, *, rounds: int, sampl
     """A record for each way to step."""
     shards, copy = shards_of(ranks, layers, device), CopyBandwidth(device)
     variants = variants_of(shards, torch.ones((), device=device))
-    timings = time_in_turns([copy.variant, *variants], device=device, rounds=rounds, sample_ms=sample_ms)
+    timings = time_interleaved([copy.variant, *variants], device=device, rounds=rounds, sample_ms=sample_ms)
     values = sum(value.numel() for value in shards.values)
     return [
         {

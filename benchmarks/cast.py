@@ -18,7 +18,7 @@ import typer
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.roofline import CopyBandwidth, cast_bytes
-from benchmarks.harness.timing import Timing, Variant, input_sets, time_in_turns
+from benchmarks.harness.timing import Timing, Variant, input_sets, time_interleaved
 from fp8booster import formats, scaling
 from fp8booster.kernels.cast import cast
 
@@ -83,7 +83,7 @@ def _compiled_cast(*, transposed: bool) -> Work:
 def time_casts(
     rows: int, columns: int, *, device: torch.device, rounds: int, sample_ms: float, copy: CopyBandwidth
 ) -> dict[str, Timing]:
-    """Every kind of work on one shape, replayed and called, and the copy, in turns."""
+    """Every kind of work on one shape, replayed and called, and the copy, interleaved."""
     torch._dynamo.reset()
     sets = input_sets(2 * rows * columns, device)
     matrices = [torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(sets)]
@@ -97,7 +97,7 @@ def time_casts(
 
         variants.append(Variant(kind.name, call, sets, graph=True))
         variants.append(Variant(kind.name + CALLED, call, sets))
-    return time_in_turns(variants, device=device, rounds=rounds, sample_ms=sample_ms)
+    return time_interleaved(variants, device=device, rounds=rounds, sample_ms=sample_ms)
 
 
 def cast_records(timings: dict[str, Timing], rows: int, columns: int, bytes_per_second: float) -> list[Record]:
@@ -137,7 +137,7 @@ COLUMNS = (
 )
 NOTE = (
     "Median [10th-90th percentile] of the rounds. The floor is the fewest bytes at the bandwidth of a 1 GiB copy "
-    "measured in turns: BF16 read once for the amax unless it is given, once for the cast, one byte written for each "
+    "measured interleaved: BF16 read once for the amax unless it is given, once for the cast, one byte written for each "
     "layout. A cache that keeps part of a matrix from the first read to the second can beat it."
 )
 

@@ -22,7 +22,7 @@ from benchmarks.harness import command, environment
 from benchmarks.harness.plots import plot_lines
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.transfers.calls import COLLECTIVES, ENCODED, KEPT, ONE_SIDED, PLAIN, Bench, calls, errors
-from benchmarks.transfers.turns import time_ranks_in_turns
+from benchmarks.transfers.timing import time_ranks_interleaved
 from fp8booster import comm, formats
 from fp8booster.comm import Encoding
 from fp8booster.monitor.traffic import bytes_sent
@@ -75,7 +75,7 @@ def measure(collective: str, mib: float, bench: Bench, *, rounds: int, sample_ms
     variants = calls(collective, bench, count)
     variants[ENCODED]()
     wire = comm.statistics()[collective].wire_bytes
-    timings = time_ranks_in_turns(variants, device=bench.device, rounds=rounds, sample_ms=sample_ms)
+    timings = time_ranks_interleaved(variants, device=bench.device, rounds=rounds, sample_ms=sample_ms)
     plain_bytes = sent_by_plain(collective, 2 * count, bench.ranks)
     return [
         {

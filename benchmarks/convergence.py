@@ -25,9 +25,9 @@ from benchmarks.harness import command, environment
 from benchmarks.harness.results import Result
 from benchmarks.training.convergence import BF16, course_table, end_table, plot, read_runs
 from benchmarks.training.data import tokens_of
-from benchmarks.training.delivery import Output, describe, gpu_facts, head_of, show
 from benchmarks.training.job import Job
 from benchmarks.training.launch import Crew, is_launched, start_torchrun
+from benchmarks.training.output import Output, describe, gpu_facts, head_of, show
 from benchmarks.training.records import Setting, place_of
 from fp8booster.cli.train.key_values import fp8_config
 

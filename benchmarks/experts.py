@@ -2,7 +2,7 @@
 
     python -m benchmarks.experts --out results --json results/experts.json
 
-Tokens are routed unevenly. Each way is compared with FP32 before it is timed; ways take turns.
+Tokens are routed unevenly. Each way is compared with FP32 before it is timed; implementations are interleaved.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import typer
 
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table, spread
-from benchmarks.harness.timing import Timing, Variant, time_in_turns
-from benchmarks.routed.ways import BASELINE, KINDS, Kind, Way
+from benchmarks.harness.timing import Timing, Variant, time_interleaved
+from benchmarks.routed.implementations import BASELINE, KINDS, Implementation, Kind
 from benchmarks.routed.whole import WHOLE_KINDS, WholeWork
 from benchmarks.routed.work import LAYERS, Products, Work, relative_errors
 
 MEASURED = ["mixtral", "deepseek"]
 TOKENS = [8192, 16384]
-PRODUCTS: dict[str, tuple[int, Callable[[Way], object]]] = {
-    "fprop": (1, Way.forward),
-    "fprop, dgrad, wgrad": (3, Way.step),
+PRODUCTS: dict[str, tuple[int, Callable[[Implementation], object]]] = {
+    "fprop": (1, Implementation.forward),
+    "fprop, dgrad, wgrad": (3, Implementation.step),
 }
 """What is timed: how many products, and what computes them."""
 
 
-def checked(kind: Kind, work: Work | WholeWork, exact: Products) -> tuple[Way | None, Record]:
+def checked(kind: Kind, work: Work | WholeWork, exact: Products) -> tuple[Implementation | None, Record]:
     """A way that has run once, or None, and its errors, or why it failed."""
     try:
         way = kind.make(work)
@@ -56,10 +56,10 @@ def measure(
     exact = work.reference()
     found = {name: checked(kind, work, exact) for name, kind in kinds.items()}
     del exact
-    ways = {name: way for name, (way, _) in found.items() if way is not None}
+    implementations = {name: way for name, (way, _) in found.items() if way is not None}
     records = []
     for what, (count, call) in PRODUCTS.items():
-        variants = [Variant(name, partial(_call, way, call)) for name, way in ways.items()]
+        variants = [Variant(name, partial(_call, way, call)) for name, way in implementations.items()]
         timings, reason = _timings(variants, device, rounds, sample_ms)
         for name, (_, outcome) in found.items():
             record = {
@@ -80,16 +80,16 @@ def measure(
     return records
 
 
-def _call(way: Way, call: Callable[[Way], object], _: int) -> object:
+def _call(way: Implementation, call: Callable[[Implementation], object], _: int) -> object:
     return call(way)
 
 
 def _timings(
     variants: list[Variant], device: torch.device, rounds: int, sample_ms: float
 ) -> tuple[dict[str, Timing], str | None]:
-    """All in turns, or none and why."""
+    """All, interleaved, or none and why."""
     try:
-        return time_in_turns(variants, device=device, rounds=rounds, sample_ms=sample_ms), None
+        return time_interleaved(variants, device=device, rounds=rounds, sample_ms=sample_ms), None
     except Exception as error:
         return {}, reason_of(error)
 

@@ -19,7 +19,7 @@ from benchmarks.harness.products import BF16, EXACT, FAST, KINDS, Operands
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.roofline import CopyBandwidth, ProductFloor
 from benchmarks.harness.shapes import DIRECTIONS, workloads
-from benchmarks.harness.timing import Timing, Variant, input_sets, time_in_turns
+from benchmarks.harness.timing import Timing, Variant, input_sets, time_interleaved
 
 MODELS = ["7b", "13b", "70b", "35b", "te"]
 TOKENS = [8192, 16384]
@@ -29,14 +29,14 @@ SQUARES = [1024, 2048, 4096, 8192, 16384]
 def time_products(
     rows: int, inner: int, columns: int, *, device: torch.device, rounds: int, sample_ms: float, copy: CopyBandwidth
 ) -> dict[str, Timing]:
-    """Every kind of product of one shape, and the copy that measures bandwidth, in turns."""
+    """Every kind of product of one shape, and the copy that measures bandwidth, interleaved."""
     sets = input_sets(inner * (rows + columns), device)
     operands = [Operands.random(rows, inner, columns, device) for _ in range(sets)]
     variants = []
     for kind in KINDS:
         calls = [each.multiplication(kind) for each in operands]
         variants.append(Variant(kind.name, lambda i, calls=calls: calls[i](), sets, graph=True))
-    return time_in_turns([*variants, copy.variant], device=device, rounds=rounds, sample_ms=sample_ms)
+    return time_interleaved([*variants, copy.variant], device=device, rounds=rounds, sample_ms=sample_ms)
 
 
 def product_record(timings: dict[str, Timing], rows: int, inner: int, columns: int, floor: ProductFloor) -> Record:
@@ -83,7 +83,7 @@ def _columns(*first: Column) -> list[Column]:
 NOTE = (
     "Median [10th-90th percentile] of the rounds; ratios are medians of ratios round by round. The roofline is the "
     "larger of the arithmetic at the tensor cores' peak (processors x highest clock x operations a cycle; power keeps "
-    "long products below it) and the bytes at the copy bandwidth measured in turns with the products."
+    "long products below it) and the bytes at the copy bandwidth measured interleaved with the products."
 )
 
 

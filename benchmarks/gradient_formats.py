@@ -16,7 +16,7 @@ import typer
 
 from benchmarks.gradients.collect import collect, training_options
 from benchmarks.gradients.curves import SETTINGS, learn
-from benchmarks.gradients.errors import measure, name_of, ways
+from benchmarks.gradients.errors import measure, name_of, schemes
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table
 from fp8booster.cli.train.tokens import prepare_tokens
@@ -49,7 +49,7 @@ def main(
     records, losses = [], {}
     for bucket in collect(options, tokens, device, step, ranks):
         losses[bucket.step] = bucket.loss
-        records += [measure(way, bucket) for way in ways(ranks)]
+        records += [measure(scheme, bucket) for scheme in schemes(ranks)]
     tables = [_step_table(at, loss, records) for at, loss in losses.items()]
     if curves:
         curve_options = training_options(model, curves, batch, sequence)

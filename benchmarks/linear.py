@@ -23,7 +23,7 @@ from benchmarks.harness.products import FAST, GRADIENT, Kind, Operands
 from benchmarks.harness.results import Result
 from benchmarks.harness.roofline import CopyBandwidth
 from benchmarks.harness.shapes import DIRECTIONS, Workload, workloads
-from benchmarks.harness.timing import Timing, Variant, input_sets, time_in_turns
+from benchmarks.harness.timing import Timing, Variant, input_sets, time_interleaved
 from benchmarks.layers import LAYERS
 from benchmarks.layers.layer import Inputs, Layer, step
 from benchmarks.layers.peers import BASELINE
@@ -66,7 +66,7 @@ def time_layers(
     left_out: dict[str, str],
     profiled: Sequence[str],
 ) -> tuple[dict[str, Timing], dict[str, dict[str, float]]]:
-    """Every layer, its three products and the copy, in turns; a peer that fails is noted in `left_out`.
+    """Every layer, its three products and the copy, interleaved; a peer that fails is noted in `left_out`.
 
     Returns:
         timings, and for each name in `profiled` the microseconds of the kernels of a step, measured after them.
@@ -86,7 +86,7 @@ def time_layers(
             reason = str(error).strip().partition("\n")[0]
             left_out[f"{layer.name}, {work.shape}"] = f"it failed: {type(error).__name__}: {reason}"
     variants += [product_variant(work, direction, device) for direction in DIRECTIONS]
-    timings = time_in_turns([*variants, copy.variant], device=device, rounds=rounds, sample_ms=sample_ms)
+    timings = time_interleaved([*variants, copy.variant], device=device, rounds=rounds, sample_ms=sample_ms)
     steps = {variant.name: variant.call for variant in variants if variant.name in profiled}
     kernels = {name: kernel_us(lambda step=step: step(0), PROFILED_STEPS) for name, step in steps.items()}
     left_out |= {f"kernels of {name}, {work.shape}": NONE_SEEN for name in kernels if not kernels[name]}

@@ -24,10 +24,10 @@ from rich.console import Console
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Result
 from benchmarks.training.data import tokens_of
-from benchmarks.training.delivery import Output, deliver, gpu_facts, show
 from benchmarks.training.engines import ENGINES, PEERS, PRECISIONS, chosen
 from benchmarks.training.job import Job
 from benchmarks.training.launch import Crew, Turn, is_launched, start_torchrun
+from benchmarks.training.output import Output, deliver, gpu_facts, show
 from benchmarks.training.records import Setting
 from benchmarks.training.rounds import Findings, take_rounds
 from fp8booster.cli.train.key_values import fp8_config
@@ -97,7 +97,7 @@ def main(
     commit: command.Commit = None,
     device: command.DeviceName = "cuda",
 ) -> None:
-    """Time training steps of fp8booster and its peers, in turns."""
+    """Time training steps of fp8booster and its peers, interleaved."""
     if context.invoked_subcommand is not None:
         return
     command.require_gpus(device)

@@ -20,11 +20,11 @@ from rich.console import Console
 
 from benchmarks.harness import command
 from benchmarks.harness.results import Record, Result
-from benchmarks.training.delivery import Output, gpu_facts, head_of, show
 from benchmarks.training.engines import ENGINES
 from benchmarks.training.job import Job
 from benchmarks.training.launch import Crew, Turn, is_launched, start_torchrun
 from benchmarks.training.modes import BF16, FP8, MODES, job_of, layer_table, mode_record, mode_table, why_not
+from benchmarks.training.output import Output, gpu_facts, head_of, show
 from benchmarks.training.records import Setting
 from benchmarks.training.rounds import Findings, take_rounds
 from fp8booster.cli.train.key_values import fp8_config

@@ -36,14 +36,14 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Way:
+class Scheme:
     """One way of sending gradients."""
 
     name: str
     send: Callable[[Bucket], Sent]
 
 
-def ways(ranks: int) -> list[Way]:
+def schemes(ranks: int) -> list[Scheme]:
     """Every way that is compared."""
     encodings = [
         Encoding(format=dtype, block_size=block)
@@ -57,9 +57,9 @@ def ways(ranks: int) -> list[Way]:
         )
     ]
     return [
-        *(Way(name_of(encoding), lambda bucket, e=encoding: _encoded(bucket, e)) for encoding in encodings),
+        *(Scheme(name_of(encoding), lambda bucket, e=encoding: _encoded(bucket, e)) for encoding in encodings),
         *(
-            Way(f"FP8-LM, mu = {Fraction(mu).limit_denominator(1024)}", lambda bucket, mu=mu: _automatic(bucket, mu))
+            Scheme(f"FP8-LM, mu = {Fraction(mu).limit_denominator(1024)}", lambda bucket, mu=mu: _automatic(bucket, mu))
             for mu in sorted({1 / ranks, 0.5, 1.0, 2.0})
         ),
     ]
@@ -71,7 +71,7 @@ def name_of(encoding: Encoding) -> str:
     return f"{'E4M3' if encoding.format is formats.E4M3 else 'E5M2'}, a scale for {scale}"
 
 
-def measure(way: Way, bucket: Bucket) -> Record:
+def measure(way: Scheme, bucket: Bucket) -> Record:
     """Errors in decibels of signal over noise, and shares of the values."""
     sent = way.send(bucket)
     exact = bucket.values.float()

@@ -22,7 +22,7 @@ Ada, Hopper and Blackwell (peak rate / processors / boost clock)."""
 
 
 class CopyBandwidth:
-    """The device's own copy, to be timed in turns with what it is the ceiling of."""
+    """The device's own copy, to be timed interleaved with what it is the ceiling of."""
 
     def __init__(self, device: torch.device) -> None:
         size = COPY_BYTES[device.type]

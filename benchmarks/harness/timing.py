@@ -1,4 +1,4 @@
-"""How long variants of one piece of work take, measured in turns: A B C A B C ...
+"""How long variants of one piece of work take, measured interleaved: A B C A B C ...
 
 A sample is a burst of calls between two CUDA events, with nothing that waits for the GPU inside. One call runs ahead of
 the first event, so that a sample sees the steady state of a training loop: where the host is slower than the GPU, its
@@ -79,10 +79,10 @@ def input_sets(bytes_read: int, device: torch.device) -> int:
     return min(MOST_INPUT_SETS, math.ceil(2 * cache / bytes_read))
 
 
-def time_in_turns(
+def time_interleaved(
     variants: Sequence[Variant], *, device: torch.device, rounds: int, sample_ms: float
 ) -> dict[str, Timing]:
-    """Time every variant once a round, in turns.
+    """Time every variant once a round, interleaved.
 
     Args:
         variants: what to time; each is warmed up first.

@@ -83,7 +83,7 @@ def tables(records: list[Record], names: Sequence[str]) -> list[Table]:
                 Column("copy GB/s", lambda r: f"{r['copy_bytes_per_second'] / 1e9:.0f}"),
             ],
             records,
-            f"The roofline is the three products at the rates measured in turns with the layers (fprop {FAST.name}, "
+            f"The roofline is the three products at the rates measured interleaved with the layers (fprop {FAST.name}, "
             f"dgrad and wgrad {GRADIENT.name}), and the casts of x and dy at the bytes' floor and the bandwidth of the "
             "copy: 6 bytes an element, 4 where the amax is delivered.",
         ),

@@ -1,1 +1,1 @@
-"""What `benchmarks.experts` times: routed tokens (`work.py`), products (`ways.py`), whole experts (`whole.py`)."""
+"""What `benchmarks.experts` times: routed tokens (`work.py`), products (`implementations.py`), whole experts (`whole.py`)."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from benchmarks.routed.ways import BASELINE, CONFIG, Kind, Way
+from benchmarks.routed.implementations import BASELINE, CONFIG, Implementation, Kind
 from benchmarks.routed.work import ExpertLayer, Products, uneven_loads
 from fp8booster import convert_to_fp8
 from fp8booster.nn.experts.dispatch import run_experts
@@ -69,7 +69,7 @@ def _gradients(experts: nn.ModuleList) -> torch.Tensor:
     return torch.stack([expert.w1.weight.grad for expert in experts])
 
 
-class OneByOne(Way):
+class OneByOne(Implementation):
     """As transformers has them."""
 
     grouped: GroupedExperts | None = None

@@ -39,7 +39,7 @@ NOTE = (
     "Sequences of random tokens, `--micro-batch` of them a rank and micro-batch. A step is forward, backward, "
     "clipping and AdamW. BF16 is the same plugin with `use_fp8` off, which is native's step; FP8 is with "
     "fused decoder layers, loss and AdamW, the default, so the ratio holds all gains. Median [10th-90th "
-    "percentile] of the slowest rank's timed steps; the ratio is of tokens a second, in turns. The host's "
+    "percentile] of the slowest rank's timed steps; the ratio is of tokens a second, interleaved. The host's "
     "time ends when Python has launched a step in FP8, or has waited within it: where it is near the step's, "
     "the GPU may wait for Python. The modes do different work in a step, so their rows do not compare."
 )

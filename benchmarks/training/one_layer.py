@@ -1,4 +1,4 @@
-"""Forward and backward of one decoder layer on one GPU, engines in turns."""
+"""Forward and backward of one decoder layer on one GPU, engines interleaved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks.harness.results import Column, Record, Table, spread
-from benchmarks.harness.timing import Timing, Variant, time_in_turns
+from benchmarks.harness.timing import Timing, Variant, time_interleaved
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.nn.fused import fuse_blocks
 from fp8booster.training.models import Architecture, build
@@ -157,7 +157,7 @@ def measure_layers(
     rounds: int,
     sample_ms: float,
 ) -> tuple[list[Record], dict[str, str]]:
-    """Time every layer that can be built, in turns.
+    """Time every layer that can be built, interleaved.
 
     Returns:
         records, and label: reason of those that could not.
@@ -174,7 +174,7 @@ def measure_layers(
             variants.append(found)
         else:
             left_out[label] = found
-    timings = time_in_turns(variants, device=device, rounds=rounds, sample_ms=sample_ms)
+    timings = time_interleaved(variants, device=device, rounds=rounds, sample_ms=sample_ms)
     return layer_records(timings), left_out
 
 
@@ -239,5 +239,5 @@ def layer_table(records: list[Record], title: str) -> Table:
         ],
         records,
         "Forward and backward through autograd, called from Python: median [10th-90th percentile] of the rounds, "
-        "the layers in turns. No optimizer steps, so weights cast once stay cast, except where it says otherwise.",
+        "the layers interleaved. No optimizer steps, so weights cast once stay cast, except where it says otherwise.",
     )

@@ -1,4 +1,4 @@
-"""Engines in turns: A B C A B C ..., each built, timed and torn down in its turn."""
+"""Engines interleaved: A B C A B C ..., each built, timed and torn down in its turn."""
 
 from __future__ import annotations
 

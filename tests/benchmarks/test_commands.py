@@ -8,7 +8,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import accumulation, adamw, cast, choice, energy, gemm, linear
+from benchmarks import accumulation, adamw, cast, energy, gemm, linear, speed_model
 from benchmarks.harness import power, products
 from benchmarks.layers.layer import Layer
 from benchmarks.layers.records import summarize
@@ -24,7 +24,7 @@ def run(main: Callable[..., None], *arguments: str) -> object:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 @pytest.mark.parametrize(
-    "main", [gemm.main, cast.main, choice.main, linear.main, accumulation.main, adamw.main, energy.main]
+    "main", [gemm.main, cast.main, speed_model.main, linear.main, accumulation.main, adamw.main, energy.main]
 )
 def test_without_a_gpu_one_sentence_and_exit_code_2(main) -> None:
     result = run(main)
@@ -226,14 +226,14 @@ def test_accumulation_separates_rounding_from_sums(kind, data) -> None:
     assert abs(found["shrinks"]) < 1e-3
 
 
-def test_choice_shows_what_the_model_chooses() -> None:
-    slow, fast = (choice.record_of(1024, 512, 512, 10.0, fp8_us, 10.0 / fp8_us) for fp8_us in (20.0, 5.0))
-    assert [column.show(slow) for column in choice.COLUMNS][3:] == ["0.50", "0.50", "BF16"]
-    assert [column.show(fast) for column in choice.COLUMNS][3:] == ["2.00", "2.00", "FP8"]
+def test_the_speed_model_shows_what_the_model_chooses() -> None:
+    slow, fast = (speed_model.record_of(1024, 512, 512, 10.0, fp8_us, 10.0 / fp8_us) for fp8_us in (20.0, 5.0))
+    assert [column.show(slow) for column in speed_model.COLUMNS][3:] == ["0.50", "0.50", "BF16"]
+    assert [column.show(fast) for column in speed_model.COLUMNS][3:] == ["2.00", "2.00", "FP8"]
 
 
 @pytest.mark.gpu
-def test_choice_measures() -> None:
+def test_the_speed_model_measures() -> None:
     # other processes of the suite may use the GPU meanwhile, and take their time from either layer
-    records = (choice.measure(4096, 4096, 4096, torch.device("cuda", 0), rounds=3) for _ in range(5))
+    records = (speed_model.measure(4096, 4096, 4096, torch.device("cuda", 0), rounds=3) for _ in range(5))
     assert any(record["speedup"] > 1 for record in records)

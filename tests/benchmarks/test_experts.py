@@ -8,8 +8,8 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import experts
-from benchmarks.routed import ways
-from benchmarks.routed.ways import KINDS
+from benchmarks.routed import implementations
+from benchmarks.routed.implementations import KINDS
 from benchmarks.routed.whole import WHOLE_KINDS, WholeWork
 from benchmarks.routed.work import LAYERS, Products, Work, relative_errors, uneven_loads
 from fp8booster.nn.experts import grouped as grouped_experts
@@ -115,12 +115,12 @@ def test_a_way_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch) -
     def refused(*_: object, **__: object) -> None:
         raise RuntimeError("no such kernel\nmore")
 
-    class Wrong(ways.Grouped):
+    class Wrong(implementations.Grouped):
         def compute(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().compute(x)
 
     stand_in(monkeypatch, refused)
-    monkeypatch.setitem(KINDS, "bf16-grouped", ways.Kind("wrong", Wrong, 0.01))
+    monkeypatch.setitem(KINDS, "bf16-grouped", implementations.Kind("wrong", Wrong, 0.01))
     result = run(*SMALL, "--out", str(tmp_path), "--json", str(tmp_path / "experts.json"))
     assert result.exit_code == 0, result.output
     tables = json.loads((tmp_path / "experts.json").read_text())["tables"]
@@ -147,7 +147,7 @@ def test_timing_that_fails_is_said_too(monkeypatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(experts, "time_in_turns", fails)
+    monkeypatch.setattr(experts, "time_interleaved", fails)
     work = Work.random(LAYERS["tiny"], 50, torch.device("cpu"))
     records = experts.measure(work, KINDS, device=torch.device("cpu"), rounds=1, sample_ms=0.01)
     assert {record["failed"] for record in records if record["way"] == "bf16"} == {"RuntimeError: device lost"}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.gradients.collect import Bucket, collect, training_options
-from benchmarks.gradients.errors import Way, measure, ways
+from benchmarks.gradients.errors import Scheme, measure, schemes
 from fp8booster.cli.train.tokens import TokenFile
 
 RANKS = 4
@@ -18,8 +18,8 @@ def bucket(values: torch.Tensor, sizes: list[int]) -> Bucket:
     return Bucket(1, 0.0, names, sizes, values.bfloat16())
 
 
-def way(name: str) -> Way:
-    (found,) = [way for way in ways(RANKS) if way.name == name]
+def way(name: str) -> Scheme:
+    (found,) = [way for way in schemes(RANKS) if way.name == name]
     return found
 
 
@@ -57,7 +57,7 @@ def test_fp8_lm_has_a_scale_for_each_parameter_and_clips_where_mu_leaves_no_room
 
 def test_what_fp8_can_hold_is_sent_without_noise() -> None:
     values = torch.full((RANKS, RANKS, 512), 0.75)
-    for each in ways(RANKS):
+    for each in schemes(RANKS):
         record = measure(each, bucket(values, [512]))
         if not each.name.endswith(("1/2", "mu = 1", "mu = 2")):
             assert record["mean"] > 100, each.name  # the scale's own rounding is left

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from benchmarks.harness.environment import Gpu
 from benchmarks.training.arithmetic import model_flops
-from benchmarks.training.delivery import Output, deliver
 from benchmarks.training.job import Job
 from benchmarks.training.launch import Turn
+from benchmarks.training.output import Output, deliver
 from benchmarks.training.records import Setting, engine_records, loss_records
 from benchmarks.training.rounds import Findings, take_rounds
 from benchmarks.training.scaling import read_runs, scaling_records, scaling_table

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.harness.environment import Gpu
 from benchmarks.harness.roofline import CopyBandwidth, ProductFloor, cast_bytes, peak_flops
-from benchmarks.harness.timing import time_in_turns
+from benchmarks.harness.timing import time_interleaved
 
 H100 = Gpu("H100 SXM", (9, 0), 132, "", 1.83e9, "700 W")
 UNLISTED = Gpu("other", (0, 0), 1, "", 1e9, "")
@@ -41,5 +41,5 @@ def test_without_a_known_peak_bytes_are_the_floor() -> None:
 def test_bandwidth_counts_bytes_read_and_written() -> None:
     device = torch.device("cpu")
     copy = CopyBandwidth(device)
-    timings = time_in_turns([copy.variant], device=device, rounds=3, sample_ms=0.1)
+    timings = time_interleaved([copy.variant], device=device, rounds=3, sample_ms=0.1)
     assert copy.bytes_per_second(timings) == pytest.approx(2 * 2**20 / (timings["copy"].ms.median * 1e-3))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from benchmarks.harness.timing import Variant, input_sets, time_in_turns
+from benchmarks.harness.timing import Variant, input_sets, time_interleaved
 
 CPU = torch.device("cpu")
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 def test_variants_take_turns_and_go_through_their_input_sets() -> None:
     calls = []
     variants = [Variant("a", lambda i: calls.append(("a", i)), sets=3), Variant("b", lambda i: calls.append(("b", i)))]
-    timings = time_in_turns(variants, device=CPU, rounds=4, sample_ms=0.01)
+    timings = time_interleaved(variants, device=CPU, rounds=4, sample_ms=0.01)
     assert list(timings) == ["a", "b"]
     assert all(len(timing.ms.values) == len(timing.host_ms.values) == 4 for timing in timings.values())
     turns = [name for name, _ in itertools.groupby(name for name, _ in calls)]
@@ -26,7 +26,7 @@ def test_variants_take_turns_and_go_through_their_input_sets() -> None:
 def test_a_time_is_that_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()  # a second passes between two readings
     monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
-    timing = time_in_turns([Variant("a", lambda i: None, sets=4)], device=CPU, rounds=2, sample_ms=3000.0)["a"]
+    timing = time_interleaved([Variant("a", lambda i: None, sets=4)], device=CPU, rounds=2, sample_ms=3000.0)["a"]
     assert timing.ms.values == (1000 / (3 * 4),) * 2  # a pass lasts 1000 ms, so a sample has three
 
 
@@ -48,6 +48,6 @@ def test_a_graph_leaves_the_host_out() -> None:
         return [x + 1 for _ in range(200)]
 
     variants = [Variant("called", many_small), Variant("graph", many_small, graph=True)]
-    timings = time_in_turns(variants, device=x.device, rounds=5, sample_ms=5.0)
+    timings = time_interleaved(variants, device=x.device, rounds=5, sample_ms=5.0)
     assert timings["graph"].ms.median < timings["called"].ms.median
     assert timings["graph"].host_ms.median < timings["called"].host_ms.median

@@ -1,6 +1,6 @@
 """From which size on FP8 pays for a linear layer on this GPU, compared with `fp8booster.nn.linear.speed_model`.
 
-    python -m benchmarks.choice --out results --json results/choice.json
+    python -m benchmarks.speed_model --out results --json results/speed-model.json
 
 Forward and backward of one layer in BF16 and in FP8, the weight cast already, timed on the GPU alone: it sleeps first,
 so that the host has issued a whole burst before the GPU begins.
@@ -112,7 +112,7 @@ def main(
     ]
     records = [measure(*size, device, rounds) for size in command.progress(sizes)]
     result = Result(
-        "choice",
+        "speed-model",
         "From which size on FP8 pays",
         environment.head(gpu, commit=commit),
         [Table("layers", "Time on the GPU", COLUMNS, records, NOTE)],

@@ -1,4 +1,4 @@
-"""Timing where all ranks must call alike: bursts in turns, of as many calls on every rank."""
+"""Timing where all ranks must call alike: interleaved bursts, of as many calls on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WARM_UP_CALLS = 3
 LARGEST_BURST = 200
 
 
-def time_ranks_in_turns(
+def time_ranks_interleaved(
     variants: Mapping[str, Callable[[], object]], *, device: torch.device, rounds: int, sample_ms: float
 ) -> dict[str, Samples]:
     """Milliseconds of a call of each variant, of the slowest rank, A B C A B C ...

@@ -1,4 +1,4 @@
-"""Ways to compute the products of all experts: expert by expert, or in one grouped product, in BF16 or in FP8.
+"""Implementations of the products of all experts: expert by expert, or in one grouped product, in BF16 or in FP8.
 
 Grouped products: `torch._grouped_mm` and `torch._scaled_grouped_mm` (`kernels.grouped_product`) take rows sorted by
 expert and where each expert's rows end; the FP8 one takes them padded.
@@ -22,7 +22,7 @@ from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts, gr
 CONFIG = FP8Config(layers=lambda *_: True, always=True)
 
 
-class Way(ABC):
+class Implementation(ABC):
     """One way, on one piece of work; `forward` and `step` are what is timed."""
 
     def __init__(self, work: Work) -> None:
@@ -58,7 +58,7 @@ class Way(ABC):
         return Products(y, dx, dw)
 
 
-class ExpertByExpert(Way):
+class ExpertByExpert(Implementation):
     """`nn.experts.run_experts` over one nn.Linear for each expert."""
 
     def __init__(self, work: Work) -> None:
@@ -97,7 +97,7 @@ class FP8ExpertByExpertCold(FP8ExpertByExpert):
         return super().compute(x)
 
 
-class Grouped(Way):
+class Grouped(Implementation):
     """`torch._grouped_mm` in BF16."""
 
     def __init__(self, work: Work) -> None:
@@ -127,7 +127,7 @@ class _Grouped(torch.autograd.Function):
         return torch._grouped_mm(dy, weight, offs=ends), torch._grouped_mm(dy.t(), x, offs=ends), None
 
 
-class FP8Grouped(Way):
+class FP8Grouped(Implementation):
     """`nn.experts.grouped_linear`: one cast and one scale for all experts' tokens, and for all weights, cast once."""
 
     def __init__(self, work: Work) -> None:
@@ -166,7 +166,7 @@ class Kind:
     """A way by its name in tables, and how far it may be from FP32."""
 
     label: str
-    make: Callable[[Work], Way]
+    make: Callable[[Work], Implementation]
     tolerance: float
 
 
