@@ -137,8 +137,8 @@ COLUMNS = (
 )
 NOTE = (
     "Median [10th-90th percentile] of the rounds. The floor is the fewest bytes at the bandwidth of a 1 GiB copy "
-    "measured interleaved: BF16 read once for the amax unless it is given, once for the cast, one byte written for each "
-    "layout. A cache that keeps part of a matrix from the first read to the second can beat it."
+    "measured interleaved: BF16 read once for the amax unless it is given, once for the cast, one byte written for "
+    "each layout. A cache that keeps part of a matrix from the first read to the second can beat it."
 )
 
 

@@ -1,1 +1,3 @@
-"""What `benchmarks.experts` times: routed tokens (`work.py`), products (`implementations.py`), whole experts (`whole.py`)."""
+"""What `benchmarks.experts` times: routed tokens (`work.py`), products of all experts
+(`implementations.py`), whole experts (`whole.py`).
+"""
