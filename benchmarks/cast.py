@@ -27,7 +27,7 @@ Work = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 @dataclass(frozen=True)
-class Kind:
+class CastKind:
     """One piece of work, and the fewest bytes that it moves."""
 
     name: str
@@ -37,19 +37,19 @@ class Kind:
 
 
 KINDS = (
-    Kind("amax", amax_given=False, layouts=0),
-    Kind("cast", amax_given=False, layouts=1),
-    Kind("cast + transpose", amax_given=False, layouts=2),
-    Kind("cast, amax given", amax_given=True, layouts=1),
-    Kind("cast + transpose, amax given", amax_given=True, layouts=2),
-    Kind("torch.compile: cast", amax_given=False, layouts=1, compiled=True),
-    Kind("torch.compile: cast + transpose", amax_given=False, layouts=2, compiled=True),
+    CastKind("amax", amax_given=False, layouts=0),
+    CastKind("cast", amax_given=False, layouts=1),
+    CastKind("cast + transpose", amax_given=False, layouts=2),
+    CastKind("cast, amax given", amax_given=True, layouts=1),
+    CastKind("cast + transpose, amax given", amax_given=True, layouts=2),
+    CastKind("torch.compile: cast", amax_given=False, layouts=1, compiled=True),
+    CastKind("torch.compile: cast + transpose", amax_given=False, layouts=2, compiled=True),
 )
 SHAPES = ["8192x4096", "8192x11008", "16384x8192", "8192x5120", "8192x28672"]
 CALLED = ": called"
 
 
-def work_of(kind: Kind, device: torch.device) -> Work:
+def work_of(kind: CastKind, device: torch.device) -> Work:
     """The function that does a kind of work."""
     if kind.compiled:
         return torch.compile(_compiled_cast(transposed=kind.layouts == 2), dynamic=False)

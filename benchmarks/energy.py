@@ -18,7 +18,7 @@ import typer
 
 from benchmarks.harness import command, environment
 from benchmarks.harness.power import PowerMeter
-from benchmarks.harness.products import BF16, Kind, Operands
+from benchmarks.harness.products import BF16, Operands, ProductKind
 from benchmarks.harness.results import Column, Record, Result, Table
 from benchmarks.harness.shapes import DIRECTIONS, workloads
 from benchmarks.harness.timing import Variant, input_sets, time_alone
@@ -31,13 +31,13 @@ TOKENS = [8192]
 
 KINDS = (
     BF16,
-    Kind("E4M3 fast", "FP8", formats.E4M3, fast_accumulation=True),
-    Kind("E4M3 fast by rows", "FP8", formats.E4M3, fast_accumulation=True, by_rows=True),
-    Kind("E4M3", "FP8", formats.E4M3),
-    Kind("E4M3 by rows", "FP8", formats.E4M3, by_rows=True),
-    Kind("E5M2 fast", "FP8", formats.E5M2, fast_accumulation=True),
-    Kind("E5M2", "FP8", formats.E5M2),
-    Kind("E5M2 by rows", "FP8", formats.E5M2, by_rows=True),
+    ProductKind("E4M3 fast", "FP8", formats.E4M3, fast_accumulation=True),
+    ProductKind("E4M3 fast by rows", "FP8", formats.E4M3, fast_accumulation=True, by_rows=True),
+    ProductKind("E4M3", "FP8", formats.E4M3),
+    ProductKind("E4M3 by rows", "FP8", formats.E4M3, by_rows=True),
+    ProductKind("E5M2 fast", "FP8", formats.E5M2, fast_accumulation=True),
+    ProductKind("E5M2", "FP8", formats.E5M2),
+    ProductKind("E5M2 by rows", "FP8", formats.E5M2, by_rows=True),
 )
 """The format is the first operand's, the second is E4M3. Without "fast", partial sums are promoted to FP32."""
 
@@ -50,7 +50,7 @@ NOTE = (
 
 
 def product_record(
-    kind: Kind, rows: int, inner: int, columns: int, *, meter: PowerMeter, device: torch.device, seconds: float
+    kind: ProductKind, rows: int, inner: int, columns: int, *, meter: PowerMeter, device: torch.device, seconds: float
 ) -> Record:
     """What one kind of product of one shape takes, or why it does not run."""
     sets = input_sets(inner * (rows + columns), device)

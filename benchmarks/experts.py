@@ -17,7 +17,7 @@ import typer
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.timing import Timing, Variant, time_interleaved
-from benchmarks.routed.implementations import BASELINE, KINDS, Implementation, Kind
+from benchmarks.routed.implementations import BASELINE, KINDS, Candidate, Implementation
 from benchmarks.routed.whole import WHOLE_KINDS, WholeWork
 from benchmarks.routed.work import LAYERS, Products, Work, relative_errors
 
@@ -30,7 +30,7 @@ PRODUCTS: dict[str, tuple[int, Callable[[Implementation], object]]] = {
 """What is timed: how many products, and what computes them."""
 
 
-def checked(kind: Kind, work: Work | WholeWork, exact: Products) -> tuple[Implementation | None, Record]:
+def checked(kind: Candidate, work: Work | WholeWork, exact: Products) -> tuple[Implementation | None, Record]:
     """A way that has run once, or None, and its errors, or why it failed."""
     try:
         way = kind.make(work)
@@ -50,7 +50,7 @@ def reason_of(error: Exception) -> str:
 
 
 def measure(
-    work: Work | WholeWork, kinds: Mapping[str, Kind], *, device: torch.device, rounds: int, sample_ms: float
+    work: Work | WholeWork, kinds: Mapping[str, Candidate], *, device: torch.device, rounds: int, sample_ms: float
 ) -> list[Record]:
     """A record for each way and for each of `PRODUCTS`."""
     exact = work.reference()

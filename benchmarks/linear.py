@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.harness import command, environment
 from benchmarks.harness.breakdown import NONE_SEEN, kernel_us
-from benchmarks.harness.products import FAST, GRADIENT, Kind, Operands
+from benchmarks.harness.products import FAST, GRADIENT, Operands, ProductKind
 from benchmarks.harness.results import Result
 from benchmarks.harness.roofline import CopyBandwidth
 from benchmarks.harness.shapes import DIRECTIONS, Workload, workloads
@@ -35,7 +35,7 @@ MODELS = ["7b", "13b", "70b", "te"]
 TOKENS = [8192, 16384]
 NOT_PROFILED: list[str] = []
 PROFILED_STEPS = 5
-PRODUCTS: dict[str, Kind] = {"fprop": FAST, "dgrad": GRADIENT, "wgrad": GRADIENT}
+PRODUCTS: dict[str, ProductKind] = {"fprop": FAST, "dgrad": GRADIENT, "wgrad": GRADIENT}
 """What `FP8Config()` chooses for each direction."""
 
 

@@ -54,7 +54,7 @@ def require_gpus(device: str) -> None:
 
 
 def refuse(sentence: str) -> NoReturn:
-    """Say what the user can mend and exit with 2."""
+    """Say what the user can correct and exit with 2."""
     typer.echo(f"error: {sentence}", err=True)
     raise typer.Exit(2)
 

@@ -13,7 +13,7 @@ from fp8booster.tensor import quantize
 
 
 @dataclass(frozen=True)
-class Kind:
+class ProductKind:
     """One way to multiply."""
 
     name: str
@@ -25,11 +25,11 @@ class Kind:
     """The tensor's scale is given once for each row."""
 
 
-BF16 = Kind("BF16", "BF16")
-FAST = Kind("E4M3 x E4M3 fast", "FP8", formats.E4M3, fast_accumulation=True)
-EXACT = Kind("E4M3 x E4M3", "FP8", formats.E4M3)
-GRADIENT = Kind("E5M2 x E4M3", "FP8", formats.E5M2)
-ROWWISE = Kind("E4M3 rowwise fast", "FP8", formats.E4M3, fast_accumulation=True, rowwise=True)
+BF16 = ProductKind("BF16", "BF16")
+FAST = ProductKind("E4M3 x E4M3 fast", "FP8", formats.E4M3, fast_accumulation=True)
+EXACT = ProductKind("E4M3 x E4M3", "FP8", formats.E4M3)
+GRADIENT = ProductKind("E5M2 x E4M3", "FP8", formats.E5M2)
+ROWWISE = ProductKind("E4M3 rowwise fast", "FP8", formats.E4M3, fast_accumulation=True, rowwise=True)
 KINDS = (BF16, FAST, EXACT, GRADIENT, ROWWISE)
 """Without "fast", partial sums are promoted to FP32 on the way."""
 
@@ -49,7 +49,7 @@ class Operands:
             torch.randn(columns, inner, device=device, dtype=torch.bfloat16),
         )
 
-    def multiplication(self, kind: Kind) -> Callable[[], torch.Tensor]:
+    def multiplication(self, kind: ProductKind) -> Callable[[], torch.Tensor]:
         """A function that multiplies these operands, cast beforehand."""
         if kind is BF16:
             return lambda: self.left @ self.right.t()

@@ -60,7 +60,7 @@ def repaired_native_fp8() -> types.ModuleType:
 
     That was a pair until torch 2.5 (quantization/fp8.py:801-838).
     """
-    import fp8booster.colossal  # noqa: F401  isort: skip  (mends what keeps colossalai from being imported)
+    import fp8booster.colossal  # noqa: F401  isort: skip  (patches what keeps colossalai from being imported)
     from colossalai.quantization import fp8
 
     if fp8.torch is torch:

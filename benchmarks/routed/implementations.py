@@ -162,7 +162,7 @@ class FP8GroupedCold(FP8Grouped):
 
 
 @dataclass(frozen=True)
-class Kind:
+class Candidate:
     """A way by its name in tables, and how far it may be from FP32."""
 
     label: str
@@ -172,10 +172,10 @@ class Kind:
 
 BASELINE = "bf16"
 KINDS = {
-    BASELINE: Kind("BF16, expert by expert", ExpertByExpert, 0.01),
-    "bf16-grouped": Kind("BF16, torch._grouped_mm", Grouped, 0.01),
-    "fp8": Kind("FP8, expert by expert", FP8ExpertByExpert, 0.12),
-    "fp8-cold": Kind("FP8, expert by expert, weights cast each time", FP8ExpertByExpertCold, 0.12),
-    "fp8-grouped": Kind("FP8, torch._scaled_grouped_mm", FP8Grouped, 0.12),
-    "fp8-grouped-cold": Kind("FP8, torch._scaled_grouped_mm, weights cast each time", FP8GroupedCold, 0.12),
+    BASELINE: Candidate("BF16, expert by expert", ExpertByExpert, 0.01),
+    "bf16-grouped": Candidate("BF16, torch._grouped_mm", Grouped, 0.01),
+    "fp8": Candidate("FP8, expert by expert", FP8ExpertByExpert, 0.12),
+    "fp8-cold": Candidate("FP8, expert by expert, weights cast each time", FP8ExpertByExpertCold, 0.12),
+    "fp8-grouped": Candidate("FP8, torch._scaled_grouped_mm", FP8Grouped, 0.12),
+    "fp8-grouped-cold": Candidate("FP8, torch._scaled_grouped_mm, weights cast each time", FP8GroupedCold, 0.12),
 }

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from benchmarks.routed.implementations import BASELINE, CONFIG, Implementation, Kind
+from benchmarks.routed.implementations import BASELINE, CONFIG, Candidate, Implementation
 from benchmarks.routed.work import ExpertLayer, Products, uneven_loads
 from fp8booster import convert_to_fp8
 from fp8booster.nn.experts.dispatch import run_experts
@@ -113,7 +113,7 @@ class FP8GroupedWhole(FP8OneByOne):
 
 
 WHOLE_KINDS = {
-    BASELINE: Kind("BF16, one by one", OneByOne, 0.05),
-    "fp8": Kind("FP8, one by one, gate and up merged", FP8OneByOne, 0.25),
-    "fp8-grouped": Kind("FP8, grouped", FP8GroupedWhole, 0.25),
+    BASELINE: Candidate("BF16, one by one", OneByOne, 0.05),
+    "fp8": Candidate("FP8, one by one, gate and up merged", FP8OneByOne, 0.25),
+    "fp8-grouped": Candidate("FP8, grouped", FP8GroupedWhole, 0.25),
 }

@@ -17,8 +17,8 @@ from torch.profiler import record_function
 
 import fp8booster.plugins
 from benchmarks.layers.peers import repaired_native_fp8
+from benchmarks.training.built_engine import OPTIMIZER_RANGE, BuiltEngine
 from benchmarks.training.job import MOE, Job
-from benchmarks.training.trainer import OPTIMIZER_RANGE, Trainer
 from fp8booster import comm, fuse
 from fp8booster.cli.train.key_values import fp8_config, parse_pairs
 from fp8booster.optim import HybridAdam
@@ -36,7 +36,7 @@ FUSED_BEFORE = ("low_level_zero", "ddp")
 """Plugins that take a model in BF16 whose decoder layers and loss are fused; others replace parts of it themselves."""
 
 
-def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) -> Trainer:
+def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) -> BuiltEngine:
     """The job's plugin of fp8booster, in FP8 or in BF16.
 
     Args:
@@ -61,19 +61,19 @@ def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) 
     options: dict[str, Any] = parse_pairs(job.plugin_options, "--plugin-option")
     if use_fp8:
         options |= {"use_fp8": True, "fp8_config": fp8_config(job.fp8_options)}
-    trainer = boost(job, device, job.plugin, plugin_class, options, fused=fused)
+    built = boost(job, device, job.plugin, plugin_class, options, fused=fused)
     if use_fp8 and job.one_sided:
-        groups = getattr(trainer.optimizer, "pg_to_param_list", None)
+        groups = getattr(built.optimizer, "pg_to_param_list", None)
         if groups is None:
             raise ValueError(
                 "--one-sided is for low_level_zero, and for hybrid and moe with --zero 1 or 2; leave it out"
             )
         for group in groups:
             comm.use_one_sided(group, capacity=job.one_sided * 2**20)
-    return trainer
+    return built
 
 
-def native(job: Job, device: torch.device, *, plugin: str, use_fp8: bool = False) -> Trainer:
+def native(job: Job, device: torch.device, *, plugin: str, use_fp8: bool = False) -> BuiltEngine:
     """A native plugin in BF16, or with native's own FP8, repaired and compiled.
 
     The job's plugin options are for it if it is the job's plugin.
@@ -94,7 +94,7 @@ def boost(
     options: dict[str, Any],
     *,
     fused: bool = False,
-) -> Trainer:
+) -> BuiltEngine:
     """A model boosted by one plugin; `name` is the plugin's in `PLUGINS`, `fused` is of the model before that."""
     torch.manual_seed(job.seed)  # of the CPU and of all GPUs
     lazy = job.lazy and name in PARALLEL
@@ -119,7 +119,7 @@ def boost(
             boosted.update(job.max_norm)
         return loss
 
-    return Trainer(
+    return BuiltEngine(
         model=boosted.model,
         optimizer=boosted.optimizer,
         step=step,

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.training.built_engine import BuiltEngine
 from benchmarks.training.job import Job
-from benchmarks.training.trainer import Trainer
 from fp8booster.colossal.compat.connections import VARIABLE
 
 
@@ -41,7 +41,7 @@ class Engine:
         missing = [package for package in self.needs if find_spec(package) is None]
         return f"{', '.join(missing)} is not installed" if missing else None
 
-    def load(self) -> Callable[[Job, torch.device], Trainer]:
+    def load(self) -> Callable[[Job, torch.device], BuiltEngine]:
         """The function that builds it on a rank where torch.distributed runs.
 
         To be called before the GPU is touched: CUDA reads its environment once.

@@ -8,15 +8,15 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import record_function
 
+from benchmarks.training.built_engine import OPTIMIZER_RANGE, BuiltEngine
 from benchmarks.training.job import Job
-from benchmarks.training.trainer import OPTIMIZER_RANGE, Trainer
 from fp8booster.training.batches import Replica
 from fp8booster.training.models import build
 
 _DEVIATION = 0.02  # of the initial weights, as Hugging Face's default
 
 
-def fsdp2(job: Job, device: torch.device, *, compiled: bool = False, float8: str | None = None) -> Trainer:
+def fsdp2(job: Job, device: torch.device, *, compiled: bool = False, float8: str | None = None) -> BuiltEngine:
     """Masters in FP32, weights gathered and products in BF16, gradients reduced in FP32, each layer a unit.
 
     Args:
@@ -57,7 +57,9 @@ def fsdp2(job: Job, device: torch.device, *, compiled: bool = False, float8: str
                 precompute_float8_dynamic_scale_for_fsdp(model)
         return torch.stack(losses).sum()
 
-    return Trainer(model=model, optimizer=optimizer, step=step, replica=Replica(dist.get_rank(), dist.get_world_size()))
+    return BuiltEngine(
+        model=model, optimizer=optimizer, step=step, replica=Replica(dist.get_rank(), dist.get_world_size())
+    )
 
 
 def _to_float8(model: nn.Module, recipe: str) -> None:

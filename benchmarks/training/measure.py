@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.harness.power import Draw, PowerMeter
+from benchmarks.training.built_engine import STEP_RANGE, BuiltEngine
 from benchmarks.training.data import batches
 from benchmarks.training.job import Job
 from benchmarks.training.trace import breakdown
-from benchmarks.training.trainer import STEP_RANGE, Trainer
 from fp8booster import comm
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.training.learning_rate import WarmupCosine
@@ -27,7 +27,7 @@ Outcome = dict[str, Any]
 """What one turn of an engine found; plain values for JSON, equal on all ranks but for "parts" and "wire"."""
 
 
-def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None) -> Outcome:
+def measure(built: BuiltEngine, job: Job, device: torch.device, trace: Path | None) -> Outcome:
     """Warm up, time the steps one by one, then count what one sends and, with `trace`, profile one.
 
     Every rank calls it. The first timed step begins when all ranks have met and their GPUs are done, each other where
@@ -41,7 +41,7 @@ def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None
         replicas; "peak_bytes" and "reserved_bytes": of the rank that needs most, while timed; "power": `_power` of the
         timed steps; "wire": `wire_of`; "replicas"; "parts": `trace.breakdown` of rank 0's profiled step, or None.
     """
-    feed = batches(job, trainer.replica, device)
+    feed = batches(job, built.replica, device)
     total = job.total_steps
     schedule = WarmupCosine.over(total, job.lr)
     seconds, launched, losses = [], [], []
@@ -54,9 +54,9 @@ def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None
                 if device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats()
                 began = first = time.perf_counter()
-            for group in trainer.optimizer.param_groups:
+            for group in built.optimizer.param_groups:
                 group["lr"] = schedule.rate(number + 1)
-            losses.append(trainer.step(feed(number)))
+            losses.append(built.step(feed(number)))
             launched.append(time.perf_counter() - began)
             if number + 1 < total:
                 _finish_current_stream(device)
@@ -78,13 +78,13 @@ def measure(trainer: Trainer, job: Job, device: torch.device, trace: Path | None
         "peak_bytes": peak,
         "reserved_bytes": reserved,
         "power": _power(meter.draw(first, ended), device),
-        "replicas": trainer.replica.count,
-        "wire": wire_of(trainer, tokens, device),
-        "parts": None if trace is None else _profile(trainer, tokens, device, trace),
+        "replicas": built.replica.count,
+        "wire": wire_of(built, tokens, device),
+        "parts": None if trace is None else _profile(built, tokens, device, trace),
     }
 
 
-def wire_of(trainer: Trainer, tokens: torch.Tensor, device: torch.device) -> Outcome:
+def wire_of(built: BuiltEngine, tokens: torch.Tensor, device: torch.device) -> Outcome:
     """Bytes that leave a rank in one step.
 
     Returns:
@@ -93,13 +93,13 @@ def wire_of(trainer: Trainer, tokens: torch.Tensor, device: torch.device) -> Out
     """
     comm.reset_statistics()
     with count_traffic() as traffic:
-        trainer.step(tokens)
+        built.step(tokens)
         _finish(device)
-    sent = _of_all_ranks([float(traffic.sent + trainer.unseen_bytes)], device)
+    sent = _of_all_ranks([float(traffic.sent + built.unseen_bytes)], device)
     return {
         "bytes": sent.mean().item(),
         "most": sent.max().item(),
-        "unseen": trainer.unseen_bytes,
+        "unseen": built.unseen_bytes,
         "rows": traffic.rows(),
         "fp8": [
             {"collective": name, **asdict(row), "uncompressed": dict(row.uncompressed)}
@@ -108,16 +108,16 @@ def wire_of(trainer: Trainer, tokens: torch.Tensor, device: torch.device) -> Out
     }
 
 
-def _profile(trainer: Trainer, tokens: torch.Tensor, device: torch.device, trace: Path) -> Outcome | None:
+def _profile(built: BuiltEngine, tokens: torch.Tensor, device: torch.device, trace: Path) -> Outcome | None:
     first = dist.get_rank() == 0
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     _meet(device)
     with profile(activities=activities) if first else nullcontext() as profiler:
         # the step before it, so that it meets what that one left on the way, as the timed ones do
-        trainer.step(tokens)
+        built.step(tokens)
         _finish_current_stream(device)
         with record_function(STEP_RANGE):
-            trainer.step(tokens)
+            built.step(tokens)
             _finish_current_stream(device)
         _finish(device)
     found = None

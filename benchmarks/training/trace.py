@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.training.trainer import OPTIMIZER_RANGE, STEP_RANGE
+from benchmarks.training.built_engine import OPTIMIZER_RANGE, STEP_RANGE
 
 COMMUNICATION = "communication"
 OPTIMIZER = "optimizer"

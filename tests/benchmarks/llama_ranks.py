@@ -59,10 +59,10 @@ def measure_all() -> dict[str, dict[str, Any]]:
 
     found = {}
     for name, (engine, job) in RUNS.items():
-        trainer = ENGINES[engine].load()(job, torch.device("cpu"))
-        found[name] = measure(trainer, job, torch.device("cpu"), None)
-        found[name]["fused"] = _fused(trainer.model)
-        del trainer
+        built = ENGINES[engine].load()(job, torch.device("cpu"))
+        found[name] = measure(built, job, torch.device("cpu"), None)
+        found[name]["fused"] = _fused(built.model)
+        del built
         gc.collect()
         dist.barrier()
     return found

@@ -120,7 +120,7 @@ def test_a_way_that_fails_is_a_row_and_the_others_go_on(tmp_path, monkeypatch) -
             return 2 * super().compute(x)
 
     stand_in(monkeypatch, refused)
-    monkeypatch.setitem(KINDS, "bf16-grouped", implementations.Kind("wrong", Wrong, 0.01))
+    monkeypatch.setitem(KINDS, "bf16-grouped", implementations.Candidate("wrong", Wrong, 0.01))
     result = run(*SMALL, "--out", str(tmp_path), "--json", str(tmp_path / "experts.json"))
     assert result.exit_code == 0, result.output
     tables = json.loads((tmp_path / "experts.json").read_text())["tables"]

@@ -1,1 +1,1 @@
-"""`fp8booster doctor`: what this machine has, what runs on it, and what mends it where something does not."""
+"""`fp8booster doctor`: what this machine has, what runs on it, and what to do where something does not."""

@@ -13,10 +13,10 @@ from rich.console import Console
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     speed: Annotated[
-        bool, typer.Option("--speed/--no-speed", help="Time FP8 products beside BF16 ones; some seconds a device.")
+        bool, typer.Option("--speed/--no-speed", help="Time FP8 and BF16 products; some seconds a device.")
     ] = True,
 ) -> None:
-    """Say what this machine can do in FP8, what is missing and which command mends it.
+    """Report what this machine can do in FP8, what is missing and which command installs or changes it.
 
     Exits with 1 when FP8 training cannot run here.
     """

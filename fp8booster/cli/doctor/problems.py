@@ -1,4 +1,4 @@
-"""What is wrong or missing, whether it stops FP8 training, and the command that mends it."""
+"""What is wrong or missing, whether it stops FP8 training, and the command that solves it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Problem:
     """One thing that is wrong or missing."""
 
     sentence: str
-    mend: str | None
-    """The command that mends it, or None where a sentence says all there is to do."""
+    remedy: str | None
+    """The command that solves it, or None where a sentence says all there is to do."""
     stops_training: bool
 
 
@@ -92,10 +92,10 @@ def _of_colossal(environment: Environment, colossal: Colossal) -> Iterator[Probl
         yield Problem("colossalai is not installed, so there is no Booster and no plugin.", install, True)
         return
     if version != COLOSSALAI:
-        yield Problem(f"colossalai is {version}; the mends were written for {COLOSSALAI}.", install, False)
+        yield Problem(f"colossalai is {version}; the patches were written for {COLOSSALAI}.", install, False)
     if colossal.error is not None:
-        mend = None if colossal.missing is None else f"pip install {colossal.missing}"
-        yield Problem(f"colossalai {version} cannot be imported: {colossal.error}.", mend, True)
+        remedy = None if colossal.missing is None else f"pip install {colossal.missing}"
+        yield Problem(f"colossalai {version} cannot be imported: {colossal.error}.", remedy, True)
 
 
 def _of_packages(environment: Environment) -> Iterator[Problem]:

@@ -88,7 +88,7 @@ def _speeds(speeds: list[Speed]) -> Table:
 
 
 def _mends(colossal: Colossal) -> Table:
-    table = _table("Mends of Colossal-AI", "state", "mend", "upstream place", "needed when")
+    table = _table("Patches of Colossal-AI", "state", "patch", "upstream place", "needed when")
     for mend in colossal.mends:
         table.add_row(mend.state, mend.summary, mend.place, mend.needed_when)
     return table
@@ -98,6 +98,6 @@ def _problem(problem: Problem) -> Text:
     text = Text.assemble(
         ("stops training: ", "bold red") if problem.stops_training else ("note: ", "bold yellow"), problem.sentence
     )
-    if problem.mend is not None:
-        text.append("\n    mend: ").append(problem.mend, style="cyan")
+    if problem.remedy is not None:
+        text.append("\n    remedy: ").append(problem.remedy, style="cyan")
     return text

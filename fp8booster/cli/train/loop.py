@@ -65,13 +65,10 @@ class Trainer:
     def __init__(
         self, task: Task, events: Events, stop_wanted: Callable[[], bool], traffic: Traffic, watch: Watch | None = None
     ) -> None:
-        options = task.options
+        self._task, self._options, self._events = task, task.options, events
+        self._stop_wanted, self._traffic = stop_wanted, traffic
         self._watch = watch or Watch(traffic, 0, lambda text: None)
-        self._task = task
-        self._options = options
-        self._events = events
-        self._stop_wanted = stop_wanted
-        self._traffic = traffic
+        options = task.options
         self._device = get_accelerator().get_current_device()
         self._schedule = WarmupCosine(peak=options.lr, floor=options.min_lr, warmup=options.warmup, decay=options.decay)
         self._global_batch = options.global_batch(dist.get_world_size())
@@ -142,7 +139,9 @@ class Trainer:
         rate = self._schedule.rate(step)
         for group in self._boosted.optimizer.param_groups:
             group["lr"] = rate
-        loss, stopped = over_ranks(self._forward_backward(), self._stop_wanted(), self._device)
+        tokens = self._batches.micro_batches(self._position)
+        batches = [causal(part.to(self._device, non_blocking=True)) for part in tokens]
+        loss, stopped = over_ranks(self._boosted.forward_backward(batches), self._stop_wanted(), self._device)
         if not math.isfinite(loss):
             raise NotFinite(f"The loss became {loss} at step {step}.")
         self._boosted.update(self._options.max_norm)
@@ -166,13 +165,8 @@ class Trainer:
             self._events.send("step", **dataclasses.asdict(metrics))
         return stopped
 
-    def _forward_backward(self) -> torch.Tensor | None:
-        """Gradients of one step; returns this rank's mean loss  [], None on pipeline stages but the last."""
-        tokens = self._batches.micro_batches(self._position)
-        return self._boosted.forward_backward([causal(part.to(self._device, non_blocking=True)) for part in tokens])
-
     def _check_norm(self, norm: float) -> None:
-        """Called before the optimizer changes the masters; the norm is the same on all ranks."""
+        """Called before any weight changes; the norm is the same on all ranks."""
         self._norm = norm
         if not math.isfinite(self._norm):
             raise NotFinite(f"The gradient norm became {self._norm} at step {self._step + 1}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -13,39 +13,22 @@ _LINES = 20  # lines of a whole run
 _SILENCE = 30.0  # seconds after which a line is due in any case
 
 
-class Display(Protocol):
-    """Shows one run after another."""
+class Silent:
+    """Shows one run after another: of their progress nothing, only notices."""
 
     def begin(self, name: str) -> None:
         """A run (or a preparation) called `name` begins."""
 
     def show(self, event: dict[str, Any]) -> None:
         """Something happened in it (events.Events.send)."""
+        if event["kind"] == "notice":
+            _console().print(event["text"])
 
     def end(self) -> None:
         """It is over."""
 
 
-def make_display(progress: str) -> Display:
-    """The display for a value of `--progress`; "auto": a bar if standard error is a terminal, else lines."""
-    if progress == "auto":
-        progress = "bar" if sys.stderr.isatty() else "lines"
-    return {"bar": Bar, "lines": Lines, "none": Silent}[progress]()
-
-
-class Silent:
-    """Shows no progress, only notices."""
-
-    def begin(self, name: str) -> None: ...
-
-    def show(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "notice":
-            _console().print(event["text"])
-
-    def end(self) -> None: ...
-
-
-class Bar:
+class Bar(Silent):
     """One moving bar for each run, on standard error."""
 
     def begin(self, name: str) -> None:
@@ -82,7 +65,7 @@ class Bar:
         self._progress.stop()
 
 
-class Lines:
+class Lines(Silent):
     """About 20 lines a run, and one at least every 30 seconds, on standard error."""
 
     def __init__(self) -> None:
@@ -115,8 +98,6 @@ class Lines:
             case "checkpoint":
                 self._print(f"saved {event['folder']}")
 
-    def end(self) -> None: ...
-
     def _overdue(self) -> bool:
         return time.monotonic() - self._shown > _SILENCE
 
@@ -135,3 +116,10 @@ def figures(metrics: dict[str, Any]) -> str:
         f"loss {metrics['loss']:.4f}  lr {metrics['lr']:.2e}  norm {metrics['grad_norm']:.2f}  "
         f"{metrics['tokens_per_second']:,.0f} tokens/s"
     )
+
+
+def make_display(progress: str) -> Silent:
+    """The display for a value of `--progress`; "auto": a bar if standard error is a terminal, else lines."""
+    if progress == "auto":
+        progress = "bar" if sys.stderr.isatty() else "lines"
+    return {"bar": Bar, "lines": Lines, "none": Silent}[progress]()

@@ -25,7 +25,7 @@ from .options import PRECISIONS, TrainOptions
 from .plot import plot_losses
 from .progress import make_display
 from .resume import RUN_FILE, find_resume, write_run_file
-from .summary import layer_lines, machine, read_column, render, write_summary
+from .summary import layer_lines, machine, read_figures, render, write_summary
 from .task import Task
 from .tokens import TokenFile, prepare_tokens
 
@@ -40,7 +40,7 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     """Train as the options `given` on the command line say; returns the exit status.
 
     With `resume` the options of that run hold where none is given. Raises ValueError, TypeError or OSError with a
-    sentence for what the user can mend.
+    sentence for what the user can correct.
     """
     checkpoints: dict[str, str] = {}
     if resume is None:
@@ -206,7 +206,7 @@ def _tell_interrupted(out: Path, outcome: Outcome, checkpoint: str | None) -> No
 
 def _sum_up(options: TrainOptions, command: str, tokens: TokenFile) -> None:
     out = Path(options.out)
-    read = [read_column(out, precision) for precision in PRECISIONS[options.precision]]
+    read = [read_figures(out, precision) for precision in PRECISIONS[options.precision]]
     columns = [column for column, _ in read]
     title = f"{options.model}, {columns[0].parameters / 1e6:,.1f} M parameters, {columns[0].steps} steps"
     plot_losses({column.precision: metrics for column, metrics in read}, title, out / "loss.png")

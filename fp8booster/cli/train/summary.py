@@ -35,7 +35,7 @@ _PACKAGES = ("torch", "colossalai", "transformers")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Column:
+class RunFigures:
     """One precision's figures."""
 
     precision: str
@@ -71,12 +71,12 @@ class Column:
         return [f"{first_of(layers, _NAMED)} ({reason})" for reason, layers in names.items()]
 
 
-def read_column(folder: Path, precision: str) -> tuple[Column, list[StepMetrics]]:
+def read_figures(folder: Path, precision: str) -> tuple[RunFigures, list[StepMetrics]]:
     """The figures and the metrics of a finished run in `folder`/`precision`."""
     metrics = read_metrics(folder / precision / "metrics.jsonl")
     result = read_record(folder / precision / "result.json", _RESULT, REMOVE)
     last = metrics[-max(1, round(len(metrics) * _LAST)) :]
-    column = Column(
+    column = RunFigures(
         precision=precision,
         steps=metrics[-1].step,
         final_loss=statistics.fmean(step.loss for step in last),
@@ -92,7 +92,7 @@ def read_column(folder: Path, precision: str) -> tuple[Column, list[StepMetrics]
     return column, metrics
 
 
-def rows(columns: list[Column]) -> list[list[str]]:
+def rows(columns: list[RunFigures]) -> list[list[str]]:
     """The table's lines: a title, a value for each column."""
     first = columns[0]
     table = [
@@ -109,7 +109,7 @@ def rows(columns: list[Column]) -> list[list[str]]:
     return table
 
 
-def render(columns: list[Column], title: str) -> Table:
+def render(columns: list[RunFigures], title: str) -> Table:
     """The table for a terminal."""
     table = Table(title=title, title_justify="left", caption_justify="left")
     table.add_column("")
@@ -120,7 +120,7 @@ def render(columns: list[Column], title: str) -> Table:
     return table
 
 
-def layer_lines(columns: list[Column]) -> list[str]:
+def layer_lines(columns: list[RunFigures]) -> list[str]:
     """Which layers are not in FP8, and why, for the runs that have some in FP8."""
     return [
         f"{column.precision.upper()} run, not in FP8: {layers}"
@@ -144,7 +144,7 @@ def machine() -> dict[str, str]:
     }
 
 
-def write_summary(folder: Path, options: TrainOptions, command: str, columns: list[Column], data: str) -> None:
+def write_summary(folder: Path, options: TrainOptions, command: str, columns: list[RunFigures], data: str) -> None:
     """Write `summary.json` and `summary.md` in the run's folder."""
     head = machine()
     document = {

@@ -52,12 +52,12 @@ def test_a_healthy_machine_has_no_problem():
 
 def test_a_cpu_that_traps_is_a_note_with_its_variable():
     problem = only_problem(replace(HEALTHY, instructions="This CPU traps."))
-    assert problem.mend == "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
+    assert problem.remedy == "export ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
     assert not problem.stops_training
 
 
 @pytest.mark.parametrize(
-    ("versions", "mend", "stops"),
+    ("versions", "remedy", "stops"),
     [
         ({"torch": "2.10.1"}, "pip install --upgrade 'torch>=2.11'", True),
         ({"colossalai": None}, "pip install --no-deps colossalai==0.5.0", True),
@@ -68,9 +68,9 @@ def test_a_cpu_that_traps_is_a_note_with_its_variable():
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_versions(versions, mend, stops):
+def test_versions(versions, remedy, stops):
     problem = only_problem(with_versions(**versions))
-    assert (problem.mend, problem.stops_training) == (mend, stops)
+    assert (problem.remedy, problem.stops_training) == (remedy, stops)
     assert next(iter(versions)).lower() in problem.sentence.lower()
 
 
@@ -82,7 +82,7 @@ def test_new_enough_versions_of_pytorch(version):
 def test_a_package_that_colossalai_asks_for():
     asks = Colossal(error="ModuleNotFoundError: No module named 'einops'", missing="einops", mends=[])
     problem = only_problem(colossal=asks)
-    assert problem.mend == "pip install einops"
+    assert problem.remedy == "pip install einops"
     assert problem.stops_training
 
 
@@ -100,7 +100,7 @@ def test_fp8_that_fails_where_training_happens_stops_it_and_elsewhere_does_not()
 def test_a_driver_without_a_pytorch_for_it():
     problem = only_problem(replace(HEALTHY, gpus=[], cuda=None), RUNS[:2])
     assert "CPU alone" in problem.sentence
-    assert "pip install torch==2.13.0" in problem.mend
+    assert "pip install torch==2.13.0" in problem.remedy
 
 
 def test_a_driver_whose_gpus_are_hidden():

@@ -7,7 +7,7 @@ import pytest
 from fp8booster.cli.train.metrics import StepMetrics, read_metrics
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.plot import plot_losses
-from fp8booster.cli.train.summary import layer_lines, read_column, rows, write_summary
+from fp8booster.cli.train.summary import layer_lines, read_figures, rows, write_summary
 
 LAYERS = [
     {"name": "q_proj", "shape": [16, 16], "precision": "FP8", "notes": ""},
@@ -42,7 +42,7 @@ def run(tmp_path):
 
 
 def test_figures_of_a_run(run):
-    read = [read_column(run, precision) for precision in ("bf16", "fp8")]
+    read = [read_figures(run, precision) for precision in ("bf16", "fp8")]
     columns = [column for column, _ in read]
     assert columns[0].final_loss == pytest.approx((6.1 + 6.0) / 2)  # a twentieth of 40 steps
     assert columns[0].tokens_per_second == 100.0
@@ -76,4 +76,4 @@ def test_a_result_that_is_wrong_is_named_with_the_remedy(run):
     for text in ("{", "null", "{}", '{"peak_memory": "much"}'):
         file.write_text(text)
         with pytest.raises(ValueError, match=r"result\.json.*; remove the file; --resume of the run writes it"):
-            read_column(run, "fp8")
+            read_figures(run, "fp8")

@@ -25,7 +25,7 @@ class Step(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trainer:
+class BuiltEngine:
     """A model on this rank, ready to train."""
 
     model: nn.Module
