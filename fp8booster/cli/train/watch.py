@@ -42,6 +42,8 @@ _WAITS = (
     "fp8booster.comm",
     "fp8booster.nn",
     "fp8booster.optim",
+    "fp8booster.training.boosted",
+    "fp8booster.training.ranks",
 )
 """Modules whose functions call what waits for other ranks, or for a GPU that does, and nothing else that takes long."""
 
