@@ -65,17 +65,7 @@ def main(
         return
     command.require_gpus(device)
     try:
-        base = Job(
-            model=model,
-            layers=layers,
-            sequence=sequence,
-            micro_batch=micro_batch,
-            warm_up=0,
-            steps=steps,
-            lr=lr,
-            fp8_options=tuple(fp8_option),
-            device=device,
-        )
+        base = Job.from_options(context.params, warm_up=0)
         if wrong := next((option for option in also if "=" not in option), None):
             raise ValueError(f"--also {wrong!r} has no '='; write it as key=value")
         for options in ((), *((option,) for option in also)):
@@ -132,9 +122,7 @@ def learn(
             if first:
                 result, written = write(losses, seeds, list(variants), left_out, setting, output)
     if first:
-        show(result)
-        for path in written:
-            typer.echo(f"wrote {path}", err=True)
+        show(result, written)
     return losses
 
 
@@ -157,9 +145,7 @@ def join(
     result, written = deliver(
         f"{runs[0]['benchmark'].partition('-seeds-')[0]}-joined", title, head, losses, variants, left_out, out, json
     )
-    show(result)
-    for path in written:
-        typer.echo(f"wrote {path}", err=True)
+    show(result, written)
 
 
 def write(

@@ -102,30 +102,7 @@ def main(
         return
     command.require_gpus(device)
     try:
-        job = Job(
-            model=model,
-            layers=layers,
-            sequence=sequence,
-            micro_batch=micro_batch,
-            micro_batches=micro_batches,
-            checkpointing=checkpointing,
-            warm_up=warm_up,
-            steps=steps,
-            plugin=plugin,
-            zero=zero,
-            tp=tp,
-            pp=pp,
-            sp=sp,
-            ep=ep,
-            sp_mode=sp_mode,
-            lazy=lazy,
-            plugin_options=tuple(plugin_option),
-            fp8_options=tuple(fp8_option),
-            one_sided=one_sided,
-            lr=lr,
-            seed=seed,
-            device=device,
-        )
+        job = Job.from_options(context.params)
         engines = chosen(precision, list(PEERS) if "all" in against else against)
         baseline = baseline or engines[0]
         if baseline not in engines:
@@ -206,9 +183,7 @@ def measure_one_layer(job: Job, *, rounds: int, sample_ms: float, output: Output
         [layer_table(records, "Forward and backward")],
         left_out,
     )
-    show(result)
-    for path in result.write(folder=output.folder, json_file=output.json_file):
-        typer.echo(f"wrote {path}", err=True)
+    show(result, result.write(folder=output.folder, json_file=output.json_file))
 
 
 @app.command()
@@ -228,9 +203,7 @@ def scaling(
     head["ranks"] = ", ".join(run["head"]["ranks"] for run in runs)
     head["dates"] = ", ".join(run["head"]["date"] for run in runs)
     result = Result("llama-scaling", "Weak scaling", head, [scaling_table(scaling_records(runs))])
-    show(result)
-    for path in result.write(folder=out, json_file=json):
-        typer.echo(f"wrote {path}", err=True)
+    show(result, result.write(folder=out, json_file=json))
 
 
 if __name__ == "__main__":

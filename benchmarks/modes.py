@@ -33,6 +33,7 @@ EVERY: list[str] = []
 
 
 def main(
+    context: typer.Context,
     only: Annotated[list[str], typer.Option(help=f"{', '.join(MODES)} (default: all); repeat the option.")] = EVERY,
     model: Annotated[str, typer.Option(help="Of all modes but moe, as `benchmarks.llama --model`.")] = "7b",
     layers: Annotated[int, typer.Option(help="Its layers; zero-bubble needs a multiple of 4.")] = 4,
@@ -60,16 +61,7 @@ def main(
     try:
         if unknown := next((name for name in chosen if name not in MODES), None):
             raise ValueError(f"no mode is called {unknown!r}; --only takes {', '.join(MODES)}")
-        base = Job(
-            model=model,
-            layers=layers,
-            sequence=sequence,
-            micro_batch=micro_batch,
-            warm_up=warm_up,
-            steps=steps,
-            fp8_options=tuple(fp8_option),
-            device=device,
-        )
+        base = Job.from_options(context.params)
         fp8_config(base.fp8_options)
         for name in chosen:
             job_of(name, base, mixture, ranks=1)  # what cannot be, before any process
@@ -125,9 +117,7 @@ def measure_modes(
             take(name, job_of(name, base, mixture, crew.size))
     if first:
         result, written = write(records, left_out, setting, output)
-        show(result)
-        for path in written:
-            typer.echo(f"wrote {path}", err=True)
+        show(result, written)
     return records
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,13 @@ class Job:
             ep=self.ep,
             micro_batches=self.micro_batches,
         )
+
+    @classmethod
+    def from_options(cls, given: Mapping[str, Any], **fixed: Any) -> Job:
+        """A job from a command's options that have the names of its fields, and from `fixed` fields."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        lists = {f"{name}s": tuple(given.get(name, ())) for name in ("plugin_option", "fp8_option")}
+        return cls(**{name: value for name, value in given.items() if name in names}, **lists, **fixed)
 
     def as_record(self) -> dict[str, Any]:
         """For JSON."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,9 +70,7 @@ def deliver(findings: dict[str, Findings], setting: Setting, baseline: str, outp
         result = replace(result, plots=[name])
     written = result.write(folder=output.folder, json_file=output.json_file)
     if shown:
-        show(result)
-        for path in written:
-            typer.echo(f"wrote {path}", err=True)
+        show(result, written)
 
 
 def head_of(setting: Setting, output: Output) -> dict[str, str]:
@@ -80,13 +79,15 @@ def head_of(setting: Setting, output: Output) -> dict[str, str]:
     return environment.head(setting.gpu, commit=output.commit) | {"ranks": str(setting.ranks), "NCCL": nccl}
 
 
-def show(result: Result) -> None:
-    """Print the first three tables, in full width where the output is no terminal."""
+def show(result: Result, written: Iterable[Path]) -> None:
+    """Print the first three tables, in full width where the output is no terminal, and name the files."""
     console = Console() if sys.stdout.isatty() else Console(width=240)
     for table in result.tables[:3]:
         console.print(table.rich())
     for name, reason in result.left_out.items():
         console.print(f"Left out: {name}: {reason}", markup=False)
+    for path in written:
+        typer.echo(f"wrote {path}", err=True)
 
 
 def _caption(record: dict[str, Any], baseline: str) -> str:
