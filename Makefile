@@ -18,7 +18,7 @@ READY := $(VENV)/.fp8booster-ready
 READY5 := $(VENV5)/.fp8booster-ready
 # What concerns transformers: models, what is fused of them, the plugins that do not shard them, and the command
 TESTS5 := tests/nn/test_families.py tests/nn/fused tests/nn/test_modules.py tests/nn/linear/test_conv1d.py \
-  tests/plugins/test_transformers5.py tests/plugins/test_sharding.py tests/cli/train/test_models.py \
+  tests/plugins/test_transformers5.py tests/plugins/test_sharding.py tests/cli/train/test_model_folder.py \
   tests/cli/train/test_runs.py
 CODE  := fp8booster tests $(wildcard benchmarks examples scripts)
 
