@@ -1,13 +1,13 @@
-"""What a worker process tells the command: one JSON object a line, through a pipe."""
+"""What a worker process tells the command through a pipe."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import traceback
 from contextlib import suppress
-from typing import Any, TextIO
+from multiprocessing.connection import Connection
+from typing import Any
 
 from fp8booster.reading import first_line
 
@@ -22,7 +22,7 @@ class Events:
     """The worker's end of the pipe."""
 
     def __init__(self) -> None:
-        self._stream: TextIO = os.fdopen(int(os.environ[EVENTS_VARIABLE]), "w", buffering=1)
+        self._pipe = Connection(int(os.environ[EVENTS_VARIABLE]), readable=False)
 
     def send(self, kind: str, **values: Any) -> None:
         """Send one event.
@@ -30,7 +30,7 @@ class Events:
         Kinds: "status" (text), "notice" (text, a sentence to keep), "start" (done, steps), "step" (a line of
         metrics), "checkpoint" (folder, step), "stopped" (step), "done", "error" (message, expected).
         """
-        self._stream.write(json.dumps({"kind": kind, **values}) + "\n")
+        self._pipe.send({"kind": kind, **values})
 
     def send_error(self, error: BaseException) -> None:
         """Send what ended the worker as a sentence; the traceback goes to standard error, which is the log."""

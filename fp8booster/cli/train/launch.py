@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
+import multiprocessing
 import os
 import pickle
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from multiprocessing.connection import wait
 from types import FrameType
 from typing import Any
 
@@ -55,13 +53,35 @@ class Interrupts:
         self.signal = number
 
 
-@dataclass
 class Worker:
-    """One rank's process."""
+    """One rank's process, and the pipe in which it tells what happens."""
 
-    rank: int
-    process: subprocess.Popen
-    log: Path
+    def __init__(self, environment: dict[str, str], task: Task) -> None:
+        self.rank = int(environment["RANK"])
+        self.log = task.logs / f"rank-{self.rank}.log"
+        self.events, writer = multiprocessing.Pipe(duplex=False)
+        with self.log.open("ab") as stream:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fp8booster.cli.train.worker"],
+                stdin=subprocess.PIPE,
+                stdout=stream,
+                stderr=stream,
+                env={**environment, EVENTS_VARIABLE: str(writer.fileno())},
+                pass_fds=[writer.fileno()],
+                start_new_session=True,  # Ctrl-C reaches the workers once, from here
+            )
+        writer.close()
+        pickle.dump(task, self.process.stdin)
+        self.process.stdin.close()
+
+    def ending(self) -> str | None:
+        """How it ended, in a sentence with the end of its log; None while it runs, or where it ended well."""
+        code = self.process.poll()
+        if not code:
+            return None
+        how = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
+        return f"Rank {self.rank} {how}; its log {self.log} ends: {' | '.join(lines)}"
 
 
 @dataclass
@@ -76,6 +96,18 @@ class Outcome:
     """The last step taken."""
     unsaved: int = 0
     """Steps taken since the newest checkpoint, or since the run went on from one."""
+
+    def note(self, event: dict[str, Any]) -> None:
+        """Take account of an event (events.Events.send)."""
+        match event["kind"]:
+            case "start":
+                self.step = event["done"]
+            case "step":
+                self.step, self.unsaved = event["step"], self.unsaved + 1
+            case "checkpoint":
+                self.checkpoint, self.unsaved = event["folder"], 0
+            case "done":
+                self.finished = True
 
 
 def is_launched() -> bool:
@@ -103,11 +135,10 @@ def run_workers(
     when its input was bad, ChildProcessError when it failed in another way.
     """
     task.logs.mkdir(parents=True, exist_ok=True)
-    events: queue.Queue[tuple[int, dict[str, Any]]] = queue.Queue()
-    workers = [_start(environment, task, events) for environment in _environments(task.options.nproc, store)]
+    workers = [Worker(environment, task) for environment in _environments(task.options.nproc, store)]
     kills = MemoryKills.now()
     try:
-        return _watch(workers, events, tell, interrupts, kills)
+        return _watch(workers, tell, interrupts, kills)
     finally:
         for worker in workers:
             worker.process.kill()
@@ -147,71 +178,35 @@ def _environments(count: int, store: dist.TCPStore | None) -> list[dict[str, str
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def _start(environment: dict[str, str], task: Task, events: queue.Queue) -> Worker:
-    rank = int(environment["RANK"])
-    log = task.logs / f"rank-{rank}.log"
-    reader, writer = os.pipe()
-    with log.open("ab") as stream:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fp8booster.cli.train.worker"],
-            stdin=subprocess.PIPE,
-            stdout=stream,
-            stderr=stream,
-            env={**environment, EVENTS_VARIABLE: str(writer)},
-            pass_fds=[writer],
-            start_new_session=True,  # Ctrl-C reaches the workers once, from here
-        )
-    os.close(writer)
-    pickle.dump(task, process.stdin)
-    process.stdin.close()
-    threading.Thread(target=_read, args=(reader, rank, events), daemon=True).start()
-    return Worker(rank, process, log)
-
-
-def _read(descriptor: int, rank: int, events: queue.Queue) -> None:
-    with os.fdopen(descriptor) as stream:
-        for line in stream:
-            events.put((rank, json.loads(line)))
-
-
 def _watch(
-    workers: list[Worker],
-    events: queue.Queue,
-    tell: Callable[[dict[str, Any]], None],
-    interrupts: Interrupts,
-    kills: MemoryKills,
+    workers: list[Worker], tell: Callable[[dict[str, Any]], None], interrupts: Interrupts, kills: MemoryKills
 ) -> Outcome:
     outcome = Outcome(finished=False)
     errors: list[dict[str, Any]] = []
+    listening = {worker.events: worker for worker in workers}
     passed_on = 0
     deadline = math.inf
-    while True:
-        # Looked at before the queue: what a process told before it ended is then read below.
-        states = [worker.process.poll() for worker in workers]
-        try:
-            rank, event = events.get(timeout=_POLL)
-        except queue.Empty:
-            if None not in states or time.monotonic() > deadline:
-                break
-        else:
-            match event["kind"]:
-                case "error":
-                    errors.append(event)
-                case "start":
-                    outcome.step = event["done"]
-                case "step":
-                    outcome.step, outcome.unsaved = event["step"], outcome.unsaved + 1
-                case "checkpoint":
-                    outcome.checkpoint, outcome.unsaved = event["folder"], 0
-                case "done":
-                    outcome.finished = True
-            if rank == workers[0].rank:
+    while listening and time.monotonic() < deadline:
+        ready = wait(list(listening), _POLL)
+        for pipe in ready:
+            try:
+                event = pipe.recv()
+            except (EOFError, OSError):  # its end, in the middle of an event where it was killed
+                listening.pop(pipe).process.wait()
+                continue
+            outcome.note(event)
+            if event["kind"] == "error":
+                errors.append(event)
+            if listening[pipe] is workers[0]:
                 tell(event)
         if passed_on < interrupts.count:
             number = signal.SIGTERM if passed_on == 0 else signal.SIGKILL
             passed_on = interrupts.count
             for worker in workers:
                 worker.process.send_signal(number)
+        states = [worker.process.poll() for worker in workers]
+        if not ready and None not in states:  # something that a worker started holds its pipe
+            break
         if deadline == math.inf and any(state not in (None, 0) for state in states):
             deadline = time.monotonic() + _GRACE
     if outcome.finished or not interrupts.count:
@@ -232,8 +227,5 @@ def _raise_for(workers: list[Worker], errors: list[dict[str, Any]], kills: Memor
     for error in errors:
         raise ChildProcessError(f"{error['message']} (the traceback is in {workers[0].log.parent})")
     for worker in workers:
-        code = worker.process.poll()
-        if code not in (0, None):
-            ending = f"was ended by signal {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-            lines = worker.log.read_text(errors="replace").splitlines()[-_LOG_TAIL:]
-            raise ChildProcessError(f"Rank {worker.rank} {ending}; its log {worker.log} ends: {' | '.join(lines)}")
+        if (ending := worker.ending()) is not None:
+            raise ChildProcessError(ending)

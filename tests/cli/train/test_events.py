@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import errno
-import json
+import multiprocessing
 import os
 import sys
 
@@ -18,17 +18,16 @@ from fp8booster.cli.train.tokens import TokenFile
 @pytest.fixture
 def sent(monkeypatch):
     """`sent(error)`: the event that comes out of the pipe when a worker meets an error."""
-    reader, writer = os.pipe()
-    monkeypatch.setenv(EVENTS_VARIABLE, str(writer))
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    monkeypatch.setenv(EVENTS_VARIABLE, str(os.dup(writer.fileno())))
     events = Events()
 
     def send(error: BaseException) -> dict:
         events.send_error(error)
-        return json.loads(os.read(reader, 10000))
+        return reader.recv()
 
     yield send
-    events._stream.close()
-    os.close(reader)
+    events._pipe.close()
 
 
 class FullDisk:
