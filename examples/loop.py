@@ -160,8 +160,7 @@ def train_and_save(
 def save(out: Path, step: int, boosted: BoostedModel, save_config: Callable[[Path], object]) -> None:
     """Write the checkpoint of a step; a kill on the way leaves the former ones as they were. Every rank calls it."""
     with new_checkpoint(out, step, keep=KEPT) as folder:
-        boosted.booster.save_model(boosted.model, str(folder / "model"), shard=True, use_safetensors=True)
-        boosted.booster.save_optimizer(boosted.optimizer, str(folder / "optimizer"), shard=True)
+        boosted.save(folder)
         if dist.get_rank() == 0:
             save_config(folder / "model")
             (folder / "state.json").write_text(json.dumps({"step": step}))
@@ -169,8 +168,7 @@ def save(out: Path, step: int, boosted: BoostedModel, save_config: Callable[[Pat
 
 def load(checkpoint: Path, boosted: BoostedModel) -> int:
     """Set model and optimizer to a checkpoint's; returns its step. Every rank calls it."""
-    boosted.booster.load_model(boosted.model, str(checkpoint / "model"))
-    boosted.booster.load_optimizer(boosted.optimizer, str(checkpoint / "optimizer"))
+    boosted.load(checkpoint)
     return json.loads((checkpoint / "state.json").read_text())["step"]
 
 

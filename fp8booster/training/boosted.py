@@ -6,6 +6,7 @@ import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai befor
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -97,6 +98,21 @@ class BoostedModel:
             self.optimizer.before_update = call
         else:
             self.optimizer.unwrap().register_step_pre_hook(lambda *_: call())
+
+    def save(self, folder: Path) -> None:
+        """Write `model/`, in Hugging Face's format, and `optimizer/`, as Booster does; every rank calls it."""
+        self.booster.save_model(self.model, str(folder / "model"), shard=True, use_safetensors=True)
+        self.booster.save_optimizer(self.optimizer, str(folder / "optimizer"), shard=True)
+
+    def load(self, folder: Path) -> None:
+        """Set model and optimizer to what `save` wrote; every rank calls it."""
+        self.booster.load_model(self.model, str(folder / "model"))
+        self.booster.load_optimizer(self.optimizer, str(folder / "optimizer"))
+        # Colossal-AI leaves "step" where the file was read (load_states_into_optimizer, checkpoint_io/utils.py:808);
+        # the fused AdamW wants it beside its parameter.
+        for parameter, values in self.optimizer.unwrap().state.items():
+            if isinstance(values.get("step"), torch.Tensor):
+                values["step"] = values["step"].to(parameter.device)
 
 
 def causal(tokens: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -92,17 +92,15 @@ def save_checkpoint(
     from fp8booster.colossal.zero.master_weights import save_master_weights
 
     rank = dist.get_rank()
-    booster, model, optimizer = boosted.booster, boosted.model, boosted.optimizer
     with new_checkpoint(root, state.step, keep=state.options.keep) as folder:
         if rank == 0:
             for name in ("model", "optimizer", "masters", "random"):
                 (folder / name).mkdir()
         dist.barrier()
-        booster.save_model(model, str(folder / "model"), shard=True, use_safetensors=True)
-        booster.save_optimizer(optimizer, str(folder / "optimizer"), shard=True)
+        boosted.save(folder)
         if boosted.name in _WITH_MASTERS:
-            save_master_weights(model.unwrap(), optimizer, folder / "masters")
-        torch.save(_random_state(model), folder / "random" / f"rank-{rank:05d}.pt")
+            save_master_weights(boosted.model.unwrap(), boosted.optimizer, folder / "masters")
+        torch.save(_random_state(boosted.model), folder / "random" / f"rank-{rank:05d}.pt")
         if rank == 0:
             config.save_pretrained(folder / "model")
             shutil.copytree(tokenizer, folder / "model", dirs_exist_ok=True)
@@ -128,20 +126,13 @@ def load_checkpoint(
             "resume with the --data, --text-column and --vocabulary it was started with."
         )
     _check_shapes(checkpoint, shapes, tied)
-    booster, model, optimizer = boosted.booster, boosted.model, boosted.optimizer
-    booster.load_model(model, str(checkpoint / "model"))
-    booster.load_optimizer(optimizer, str(checkpoint / "optimizer"))
-    # Colossal-AI leaves "step" where the file was read (load_states_into_optimizer, checkpoint_io/utils.py:808);
-    # the fused AdamW wants it beside its parameter.
-    for parameter, values in optimizer.unwrap().state.items():
-        if isinstance(values.get("step"), torch.Tensor):
-            values["step"] = values["step"].to(parameter.device)
+    boosted.load(checkpoint)
     if boosted.name in _WITH_MASTERS:
-        load_master_weights(model.unwrap(), optimizer, checkpoint / "masters")
+        load_master_weights(boosted.model.unwrap(), boosted.optimizer, checkpoint / "masters")
     if state.world_size == dist.get_world_size():
         with faults_named():
             state_of_rank = torch.load(checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt", weights_only=True)
-        _set_random_state(state_of_rank, model)
+        _set_random_state(state_of_rank, boosted.model)
     dist.barrier()  # the run's folder may change after this: no rank reads it any more, and none has failed to
     return state
 
