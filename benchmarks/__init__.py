@@ -1,1 +1,1 @@
-"""What fp8booster costs and gains on this machine, beside its peers, each benchmark one command."""
+"""What fp8booster costs and gains on this machine, compared with its peers, each benchmark one command."""

@@ -1,4 +1,4 @@
-"""What the sums of Hopper's FP8 products lose, fast and exact, beside what the rounding to FP8 loses.
+"""What the sums of Hopper's FP8 products lose, fast and exact, compared with what the rounding to FP8 loses.
 
     python -m benchmarks.accumulation --out results --json results/accumulation.json
 
@@ -103,8 +103,8 @@ COLUMNS = (
     Column("fast sums shrink by", lambda r: f"{r['shrinks']:.5f}"),
 )
 NOTE = (
-    "Relative errors of the Frobenius norm. The first three are beside FP64 sums of the BF16 operands, the next two "
-    "beside FP64 sums of the FP8 values; rounding the result to BF16 is in all but the first (0.0017)."
+    "Relative errors of the Frobenius norm. The first three are over FP64 sums of the BF16 operands, the next two "
+    "over FP64 sums of the FP8 values; rounding the result to BF16 is in all but the first (0.0017)."
 )
 
 

@@ -1,4 +1,4 @@
-"""How much of the memory's bandwidth the casts to FP8 reach, beside torch.compile's.
+"""How much of the memory's bandwidth the casts to FP8 reach, compared with torch.compile's.
 
     python -m benchmarks.cast --out results --json results/cast.json
 
@@ -168,7 +168,7 @@ def main(
     commit: command.Commit = None,
     device: command.DeviceName = "cuda",
 ) -> None:
-    """Time amax, cast and cast + transpose, with and without the amax given, beside torch.compile."""
+    """Time amax, cast and cast + transpose, with and without the amax given, compared with torch.compile."""
     shapes = [parse_shape(text) for text in shape]
     target, gpu = command.measured_device(device)
     if quick:

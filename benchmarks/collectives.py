@@ -1,4 +1,4 @@
-"""How fast collectives are in FP8, encoding and decoding included, beside NCCL in BF16 in the same run.
+"""How fast collectives are in FP8, encoding and decoding included, compared with NCCL in BF16 in the same run.
 
     torchrun --nproc-per-node 8 -m benchmarks.collectives --out results --json results/collectives.json
 
@@ -160,7 +160,7 @@ def main(
     commit: command.Commit = None,
     device: command.DeviceName = "cuda",
 ) -> None:
-    """Time collectives in FP8 beside BF16, over the ranks that torchrun started."""
+    """Time collectives in FP8 compared with BF16, over the ranks that torchrun started."""
     if quick:
         mib, rounds = mib[::5], 3
     target, gpu = join(device)
@@ -190,7 +190,7 @@ def deliver(records: list[Record], bench: Bench, head: dict[str, str], *, json: 
     head["encoding"] = str(bench.encoding)
     result = Result(
         f"collectives-{bench.ranks}",
-        f"Collectives of {bench.ranks} ranks in FP8 beside BF16",
+        f"Collectives of {bench.ranks} ranks in FP8 compared with BF16",
         head,
         [
             Table("collectives", "Time, bytes and error", COLUMNS, records, NOTE),

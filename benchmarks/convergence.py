@@ -5,8 +5,8 @@
     python -m benchmarks.convergence join seed-0.json seed-1.json --out results
 
 One pair of runs does not tell what rounding costs from chance: two runs in BF16 that round differently part too. So
-each seed, of weights and of the order of the text, has a run of each variant, and BF16 two: as native rounds, and with
-the fused blocks that FP8 has. Started without torchrun, it starts itself under it.
+each seed, of weights and of the order of the text, has a run of each variant, and BF16 two: as Colossal-AI rounds, and
+with the fused blocks that FP8 has. Started without torchrun, it starts itself under it.
 """
 
 from __future__ import annotations

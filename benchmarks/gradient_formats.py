@@ -125,7 +125,7 @@ def _curve_table(runs: list[Record], processes: int) -> Table:
             Column("against 16 bits", lambda record: f"{record['final'] / reference - 1:+.2%}"),
         ),
         records=runs,
-        note="`fp8booster train --precision fp8`; in the first row weights travel in 16 bits too, then in FP8.",
+        note="`fp8booster train --precision fp8`; in the first row weights are sent in 16 bits too, then in FP8.",
     )
 
 

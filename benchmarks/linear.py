@@ -1,4 +1,4 @@
-"""How fast a linear layer trains: forward and backward, casts included, beside BF16, the peers and the roofline.
+"""How fast a linear layer trains: forward and backward, casts included, compared with BF16, the peers and the roofline.
 
     python -m benchmarks.linear --out results --json results/linear.json
 
@@ -95,7 +95,7 @@ def time_layers(
 
 def main(
     layer: Annotated[
-        list[str], typer.Option(help=f"What to measure beside bf16: {', '.join(LAYERS)}; repeat the option.")
+        list[str], typer.Option(help=f"What to measure in addition to bf16: {', '.join(LAYERS)}; repeat the option.")
     ] = MEASURED,
     models: command.Models = MODELS,
     tokens: command.Tokens = TOKENS,
@@ -111,7 +111,7 @@ def main(
     commit: command.Commit = None,
     device: command.DeviceName = "cuda",
 ) -> None:
-    """Time forward and backward of linear layers beside BF16, the peers and the roofline."""
+    """Time forward and backward of linear layers, compared with BF16, the peers and the roofline."""
     unknown = sorted({*layer, *profile} - set(LAYERS))
     if unknown:
         raise typer.BadParameter(f"no layer is called {unknown[0]!r}; use {', '.join(LAYERS)}")

@@ -1,4 +1,4 @@
-"""How fast language models train: fp8booster beside Colossal-AI's own plugins, FSDP2 and torchao, in one run.
+"""How fast language models train: fp8booster compared with Colossal-AI's own plugins, FSDP2 and torchao, in one run.
 
     python -m benchmarks.llama --model 7b --against colossal-low_level_zero --against torchao --out results
     torchrun --nproc-per-node 8 -m benchmarks.llama --model 7b --profile --out results
@@ -58,7 +58,7 @@ def main(
     ] = None,
     lazy: Annotated[bool, typer.Option(help="Make weights where they are sharded.")] = False,
     plugin_option: Annotated[
-        list[str], typer.Option(help="key=value for the plugin, ours and native's; repeat the option.")
+        list[str], typer.Option(help="key=value for the plugin, ours and Colossal-AI's; repeat the option.")
     ] = NONE,
     fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config; repeat the option.")] = NONE,
     one_sided: Annotated[

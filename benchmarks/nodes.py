@@ -4,7 +4,7 @@
 
 One process a node. LowLevelZero at stage 2 trains a LLaMA of a named size on random tokens, with FP8 products where the
 variant says so. Variants take turns, and a step takes as long as on the slowest rank. The bytes are those that the
-kernel counted at the interface, headers included, beside those that `fp8booster.monitor` counts.
+kernel counted at the interface, headers included, and those that `fp8booster.monitor` counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a shape's measurements say: times beside BF16, the peers and the roofline, as records for JSON and tables."""
+"""Times of a shape compared with BF16, the peers and the roofline, as records for JSON and tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def casts_ms(work: Workload, layer: Layer, bytes_per_second: float) -> float:
 def layer_record(
     work: Workload, timings: dict[str, Timing], kernels: dict[str, dict[str, float]], bytes_per_second: float
 ) -> Record:
-    """What one shape's layers took, over BF16 and beside their rooflines, and what these are made of."""
+    """What one shape's layers took, over BF16 and compared with their rooflines, and what these are made of."""
     products = {direction: timings[direction].ms for direction in DIRECTIONS}
     products_ms = sum(samples.median for samples in products.values())
     measured = {name: timings[name] for name in LAYERS if name in timings}
@@ -80,7 +80,7 @@ def _extremes(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def breakdown_records(records: Sequence[Record]) -> list[Record]:
-    """Of each profiled layer: its parts' time beside the roofline's, and how long the GPU had nothing to do."""
+    """Of each profiled layer: its parts' time compared with the roofline's, and how long the GPU had nothing to do."""
     return [
         {
             "name": LAYERS[name].name,

@@ -1,4 +1,4 @@
-"""Engines by Colossal-AI's Booster: fp8booster's plugins and the native ones, with the same options."""
+"""Engines by Colossal-AI's Booster: fp8booster's plugins and Colossal-AI's, with the same options."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) 
 
 
 def native(job: Job, device: torch.device, *, plugin: str, use_fp8: bool = False) -> BuiltEngine:
-    """A native plugin in BF16, or with native's own FP8, repaired and compiled.
+    """A plugin of Colossal-AI's in BF16, or with its own FP8, repaired and compiled.
 
     The job's plugin options are for it if it is the job's plugin.
     """

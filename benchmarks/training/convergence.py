@@ -1,4 +1,4 @@
-"""What becomes of the loss in FP8 beside BF16, over several seeds: the differences, and how far chance moves them."""
+"""The loss in FP8 compared with BF16, over several seeds: the differences, and how far chance moves them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MOE = "moe"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training step, repeated. Frozen and made of plain values, so that it travels as JSON.
+    """One training step, repeated. Frozen and made of plain values, so that it can be sent as JSON.
 
     Raises:
         ValueError: a value that is not allowed; the message says which are.
@@ -50,11 +50,11 @@ class Job:
     ep: int = 1
     """Expert parallel ranks, among the replicas of what is not in experts; for the plugin `MOE`."""
     sp_mode: str | None = None
-    """A mode of native's sequence parallelism; None is none."""
+    """A mode of Colossal-AI's sequence parallelism; None is none."""
     lazy: bool = False
     """Materialise weights where they are sharded, for a model that one GPU cannot hold."""
     plugin_options: tuple[str, ...] = ()
-    """`key=value` pairs for the constructor of the plugin, ours and native's."""
+    """`key=value` pairs for the constructor of the plugin, ours and Colossal-AI's."""
     fp8_options: tuple[str, ...] = ()
     """`key=value` pairs for FP8Config."""
     one_sided: int = 0

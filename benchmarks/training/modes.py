@@ -37,7 +37,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 NOTE = (
     "Sequences of random tokens, `--micro-batch` of them a rank and micro-batch. A step is forward, backward, "
-    "clipping and AdamW. BF16 is the same plugin with `use_fp8` off, which is native's step; FP8 is with "
+    "clipping and AdamW. BF16 is the same plugin with `use_fp8` off, which is Colossal-AI's step; FP8 is with "
     "fused decoder layers, loss and AdamW, the default, so the ratio holds all gains. Median [10th-90th "
     "percentile] of the slowest rank's timed steps; the ratio is of tokens a second, interleaved. The host's "
     "time ends when Python has launched a step in FP8, or has waited within it: where it is near the step's, "
@@ -94,7 +94,7 @@ def mode_table(records: Sequence[Record]) -> Table:
     """One row for each mode."""
     return Table(
         "modes",
-        "FP8 beside BF16",
+        "FP8 compared with BF16",
         [
             Column("mode", lambda r: r["label"]),
             Column("options", lambda r: f"`{r['options']}`" if r["options"] else ""),

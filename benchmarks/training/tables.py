@@ -14,7 +14,7 @@ from benchmarks.training.trace import ROWS
 _KERNEL_WIDTH = 90
 STEP_NOTE = (
     "A step begins where the one before ended, and ends when the GPU of the slowest rank has done what its current "
-    "stream holds, as in a loop that reads each loss; what travels on other streams goes on, in the next step's time, "
+    "stream holds, as in a loop that reads each loss; what is sent on other streams goes on, in the next step's time, "
     "and the last step waits for all of it. The host's time ends when Python has launched the step, or has waited "
     "within it: where it is near the step's, the GPU may wait for Python. Median [10th-90th percentile] over the timed "
     "steps of all rounds. Engines "
@@ -41,7 +41,7 @@ def step_table(records: Sequence[Record], baseline: str) -> Table:
             Column("model TFLOP/s", _of("model_tflops", "{:.0f}".format)),
             Column("of FP8 peak", _of("utilisation", lambda of: _percent(of["FP8"]))),
             Column("of BF16 peak", _of("utilisation", lambda of: _percent(of["BF16"]))),
-            Column("native's TFLOPS", _of("native_tflops", "{:.0f}".format)),
+            Column("Colossal-AI's TFLOPS", _of("native_tflops", "{:.0f}".format)),
             Column("peak GiB", _of("peak_bytes", lambda size: f"{size / 2**30:.1f}" if size else "-")),
             Column("wire MiB", _of("wire", lambda wire: f"{wire['bytes'] / 2**20:.1f}")),
             Column("rounds", _of("rounds", lambda rounds: str(len(rounds)))),

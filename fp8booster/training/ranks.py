@@ -1,4 +1,4 @@
-"""How the ranks of a run meet, and what they tell each other beside gradients: the loss, and a wish to stop."""
+"""How the ranks of a run meet, and what they tell each other besides gradients: the loss, and a wish to stop."""
 
 from __future__ import annotations
 
