@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai before it is imported)
 import os
 import signal
 
-import colossalai
 import torch
 import torch.distributed as dist
-from colossalai.accelerator import get_accelerator
 
 
 def join_ranks(run: str, seed: int) -> None:
@@ -19,6 +16,9 @@ def join_ranks(run: str, seed: int) -> None:
         run: tells runs apart for which ranks meet at one store, one after the other.
         seed: of torch, NumPy and Python.
     """
+    import colossalai  # here: who stops a rank, or asks what stopped it, need not wait for it
+    from colossalai.accelerator import get_accelerator
+
     store, rank, world_size = next(dist.rendezvous("env://"))
     accelerator = get_accelerator()
     if accelerator.support_set_device:
