@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from tests.examples.example_ranks import EXAMPLES
+from tests.examples.example_ranks import EXAMPLES, shrink_models
 
 SMALL = ["--batch", "2", "--sequence", "64", "--lr", "1e-2", "--save-every", "2"]
 
@@ -70,4 +70,5 @@ def _example() -> object:
     import pretrain
 
     colossalai.launch_from_torch(verbose=False)
+    shrink_models()
     return pretrain

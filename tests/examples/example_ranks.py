@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -35,6 +36,14 @@ FINETUNING = {
     "fsdp": [],
 }
 
+
+def shrink_models() -> None:
+    """Let the size "tiny" be one for tests, with layers for a pipeline of four pieces."""
+    from fp8booster.training.models import MODELS
+
+    MODELS["tiny"] = replace(MODELS["micro"], feed_forward=128, layers=4)
+
+
 Outcome = list[float] | str
 """The losses, or the traceback."""
 
@@ -49,6 +58,7 @@ def train_all(folder: str, text: str, instructions: str) -> dict[str, dict[str, 
     import pretrain
 
     colossalai.launch_from_torch(verbose=False)
+    shrink_models()
     small = ["--batch", "2", "--sequence", "64", "--lr", "1e-2"]
     outcomes: dict[str, dict[str, Outcome]] = {"minimal": {}, "pretrain": {}, "resume": {}, "finetune": {}}
     os.chdir(folder)

@@ -87,8 +87,10 @@ def _example(place: Place, subject: Subject, out: Path, until: int) -> list[floa
     import pretrain
 
     from fp8booster.checkpoints import newest_checkpoint
+    from tests.examples.example_ranks import shrink_models
 
     colossalai.launch_from_torch(verbose=False)
+    shrink_models()
     begun = newest_checkpoint(out)
     done = int(begun.name[-8:]) if begun else 0
     asked, over_ranks = iter(range(done + 1, STEPS + 1)), loop.over_ranks
