@@ -4,31 +4,26 @@
     dist_fp8.all_reduce(gradients, op=dist.ReduceOp.AVG)
     print(dist_fp8.statistics())
 
-Collectives and sends take two more arguments. `encoding` is the format of what is sent. `min_bytes` is the payload, in
-bytes of the uncompressed call's larger side, from which a call is sent in FP8; None takes `threshold.MINIMUM_BYTES`.
-All ranks of a call must give the same.
+Collectives and sends take two more arguments, `encoding` and `min_bytes` (`encoding.Options`), which all ranks of a
+call must give alike. What goes uncompressed, and why, is in `statistics`.
+
+Every value is rounded once on its way, and in `all_reduce` twice whatever the number of ranks: pieces are exchanged,
+added in FP32 from the first rank to the last, cast again and gathered. A rank decodes its own piece from the message as
+the others do, so all ranks hold the same bits, at every run. An infinity or a NaN arrives as NaN, with the block that
+shares its scale.
 """
 
 from fp8booster.comm.automatic_scaling import AutomaticScaling
 from fp8booster.comm.coalesced import all_reduce_coalesced, reduce_scatter_coalesced
-from fp8booster.comm.collectives import (
-    all_gather,
-    all_gather_into_tensor,
-    all_gather_single,
-    all_reduce,
-    all_to_all,
-    all_to_all_single,
-    broadcast,
-    reduce_scatter,
-    reduce_scatter_single,
-    reduce_scatter_tensor,
-)
 from fp8booster.comm.ddp import DDPState, ddp_hook
 from fp8booster.comm.encoding import Encoding
+from fp8booster.comm.exchanges import all_to_all, all_to_all_single
 from fp8booster.comm.flat_fsdp import FlatFSDPState, flat_fsdp_hook, reduce_flat_fsdp
 from fp8booster.comm.fsdp import compress_fsdp
+from fp8booster.comm.gathers import all_gather, all_gather_into_tensor, all_gather_single, broadcast
 from fp8booster.comm.one_sided import stop_one_sided, use_one_sided
 from fp8booster.comm.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from fp8booster.comm.reductions import all_reduce, reduce_scatter, reduce_scatter_single, reduce_scatter_tensor
 from fp8booster.comm.statistics import Statistics, reset_statistics, statistics
 
 __all__ = [

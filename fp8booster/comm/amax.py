@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fp8booster.scaling import amaxes_of
 
 
 def agree_on_amax(
-    shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None, known: Sequence[torch.Tensor | None] | None = None
-) -> torch.Tensor:
+    shards: Sequence[Tensor], group: dist.ProcessGroup | None, known: Sequence[Tensor | None] | None = None
+) -> Tensor:
     """The largest magnitude of each tensor over all its shards: float32 [len(shards)], from one reduction.
 
     A NaN counts as infinity, since a MAX reduction drops NaN; both make the scale NaN.
@@ -28,13 +29,13 @@ def agree_on_amax(
     return amaxes
 
 
-def _with_those_unknown(known: Sequence[torch.Tensor | None], shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _with_those_unknown(known: Sequence[Tensor | None], shards: Sequence[Tensor]) -> list[Tensor]:
     """The largest magnitude of each shard, float32 []."""
     found = iter(amaxes_of([shard for shard, amax in zip(shards, known, strict=True) if amax is None]))
     return [next(found) if amax is None else amax for amax in known]
 
 
-def largest_of_each(amaxes: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+def largest_of_each(amaxes: Tensor, first: Tensor) -> Tensor:
     """The amaxes [N] of weights, where those that share a scale have the largest of theirs.
 
     Args:

@@ -9,7 +9,7 @@ Where more than 0.001 % of the values sit at the format's largest, mu is halved 
 twice its value in 1000 steps. The paper applies s' to a gradient that mu has multiplied already; with a real-time s'
 mu would cancel, so here it multiplies s after amax is known.
 
-It saves no bytes over blocks (`collectives`), and a sum in FP8 rounds once more for every rank. It is an option because
+It saves no bytes over blocks (`reductions`), and a sum in FP8 rounds once more for every rank. It is an option because
 NCCL can run it as one collective, with nothing to decode in between.
 """
 
@@ -20,13 +20,15 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fp8booster import formats, scaling
-from fp8booster.comm import collectives
-from fp8booster.comm.agreement import claim, settle
-from fp8booster.comm.collectives import Op, ReduceOp
+from fp8booster.comm.agreement import settle
+from fp8booster.comm.call import Call
+from fp8booster.comm.reductions import factor_of, reduce_scatter_uncompressed
 from fp8booster.comm.statistics import count_encoded, count_plain
-from fp8booster.comm.threshold import why_plain
+from fp8booster.comm.threshold import Op, ReduceOp
+from fp8booster.comm.transport import flat, one_tensor, require_multiple
 from fp8booster.kernels.cast import saturate
 from fp8booster.kernels.device import current_stream
 
@@ -44,7 +46,7 @@ _LARGEST_BITS = int(torch.tensor(formats.MAX[FORMAT]).to(FORMAT).view(torch.uint
 class _Counts(NamedTuple):
     """What was cast on one stream since the last step."""
 
-    values: torch.Tensor
+    values: Tensor
     """int64 [2]: saturated, cast."""
 
     stream: torch.cuda.Stream | None
@@ -57,7 +59,7 @@ class AutomaticScaling:
     It is not part of a checkpoint: a resumed run begins with the first mu again.
     """
 
-    mu: torch.Tensor
+    mu: Tensor
     """float32, shape []. It begins at 1 / ranks, where no sum can overflow."""
 
     def __init__(self, ranks: int, device: torch.device) -> None:
@@ -69,8 +71,8 @@ class AutomaticScaling:
 
     def reduce_scatter_tensor(
         self,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        output: Tensor,
+        input: Tensor,
         op: Op = ReduceOp.SUM,
         group: dist.ProcessGroup | None = None,
         *,
@@ -80,28 +82,27 @@ class AutomaticScaling:
         """`torch.distributed.reduce_scatter_tensor`: each rank's part of the sum or mean over ranks, added in FP8.
 
         Args:
-            output, input, op, group, min_bytes: as in `collectives.reduce_scatter_tensor`.
+            output, input, op, group, min_bytes: as in `reductions.reduce_scatter_tensor`.
             sizes: values of each tensor in a part, which share a scale in all parts; None for one scale.
 
         An infinity or a NaN arrives as NaN, with the tensor that shares its scale.
         """
-        group = group or dist.group.WORLD
-        ranks = dist.get_world_size(group)
-        claimed = claim(
+        call = Call(
+            "reduce_scatter_tensor",
+            input,
             group,
-            "AutomaticScaling.reduce_scatter_tensor",
-            values=input.numel(),
-            sizes=None if sizes is None else tuple(sizes),
-            dtype=input.dtype,
-            op=collectives.name_of(op),
-            min_bytes=min_bytes,
+            False,
+            {"min_bytes": min_bytes},
+            {"values": input.numel(), "sizes": None if sizes is None else tuple(sizes)},
+            op=op,
+            claimed_as="AutomaticScaling.reduce_scatter_tensor",
         )
-        reason = why_plain("reduce_scatter_tensor", input, input.nbytes, group, min_bytes, op)
-        if reason is not None:
-            collectives.reduce_scatter_plainly(output, input, op, group, False, reason, claimed)
+        group, ranks = call.group, call.ranks
+        if call.goes_uncompressed():
+            reduce_scatter_uncompressed(call, output, input)
             return
-        sums, values = collectives.flat(output, "output"), collectives.flat(input, "input")
-        collectives.require_multiple(values, sums, ranks, "input", "output")
+        sums, values = flat(output, "output"), flat(input, "input")
+        require_multiple(values, sums, ranks, "input", "output")
         sizes = [sums.numel()] if sizes is None else list(sizes)
         transport = "reduce_scatter_tensor" if input.is_cuda else "all_to_all_single"
         wire = {"all_reduce": 4 * len(sizes), transport: values.numel()}
@@ -116,12 +117,12 @@ class AutomaticScaling:
         scales, inverse_scales = scales_of(amax, self.mu)
         encoded = cast_tensors(values, sizes, scales)
         total = _sum_in_fp8(encoded, group)
-        settle(claimed, input.device)
+        settle(call.claimed, input.device)
         self._count(encoded)
         self._count(total)
-        factor = 1.0 / ranks if op == ReduceOp.AVG else 1.0
+        inverse_scales = inverse_scales * factor_of(op, ranks)
         for part, inverse_scale, out in zip(total.split(sizes), inverse_scales, sums.split(sizes), strict=True):
-            out.copy_(part.float() * (inverse_scale * factor))
+            out.copy_(part.float() * inverse_scale)
 
     def step(self, group: dist.ProcessGroup | None = None) -> None:
         """Set mu for the next step from what saturated on any rank of `group` since the last call.
@@ -135,7 +136,7 @@ class AutomaticScaling:
         if self.mu.is_cuda:
             self._mu_is_set = torch.cuda.current_stream(self.mu.device).record_event()
 
-    def _taken_counts(self) -> torch.Tensor:
+    def _taken_counts(self) -> Tensor:
         """The sum over streams, int64 [2], which are counted from zero again."""
         total = torch.zeros(2, dtype=torch.int64, device=self.mu.device)
         taken, self._counts = self._counts, {}
@@ -147,12 +148,12 @@ class AutomaticScaling:
             total += values
         return total
 
-    def _set_mu(self, counts: torch.Tensor) -> None:
+    def _set_mu(self, counts: Tensor) -> None:
         saturated, cast = counts.double()
         factor = torch.where(saturated > SATURATED_AT_MOST * cast, 0.5, GROWTH)
         self.mu *= torch.where(cast > 0, factor, 1.0)
 
-    def _count(self, encoded: torch.Tensor) -> None:
+    def _count(self, encoded: Tensor) -> None:
         """Count the values at the format's largest magnitude. NaN is not among them: its step is bad, not its scale."""
         largest = (encoded.view(torch.uint8) & _SIGN_CLEARED) == _LARGEST_BITS
         handle = current_stream(encoded)
@@ -165,14 +166,14 @@ class AutomaticScaling:
         values[1] += encoded.numel()
 
 
-def scales_of(amax: torch.Tensor, mu: torch.Tensor | float) -> tuple[torch.Tensor, torch.Tensor]:
+def scales_of(amax: Tensor, mu: Tensor | float) -> tuple[Tensor, Tensor]:
     """Scales and inverse scales of tensors whose largest magnitudes over all ranks are `amax`, float32 [tensors]."""
     scales, _ = scaling.scale_of(amax, FORMAT)
     scales = (scales * mu).clamp(max=scaling.MAX_SCALE)
     return scales, (1.0 / scales.double()).float()
 
 
-def cast_tensors(values: torch.Tensor, sizes: Sequence[int], scales: torch.Tensor) -> torch.Tensor:
+def cast_tensors(values: Tensor, sizes: Sequence[int], scales: Tensor) -> Tensor:
     """FP8 [parts, N] of values [parts, N], each part made of tensors of these sizes, a scale for each."""
     encoded = torch.empty(values.shape, dtype=FORMAT, device=values.device)
     for tensor, scale, out in zip(values.split(sizes, 1), scales, encoded.split(sizes, 1), strict=True):
@@ -180,7 +181,7 @@ def cast_tensors(values: torch.Tensor, sizes: Sequence[int], scales: torch.Tenso
     return encoded
 
 
-def _sum_in_fp8(encoded: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _sum_in_fp8(encoded: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's part of the sum.
 
     Args:
@@ -192,14 +193,14 @@ def _sum_in_fp8(encoded: torch.Tensor, group: dist.ProcessGroup | None) -> torch
     """
     if encoded.is_cuda:
         total = torch.empty(encoded.shape[1], dtype=FORMAT, device=encoded.device)
-        collectives.one_tensor("reduce_scatter")(total, encoded.view(-1), ReduceOp.SUM, group)
+        one_tensor("reduce_scatter")(total, encoded.view(-1), ReduceOp.SUM, group)
         return total
     received = torch.empty_like(encoded)
     dist.all_to_all_single(received.view(torch.uint8), encoded.view(torch.uint8), group=group)
     return add_in_fp8(received)
 
 
-def add_in_fp8(parts: torch.Tensor) -> torch.Tensor:
+def add_in_fp8(parts: Tensor) -> Tensor:
     """The sum of FP8 [ranks, N] over ranks, first to last, rounded to FP8 and saturated after each addition."""
     total, *others = parts
     for part in others:

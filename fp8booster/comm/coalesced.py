@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import Unpack
 
-from fp8booster.comm.agreement import claim, settle
-from fp8booster.comm.collectives import Op, ReduceOp, all_reduce, name_of, reduce_scatter_plainly, sums_of_parts
-from fp8booster.comm.encoding import DEFAULT, Encoding
-from fp8booster.comm.one_sided import mailbox_of
-from fp8booster.comm.statistics import count_plain
-from fp8booster.comm.threshold import ranks_of, why_plain
+from fp8booster.comm.call import Call
+from fp8booster.comm.encoding import DEFAULT, Encoding, Options
+from fp8booster.comm.reductions import all_reduce, reduce_scatter_uncompressed, sum_parts
+from fp8booster.comm.threshold import Group, Op, ReduceOp, ranks_of
 from fp8booster.kernels.message_layout import side_by_side
 
 BUCKET_BYTES = 64 * 2**20
@@ -20,9 +19,9 @@ BUCKET_BYTES = 64 * 2**20
 
 
 def all_reduce_coalesced(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[Tensor],
     op: Op = ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     *,
     encoding: Encoding = DEFAULT,
     bucket_bytes: int = BUCKET_BYTES,
@@ -41,13 +40,7 @@ def all_reduce_coalesced(
 
 
 def reduce_scatter_coalesced(
-    outputs: torch.Tensor,
-    inputs: Sequence[torch.Tensor],
-    op: Op = ReduceOp.SUM,
-    group: dist.ProcessGroup | None = None,
-    *,
-    encoding: Encoding = DEFAULT,
-    min_bytes: int | None = None,
+    outputs: Tensor, inputs: Sequence[Tensor], op: Op = ReduceOp.SUM, group: Group = None, **options: Unpack[Options]
 ) -> None:
     """`reduce_scatter_tensor` of many tensors in one message, encoded from where they lie.
 
@@ -55,12 +48,11 @@ def reduce_scatter_coalesced(
         outputs: [sum of the sizes / ranks]; written with this rank's part of each input, one after the other. It may
             be FP32 where the inputs have 16 bits: sums are FP32 before they are rounded to it.
         inputs: one or more, contiguous, of one dtype; each size is a multiple of the number of ranks.
-        op, group, encoding, min_bytes: as in `reduce_scatter_tensor`.
+        op, group, options: as in `reduce_scatter_tensor`.
 
     Raises:
         ValueError: sizes that do not fit together.
     """
-    group = group or dist.group.WORLD
     ranks = ranks_of(group)
     inputs = [tensor.detach() if tensor.requires_grad else tensor for tensor in inputs]
     sizes = [tensor.numel() for tensor in inputs]
@@ -71,42 +63,37 @@ def reduce_scatter_coalesced(
             f"the inputs have {sizes} values and outputs {outputs.numel()}; each input must be a multiple of {ranks}, "
             "the number of ranks, and outputs hold one part of each"
         )
-    claimed = claim(
+    call = Call(
+        "reduce_scatter_tensor",
+        inputs[0],
         group,
-        "reduce_scatter_coalesced",
-        values=tuple(sizes),
-        dtype=inputs[0].dtype,
-        op=name_of(op),
-        encoding=encoding,
-        min_bytes=min_bytes,
+        False,
+        options,
+        {"values": tuple(sizes)},
+        op=op,
+        claimed_as="reduce_scatter_coalesced",
     )
-    payload = sum(sizes) * inputs[0].element_size()
-    mailbox = mailbox_of(group, outputs, encoding.even(outputs.numel(), ranks).bytes)
-    reason = why_plain("reduce_scatter_tensor", inputs[0], payload, group, min_bytes, op, one_sided=mailbox is not None)
-    if ranks == 1 and op in (ReduceOp.SUM, ReduceOp.AVG):
-        count_plain("reduce_scatter_tensor", ranks, payload, reason)
+    given, message_bytes = sum(sizes) * inputs[0].element_size(), call.encoding.even(outputs.numel(), ranks).bytes
+    if not call.goes_uncompressed(given=given, message_bytes=message_bytes):
+        sum_parts(call, inputs, outputs, outputs)
+    elif ranks == 1 and op in (ReduceOp.SUM, ReduceOp.AVG):
         torch._foreach_copy_(outputs.split(sizes), [tensor.view(-1) for tensor in inputs])
-        return
-    if reason is not None:
+    else:
         values = side_by_side(inputs, ranks)
         part = torch.empty_like(outputs, dtype=values.dtype)
-        reduce_scatter_plainly(part, values, op, group, False, reason, claimed)
+        reduce_scatter_uncompressed(call, part, values)
         outputs.copy_(part)
-        return
-    transfer = sums_of_parts(inputs, outputs, op, group, encoding, mailbox)
-    settle(claimed, outputs.device)
-    transfer.finish()
 
 
 @torch.no_grad()
-def copy_parts(tensors: Sequence[torch.Tensor], message: torch.Tensor) -> None:
+def copy_parts(tensors: Sequence[Tensor], message: Tensor) -> None:
     """Set tensors to what lies side by side in a message."""
     parts = message.split([tensor.numel() for tensor in tensors])
     shaped = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
     torch._foreach_copy_(list(tensors), shaped)
 
 
-def _buckets(tensors: Sequence[torch.Tensor], bucket_bytes: int) -> Iterator[list[torch.Tensor]]:
+def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
     """The tensors, those of one dtype together, in lists of at most `bucket_bytes` or of one tensor."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         bucket, size = [], 0

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fp8booster.comm.coalesced import copy_parts
-from fp8booster.comm.collectives import all_reduce
 from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.comm.reductions import all_reduce
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +32,12 @@ class DDPState:
     min_bytes: int | None = None
     """The smallest bucket that is sent in FP8; None takes `threshold.MINIMUM_BYTES`."""
 
-    apart: Callable[[torch.Tensor], bool] | None = None
+    apart: Callable[[Tensor], bool] | None = None
     """Whether a parameter's gradient goes in a message that it shares with others of these alone: those of a parameter
     that ranks outside the group hold too, and whose rounding must not depend on theirs, which differ."""
 
 
-def ddp_hook(state: DDPState | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def ddp_hook(state: DDPState | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Average a bucket of gradients over the ranks, in FP8.
 
     Args:
@@ -56,7 +57,7 @@ def ddp_hook(state: DDPState | None, bucket: dist.GradBucket) -> torch.futures.F
     torch._foreach_zero_(gradients)
     first, second = _average(message, state), _average(bucket.buffer(), state)
 
-    def put_back(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+    def put_back(future: torch.futures.Future[list[Tensor]]) -> Tensor:
         (buffer,) = future.value()
         first.wait()
         copy_parts(gradients, message)
@@ -67,7 +68,7 @@ def ddp_hook(state: DDPState | None, bucket: dist.GradBucket) -> torch.futures.F
     return second.get_future().then(put_back)
 
 
-def _average(tensor: torch.Tensor, state: DDPState) -> dist.Work:
+def _average(tensor: Tensor, state: DDPState) -> dist.Work:
     return all_reduce(
         tensor, dist.ReduceOp.AVG, state.group, async_op=True, encoding=state.encoding, min_bytes=state.min_bytes
     )

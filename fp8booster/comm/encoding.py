@@ -1,9 +1,10 @@
-"""How values travel: FP8 with one scale a block, scales and values in one message."""
+"""How values are communicated: FP8 with one scale a block, scales and values in one message."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -71,3 +72,37 @@ class Encoding:
 
 DEFAULT = Encoding()
 """What every function uses where it is not told otherwise."""
+
+
+class Options(TypedDict, total=False):
+    """What collectives and sends take besides torch's arguments. All ranks of a call must give the same."""
+
+    encoding: Encoding
+    """The format of what is sent; `DEFAULT` where it is not given."""
+
+    min_bytes: int | None
+    """The payload, in bytes of the uncompressed call's larger side, from which a call is sent in FP8; where it is None
+    or not given, `threshold.MINIMUM_BYTES` has it."""
+
+
+def settings(encoding: Encoding = DEFAULT, min_bytes: int | None = None) -> tuple[Encoding, int | None]:
+    """What options say."""
+    return encoding, min_bytes
+
+
+def encode_pieces(tensors: Sequence[Tensor], message: Tensor, layout: MessageLayout, encoding: Encoding) -> None:
+    """Encode one tensor, of which a message has all pieces, or several, one for each piece."""
+    if len(tensors) == 1:
+        encoding.encode(tensors[0], message, layout)
+        return
+    for tensor, part in zip(tensors, message.split(layout.sizes), strict=True):
+        encoding.encode(tensor, part, encoding.even(tensor.numel()))
+
+
+def decode_pieces(message: Tensor, tensors: Sequence[Tensor], layout: MessageLayout, encoding: Encoding) -> None:
+    """Decode a message to one tensor, which has all pieces, or to several, one for each piece."""
+    if len(tensors) == 1:
+        encoding.decode(message, tensors[0], layout)
+        return
+    for part, tensor in zip(message.split(layout.sizes), tensors, strict=True):
+        encoding.decode(part, tensor, encoding.even(tensor.numel()))

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fp8booster.comm.collectives import all_reduce, reduce_scatter_tensor
 from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.comm.reductions import all_reduce, reduce_scatter_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,7 @@ class FlatFSDPState:
     """The smallest gradient that is sent in FP8; None takes `threshold.MINIMUM_BYTES`."""
 
 
-def flat_fsdp_hook(state: FlatFSDPState, gradient: torch.Tensor, shard: torch.Tensor | None = None) -> None:
+def flat_fsdp_hook(state: FlatFSDPState, gradient: Tensor, shard: Tensor | None = None) -> None:
     """Average a unit's gradient over the ranks, in FP8.
 
     Args:

@@ -13,13 +13,15 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import Work
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from fp8booster.comm.collectives import Op, all_gather_into_tensor, reduce_scatter_tensor
 from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.comm.gathers import all_gather_into_tensor
+from fp8booster.comm.reductions import reduce_scatter_tensor
+from fp8booster.comm.threshold import Op
 
 
 class _FP8Comm:
@@ -29,7 +31,7 @@ class _FP8Comm:
         self.encoding = encoding
         self.min_bytes = min_bytes
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the plain values."""
         return torch.empty(*size, dtype=dtype, device=device)
 
@@ -38,7 +40,7 @@ class FP8AllGather(_FP8Comm, AllGather):
     """Gathers parameters in FP8: every rank computes with rounded ones, and updates the exact shard that it keeps."""
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> Work | None:
         """Gather parameters by `all_gather_into_tensor` of `fp8booster.comm`."""
         return all_gather_into_tensor(
@@ -50,12 +52,7 @@ class FP8ReduceScatter(_FP8Comm, ReduceScatter):
     """Reduces gradients in FP8, each rounded once."""
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Op,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Op, async_op: bool = False
     ) -> Work | None:
         """Reduce gradients by `reduce_scatter_tensor` of `fp8booster.comm`."""
         return reduce_scatter_tensor(

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.encoding import Encoding
@@ -34,10 +35,10 @@ CAPACITY_UNIT = 2**21
 class PeerMemory(NamedTuple):
     """Memory that every rank of a group has made and can read."""
 
-    own: torch.Tensor
+    own: Tensor
     """uint8: what this rank made."""
 
-    addresses: torch.Tensor
+    addresses: Tensor
     """int64 [ranks], on this rank's GPU: where it finds what each made."""
 
     meet: Callable[[], None]
@@ -77,54 +78,36 @@ class Mailbox:
         self._stream: torch.cuda.Stream | None = None
         self._stream_handle: int | None = None
 
-    def all_reduce(
-        self, values: torch.Tensor, layout: MessageLayout, piece: MessageLayout, encoding: Encoding, factor: float
-    ) -> None:
-        """Sum `values` [N] over ranks in place; `piece` is the layout of one piece of `layout`."""
-        self._follow_last_call()
-        encoding.encode(values, self._next_region(), layout)
-        self._memory.meet()
-        parts = self._left_by_all(self._rank * piece.bytes)
+    def all_reduce(self, values: Tensor, layout: MessageLayout, encoding: Encoding, factor: float) -> None:
+        """Sum `values` [N] over ranks in place."""
+        self._leave(values, layout, encoding)
+        parts = self._left_by_all(self._rank * layout.piece.bytes)
         encoding.decode_sum_encode(parts, self._next_region(), layout, factor)
         self._memory.meet()
         encoding.decode(self._left_by_all(), values, layout)
 
     def reduce_scatter(
-        self,
-        values: Sequence[torch.Tensor],
-        sums: torch.Tensor,
-        layout: MessageLayout,
-        encoding: Encoding,
-        factor: float,
+        self, values: Sequence[Tensor], sums: Tensor, layout: MessageLayout, encoding: Encoding, factor: float
     ) -> None:
         """Write this rank's part of the sum of `values`, side by side, over ranks to `sums`."""
-        self._follow_last_call()
-        encoding.encode(values, self._next_region(), layout)
-        self._memory.meet()
-        encoding.decode_sum(self._left_by_all(self._rank * layout.sizes[0]), sums, layout, factor)
+        self._leave(values, layout, encoding)
+        encoding.decode_sum(self._left_by_all(self._rank * layout.piece.bytes), sums, layout, factor)
 
-    def all_gather(
-        self,
-        values: torch.Tensor,
-        gathered: torch.Tensor,
-        layout: MessageLayout,
-        piece: MessageLayout,
-        encoding: Encoding,
-    ) -> None:
+    def all_gather(self, values: Tensor, gathered: Tensor, layout: MessageLayout, encoding: Encoding) -> None:
         """Write every rank's `values` to `gathered`."""
-        self._follow_last_call()
-        encoding.encode(values, self._next_region(), piece)
-        self._memory.meet()
+        self._leave(values, layout.piece, encoding)
         encoding.decode(self._left_by_all(), gathered, layout)
 
-    def all_to_all(
-        self, values: torch.Tensor, arriving: torch.Tensor, layout: MessageLayout, encoding: Encoding
-    ) -> None:
+    def all_to_all(self, values: Tensor, arriving: Tensor, layout: MessageLayout, encoding: Encoding) -> None:
         """Write the part of every rank's `values` that is for this rank to `arriving`; even parts."""
+        self._leave(values, layout, encoding)
+        encoding.decode(self._left_by_all(self._rank * layout.piece.bytes), arriving, layout)
+
+    def _leave(self, values: Tensor | Sequence[Tensor], layout: MessageLayout, encoding: Encoding) -> None:
+        """Write this rank's message, and meet the others."""
         self._follow_last_call()
         encoding.encode(values, self._next_region(), layout)
         self._memory.meet()
-        encoding.decode(self._left_by_all(self._rank * layout.sizes[0]), arriving, layout)
 
     def _follow_last_call(self) -> None:
         """Let the current stream wait for the last collective, where that ran on another."""
@@ -136,7 +119,7 @@ class Mailbox:
             stream.wait_stream(self._stream)
         self._stream, self._stream_handle = stream, handle
 
-    def _next_region(self) -> torch.Tensor:
+    def _next_region(self) -> Tensor:
         """This rank's memory for the next message."""
         self._written = 1 - self._written
         return self._regions[self._written]
@@ -149,7 +132,7 @@ class Mailbox:
 class QueuedWork(Work):
     """Handle of work that the current stream has been given, with the methods of `torch.distributed.Work`."""
 
-    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
         stream = torch.cuda.current_stream()
         for output in outputs:
@@ -172,24 +155,20 @@ class QueuedWork(Work):
     def exception(self) -> None:
         """None: a GPU's errors are raised by the next call that waits for it."""
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the outputs."""
         return self._future
 
 
-def transfer(asynchronous: bool, outputs: Sequence[torch.Tensor]) -> Transfer:
+def queued_transfer(asynchronous: bool, outputs: Sequence[Tensor]) -> Transfer:
     """What `work.run` is given of a collective that the current stream has been given whole.
 
     The kernels raised the version of what they write when they were queued. Where the caller's stream goes on
     meanwhile, what it reads then is of before: the version is raised once more when the outputs are waited for.
     """
     if not asynchronous:
-        return Transfer(None, _nothing)
+        return Transfer(None)
     return Transfer(QueuedWork(outputs), partial(torch.autograd.graph.increment_version, list(outputs)))
-
-
-def _nothing() -> None:
-    pass
 
 
 _mailboxes: dict[str, Mailbox] = {}
@@ -240,7 +219,7 @@ def stop_one_sided(group: dist.ProcessGroup | None = None) -> None:
         del mailbox  # peers may read its memory until here
 
 
-def mailbox_of(group: dist.ProcessGroup | None, tensor: torch.Tensor, size: int) -> Mailbox | None:
+def mailbox_of(group: dist.ProcessGroup | None, tensor: Tensor, size: int) -> Mailbox | None:
     """The mailbox that a message of `size` bytes of each rank goes by, if it goes by one."""
     if not (_mailboxes and tensor.is_cuda):
         return None

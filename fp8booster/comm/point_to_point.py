@@ -10,123 +10,111 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import Work
+from typing_extensions import Unpack
 
-from fp8booster.comm.collectives import flat, new_message
-from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.comm.encoding import DEFAULT, Encoding, Options, settings
 from fp8booster.comm.statistics import count_encoded, count_plain
-from fp8booster.comm.threshold import why_plain
-from fp8booster.comm.work import FinishingWork, Transfer, finish_plain, run
+from fp8booster.comm.threshold import Group, uncompressed_reason
+from fp8booster.comm.transport import flat, new_message
+from fp8booster.comm.work import FinishingWork, Transfer, run
 
 
 def send(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     dst: int | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     tag: int = 0,
     group_dst: int | None = None,
-    *,
-    encoding: Encoding = DEFAULT,
-    min_bytes: int | None = None,
+    **options: Unpack[Options],
 ) -> None:
     """`torch.distributed.send` in FP8, to a rank that calls `recv` or `irecv` of this module."""
-    if _goes_plain(tensor, group, min_bytes, sent=True):
-        return dist.send(tensor, dst, group, tag, group_dst)
-    message = _encoded(tensor, encoding, group)
-    return dist.send(message, dst, group, tag, group_dst)
+    encoding, reason = _decide(tensor, group, options)
+    return dist.send(_outgoing(tensor, group, encoding, reason), dst, group, tag, group_dst)
 
 
 def recv(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     src: int | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
-    *,
-    encoding: Encoding = DEFAULT,
-    min_bytes: int | None = None,
+    **options: Unpack[Options],
 ) -> int:
     """`torch.distributed.recv` of what `send` or `isend` of this module sent."""
-    if _goes_plain(tensor, group, min_bytes, sent=False):
-        source = dist.recv(tensor, src, group, tag, group_src)
-        finish_plain(None, [tensor])
-        return source
-    arriving = _Arriving(tensor, encoding)
-    source = dist.recv(arriving.message, src, group, tag, group_src)
-    arriving.decode()
+    message, finish = _incoming(tensor, *_decide(tensor, group, options))
+    source = dist.recv(message, src, group, tag, group_src)
+    finish()
     return source
 
 
 def isend(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     dst: int | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     tag: int = 0,
     group_dst: int | None = None,
-    *,
-    encoding: Encoding = DEFAULT,
-    min_bytes: int | None = None,
+    **options: Unpack[Options],
 ) -> Work | None:
     """`torch.distributed.isend` in FP8: as `send`, with a handle to wait for before the tensor changes."""
-    if _goes_plain(tensor, group, min_bytes, sent=True):
-        return dist.isend(tensor, dst, group, tag, group_dst)
+    encoding, reason = _decide(tensor, group, options)
 
     def begin(_: bool) -> Transfer:
-        message = _encoded(tensor, encoding, group)
-        return Transfer(dist.isend(message, dst, group, tag, group_dst), _nothing, (message,))
+        message = _outgoing(tensor, group, encoding, reason)
+        return Transfer(dist.isend(message, dst, group, tag, group_dst), messages=(message,))
 
-    return run(begin, inputs=[tensor], outputs=[], group=group, async_op=True)
+    return begin(True).work if reason is not None else run(begin, [tensor], [], group, async_op=True)
 
 
 def irecv(
-    tensor: torch.Tensor,
+    tensor: Tensor,
     src: int | None = None,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     tag: int = 0,
     group_src: int | None = None,
-    *,
-    encoding: Encoding = DEFAULT,
-    min_bytes: int | None = None,
+    **options: Unpack[Options],
 ) -> Work | None:
     """`torch.distributed.irecv`: as `recv`, with a handle to wait for before the tensor is read."""
-    if _goes_plain(tensor, group, min_bytes, sent=False):
-        return finish_plain(dist.irecv(tensor, src, group, tag, group_src), [tensor])
+    encoding, reason = _decide(tensor, group, options)
 
     def begin(_: bool) -> Transfer:
-        arriving = _Arriving(tensor, encoding)
-        work = dist.irecv(arriving.message, src, group, tag, group_src)
-        return Transfer(work, arriving.decode, (arriving.message,))
+        message, finish = _incoming(tensor, encoding, reason)
+        return Transfer(dist.irecv(message, src, group, tag, group_src), finish, (message,))
 
-    return run(begin, inputs=[], outputs=[tensor], group=group, async_op=True)
+    if reason is None:
+        return run(begin, [], [tensor], group, async_op=True)
+    transfer = begin(True)
+    return None if transfer.work is None else FinishingWork(transfer, [tensor])
 
 
 class P2POp(dist.P2POp):
     """`torch.distributed.P2POp` whose `op` is `isend` or `irecv` of this module.
 
-    With `plain`, a reason that `statistics` shows, the tensor is sent uncompressed; both ends must give one.
+    With `uncompressed`, a reason that `statistics` shows, the tensor is sent as it is; both ends must give one.
     """
 
-    def __new__(cls, op: Callable[..., Any], tensor: torch.Tensor, *arguments: Any, **_: Any) -> P2POp:
+    def __new__(cls, op: Callable[..., Any], tensor: Tensor, *_: Any, **__: Any) -> P2POp:
         """Check the operation as torch does."""
         return super().__new__(cls, _transport(op), tensor)
 
     def __init__(
         self,
         op: Callable[..., Any],
-        tensor: torch.Tensor,
+        tensor: Tensor,
         peer: int | None = None,
-        group: dist.ProcessGroup | None = None,
+        group: Group = None,
         tag: int = 0,
         group_peer: int | None = None,
         *,
         encoding: Encoding = DEFAULT,
         min_bytes: int | None = None,
-        plain: str | None = None,
+        uncompressed: str | None = None,
     ) -> None:
         super().__init__(_transport(op), tensor, peer, group, tag, group_peer)
         self.encoding = encoding
         self.min_bytes = min_bytes
-        self.plain = plain
+        self.uncompressed = uncompressed
 
 
 def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
@@ -137,49 +125,49 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     """
     if not p2p_op_list:
         raise ValueError("p2p_op_list is empty; give one operation or more, or leave the call out")
-    transports, finishes, messages, outputs = [], [], [], []
+    transports, transfers, outputs = [], [], []
     for each in p2p_op_list:
-        sends = each.op is dist.isend
-        finish, message = _nothing if sends else _plain_end(each.tensor), each.tensor
-        if not _goes_plain(each.tensor, each.group, each.min_bytes, sent=sends, reason=each.plain):
-            if sends:
-                message = _encoded(each.tensor, each.encoding, each.group)
-            else:
-                arriving = _Arriving(each.tensor, each.encoding)
-                message, finish = arriving.message, arriving.decode
-        transports.append(dist.P2POp(each.op, message, each.peer, each.group, each.tag))
-        finishes.append(finish)
-        messages.append(message)
-        outputs.append([] if sends else [each.tensor])
+        reason = each.uncompressed or _reason(each.tensor, each.group, each.min_bytes)
+        if each.op is dist.isend:
+            transfer = Transfer(None, messages=(_outgoing(each.tensor, each.group, each.encoding, reason),))
+        else:
+            message, finish = _incoming(each.tensor, each.encoding, reason)
+            transfer = Transfer(None, finish, (message,))
+        transports.append(dist.P2POp(each.op, transfer.messages[0], each.peer, each.group, each.tag))
+        transfers.append(transfer)
+        outputs.append([] if each.op is dist.isend else [each.tensor])
     works = dist.batch_isend_irecv(transports)
     if len(works) == len(p2p_op_list):
         return [
-            FinishingWork(Transfer(work, finish, (message,)), received)
-            for work, finish, message, received in zip(works, finishes, messages, outputs, strict=True)
+            FinishingWork(transfer._replace(work=work), received)
+            for work, transfer, received in zip(works, transfers, outputs, strict=True)
         ]
 
     def finish_all() -> None:
-        for finish in finishes:
-            finish()
+        for transfer in transfers:
+            transfer.finish()
 
     (joined,) = works
+    messages = [transfer.messages[0] for transfer in transfers]
     return [FinishingWork(Transfer(joined, finish_all, messages), [out for each in outputs for out in each])]
 
 
-class _Arriving:
-    """A message that is to arrive, and the tensor that it is for."""
-
-    def __init__(self, tensor: torch.Tensor, encoding: Encoding) -> None:
-        self._values = flat(tensor, "tensor")
-        self._encoding = encoding
-        self._layout = encoding.even(self._values.numel())
-        self.message = new_message(tensor, self._layout.bytes)
-
-    def decode(self) -> None:
-        self._encoding.decode(self.message, self._values, self._layout)
+def _decide(tensor: Tensor, group: Group, options: Options) -> tuple[Encoding, str | None]:
+    """The encoding, and why the tensor goes uncompressed nevertheless."""
+    encoding, min_bytes = settings(**options)
+    return encoding, _reason(tensor, group, min_bytes)
 
 
-def _encoded(tensor: torch.Tensor, encoding: Encoding, group: dist.ProcessGroup | None) -> torch.Tensor:
+def _reason(tensor: Tensor, group: Group, min_bytes: int | None) -> str | None:
+    """Why a tensor goes uncompressed, which its receiver finds too."""
+    return uncompressed_reason("send", tensor, tensor.nbytes, group, min_bytes)
+
+
+def _outgoing(tensor: Tensor, group: Group, encoding: Encoding, reason: str | None) -> Tensor:
+    """What is sent for a tensor, which is counted: its message, or itself where there is a reason."""
+    if reason is not None:
+        count_plain("send", dist.get_world_size(group), tensor.nbytes, reason)
+        return tensor
     values = flat(tensor, "tensor")
     layout = encoding.even(values.numel())
     message = new_message(values, layout.bytes)
@@ -188,28 +176,15 @@ def _encoded(tensor: torch.Tensor, encoding: Encoding, group: dist.ProcessGroup 
     return message
 
 
-def _goes_plain(
-    tensor: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    min_bytes: int | None,
-    *,
-    sent: bool,
-    reason: str | None = None,
-) -> bool:
-    """Whether a tensor travels uncompressed, for `reason` or another, which its sender counts."""
-    reason = reason or why_plain("send", tensor, tensor.nbytes, group, min_bytes)
-    if reason is not None and sent:
-        count_plain("send", dist.get_world_size(group), tensor.nbytes, reason)
-    return reason is not None
-
-
-def _plain_end(tensor: torch.Tensor) -> Callable[[], None]:
-    return lambda: torch.autograd.graph.increment_version(tensor)
+def _incoming(tensor: Tensor, encoding: Encoding, reason: str | None) -> tuple[Tensor, Callable[[], None]]:
+    """What is received for a tensor, and what to do once it is there."""
+    if reason is not None:
+        return tensor, lambda: torch.autograd.graph.increment_version(tensor)
+    values = flat(tensor, "tensor")
+    layout = encoding.even(values.numel())
+    message = new_message(values, layout.bytes)
+    return message, lambda: encoding.decode(message, values, layout)
 
 
 def _transport(op: Callable[..., Any]) -> Callable[..., Any]:
     return {isend: dist.isend, irecv: dist.irecv}.get(op, op)
-
-
-def _nothing() -> None:
-    pass

@@ -12,6 +12,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from fp8booster import formats
 
@@ -55,16 +56,22 @@ Give it `min_bytes` where they do not.
 MINIMUM_BYTES[BETWEEN_NODES] = dict.fromkeys(MINIMUM_BYTES[INSIDE_A_NODE], _MIB)
 MINIMUM_BYTES[ON_THE_CPU] = dict.fromkeys(MINIMUM_BYTES[INSIDE_A_NODE], _KIB)
 
-_ADDING = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+Group = dist.ProcessGroup | None
+"""None is all ranks."""
+
+Op = dist.ReduceOp | dist.ReduceOp.RedOpType
+ReduceOp = dist.ReduceOp
+
+_ADDING = (ReduceOp.SUM, ReduceOp.AVG)
 
 
-def why_plain(
+def uncompressed_reason(
     name: str,
-    tensor: torch.Tensor,
+    tensor: Tensor,
     payload: int,
     group: dist.ProcessGroup | None,
     min_bytes: int | None,
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    op: Op = ReduceOp.SUM,
     *,
     one_sided: bool = False,
     alike: bool = True,
@@ -98,7 +105,7 @@ def why_plain(
 
 
 def minimum_bytes(name: str, device: torch.device, group: dist.ProcessGroup | None, *, one_sided: bool = False) -> int:
-    """The payload from which a collective of a group goes in FP8; arguments as in `why_plain`."""
+    """The payload from which a collective of a group goes in FP8; arguments as in `uncompressed_reason`."""
     return MINIMUM_BYTES[ONE_SIDED if one_sided else topology(device, group)][name]
 
 

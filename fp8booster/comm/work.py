@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.agreement import Claim, settle, wait_for_others
@@ -21,10 +22,10 @@ class Transfer(NamedTuple):
     work: Work | None
     """The last transport, where it was asked to be asynchronous."""
 
-    finish: Callable[[], None]
+    finish: Callable[[], None] = lambda: None
     """Writes the outputs, on the current stream."""
 
-    messages: Sequence[torch.Tensor] = ()
+    messages: Sequence[Tensor] = ()
     """Memory that the transport and `finish` need until they have ended."""
 
 
@@ -36,7 +37,7 @@ class FinishingWork(Work):
     ended; the future, when it ends.
     """
 
-    def __init__(self, transfer: Transfer, outputs: Sequence[torch.Tensor], claimed: Claim | None = None) -> None:
+    def __init__(self, transfer: Transfer, outputs: Sequence[Tensor], claimed: Claim | None = None) -> None:
         super().__init__()
         self._claimed = claimed
         self._unfinished: Transfer | None = transfer
@@ -92,15 +93,15 @@ class FinishingWork(Work):
 
     _source_rank = source_rank
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Tensor]:
         """The outputs."""
         return self._outputs
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future of the outputs."""
         return self._transport.get_future().then(self._finish_then)
 
-    def _finish_then(self, ended: torch.futures.Future) -> list[torch.Tensor]:
+    def _finish_then(self, ended: torch.futures.Future) -> list[Tensor]:
         ended.value()  # raises what went wrong
         self._finish()
         return self._outputs
@@ -122,9 +123,8 @@ class FinishingWork(Work):
 
 def run(
     begin: Callable[[bool], Transfer],
-    *,
-    inputs: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
     group: dist.ProcessGroup | None,
     async_op: bool,
     claimed: Claim | None = None,
@@ -157,10 +157,7 @@ def run(
 
 
 def finish_plain(
-    work: Work | None,
-    outputs: Sequence[torch.Tensor],
-    claimed: Claim | None = None,
-    finish: Callable[[], None] | None = None,
+    work: Work | None, outputs: Sequence[Tensor], claimed: Claim | None = None, finish: Callable[[], None] | None = None
 ) -> FinishingWork | None:
     """What a plain collective leaves to do: torch raises no version counter of what its collectives write.
 

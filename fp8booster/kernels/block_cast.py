@@ -102,8 +102,7 @@ def decode_sum_encode(
         message: uint8 [one piece's bytes].
         power_of_two: see `scaling.scale_of`.
     """
-    one = MessageLayout.of(layout.counts[:1], layout.block_size)
-    encode.reference(_sum(messages, layout, dtype, factor), message, one, dtype, power_of_two)
+    encode.reference(_sum(messages, layout, dtype, factor), message, layout.piece, dtype, power_of_two)
 
 
 def _piece(

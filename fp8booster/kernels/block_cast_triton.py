@@ -453,7 +453,7 @@ def decode_sum_encode_triton(
     if layout.block_size is None:  # the scale needs the whole sum first
         total = torch.empty(layout.counts[0], dtype=torch.float32, device=message.device)
         decode_sum_triton(messages, total, layout, dtype, factor)
-        encode_triton(total, message, MessageLayout.of(layout.counts[:1], None), dtype, power_of_two)
+        encode_triton(total, message, layout.piece, dtype, power_of_two)
         return
     source, at_peers, shift, _ = _places(messages)
     _sum_launch(layout, layout.counts[0], at_peers, shift, dtype, factor, True, power_of_two)(source, message)

@@ -55,6 +55,11 @@ class MessageLayout:
         """Whether the pieces have one size."""
         return len(set(self.counts)) == 1
 
+    @cached_property
+    def piece(self) -> MessageLayout:
+        """The message of the first piece alone, which of even pieces is that of any."""
+        return MessageLayout.of(self.counts[:1], self.block_size)
+
     def payload_bytes(self, count: int) -> int:
         """Bytes of the values of a piece, padding included."""
         return aligned(count)

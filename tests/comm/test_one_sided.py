@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import comm
-from fp8booster.comm import Encoding, coalesced, collectives, one_sided
+from fp8booster.comm import Encoding, call, one_sided
 from fp8booster.comm.one_sided import Mailbox, PeerMemory, mailbox_of
 from fp8booster.kernels.operators import Operator
 from tests.distributed import run_ranks
@@ -129,8 +129,7 @@ def read_from_peers(folder: str) -> tuple[list[str], list[int]]:
         return mailbox
 
     with (
-        patch.object(collectives, "mailbox_of", fits),
-        patch.object(coalesced, "mailbox_of", fits),
+        patch.object(call, "mailbox_of", fits),
         patch.object(Operator, "uses_triton", lambda self, tensor: True),
         patch.object(torch._C, "_cuda_getCurrentRawStream", lambda device: current[-1], create=True),
         patch.object(torch.cuda, "current_stream", lambda device: stream),

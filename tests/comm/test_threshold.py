@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import comm
-from fp8booster.comm import coalesced, collectives, threshold
+from fp8booster.comm import call, threshold
 from fp8booster.comm.threshold import BETWEEN_NODES, INSIDE_A_NODE, MINIMUM_BYTES, ON_THE_CPU, ONE_SIDED, minimum_bytes
 from tests.distributed import run_ranks
 
@@ -109,11 +109,7 @@ def by_one_sided_thresholds() -> tuple[list[str], dict[str, dict[str, int]]]:
     smallest = {"all_reduce": 1000, "reduce_scatter_tensor": 2000, "all_gather_into_tensor": 3000}
     table = dict.fromkeys(MINIMUM_BYTES, never) | {ONE_SIDED: smallest | {"all_to_all_single": 4000}}
     comm.reset_statistics()
-    with (
-        patch.dict(MINIMUM_BYTES, table),
-        patch.object(collectives, "mailbox_of", fits),
-        patch.object(coalesced, "mailbox_of", fits),
-    ):
+    with patch.dict(MINIMUM_BYTES, table), patch.object(call, "mailbox_of", fits):
         for nbytes in (992, 1992, 2992, 3992, 4000, 80_000):  # the last does not fit
             large, small = torch.ones(nbytes // 4), torch.ones(nbytes // 8)
             comm.all_reduce(large)
@@ -132,18 +128,18 @@ def reasons() -> list[str | None]:
     smallest = MINIMUM_BYTES[ON_THE_CPU]["all_reduce"]
     alone = dist.new_subgroups(1)[0]
     return [
-        threshold.why_plain("all_reduce", values, smallest, None, None, sum_),
-        threshold.why_plain("all_reduce", values, smallest - 1, None, None, sum_),
-        threshold.why_plain("all_reduce", values, 100, None, 101, sum_),
-        threshold.why_plain("all_reduce", values, 100, None, 100, sum_),
-        threshold.why_plain("all_reduce", values, smallest, None, None, max_),
-        threshold.why_plain("all_reduce", values.double(), smallest, None, None, sum_),
-        threshold.why_plain("all_reduce", values, smallest, alone, None, sum_),
-        threshold.why_plain("broadcast", values, 0, None, 0),
-        threshold.why_plain("all_to_all_single", values, 4, None, None),
-        threshold.why_plain("all_to_all_single", values, 0, None, None, alike=False),
-        threshold.why_plain("all_to_all_single", values, 4, None, None, alike=False),
-        threshold.why_plain("all_to_all_single", values, 4, None, 5, alike=False),
+        threshold.uncompressed_reason("all_reduce", values, smallest, None, None, sum_),
+        threshold.uncompressed_reason("all_reduce", values, smallest - 1, None, None, sum_),
+        threshold.uncompressed_reason("all_reduce", values, 100, None, 101, sum_),
+        threshold.uncompressed_reason("all_reduce", values, 100, None, 100, sum_),
+        threshold.uncompressed_reason("all_reduce", values, smallest, None, None, max_),
+        threshold.uncompressed_reason("all_reduce", values.double(), smallest, None, None, sum_),
+        threshold.uncompressed_reason("all_reduce", values, smallest, alone, None, sum_),
+        threshold.uncompressed_reason("broadcast", values, 0, None, 0),
+        threshold.uncompressed_reason("all_to_all_single", values, 4, None, None),
+        threshold.uncompressed_reason("all_to_all_single", values, 0, None, None, alike=False),
+        threshold.uncompressed_reason("all_to_all_single", values, 4, None, None, alike=False),
+        threshold.uncompressed_reason("all_to_all_single", values, 4, None, 5, alike=False),
     ]
 
 

@@ -19,8 +19,8 @@ from torch.distributed import ReduceOp
 from fp8booster import comm, scaling
 from fp8booster.colossal.gemini.memory import give_memory, take_memory
 from fp8booster.comm import Encoding
-from fp8booster.comm.collectives import gather_bytes
 from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.transport import gather_bytes
 from fp8booster.kernels.transpose import transposed
 from fp8booster.tensor import QuantizedMatrix
 

@@ -228,7 +228,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
                 group,
                 encoding=self.encoding,
                 min_bytes=self.min_bytes,
-                plain=_why_plain(name, tensor.dtype),
+                uncompressed=_uncompressed_reason(name, tensor.dtype),
             )
             for name, tensor in zip(_names(metadata), tensors, strict=True)
         ]
@@ -262,7 +262,7 @@ def _named(node: Any, name: str = "") -> Iterator[tuple[int, str]]:
             yield from _named(child, f"{name}.{place}")
 
 
-def _why_plain(name: str, dtype: torch.dtype) -> str | None:
+def _uncompressed_reason(name: str, dtype: torch.dtype) -> str | None:
     """Why a tensor is not to be rounded, or None."""
     if dtype == torch.float32:
         return "float32"  # where all else is in 16 bits, it is so for its precision

@@ -26,8 +26,8 @@ from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
 from fp8booster.comm.amax import agree_on_amax, largest_of_each
-from fp8booster.comm.collectives import gather_many
 from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.transport import gather_many
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.shard_cast import cast_shard, unpack
 from fp8booster.nn.experts.grouped import grouped_experts

@@ -29,7 +29,7 @@ from fp8booster import comm
 from fp8booster.colossal.fixed_groups import FixedGroups
 from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.comm import AutomaticScaling, Encoding
-from fp8booster.comm.collectives import gather_many
+from fp8booster.comm.transport import gather_many
 from fp8booster.kernels.message_layout import side_by_side
 from fp8booster.kernels.norms import norms_of
 from fp8booster.optim import one_pass

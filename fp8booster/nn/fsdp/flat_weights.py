@@ -20,8 +20,8 @@ from torch.distributed.fsdp._flat_param import FlatParameter
 
 from fp8booster import formats, scaling
 from fp8booster.comm.amax import agree_on_amax, largest_of_each
-from fp8booster.comm.collectives import gather_bytes, new_message
 from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.transport import gather_bytes, new_message
 from fp8booster.kernels.alignment import ALIGNMENT, aligned
 from fp8booster.kernels.shard_cast import cast_shard, unpack
 from fp8booster.nn.fused.merged_layers import MergedLayers

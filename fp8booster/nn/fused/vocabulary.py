@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fp8booster.comm.collectives import gather_bytes
 from fp8booster.comm.statistics import count_plain
+from fp8booster.comm.transport import gather_bytes
 from fp8booster.kernels.cross_entropy import cross_entropy, logsumexp, write_gradient
 
 NAME = "loss over a spread vocabulary"

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from fp8booster import comm
-from fp8booster.comm.collectives import new_message
 from fp8booster.comm.encoding import DEFAULT
 from fp8booster.comm.statistics import count_encoded, count_plain
-from fp8booster.comm.threshold import why_plain
+from fp8booster.comm.threshold import uncompressed_reason
+from fp8booster.comm.transport import new_message
 from fp8booster.nn.parallel.tensor_parallel import min_bytes
 
 KEYS_AND_VALUES = "ring attention keys and values"
@@ -87,7 +87,7 @@ class _Ring:
     def rotate(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """(rank, its keys and values [2, B, H, S, D]) for all ranks from this one backwards, the next on its way."""
         pair = torch.stack((k, v))
-        reason = why_plain("send", pair, pair.nbytes, self.group, self.min_bytes)
+        reason = uncompressed_reason("send", pair, pair.nbytes, self.group, self.min_bytes)
         message = pair if reason else self._encoded(pair)
         for step in range(self.ranks):
             if step < self.ranks - 1:

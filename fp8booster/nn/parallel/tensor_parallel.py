@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import comm, scaling
-from fp8booster.comm.collectives import gather_bytes
 from fp8booster.comm.statistics import count_encoded
+from fp8booster.comm.transport import gather_bytes
 from fp8booster.config import FP8Config
 from fp8booster.kernels.transpose import gathered_layouts
 from fp8booster.nn.linear.delivered_amax import delivered_amax

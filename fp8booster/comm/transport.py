@@ -1,0 +1,81 @@
+"""Messages on their way: memory for them, and the collectives that carry bytes as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Work
+
+from fp8booster.comm.threshold import ranks_of
+
+
+def new_message(like: Tensor, size: int) -> Tensor:
+    """Memory for a message of `size` bytes, on the device of a tensor."""
+    return torch.empty(size, dtype=torch.uint8, device=like.device)
+
+
+def flat(tensor: Tensor, what: str) -> Tensor:
+    """A tensor's values in one dimension, without a copy.
+
+    Raises:
+        ValueError: they do not lie one after the other.
+    """
+    if not tensor.is_contiguous():
+        raise ValueError(f"{what} is not contiguous; call .contiguous() on it first")
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
+
+
+def require_multiple(large: Tensor, small: Tensor, ranks: int, large_name: str, small_name: str) -> None:
+    """Raise ValueError where `large` has not `ranks` times as many values as `small`."""
+    if large.numel() != ranks * small.numel():
+        raise ValueError(
+            f"{large_name} has {large.numel()} values and {small_name} {small.numel()}; {large_name} must have "
+            f"{ranks} times as many, once for each rank"
+        )
+
+
+def require_one_for_each(tensors: Sequence[Tensor], ranks: int, what: str) -> None:
+    """Raise ValueError where a list has not one tensor for each rank of a group that this one is in."""
+    if ranks > 0 and len(tensors) != ranks:
+        raise ValueError(f"{what} has {len(tensors)} tensors; give {ranks}, one for each rank")
+
+
+def one_tensor(collective: str) -> Callable[..., Work | None]:
+    """`all_gather` or `reduce_scatter` of one tensor: torch 2.13 deprecates the name that torch before it has."""
+    return getattr(dist, _NAMES[collective])
+
+
+_NAMES = {
+    collective: newest if hasattr(dist, newest) else older
+    for collective, newest, older in (
+        ("all_gather", "all_gather_single", "all_gather_into_tensor"),
+        ("reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+    )
+}
+
+
+def gather_bytes(
+    message: Tensor, own: Tensor, group: dist.ProcessGroup | None, asynchronous: bool = False
+) -> Work | None:
+    """Gather every rank's bytes into `message`, as they are; the caller counts them."""
+    return one_tensor("all_gather")(message, own, group, asynchronous)
+
+
+def gather_many(messages: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGroup | None) -> list[Work]:
+    """Begin to gather (message, own part) for several messages, by one launch of NCCL; wait for all it returns."""
+    if ranks_of(group) == 1:  # such as that of the ranks which hold the same experts
+        for message, own in messages:
+            if message.data_ptr() != own.data_ptr():
+                message.copy_(own)
+        return []
+    if not messages[0][0].is_cuda:
+        return [gather_bytes(message, own, group, asynchronous=True) for message, own in messages]
+    with dist._coalescing_manager(group, async_ops=True) as coalesced:
+        for message, own in messages:
+            gather_bytes(message, own, group, asynchronous=True)
+    return [coalesced]
