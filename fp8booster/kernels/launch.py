@@ -3,6 +3,9 @@
 Triton looks at every argument of every call to find the compiled variant: 20 to 30 us a launch on a slow host, more
 than many kernels take. Here the variant is found by a key of plain numbers and called with raw pointers. Sizes that
 were not seen before, as those of tokens sent to experts, find what others of their kind had compiled.
+
+How Triton calls what it compiled is not part of its public interface. With versions other than `TESTED` every launch
+goes through Triton.
 """
 
 from __future__ import annotations
@@ -11,7 +14,11 @@ from typing import Any
 
 import torch
 import triton
+from packaging.version import Version
 from torch import Tensor
+
+TESTED = ((3, 6), (3, 7))
+"""Versions of Triton that were tested on a GPU with what is called here by raw pointers."""
 
 
 def ceil_div(size: int, part: int) -> int:
@@ -25,6 +32,13 @@ def _kind(number: int | float) -> object:
         return float
     return number == 1, number % 16 == 0, -(2**31) <= number < 2**31
 
+
+def calls_compiled(version: str) -> bool:
+    """Whether kernels are called past Triton, which is of this version."""
+    return Version(version).release[:2] in TESTED
+
+
+_CALLS_COMPILED = calls_compiled(triton.__version__)
 
 _variants: dict[tuple, dict[tuple, triton.compiler.CompiledKernel]] = {}
 """By all that tells variants of a kernel apart but its pointers, and then by these."""
@@ -72,6 +86,9 @@ class Launch:
             with torch.cuda.device(device):
                 self(*tensors)
             return
+        if not _CALLS_COMPILED:
+            self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+            return
         pointers = [tensor.data_ptr() for tensor in tensors]
         # what Triton makes variants by, beside the numbers: types and alignment of pointers
         key = (device, *[tensor.dtype for tensor in tensors], *[pointer % 16 for pointer in pointers])
@@ -84,17 +101,8 @@ class Launch:
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
             compiled[self._grid](*pointers, *self._behind_pointers, stream=stream)
             return
-        compiled.run(
-            *self._grid,
-            stream,
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-            *pointers,
-            *self._behind_pointers,
-        )
+        of_kernel = (stream, compiled.function, compiled.packed_metadata, None, None, None)
+        compiled.run(*self._grid, *of_kernel, *pointers, *self._behind_pointers)
 
 
 MOST_LAUNCHES = 2**14
@@ -117,14 +125,8 @@ def launch(
 
     A number is always an integer or always a float.
     """
-    key = (
-        kernel.fn,  # a kernel's own hash takes a lock
-        programs,
-        num_warps,
-        enable_fp_fusion,
-        numbers,
-        *constants.values(),
-    )
+    # by its function, for a kernel's own hash takes a lock
+    key = (kernel.fn, programs, num_warps, enable_fp_fusion, numbers, *constants.values())
     found = _launches.get(key)
     if found is None:
         if len(_launches) >= MOST_LAUNCHES:

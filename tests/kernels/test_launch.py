@@ -50,6 +50,7 @@ class Kernel:
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_launches", {})
     monkeypatch.setattr(launching, "_variants", {})
+    monkeypatch.setattr(launching, "_CALLS_COMPILED", True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
 
 
@@ -121,3 +122,35 @@ def test_sizes_that_never_repeat_take_what_was_compiled_and_do_not_fill_the_memo
     assert ones.runs == []
     assert [(run[0], run[-2]) for run in multiples.runs] == [(17, 16)]
     assert [(run[0], run[-2]) for run in others.runs] == [(n + 1, n) for n in range(3, 25) if n != 16]
+
+
+@pytest.mark.parametrize(("version", "past_triton"), [("3.6.0", True), ("3.7.1+git0d1", True), ("3.8.0", False)])
+def test_kernels_are_called_past_triton_where_its_version_was_tested(version: str, past_triton: bool) -> None:
+    assert launching.calls_compiled(version) is past_triton
+
+
+def test_other_versions_of_triton_make_every_launch(monkeypatch) -> None:
+    monkeypatch.setattr(launching, "_CALLS_COMPILED", False)
+    kernel, x = Kernel(), torch.empty(64)
+    for _ in range(2):
+        launch(kernel, (5, 2), (x,), (7,), num_warps=8, BLOCK=32)
+    options = {"num_warps": 8, "enable_fp_fusion": True, "BLOCK": 32}
+    assert kernel.compiled == [((5, 2, 1), (x, 7), options)] * 2
+    assert compiled() == []
+
+
+@pytest.mark.gpu
+def test_both_ways_of_a_launch_write_the_same(monkeypatch) -> None:
+    from fp8booster.kernels.multiply_triton import multiply_triton
+
+    monkeypatch.undo()  # the GPU's own streams
+    monkeypatch.setattr(launching, "_variants", {})
+    factor, results = torch.tensor(1.7, device="cuda"), []
+    for past_triton in (True, False):
+        monkeypatch.setattr(launching, "_CALLS_COMPILED", past_triton)
+        torch.manual_seed(0)
+        values = torch.randn(100_003, device="cuda")
+        for _ in range(3):
+            multiply_triton(values, factor)
+        results.append(values)
+    assert torch.equal(*results)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def _seen(method: Callable[..., Any], changed: Callable[[], None]) -> Callable[.
             return method(group, *args, **kwargs)
         finally:
             written = args[0] if args else [kwargs[name] for name in _WRITTEN if name in kwargs]
-            _note(list(_tensors_in(written)), changed)
+            _note(_tensors_in(written), changed)
 
     return seen
 
@@ -69,9 +69,7 @@ def _note(written: list[torch.Tensor], changed: Callable[[], None]) -> None:
         changed()
 
 
-def _tensors_in(written: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(written: Any) -> list[torch.Tensor]:
     if isinstance(written, torch.Tensor):
-        yield written
-    else:
-        for each in written:
-            yield from _tensors_in(each)
+        return [written]
+    return [tensor for each in written for tensor in _tensors_in(each)]
