@@ -61,8 +61,8 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> Pe
 class Mailbox:
     """Memory of a group in which each rank leaves messages for the others to read.
 
-    Two regions are written by turns, so one barrier an exchange is enough: who writes a region has passed the barrier
-    of the exchange in between, which every rank reaches only after it has read what the region held before.
+    Two regions are written alternately, so one barrier an exchange is enough: who writes a region has passed the
+    barrier of the exchange in between, which every rank reaches only after it has read what the region held before.
 
     Args:
         rank: this one's place in the group.

@@ -18,6 +18,6 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def new_partials(programs: int, beside: Tensor) -> Tensor:
+def new_partials(programs: int, like: Tensor) -> Tensor:
     """Memory for the partial maxima of so many programs, float32 [programs]; each must store its own."""
-    return torch.empty(programs, dtype=torch.float32, device=beside.device)
+    return torch.empty(programs, dtype=torch.float32, device=like.device)

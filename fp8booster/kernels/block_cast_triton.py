@@ -296,11 +296,11 @@ def _tiling(layout: MessageLayout) -> _Tiling:
     return _Tiling(tiles, tile, {"EVEN": layout.is_even, "UNIT": unit, **tile})
 
 
-def _table(layout: MessageLayout, beside: Tensor) -> Tensor:
+def _table(layout: MessageLayout, like: Tensor) -> Tensor:
     """Starts, counts and offsets of uneven pieces, int64 [pieces, 3]; copied from pinned memory, so without a sync."""
     # what is sent to experts comes back, and so do its gradients: most tables are used four times
-    made_now = beside.is_cuda and torch.cuda.is_current_stream_capturing()  # its memory belongs to the graph
-    return (_new_table if made_now else _known_table)(layout, beside.device, current_stream(beside))
+    made_now = like.is_cuda and torch.cuda.is_current_stream_capturing()  # its memory belongs to the graph
+    return (_new_table if made_now else _known_table)(layout, like.device, current_stream(like))
 
 
 def _new_table(layout: MessageLayout, device: torch.device, stream: int | None) -> Tensor:

@@ -50,6 +50,17 @@ def gradient_of(values, column, target, base, inverse_total, factor):
 
 
 @triton.jit
+def write_zeros(x, lane, blocks, columns, TAIL: tl.constexpr, BLOCK: tl.constexpr):
+    """Over a row: whole blocks, and what is left where TAIL."""
+    zeros = tl.zeros(lane.shape, tl.float32).to(x.dtype.element_ty)
+    for block in tl.range(0, blocks):
+        tl.store(x + block * BLOCK + lane, zeros)
+    if TAIL:
+        tail = blocks * BLOCK + lane
+        tl.store(x + tail, zeros, mask=tail < columns)
+
+
+@triton.jit
 def cross_entropy_kernel(
     logits,
     targets,
@@ -78,11 +89,7 @@ def cross_entropy_kernel(
         if target == ignore_index:
             tl.store(losses + row, 0.0)
             if GRADIENT:
-                zeros = tl.zeros([LANES, WIDTH], tl.float32).to(logits.dtype.element_ty)
-                for block in tl.range(0, blocks):
-                    tl.store(x + block * BLOCK + lane, zeros)
-                if TAIL:
-                    tl.store(x + tail, zeros, mask=tail < columns)
+                write_zeros(x, lane, blocks, columns, TAIL, BLOCK)
         else:
             # before the row is overwritten: the reductions over lanes are barriers between
             inside = (target >= 0) & (target < columns)
@@ -202,11 +209,7 @@ def cross_entropy_gradient_kernel(
         x = logits + tl.cast(row, tl.int64) * row_stride
         target = tl.load(targets + row)
         if target == ignore_index:
-            zeros = tl.zeros([BLOCK], tl.float32).to(logits.dtype.element_ty)
-            for block in tl.range(0, blocks):
-                tl.store(x + block * BLOCK + lane, zeros)
-            if TAIL:
-                tl.store(x + tail, zeros, mask=tail < columns)
+            write_zeros(x, lane, blocks, columns, TAIL, BLOCK)
         else:
             place = tl.where((target >= 0) & (target < columns), target, -1).to(tl.int32)
             logsumexp = tl.load(totals + row)

@@ -1,7 +1,7 @@
 """Euclidean norms of many tensors, each read once.
 
-`torch._foreach_norm`, whose programs take 65536 values each, is as fast alone, but not beside the products of backward:
-benchmarks/results/h200/llama-7b-4-options.
+`torch._foreach_norm`, whose programs take 65536 values each, is as fast alone, but not while the products of backward
+run: benchmarks/results/h200/llama-7b-4-options.
 """
 
 from __future__ import annotations

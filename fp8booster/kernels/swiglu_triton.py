@@ -28,9 +28,10 @@ def tile_inside(tile, rows, columns, column_tiles, TILE_ROWS: tl.constexpr, TILE
 
 @triton.jit
 def swiglu_kernel(
+    dy,  # of y, where BACKWARD
     gate,
     up,
-    y,
+    out,  # y [rows, columns] or, where BACKWARD, the gradients of gate and up, [rows, 2 columns]
     partials,
     rows,
     columns,
@@ -38,6 +39,7 @@ def swiglu_kernel(
     up_stride,
     column_tiles,
     tile_count,
+    BACKWARD: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
@@ -47,58 +49,36 @@ def swiglu_kernel(
         row, column, inside = tile_inside(tile, rows, columns, column_tiles, TILE_ROWS, TILE_COLUMNS)
         values = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
         factors = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-        out = (values / (1 + tl.exp(-values)) * factors).to(y.dtype.element_ty)
-        tl.store(y + row * columns + column, out, mask=inside)
-        largest = tl.maximum(largest, magnitude_bits(out))
+        if BACKWARD:
+            gradient = tl.load(dy + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+            sigmoid = 1 / (1 + tl.exp(-values))
+            silu = values * sigmoid
+            dgate = (gradient * factors * (sigmoid + silu * (1 - sigmoid))).to(out.dtype.element_ty)
+            dup = (gradient * silu).to(out.dtype.element_ty)
+            place = out + row * (2 * columns) + column
+            tl.store(place, dgate, mask=inside)
+            tl.store(place + columns, dup, mask=inside)
+            largest = tl.maximum(largest, tl.maximum(magnitude_bits(dgate), magnitude_bits(dup)))
+        else:
+            y = (values / (1 + tl.exp(-values)) * factors).to(out.dtype.element_ty)
+            tl.store(out + row * columns + column, y, mask=inside)
+            largest = tl.maximum(largest, magnitude_bits(y))
     tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True))
 
 
-@triton.jit
-def swiglu_backward_kernel(
-    dy,
-    gate,
-    up,
-    dx,  # [rows, 2 columns]
-    partials,
-    rows,
-    columns,
-    gate_stride,
-    up_stride,
-    column_tiles,
-    tile_count,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-):
-    """Each program takes every num_programs-th tile."""
-    largest = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.int32)
-    for tile in tl.range(tl.program_id(0), tile_count, tl.num_programs(0)):
-        row, column, inside = tile_inside(tile, rows, columns, column_tiles, TILE_ROWS, TILE_COLUMNS)
-        gradient = tl.load(dy + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        values = tl.load(gate + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-        factors = tl.load(up + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
-        sigmoid = 1 / (1 + tl.exp(-values))
-        silu = values * sigmoid
-        dgate = (gradient * factors * (sigmoid + silu * (1 - sigmoid))).to(dx.dtype.element_ty)
-        dup = (gradient * silu).to(dx.dtype.element_ty)
-        place = dx + row * (2 * columns) + column
-        tl.store(place, dgate, mask=inside)
-        tl.store(place + columns, dup, mask=inside)
-        largest = tl.maximum(largest, tl.maximum(magnitude_bits(dgate), magnitude_bits(dup)))
-    tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True))
-
-
-def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], gate: Tensor, up: Tensor) -> Tensor:
-    """Launch over [M, F]; returns the partial maxima, which are the kernel's last pointer."""
+def _launch(dy: Tensor | None, gate: Tensor, up: Tensor, out: Tensor) -> Tensor:
+    """Launch over [M, F]; the partial maxima of what is written."""
     rows, columns = gate.shape
     column_tiles = ceil_div(columns, TILE_COLUMNS)
     tile_count = column_tiles * ceil_div(rows, TILE_ROWS)
     programs = min(tile_count, PROGRAMS * processors(gate.device))
     partials = new_partials(programs, gate)
     launch(
-        kernel,
+        swiglu_kernel,
         programs,
-        (*tensors, partials),
+        (gate if dy is None else dy, gate, up, out, partials),
         (rows, columns, gate.stride(0), up.stride(0), column_tiles, tile_count),
+        BACKWARD=dy is not None,
         TILE_ROWS=TILE_ROWS,
         TILE_COLUMNS=TILE_COLUMNS,
     )
@@ -108,11 +88,10 @@ def _launch(kernel: triton.JITFunction, tensors: tuple[Tensor, ...], gate: Tenso
 def swiglu_triton(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """`swiglu`."""
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    return y, _launch(swiglu_kernel, (gate, up, y), gate, up)
+    return y, _launch(None, gate, up, y)
 
 
 def swiglu_backward_triton(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """`swiglu_backward`."""
-    rows, columns = gate.shape
-    dx = gate.new_empty((rows, 2 * columns))
-    return dx, _launch(swiglu_backward_kernel, (dy, gate, up, dx), gate, up)
+    dx = gate.new_empty((gate.shape[0], 2 * gate.shape[1]))
+    return dx, _launch(dy, gate, up, dx)

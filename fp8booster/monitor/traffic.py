@@ -31,13 +31,14 @@ class Traffic:
     """What was counted so far."""
 
     counts: dict[tuple[str, torch.dtype], Count] = field(default_factory=lambda: defaultdict(Count))
-    """By collective and element type. FP8 data that travels as bytes shows as uint8."""
+    """By collective and element type. FP8 data that is sent as bytes shows as uint8."""
 
     latest: str = ""
     """The collective that was called last, with what this process handed in."""
 
     @property
     def calls(self) -> int:
+        """Of all collectives."""
         return sum(count.calls for count in self.counts.values())
 
     @property
@@ -128,8 +129,8 @@ def bytes_sent(name: str, payload: int, ranks: int) -> int:
 
 
 def _counting(
-    name: str, original: Callable, traffic: Traffic, inside: threading.local, lock: threading.Lock
-) -> Callable:
+    name: str, original: Callable[..., Any], traffic: Traffic, inside: threading.local, lock: threading.Lock
+) -> Callable[..., Any]:
     position, keyword = _ARGUMENTS[name]
 
     @functools.wraps(original)
@@ -137,7 +138,8 @@ def _counting(
         if getattr(inside, "active", False):  # `send` calls `isend`: one message
             return original(*args, **kwargs)
         handed = args[position] if len(args) > position else kwargs.get(keyword)
-        _add(traffic, lock, name, handed, kwargs.get("group") or _group_in(args))
+        groups = (each for each in args if isinstance(each, dist.ProcessGroup))
+        _add(traffic, lock, name, handed, kwargs.get("group") or next(groups, None))
         inside.active = True
         try:
             return original(*args, **kwargs)
@@ -147,7 +149,7 @@ def _counting(
     return call
 
 
-def _add(traffic: Traffic, lock: threading.Lock, name: str, handed: Any, group: Any) -> None:
+def _add(traffic: Traffic, lock: threading.Lock, name: str, handed: Any, group: dist.ProcessGroup | None) -> None:
     tensors = [handed] if isinstance(handed, torch.Tensor) else handed or []
     ranks = dist.get_world_size(group)
     with lock:
@@ -156,11 +158,6 @@ def _add(traffic: Traffic, lock: threading.Lock, name: str, handed: Any, group: 
         traffic.latest = f"{name} of {size} {' and '.join(kinds)} values"
         for index, tensor in enumerate(tensors):
             count = traffic.counts[name, tensor.dtype]
-            payload = tensor.numel() * tensor.element_size()
             count.calls += index == 0
-            count.payload += payload
-            count.sent += bytes_sent(name, payload, ranks)
-
-
-def _group_in(args: tuple[Any, ...]) -> Any:
-    return next((argument for argument in args if isinstance(argument, dist.ProcessGroup)), None)
+            count.payload += tensor.nbytes
+            count.sent += bytes_sent(name, tensor.nbytes, ranks)

@@ -147,7 +147,7 @@ class HybridAdam(Optimizer):
 
     def _batches(self, group: dict[str, Any]) -> Iterator[list[torch.nn.Parameter]]:
         """The parameters with a gradient, those that one call can update together."""
-        kinds: dict[tuple, list[torch.nn.Parameter]] = {}
+        kinds: dict[tuple[torch.device, torch.dtype, torch.dtype], list[torch.nn.Parameter]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.numel() > 0:
                 kind = parameter.device, parameter.dtype, parameter.grad.dtype

@@ -18,7 +18,11 @@ class Types(dict):
     def __missing__(self, name: str) -> str:
         if name == "places":
             return "*i64"
-        tensor = name in FLOATS or len(name) <= 2 or name in ("residual", "weight", "gate", "qkv", "cos", "sin", "dqkv")
+        tensor = (
+            name in FLOATS
+            or len(name) <= 2
+            or name in ("residual", "weight", "gate", "out", "qkv", "cos", "sin", "dqkv")
+        )
         return ("*fp32" if name in FLOATS else "*bf16") if tensor else "i32"
 
 
@@ -26,8 +30,8 @@ CASES = {
     "norm": (rms_norm_triton.rms_norm_kernel, {"EPS": 1e-5, "RESIDUAL": True, "BLOCK": 4096}, 8),
     "norm of 5120": (rms_norm_triton.rms_norm_kernel, {"EPS": 1e-5, "RESIDUAL": False, "BLOCK": 8192}, 16),
     "norm's backward": (rms_norm_triton.rms_norm_backward_kernel, {"RESIDUAL": True, "BLOCK": 4096}, 8),
-    "SwiGLU": (swiglu_triton.swiglu_kernel, {"TILE_ROWS": 2, "TILE_COLUMNS": 1024}, 4),
-    "SwiGLU's backward": (swiglu_triton.swiglu_backward_kernel, {"TILE_ROWS": 2, "TILE_COLUMNS": 1024}, 4),
+    "SwiGLU": (swiglu_triton.swiglu_kernel, {"BACKWARD": False, "TILE_ROWS": 2, "TILE_COLUMNS": 1024}, 4),
+    "SwiGLU's backward": (swiglu_triton.swiglu_kernel, {"BACKWARD": True, "TILE_ROWS": 2, "TILE_COLUMNS": 1024}, 4),
     "rope": (rope_triton.rotate_kernel, {"HALF": 64, "HEADS": 32}, 4),
     "sums of tokens' rows": (
         token_rows_triton.sum_rows_kernel,
