@@ -1,11 +1,8 @@
-"""What every check of collectives starts from: cases, bounds, and the run of all checks on a rank."""
+"""What checks of collectives start from: the register, cases and bounds."""
 
 from __future__ import annotations
 
-import faulthandler
 import math
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from itertools import product
 
@@ -19,7 +16,7 @@ from tests.comm.bounds import assert_within, block_amax, rounding_bound
 
 CHECKS: dict[str, Callable[[], None]] = {}
 DEVICE = torch.device("cpu")
-"""`run_checks` sets it; read it as `harness.DEVICE`."""
+"""`checks.run_checks` sets it; read it as `harness.DEVICE`."""
 
 SIZES = (1, 2, 15, 17, 100, 255, 1000, 4099)
 ENCODINGS = (
@@ -29,41 +26,12 @@ ENCODINGS = (
     Encoding(block_size=1024, power_of_two=True),
 )
 LARGE = 1 << 18
-SECONDS = 60
-"""What a check lasts at most."""
 
 
 def check(function: Callable[[], None]) -> Callable[[], None]:
     """Register a check."""
     CHECKS[function.__name__] = function
     return function
-
-
-def run_checks(device: str = "cpu") -> dict[str, str | None]:
-    """Run the checks on this rank, up to the first that fails: name to None, or to what went wrong.
-
-    A rank that stops closes its connections, so that the others, which may wait for it, fail at once.
-    """
-    global DEVICE
-    DEVICE = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
-    outcomes: dict[str, str | None] = dict.fromkeys(CHECKS, "not run: a check before it failed")
-    for name, function in CHECKS.items():
-        torch.manual_seed(1000 + dist.get_rank())
-        comm.reset_statistics()
-        # over NCCL ranks that miss each other hang: say where, and end
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
-        try:
-            function()
-            dist.barrier()
-            outcomes[name] = None
-        except Exception:
-            outcomes[name] = traceback.format_exc()
-            # at once: over NCCL the other ranks may wait for this one until they are killed
-            sys.stderr.write(f"rank {dist.get_rank()}: {name}\n{outcomes[name]}\n")
-            break
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-    return outcomes
 
 
 def spread(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -107,7 +107,9 @@ def calls_in(group: dist.ProcessGroup) -> dict[str, Callable[..., list[torch.Ten
         "all_to_all": all_to_all,
         "all_to_all of rows": all_to_all_of_rows,
         "broadcast": broadcast,
-        **({} if harness.DEVICE.type == "cuda" else {"one by one": one_by_one, "batched": batched}),  # NCCL knows no tags
+        **(
+            {} if harness.DEVICE.type == "cuda" else {"one by one": one_by_one, "batched": batched}
+        ),  # NCCL knows no tags
     }
 
 

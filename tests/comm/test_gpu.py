@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import comm
-from tests.comm.checks import CHECKS, check, run_checks, spread
+from tests.comm.checks import CHECKS, run_checks
+from tests.comm.harness import check, spread
 from tests.distributed import run_ranks
 
 
