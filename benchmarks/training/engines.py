@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.training.built_engine import BuiltEngine
 from benchmarks.training.job import Job
-from fp8booster.colossal.compat.connections import VARIABLE
+from fp8booster.colossal.compat.upstream.connections import VARIABLE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
-from colossalai.accelerator import get_accelerator
-from colossalai.booster.plugin import GeminiPlugin as NativeGeminiPlugin
+from colossalai.booster import plugin
 from colossalai.booster.plugin.gemini_plugin import get_param_info
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.shardformer import ShardFormer
@@ -14,26 +13,20 @@ from colossalai.zero import GeminiOptimizer
 from colossalai.zero.gemini.gemini_optimizer import _AVAIL_OPTIM_LIST
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from fp8booster.colossal.gemini.model import FP8GeminiDDP, GatheringGeminiDDP
 from fp8booster.colossal.gemini.optimizer import FP8GeminiOptimizer
 from fp8booster.colossal.sharding import require_sharding
-from fp8booster.config import FP8Config
-from fp8booster.kernels.device import require_fp8
-from fp8booster.nn import convert_to_fp8, report
-from fp8booster.nn.fused import fuse, fused_summary
 from fp8booster.optim import HybridAdam
-from fp8booster.plugins.arguments import bind, require_16_bits, require_config, warn_of_no_effect
+from fp8booster.plugins.fp8_plugin import FP8Plugin
 
 
-class GeminiPlugin(NativeGeminiPlugin):
+class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
     """Colossal-AI's GeminiPlugin, where `use_fp8=True` runs the products of linear layers in FP8.
 
-    Takes every argument of the native plugin with the native default. Without `use_fp8` it is the native plugin, but
-    that it takes `torch.optim.Adam` and `AdamW` too, which it turns into `fp8booster.optim.HybridAdam` in place;
-    native takes only optimizers that need compiled extensions.
+    Takes every argument of Colossal-AI's plugin with its default, and `torch.optim.Adam` and `AdamW` too, which it
+    turns into `fp8booster.optim.HybridAdam` in place; Colossal-AI's takes only optimizers that need compiled
+    extensions.
 
     With `use_fp8` and `fp8_communication` the weights of FP8 layers lie in chunks of FP8, one byte a value: no 16-bit
     copy of them exists, on the wire or in memory. Vectors (norms' weights, biases) stay gathered. With
@@ -47,63 +40,33 @@ class GeminiPlugin(NativeGeminiPlugin):
         fp8_config: which layers, which formats; None is `FP8Config()`.
 
     Raises:
-        ValueError: when boosting with `use_fp8`, on a GPU without FP8 products or with a model that has no layer for
-            it.
-        TypeError: an argument that the native plugin does not have, an `fp8_config` of another type, or, when boosting,
-            an optimizer that is no Adam.
+        ValueError, TypeError: as in `FP8Plugin`.
+        TypeError: when boosting, an optimizer that is no Adam.
         ImportError: `tp_size` above 1 and a transformers whose models Colossal-AI cannot shard.
     """
 
-    def __init__(self, *args: Any, fp8_config: FP8Config | None = None, **kwargs: Any) -> None:
-        arguments = bind(NativeGeminiPlugin, args, kwargs)
+    native = plugin.GeminiPlugin
+
+    def require_support(self, arguments: Mapping[str, Any]) -> None:
+        """Only tensor parallelism shards models."""
         if arguments.get("tp_size", 1) > 1 and arguments.get("custom_policy") is None:
             require_sharding(f"GeminiPlugin with tp_size={arguments['tp_size']}")
-        use_fp8 = arguments.pop("use_fp8", False)
-        communication = arguments.pop("fp8_communication", None)
-        self.fp8_config = require_config(fp8_config)
-        if use_fp8:
-            require_16_bits(arguments.get("precision", "fp16"))
-        if communication is None:
-            communication = use_fp8 and self.fp8_config.communication
-        self.fp8_communication = communication
-        # with use_fp8 off all is native's; with it on, native's own FP8 stays off, since ours takes its place
-        super().__init__(**arguments, fp8_communication=communication and not use_fp8)
-        self.use_fp8 = use_fp8
-        warn_of_no_effect(self.logger, fp8_config, use_fp8, communication, self._why_weights_stay())
-        if use_fp8 and communication and self.fp8_config.gradient_scaling == "auto":
-            self.logger.warning(
-                'gradient_scaling="auto" has no effect: Gemini\'s gradients are scaled by block', ranks=[0]
-            )
 
-    def _why_weights_stay(self) -> str:
-        """Why `FP8Config.weights_in_16_bits=False` changes nothing, and what to do."""
-        if self.fp8_communication:
+    def why_weights_in_16_bits(self, arguments: Mapping[str, Any]) -> str:
+        """Chunks hold weights in one precision."""
+        if self.sends_fp8:
             return "Gemini's chunks hold the weights of FP8 layers in FP8 alone by themselves; leave the option out"
         return "without fp8_communication chunks hold weights in 16 bits; turn it on, and they hold FP8 alone"
 
-    def __del__(self) -> None:
-        """Destroy the process groups."""
-        if hasattr(self, "pg_mesh"):  # not where the constructor raised
-            super().__del__()
+    def why_scaled_by_block(self) -> str | None:
+        """Gemini knows "tensor" too."""
+        return "Gemini's" if self.fp8_config.gradient_scaling == "auto" else None
 
-    def configure(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
-        criterion: Callable | None = None,
-        dataloader: DataLoader | None = None,
-        lr_scheduler: LRScheduler | None = None,
-    ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
-        """Wrap model and optimizer for Gemini, after turning the model's linear layers into FP8 layers in place."""
+    def configure(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any, **named: Any) -> tuple:
+        """Wrap model and optimizer for Gemini; with `use_fp8`, the model's linear layers are FP8 layers then."""
         if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
             self._adapt(optimizer)
-        if self.use_fp8:
-            parameters = get_param_info(optimizer)  # before their shapes change
-            if not isinstance(model, ModelWrapper):
-                model = self._wrap(model)
-            if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
-                optimizer = self._wrap_optimizer(optimizer, model, parameters)
-        return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        return super().configure(model, optimizer, *others, **named)
 
     def _adapt(self, optimizer: Optimizer) -> None:
         """Make the user's optimizer one that Gemini accepts, in place."""
@@ -116,41 +79,44 @@ class GeminiPlugin(NativeGeminiPlugin):
                 ranks=[0],
             )
 
-    def _wrap(self, model: nn.Module) -> nn.Module:
-        require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
-        if self.enable_tensor_parallelism:
-            # knows all kinds of sharded layers; only this way of training needs it
-            from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, fuse_sharded
+    def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        """The model with FP8 layers, and the optimizer, in wrappers of their own, unless they are wrapped already."""
+        parameters = get_param_info(optimizer)  # before their shapes change
+        if not isinstance(model, ModelWrapper):
+            model = self._wrap(model)
+        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
+            optimizer = self._wrap_optimizer(optimizer, model, parameters)
+        return model, optimizer
 
-            if self.fp8_communication:
-                compress_groups(self.tp_group)
-            if self.enable_sequence_parallelism:
-                # native names no group, and then shardformer finds that there is none
-                self.shard_config.sequence_parallel_process_group = self.tp_group
-                self.shard_config._sequence_parallel_size = self.tp_size
-            model, _ = ShardFormer(self.shard_config).optimize(model)
-            convert_sharded_to_fp8(model, self.fp8_config, communication=self.fp8_communication)
-            if self.fp8_config.fused:
-                fuse_sharded(model, self.shard_config)
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        if self.enable_tensor_parallelism:
+            self._shard(model)
         else:
-            convert_to_fp8(model, self.fp8_config)
-            if self.fp8_config.fused:
-                fuse(model)
+            super().convert(model, None)
         arguments = self.gemini_config | {
             "zero_group": self.zero_group,
             "extra_dp_group": self.extra_dp_group,
             "tp_group": self.tp_group,
             "verbose": self.verbose,
         }
-        if self.fp8_communication:
-            wrapped = FP8GeminiDDP(model, self.fp8_config, **arguments)
-            wire = "gradients travel in FP8, and {} of {} weights".format(*wrapped.count_weights())
-        else:
-            wrapped = GatheringGeminiDDP(model, **arguments)
-            wire = "gradients and weights travel in 16 bits"
-        fused = f"; {fused_summary(model)}" if self.fp8_config.fused else ""
-        self.logger.info(f"{report(wrapped).summary()}{fused}; {wire}", ranks=[0])
-        return wrapped
+        if self.sends_fp8:
+            return FP8GeminiDDP(model, self.fp8_config, **arguments)
+        return GatheringGeminiDDP(model, **arguments)
+
+    def _shard(self, model: nn.Module) -> None:
+        # knows all kinds of sharded layers; only this way of training needs it
+        from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, fuse_sharded
+
+        if self.sends_fp8:
+            compress_groups(self.tp_group)
+        if self.enable_sequence_parallelism:
+            # Colossal-AI names no group, and then shardformer finds that there is none
+            self.shard_config.sequence_parallel_process_group = self.tp_group
+            self.shard_config._sequence_parallel_size = self.tp_size
+        ShardFormer(self.shard_config).optimize(model)
+        convert_sharded_to_fp8(model, self.fp8_config, communication=self.sends_fp8)
+        if self.fp8_config.fused:
+            fuse_sharded(model, self.shard_config)
 
     def _wrap_optimizer(self, optimizer: Optimizer, model: nn.Module, parameters: dict[str, Any]) -> GeminiOptimizer:
         wrapper = FP8GeminiOptimizer if isinstance(model, FP8GeminiDDP) else GeminiOptimizer
@@ -163,3 +129,9 @@ class GeminiPlugin(NativeGeminiPlugin):
             params_info=parameters,
             verbose=self.verbose,
         )
+
+    def extend(self, model: nn.Module, optimizer: OptimizerWrapper | None) -> str:
+        """Nothing that `convert` has not done."""
+        if not isinstance(model, FP8GeminiDDP):
+            return "gradients and weights are sent in 16 bits"
+        return "gradients are sent in FP8, and {} of {} weights".format(*model.count_weights())

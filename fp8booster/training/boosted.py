@@ -122,7 +122,7 @@ def causal(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def _unseen_bytes(name: str, plugin: Plugin, network: nn.Module) -> int:
     """What DDP's reducer in C++ sends where no hook of Python reduces gradients."""
-    if name != "ddp" or getattr(plugin, "reduces_in_fp8", plugin.fp8_communication):
+    if name != "ddp" or getattr(plugin, "sends_fp8", plugin.fp8_communication):
         return 0
     payload = sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
     return bytes_sent("all_reduce", payload, dist.get_world_size())

@@ -31,7 +31,7 @@ from tests.plugins.registry import spare_time
 
 
 def run_checks(folder: str) -> dict[str, Any]:
-    """Train, save, load, and take out mend by mend; the parent's tests judge what comes back."""
+    """Train, save, load, and take out patch by patch; the parent's tests judge what comes back."""
     import colossalai
 
     logging.disable(logging.WARNING)
@@ -47,7 +47,7 @@ def run_checks(folder: str) -> dict[str, Any]:
         "symptoms": {name: _judge(name, symptom.show) for name, symptom in SYMPTOMS.items()},
         "stand_ins": _stand_ins(),
     }
-    found["states"] = {mend.name: mend.state.value for mend in compat.mends()}
+    found["states"] = {patch.name: patch.state.value for patch in compat.patches()}
     return found
 
 
@@ -150,17 +150,17 @@ def _train_lora(stage: int, folder: str) -> tuple[list[float], bool]:
     return losses, bool(expected) and _first_difference(expected, found) is None
 
 
-# ---- one symptom for each mend ----
+# ---- one symptom for each patch ----
 
 
 def _judge(name: str, show: Callable[[], None]) -> tuple[str, str | None, str | None]:
-    """State of the mend, the error with it in place, and the error when it is taken out."""
-    with_mend, without_mend = _error(show), None
-    state = next(mend.state for mend in compat.mends() if mend.name == name)  # `show` may import what it mends
+    """State of the patch, the error with it in place, and the error when it is taken out."""
+    with_patch, without_patch = _error(show), None
+    state = next(patch.state for patch in compat.patches() if patch.name == name)  # `show` may import what it patches
     if state is compat.State.APPLIED:
         with compat.taken_out(name):
-            without_mend = _error(show)
-    return state.value, with_mend, without_mend
+            without_patch = _error(show)
+    return state.value, with_patch, without_patch
 
 
 def _error(show: Callable[[], None]) -> str | None:
@@ -174,7 +174,7 @@ def _error(show: Callable[[], None]) -> str | None:
 def _look_at_connections() -> None:
     import colossalai  # noqa: F401
 
-    from fp8booster.colossal.compat.connections import VARIABLE
+    from fp8booster.colossal.compat.upstream.connections import VARIABLE
 
     if os.environ.get(VARIABLE) == "1":
         raise RuntimeError("all streams share one queue")

@@ -1,4 +1,4 @@
-"""What goes wrong without each mend of `compat/fsdp.py` that is about more than starting."""
+"""What goes wrong without each patch of `compat/fsdp.py` that is about more than starting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in hybrid parallelism without each mend of `compat/hybrid.py`."""
+"""What goes wrong in hybrid parallelism without each patch of `compat/hybrid.py`."""
 
 from __future__ import annotations
 

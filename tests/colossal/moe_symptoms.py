@@ -1,4 +1,4 @@
-"""What goes wrong without each mend of `compat/moe.py`."""
+"""What goes wrong without each patch of `compat/moe.py`."""
 
 from __future__ import annotations
 

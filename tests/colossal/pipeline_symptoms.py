@@ -1,4 +1,4 @@
-"""What goes wrong in pipelines without each mend of them in `compat/`, and without OPT's and T5's."""
+"""What goes wrong in pipelines without each patch of them in `compat/`, and without OPT's and T5's."""
 
 from __future__ import annotations
 

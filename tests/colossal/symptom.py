@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 
 class Symptom(NamedTuple):
-    """What happens when a mend is taken out."""
+    """What happens when a patch is taken out."""
 
     show: Callable[[], None]
-    """Raises, on every rank alike, when the mend is taken out."""
+    """Raises, on every rank alike, when the patch is taken out."""
 
     error: str
     """What it then raises: part of `repr(error)`."""

@@ -1,4 +1,4 @@
-"""What goes wrong in shardformer without the mends of `compat/tensor_parallel.py`, and of attention."""
+"""What goes wrong in shardformer without the patches of `compat/tensor_parallel.py`, and of attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""colossalai 0.5.0 trains and saves with the mends, and each mend is missed when it is taken out."""
+"""colossalai 0.5.0 trains and saves with the patches, and each patch is missed when it is taken out."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fp8booster.colossal import compat
 from tests.colossal.compat_checks import SYMPTOMS, run_checks
 from tests.distributed import run_ranks
 
-_IMPORT_MENDS = [mend.name for mend in compat.mends() if mend.during_import]
+_IMPORT_PATCHES = [patch.name for patch in compat.patches() if patch.during_import]
 
 # Needs neither a process group nor a rank: what a user sees who imports colossalai.booster before fp8booster,
-# then each stand-in's absence, then that a later import is mended all the same.
+# then each stand-in's absence, then that a later import is patched all the same.
 _IMPORT_SCRIPT = """
 def attempt():
     try:
@@ -29,7 +29,7 @@ print(attempt())
 from fp8booster.colossal import compat
 compat.apply(without=("bitsandbytes_is_optional",))
 print(attempt())
-next(mend for mend in compat.mends() if mend.name == "bitsandbytes_is_optional").state = compat.State.WAITING
+next(patch for patch in compat.patches() if patch.name == "bitsandbytes_is_optional").state = compat.State.WAITING
 print(attempt())
 """
 
@@ -61,27 +61,27 @@ def test_launch_from_torch_joins_ranks_by_gloo(outcome: dict[str, Any]) -> None:
     assert (outcome["backend"], outcome["world_size"]) == ("gloo", 2)
 
 
-def test_every_mend_has_a_symptom() -> None:
-    assert set(SYMPTOMS) | set(_IMPORT_MENDS) == {mend.name for mend in compat.mends()}
+def test_every_patch_has_a_symptom() -> None:
+    assert set(SYMPTOMS) | set(_IMPORT_PATCHES) == {patch.name for patch in compat.patches()}
 
 
 @pytest.mark.parametrize("name", SYMPTOMS)
-def test_mend_is_missed_when_taken_out(outcomes: list[dict[str, Any]], name: str) -> None:
+def test_patch_is_missed_when_taken_out(outcomes: list[dict[str, Any]], name: str) -> None:
     without = []
     for rank, outcome in enumerate(outcomes):
-        state, with_mend, without_mend = outcome["symptoms"][name]
-        assert with_mend is None, f"rank {rank}: the defect shows although the mend is {state}"
+        state, with_patch, without_patch = outcome["symptoms"][name]
+        assert with_patch is None, f"rank {rank}: the defect shows although the patch is {state}"
         assert state in ("applied", "not needed here")
         if state == "applied":
-            without.append(without_mend)
+            without.append(without_patch)
     shown = [symptom for symptom in without if symptom is not None]
-    assert shown or not without, "colossalai works without this mend: it can go"
+    assert shown or not without, "colossalai works without this patch: it can go"
     assert all(SYMPTOMS[name].error in symptom for symptom in shown)
 
 
-def test_every_mend_acted(outcome: dict[str, Any]) -> None:
+def test_every_patch_acted(outcome: dict[str, Any]) -> None:
     assert set(outcome["states"].values()) <= {"applied", "not needed here"}
-    assert set(outcome["states"]) == {mend.name for mend in compat.mends()}
+    assert set(outcome["states"]) == {patch.name for patch in compat.patches()}
 
 
 def test_stand_ins_are_hidden_and_say_what_to_install(outcome: dict[str, Any]) -> None:

@@ -10,41 +10,43 @@ import types
 import pytest
 import torch
 
-from fp8booster.colossal.compat import connections
-from fp8booster.colossal.compat.connections import VARIABLE, streams_have_queues_of_their_own
-from fp8booster.colossal.patch import Patch
+from fp8booster.colossal.compat.replacements import Replacements
+from fp8booster.colossal.compat.upstream import connections
+from fp8booster.colossal.compat.upstream.connections import VARIABLE, streams_have_queues_of_their_own
 
 INITIALIZE = types.ModuleType("colossalai.initialize")
 
 
 @pytest.fixture
-def patch(monkeypatch: pytest.MonkeyPatch) -> Patch:
+def replacements(monkeypatch: pytest.MonkeyPatch) -> Replacements:
     """After colossalai was imported."""
     monkeypatch.setenv(VARIABLE, "1")
-    return Patch()
+    return Replacements()
 
 
 @pytest.mark.parametrize("given", [None, "4"])
-def test_what_the_user_has_set_comes_back(patch: Patch, monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+def test_what_the_user_has_set_comes_back(
+    replacements: Replacements, monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
     monkeypatch.setattr(connections, "_GIVEN", given)
-    streams_have_queues_of_their_own(INITIALIZE, patch)
+    streams_have_queues_of_their_own(INITIALIZE, replacements)
     assert os.environ.get(VARIABLE) == given
-    patch.undo()
+    replacements.undo()
     assert os.environ[VARIABLE] == "1"
 
 
-def test_one_queue_stays_for_who_asks_for_it(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_queue_stays_for_who_asks_for_it(replacements: Replacements, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_GIVEN", "1")
-    streams_have_queues_of_their_own(INITIALIZE, patch)
+    streams_have_queues_of_their_own(INITIALIZE, replacements)
     assert os.environ[VARIABLE] == "1"
-    assert not patch
+    assert not replacements
 
 
-def test_a_gpu_that_is_in_use_is_told_of(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_in_use_is_told_of(replacements: Replacements, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_GIVEN", None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     with pytest.warns(UserWarning, match=r"import fp8booster\.plugins before the first use of a GPU"):
-        streams_have_queues_of_their_own(INITIALIZE, patch)
+        streams_have_queues_of_their_own(INITIALIZE, replacements)
     assert os.environ[VARIABLE] == "1"
 
 

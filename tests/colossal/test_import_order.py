@@ -75,7 +75,7 @@ for name, module in list(sys.modules.items()):
             places.append(f"{{name}}.{{key}}")
         elif inspect.isclass(value) and value.__module__ == name:
             places += [f"{{name}}.{{key}}.{{inner}}" for inner, each in vars(value).items() if ours(each)]
-states = {{mend.name: mend.state.value for mend in compat.mends()}}
+states = {{patch.name: patch.state.value for patch in compat.patches()}}
 print(json.dumps([sorted(places), states]))
 """
 

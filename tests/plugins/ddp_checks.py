@@ -200,7 +200,7 @@ def ddp_says_at_boost_what_is_in_fp8() -> None:
             boost(plugin)
         assert [line for (line,) in lines] == [
             "FP8: 14 of 15 linear layers (90 % of the weights of matrix products); "
-            f"1 in FP32 (FP8Config.layers leaves it out); gradients travel {wire}"
+            f"1 in FP32 (FP8Config.layers leaves it out); gradients are sent {wire}"
         ]
 
 
@@ -209,7 +209,7 @@ def ddp_warns_of_what_has_no_effect() -> None:
     logger = fp8().logger
     for plugin, config, warning in (
         (ours, FP8Config(), "fp8_config has no effect: use_fp8 is off"),
-        (fp8, FP8Config(gradient_scaling="tensor"), "fp8_config.gradient_scaling has no effect"),
+        (fp8, FP8Config(gradient_scaling="tensor"), 'fp8_config.gradient_scaling="tensor" has no effect: DDP\'s'),
         (plain_wire, FP8Config(gradient_scaling="tensor"), 'fp8_config.gradient_scaling="tensor" has no effect'),
         (plain_wire, FP8Config(), None),
         (fp8, FP8Config(), None),

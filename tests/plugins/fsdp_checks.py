@@ -150,8 +150,8 @@ def fsdp_trains_weights_that_are_computed_for_each_forward() -> None:
 @check
 def fsdp_says_at_boost_what_is_in_fp8() -> None:
     for plugin, wire in (
-        (fp8(fp8_config=FP8Config(fused=False)), "gradients travel in FP8, and FP8 layers' weights"),
-        (plain_wire(fp8_config=FP8Config(fused=False)), "gradients and weights travel uncompressed"),
+        (fp8(fp8_config=FP8Config(fused=False)), "gradients are sent in FP8, and FP8 layers' weights"),
+        (plain_wire(fp8_config=FP8Config(fused=False)), "gradients and weights are sent uncompressed"),
     ):
         with pytest.MonkeyPatch.context() as monkeypatch:
             lines = count_calls(monkeypatch, plugin.logger, "info")

@@ -194,7 +194,7 @@ def moe_says_what_is_in_fp8() -> None:
     assert [line for (line,) in lines if line.startswith("FP8")] == [
         "FP8: 20 of 23 linear layers (92 % of the weights of matrix products); "
         "2 in BF16 (a router, where rounding would send tokens to other experts); "
-        "1 in BF16 (FP8Config.layers leaves it out); activations and gradients travel in FP8, and 20 of 29 weights"
+        "1 in BF16 (FP8Config.layers leaves it out); activations and gradients are sent in FP8, and 20 of 29 weights"
     ]
     assert len(report(run.model).fp8) == 20
     assert not report(run.model).grouped

@@ -12,7 +12,9 @@ from tests.plugins.registry import check, check_each
 
 OFF = "fp8_config has no effect: use_fp8 is off; give use_fp8=True"
 WEIGHTS = "fp8_config.weights_in_16_bits=False has no effect: "
-SCALING = 'fp8_config.gradient_scaling="tensor" has no effect: gradients travel uncompressed without fp8_communication'
+SCALING = (
+    'fp8_config.gradient_scaling="tensor" has no effect: gradients are sent uncompressed without fp8_communication'
+)
 IN_16_BITS = {"fp8_communication": False}
 
 FP8_ALONE: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
@@ -74,7 +76,7 @@ def rowwise_weights_are_gathered_in_16_bits_and_that_is_said() -> None:
 
 
 @check_each(*PLUGINS)
-def a_scaling_of_gradients_that_travel_in_16_bits_is_warned_of(plugin: str) -> None:
+def a_scaling_of_gradients_that_are_sent_in_16_bits_is_warned_of(plugin: str) -> None:
     config = FP8Config(gradient_scaling="tensor")
     (warning,) = warnings_of(plugin, use_fp8=True, fp8_config=config, **IN_16_BITS)
     assert warning.startswith(SCALING)
@@ -91,25 +93,13 @@ def a_config_without_use_fp8_is_warned_of_once(plugin: str) -> None:
     assert not warnings_of(plugin)
 
 
-SENDS_FP8 = {
-    "LowLevelZeroPlugin": "fp8_communication",
-    "HybridParallelPlugin": "sends_fp8",
-    "MoeHybridParallelPlugin": "sends_fp8",
-    "GeminiPlugin": "fp8_communication",
-    "TorchDDPPlugin": "reduces_in_fp8",
-    "TorchFSDPPlugin": "sends_fp8",
-}
-"""Where a plugin keeps what it decided."""
-
-
 @check_each(*PLUGINS)
 def the_configuration_decides_what_is_sent_unless_the_argument_does(plugin: str) -> None:
     import fp8booster.plugins
 
     def sends(**arguments: Any) -> bool:
         precision = {} if plugin.startswith("Torch") else {"precision": "bf16"}
-        made = getattr(fp8booster.plugins, plugin)(**precision | SIZES.get(plugin, {}) | arguments)
-        return getattr(made, SENDS_FP8[plugin])
+        return getattr(fp8booster.plugins, plugin)(**precision | SIZES.get(plugin, {}) | arguments).sends_fp8
 
     off = FP8Config(communication=False)
     assert sends(use_fp8=True)

@@ -1,4 +1,4 @@
-"""Whether Colossal-AI imports, and which of its defects are mended."""
+"""Whether Colossal-AI imports, and which of its defects are patched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PLUGINS = "colossalai.booster.plugin"
 
 
 @dataclass(frozen=True)
-class MendRow:
+class PatchRow:
     """One repair of a defect of Colossal-AI."""
 
     name: str
@@ -29,11 +29,11 @@ class Colossal:
     """What its import raised, or None."""
     missing: str | None
     """The package that it asked for and did not find."""
-    mends: list[MendRow]
+    patches: list[PatchRow]
 
 
 def import_colossal() -> Colossal:
-    """Put in the mends, import Colossal-AI's plugins, and list where each mend stands."""
+    """Put in the patches, import Colossal-AI's plugins, and list where each patch stands."""
     from fp8booster.colossal import compat
 
     error = missing = None
@@ -45,5 +45,7 @@ def import_colossal() -> Colossal:
         error = f"{type(raised).__name__}: {raised}"
         if isinstance(raised, ModuleNotFoundError):
             missing = raised.name.partition(".")[0]
-    rows = [MendRow(each.name, each.summary, each.place, each.needed_when, each.state.value) for each in compat.mends()]
+    rows = [
+        PatchRow(each.name, each.summary, each.place, each.needed_when, each.state.value) for each in compat.patches()
+    ]
     return Colossal(error, missing, rows)

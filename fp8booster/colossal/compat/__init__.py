@@ -1,33 +1,16 @@
-"""All that colossalai 0.5.0 needs to import and train on today's PyTorch, on CUDA and on CPU.
+"""All that colossalai 0.5.0 needs to import and train on today's PyTorch, on CUDA and on CPU, and in FP8.
 
-Each mend is one small function in the file of its role. Its docstring says what goes wrong without it and how
-to see that it is no longer needed. `apply()` puts all in, `mends()` lists them.
+    upstream/   its defects, and what it asks of packages that training does not need
+    cpu/        what it lacks for ranks without CUDA
+    fp8/        what FP8 needs of it where no argument, subclass or attribute serves
+
+Each patch is one small function in the file of its role. Its docstring says what goes wrong without it and how to see
+that it is no longer needed. `apply()` applies all, `patches()` lists them.
 """
 
 from __future__ import annotations
 
-from fp8booster.colossal.compat import (  # noqa: F401 (importing a file registers its mends)
-    attention,
-    checkpoints,
-    connections,
-    cpu,
-    distributed,
-    fsdp,
-    gemini,
-    huggingface,
-    hybrid,
-    masks,
-    missing_packages,
-    moe,
-    opt,
-    pipeline,
-    pipeline_batches,
-    precision,
-    ring_attention,
-    t5,
-    tensor_parallel,
-    untrusted,
-)
-from fp8booster.colossal.compat.registry import Mend, State, apply, mends, taken_out
+from fp8booster.colossal.compat import cpu, fp8, upstream  # noqa: F401 (importing a file registers its patches)
+from fp8booster.colossal.compat.registry import Kind, Patch, State, apply, patches, taken_out
 
-__all__ = ["Mend", "State", "apply", "mends", "taken_out"]
+__all__ = ["Kind", "Patch", "State", "apply", "patches", "taken_out"]

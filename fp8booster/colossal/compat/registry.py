@@ -1,20 +1,24 @@
-"""What a mend is, the list of all mends, and how they are put in, listed and left out."""
+"""What a patch is, the list of all patches, and how they are applied, listed and left out."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType
+from typing import TypeVar
 
 from fp8booster.colossal.compat.imports import after_import, around_import
-from fp8booster.colossal.patch import Patch
+from fp8booster.colossal.compat.replacements import Replacements
+
+Function = TypeVar("Function", bound=Callable)
 
 
 class State(Enum):
-    """Where a mend stands in this process."""
+    """Where a patch stands in this process."""
 
     WAITING = "waits for the import"
     APPLIED = "applied"
@@ -22,29 +26,38 @@ class State(Enum):
     LEFT_OUT = "left out"
 
 
+class Kind(Enum):
+    """Why there is a patch, by the folder of `compat/` that it stands in."""
+
+    UPSTREAM = "defect of Colossal-AI"
+    CPU = "needed without CUDA"
+    FP8 = "needed for FP8"
+
+
 @dataclass(eq=False)
-class Mend:
-    """One repair of one defect of colossalai."""
+class Patch:
+    """A change of one place of colossalai."""
 
     name: str
     module: str
-    """The module that is repaired, when it is imported."""
+    """The module that is patched, when it is imported."""
     place: str
-    """Where the defect stands, as `file:line` of colossalai 0.5.0."""
+    """What is patched, as `file:line` of colossalai 0.5.0."""
     needed_when: str
-    during_import: bool
-    """True: the repair lasts only while the code of `module` runs (a stand-in for a missing package)."""
+    kind: Kind
     repair: Callable[..., None]
+    during_import: bool = False
+    """True: the patch lasts only while the code of `module` runs (a stand-in for a missing package)."""
     state: State = State.WAITING
-    _patch: Patch = field(default_factory=Patch, repr=False)
+    _replacements: Replacements = field(default_factory=Replacements, repr=False)
 
     @property
     def summary(self) -> str:
-        """The first line of the repair's docstring."""
+        """The first line of the patch's docstring."""
         return self.repair.__doc__.partition("\n")[0]
 
     def watch(self) -> None:
-        """Repair `module` when it is imported, which may have happened already."""
+        """Patch `module` when it is imported, which may have happened already."""
         if not self.during_import:
             after_import(self.module, self.put_in)
         elif self.module in sys.modules:
@@ -52,78 +65,113 @@ class Mend:
         else:
             around_import(self.module, self._around)
 
-    def put_in(self, module: ModuleType) -> None:
-        """Repair `module`, unless this mend is left out."""
+    def put_in(self, *module: ModuleType) -> None:
+        """Patch `module`, unless this patch is left out."""
         if self.state is not State.LEFT_OUT:
-            self.repair(module, self._patch)
-            self.state = State.APPLIED if self._patch else State.NOT_NEEDED
+            self.repair(*module, self._replacements)
+            self.state = State.APPLIED if self._replacements else State.NOT_NEEDED
 
     def leave_out(self) -> None:
-        """Undo the repair; `module` is as colossalai made it."""
-        self._patch.undo()
+        """Undo the patch; `module` is as colossalai made it."""
+        self._replacements.undo()
         self.state = State.LEFT_OUT
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        if self.state is not State.LEFT_OUT:
-            self.repair(self._patch)
-            self.state = State.APPLIED if self._patch else State.NOT_NEEDED
+        self.put_in()
         try:
             yield
         finally:
-            self._patch.undo()
+            self._replacements.undo()
 
 
-_MENDS: dict[str, Mend] = {}
+_PATCHES: dict[str, Patch] = {}
 _watched: set[str] = set()
 
 
-def mend(
-    *, module: str, place: str, needed_when: str, during_import: bool = False
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register `repair(module, patch)`, which looks whether `module` has the defect and patches it if so.
+def patch(module: str, lines: str, *, needed_when: str, during_import: bool = False) -> Callable[[Function], Function]:
+    """Register `repair(module, replacements)`, which looks whether `module` has the defect and patches it if so.
 
-    With `during_import`, register `repair(patch)` instead, called before the code of `module` runs and undone
-    after it. The order of registration is the order of repair where two mends share a module.
+    Args:
+        module: without "colossalai." before it, or one of torch's.
+        lines: of the defect in the module's file; with the files' names where they are others.
+        needed_when: when the defect shows.
+        during_import: register `repair(replacements)` instead, called before the code of `module` runs and undone after
+            it.
     """
 
-    def register(repair: Callable[..., None]) -> Callable[..., None]:
-        _MENDS[repair.__name__] = Mend(repair.__name__, module, place, needed_when, during_import, repair)
+    def register(repair: Function) -> Function:
+        name = module if module.partition(".")[0] == "torch" else f"colossalai.{module}"
+        place = lines if ".py" in lines else f"{module.replace('.', '/')}.py:{lines}"
+        kind = Kind[repair.__module__.rpartition(".compat.")[2].partition(".")[0].upper()]
+        # in the order of registration where two patches share a module
+        _PATCHES[repair.__name__] = Patch(repair.__name__, name, place, needed_when, kind, repair, during_import)
         return repair
 
     return register
 
 
-def apply(without: Collection[str] = ()) -> None:
-    """Put in every mend, each when the module that it repairs is imported; again, it does nothing.
+def wrap(
+    where: str,
+    lines: str,
+    *,
+    needed_when: str,
+    only_if: Callable[[ModuleType], bool] = lambda module: True,
+    name: str | None = None,
+) -> Callable[[Function], Function]:
+    """Register `function(upstream, ...)`, which is called in place of each of some functions or methods.
 
-    `without` names mends to leave out, or to take out again, so that one sees whether colossalai still needs
-    them. Raises ValueError for a name that no mend has.
+    Args:
+        where: "module:function" or "module:Class.method", or several of them separated by blanks.
+        lines, needed_when: as in `patch`.
+        only_if: whether the module has the defect.
+        name: of the patch, if not the function's.
+    """
+    module, _, targets = where.partition(":")
+
+    def register(function: Function) -> Function:
+        def repair(module: ModuleType, replacements: Replacements) -> None:
+            for target in targets.split() if only_if(module) else ():
+                replacements.wrap(module, target, function)
+
+        functools.update_wrapper(repair, function)
+        repair.__name__ = name or function.__name__
+        patch(module, lines, needed_when=needed_when)(repair)
+        return function
+
+    return register
+
+
+def apply(without: Collection[str] = ()) -> None:
+    """Apply every patch, each when the module that it patches is imported; again, it does nothing.
+
+    `without` names patches to leave out, or to take out again, so that one sees whether colossalai still needs
+    them. Raises ValueError for a name that no patch has.
     """
     for name in without:
         each = _find(name)
         with _those_above_lifted(each):
             each.leave_out()
-    for each in _MENDS.values():
+    for each in _PATCHES.values():
         if each.name not in _watched:
             _watched.add(each.name)
             each.watch()
 
 
-def mends() -> tuple[Mend, ...]:
-    """All mends, in the order in which they are put in."""
-    return tuple(_MENDS.values())
+def patches() -> tuple[Patch, ...]:
+    """All patches, in the order in which they are applied."""
+    return tuple(_PATCHES.values())
 
 
 @contextmanager
 def taken_out(name: str) -> Iterator[None]:
-    """Take the applied mend `name` out for the length of a `with` block.
+    """Take the applied patch `name` out for the length of a `with` block.
 
     Raises ValueError if it is not applied, or lasts only for an import.
     """
     each = _find(name)
     if each.state is not State.APPLIED or each.during_import:
-        raise ValueError(f"the mend {name} cannot be taken out: it is {each.state.value}")
+        raise ValueError(f"the patch {name} cannot be taken out: it is {each.state.value}")
     with _those_above_lifted(each):
         each.leave_out()
     try:
@@ -135,12 +183,12 @@ def taken_out(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _those_above_lifted(mend: Mend) -> Iterator[None]:
-    """Change `mend` beneath those that wrap what it put in: they are undone, and put in again on what is there."""
-    later = list(_MENDS.values())[list(_MENDS).index(mend.name) + 1 :]
-    above = [each for each in later if each.module == mend.module and each._patch.places & mend._patch.places]
+def _those_above_lifted(lower: Patch) -> Iterator[None]:
+    """Change `lower` beneath those that wrap what it put in: they are undone, and applied again on what is there."""
+    later = list(_PATCHES.values())[list(_PATCHES).index(lower.name) + 1 :]
+    above = [each for each in later if each._replacements.places & lower._replacements.places]
     for each in reversed(above):
-        each._patch.undo()
+        each._replacements.undo()
     try:
         yield
     finally:
@@ -148,7 +196,7 @@ def _those_above_lifted(mend: Mend) -> Iterator[None]:
             each.put_in(sys.modules[each.module])
 
 
-def _find(name: str) -> Mend:
-    if name not in _MENDS:
-        raise ValueError(f"no mend is called {name!r}; the mends are {', '.join(_MENDS)}")
-    return _MENDS[name]
+def _find(name: str) -> Patch:
+    if name not in _PATCHES:
+        raise ValueError(f"no patch is called {name!r}; the patches are {', '.join(_PATCHES)}")
+    return _PATCHES[name]

@@ -18,7 +18,7 @@ from colossalai.shardformer.layer.attn import RingAttention
 from colossalai.shardformer.shard import ShardConfig
 from torch import nn
 
-from fp8booster.colossal.tensor.compressed_groups import is_compressed
+from fp8booster.colossal.compressed_groups import is_compressed
 from fp8booster.colossal.tensor.head_exchange import heads_to_sequence, sequence_to_heads
 from fp8booster.colossal.tensor.linear import FP8PaddingLMHead
 from fp8booster.colossal.tensor.loss import use_sharded_loss

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from fp8booster import comm
-from fp8booster.colossal.tensor.compressed_groups import is_compressed
+from fp8booster.colossal.compressed_groups import is_compressed
 
 
 def sequence_to_heads(values: torch.Tensor, heads: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:

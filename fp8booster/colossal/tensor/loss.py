@@ -12,7 +12,6 @@ in 16 bits; and nothing of the size of all logits is in memory.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -57,9 +56,6 @@ _WHOLE = (nn.Linear, FP8Linear, PaddingLMHead, FP8PaddingLMHead)
 
 _IGNORED = -100
 """The target of tokens that do not count, in shardformer/layer/loss.py:13."""
-
-_LOSS = "dist_cross_entropy"
-_READS_LATE = "_fp8booster_reads_late_logits"
 
 
 def use_sharded_loss(model: nn.Module, config: ShardConfig) -> None:
@@ -112,14 +108,12 @@ def _why_not(model: nn.Module, config: ShardConfig) -> str | None:
 def _forward_with(native: Callable, config: ShardConfig) -> Callable:
     """A forward that computes the loss over chunks where it trains, around the native one."""
     signature = inspect.signature(native)
-    names = _written(native).__globals__
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs)
         arguments = {**bound.arguments, **bound.kwargs}
         if not wants_loss(self, arguments) or arguments["labels"].dim() != 2 or _why_not(self, config) is not None:
             return native(self, *args, **kwargs)
-        _let_loss_read_late_logits(names)
         with _late_logits(self.lm_head, config):
             outputs = native(self, *args, **kwargs)
         late = {name for name, value in outputs.items() if isinstance(value, _LateLogits)}
@@ -132,7 +126,10 @@ def _forward_with(native: Callable, config: ShardConfig) -> Callable:
 
 
 class _LateLogits:
-    """What shardformer's forwards take for logits: the hidden states of which a loss makes them."""
+    """What shardformer's forwards take for logits: the hidden states of which a loss makes them.
+
+    `compat/fp8/training.py` has `dist_cross_entropy` call `loss_of`.
+    """
 
     def __init__(self, head: nn.Module, hidden: torch.Tensor, config: ShardConfig) -> None:
         self.head, self.hidden, self.config = head, hidden, config
@@ -145,27 +142,13 @@ class _LateLogits:
         """These: the loss reads them in FP32."""
         return self
 
+    def loss_of(self, labels: torch.Tensor) -> torch.Tensor:
+        """The mean loss over all tokens that count, float32 [], as `dist_cross_entropy` has it.
 
-def _let_loss_read_late_logits(names: dict[str, Any]) -> None:
-    """Let the loss of shardformer's forwards take hidden states for logits, from now on; all else it takes as it did.
-
-    It stays so: a function that came and went with each forward would be gone for a forward in another thread.
-
-    Args:
-        names: the globals of a forward.
-    """
-    native = names[_LOSS]
-    if hasattr(native, _READS_LATE):
-        return
-
-    @functools.wraps(native)
-    def dist_cross_entropy(labels: torch.Tensor, logits: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if isinstance(logits, _LateLogits):
-            return _loss(labels, logits)
-        return native(labels, logits, *args, **kwargs)
-
-    setattr(dist_cross_entropy, _READS_LATE, True)
-    names[_LOSS] = dist_cross_entropy
+        Args:
+            labels: [batch, tokens], of all tokens, or under ring attention of this rank's, shifted.
+        """
+        return _loss(self, labels)
 
 
 @contextmanager
@@ -183,13 +166,8 @@ def _late_logits(head: nn.Module, config: ShardConfig) -> Iterator[None]:
         del head.forward
 
 
-def _loss(labels: torch.Tensor, logits: _LateLogits) -> torch.Tensor:
-    """The mean loss over all tokens that count, float32 [], as `dist_cross_entropy` has it.
-
-    Args:
-        labels: [batch, tokens], of all tokens, or under ring attention of this rank's, shifted.
-        logits: of all tokens or of this rank's.
-    """
+def _loss(logits: _LateLogits, labels: torch.Tensor) -> torch.Tensor:
+    """The mean loss over all tokens that count, of logits of all tokens or of this rank's."""
     config = logits.config
     group, ranks = config.sequence_parallel_process_group, config.sequence_parallel_size
     mode = config.sequence_parallelism_mode

@@ -1,103 +1,18 @@
-"""Shardformer's operations on the process groups given to `compress_groups`: all that they send goes compressed.
-
-Natively a model's policy or a mode of sequence parallelism may not pass `fp8_communication` on: GPT-2 splits its input
-without it, and linear layers along a sequence send BF16 in every case (shardformer/layer/_operation.py:585,770). The
-layers that compute in FP8 do not come here; these are the operations of the others.
+"""Shardformer's operations of layers in 16 bits over compressed groups, as `compat/fp8/communication.py` asks for them.
 
 Features of outputs are gathered as they are: they are the logits of a vocabulary head or a router, or a position bias,
-and rounded on the way they would not be what a product in 16 bits is there for.
+and rounded they would not be what a product in 16 bits is there for.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from colossalai.quantization import fp8
-from colossalai.shardformer.layer import _operation, attn
+from colossalai.shardformer.layer import _operation
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from fp8booster.colossal.patch import Patch
-from fp8booster.colossal.tensor import collectives, compressed_groups, ring
-from fp8booster.colossal.tensor.compressed_groups import is_compressed
 from fp8booster.comm.statistics import count_plain
-
-
-def compress_groups(*groups: dist.ProcessGroup | None) -> None:
-    """Let what Colossal-AI sends over some groups by its `*_fp8` collectives go through `fp8booster.comm`.
-
-    Args:
-        groups: None is left out, so that a mode's groups can be given as they are. A group stays registered as long as
-            it lives.
-    """
-    _install()
-    compressed_groups.register(*groups)
-
-
-@functools.cache
-def _install() -> None:
-    """Put functions that look at the group in the place of native ones, wherever a module of colossalai holds one."""
-    patch = Patch()
-    for ours in (
-        collectives.all_reduce_fp8,
-        collectives.reduce_scatter_fp8,
-        collectives.all_gather_fp8,
-        collectives.all_to_all_fp8,
-        collectives.all_to_all_single_fp8,
-    ):
-        patch.set_function(fp8, ours.__name__, _by_group(getattr(fp8, ours.__name__), ours))
-    for name in ("_reduce", "_gather", "_all_to_all", "_all_to_all_single"):
-        theirs = getattr(_operation, name)
-        patch.set_function(
-            _operation, name, _by_group(theirs, functools.partial(_compressing, theirs, inspect.signature(theirs)))
-        )
-    for ours in (
-        gather_forward_split_backward,
-        linear_gather_forward_reducescatter_backward,
-        linear_reducescatter_forward_gather_backward,
-        matmul_gather_forward_reducescatter_backward,
-    ):
-        patch.set_function(_operation, ours.__name__, _by_group(getattr(_operation, ours.__name__), ours))
-    theirs = attn.RingAttention.attention
-    patch.set(attn.RingAttention, "attention", staticmethod(functools.partial(_attention, theirs)))
-
-
-def _by_group(theirs: Callable, ours: Callable) -> Callable:
-    """`ours` for the groups that are compressed, else `theirs`."""
-
-    @functools.wraps(theirs)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        group = kwargs.get("group") or kwargs.get("process_group")
-        if group is None:
-            group = next((argument for argument in args if isinstance(argument, dist.ProcessGroup)), None)
-        return (ours if is_compressed(group) else theirs)(*args, **kwargs)
-
-    return call
-
-
-def _compressing(theirs: Callable, signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
-    bound = signature.bind(*args, **kwargs)
-    bound.arguments["fp8_communication"] = True
-    return theirs(*bound.args, **bound.kwargs)
-
-
-def _attention(
-    theirs: Callable,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sp_axis: int,
-    *args: Any,
-    pg_mesh: Any = None,
-    **kwargs: Any,
-) -> Any:
-    compressed = is_compressed(pg_mesh.get_group_along_axis(sp_axis))
-    return (ring.attention if compressed else theirs)(q, k, v, sp_axis, *args, pg_mesh=pg_mesh, **kwargs)
 
 
 class _GatherFeatures(torch.autograd.Function):

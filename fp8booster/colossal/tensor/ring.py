@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from colossalai.shardformer.layer.attn import AttnMaskType, RingAttention
 
-from fp8booster.colossal.tensor.compressed_groups import is_compressed
+from fp8booster.colossal.compressed_groups import is_compressed
 from fp8booster.nn.parallel.ring_attention import ring_attention
 
 

@@ -366,6 +366,10 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
             if working in self.gathered_weights
         ]
 
+    def count_weights(self) -> tuple[int, int]:
+        """(weights that are sent in FP8, all trained parameters)."""
+        return len(self.gathered_weights), sum(map(len, self._working_param_groups.values()))
+
     def _gather(self, pairs: Updated, wait: bool = False) -> list[dist.Work]:
         """Begin to gather master shards into working weights, as native does at the end of its step (:590).
 

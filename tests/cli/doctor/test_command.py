@@ -48,13 +48,13 @@ def test_times_are_there_for_every_device(answer):
     assert all(speed[time] > 0 for speed in answer["speeds"] for time in ("bf16", "fp8", "fp8_fast"))
 
 
-def test_mends_of_colossalai_are_put_in(answer):
+def test_patches_of_colossalai_are_put_in(answer):
     assert answer["colossal"]["error"] is None
-    mends = answer["colossal"]["mends"]
-    assert mends
+    patches = answer["colossal"]["patches"]
+    assert patches
     # those of models that are sharded are put in when these are
-    assert {mend["state"] for mend in mends} <= {"applied", "not needed here", "waits for the import"}
-    assert sum(mend["state"] == "applied" for mend in mends) > len(mends) / 2
+    assert {patch["state"] for patch in patches} <= {"applied", "not needed here", "waits for the import"}
+    assert sum(patch["state"] == "applied" for patch in patches) > len(patches) / 2
 
 
 def test_tables_name_what_the_json_names():

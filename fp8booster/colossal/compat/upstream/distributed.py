@@ -1,4 +1,4 @@
-"""Mends of calls into torch.distributed."""
+"""Patches of calls into torch.distributed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
-from fp8booster.colossal.compat.registry import mend
-from fp8booster.colossal.patch import Patch
+from fp8booster.colossal.compat.registry import patch
+from fp8booster.colossal.compat.replacements import Replacements
 
 
-@mend(
-    module="torch.distributed",
-    place="pipeline/p2p.py:159",
+@patch(
+    "torch.distributed",
+    "pipeline/p2p.py:159",
     needed_when="PyTorch has no is_hccl_available (all but Ascend's builds), and no NCCL or a gloo group beside it",
 )
-def hccl_is_unavailable(module: ModuleType, patch: Patch) -> None:
+def hccl_is_unavailable(module: ModuleType, replacements: Replacements) -> None:
     """`is_hccl_available()` answers False and `Backend.HCCL` has its name where PyTorch was not built with HCCL.
 
     Without it pipeline communication on a CPU build raises AttributeError: module 'torch.distributed' has no
@@ -26,35 +26,35 @@ def hccl_is_unavailable(module: ModuleType, patch: Patch) -> None:
     needed when colossalai does not ask for either.
     """
     if not hasattr(module, "is_hccl_available"):
-        patch.set(module, "is_hccl_available", lambda: False)
+        replacements.set(module, "is_hccl_available", lambda: False)
     if not hasattr(module.Backend, "HCCL"):
-        patch.set(module.Backend, "HCCL", "hccl")
+        replacements.set(module.Backend, "HCCL", "hccl")
 
 
-@mend(
-    module="colossalai.quantization.fp8",
-    place="quantization/fp8.py:40-44",
+@patch(
+    "quantization.fp8",
+    "40-44",
     needed_when="ranks were started by mpirun or srun, or LOCAL_WORLD_SIZE is not set and there is no GPU",
 )
-def ranks_of_a_node_are_counted(module: ModuleType, patch: Patch) -> None:
+def ranks_of_a_node_are_counted(module: ModuleType, replacements: Replacements) -> None:
     """`process_group_is_intranode` reads the variable that is set, not LOCAL_WORLD_SIZE in its stead.
 
     Without it: KeyError: 'LOCAL_WORLD_SIZE' under Open MPI and SLURM, and ZeroDivisionError without a
     launcher and a GPU, as soon as fp8_communication is on. No longer needed when
     fp8.py:43 reads `os.environ[var]`.
     """
-    if "LOCAL_WORLD_SIZE" not in module.process_group_is_intranode.__code__.co_consts:
-        return
 
     def process_group_is_intranode(pg: dist.ProcessGroup | None) -> bool:
         ranks = dist.get_process_group_ranks(pg if pg is not None else dist.group.WORLD)
-        size = _local_world_size()
+        size = local_world_size()
         return min(ranks) // size == max(ranks) // size
 
-    patch.set_function(module, "process_group_is_intranode", process_group_is_intranode)
+    if "LOCAL_WORLD_SIZE" in module.process_group_is_intranode.__code__.co_consts:
+        replacements.set_function(module, "process_group_is_intranode", process_group_is_intranode)
 
 
-def _local_world_size() -> int:
+def local_world_size() -> int:
+    """The number of ranks on this node."""
     for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_TASKS_PER_NODE"):
         if variable in os.environ:
             # SLURM writes "8(x2)" for two nodes of eight tasks and "8,4" for uneven ones.

@@ -1,4 +1,4 @@
-"""A mend for streams: what travels on one of them must not hold up what runs on another."""
+"""A patch for streams: what is sent on one of them must not hold up what runs on another."""
 
 from __future__ import annotations
 
@@ -10,18 +10,16 @@ from types import ModuleType
 
 import torch
 
-from fp8booster.colossal.compat.registry import mend
-from fp8booster.colossal.patch import Patch
+from fp8booster.colossal.compat.registry import patch
+from fp8booster.colossal.compat.replacements import Replacements
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 """How many queues a process gives its GPU work; CUDA reads it once, when it begins, and takes 8 where it is not set."""
 
-_INITIALIZE = "colossalai.initialize"
-
 
 def _given() -> str | None:
     """What the user set: colossalai, where it was imported before, has overwritten it in `os.environ`."""
-    if _INITIALIZE not in sys.modules:
+    if "colossalai.initialize" not in sys.modules:
         return os.environ.get(VARIABLE)
     try:
         started_with = Path("/proc/self/environ").read_bytes().split(b"\0")
@@ -34,13 +32,13 @@ def _given() -> str | None:
 _GIVEN = _given()
 
 
-@mend(module=_INITIALIZE, place="initialize.py:10", needed_when=f"the user has not set {VARIABLE}")
-def streams_have_queues_of_their_own(module: ModuleType, patch: Patch) -> None:
+@patch("initialize", "10", needed_when=f"the user has not set {VARIABLE}")
+def streams_have_queues_of_their_own(module: ModuleType, replacements: Replacements) -> None:
     """Streams do not wait for each other unless they are told to.
 
     Without it colossalai sets CUDA_DEVICE_MAX_CONNECTIONS=1 when it is imported, whatever the user has set: all streams
-    share one queue, and the next forward waits behind the weights that travel beside it. What the user has set is kept.
-    No longer needed when importing colossalai leaves the variable as it was.
+    share one queue, and the next forward waits behind the weights that are sent meanwhile. What the user has set is
+    kept. No longer needed when importing colossalai leaves the variable as it was.
     """
     if os.environ.get(VARIABLE) == _GIVEN:
         return
@@ -51,4 +49,4 @@ def streams_have_queues_of_their_own(module: ModuleType, patch: Patch) -> None:
             stacklevel=2,
         )
         return
-    patch.set_variable(VARIABLE, _GIVEN)
+    replacements.set_variable(VARIABLE, _GIVEN)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from typing import Any
 _MISSING = object()
 
 
-class Patch:
+class Replacements:
     """Replaces attributes, entries of `sys.modules` and environment variables, and remembers how to put the old ones
     back.
     """
@@ -34,10 +36,34 @@ class Patch:
     def set_function(self, module: ModuleType, name: str, value: Callable) -> None:
         """Set `module.name`, and the same function wherever a colossalai module imported it by name."""
         old = getattr(module, name)
-        _exchange(name, old, value)
+        _exchange(module, name, old, value)
         self.places.add((id(module), name))
         # Not `set`: modules imported from now on take the new function, and must get the old one back too.
-        self._undo.append(lambda: _exchange(name, value, old))
+        self._undo.append(lambda: _exchange(module, name, value, old))
+
+    def wrap(self, module: ModuleType, target: str, function: Callable) -> None:
+        """Let `function(upstream, ...)` take the place of a function or a method, given what that is called with.
+
+        A function is replaced wherever a colossalai module imported it if `module` is its home, else in `module` alone.
+
+        Args:
+            module: where the target is.
+            target: such as "function" or "Class.method".
+            function: its first argument is what it replaces, of a method unbound.
+        """
+        owner_name, _, name = target.rpartition(".")
+        owner = getattr(module, owner_name) if owner_name else module
+        upstream = getattr(owner, name)
+
+        @functools.wraps(upstream)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(upstream, *args, **kwargs)
+
+        if owner is module and upstream.__module__ == module.__name__:
+            self.set_function(module, name, call)
+        else:
+            is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+            self.set(owner, name, staticmethod(call) if is_static else call)
 
     def add_module(self, module: ModuleType) -> None:
         """Make `import module.__name__` find `module`."""
@@ -51,6 +77,7 @@ class Patch:
         self._undo.append(lambda: _set_variable(name, old))
 
     def undo(self) -> None:
+        """Put everything back, the last replacement first."""
         while self._undo:
             self._undo.pop()()
 
@@ -62,8 +89,8 @@ def _set_variable(name: str, value: str | None) -> None:
         os.environ[name] = value
 
 
-def _exchange(name: str, old: Callable, new: Callable) -> None:
-    """Set `name` to `new` in every colossalai module where it is `old`."""
-    for module in [module for key, module in sys.modules.items() if key.startswith("colossalai.")]:
+def _exchange(home: ModuleType, name: str, old: Callable, new: Callable) -> None:
+    """Set `name` to `new` where it is `old`, at its home and in every colossalai module."""
+    for module in [home, *(module for key, module in sys.modules.items() if key.startswith("colossalai."))]:
         if vars(module).get(name) is old:
             setattr(module, name, new)

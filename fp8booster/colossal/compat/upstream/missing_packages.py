@@ -10,8 +10,8 @@ import importlib.util
 from types import ModuleType
 from typing import Any, NoReturn
 
-from fp8booster.colossal.compat.registry import mend
-from fp8booster.colossal.patch import Patch
+from fp8booster.colossal.compat.registry import patch
+from fp8booster.colossal.compat.replacements import Replacements
 
 
 def _needs(package: str, install: str, name: str) -> type:
@@ -23,7 +23,7 @@ def _needs(package: str, install: str, name: str) -> type:
     return type(name, (), {"__new__": refuse, "__module__": package})
 
 
-def _stand_in(patch: Patch, package: str, install: str, names: dict[str, tuple[str, ...]]) -> None:
+def _stand_in(replacements: Replacements, package: str, install: str, names: dict[str, tuple[str, ...]]) -> None:
     """Unless `package` is installed, add its modules `names`, each with the classes named there."""
     if importlib.util.find_spec(package) is not None:
         return
@@ -35,51 +35,45 @@ def _stand_in(patch: Patch, package: str, install: str, names: dict[str, tuple[s
         module = ModuleType(module_name)
         for name in classes:
             setattr(module, name, _needs(package, install, name))
-        patch.add_module(module)
+        replacements.add_module(module)
 
 
-@mend(
-    module="colossalai.nn.optimizer",
-    place="nn/optimizer/__init__.py:1",
-    needed_when="galore_torch is not installed",
-    during_import=True,
-)
-def galore_torch_is_optional(patch: Patch) -> None:
+@patch("nn.optimizer", "nn/optimizer/__init__.py:1", needed_when="galore_torch is not installed", during_import=True)
+def galore_torch_is_optional(replacements: Replacements) -> None:
     """GaLoreAdamW and GaLoreAdafactor say what to install when made, not when colossalai is imported.
 
     Without it `import colossalai.booster` raises ModuleNotFoundError: No module named 'galore_torch'.
     No longer needed when colossalai imports without galore_torch.
     """
-    _stand_in(patch, "galore_torch", "galore-torch", {"galore_torch": ("GaLoreAdafactor", "GaLoreAdamW")})
+    _stand_in(replacements, "galore_torch", "galore-torch", {"galore_torch": ("GaLoreAdafactor", "GaLoreAdamW")})
 
 
-@mend(
-    module="colossalai.nn.optimizer",
-    place="nn/optimizer/galore.py:7, nn/optimizer/distributed_galore.py:10",
+@patch(
+    "nn.optimizer",
+    "nn/optimizer/galore.py:7, nn/optimizer/distributed_galore.py:10",
     needed_when="bitsandbytes is not installed",
     during_import=True,
 )
-def bitsandbytes_is_optional(patch: Patch) -> None:
+def bitsandbytes_is_optional(replacements: Replacements) -> None:
     """The 8-bit GaLore optimizers say what to install when made, not when colossalai is imported.
 
     Without it `import colossalai.booster` raises ModuleNotFoundError: No module named 'bitsandbytes'.
     No longer needed when colossalai imports without bitsandbytes.
     """
     modules = {"bitsandbytes": (), "bitsandbytes.optim": (), "bitsandbytes.optim.optimizer": ("Optimizer2State",)}
-    _stand_in(patch, "bitsandbytes", "bitsandbytes", modules)
+    _stand_in(replacements, "bitsandbytes", "bitsandbytes", modules)
 
 
-@mend(module="colossalai.quantization.bnb", place="quantization/bnb.py:24", needed_when="bitsandbytes is not installed")
-def quantized_lora_names_bitsandbytes(module: ModuleType, patch: Patch) -> None:
+@patch("quantization.bnb", "24", needed_when="bitsandbytes is not installed")
+def quantized_lora_names_bitsandbytes(module: ModuleType, replacements: Replacements) -> None:
     """`enable_lora(quantize=True)` says that it needs bitsandbytes.
 
     Without it: NameError: name 'IS_8BIT_BNB_AVAILABLE' is not defined (and the 4-bit one).
     No longer needed when colossalai.quantization.bnb defines those names in every case.
     """
-    if hasattr(module, "IS_4BIT_BNB_AVAILABLE"):
-        return
 
     def quantize_model(*_: Any, **__: Any) -> NoReturn:
         raise ImportError("quantize=True needs bitsandbytes, which is not installed: pip install bitsandbytes")
 
-    patch.set_function(module, "quantize_model", quantize_model)
+    if not hasattr(module, "IS_4BIT_BNB_AVAILABLE"):
+        replacements.set_function(module, "quantize_model", quantize_model)

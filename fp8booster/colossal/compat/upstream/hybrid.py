@@ -1,0 +1,109 @@
+"""Patches of hybrid parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8booster.colossal.compat.registry import patch, wrap
+from fp8booster.colossal.compat.replacements import Replacements
+
+_PLUGIN = "booster.plugin.hybrid_parallel_plugin"
+
+
+def _mul_is_out_of_place(module: ModuleType) -> bool:
+    from colossalai.tensor.colo_tensor import INPALCE_MAPPING
+
+    return torch.Tensor.mul_ in INPALCE_MAPPING
+
+
+@wrap(
+    "amp.naive_amp.mixed_precision_optimizer:MixedPrecisionOptimizer.__init__",
+    "amp/naive_amp/mixed_precision_optimizer.py:84; tensor/colo_tensor.py:6",
+    needed_when="an optimizer that computes in place, as torch.optim.AdamW does, trains ColoParameters without ZeRO",
+    only_if=_mul_is_out_of_place,
+)
+def masters_are_plain_tensors(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """The FP32 masters of HybridParallelPlugin with zero_stage=0 are plain tensors, which change in place.
+
+    Without it those of ColoParameters (made by native use_fp8) are ColoTensors, whose `mul_` is a `mul`: moments of
+    AdamW never decay, and the loss is NaN by the third step. No longer needed when the `parameters` of
+    `MixedPrecisionOptimizer(AdamW([ColoParameter(torch.zeros(1).bfloat16())]), "bf16")` hold no ColoTensor.
+    """
+    upstream(self, *args, **kwargs)
+    for master, working in self.master_to_working_map.items():
+        if master is not working:
+            master.__class__ = torch.Tensor
+
+
+@wrap(
+    f"{_PLUGIN}:HybridParallelPlugin.enable_lora",
+    "1516",
+    needed_when="booster.enable_lora with tp_size or pp_size above 1",
+)
+def adapters_need_a_whole_model(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> nn.Module:
+    """LoRA is refused with a sentence where tensor parallelism or a pipeline would cut the model.
+
+    Without it tensor parallelism raises an AssertionError without words, and a pipeline fails when the model is boosted
+    (AttributeError: no attribute 'embed_tokens'), for the policies do not look behind peft's wrapper. No longer needed
+    when such a model trains.
+    """
+    if self.tp_size > 1 or self.pp_size > 1:
+        raise ValueError(
+            "colossalai does not cut a model with adapters; use tp_size=1 and pp_size=1 with LoRA, not "
+            f"tp_size={self.tp_size} and pp_size={self.pp_size}"
+        )
+    return upstream(self, *args, **kwargs)
+
+
+@patch(
+    _PLUGIN,
+    "156,242,793",
+    needed_when="gradients accumulate without no_sync under sequence parallelism (split_gather, ring) or tied weights",
+)
+def parts_of_gradients_are_added_once(module: ModuleType, replacements: Replacements) -> None:
+    """A gradient of which each rank has a part is added over the ranks once for each micro-batch.
+
+    Without it what has accumulated is added after each backward: with two ranks, the first of two micro-batches counts
+    twice in the gradients of normalization weights, and of weights that pipeline stages share. No longer needed when
+    those gradients are the same with and without `no_sync` for the first micro-batch.
+    """
+    from fp8booster.colossal.hybrid.gradients import gradients_to_sum, shared_between_stages
+
+    def sums_of(owner: Any, find: Callable[[nn.Module], list], model: nn.Module) -> list:
+        return owner.__dict__.setdefault(f"_{find.__name__}", find(model))
+
+    def part(optimizer: Any, parameter: nn.Parameter) -> torch.Tensor | None:
+        known = id(parameter) in optimizer.pid_to_grad_store
+        return optimizer.get_working_grad_by_param_id(id(parameter)) if known else None
+
+    def backward(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        for find in (gradients_to_sum, shared_between_stages):
+            for parameters, sums in sums_of(self.model, find, self.model):
+                sums.spread({parameter: parameter.grad for parameter in parameters})
+        if isinstance(self, module.HybridParallelZeroOptimizer):
+            for parameters, sums in sums_of(self, gradients_to_sum, self.model):
+                sums.spread({parameter: part(self, parameter) for parameter in parameters})
+        upstream(self, *args, **kwargs)
+
+    def sync(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+        upstream(self, *args, **kwargs)
+        find = gradients_to_sum if upstream.__name__ == "sync_sp_grads" else shared_between_stages
+        for parameters, sums in sums_of(self, find, self):
+            sums.mark(parameters)
+
+    def sync_of_zero(upstream: Callable[..., None], self: Any) -> None:
+        upstream(self)
+        for parameters, sums in sums_of(self, gradients_to_sum, self.model) if self.require_grad_sync else ():
+            sums.mark(parameters)
+
+    for optimizer in ("HybridParallelNaiveOptimizer", "HybridParallelAMPOptimizer", "HybridParallelZeroOptimizer"):
+        for name in ("backward", "backward_by_grad"):
+            replacements.wrap(module, f"{optimizer}.{name}", backward)
+    for name in ("sync_sp_grads", "sync_shared_params"):
+        replacements.wrap(module, f"HybridParallelModule.{name}", sync)
+    replacements.wrap(module, "HybridParallelZeroOptimizer._sync_sp_grads", sync_of_zero)

@@ -1,0 +1,186 @@
+"""What the plugins have in common: their arguments, and boosting a model whose linear layers compute in FP8."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from colossalai.accelerator import get_accelerator
+from colossalai.booster.plugin.plugin_base import Plugin
+from colossalai.checkpoint_io import CheckpointIO
+from colossalai.interface import OptimizerWrapper
+from colossalai.logging import get_dist_logger
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from fp8booster.colossal.zero.lone_save import saved_by_every_rank
+from fp8booster.config import FP8Config
+from fp8booster.kernels.device import require_fp8
+from fp8booster.nn import convert_to_fp8, report
+from fp8booster.nn.fused import fuse, fused_summary
+
+_PRECISIONS = ("bf16", "fp16")
+
+
+class FP8Plugin:
+    """A mixin before one of Colossal-AI's plugins. Without `use_fp8` it is that plugin.
+
+    Raises:
+        ValueError: `use_fp8` with precision "fp32", or, when boosting, on a GPU without FP8 products or with a model
+            that has no layer for it.
+        TypeError: an argument that Colossal-AI's plugin does not have, or an `fp8_config` of another type.
+    """
+
+    native: ClassVar[type[Plugin]]
+    """Colossal-AI's plugin, whose arguments and defaults this one has."""
+
+    fp8_defaults: ClassVar[Mapping[str, Any]] = {}
+    """Arguments that have another default where FP8 is communicated."""
+
+    sends_fp8: bool
+    """Gradients, and what else ranks exchange, are communicated in FP8, by `fp8booster.comm`."""
+
+    def __init__(self, *args: Any, fp8_config: FP8Config | None = None, **kwargs: Any) -> None:
+        arguments = _bind(self.native, args, kwargs)
+        self.require_support(arguments)
+        use_fp8 = arguments.pop("use_fp8", False)
+        communication = arguments.pop("fp8_communication", None)
+        if fp8_config is not None and not isinstance(fp8_config, FP8Config):
+            raise TypeError(f"fp8_config is {fp8_config!r}; give an fp8booster.FP8Config")
+        self.fp8_config = FP8Config() if fp8_config is None else fp8_config
+        precision = arguments.get("precision", "fp16")
+        if use_fp8 and precision not in _PRECISIONS:
+            raise ValueError(
+                f"use_fp8 goes with precision {' or '.join(map(repr, _PRECISIONS))}, not {precision!r}: what is not in "
+                "FP8 needs a 16-bit type"
+            )
+        if communication is None:
+            communication = use_fp8 and self.fp8_config.communication
+        self.sends_fp8 = bool(use_fp8 and communication)
+        if self.sends_fp8:
+            arguments = {**self.fp8_defaults, **arguments}
+        # with use_fp8 off all is Colossal-AI's; with it on, its own FP8 stays off, since ours takes its place
+        super().__init__(**arguments, fp8_communication=communication and not use_fp8)
+        self.use_fp8 = use_fp8
+        self.logger = get_dist_logger()
+        if fp8_config is not None:
+            self._warn_of_no_effect(arguments)
+
+    def require_support(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ImportError where what is installed does not serve these arguments of the constructor."""
+
+    def why_weights_in_16_bits(self, arguments: Mapping[str, Any]) -> str | None:
+        """Why `FP8Config.weights_in_16_bits=False` has no effect, and what to do; None where it has.
+
+        Args:
+            arguments: of the constructor, as far as they were given.
+        """
+        raise NotImplementedError
+
+    def why_scaled_by_block(self) -> str | None:
+        """Whose gradients are scaled by block, whatever `gradient_scaling` is; None: they are scaled as it says."""
+        return None
+
+    def _warn_of_no_effect(self, arguments: Mapping[str, Any]) -> None:
+        """Warn, on rank 0, of a configuration that nothing reads, and of options in it that do nothing."""
+        scaling = self.fp8_config.gradient_scaling
+        option = f'fp8_config.gradient_scaling="{scaling}" has no effect'
+        warnings = []
+        if not self.use_fp8:
+            warnings = ["fp8_config has no effect: use_fp8 is off; give use_fp8=True, or leave fp8_config out"]
+        else:
+            reason = self.why_weights_in_16_bits(arguments)
+            if reason is not None and self.fp8_config.weights_in_16_bits is False:
+                warnings.append(f"fp8_config.weights_in_16_bits=False has no effect: {reason}")
+            if scaling != "block" and not self.sends_fp8:
+                warnings.append(
+                    f"{option}: gradients are sent uncompressed without fp8_communication; turn it on, or leave the "
+                    "option out"
+                )
+            elif scaling != "block" and (reason := self.why_scaled_by_block()) is not None:
+                warnings.append(f"{option}: {reason} gradients are scaled by block")
+        for warning in warnings:
+            self.logger.warning(warning, ranks=[0])
+
+    def __del__(self) -> None:
+        """Destroy the process groups of a plugin that has some; one whose arguments were refused has none."""
+        if "pg_mesh" in vars(self):
+            super().__del__()
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable | None = None,
+        dataloader: DataLoader | None = None,
+        lr_scheduler: LRScheduler | None = None,
+    ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
+        """Wrap model and optimizer as Colossal-AI does, and turn the model's linear layers into FP8 layers in place."""
+        if not self.use_fp8:
+            return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
+        model, optimizer = self.convert(model, optimizer)
+        self.use_fp8 = False  # Colossal-AI would hook F.linear with its own FP8 product
+        try:
+            boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        finally:
+            self.use_fp8 = True
+        sent = self.extend(*boosted[:2])
+        fused = f"; {fused_summary(boosted[0])}" if self.fp8_config.fused else ""
+        self.logger.info(f"{report(boosted[0]).summary()}{fused}; {sent}", ranks=[0])
+        return boosted
+
+    def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        """What Colossal-AI is to wrap in place of a model and its optimizer: with FP8 layers, and fused."""
+        convert_to_fp8(model, self.fp8_config)
+        if self.fp8_config.fused:
+            fuse(model)
+        return model, optimizer
+
+    def extend(self, model: nn.Module, optimizer: OptimizerWrapper | None) -> str:
+        """Let what Colossal-AI has wrapped communicate in FP8; returns what is sent in which precision."""
+        raise NotImplementedError
+
+    def get_checkpoint_io(self) -> CheckpointIO:
+        """Colossal-AI's, which notices a model that rank 0 saves alone where all ranks must."""
+        return saved_by_every_rank(super().get_checkpoint_io())
+
+
+def _bind(native: type, positional: tuple, named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call to a plugin's constructor, by name, as far as they were given.
+
+    Raises:
+        TypeError: an argument that the plugin does not have; the message names close matches.
+    """
+    signature = inspect.signature(native.__init__)
+    parameters = list(signature.parameters.values())[1:]
+    if "use_fp8" not in signature.parameters:
+        parameters.append(inspect.Parameter("use_fp8", inspect.Parameter.KEYWORD_ONLY, default=False))
+    known = [*(parameter.name for parameter in parameters), "fp8_config"]
+    for name in named:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"it takes {', '.join(known)}"
+            raise TypeError(f"{native.__name__} has no argument {name!r}; {hint}")
+    return dict(signature.replace(parameters=parameters).bind(*positional, **named).arguments)
+
+
+def why_zero_gathers_16_bits(plugin: FP8Plugin, needs: Mapping[str, bool]) -> str | None:
+    """Why ZeRO gathers every weight in 16 bits, and what to do; None where it gathers those of FP8 layers in FP8.
+
+    Args:
+        plugin: that has ZeRO.
+        needs: by what the plugin would have to be given, whether it was.
+    """
+    if not plugin.sends_fp8:
+        return "weights are gathered in 16 bits without fp8_communication; turn it on, or leave the option out"
+    if plugin.fp8_config.rowwise:
+        return 'weights are gathered in 16 bits with granularity="rowwise"; use "tensorwise", or leave the option out'
+    lacking = next((argument for argument, given in needs.items() if not given), None)
+    if lacking is None:
+        return None
+    return f"no weight is gathered in FP8 but with {lacking}; give that, or leave the option out"
