@@ -17,6 +17,7 @@ from torch import nn
 
 from fp8booster.colossal import compat
 from tests.colossal import (
+    fp8_symptoms,
     fsdp_symptoms,
     gemini_symptoms,
     hybrid_symptoms,
@@ -426,6 +427,7 @@ SYMPTOMS = {
         _train_fsdp, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
     ),
     "fp16_optimizer_is_unwrapped_wholly": Symptom(_load_shards_of_fp16_optimizer, "has no attribute 'state'"),
+    **fp8_symptoms.SYMPTOMS,
     **fsdp_symptoms.SYMPTOMS,
     **moe_symptoms.SYMPTOMS,
     **pipeline_symptoms.SYMPTOMS,

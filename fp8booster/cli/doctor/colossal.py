@@ -1,4 +1,4 @@
-"""Whether Colossal-AI imports, and which of its defects are patched."""
+"""Whether Colossal-AI imports, and how it is patched."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ PLUGINS = "colossalai.booster.plugin"
 
 @dataclass(frozen=True)
 class PatchRow:
-    """One repair of a defect of Colossal-AI."""
+    """One patch of Colossal-AI."""
 
     name: str
+    kind: str
+    """Why there is a patch: a defect, no CUDA, or FP8."""
     summary: str
     place: str
     needed_when: str
@@ -33,7 +35,7 @@ class Colossal:
 
 
 def import_colossal() -> Colossal:
-    """Put in the patches, import Colossal-AI's plugins, and list where each patch stands."""
+    """Apply the patches, import Colossal-AI's plugins, and list where each patch stands."""
     from fp8booster.colossal import compat
 
     error = missing = None
@@ -46,6 +48,7 @@ def import_colossal() -> Colossal:
         if isinstance(raised, ModuleNotFoundError):
             missing = raised.name.partition(".")[0]
     rows = [
-        PatchRow(each.name, each.summary, each.place, each.needed_when, each.state.value) for each in compat.patches()
+        PatchRow(each.name, each.kind.value, each.summary, each.place, each.needed_when, each.state.value)
+        for each in compat.patches()
     ]
     return Colossal(error, missing, rows)

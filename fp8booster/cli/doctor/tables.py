@@ -20,7 +20,7 @@ def show(examination: Examination, console: Console) -> None:
     console.print(_checks(examination.checks))
     if examination.speeds:
         console.print(_speeds(examination.speeds))
-    console.print(_mends(examination.colossal))
+    console.print(_patches(examination.colossal))
     for problem in examination.problems:
         console.print(_problem(problem), soft_wrap=True)
     if examination.can_train:
@@ -87,10 +87,10 @@ def _speeds(speeds: list[Speed]) -> Table:
     return table
 
 
-def _mends(colossal: Colossal) -> Table:
-    table = _table("Patches of Colossal-AI", "state", "patch", "upstream place", "needed when")
-    for mend in colossal.mends:
-        table.add_row(mend.state, mend.summary, mend.place, mend.needed_when)
+def _patches(colossal: Colossal) -> Table:
+    table = _table("Patches of Colossal-AI", "why", "state", "patch", "place", "needed when")
+    for patch in colossal.patches:
+        table.add_row(patch.kind, patch.state, patch.summary, patch.place, patch.needed_when)
     return table
 
 

@@ -54,6 +54,7 @@ def test_patches_of_colossalai_are_put_in(answer):
     assert patches
     # those of models that are sharded are put in when these are
     assert {patch["state"] for patch in patches} <= {"applied", "not needed here", "waits for the import"}
+    assert {patch["kind"] for patch in patches} == {"defect of Colossal-AI", "needed without CUDA", "needed for FP8"}
     assert sum(patch["state"] == "applied" for patch in patches) > len(patches) / 2
 
 

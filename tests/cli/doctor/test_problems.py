@@ -34,7 +34,7 @@ HEALTHY = Environment(
 RUNS = [
     Check(device, formats, 0.002, None) for device in ("cpu", "cuda:0") for formats in ("E4M3 x E4M3", "E5M2 x E4M3")
 ]
-IMPORTS = Colossal(error=None, missing=None, mends=[])
+IMPORTS = Colossal(error=None, missing=None, patches=[])
 
 
 def only_problem(environment=HEALTHY, checks=RUNS, colossal=IMPORTS):
@@ -80,7 +80,7 @@ def test_new_enough_versions_of_pytorch(version):
 
 
 def test_a_package_that_colossalai_asks_for():
-    asks = Colossal(error="ModuleNotFoundError: No module named 'einops'", missing="einops", mends=[])
+    asks = Colossal(error="ModuleNotFoundError: No module named 'einops'", missing="einops", patches=[])
     problem = only_problem(colossal=asks)
     assert problem.remedy == "pip install einops"
     assert problem.stops_training

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fp8booster.colossal.compat.registry import wrap
+from fp8booster.colossal.compat.upstream.attention import no_flash_attn
 from fp8booster.colossal.compressed_groups import is_compressed
 
 
@@ -85,12 +86,13 @@ def sequences_are_sent_in_fp8(upstream: Callable, *args: Any, **kwargs: Any) -> 
 @wrap(
     "shardformer.layer.attn:RingAttention.attention",
     "496",
-    needed_when='sequence_parallelism_mode="ring_attn" over a compressed group',
+    needed_when='sequence_parallelism_mode="ring_attn" over a compressed group, and flash-attn is installed',
+    only_if=lambda module: not no_flash_attn(module),
 )
 def rings_send_fp8(
     upstream: Callable, q: Any, k: Any, v: Any, sp_axis: int, *args: Any, pg_mesh: Any = None, **kwargs: Any
 ) -> Any:
-    """Ring attention over compressed groups is that of `colossal/tensor/ring.py`, where flash-attn is installed too.
+    """Ring attention over compressed groups is that of `colossal/tensor/ring.py`, as it is without flash-attn.
 
     Without it keys and values go round in 16 bits. No longer needed when `RingAttention.attention` can be given its
     transport.

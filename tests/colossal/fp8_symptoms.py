@@ -1,0 +1,66 @@
+"""What Colossal-AI sends, and refuses, without each patch of `compat/fp8`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from fp8booster.monitor import count_traffic
+from tests.colossal.symptom import Symptom
+from tests.colossal.tensor.models import AXIS, mesh
+
+
+def _group() -> dist.ProcessGroup:
+    return mesh(compressed=True).get_group_along_axis(AXIS)
+
+
+def _add_up() -> None:
+    from colossalai.quantization import fp8
+
+    with count_traffic() as traffic:
+        fp8.all_reduce_fp8(torch.randn(2048).bfloat16(), group=_group())
+    assert {dtype for _, dtype in traffic.counts} == {torch.uint8}, "16 bits are sent"
+
+
+def _gather_a_sequence() -> None:
+    from colossalai.shardformer.layer import _operation
+
+    with count_traffic() as traffic:
+        _operation._gather(torch.randn(2, 1024).bfloat16(), 0, _group())
+    assert {dtype for _, dtype in traffic.counts} == {torch.uint8}, "16 bits are sent"
+
+
+def _gather_logits() -> None:
+    from colossalai.shardformer.layer import _operation
+
+    logits = torch.randn(2, 1024).bfloat16()
+    found = _operation.gather_forward_split_backward(logits, -1, _group(), fp8_communication=True)
+    assert torch.equal(found.chunk(2, -1)[dist.get_rank()], logits), "logits are rounded"
+
+
+def _attend_in_a_ring() -> None:
+    from colossalai.shardformer.layer.attn import AttnMaskType, RingAttention
+
+    heads = (torch.randn(1, 2, 16, 32).bfloat16() for _ in range(3))
+    arguments = {"sp_axis": AXIS, "attention_mask_type": AttnMaskType.CAUSAL, "pg_mesh": mesh(compressed=True)}
+    with torch.no_grad(), count_traffic() as traffic:
+        RingAttention.attention(*heads, **arguments)
+    assert {dtype for _, dtype in traffic.counts} == {torch.uint8}, "16 bits are sent"
+
+
+def _lose_from_hidden_states() -> None:
+    from colossalai.shardformer.layer import dist_cross_entropy
+
+    hidden = SimpleNamespace(loss_of=lambda labels: labels.sum())
+    assert dist_cross_entropy(torch.ones(2, 3), hidden, None, 16, torch.float32) == 6
+
+
+SYMPTOMS = {
+    "collectives_send_fp8": Symptom(_add_up, "16 bits are sent"),
+    "operations_ask_for_fp8": Symptom(_gather_a_sequence, "16 bits are sent"),
+    "sequences_are_sent_in_fp8": Symptom(_gather_logits, "logits are rounded"),
+    "rings_send_fp8": Symptom(_attend_in_a_ring, "16 bits are sent"),
+    "losses_are_computed_from_hidden_states": Symptom(_lose_from_hidden_states, "SimpleNamespace"),
+}
