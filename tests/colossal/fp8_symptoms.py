@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from fp8booster.monitor import count_traffic
+from fp8booster.monitor.traffic import count_traffic
 from tests.colossal.symptom import Symptom
 from tests.colossal.tensor.models import AXIS, mesh
 

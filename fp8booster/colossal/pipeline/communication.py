@@ -1,9 +1,9 @@
 """Pipeline stages send each other activations and gradients in FP8, with a scale for each block of values.
 
-The scales travel in the message, so a receiver decodes what was sent whatever its magnitude, and neither end waits for
+The scales are in the message, so a receiver decodes what was sent whatever its magnitude, and neither end waits for
 a GPU. Native casts in the scheduler instead and lets the format follow amax, which a receiver with cached metadata does
-not learn (quantization/fp8.py:308-331, pipeline/schedule/one_f_one_b.py:131). Gradients travel as activations do: with
-a scale a block, E4M3 keeps what a gradient of small values needs.
+not learn (quantization/fp8.py:308-331, pipeline/schedule/one_f_one_b.py:131). Gradients are sent as activations are:
+with a scale a block, E4M3 keeps what a gradient of small values needs.
 """
 
 from __future__ import annotations
@@ -31,15 +31,18 @@ from fp8booster.comm.statistics import count_plain
 if TYPE_CHECKING:
     from colossalai.pipeline.stage_manager import PipelineStageManager
 
+Received = tuple[Any, list[Work]]
+"""What arrives, or None, and the handles to wait for before it is used."""
+
 NOT_ROUNDED = ("mask", "bias", "router", "logits")
-"""Parts of names of tensors that travel as they are. Beside the least value of a mask, as T5's position bias holds it,
-the others of a block would vanish; what a gate chose must not change on the way."""
+"""Parts of names of tensors that are sent as they are. Beside the least value of a mask, as T5's position bias holds
+it, the others of a block would vanish; what a gate chose must not change on the way."""
 
 
 class FP8PipelineCommunication(PipelineP2PCommunication):
     """The transport of every schedule's messages.
 
-    BF16 and FP16 tensors are encoded, the others travel as they are, with the reason in `comm.statistics`. Both ends
+    BF16 and FP16 tensors are encoded, the others are sent as they are, with the reason in `comm.statistics`. Both ends
     decide by the message's metadata: names, shapes and dtypes.
     """
 
@@ -56,29 +59,21 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         self.encoding = encoding
         self.min_bytes = min_bytes
 
-    def recv_forward(
-        self, prev_rank: int | None = None, metadata_recv: P2PMetadata | None = None
-    ) -> tuple[Any, list[Work]]:
-        """Receive what the stage before gives: its activations, and the handles to wait for."""
-        source = self.stage_manager.get_prev_rank() if prev_rank is None else prev_rank
-        return self._exchange(source=source, metadata=metadata_recv)
+    def recv_forward(self, prev_rank: int | None = None, metadata_recv: P2PMetadata | None = None) -> Received:
+        """Receive what the stage before gives: its activations."""
+        return self._exchange(source=self._previous(prev_rank), metadata=metadata_recv)
 
-    def recv_backward(
-        self, next_rank: int | None = None, metadata_recv: P2PMetadata | None = None
-    ) -> tuple[Any, list[Work]]:
+    def recv_backward(self, next_rank: int | None = None, metadata_recv: P2PMetadata | None = None) -> Received:
         """Receive the gradients of what this stage sent to the next."""
-        source = self.stage_manager.get_next_rank() if next_rank is None else next_rank
-        return self._exchange(source=source, metadata=metadata_recv)
+        return self._exchange(source=self._next(next_rank), metadata=metadata_recv)
 
     def send_forward(self, output_object: Any, next_rank: int | None = None, send_metadata: bool = True) -> list[Work]:
         """Send this stage's activations to the next."""
-        to = self.stage_manager.get_next_rank() if next_rank is None else next_rank
-        return self._exchange(output_object, to, send_metadata=send_metadata)[1]
+        return self._exchange(output_object, self._next(next_rank), send_metadata=send_metadata)[1]
 
     def send_backward(self, input_object: Any, prev_rank: int | None = None, send_metadata: bool = True) -> list[Work]:
         """Send the gradients of what this stage received to the stage before."""
-        to = self.stage_manager.get_prev_rank() if prev_rank is None else prev_rank
-        return self._exchange(input_object, to, send_metadata=send_metadata)[1]
+        return self._exchange(input_object, self._previous(prev_rank), send_metadata=send_metadata)[1]
 
     def send_forward_recv_forward(
         self,
@@ -88,17 +83,10 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         send_first: bool,
         send_metadata: bool = True,
         metadata_recv: P2PMetadata | None = None,
-    ) -> tuple[Any, list[Work]]:
+    ) -> Received:
         """Send activations to the next stage, and receive those of the stage before."""
-        to, source = self.stage_manager.get_next_rank(), self.stage_manager.get_prev_rank()
-        return self._exchange(
-            output_object,
-            to if is_send else None,
-            source if is_recv else None,
-            send_metadata=send_metadata,
-            metadata=metadata_recv,
-            send_first=send_first,
-        )
+        to, source = self._next() if is_send else None, self._previous() if is_recv else None
+        return self._exchange(output_object, to, source, send_metadata, metadata_recv, send_first)
 
     def send_backward_recv_backward(
         self,
@@ -108,63 +96,47 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         send_first: bool,
         send_metadata: bool = True,
         metadata_recv: P2PMetadata | None = None,
-    ) -> tuple[Any, list[Work]]:
+    ) -> Received:
         """Send gradients to the stage before, and receive those of the next."""
-        to, source = self.stage_manager.get_prev_rank(), self.stage_manager.get_next_rank()
-        return self._exchange(
-            input_object,
-            to if is_send else None,
-            source if is_recv else None,
-            send_metadata=send_metadata,
-            metadata=metadata_recv,
-            send_first=send_first,
-        )
+        to, source = self._previous() if is_send else None, self._next() if is_recv else None
+        return self._exchange(input_object, to, source, send_metadata, metadata_recv, send_first)
 
-    def send_forward_recv_backward(
-        self,
-        input_object: Any,
-        send_metadata: bool = True,
-        metadata_recv: P2PMetadata | None = None,
-        send_first: bool | None = None,
-    ) -> tuple[Any, list[Work]]:
+    def send_forward_recv_backward(self, input_object: Any, *options: Any, **named: Any) -> Received:
         """Send activations to the next stage, and receive their gradients of an earlier micro-batch."""
-        return self._swap(input_object, self.stage_manager.get_next_rank(), send_metadata, metadata_recv, send_first)
+        return self._swap(input_object, self._next(), *options, **named)
 
-    def send_backward_recv_forward(
-        self,
-        input_object: Any,
-        send_metadata: bool = True,
-        metadata_recv: P2PMetadata | None = None,
-        send_first: bool | None = None,
-    ) -> tuple[Any, list[Work]]:
+    def send_backward_recv_forward(self, input_object: Any, *options: Any, **named: Any) -> Received:
         """Send gradients to the stage before, and receive its activations of a later micro-batch."""
-        return self._swap(input_object, self.stage_manager.get_prev_rank(), send_metadata, metadata_recv, send_first)
+        return self._swap(input_object, self._previous(), *options, **named)
 
     def _swap(
-        self, sent: Any, peer: int, send_metadata: bool, metadata: P2PMetadata | None, send_first: bool | None
-    ) -> tuple[Any, list[Work]]:
-        """Send to a stage and receive from it; native never overlaps that."""
-        return self._exchange(
-            sent,
-            peer,
-            peer,
-            send_metadata=send_metadata,
-            metadata=metadata,
-            send_first=send_first is not False,
-            overlap=False,
-        )
+        self,
+        sent: Any,
+        peer: int,
+        send_metadata: bool = True,
+        metadata_recv: P2PMetadata | None = None,
+        send_first: bool | None = None,
+    ) -> Received:
+        """Send to a stage and receive from it; Colossal-AI never overlaps that."""
+        return self._exchange(sent, peer, peer, send_metadata, metadata_recv, send_first is not False, overlap=False)
+
+    def _previous(self, rank: int | None = None) -> int:
+        return self.stage_manager.get_prev_rank() if rank is None else rank
+
+    def _next(self, rank: int | None = None) -> int:
+        return self.stage_manager.get_next_rank() if rank is None else rank
 
     def _exchange(
         self,
         sent: Any = None,
         to: int | None = None,
         source: int | None = None,
-        *,
         send_metadata: bool = False,
         metadata: P2PMetadata | None = None,
         send_first: bool = True,
+        *,
         overlap: bool | None = None,
-    ) -> tuple[Any, list[Work]]:
+    ) -> Received:
         """Send an object, receive one, or both at once.
 
         Args:
@@ -189,15 +161,10 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
             size = len(pickle.dumps(sent_metadata)) + torch.int64.itemsize
             count_plain("send", get_world_size(group), size, "metadata")
         if send_metadata or receive_metadata:
+            message, receiver = (sent_metadata, to) if send_metadata else (None, None)
+            sender = source if receive_metadata else None
             received_metadata = _send_recv_serialization_object(
-                sent_metadata if send_metadata else None,
-                to if send_metadata else None,
-                source if receive_metadata else None,
-                group,
-                group,
-                device,
-                is_nccl,
-                send_first,
+                message, receiver, sender, group, group, device, is_nccl, send_first
             )
             metadata = received_metadata if receive_metadata else metadata
 
