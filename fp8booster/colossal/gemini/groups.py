@@ -1,6 +1,6 @@
 """Which parameters share chunks, and the chunk manager that keeps them apart.
 
-    weights     weights of FP8 layers that travel in FP8: chunks of bytes
+    weights     weights of FP8 layers that are sent in FP8: chunks of bytes
     resident    vectors: norms' weights and biases. Every layer reads some, and together they are small, so they stay
                 gathered; else each would drive the chunk of weights beside it out and in again
     others      matrices in 16 bits: embeddings, the head, layers that are not in FP8
@@ -22,6 +22,7 @@ from colossalai.zero.gemini.chunk import ChunkManager
 from torch import nn
 
 from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk
+from fp8booster.colossal.in_16_bits import count_readers, uncompressed_reason
 from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import ALIGNMENT
@@ -56,15 +57,15 @@ class Plan:
         self.reasons: dict[nn.Parameter, str] = {}
         """Why the weight of an FP8 layer is gathered in 16 bits."""
 
-        readers = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
-        weights = set()
+        readers, weights = count_readers(model), set()
         for module in model.modules():
             if isinstance(module, FP8Layer) and module.weight.requires_grad:
-                reason = _why_in_16_bits(module, master_weights, readers[id(module.weight)])
+                weight = module.weight
+                reason = uncompressed_reason(module, master_weights=master_weights, readers=readers[weight])
                 if reason is None:
-                    weights.add(id(module.weight))
+                    weights.add(weight)
                 else:
-                    self.reasons[module.weight] = reason
+                    self.reasons[weight] = reason
         self.groups = {
             parameter: Group(_kind(parameter, weights), _is_tensor_parallel(parameter))
             for parameter in model.parameters()
@@ -79,7 +80,7 @@ class Plan:
             merged.weights
             for merged in merged_layers(model)
             if len({self.groups.get(weight) for weight in merged.weights}) == 1
-            and all(id(weight) in weights and weight in self.groups for weight in merged.weights)
+            and all(weight in weights and weight in self.groups for weight in merged.weights)
         ]
         """Weights that are multiplied as one, in the order of their rows."""
 
@@ -94,10 +95,10 @@ class Plan:
             size: that of a chunk, but where weights that are multiplied as one are larger.
             multiple: what sizes are multiples of.
         """
-        together = {id(weight): merged for merged in self.merged for weight in merged}
+        together = {weight: merged for merged in self.merged for weight in merged}
         parts: list[int] = []
         for parameter, of in self.groups.items():
-            merged = together.get(id(parameter), [parameter])
+            merged = together.get(parameter, [parameter])
             if of == group and merged[0] is parameter:
                 parts.append(sum(weight.numel() for weight in merged))
         if group.kind != WEIGHTS or not together:
@@ -111,20 +112,8 @@ class Plan:
         return [math.ceil(each / multiple) * multiple for each in sizes]
 
 
-def _why_in_16_bits(layer: FP8Layer, master_weights: bool, readers: int) -> str | None:
-    if not master_weights:
-        return "no master weights"  # the weight is its own master: it must not be rounded to FP8
-    if readers > 1:
-        return "shared with another module"
-    if layer.fp8_config.rowwise:
-        return "rowwise scales"
-    if any(size % ALIGNMENT for size in layer.weight.shape):
-        return f"size no multiple of {ALIGNMENT}"
-    return None
-
-
-def _kind(parameter: nn.Parameter, weights: set[int]) -> str:
-    if id(parameter) in weights:
+def _kind(parameter: nn.Parameter, weights: set[nn.Parameter]) -> str:
+    if parameter in weights:
         return WEIGHTS
     return OTHERS if parameter.dim() > 1 else RESIDENT
 

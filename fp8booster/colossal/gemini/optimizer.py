@@ -11,7 +11,7 @@ import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.zero.gemini import GeminiOptimizer
 
-from fp8booster.colossal.fixed_groups import FixedGroups
+from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
 from fp8booster.colossal.gemini.gradients import gradient_chunk
 from fp8booster.colossal.gemini.masters import Part
 from fp8booster.colossal.gemini.model import FP8GeminiDDP
@@ -20,7 +20,7 @@ from fp8booster.optim.clipping import clipping_divisor
 from fp8booster.optim.one_pass import has_hooks
 
 
-class FP8GeminiOptimizer(FixedGroups, GeminiOptimizer):
+class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
     """GeminiOptimizer for a `FP8GeminiDDP`."""
 
     module: FP8GeminiDDP
@@ -148,10 +148,6 @@ class FP8GeminiOptimizer(FixedGroups, GeminiOptimizer):
             return divisor.float()
         number = divisor.item()  # which is what Colossal-AI's own optimizers take
         return -1 if number == 1 else number
-
-    def get_grad_norm(self, norm_type: float = 2, **kwargs: object) -> float | None:
-        """The norm of the last step's gradients; asking makes the host wait for the device."""
-        return None if self._current_grad_norm is None else float(self._current_grad_norm)
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Update the masters and cast the weights of the next forward from them.

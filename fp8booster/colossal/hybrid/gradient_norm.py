@@ -34,11 +34,11 @@ class SharedSquares:
         self._groups = [group for group in (optimizer.tp_pg, optimizer.pp_pg) if _ranks(group) > 1]
         shared = optimizer.shared_params if _ranks(optimizer.pp_pg) > 1 else []
         self._stages = {
-            id(by_stage[optimizer.stage_manager.stage]): len(by_stage)
+            by_stage[optimizer.stage_manager.stage]: len(by_stage)
             for by_stage in shared
             if optimizer.stage_manager.stage in by_stage
         }
-        """How many pipeline stages hold a parameter, by its id, where it is more than one."""
+        """How many pipeline stages hold a parameter, where it is more than one."""
 
     def own(self, norms: Norms) -> torch.Tensor:
         """The sum that this rank adds: float32 []."""
@@ -58,7 +58,7 @@ class SharedSquares:
     def _holders(self, parameter: nn.Parameter) -> int:
         """How many ranks of one replica hold the same of a parameter."""
         replicas = self._replicas if is_replicated(parameter) else 1
-        return replicas * self._stages.get(id(parameter), 1)
+        return replicas * self._stages.get(parameter, 1)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> int:

@@ -1,8 +1,8 @@
 """Colossal-AI's model wrapper for hybrid parallelism, whose gradients are reduced in FP8.
 
-Where native sends each parameter's gradient alone, these go side by side in large messages. A gradient that pipeline
-stages share is averaged over data parallel ranks first and added over the stages then, not in the opposite order: so
-all of these stages hold the same bits of it, whatever lay beside it in the messages of each.
+Where Colossal-AI sends the gradient of each parameter alone, these are sent together in large messages. A gradient that
+pipeline stages share is averaged over data parallel ranks first and added over the stages then, not in the opposite
+order: so all of these stages hold the same bits of it, whatever is sent with it in the messages of each.
 """
 
 from __future__ import annotations
@@ -15,11 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp8booster import comm
 from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated, shared_between_stages
+from fp8booster.colossal.hybrid.sums import SummedGradients
+from fp8booster.colossal.zero.model import SavesMasters
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 
 
-class FP8HybridParallelModule(HybridParallelModule):
+class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
     """The model wrapper of a plugin that sends gradients in FP8."""
+
+    partial_sums: list[tuple[list[torch.nn.Parameter], SummedGradients]]
+    """Parameters whose gradients are parts of a sum under sequence parallelism."""
+
+    stage_sums: list[tuple[list[torch.nn.Parameter], SummedGradients]]
+    """Parameters that another pipeline stage holds too."""
 
     @classmethod
     def convert_in_place(cls, model: HybridParallelModule, optimizer: OptimizerWrapper | None) -> None:
@@ -32,20 +40,13 @@ class FP8HybridParallelModule(HybridParallelModule):
         """
         is_new = not isinstance(model, cls)
         model.__class__ = cls
-        # past nn.Module's own attributes: the optimizer is no part of the model
-        model.__dict__["zero_optimizer"] = optimizer if isinstance(optimizer, FP8ZeroOptimizer) else None
+        model.zero_optimizer = optimizer if isinstance(optimizer, FP8ZeroOptimizer) else None
         model.partial_sums = gradients_to_sum(model)
         model.stage_sums = shared_between_stages(model)
         ranks = dist.get_world_size(model.dp_group)
         if is_new and isinstance(model.module, DistributedDataParallel) and ranks > 1:
             apart = is_replicated if dist.get_world_size(model.tp_group) > 1 else None
             model.module.register_comm_hook(comm.DDPState(group=model.dp_group, apart=apart), comm.ddp_hook)
-
-    def _force_wait_all_gather(self) -> None:
-        """Make the working weights ready to be saved; checkpoint IO calls it on every rank before it reads them."""
-        super()._force_wait_all_gather()
-        if self.zero_optimizer is not None:
-            self.zero_optimizer.gather_working_weights()
 
     def spread_sums(self) -> None:
         """Prepare gradients that are sums over ranks for a backward that adds to them."""

@@ -1,4 +1,4 @@
-"""Colossal-AI's optimizers for hybrid parallelism, whose gradients travel in FP8.
+"""Colossal-AI's optimizers for hybrid parallelism, whose gradients are sent in FP8.
 
 Their norms stay on the device, so that no step makes the host wait for it; `get_grad_norm` does.
 """
@@ -13,16 +13,39 @@ from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelAMPOp
 from colossalai.zero.low_level.bookkeeping import BucketStore
 from torch import nn
 
-from fp8booster.colossal.fixed_groups import FixedGroups
+from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
 from fp8booster.colossal.hybrid.gradient_norm import SharedSquares
 from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated, shared_between_stages
+from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
 from fp8booster.colossal.hybrid.sums import SummedGradients
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.kernels.norms import norms_of
 from fp8booster.optim.clipping import clipping_divisor
 
 
-class FP8HybridParallelAMPOptimizer(FixedGroups, HybridParallelAMPOptimizer):
+class _SpreadsSums:
+    """A mixin before an optimizer over an `FP8HybridParallelModule`."""
+
+    model: FP8HybridParallelModule
+
+    shared_squares: SharedSquares
+
+    def spread_sums(self) -> None:
+        """Prepare gradients that are sums over ranks for a backward that adds to them."""
+        self.model.spread_sums()
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward from a loss; errors and arguments as in Colossal-AI's."""
+        self.spread_sums()
+        super().backward(loss, *args, **kwargs)
+
+    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward from a tensor's gradient, as pipelines do it."""
+        self.spread_sums()
+        super().backward_by_grad(tensor, grad, *args, **kwargs)
+
+
+class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParallelAMPOptimizer):
     """The optimizer without ZeRO: the model wrapper reduces the gradients."""
 
     @classmethod
@@ -30,16 +53,6 @@ class FP8HybridParallelAMPOptimizer(FixedGroups, HybridParallelAMPOptimizer):
         """Turn an optimizer over an `FP8HybridParallelModule` into this class in place."""
         optimizer.__class__ = cls
         optimizer.shared_squares = SharedSquares(optimizer)
-
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward from a loss; errors and arguments as in native."""
-        self.model.spread_sums()
-        super().backward(loss, *args, **kwargs)
-
-    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward from a tensor's gradient, as pipelines do it."""
-        self.model.spread_sums()
-        super().backward_by_grad(tensor, grad, *args, **kwargs)
 
     def _compute_grad_norm(
         self, param_gradient_pairs: list[tuple[nn.Parameter, torch.Tensor]], norm_type: float = 2
@@ -65,13 +78,13 @@ class FP8HybridParallelAMPOptimizer(FixedGroups, HybridParallelAMPOptimizer):
         if gradients:
             torch._foreach_div_(gradients, divisor)
 
-    def get_grad_norm(self, norm_type: float = 2, **kwargs: object) -> float | None:
-        """The norm of the last step's gradients, None without `max_norm`; asking makes the host wait for the device."""
-        return None if self._current_grad_norm is None else float(self._current_grad_norm)
 
-
-class FP8HybridParallelZeroOptimizer(FP8ZeroOptimizer, HybridParallelZeroOptimizer):
+class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParallelZeroOptimizer):
     """The optimizer of ZeRO stages 1 and 2 within tensor, sequence and pipeline parallelism."""
+
+    partial_sums: list[tuple[list[nn.Parameter], SummedGradients]]
+    stage_sums: list[tuple[list[nn.Parameter], SummedGradients]]
+    """As of the model, for gradients that are reduced already."""
 
     @classmethod
     def convert_in_place(cls, optimizer: HybridParallelZeroOptimizer, model: nn.Module, gradient_scaling: str) -> None:
@@ -91,18 +104,9 @@ class FP8HybridParallelZeroOptimizer(FP8ZeroOptimizer, HybridParallelZeroOptimiz
             for parameter in filter(is_replicated, parameters):
                 self.pid_to_bucket_store[id(parameter)] = bucket
 
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward from a loss; errors and arguments as in native."""
-        self._spread_sums()
-        super().backward(loss, *args, **kwargs)
-
-    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward from a tensor's gradient, as pipelines do it."""
-        self._spread_sums()
-        super().backward_by_grad(tensor, grad, *args, **kwargs)
-
-    def _spread_sums(self) -> None:
-        self.model.spread_sums()
+    def spread_sums(self) -> None:
+        """This rank's parts of reduced gradients too."""
+        super().spread_sums()
         for parameters, sums in (*self.partial_sums, *self.stage_sums):
             sums.spread(self._parts(parameters))
 

@@ -1,4 +1,4 @@
-"""Colossal-AI's expert-parallel blocks, whose tokens travel in FP8 and whose experts see all their tokens at once.
+"""Colossal-AI's expert-parallel blocks, whose tokens are sent in FP8 and whose experts see all their tokens at once.
 
 Native sends tokens in FP8 between nodes only, their gradients never, those of DeepSeek-V3 never either way; runs an
 expert once for each rank that sent it tokens; and gives an expert without tokens no gradient, where other ranks have
@@ -46,6 +46,9 @@ class ExpertParallel(nn.Module):
     """
 
     sends_fp8: bool
+
+    fp8_grouped_experts: GroupedExperts | None = None
+    """This rank's experts, where they are computed by grouped products."""
 
     def mixture(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """The weighted sum of what each token's experts make of it.
@@ -117,8 +120,7 @@ class ExpertParallel(nn.Module):
         encoding = DEFAULT if self.sends_fp8 else None
         rows = exchange_rows(rows, sent, received, group, encoding)
         own = list(islice(self.experts, self.expert_start_idx, self.expert_start_idx + held))
-        grouped, usual_rows = self.__dict__.get(_GROUPED), of_all / self.moe_dp_size
-        made = run_experts(rows, by_sender, own, factors, grouped, usual_rows)
+        made = run_experts(rows, by_sender, own, factors, self.fp8_grouped_experts, of_all / self.moe_dp_size)
         return exchange_rows(made, received, sent, group, encoding)
 
 
@@ -170,10 +172,6 @@ BLOCKS: dict[type[nn.Module], type[Any]] = {
 }
 
 
-_GROUPED = "fp8_grouped_experts"
-"""Attribute of a block that holds its `GroupedExperts`."""
-
-
 def take_over_blocks(model: nn.Module, *, communication: bool) -> int:
     """Turn a model's expert-parallel blocks into those of this file, in place.
 
@@ -196,10 +194,10 @@ def take_over_blocks(model: nn.Module, *, communication: bool) -> int:
 
 def _group_experts(block: ExpertParallel) -> None:
     """Let this rank's experts be computed by grouped products, where they have FP8 layers and are to be fused."""
-    block.__dict__.pop(_GROUPED, None)
+    block.fp8_grouped_experts = None
     start = block.expert_start_idx
     own = list(block.experts[start : start + block.num_experts_per_ep])
     layers = [layer for expert in own for layer in expert.modules() if isinstance(layer, FP8Layer)]
     # another pipeline stage's are shells
     if layers and all(layer.weight is not None and layer.fp8_config.fused for layer in layers):
-        block.__dict__[_GROUPED] = GroupedExperts(own)
+        block.fp8_grouped_experts = GroupedExperts(own)

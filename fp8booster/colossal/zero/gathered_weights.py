@@ -5,7 +5,7 @@ the layer multiplies by: no 16-bit gather, no second rounding. The 16-bit workin
 bytes, so that whatever reads it sees the weight that the products used; a checkpoint gathers the masters themselves.
 
 With `FP8Config.weights_in_16_bits` off a working weight has no memory between steps. Then nothing but the layers reads
-what is gathered, and the layers wait for it by themselves: it travels on a stream of its own, beside the next forward.
+what is gathered, and the layers wait for it by themselves: it is sent on a stream of its own, during the next forward.
 
 Shards are those that LowLevelZeroOptimizer makes (_create_master_param_current_rank, low_level_optim.py:262), and the
 padded size of a weight is kept in its `_working_param_to_padded_working_param` (:176).
@@ -13,7 +13,6 @@ padded size of a weight is kept in its `_working_param_to_padded_working_param` 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,10 +24,10 @@ import torch.distributed as dist
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
+from fp8booster.colossal.in_16_bits import count_readers, uncompressed_reason
 from fp8booster.comm.amax import agree_on_amax, largest_of_each
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.transport import gather_many
-from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.shard_cast import cast_shard, unpack
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
@@ -106,28 +105,7 @@ def _keeps_transpose(layer: FP8Layer) -> bool:
     return layer.fp8_config.keeps_transposes or layer.weight_is_transposed
 
 
-def why_in_16_bits(layer: FP8Layer, optimizer: LowLevelZeroOptimizer, readers: int) -> str | None:
-    """Why an FP8 layer's weight is not gathered in FP8, or None where it is.
-
-    Args:
-        layer: whose weight the optimizer trains.
-        optimizer: the ZeRO optimizer.
-        readers: modules that hold the weight.
-    """
-    if not optimizer._master_weights:
-        return "no master weights"  # the working weight is the master: it must not be rounded to FP8
-    if isinstance(optimizer.param_to_pg[layer.weight], tuple):
-        return "extra_dp_size"
-    if readers > 1:
-        return "shared with another module"
-    if layer.fp8_config.rowwise:
-        return "rowwise scales"
-    if any(size % ALIGNMENT for size in layer.weight.shape):
-        return f"size no multiple of {ALIGNMENT}"
-    return None
-
-
-def _matrix_of(layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, torch.Tensor]:
+def _stacked(layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for the FP8 weights of layers, stacked by rows, [N, K], and for their transpose, [K, N] or empty."""
     first, dtype = layers[0].weight, layers[0].fp8_config.weight_format
     columns, rows = first.shape[1], sum(len(layer.weight) for layer in layers)
@@ -135,17 +113,17 @@ def _matrix_of(layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, torch.Tensor]:
     return (first.new_empty((rows, columns), dtype=dtype), first.new_empty((columns, rows) if kept else 0, dtype=dtype))
 
 
-def _parts_of(
+def _parts(
     data: torch.Tensor, transpose: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What `_matrix_of` gave, as the rows and the columns of each weight."""
+    """What `_stacked` gave, as the rows and the columns of each weight."""
     rows = [len(weight) for weight in weights]
     transposes = transpose.split(rows, 1) if transpose.dim() == 2 else [transpose] * len(rows)
     return list(zip(data.split(rows), transposes, strict=True))
 
 
 class GatheredWeights:
-    """The weights of a model that travel in FP8.
+    """The weights of a model that are sent in FP8.
 
     Args:
         model: converted to FP8 layers.
@@ -154,36 +132,41 @@ class GatheredWeights:
 
     def __init__(self, model: nn.Module, optimizer: LowLevelZeroOptimizer) -> None:
         self._optimizer = optimizer
-        self._weights: dict[int, GatheredWeight] = {}
-        self._reasons: dict[int, str] = {}
-        masters = optimizer.get_working_to_master_map()
-        readers = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+        self._weights: dict[nn.Parameter, GatheredWeight] = {}
+        self._reasons: dict[nn.Parameter, str] = {}
+        masters, readers = optimizer.get_working_to_master_map(), count_readers(model)
         for by_stage in getattr(optimizer, "shared_params", ()):
-            # other pipeline stages hold it too
-            readers.update(id(parameter) for parameter in by_stage.values())
+            readers.update(by_stage.values())  # other pipeline stages hold it too
         layers = {
-            id(module.weight): module
+            module.weight: module
             for module in model.modules()
             if isinstance(module, FP8Layer) and id(module.weight) in masters
         }
         copies_fit = fits(model, bytes_a_value=2)
-        for key, layer in layers.items():
-            reason = why_in_16_bits(layer, optimizer, readers[key])
+        for weight, layer in layers.items():
+            two_groups = isinstance(optimizer.param_to_pg[weight], tuple)
+            reason = uncompressed_reason(
+                layer,
+                master_weights=optimizer._master_weights,
+                readers=readers[weight],
+                of_engine="extra_dp_size" if two_groups else None,
+            )
             if reason is None:
                 layer.fp8_config = without_large_copies(layer.fp8_config, copies_fit)
             else:
-                self._reasons[key] = reason
-        self._first_of_scale: dict[tuple[int, ...], torch.Tensor] = {}
-        self._buffers = self._buffers_of_experts(model, layers)
+                self._reasons[weight] = reason
+        self._first_of_scale: dict[tuple[nn.Parameter, ...], torch.Tensor] = {}
+        sent = {weight: layer for weight, layer in layers.items() if weight not in self._reasons}
+        self._buffers = self._buffers_of_experts(model, sent)
         for merged in merged_layers(model):
-            gathered = [key in layers and key not in self._reasons for key in map(id, merged.weights)]
+            gathered = [weight in sent for weight in merged.weights]
             if all(gathered) and self._can_lie_together(merged):
                 self._allocate_together(merged)
             elif any(gathered):  # else each step casts all of them together
                 merged.fp8_weight.refusal = "the weights are not gathered into one matrix"
-        for key, layer in layers.items():
-            if key not in self._reasons and key not in self._weights:
-                self._weights[key] = self._allocate(layer)
+        for weight, layer in sent.items():
+            if weight not in self._weights:
+                self._weights[weight] = self._allocate(layer)
         self._ready: torch.cuda.Event | None = None
         self._read_beside: tuple[Mapping[nn.Parameter, torch.Tensor], ...] | None = None
         alone = [each for each in self._weights.values() if not each.layer.fp8_config.keeps_16_bits]
@@ -194,7 +177,7 @@ class GatheredWeights:
         self._stream = torch.cuda.Stream(alone[0].flat.device) if beside else None
 
     def __contains__(self, working: nn.Parameter) -> bool:
-        return id(working) in self._weights
+        return working in self._weights
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -206,40 +189,36 @@ class GatheredWeights:
         payload = shard.nbytes
         for group in reversed(groups if isinstance(groups, tuple) else (groups,)):
             ranks = dist.get_world_size(group)
-            count_plain(NAME, ranks, payload, self._reasons.get(id(working), reason), _GATHER)
+            count_plain(NAME, ranks, payload, self._reasons.get(working, reason), _GATHER)
             payload *= ranks
 
     def _buffers_of_experts(
-        self, model: nn.Module, layers: Mapping[int, FP8Layer]
-    ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        self, model: nn.Module, sent: Mapping[nn.Parameter, FP8Layer]
+    ) -> dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor]]:
         """Memory for weights that grouped products read as one, stacked by rows.
 
         Args:
             model: whose experts they are.
-            layers: whose weights the optimizer trains, by id of the weight.
+            sent: the layer of each weight that is gathered in FP8.
 
         Returns:
-            by id of the weight, its FP8 values [N, K] and their transpose [K, N], or an empty tensor.
+            by weight, its FP8 values [N, K] and their transpose [K, N], or an empty tensor.
         """
-        padded = self._optimizer._working_param_to_padded_working_param
         buffers = {}
         for experts in grouped_experts(model):
-            for of_product in experts.products():
-                weights = [layer.weight for layer in of_product]
-                if not all(
-                    id(weight) in layers
-                    and id(weight) not in self._reasons
-                    and padded[weight].numel() == weight.numel()
-                    for weight in weights
-                ):
-                    continue
-                parts = _parts_of(*_matrix_of(of_product), weights)
-                buffers.update(zip(map(id, weights), parts, strict=True))
+            for layers in experts.products():
+                weights = [layer.weight for layer in layers]
+                if all(weight in sent and not self._is_padded(weight) for weight in weights):
+                    buffers.update(zip(weights, _parts(*_stacked(layers), weights), strict=True))
         return buffers
+
+    def _is_padded(self, weight: nn.Parameter) -> bool:
+        """Whether a weight's shards hold more than the weight."""
+        return self._optimizer._working_param_to_padded_working_param[weight].numel() != weight.numel()
 
     def _allocate(self, layer: FP8Layer) -> GatheredWeight:
         weight, dtype = layer.weight, layer.fp8_config.weight_format
-        buffer = self._buffers.get(id(weight))
+        buffer = self._buffers.get(weight)
         if buffer is None:
             flat = weight.new_empty(self._optimizer._working_param_to_padded_working_param[weight].numel(), dtype=dtype)
             data = flat[: weight.numel()].view(weight.shape)
@@ -259,33 +238,30 @@ class GatheredWeights:
 
     def _can_lie_together(self, merged: MergedLayers) -> bool:
         """Whether weights that are multiplied as one can be gathered into one matrix, under one scale."""
-        weights = merged.weights
-        padded = self._optimizer._working_param_to_padded_working_param
         return (
-            len({self._optimizer.param_to_pg[weight] for weight in weights}) == 1
+            len({self._optimizer.param_to_pg[weight] for weight in merged.weights}) == 1
             and len({layer.fp8_config for layer in merged.layers}) == 1
-            # between weights there must be no padding
-            and all(padded[weight].numel() == weight.numel() for weight in weights)
+            and not any(map(self._is_padded, merged.weights))
         )
 
     def _allocate_together(self, merged: MergedLayers) -> None:
         """Memory for weights stacked by rows, of which each layer's FP8 weight is a part."""
         weights = merged.weights
-        data, transpose = self._buffer_of(merged) or _matrix_of(merged.layers)
+        data, transpose = self._buffer_of(merged) or _stacked(merged.layers)
         inverse_scale = weights[0].new_empty((), dtype=torch.float32)
-        parts = _parts_of(data, transpose, weights)
+        parts = _parts(data, transpose, weights)
         group = ScaleGroup([])
         for layer, (part, transposed) in zip(merged.layers, parts, strict=True):
             quantized = QuantizedMatrix(part, transposed, inverse_scale, None)
             group.filled.append(self._fill_later(layer, quantized))
-            self._weights[id(layer.weight)] = GatheredWeight(layer, group, part.view(-1), quantized)
+            self._weights[layer.weight] = GatheredWeight(layer, group, part.view(-1), quantized)
         merged.fp8_weight = EngineWeight()
         whole = QuantizedMatrix(data, transpose, inverse_scale, None)
         group.filled.append(_Filled(merged, merged.fp8_weight, weights, whole))
 
     def _buffer_of(self, merged: MergedLayers) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Memory for merged weights within that of experts, if it lies so there."""
-        buffers = [self._buffers.get(id(weight)) for weight in merged.weights]
+        buffers = [self._buffers.get(weight) for weight in merged.weights]
         if None in buffers:
             return None
         parts, transposes = zip(*buffers, strict=True)
@@ -335,7 +311,7 @@ class GatheredWeights:
         """The updated weights, and those that share a scale with one of them."""
         all_masters = dict(masters)
         for working, master in masters.items():
-            for weight in self._weights[id(working)].group.weights:
+            for weight in self._weights[working].group.weights:
                 if weight not in all_masters:
                     other = self._optimizer.working_to_master_param[id(weight)]
                     all_masters[weight] = other.to(master.device)
@@ -348,30 +324,30 @@ class GatheredWeights:
         known: Mapping[nn.Parameter, torch.Tensor],
         group: dist.ProcessGroup,
     ) -> None:
-        """Cast, gather and unpack batch by batch: while one travels, the next is cast and the last is unpacked."""
+        """Cast, gather and unpack batch by batch: while one is sent, the next is cast and the last is unpacked."""
         batches = list(self._batches(parameters))
-        travelling: _Batch | None = None
+        under_way: _Batch | None = None
         amaxes = self._agree(batches[0], masters, known, group)
         for batch, following in zip_longest(batches, batches[1:]):
             messages = self._cast(batch, masters, amaxes, group)
             if following is not None:
-                # first: it would wait for what travels
+                # first: it would wait for what is under way
                 amaxes = self._agree(following, masters, known, group)
             leaving = _Batch(batch, gather_many(messages, group))
-            if travelling is not None:
-                self._unpack(travelling)
-            travelling = leaving
-        self._unpack(travelling)
+            if under_way is not None:
+                self._unpack(under_way)
+            under_way = leaving
+        self._unpack(under_way)
 
     def _batches(self, parameters: list[nn.Parameter]) -> Iterator[list[GatheredWeight]]:
         """The weights, in batches of about `BATCH_BYTES`; those that share a scale are in one."""
         batch, size, taken = [], 0, set()
         for parameter in parameters:
-            if id(parameter) in taken:
+            if parameter in taken:
                 continue
-            for weight in self._weights[id(parameter)].group.weights:
-                taken.add(id(weight))
-                gathered = self._weights[id(weight)]
+            for weight in self._weights[parameter].group.weights:
+                taken.add(weight)
+                gathered = self._weights[weight]
                 batch.append(gathered)
                 size += gathered.flat.nbytes
             if size >= BATCH_BYTES:
@@ -396,9 +372,9 @@ class GatheredWeights:
 
     def _firsts_of_scale(self, weights: list[nn.Parameter]) -> torch.Tensor:
         """For each weight the place of the first one that it shares a scale with: int64 [len(weights)]."""
-        key = tuple(map(id, weights))
+        key = tuple(weights)
         if key not in self._first_of_scale:
-            groups = [self._weights[id(weight)].group for weight in weights]
+            groups = [self._weights[weight].group for weight in weights]
             firsts = [groups.index(group) for group in groups]
             self._first_of_scale[key] = torch.tensor(firsts, device=weights[0].device)
         return self._first_of_scale[key]

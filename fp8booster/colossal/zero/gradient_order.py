@@ -29,21 +29,19 @@ def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:
     sets = _sets(model)
     if sets:
         optimizer.__class__ = _ordered(type(optimizer))
-        optimizer._sets = sets
-        optimizer._set_of = {id(each): number for number, members in enumerate(sets) for each in members}
+        optimizer._set_of = {each: members for members in sets for each in members}
         optimizer._arrived = {}
-        optimizer._holds_back = True
 
 
-def _sets(model: nn.Module) -> list[list[nn.Parameter]]:
+def _sets(model: nn.Module) -> list[tuple[nn.Parameter, ...]]:
     """The trained parameters of layers that may run as one product, and weight and bias of each other FP8 layer."""
     by_layer = [merged.layers for merged in merged_layers(model)]
     by_layer += [(module,) for module in model.modules() if isinstance(module, FP8Layer)]
     sets, taken = [], set()
     for layers in by_layer:
         found = (each for layer in layers for each in layer.parameters(recurse=False))
-        members = [each for each in found if each.requires_grad and id(each) not in taken]
-        taken.update(map(id, members))
+        members = tuple(each for each in found if each.requires_grad and each not in taken)
+        taken.update(members)
         if len(members) > 1:
             sets.append(members)
     return sets
@@ -57,26 +55,35 @@ def _ordered(native: type[LowLevelZeroOptimizer]) -> type[LowLevelZeroOptimizer]
 class _InOneOrder(LowLevelZeroOptimizer):
     """Mixin before a ZeRO optimizer, which holds gradients back until those of their set are there."""
 
+    _set_of: dict[nn.Parameter, tuple[nn.Parameter, ...]]
+    """The parameters whose gradients enter the buckets with that of a parameter, in their order."""
+
+    _arrived: dict[tuple[nn.Parameter, ...], dict[nn.Parameter, int]]
+    """By set, the parameters whose gradients are held back, with their groups."""
+
+    _holds_back: bool = True
+
     def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
-        number = self._set_of.get(id(param)) if self._holds_back else None
-        if number is None:
+        members = self._set_of.get(param) if self._holds_back else None
+        if members is None:
             super()._add_to_bucket(param, group_id)
             return
-        arrived = self._arrived.setdefault(number, {})
-        arrived[id(param)] = group_id
-        if len(arrived) == len(self._sets[number]):
-            self._release(number)
+        arrived = self._arrived.setdefault(members, {})
+        arrived[param] = group_id
+        if len(arrived) == len(members):
+            self._release(members)
 
-    def _release(self, number: int) -> None:
-        arrived = self._arrived.pop(number)
-        for each in self._sets[number]:
-            if id(each) in arrived:
-                super()._add_to_bucket(each, arrived[id(each)])
+    def _release(self, members: tuple[nn.Parameter, ...]) -> None:
+        arrived = self._arrived.pop(members)
+        for each in members:
+            if each in arrived:
+                super()._add_to_bucket(each, arrived[each])
 
     def _reduce_grad(self, partition_grad: bool) -> None:
         """As it is, behind sets of which some parameters got no gradient."""
-        for number in sorted(self._arrived):
-            self._release(number)
+        for members in dict.fromkeys(self._set_of.values()):
+            if members in self._arrived:
+                self._release(members)
         super()._reduce_grad(partition_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

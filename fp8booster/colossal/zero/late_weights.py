@@ -31,10 +31,10 @@ def wait_before_forward(model: nn.Module) -> None:
     Layers whose weights `nn.fused` reads past their forward have no hook, which it would have to run: the module that
     holds them waits.
     """
-    held = {id(layer) for merged in merged_layers(model) for layer in merged.layers} | {id(fused_head(model))}
+    held = {layer for merged in merged_layers(model) for layer in merged.layers} | {fused_head(model)}
     make_parameters_plain(model)
     for module in model.modules():
-        if id(module) not in held and _wait_for_parameters not in module._forward_pre_hooks.values():
+        if module not in held and _wait_for_parameters not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_wait_for_parameters)
 
 

@@ -9,15 +9,11 @@ from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroModel
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 
 
-class FP8ZeroModel(LowLevelZeroModel):
-    """The model wrapper of a plugin that sends FP8."""
+class SavesMasters:
+    """A mixin before a model wrapper: what checkpoints read are the masters' values."""
 
-    @classmethod
-    def convert_in_place(cls, model: LowLevelZeroModel, optimizer: FP8ZeroOptimizer) -> None:
-        """Turn a model wrapper into this class in place."""
-        model.__class__ = cls
-        # past nn.Module's own attributes: the optimizer is no part of the model
-        model.__dict__["zero_optimizer"] = optimizer
+    zero_optimizer: FP8ZeroOptimizer | None
+    """What trains the model, if it gathers weights in FP8."""
 
     def _force_wait_all_gather(self) -> None:
         """Make the working weights ready to be saved; checkpoint IO calls it on every rank before it reads them."""
@@ -25,6 +21,16 @@ class FP8ZeroModel(LowLevelZeroModel):
         if self.zero_optimizer is not None:
             self.zero_optimizer.gather_working_weights()
 
+
+class FP8ZeroModel(SavesMasters, LowLevelZeroModel):
+    """The model wrapper of a plugin that sends FP8."""
+
+    @classmethod
+    def convert_in_place(cls, model: LowLevelZeroModel, optimizer: FP8ZeroOptimizer) -> None:
+        """Turn a model wrapper into this class in place."""
+        model.__class__ = cls
+        model.zero_optimizer = optimizer
+
     def __getstate__(self) -> dict[str, Any]:
-        # as native's wrapper, it is pickled without what trains it, and without its process groups
+        # as Colossal-AI's wrapper, it is pickled without what trains it, and without its process groups
         return self.__dict__ | {"zero_optimizer": None}

@@ -26,7 +26,7 @@ from torch.distributed import ReduceOp
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8booster import comm
-from fp8booster.colossal.fixed_groups import FixedGroups
+from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
 from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.transport import gather_many
@@ -39,7 +39,7 @@ Updated = list[tuple[nn.Parameter, torch.Tensor]]
 """(working weight, this rank's master shard) of each parameter that got a gradient."""
 
 
-class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
+class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     """The ZeRO optimizer of stages 1 and 2, sending FP8."""
 
     reduces_during_backward: ClassVar[bool] = True
@@ -49,6 +49,24 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
     before_update: Callable[[], object] | None = None
     """Called in each step when the gradients' norm is known and no weight has changed; what it raises ends the step. A
     hook of the optimizer inside would make it step in more passes (`one_pass.why_not`)."""
+
+    gathered_weights: GatheredWeights
+
+    gradient_encoding: Encoding
+
+    automatic_scaling: AutomaticScaling | None
+
+    reduces_beside_backward: bool
+    """Buckets are reduced on streams of their own."""
+
+    _norms: WeakIdKeyDictionary
+    """By gradient, its count of changes and its norm then."""
+
+    _group_of: dict[nn.Parameter, int]
+    """The parameter group of each working weight."""
+
+    _why_by_itself: str | None = None
+    """Why the optimizer inside steps by itself, in more passes over memory."""
 
     @classmethod
     def convert_in_place(cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, gradient_scaling: str) -> None:
@@ -63,9 +81,8 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         optimizer.gathered_weights = GatheredWeights(model, optimizer)
         optimizer._norms = WeakIdKeyDictionary()
         optimizer._group_of = {
-            id(working): group_id for group_id, group in optimizer._working_param_groups.items() for working in group
+            working: group_id for group_id, group in optimizer._working_param_groups.items() for working in group
         }
-        optimizer._why_by_itself = None
         optimizer.gradient_encoding = Encoding(block_size=None) if gradient_scaling == "tensor" else Encoding()
         optimizer.automatic_scaling = (
             AutomaticScaling(
@@ -118,7 +135,7 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         with accelerator.stream(stream):
             own = self._reduced(bucket, gradients)
             sizes = [gradient.numel() // bucket.world_size for gradient in gradients]
-            groups = [self._group_of[id(parameter)] for parameter in parameters]
+            groups = [self._group_of[parameter] for parameter in parameters]
             for parameter, group_id, part in zip(parameters, groups, own.split(sizes), strict=True):
                 self._widen(group_id, parameter)
                 self._add_grad(part, 1, group_id, id(parameter))
@@ -227,10 +244,10 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
     def _step_optimizer(
         self, updated: Updated, gradients: Mapping[torch.Tensor, torch.Tensor], divisor: torch.Tensor | None
     ) -> tuple[list[dist.Work], dict[torch.Tensor, torch.Tensor]]:
-        """Step with the masters that have a gradient, and begin to send the weights that travel in 16 bits.
+        """Step with the masters that have a gradient, and begin to send the weights that are sent in 16 bits.
 
         Where the optimizer is one of torch's, it is one pass over memory, over these weights first: the next forward
-        reads them first, and they travel while the others are updated.
+        reads them first, and they are sent while the others are updated.
 
         Args:
             updated: what has a gradient.
@@ -271,7 +288,7 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         }
 
     def _in_16_bits(self, updated: Updated) -> Updated:
-        """What of it travels in the working dtype."""
+        """What of it is sent in the working dtype."""
         return [pair for pair in updated if pair[0] not in self.gathered_weights]
 
     def _attach(self, gradients: Mapping[torch.Tensor, torch.Tensor], divisor: torch.Tensor | None) -> None:
@@ -314,16 +331,12 @@ class FP8ZeroOptimizer(FixedGroups, LowLevelZeroOptimizer):
         version, norm = self._norms.get(gradient, (None, None))
         return norm if version == gradient._version else None
 
-    def get_grad_norm(self, norm_type: float = 2, **kwargs: object) -> float | None:
-        """The norm of the last step's gradients; asking makes the host wait for the device."""
-        return None if self._current_grad_norm is None else float(self._current_grad_norm)
-
     def _publish(self, updated: Updated, works: list[dist.Work], amaxes: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Send the new weights of FP8 layers in FP8 to all ranks, and wait for the others.
 
         Args:
             updated: what is sent in all.
-            works: the gathers of what travels in 16 bits, under way.
+            works: the gathers of what is sent in 16 bits, under way.
             amaxes: of the masters whose amax is known.
         """
         device = get_accelerator().get_current_device()
