@@ -19,38 +19,25 @@ def no_flash_attn(module: ModuleType) -> bool:
     return importlib.util.find_spec("flash_attn") is None
 
 
-@wrap(
-    "shardformer.modeling.llama:get_llama_flash_attention_forward",
-    "143,576",
-    needed_when="sequence parallelism with enable_flash_attention=False",
-)
-def llama_is_causal_along_a_sequence(
-    upstream: Callable, shard_config: Any, sp_mode: str | None = None, *args: Any
-) -> Any:
-    """LLaMA's attention under sequence parallelism is causal: it runs as with enable_flash_attention.
+def _with_flash_attention(upstream: Callable, shard_config: Any, sp_mode: str | None = None, *args: Any) -> Any:
+    """Attention under sequence parallelism is causal: it runs as with enable_flash_attention.
 
     Without it, and with transformers' "sdpa" attention, whose mask is None where is_causal would do, every token
-    attends to those that follow. No longer needed when logits under split_gather do not change with later tokens.
+    attends to those that follow. No longer needed when logits of a LLaMA, and hidden states of
+    `Qwen2PipelineForwards.qwen2_model_forward`, under split_gather do not change with later tokens.
     """
     if sp_mode is not None:
         shard_config.enable_flash_attention = True
     return upstream(shard_config, sp_mode, *args)
 
 
-@wrap(
-    "shardformer.modeling.qwen2:get_qwen2_flash_attention_forward",
-    "154,574",
-    needed_when="sequence and pipeline parallelism with enable_flash_attention=False",
-)
-def qwen2_is_causal_along_a_sequence(
-    upstream: Callable, shard_config: Any, sp_mode: str | None = None, *args: Any
-) -> Any:
-    """Qwen2's attention under sequence and pipeline parallelism is causal: it runs as with enable_flash_attention.
-
-    Without it every token attends to those that follow, as in LLaMA. No longer needed when the hidden states of
-    `Qwen2PipelineForwards.qwen2_model_forward` under split_gather do not change with later tokens.
-    """
-    return llama_is_causal_along_a_sequence(upstream, shard_config, sp_mode, *args)
+for _model, _lines, _along in (("llama", "143,576", "sequence"), ("qwen2", "154,574", "sequence and pipeline")):
+    wrap(
+        f"shardformer.modeling.{_model}:get_{_model}_flash_attention_forward",
+        _lines,
+        needed_when=f"{_along} parallelism with enable_flash_attention=False",
+        name=f"{_model}_is_causal_along_a_sequence",
+    )(_with_flash_attention)
 
 
 @wrap(
