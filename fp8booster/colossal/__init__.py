@@ -1,4 +1,4 @@
-"""The seam to Colossal-AI. Importing it puts in the mends that colossalai needs to import and to train."""
+"""The seam to Colossal-AI. Importing it applies the patches that colossalai needs to import and to train."""
 
 from __future__ import annotations
 

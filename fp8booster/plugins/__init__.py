@@ -1,6 +1,6 @@
 """Colossal-AI's plugins with FP8: change the import, add `use_fp8=True`."""
 
-import fp8booster.colossal  # noqa: F401  # mends colossalai before it is imported
+import fp8booster.colossal  # noqa: F401  # patches colossalai before it is imported
 from fp8booster.plugins.gemini import GeminiPlugin
 from fp8booster.plugins.hybrid_parallel import HybridParallelPlugin
 from fp8booster.plugins.low_level_zero import LowLevelZeroPlugin

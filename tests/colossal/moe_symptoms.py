@@ -65,7 +65,7 @@ def _save_states() -> None:
 
 def _save_one_file() -> None:
     booster, model, _ = _trained()
-    # what is not refused fails on all ranks at once: natively some would wait for others that failed
+    # what is not refused fails on all ranks at once: in Colossal-AI some would wait for others that failed
     model.state_dict = _unreadable
     refusal: Exception | None = None
     try:

@@ -1,4 +1,4 @@
-"""Checkpoints cross between FP8 and BF16, between this plugin and the native one, and to transformers."""
+"""Checkpoints cross between FP8 and BF16, between this plugin and Colossal-AI's one, and to transformers."""
 
 from __future__ import annotations
 

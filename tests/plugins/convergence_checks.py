@@ -64,7 +64,7 @@ def learn(run: Boosted, first: int = 0, last: int = STEPS, accumulate: int = 1) 
 
 @functools.cache
 def losses_of_16_bit_traffic() -> list[float]:
-    """Of a run in stage 2 with FP8 products whose gradients and weights travel in 16 bits."""
+    """Of a run in stage 2 with FP8 products whose gradients and weights are sent in 16 bits."""
     return learn(learner(fp8(stage=2, max_norm=1.0)))
 
 

@@ -1,4 +1,4 @@
-"""`TorchDDPPlugin`: without `use_fp8` it is the native plugin, with it products and gradients are in FP8."""
+"""`TorchDDPPlugin`: without `use_fp8` it is Colossal-AI's plugin, with it products and gradients are in FP8."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ OPTIONS: dict[str, Any] = {
     "gradient_as_bucket_view": True,
     "static_graph": True,
 }
-"""For every argument of the native plugin but `fp8_communication`, a value that is not its default."""
+"""For every argument of Colossal-AI's plugin but `fp8_communication`, a value that is not its default."""
 
 MIB = 2**20
 

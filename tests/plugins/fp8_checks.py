@@ -1,4 +1,4 @@
-"""Training in FP8: every option and habit of the native plugin, with FP8 products beneath."""
+"""Training in FP8: every option and habit of Colossal-AI's plugin, with FP8 products beneath."""
 
 from __future__ import annotations
 

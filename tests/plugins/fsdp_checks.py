@@ -1,4 +1,4 @@
-"""`TorchFSDPPlugin`: without `use_fp8` it is the native plugin, with it products, weights and gradients are in FP8."""
+"""`TorchFSDPPlugin`: without `use_fp8` it is Colossal-AI's, with it products, weights and gradients are in FP8."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def fsdp_without_fp8_trains_as_the_native_plugin(option: str) -> None:
 def fsdp_by_position_means_what_it_means_in_the_native_plugin() -> None:
     assert ours(*OPTIONS.values()).fsdp_kwargs == native(**OPTIONS).fsdp_kwargs
     assert ours(*OPTIONS.values(), True).fp8_communication
-    assert not fp8(fp8_communication=True).fp8_communication  # native's hooks stay out
+    assert not fp8(fp8_communication=True).fp8_communication  # Colossal-AI's hooks stay out
     assert not ours().support_no_sync()
 
 
@@ -266,7 +266,7 @@ def fsdp_sends_at_most_0_52_of_the_bytes(wrapping: str) -> None:
 
 
 @check
-def fsdp_says_why_a_weight_travels_in_16_bits() -> None:
+def fsdp_says_why_a_weight_is_sent_in_16_bits() -> None:
     for config, reason in (
         (FP8Config(granularity="rowwise", emulate=True), "rowwise scales"),
         (QUICK, "size no multiple of 16"),

@@ -68,7 +68,7 @@ OPTIONS: dict[str, Any] = {
     "param_init_fn": lambda module: None,  # called for modules on the meta device
     "sync_module_states": True,
 }
-"""For every argument of the native plugin but `fp8_communication`, a value that is not its default."""
+"""For every argument of Colossal-AI's plugin but `fp8_communication`, a value that is not its default."""
 
 TRIED = tuple(option for option in OPTIONS if option != "sync_module_states")
 """Those that FSDP takes on the CPU."""
@@ -100,7 +100,7 @@ def fp8(**arguments: Any) -> TorchFSDPPlugin:
 
 
 def plain_wire(**arguments: Any) -> TorchFSDPPlugin:
-    """This project's plugin with products in FP8, weights and gradients travelling in high precision."""
+    """This project's plugin with products in FP8, weights and gradients sent in high precision."""
     return fp8(fp8_communication=False, **arguments)
 
 

@@ -104,7 +104,7 @@ def checkpoints_cross(crossing: str) -> None:
             assert_equal(masters(writer), masters(reader))
         with torch.no_grad():
             losses = [run.loss(batch).item() for run in (writer, reader)]
-        # ZeRO's and native's masters lack the bits below BF16
+        # ZeRO's and Colossal-AI's masters lack the bits below BF16
         assert losses[0] == losses[1] if exact else abs(losses[0] - losses[1]) < 5e-3 * losses[0]
     assert_close(train(writer), train(reader), 2e-2, gradients="zero" not in crossing)
 

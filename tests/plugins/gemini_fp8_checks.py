@@ -45,7 +45,7 @@ def all_products_but_those_of_the_vocabulary_head_run_in_fp8() -> None:
 
 @check
 def ranks_choose_fp8_alike_for_any_number_of_tokens() -> None:
-    """Chunks travel in the order in which layers run, which a choice by a rank's own tokens would change."""
+    """Chunks are sent in the order in which layers run, which a choice by a rank's own tokens would change."""
     for communication in (True, False):
         run = boost(wire(fp8_config=FP8Config(fused=False), fp8_communication=communication))
         tokens = batch()

@@ -102,7 +102,7 @@ NOT_GATHERED = {
 
 
 @check_each(*NOT_GATHERED)
-def weights_that_do_not_travel_in_fp8_train_and_are_counted_with_the_reason(reason: str) -> None:
+def weights_that_are_not_sent_in_fp8_train_and_are_counted_with_the_reason(reason: str) -> None:
     plugin, model = NOT_GATHERED[reason]()
     reference = boost(native(master_weights=reason != "no master weights"), copy.deepcopy(model))
     run = boost(plugin, model)

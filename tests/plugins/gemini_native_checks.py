@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def native_arguments() -> list[inspect.Parameter]:
-    """Those of the native constructor, in order."""
+    """Those of Colossal-AI's constructor, in order."""
     from colossalai.booster.plugin import GeminiPlugin
 
     return list(inspect.signature(GeminiPlugin.__init__).parameters.values())[1:]

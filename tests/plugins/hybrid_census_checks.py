@@ -51,7 +51,7 @@ def assert_all_products_in_fp8(run: HybridRun) -> None:
     assert all(isinstance(layer, FP8Layer) for layer in eligible)
     assert operations(counted.fp8) == expected(eligible, rows), counted.fp8
     assert operations(counted.other) == expected(heads, rows), counted.other
-    if not plugin.enable_sequence_parallelism:  # where native code computes attention itself, by batched products
+    if not plugin.enable_sequence_parallelism:  # where Colossal-AI computes attention itself, by batched products
         assert set(counted.batched) <= {torch.float32}, counted.batched  # the angles of the rotary embedding
     assert [row.precision for row in report(run.model).rows].count("FP8") == len(eligible)
 

@@ -1,4 +1,4 @@
-"""Checkpoints cross between modes of `HybridParallelPlugin`, between FP8 and 16 bits, to native code and back."""
+"""Checkpoints cross between modes of `HybridParallelPlugin`, between FP8 and 16 bits, to Colossal-AI and back."""
 
 from __future__ import annotations
 

@@ -48,10 +48,10 @@ ALIKE_DB = 12
 """At least, between gradients with and without fusion: each is some 17 dB from those of 16 bits, E5M2's two bits."""
 
 CLOSE = 1.5e-2
-"""How far losses may part in the first steps; natively those of parts of a sequence are added up in BF16."""
+"""How far losses may part in the first steps; in Colossal-AI those of parts of a sequence are added up in BF16."""
 
 LOSS_AND_COUNT = 2
-"""Ranks with parts of a sequence add up two values, in FP32 where natively they are in BF16."""
+"""Ranks with parts of a sequence add up two values, in FP32 where in Colossal-AI they are in BF16."""
 
 
 @dataclass

@@ -311,7 +311,7 @@ def it_trains_like_the_native_loss(mode: str) -> None:
     fused, whole = losses
     assert fused[-1] < fused[0]
     for one, other in zip(fused, whole, strict=True):
-        assert abs(one - other) <= 1e-2 * other, losses  # natively there are losses in BF16
+        assert abs(one - other) <= 1e-2 * other, losses  # in Colossal-AI there are losses in BF16
 
 
 @check_each("TP2", "PP2 1f1b")

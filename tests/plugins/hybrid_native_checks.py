@@ -1,4 +1,4 @@
-"""`HybridParallelPlugin` with `use_fp8` off is the native plugin, bit for bit; what its constructor refuses."""
+"""`HybridParallelPlugin` with `use_fp8` off is Colossal-AI's plugin, bit for bit; what its constructor refuses."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "interleaved pipeline": ("PP2 interleaved", {"overlap_p2p": False}),
 }
-"""Groups of the native plugin's arguments, each with another value where one is possible here, and a mode to try them
-in. Those that `arguments_of` sets for the modes are not among them."""
+"""Groups of Colossal-AI's plugin's arguments, each with another value where one is possible here, and a mode to try
+them in. Those that `arguments_of` sets for the modes are not among them."""
 
 
 @check

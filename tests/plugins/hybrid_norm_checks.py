@@ -1,4 +1,4 @@
-"""Norms of gradients under `HybridParallelPlugin` are native's, without the host waiting for them."""
+"""Norms of gradients under `HybridParallelPlugin` are Colossal-AI's, without the host waiting for them."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def a_model_that_is_boosted_again_trains_on_as_native_does(mode: str) -> None:
         model, optimizer, *_ = run.booster.boost(run.model, torch.optim.AdamW(run.model.parameters(), lr=1e-3))
         assert model is run.model
         again, calls_again = learn_and_count(HybridRun(run.booster, model, optimizer), 2, 4)
-        assert calls_again == calls  # no gradient travels twice
+        assert calls_again == calls  # no gradient is sent twice
         losses.append(again)
     assert_close(*losses, CLOSE)
     assert losses[0] != losses[1]

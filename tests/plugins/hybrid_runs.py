@@ -1,4 +1,4 @@
-"""Boost and train tiny models with `HybridParallelPlugin`, ours or the native one, in each of its modes."""
+"""Boost and train tiny models with `HybridParallelPlugin`, ours or Colossal-AI's one, in each of its modes."""
 
 from __future__ import annotations
 

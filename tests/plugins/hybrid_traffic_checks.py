@@ -30,7 +30,7 @@ def traffic(run: HybridRun) -> Traffic:
 
 
 def in_16_bits(mode: str) -> int:
-    """Bytes that native code sends in a step."""
+    """Bytes that Colossal-AI sends in a step."""
     run = start(native(mode), tiny_llama(**LARGE))
     sent = traffic(run).sent
     if hasattr(run.model.module, "reducer") and (ranks := dist.get_world_size(run.model.dp_group)) > 1:

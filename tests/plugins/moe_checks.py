@@ -1,4 +1,4 @@
-"""`MoeHybridParallelPlugin`: without `use_fp8` it is the native plugin, with it experts and their tokens are in FP8."""
+"""`MoeHybridParallelPlugin`: without `use_fp8` it is Colossal-AI's, with it experts and their tokens are in FP8."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ MODES: dict[str, dict[str, Any]] = {
     "experts on every rank": EP2 | {"ep_size": 1},
     "experts on every rank, without ZeRO": EP2 | {"ep_size": 1, "zero_stage": 0},
     "EP2, clipping, late weights": EP2 | {"max_norm": 0.1, "overlap_allgather": True},
-    "EP2, stage 2, FP16": EP2  # stage 2 turns into stage 1 in native
+    "EP2, stage 2, FP16": EP2  # stage 2 turns into stage 1 in Colossal-AI
     | {"zero_stage": 2, "precision": "fp16", "initial_scale": 2.0**8},
     "TP2": EP2 | {"tp_size": 2, "ep_size": 1},
     "PP2": EP2 | {"pp_size": 2, "ep_size": 1, "num_microbatches": 2},
@@ -227,7 +227,7 @@ def assert_native_gradients(mode: dict[str, Any]) -> None:
 
 @check_each("EP2", "TP2")
 def moe_clips_by_one_norm_of_all_experts(mode: str) -> None:
-    """Natively each rank counts the experts that it holds, and adds norms where it should add squares."""
+    """In Colossal-AI each rank counts the experts that it holds, and adds norms where it should add squares."""
     assert_clips_by_one_norm(boost(fp8(**MODES[mode])), *rank_batches(2), norm_of=norm_of_all_parts)
 
 
@@ -275,7 +275,7 @@ def moe_trains_where_experts_get_no_tokens() -> None:
 
 @check_each("native", "fp8")
 def moe_routers_of_all_stages_learn_to_balance_their_experts(which: str) -> None:
-    """Natively the loss of balance reaches those of the last stage alone."""
+    """In Colossal-AI the loss of balance reaches those of the last stage alone."""
     balanced = {"output_router_logits": True, "router_aux_loss_coef": 1.0}
     batch, alone = token_batch(seed=0, batch=4), tiny_mixtral(**balanced).bfloat16()
     for micro_batch in batch.chunk(2):

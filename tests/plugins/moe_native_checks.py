@@ -1,5 +1,5 @@
-"""`MoeHybridParallelPlugin` with `use_fp8` off is the native plugin, bit for bit, with every argument that it has; its
-checkpoints and those of LowLevelZero hold the same.
+"""`MoeHybridParallelPlugin` with `use_fp8` off is Colossal-AI's plugin, bit for bit, with every argument that it has;
+its checkpoints and those of LowLevelZero hold the same.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "interleaved": CHUNKS | {"pp_style": "interleaved"},
     "zero-bubble": CHUNKS | {"pp_style": "zbv", "scheduler_nodes": zero_bubble_schedule(2, 4)},
 }
-"""Groups of the native plugin's arguments, each with another value where one is possible here."""
+"""Groups of Colossal-AI's plugin's arguments, each with another value where one is possible here."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "spread without ZeRO": (EP2 | {"zero_stage": 0}, "use zero_stage=1"),

@@ -1,4 +1,4 @@
-"""`use_fp8=False` is the native plugin, bit for bit; what the constructor refuses."""
+"""`use_fp8=False` is Colossal-AI's plugin, bit for bit; what the constructor refuses."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "use_fp8": [{"use_fp8": False}],
     "extra_dp_size": [{"extra_dp_size": 2}],
 }
-"""For every argument of the native plugin, arguments with another value of it."""
+"""For every argument of Colossal-AI's plugin, arguments with another value of it."""
 
 
 def native_arguments() -> list[inspect.Parameter]:
-    """Those of the native constructor, in order."""
+    """Those of Colossal-AI's constructor, in order."""
     return list(inspect.signature(native_class().__init__).parameters.values())[1:]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
+import fp8booster.colossal  # noqa: F401  (patches colossalai before it is imported)
 from fp8booster import FP8Config
 from tests.plugins.registry import check, check_each
 

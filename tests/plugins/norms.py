@@ -1,4 +1,4 @@
-"""The norm that an optimizer of hybrid parallelism finds, beside native's of the same gradients."""
+"""The norm that an optimizer of hybrid parallelism finds, beside Colossal-AI's of the same gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostReads(TorchDispatchMode):
 
 
 def native_norm(optimizer: Any) -> float:
-    """By native code, of the gradients as they are now."""
+    """By Colossal-AI, of the gradients as they are now."""
     from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelAMPOptimizer
     from colossalai.zero.low_level._utils import calculate_global_norm_from_list
 
@@ -91,7 +91,7 @@ def assert_clips_by_one_norm(
 
     Args:
         scale: of the loss; the host reads whether gradients overflowed if it is another than 1.
-        norm_of: what is expected of an optimizer's gradients as they are; native's unless given.
+        norm_of: what is expected of an optimizer's gradients as they are; Colossal-AI's unless given.
     """
     norm, exact, reads = steps_of(run, *batches, limit=1e6, norm_of=norm_of)
     assert norm / scale == pytest.approx(exact, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Boost and train tiny models on the ranks of a test, with our plugin or the native one."""
+"""Boost and train tiny models on the ranks of a test, with our plugin or Colossal-AI's one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
+import fp8booster.colossal  # noqa: F401  (patches colossalai before it is imported)
 from fp8booster import FP8Config
 from tests.colossal.models import tiny_llama, token_batch
 from tests.plugins.gradients import Losses, assert_same_gradients, first_moments
@@ -104,7 +104,7 @@ def ours(**arguments: Any) -> LowLevelZeroPlugin:
 
 
 def fp8(**arguments: Any) -> LowLevelZeroPlugin:
-    """This project's plugin with FP8 products layer by layer, gradients travelling in 16 bits."""
+    """This project's plugin with FP8 products layer by layer, gradients sent in 16 bits."""
     layer_by_layer = FP8Config(fused=False)
     return ours(**{"use_fp8": True, "fp8_communication": False, "fp8_config": layer_by_layer} | arguments)
 

@@ -22,7 +22,7 @@ class FP8GeminiHook(GeminiZeROHook):
         if not all(chunk.keep_gathered for chunk in chunks):
             super().pre_op(params)
         else:
-            # needs no memory: native would release what the layers before and after a norm share
+            # needs no memory: Colossal-AI would release what the layers before and after a norm share
             for parameter, chunk in zip(managed, chunks, strict=True):
                 manager.trans_tensor_state(parameter, TensorState.COMPUTE)
                 manager.access_chunk(chunk)

@@ -1,7 +1,7 @@
 """A tensor's memory, taken away and given back while the tensor object stays: what Gemini does with gathered chunks.
 
-Native's functions (zero/gemini/chunk/chunk.py:45) look at typed storage, which torch deprecates: each look formats a
-warning's place anew, and a step takes some dozens of looks a layer.
+Colossal-AI's functions (zero/gemini/chunk/chunk.py:45) look at typed storage, which torch deprecates: each look formats
+a warning's place anew, and a step takes some dozens of looks a layer.
 """
 
 from __future__ import annotations

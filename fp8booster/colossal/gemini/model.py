@@ -28,7 +28,7 @@ from fp8booster.config import FP8Config
 
 
 class GatheringGeminiDDP(GeminiDDP):
-    """GeminiDDP over FP8 layers, with native chunks: everything travels in 16 bits.
+    """GeminiDDP over FP8 layers, with native chunks: everything is sent in 16 bits.
 
     Args:
         module: converted to FP8 layers, and sharded where it shall be.
@@ -44,7 +44,7 @@ class GatheringGeminiDDP(GeminiDDP):
         gather_for_layers(module, self.chunk_manager)
 
     def _setup_grads_ptr(self) -> None:
-        # native walks over all modules for their parameters
+        # Colossal-AI walks over all modules for their parameters
         with torch._C.DisableTorchFunction():
             for parameter in self.param2name:
                 if not is_ddp_ignored(parameter):
@@ -61,7 +61,7 @@ class GatheringGeminiDDP(GeminiDDP):
 
 
 class FP8GeminiDDP(GatheringGeminiDDP):
-    """GeminiDDP whose FP8 layers' weights live and travel in FP8, and whose gradients are reduced in FP8.
+    """GeminiDDP whose FP8 layers' weights lie in memory and are sent in FP8, and whose gradients are reduced in FP8.
 
     Args:
         module: converted to FP8 layers, and sharded where it shall be.
@@ -113,7 +113,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         self._masters.publish(known)
 
     def count_weights(self) -> tuple[int, int]:
-        """(weights that travel in FP8, all trained parameters)."""
+        """(weights that are sent in FP8, all trained parameters)."""
         return sum(len(chunk.tensors_info) for chunk in self.fp8_chunks), len(self.fp16_params)
 
     def require_gradients(self) -> None:
@@ -139,7 +139,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
             self._raise_without(lambda parameter: parameter._gemini_reduced)
         asynchronous, stream = self.enable_async_reduce, self.async_reduce_stream
         if asynchronous and not any(device.type == "cpu" for device in self.grads_device.values()):
-            # native waits on the host, which only what lies there needs
+            # Colossal-AI waits on the host, which only what lies there needs
             get_accelerator().current_stream().wait_stream(stream)
             self.enable_async_reduce = False
         try:
@@ -149,7 +149,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
 
     @contextmanager
     def _masters_are_the_weights(self) -> Iterator[None]:
-        """Checkpoints read and write the masters, as native's do where gradients take the weights' place."""
+        """Checkpoints read and write the masters, as Colossal-AI's do where gradients take the weights' place."""
         manager = self.chunk_manager
         reuse = manager.reuse_fp16_chunk
         manager.reuse_fp16_chunk = self.master_weights
@@ -160,7 +160,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
 
     @contextmanager
     def _in_fp32(self) -> Iterator[None]:
-        """Gather chunks of masters in FP32: natively in 16 bits, unless they stay gathered."""
+        """Gather chunks of masters in FP32: in Colossal-AI in 16 bits, unless they stay gathered."""
         native = self.mixed_precision
         if self.master_weights:
             self.mixed_precision = torch.float32

@@ -47,7 +47,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
 
     def _put_weights_back(self) -> None:
         """Round 16-bit weights from their masters, in the place of their gradients."""
-        # native moves an empty tensor to the device for each shard
+        # Colossal-AI moves an empty tensor to the device for each shard
         nothing: dict[torch.device, torch.Tensor] = {}
         for group in self.param_groups:
             for shard in group["params"]:
@@ -81,7 +81,8 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
                 gradients.l2_norm = None
 
     def _calc_global_norm(self) -> torch.Tensor:
-        """The norm over all ranks, each value counted once: native leaves out those of other tensor parallel ranks.
+        """The norm over all ranks, each value counted once: Colossal-AI leaves out those of other tensor parallel
+        ranks.
 
         Returns:
             float64 [], on the device, as native computes with it on the host.
@@ -102,7 +103,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
         return (whole + sharded).double().sqrt()
 
     def _get_combined_scale(self) -> torch.Tensor | float:
-        """What gradients are divided by; native asks for it right before the optimizer's step."""
+        """What gradients are divided by; Colossal-AI asks for it right before the optimizer's step."""
         divisor = self._divisor()
         if self.before_update is not None:
             try:
@@ -116,7 +117,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Forget the gradients, of a backward too that no step shall follow.
 
-        Natively those lie where the weights did, and the next forward reads them.
+        In Colossal-AI those lie where the weights did, and the next forward reads them.
         """
         super().zero_grad(*args, **kwargs)
         manager = self.chunk_manager
@@ -135,7 +136,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
         self.chunk_manager.drop_weight_gradients(self.module.fp8_chunks)
 
     def _divisor(self) -> torch.Tensor | float:
-        """What undoes the loss scale and clips, as native finds it; -1: nothing is to be divided.
+        """What undoes the loss scale and clips, as Colossal-AI finds it; -1: nothing is to be divided.
 
         Where it depends on the norm it is a tensor, float32 [], which the host does not wait for.
         """

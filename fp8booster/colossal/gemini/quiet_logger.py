@@ -10,7 +10,7 @@ from colossalai.logging import DistributedLogger
 class QuietLogger:
     """A logger that hands on a debug message only if it is shown.
 
-    Native looks up every frame of the call stack, with its source, before it asks whether the message is shown
+    Colossal-AI looks up every frame of the call stack, with its source, before it asks whether the message is shown
     (logging/logger.py: __get_call_info), and Gemini has one such message after each backward. It costs the host tens
     of milliseconds, more the more modules are imported.
 

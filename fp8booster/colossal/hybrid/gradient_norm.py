@@ -1,9 +1,9 @@
 """The norm of gradients of which ranks hold some in common, found on the device.
 
-Native adds the square of a gradient that every rank of tensor parallelism holds as many times less as there are ranks,
-and that of a weight which pipeline stages share as many times less as there are stages, so that the sum over all ranks
-has each once (hybrid_parallel_plugin.py:584, 842). It reads each sum back, and there the host waits for the device.
-Here the same sums stay on the device.
+Colossal-AI adds the square of a gradient that every rank of tensor parallelism holds as many times less as there are
+ranks, and that of a weight which pipeline stages share as many times less as there are stages, so that the sum over all
+ranks has each once (hybrid_parallel_plugin.py:584, 842). It reads each sum back, and there the host waits for the
+device. Here the same sums stay on the device.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParall
         return squares.sqrt()
 
     def _unscale_and_clip_grads(self, total_norm: torch.Tensor | float) -> None:
-        """Undo the loss scale and clip as native does, in one pass, and in none where both leave gradients alone."""
+        """Undo the loss scale and clip, in one pass, and in none where both leave gradients alone."""
         divisor = self.mixed_precision.get_grad_div_scale()
         if self.max_norm > 0:
             divisor = clipping_divisor(total_norm, divisor, self.max_norm)
@@ -132,8 +132,8 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
     def _norm(self) -> torch.Tensor:
         """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device.
 
-        Native adds up norms where there are two process groups, as with experts, and leaves out those that other ranks
-        hold (low_level_optim.py:575), so that ranks clip by different norms. Here it is one norm.
+        Colossal-AI adds up norms where there are two process groups, as with experts, and leaves out those that other
+        ranks hold (low_level_optim.py:575), so that ranks clip by different norms. Here it is one norm.
         """
         pairs = [
             (parameter, gradient)

@@ -1,7 +1,7 @@
 """Gradients that are sums over a group of ranks, where backward passes accumulate on them.
 
 Sequence parallelism gives each rank of the tensor parallel group a part of the gradients of normalization weights, and
-a weight that two pipeline stages share gets a part on each: the parts are added over ranks. Native code adds what has
+a weight that two pipeline stages share gets a part on each: the parts are added over ranks. Colossal-AI adds what has
 accumulated, after each backward without `no_sync`: earlier micro-batches, which are sums already, are added again
 (hybrid_parallel_plugin.py:156,242,793). A mean would not change by that, a sum does.
 """

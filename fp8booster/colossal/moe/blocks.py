@@ -1,10 +1,10 @@
 """Colossal-AI's expert-parallel blocks, whose tokens are sent in FP8 and whose experts see all their tokens at once.
 
-Native sends tokens in FP8 between nodes only, their gradients never, those of DeepSeek-V3 never either way; runs an
-expert once for each rank that sent it tokens; and gives an expert without tokens no gradient, where other ranks have
+Colossal-AI sends tokens in FP8 between nodes only, their gradients never, those of DeepSeek-V3 never either way; runs
+an expert once for each rank that sent it tokens; and gives an expert without tokens no gradient, where other ranks have
 one (shardformer/modeling/{mixtral,deepseek,deepseek_v3}.py).
 
-The gradient of an expert's weights is native's: a mean over the ranks that hold it and were sent tokens for it.
+The gradient of an expert's weights is Colossal-AI's: a mean over the ranks that hold it and were sent tokens for it.
 """
 
 from __future__ import annotations

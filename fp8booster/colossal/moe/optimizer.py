@@ -16,9 +16,10 @@ class FP8MoeHybridParallelZeroOptimizer(FP8HybridParallelZeroOptimizer, MoeHybri
     """
 
     def _sync_grad(self) -> None:
-        """As native (zero/low_level/low_level_optim.py:723): what hooks left, and zeros for experts without a gradient.
+        """As in Colossal-AI (zero/low_level/low_level_optim.py:723): what hooks left, and zeros for experts without a
+        gradient.
 
-        Native takes an expert whose gradient the hooks have reduced for one without, and reduces zeros for it.
+        Colossal-AI takes an expert whose gradient the hooks have reduced for one without, and reduces zeros for it.
         """
         for group_id, parameters in self._working_param_groups.items():
             for parameter in parameters:

@@ -22,7 +22,7 @@ def compress_pipeline(
     """Let the stages of a plugin's pipeline send each other FP8, whichever its schedule; without a pipeline, nothing.
 
     Args:
-        plugin: made by the native constructor.
+        plugin: made by Colossal-AI's constructor.
         encoding, min_bytes: as in `comm.send`.
     """
     scheduler = plugin.scheduler
@@ -31,4 +31,4 @@ def compress_pipeline(
     native = scheduler.comm
     options = {} if encoding is None else {"encoding": encoding}
     scheduler.comm = FP8PipelineCommunication(native.stage_manager, native.overlap_p2p, min_bytes=min_bytes, **options)
-    scheduler.fp8_communication = False  # native's own casts, before and after the transport
+    scheduler.fp8_communication = False  # Colossal-AI's own casts, before and after the transport

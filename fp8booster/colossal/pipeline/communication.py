@@ -1,9 +1,9 @@
 """Pipeline stages send each other activations and gradients in FP8, with a scale for each block of values.
 
 The scales are in the message, so a receiver decodes what was sent whatever its magnitude, and neither end waits for
-a GPU. Native casts in the scheduler instead and lets the format follow amax, which a receiver with cached metadata does
-not learn (quantization/fp8.py:308-331, pipeline/schedule/one_f_one_b.py:131). Gradients are sent as activations are:
-with a scale a block, E4M3 keeps what a gradient of small values needs.
+a GPU. Colossal-AI casts in the scheduler instead and lets the format follow amax, which a receiver with cached metadata
+does not learn (quantization/fp8.py:308-331, pipeline/schedule/one_f_one_b.py:131). Gradients are sent as activations
+are: with a scale a block, E4M3 keeps what a gradient of small values needs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         encoding: comm.Encoding = DEFAULT,
         min_bytes: int | None = None,
     ) -> None:
-        """`stage_manager` and `overlap_p2p` as native has them, `encoding` and `min_bytes` as in `comm.send`."""
+        """`stage_manager` and `overlap_p2p` as Colossal-AI has them, `encoding` and `min_bytes` as in `comm.send`."""
         super().__init__(stage_manager, overlap_p2p)
         self.encoding = encoding
         self.min_bytes = min_bytes

@@ -1,4 +1,4 @@
-"""The zero-bubble schedule that native's plugin asks for as `scheduler_nodes` and leaves to its user to make."""
+"""The zero-bubble schedule that Colossal-AI's plugin asks for as `scheduler_nodes` and leaves to its user to make."""
 
 from __future__ import annotations
 

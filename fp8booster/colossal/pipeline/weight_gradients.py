@@ -23,8 +23,8 @@ def defer_weight_gradient(weight: nn.Parameter | tuple[torch.Tensor, nn.Paramete
     returns none, so hooks that wait for this gradient do not run.
 
     Args:
-        weight: the parameter, or as native's GPT-2 layers have it (view used in the product, parameter); its gradient
-            has its shape. Where the layer holds the weight transposed, wrap what computes it first.
+        weight: the parameter, or as Colossal-AI's GPT-2 layers have it (view used in the product, parameter); its
+            gradient has its shape. Where the layer holds the weight transposed, wrap what computes it first.
     """
     return lambda compute: WeightGradStore.put(None, None, weight, _Deferred(compute))
 
@@ -32,7 +32,7 @@ def defer_weight_gradient(weight: nn.Parameter | tuple[torch.Tensor, nn.Paramete
 class _Deferred:
     """A weight gradient in the form that `WeightGradStore.pop` calls: with input, output's gradient and what is there.
 
-    Native products get their operands from the store; this one holds FP8 copies of its own.
+    Colossal-AI's products get their operands from the store; this one holds FP8 copies of its own.
     """
 
     def __init__(self, compute: Callable[[], torch.Tensor]) -> None:

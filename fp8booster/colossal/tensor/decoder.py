@@ -85,7 +85,7 @@ class RingedAttention(FlashAttention):
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: dict[str, Any]
     ) -> torch.Tensor:
-        """As shardformer's; in compressed groups, whose ring is ours, heads that queries share travel once."""
+        """As shardformer's; in compressed groups, whose ring is ours, heads that queries share are sent once."""
         config = self.fp8_sharding()
         if not is_compressed(config.sequence_parallel_process_group):
             key, value = self.repeated(key, value)

@@ -49,7 +49,7 @@ class FP8FusedLinear(WholeLayer, FusedLinear):
 
 
 class _GPT2Layer:
-    """Refuses, as natively, the modes of sequence parallelism that GPT-2 does not have."""
+    """Refuses, as in Colossal-AI, the modes of sequence parallelism that GPT-2 does not have."""
 
     weight_is_transposed = True
     modes = (None, "split_gather", "ring", "ring_attn")

@@ -1,8 +1,8 @@
 """Parts of a sequence exchanged for heads before attention, and back after it (Ulysses, arXiv 2309.14509, section 3.1).
 
 Each rank computes q, k and v of its tokens with all heads, attends with some heads to all tokens, and goes on with its
-tokens. Natively q, k and v are three messages (shardformer/modeling/llama.py:518); where they lie in one tensor, as one
-product of the three gives them, they are one.
+tokens. In Colossal-AI q, k and v are three messages (shardformer/modeling/llama.py:518); where they lie in one tensor,
+as one product of the three gives them, they are one.
 """
 
 from __future__ import annotations

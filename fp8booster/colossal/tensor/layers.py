@@ -1,7 +1,7 @@
 """Forward passes of FP8 layers that take the place of shardformer's: column parallel, row parallel and whole.
 
-Options mean what they mean natively (shardformer/layer/linear.py, qkv_fused_linear.py). Where `fp8_product` gives
-nothing, because the layer is too small for FP8 to pay, the native forward runs.
+Options mean what they mean in Colossal-AI (shardformer/layer/linear.py, qkv_fused_linear.py). Where `fp8_product` gives
+nothing, because the layer is too small for FP8 to pay, Colossal-AI's forward runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ShardedLayer(FP8Layer):
     along_sequence: ClassVar[type[Exchange] | None] = None
 
     def fp8_exchange(self) -> Exchange:
-        """What the ranks of the layer's group exchange: natively with `seq_parallel_mode` and without."""
+        """What the ranks of the layer's group exchange: in Colossal-AI with `seq_parallel_mode` and without."""
         if dist.get_world_size(self.process_group) == 1:
             return NO_EXCHANGE
         if is_share_sp_tp(self.seq_parallel_mode):

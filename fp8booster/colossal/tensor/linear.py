@@ -34,7 +34,7 @@ class FP8Linear1DRow(RowLayer, Linear1D_Row):
 
 
 class FP8VocabParallelLMHead1D(VocabParallelLMHead1D, FP8Linear1DCol):
-    """The head over a padded vocabulary, column parallel: the native forward cuts the padding off the logits."""
+    """The head over a padded vocabulary, column parallel: Colossal-AI's forward cuts the padding off the logits."""
 
     original = VocabParallelLMHead1D
 

@@ -6,8 +6,8 @@ up their losses. So they run as they are. While one runs, its head hands the hid
 where it is given these, has their loss by `nn.fused.linear_cross_entropy`. A head whose vocabulary is spread over the
 ranks of tensor parallelism computes it from each rank's part of the logits (`nn.fused.vocabulary`).
 
-Against native's: logits are in FP32 wherever a loss reads them, where without tensor parallelism native may leave them
-in 16 bits; and nothing of the size of all logits is in memory.
+Against Colossal-AI's: logits are in FP32 wherever a loss reads them, where without tensor parallelism Colossal-AI may
+leave them in 16 bits; and nothing of the size of all logits is in memory.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _why_not(model: nn.Module, config: ShardConfig) -> str | None:
 
 
 def _forward_with(native: Callable, config: ShardConfig) -> Callable:
-    """A forward that computes the loss over chunks where it trains, around the native one."""
+    """A forward that computes the loss over chunks where it trains, around Colossal-AI's."""
     signature = inspect.signature(native)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -183,7 +183,7 @@ def _loss(logits: _LateLogits, labels: torch.Tensor) -> torch.Tensor:
     count = (targets != _IGNORED).sum()
     loss = _sum(logits, targets)
     if spread:
-        # gradients are averaged over the ranks of sequence parallelism later, as natively
+        # gradients are averaged over the ranks of sequence parallelism later, as in Colossal-AI
         loss, count = reduce_forward(torch.stack((loss, count.float())), group, grad_scale=ranks)
         count = count.detach()
     return loss / count

@@ -28,14 +28,14 @@ def attention(
     pg_mesh: Any = None,
     **_: Any,
 ) -> Any:
-    """`RingAttention.attention` (shardformer/layer/attn.py:496); keys and values travel in FP8 in compressed groups.
+    """`RingAttention.attention` (shardformer/layer/attn.py:496); keys and values are sent in FP8 in compressed groups.
 
-    `inner_ring_size`, which lets native go round in two rings, changes what is sent when and not the result: there is
-    one ring here. `max_seqlen` and `deterministic` serve native's kernels.
+    `inner_ring_size`, which lets Colossal-AI go round in two rings, changes what is sent when and not the result: there
+    is one ring here. `max_seqlen` and `deterministic` serve Colossal-AI's kernels.
 
     Args:
         q: [B, H, S, D], padded at the end of each sequence.
-        k, v: [B, Hkv, S, D] likewise, with the heads of q, as natively, or a divisor of them, which sends less.
+        k, v: [B, Hkv, S, D] likewise, with the heads of q, as in Colossal-AI, or a divisor of them, which sends less.
         cu_seqlens: [B + 1], where this rank's sequences begin and end, with PADDED_CAUSAL.
         valid_indices: [tokens], which of this rank's tokens are not padding, with PADDED_CAUSAL.
         return_softmax: return the log-sum-exp of the scores too, [B * S, H].

@@ -1,10 +1,10 @@
 """Weights that ZeRO still gathers when the forward pass begins (`overlap_allgather`), read by layers past its hook.
 
-Native code turns each parameter into a ColoParameter, whose torch function waits for the gather (zero_hook.py:24). FP8
-layers, and native's own tensor parallel ones (shardformer/layer/_operation.py), read their weights outside any torch
-function. What they compute from is a ColoTensor all the same, whose in-place operations are none (colo_tensor.py:6):
-the gradient of shardformer/layer/loss.py:136 loses its factor. So modules wait in a forward hook of their own, and all
-parameters become plain ones again.
+Colossal-AI turns each parameter into a ColoParameter, whose torch function waits for the gather (zero_hook.py:24). FP8
+layers, and Colossal-AI's own tensor parallel ones (shardformer/layer/_operation.py), read their weights outside any
+torch function. What they compute from is a ColoTensor all the same, whose in-place operations are none
+(colo_tensor.py:6): the gradient of shardformer/layer/loss.py:136 loses its factor. So modules wait in a forward hook of
+their own, and all parameters become plain ones again.
 """
 
 from __future__ import annotations

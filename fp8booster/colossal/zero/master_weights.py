@@ -41,7 +41,7 @@ def save_master_weights(model: nn.Module, optimizer: OptimizerWrapper, folder: P
 def load_master_weights(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) -> None:
     """Set the masters to what `save_master_weights` wrote; every rank calls it, after the working weights were loaded.
 
-    Under ZeRO alone, the number of ranks may have changed since. Weights that travel in FP8 are sent anew: they
+    Under ZeRO alone, the number of ranks may have changed since. Weights that are sent in FP8 are sent anew: they
     are cast from the masters.
 
     Raises:

@@ -1,6 +1,6 @@
 """Colossal-AI's ZeRO optimizer with FP8 on the wire: gradients are reduced, and FP8 layers' weights gathered, in FP8.
 
-Subclasses of the native optimizer have a class here that is both: `class FP8...(FP8ZeroOptimizer, Native...)`.
+Subclasses of Colossal-AI's optimizer have a class here that is both: `class FP8...(FP8ZeroOptimizer, Native...)`.
 
 `LowLevelZeroOptimizer.step` (zero/low_level/low_level_optim.py:514) is one piece that ends by gathering every weight in
 16 bits, so it is written anew here over the same stores, with the same arithmetic. So is `_run_reduction` (:323), which
@@ -43,8 +43,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     """The ZeRO optimizer of stages 1 and 2, sending FP8."""
 
     reduces_during_backward: ClassVar[bool] = True
-    """Gradients are reduced as backward makes them where native would wait for its end too. Not where ranks may differ
-    in which parameters get a gradient."""
+    """Gradients are reduced as backward makes them where Colossal-AI would wait for its end too. Not where ranks may
+    differ in which parameters get a gradient."""
 
     before_update: Callable[[], object] | None = None
     """Called in each step when the gradients' norm is known and no weight has changed; what it raises ends the step. A
@@ -73,7 +73,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """Turn a ZeRO optimizer into this class in place.
 
         Args:
-            optimizer: made by the native plugin; no step taken yet.
+            optimizer: made by Colossal-AI's plugin; no step taken yet.
             model: what it trains, its linear layers converted.
             gradient_scaling: `FP8Config.gradient_scaling`.
         """
@@ -92,13 +92,13 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             if gradient_scaling == "auto"
             else None
         )
-        # native's flag makes the host wait for the device after each backward; here streams wait for each other
+        # Colossal-AI's flag makes the host wait for the device after each backward; here streams wait for each other
         optimizer.reduces_beside_backward = optimizer._overlap_communication
         optimizer._overlap_communication = False
         for store in optimizer.pg_to_grad_store.values():
             store._working_index = 0  # in stage 1 too, a rank keeps the gradients of its own part alone
         if cls.reduces_during_backward and not optimizer.grad_handles:
-            optimizer._attach_reduction_hook()  # native has none in stage 1 without overlap
+            optimizer._attach_reduction_hook()  # Colossal-AI has none in stage 1 without overlap
 
     def _reduce_grad(self, partition_grad: bool) -> None:
         """Reduce what the hooks left: the last bucket, and what earlier micro-batches alone gave (`no_sync`)."""
@@ -106,8 +106,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         self._sync_grad()
 
     def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
-        # natively a bucket ends where the parameter group changes, and with vectors in a group of their own, without
-        # weight decay, that is in each layer: many messages, too small for FP8
+        # in Colossal-AI a bucket ends where the parameter group changes, and with vectors in a group of their own,
+        # without weight decay, that is in each layer: many messages, too small for FP8
         bucket = self.pid_to_bucket_store[id(param)]
         waiting = bucket.num_elements_in_bucket()
         if waiting and waiting + param.numel() > self._reduce_bucket_size:
@@ -144,8 +144,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> torch.Tensor:
         """This rank's parts of the means over ranks, one after the other.
 
-        Sums are FP32 and rounded once, to BF16 where gradients are BF16, as native's sums are: the optimizer reads half
-        as much. FP16 is too narrow for a sum that is yet to be divided by the loss scale.
+        Sums are FP32 and rounded once, to BF16 where gradients are BF16, as Colossal-AI's sums are: the optimizer reads
+        half as much. FP16 is too narrow for a sum that is yet to be divided by the loss scale.
         """
         rounds = gradients[0].dtype is torch.bfloat16 or not self._master_weights
         kept = gradients[0].dtype if rounds else torch.float32
@@ -229,7 +229,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         return gradients[0] if gradients else None
 
     def _divisor(self) -> torch.Tensor | None:
-        """What gradients are divided by, to undo the loss scale and to clip by the norm over all ranks as native does.
+        """What gradients are divided by, to undo the loss scale and to clip by the norm over all ranks as Colossal-AI
+        does.
 
         Returns:
             float32 [], which the host does not wait for; None where it is one.
@@ -346,7 +347,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         )
         for work in works:
             work.wait()
-        # a graph that still holds the former values must not go backward with these; native writes past torch's count
+        # a graph that still holds the former values must not go backward with these; Colossal-AI writes past torch's
+        # count
         torch.autograd.graph.increment_version([working for working, _ in self._in_16_bits(updated)])
 
     def publish_masters(self) -> None:
@@ -384,7 +386,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         return len(self.gathered_weights), sum(map(len, self._working_param_groups.values()))
 
     def _gather(self, pairs: Updated, wait: bool = False) -> list[dist.Work]:
-        """Begin to gather master shards into working weights, as native does at the end of its step (:590).
+        """Begin to gather master shards into working weights, as Colossal-AI does at the end of its step (:590).
 
         Args:
             pairs: what to gather.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
+import fp8booster.colossal  # noqa: F401  (patches colossalai before it is imported)
 from fp8booster import FP8Config, comm, convert_to_fp8, report
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.experts.dispatch import exchange_rows, run_experts
@@ -80,7 +80,7 @@ def a_block_over_two_ranks_computes_what_it_computes_on_one(kind: str) -> None:
     assert len(held) == 3 * EXPERTS // 2
     for name, gradient in expected.items():
         if name.startswith("experts."):
-            dist.all_reduce(gradient)  # native's mean over the tokens of the ranks
+            dist.all_reduce(gradient)  # Colossal-AI's mean over the tokens of the ranks
             gradient /= dist.get_world_size()
         if name in gradients:
             torch.testing.assert_close(gradients[name], gradient, msg=lambda text, name=name: f"{name}: {text}")

@@ -131,7 +131,7 @@ def what_may_not_be_rounded_arrives_bit_for_bit() -> None:
 
 
 @check
-def shapes_may_differ_where_metadata_travels() -> None:
+def shapes_may_differ_where_metadata_is_sent() -> None:
     sent = [{"hidden_states": torch.randn(rows, 64, dtype=BF16)} for rows in (40, 17, 80)]
     for message, found in zip(sent, transfer(sent), strict=dist.get_rank() == 1):
         assert torch.equal(found["hidden_states"], through_fp8(message["hidden_states"]))
@@ -157,7 +157,7 @@ def both_stages_may_send_at_once(which: str) -> None:
             if which == "forward, backward":
                 method = transport.send_backward_recv_forward if rank else transport.send_forward_recv_backward
                 found, handles = method(messages[rank], **how)
-                assert handles == []  # native never overlaps these
+                assert handles == []  # Colossal-AI never overlaps these
             else:
                 name = which.split(", ")[0]
                 method = getattr(transport, f"send_{name}_recv_{name}")

@@ -1,4 +1,4 @@
-"""Train tiny LLaMAs in pipelines of two stages, by the native plugin, its point-to-point in FP8 or not."""
+"""Train tiny LLaMAs in pipelines of two stages, by Colossal-AI's plugin, its point-to-point in FP8 or not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
+import fp8booster.colossal  # noqa: F401  (patches colossalai before it is imported)
 from tests.colossal.models import tiny_llama, token_batch
 
 MICRO_BATCHES = 4
@@ -79,7 +79,7 @@ def pipeline(
         sends_fp8: compress the point-to-point.
         products: turn its linear layers into FP8 layers.
         network: options of `tiny_llama`.
-        options: of the native plugin.
+        options: of Colossal-AI's plugin.
     """
     from colossalai.booster import Booster
     from colossalai.booster.plugin import HybridParallelPlugin

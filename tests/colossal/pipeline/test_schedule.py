@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
+import fp8booster.colossal  # noqa: F401  (patches colossalai before it is imported)
 
 
 def schedule(*args, **kwargs) -> list[list]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
+import fp8booster.colossal  # noqa: F401  (patches colossalai before it is imported)
 from fp8booster import FP8Config
 from fp8booster.nn.linear.functional import linear_from_quantized
 from fp8booster.nn.weights.casting import quantize_input, quantize_weight

@@ -135,7 +135,7 @@ def batches_may_be_of_any_length_and_size(case: tuple[str, bool]) -> None:
 
 
 @check_each("1f1b", "interleaved, overlapped")
-def metadata_may_travel_with_every_message(schedule: str) -> None:
+def metadata_may_be_sent_with_every_message(schedule: str) -> None:
     cached = pipeline(schedule, sends_fp8=True).train(2)
     assert pipeline(schedule, sends_fp8=True, enable_metadata_cache=False).train(2) == cached
 

@@ -1,4 +1,4 @@
-"""Parts of a sequence exchanged for heads, against native's exchange of each kind of heads by itself."""
+"""Parts of a sequence exchanged for heads, against Colossal-AI's exchange of each kind of heads by itself."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def gpt2s_layers_refuse_modes_that_they_do_not_have() -> None:
 
 
 @check
-def statistics_name_what_travels() -> None:
+def statistics_name_what_is_sent() -> None:
     layer = converted(CASES["column split_gather"].make())
     comm.reset_statistics()
     run(layer, torch.randn(2, 16, 64).bfloat16())

@@ -69,7 +69,7 @@ def every_product_but_the_heads_runs_in_fp8_in_all_three_passes(name: str) -> No
 
 
 @check_each(*CASES)
-def what_travels_is_in_fp8_and_the_rest_is_small_and_counted(name: str) -> None:
+def what_is_sent_is_in_fp8_and_the_rest_is_small_and_counted(name: str) -> None:
     _, _, traffic, statistics = counted(name)
     high_precision = {key: count for key, count in traffic.counts.items() if key[1] not in (torch.uint8, torch.int64)}
     # amaxes, and what the cross entropy over a spread vocabulary reduces: some numbers a token

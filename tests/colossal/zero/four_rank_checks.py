@@ -1,4 +1,4 @@
-"""Four ranks, as two groups of two (`extra_dp_size`): gradients travel twice in FP8, weights in 16 bits."""
+"""Four ranks, as two groups of two (`extra_dp_size`): gradients are sent twice in FP8, weights in 16 bits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def over_two_groups_both_stages_train_alike_and_near_16_bits(late_weights: bool)
     assert_trains_equally(*runs)
     for weight in runs[0].parameters().values():
         assert_same_on_all_ranks(weight)
-    # native's own late gather over two groups is a race
+    # Colossal-AI's own late gather over two groups is a race
     in_16_bits = train(boost(native(extra_dp_size=2)))
     assert_close(in_16_bits, train(boost(wire(**arguments))), CLOSE)
 

@@ -432,7 +432,7 @@ NOT_GATHERED = {
 
 
 @check_each(*NOT_GATHERED)
-def weights_that_do_not_travel_in_fp8_train_and_are_counted_with_the_reason(case: str) -> None:
+def weights_that_are_not_sent_in_fp8_train_and_are_counted_with_the_reason(case: str) -> None:
     from fp8booster import comm, report
 
     plugin, model, reason = NOT_GATHERED[case]()

@@ -1,4 +1,4 @@
-"""Runs whose gradients and weights travel in FP8, and what their ranks hold together."""
+"""Runs whose gradients and weights are sent in FP8, and what their ranks hold together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def masters(run: Boosted) -> dict[str, torch.Tensor]:
 
 
 def gathered(run: Boosted) -> Iterator[tuple[str, FP8Linear]]:
-    """The layers whose weights travel in FP8, by the name of the weight."""
+    """The layers whose weights are sent in FP8, by the name of the weight."""
     for name, module in run.model.unwrap().named_modules():
         if isinstance(module, FP8Linear) and module.weight in run.optimizer.gathered_weights:
             yield f"{name}.weight", module

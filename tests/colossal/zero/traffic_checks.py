@@ -31,7 +31,7 @@ def a_step_sends_at_most_0_52_of_the_bytes_of_16_bits(stage: int) -> None:
     products_only = traffic(boost(fp8(stage=stage), tiny_llama(**LARGE)))
     in_fp8 = traffic(boost(wire(stage=stage), tiny_llama(**LARGE)))
     assert products_only.sent == in_16_bits.sent
-    # stage 1 reduces whole gradients in native code: half of it is saved by the reduce-scatter
+    # stage 1 reduces whole gradients in Colossal-AI: half of it is saved by the reduce-scatter
     assert in_fp8.sent <= AT_MOST * in_16_bits.sent
     assert in_fp8.sent <= AT_MOST * traffic(boost(native(stage=2), tiny_llama(**LARGE))).sent
 

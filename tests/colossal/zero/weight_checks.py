@@ -1,4 +1,4 @@
-"""A weight that travels in FP8 is the cast of its whole master, on every rank, and is what the layer multiplies by."""
+"""A weight that is sent in FP8 is the cast of its whole master, on every rank, and is what the layer multiplies by."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
 For all other groups its functions stay what they are, so that one of its plugins with `fp8_communication=True` is not
 changed.
 
-Natively a model's policy or a mode of sequence parallelism may not pass `fp8_communication` on: GPT-2 splits its input
-without it, and linear layers along a sequence send BF16 in every case (shardformer/layer/_operation.py:585,770). The
-layers that compute in FP8 do not come here; these are the operations of the others.
+In Colossal-AI a model's policy or a mode of sequence parallelism may not pass `fp8_communication` on: GPT-2 splits its
+input without it, and linear layers along a sequence send BF16 in every case (shardformer/layer/_operation.py:585,770).
+The layers that compute in FP8 do not come here; these are the operations of the others.
 """
 
 from __future__ import annotations

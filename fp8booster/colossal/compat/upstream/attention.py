@@ -98,7 +98,7 @@ def attention_needs_no_mask(module: ModuleType, replacements: Replacements) -> N
     ) -> dict[str, Any]:
         padded = any(mask is not None and not mask.bool().all() for mask in (q_padding_mask, kv_padding_mask))
         if is_causal and not padded:
-            # an empty mask says, as natively for long sequences, that the type is all there is
+            # an empty mask says, as in Colossal-AI for long sequences, that the type is all there is
             empty = torch.empty(0, dtype=dtype, device=device)
             return {"attention_mask_type": module.AttnMaskType.CAUSAL, "attention_mask": empty}
         prepared = upstream(shape_4d, dtype, device, q_padding_mask, kv_padding_mask, is_causal, invert)

@@ -54,9 +54,9 @@ def _pop(store: Any, chunk: int = 0) -> None:
 def zero_bubble_finds_the_parameter(module: ModuleType, replacements: Replacements) -> None:
     """Layers give the zero-bubble schedule the parameter that they were called with, if it is trained.
 
-    Without it they give the one that autograd saved. Under checkpointing, of the kind that native's plugin asks for,
-    that is another tensor, whose gradient nobody reads: the layer does not train. A frozen weight gets a gradient, and
-    its product is computed for nothing. No longer needed when `weight.grad` is there after a checkpointed pass.
+    Without it they give the one that autograd saved. Under checkpointing, of the kind that Colossal-AI's plugin asks
+    for, that is another tensor, whose gradient nobody reads: the layer does not train. A frozen weight gets a gradient,
+    and its product is computed for nothing. No longer needed when `weight.grad` is there after a checkpointed pass.
     """
     store = module.WeightGradStore
 
