@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from fp8booster.colossal.temporarily import temporarily
 from fp8booster.colossal.zero.lone_save import saved_by_every_rank
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
@@ -124,11 +125,8 @@ class FP8Plugin:
             return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
         model, optimizer = self.convert(model, optimizer)
-        self.use_fp8 = False  # Colossal-AI would hook F.linear with its own FP8 product
-        try:
+        with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
             boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
-        finally:
-            self.use_fp8 = True
         sent = self.extend(*boosted[:2])
         fused = f"; {fused_summary(boosted[0])}" if self.fp8_config.fused else ""
         self.logger.info(f"{report(boosted[0]).summary()}{fused}; {sent}", ranks=[0])

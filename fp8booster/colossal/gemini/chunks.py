@@ -18,6 +18,7 @@ from torch.distributed import ReduceOp
 
 from fp8booster import comm, scaling
 from fp8booster.colossal.gemini.memory import give_memory, take_memory
+from fp8booster.colossal.temporarily import temporarily
 from fp8booster.comm import Encoding
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.transport import gather_bytes
@@ -249,11 +250,8 @@ class FP8Chunk(ReducedChunk):
 
     def init_grad_chunk(self) -> Chunk:
         """The 16-bit memory for gradients, gathered and empty."""
-        self.dtype, own = self.gradient_dtype, self.dtype
-        try:
+        with temporarily(self, dtype=self.gradient_dtype):
             return super().init_grad_chunk()
-        finally:
-            self.dtype = own
 
     def _gather_bytes(self, async_op: bool = False) -> dist.Work | None:
         count_encoded(

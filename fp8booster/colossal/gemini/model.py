@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from fp8booster.colossal.gemini.hook import FP8GeminiHook
 from fp8booster.colossal.gemini.layers import gather_for_layers
 from fp8booster.colossal.gemini.masters import Masters, Part
 from fp8booster.colossal.gemini.quiet_logger import QuietLogger
+from fp8booster.colossal.temporarily import temporarily
 from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
 
@@ -137,37 +138,21 @@ class FP8GeminiDDP(GatheringGeminiDDP):
     def _post_backward(self) -> None:
         if self.chunk_manager.accessed_mem != 0:
             self._raise_without(lambda parameter: parameter._gemini_reduced)
-        asynchronous, stream = self.enable_async_reduce, self.async_reduce_stream
-        if asynchronous and not any(device.type == "cpu" for device in self.grads_device.values()):
+        waits_on_host = self.enable_async_reduce
+        if waits_on_host and not any(device.type == "cpu" for device in self.grads_device.values()):
             # Colossal-AI waits on the host, which only what lies there needs
-            get_accelerator().current_stream().wait_stream(stream)
-            self.enable_async_reduce = False
-        try:
+            get_accelerator().current_stream().wait_stream(self.async_reduce_stream)
+            waits_on_host = False
+        with temporarily(self, enable_async_reduce=waits_on_host):
             super()._post_backward()
-        finally:
-            self.enable_async_reduce = asynchronous
 
-    @contextmanager
-    def _masters_are_the_weights(self) -> Iterator[None]:
+    def _masters_are_the_weights(self) -> AbstractContextManager[None]:
         """Checkpoints read and write the masters, as Colossal-AI's do where gradients take the weights' place."""
-        manager = self.chunk_manager
-        reuse = manager.reuse_fp16_chunk
-        manager.reuse_fp16_chunk = self.master_weights
-        try:
-            yield
-        finally:
-            manager.reuse_fp16_chunk = reuse
+        return temporarily(self.chunk_manager, reuse_fp16_chunk=self.master_weights)
 
-    @contextmanager
-    def _in_fp32(self) -> Iterator[None]:
+    def _in_fp32(self) -> AbstractContextManager[None]:
         """Gather chunks of masters in FP32: in Colossal-AI in 16 bits, unless they stay gathered."""
-        native = self.mixed_precision
-        if self.master_weights:
-            self.mixed_precision = torch.float32
-        try:
-            yield
-        finally:
-            self.mixed_precision = native
+        return temporarily(self, mixed_precision=torch.float32 if self.master_weights else self.mixed_precision)
 
     def _get_chunk_to_save_data(self, chunk: Chunk, only_rank_0: bool) -> dict:
         with self._in_fp32():

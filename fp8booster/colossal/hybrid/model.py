@@ -34,8 +34,8 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
         """Turn a model wrapper into this class in place.
 
         Args:
-            model: made by Colossal-AI's plugin, or of this class already: no model is wrapped twice, and a DDP takes one
-                hook.
+            model: made by Colossal-AI's plugin, or of this class already: a model is not wrapped twice, and a DDP
+                takes one hook.
             optimizer: what trains it; None where nothing does.
         """
         is_new = not isinstance(model, cls)

@@ -9,12 +9,11 @@ order than one by one, and in FP8 a layer gives weight and bias in another order
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
+from fp8booster.colossal.temporarily import temporarily
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
 
@@ -93,18 +92,10 @@ class _InOneOrder(LowLevelZeroOptimizer):
 
     def _sync_grad(self) -> None:
         """As it is: it takes what gradients there are in the order of the parameters."""
-        with self._in_order_of_parameters():
+        with temporarily(self, _holds_back=False):
             super()._sync_grad()
 
     def sync_dp_grads(self) -> None:
         """As it is: with pipelines the hybrid optimizer calls what `_sync_grad` is behind this class."""
-        with self._in_order_of_parameters():
+        with temporarily(self, _holds_back=False):
             super().sync_dp_grads()
-
-    @contextmanager
-    def _in_order_of_parameters(self) -> Iterator[None]:
-        self._holds_back = False
-        try:
-            yield
-        finally:
-            self._holds_back = True

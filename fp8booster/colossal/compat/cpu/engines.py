@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FullStateDictConfig
 from fp8booster.colossal.compat.cpu.no_device import NO_DEVICE, no_device
 from fp8booster.colossal.compat.registry import patch, wrap
 from fp8booster.colossal.compat.replacements import Replacements
+from fp8booster.colossal.temporarily import temporarily
 
 _ZERO = "zero.low_level.low_level_optim"
 _FSDP = "booster.plugin.torch_fsdp_plugin"
@@ -49,11 +50,8 @@ def zero_overlaps_without_streams(upstream: Callable, self: Any) -> None:
     Without it `Tensor.record_stream`, which no CPU tensor has, raises RuntimeError: unknown parameter type.
     No longer needed when stage 1 trains on CPU with overlap_communication=True.
     """
-    overlap, self._overlap_communication = self._overlap_communication, False
-    try:
+    with temporarily(self, _overlap_communication=False):
         upstream(self)
-    finally:
-        self._overlap_communication = overlap
 
 
 @patch(_FSDP, "533", needed_when=NO_DEVICE)

@@ -10,6 +10,7 @@ import torch
 
 from fp8booster.colossal.compat.cpu.no_device import NO_DEVICE, no_device
 from fp8booster.colossal.compat.registry import wrap
+from fp8booster.colossal.temporarily import temporarily
 
 
 @wrap("checkpoint_io.utils:_pin_tensor", "965-968", needed_when=NO_DEVICE, only_if=no_device)
@@ -100,9 +101,5 @@ def moe_states_are_gathered_on_cpu(upstream: Callable, *args: Any, **kwargs: Any
     Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver). No longer
     needed when `booster.save_optimizer(optimizer, path, shard=True)` returns on a machine without a GPU.
     """
-    move = torch.Tensor.cuda
-    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
-    try:
+    with temporarily(torch.Tensor, cuda=lambda tensor, *_, **__: tensor):
         return upstream(*args, **kwargs)
-    finally:
-        torch.Tensor.cuda = move

@@ -13,6 +13,7 @@ from torch.optim import AdamW, Optimizer
 
 from fp8booster.colossal.compat.registry import patch, wrap
 from fp8booster.colossal.compat.replacements import Replacements
+from fp8booster.colossal.temporarily import temporarily
 
 _PLUGIN = "booster.plugin.torch_fsdp_plugin"
 
@@ -53,15 +54,13 @@ def fsdp_keeps_parameter_groups(
     groups need these. No longer needed when the groups and their options are the same after boost.
     """
     groups = [] if optimizer is None else optimizer.param_groups
-    given = self.fsdp_kwargs
+    options = self.fsdp_kwargs
     if len(groups) > 1:
         # one group, for which upstream does not warn
         optimizer.param_groups = [{**groups[0], "params": list(model.parameters())}]
-        self.fsdp_kwargs = given | {"use_orig_params": True}
-    try:
+        options = options | {"use_orig_params": True}
+    with temporarily(self, fsdp_kwargs=options):
         boosted = upstream(self, model, optimizer, *args, **kwargs)
-    finally:
-        self.fsdp_kwargs = given
     if len(groups) == 1:
         boosted[1].param_groups[0].update({name: value for name, value in groups[0].items() if name != "params"})
     elif groups:

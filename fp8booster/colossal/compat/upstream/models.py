@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from fp8booster.colossal.compat.registry import wrap
+from fp8booster.colossal.temporarily import temporarily
 
 
 @wrap("shardformer.modeling.opt:get_opt_flash_attention_forward", "548", needed_when="OPT with enable_flash_attention")
@@ -44,11 +45,8 @@ def opt_is_sharded_with_any_attention(upstream: Callable, self: Any) -> dict[Any
     attention, config = getattr(modeling_opt, "OPTSdpaAttention", None), self.model.config
     if attention is None or config._attn_implementation != "sdpa":
         return upstream(self)
-    config._attn_implementation = "eager"
-    try:
+    with temporarily(config, _attn_implementation="eager"):
         policy = upstream(self)
-    finally:
-        config._attn_implementation = "sdpa"
     if modeling_opt.OPTAttention in policy:
         policy[attention] = policy.pop(modeling_opt.OPTAttention)
     return policy

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from fp8booster.colossal.compat.registry import wrap
+from fp8booster.colossal.temporarily import temporarily
 
 _CONFIGURE = "booster.plugin.moe_hybrid_parallel_plugin:MoeHybridParallelPlugin.configure"
 _CHECKPOINTS = "checkpoint_io.moe_checkpoint:MoECheckpointIO."
@@ -107,9 +108,6 @@ def moe_saves_what_a_state_dict_holds(
     """
     from colossalai.utils import get_non_persistent_buffers_set
 
-    own = model._non_persistent_buffers_set  # without those of the modules inside
-    model._non_persistent_buffers_set = get_non_persistent_buffers_set(model)
-    try:
+    # its own set is without those of the modules inside
+    with temporarily(model, _non_persistent_buffers_set=get_non_persistent_buffers_set(model)):
         yield from upstream(model, *args, **kwargs)
-    finally:
-        model._non_persistent_buffers_set = own
