@@ -40,6 +40,9 @@ class ReducedChunk(Chunk):
     why_in_16_bits: str
     """Why its values are gathered in 16 bits."""
 
+    tensor_parallel: bool = False
+    """Its parameters are sharded over the ranks of tensor parallelism."""
+
     earlier: torch.Tensor | None = None
     """This rank's part of what earlier micro-batches gave, for a gradient chunk that accumulates."""
 
@@ -125,6 +128,10 @@ class FP8Chunk(ReducedChunk):
 
     scale_of: list[int]
     """For each tensor, in the order of `tensors_info`, the place of the first of those that share its scale."""
+
+    _quantized: dict[tuple[torch.nn.Parameter, ...], QuantizedMatrix]
+    _decoded: dict[torch.nn.Parameter, torch.Tensor]
+    _nothing: torch.Tensor
 
     @classmethod
     def convert_in_place(

@@ -125,6 +125,12 @@ def _is_tensor_parallel(parameter: nn.Parameter) -> bool:
 class GroupedChunkManager(ChunkManager):
     """Gemini's chunk manager, where only parameters of one group share a chunk."""
 
+    _plan: Plan
+    _encoding: Encoding
+    _sizes: dict[Group, list[int]]
+    _newest: Group
+    """Of the parameter that was registered last; its master comes next."""
+
     @classmethod
     def convert_in_place(cls, manager: ChunkManager, plan: Plan, encoding: Encoding, ranks: int) -> None:
         """Turn a manager that has no chunks yet into this class in place.

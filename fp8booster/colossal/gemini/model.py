@@ -82,7 +82,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         """Parameters that have got a gradient since the optimizer stepped last."""
 
         super().__init__(module, **arguments)
-        self.param_op_hook.__class__ = FP8GeminiHook
+        self.param_op_hook = self.hooks[0] = FP8GeminiHook(self.gemini_manager)
         for parameter in module.parameters():
             if parameter.requires_grad and not is_ddp_ignored(parameter):
                 parameter._grad_handle.remove()

@@ -93,7 +93,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
         found: dict[tuple[bool, bool], list[torch.Tensor]] = {kind: [zero] for kind in kinds}
         for chunk in self.chunk_manager.get_chunks(self.module.fp16_params):
             gradients = gradient_chunk(chunk, self.chunk_manager)
-            found[not chunk.keep_gathered, bool(chunk.tensor_parallel)].append(gradients.l2_norm)
+            found[not chunk.keep_gathered, chunk.tensor_parallel].append(gradients.l2_norm)
             gradients.l2_norm = None
         squares = torch.stack([torch.stack(found[kind]).sum() for kind in kinds]).view(2, 2)
         dist.all_reduce(squares[1], group=self.module.zero_group)

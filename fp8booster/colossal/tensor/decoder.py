@@ -120,10 +120,10 @@ def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
         if getattr(forward, "__qualname__", None) not in _FLASH_FORWARDS:
             return REPLACED
         del attention.forward
-        attention.__dict__["fp8_forward_of_engine"] = forward
+        attention.fp8_forward_of_engine = forward
         if not config.enable_sequence_parallelism:  # Mistral's policy turns it off, and leaves the mode
             return FlashAttention
-        attention.__dict__["fp8_sharding"] = lambda: config
+        attention.fp8_sharding = lambda: config
         return _MIXINS.get(config.sequence_parallelism_mode, FlashAttention)
 
     use_sharded_loss(model, config)
