@@ -108,9 +108,10 @@ class FP8Plugin:
             self.logger.warning(warning, ranks=[0])
 
     def __del__(self) -> None:
-        """Destroy the process groups of a plugin that has some; one whose arguments were refused has none."""
-        if "pg_mesh" in vars(self):
-            super().__del__()
+        """Destroy the process groups, where Colossal-AI's plugin does; one whose arguments were refused has none."""
+        destroy = getattr(super(), "__del__", None)
+        if destroy is not None and "pg_mesh" in vars(self):
+            destroy()
 
     def configure(
         self,
