@@ -137,32 +137,28 @@ class FP8EPMixtralSparseMoeBlock(ExpertParallel, EPMixtralSparseMoeBlock):
         return self.mixture(tokens, chosen, weights).view(hidden_states.shape), logits
 
 
-class FP8EPDeepseekMoE(ExpertParallel, EPDeepseekMoE):
-    """DeepSeekMoE's block, with experts that all tokens share."""
+class _WithSharedExperts(ExpertParallel):
+    """DeepSeek's blocks, with experts that all tokens share."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Tokens [B, S, H] to [B, S, H]."""
-        chosen, weights, auxiliary_loss = self.gate(hidden_states)
+        chosen, weights, *losses = self.gate(hidden_states)
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         mixed = self.mixture(tokens, chosen, weights).view(hidden_states.shape)
-        if auxiliary_loss is not None:
-            mixed = AddAuxiliaryLoss.apply(mixed, auxiliary_loss)
+        for auxiliary_loss in losses:  # DeepSeek-V3 has none
+            if auxiliary_loss is not None:
+                mixed = AddAuxiliaryLoss.apply(mixed, auxiliary_loss)
         if self.config.n_shared_experts is not None:
             mixed = mixed + self.shared_experts(hidden_states)
         return mixed
 
 
-class FP8EPDeepseekV3MoE(ExpertParallel, EpDeepseekV3MoE):
+class FP8EPDeepseekMoE(_WithSharedExperts, EPDeepseekMoE):
+    """DeepSeekMoE's block."""
+
+
+class FP8EPDeepseekV3MoE(_WithSharedExperts, EpDeepseekV3MoE):
     """DeepSeek-V3's block."""
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Tokens [B, S, H] to [B, S, H]."""
-        chosen, weights = self.gate(hidden_states)
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        mixed = self.mixture(tokens, chosen, weights).view(hidden_states.shape)
-        if self.config.n_shared_experts is not None:
-            mixed = mixed + self.shared_experts(hidden_states)
-        return mixed
 
 
 BLOCKS: dict[type[nn.Module], type[Any]] = {

@@ -28,14 +28,10 @@ class _FusedColumnLayer(ColumnLayer):
 
 
 class FP8FusedLinear1DCol(_FusedColumnLayer, FusedLinear1D_Col):
-    """Column parallel."""
-
     original = FusedLinear1D_Col
 
 
 class FP8FusedLinear1DRow(RowLayer, FusedLinear1D_Row):
-    """Row parallel."""
-
     original = FusedLinear1D_Row
 
     def _split_input(self, input_: torch.Tensor) -> torch.Tensor:
@@ -43,8 +39,6 @@ class FP8FusedLinear1DRow(RowLayer, FusedLinear1D_Row):
 
 
 class FP8FusedLinear(WholeLayer, FusedLinear):
-    """Not parallel."""
-
     original = FusedLinear
 
 
@@ -65,19 +59,13 @@ class _GPT2Layer:
 
 
 class FP8GPT2FusedLinearConv1DCol(_GPT2Layer, _FusedColumnLayer, GPT2FusedLinearConv1D_Col):
-    """Column parallel."""
-
     original = GPT2FusedLinearConv1D_Col
 
 
 class FP8GPT2FusedLinearConv1DRow(_GPT2Layer, RowLayer, GPT2FusedLinearConv1D_Row):
-    """Row parallel."""
-
     original = GPT2FusedLinearConv1D_Row
 
 
 class FP8GPT2FusedLinearConv(_GPT2Layer, WholeLayer, GPT2FusedLinearConv):
-    """Not parallel."""
-
     original = GPT2FusedLinearConv
     modes = (None, "ring_attn")

@@ -22,14 +22,10 @@ class FP8LinearWithGradAccum(WholeLayer, LinearWithGradAccum):
 
 
 class FP8Linear1DCol(ColumnLayer, Linear1D_Col):
-    """Column parallel."""
-
     original = Linear1D_Col
 
 
 class FP8Linear1DRow(RowLayer, Linear1D_Row):
-    """Row parallel."""
-
     original = Linear1D_Row
 
 
