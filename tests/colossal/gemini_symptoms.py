@@ -1,4 +1,4 @@
-"""What goes wrong in Gemini without each patch of `compat/gemini.py`."""
+"""What goes wrong in Gemini without each patch of Gemini."""
 
 from __future__ import annotations
 
