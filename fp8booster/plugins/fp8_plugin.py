@@ -159,11 +159,13 @@ def _bind(native: type, positional: tuple, named: dict[str, Any]) -> dict[str, A
     parameters = list(signature.parameters.values())[1:]
     if "use_fp8" not in signature.parameters:
         parameters.append(inspect.Parameter("use_fp8", inspect.Parameter.KEYWORD_ONLY, default=False))
-    known = [*(parameter.name for parameter in parameters), "fp8_config"]
+    theirs = list(signature.parameters)[1:]
+    ours = [name for name in ("use_fp8", "fp8_config") if name not in theirs]
     for name in named:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"it takes {', '.join(known)}"
+        if name not in theirs + ours:
+            close = difflib.get_close_matches(name, theirs + ours, n=3)
+            all_of_them = f"it takes {', '.join(theirs)} and {' and '.join(ours)}"
+            hint = f"did you mean {' or '.join(close)}?" if close else all_of_them
             raise TypeError(f"{native.__name__} has no argument {name!r}; {hint}")
     return dict(signature.replace(parameters=parameters).bind(*positional, **named).arguments)
 

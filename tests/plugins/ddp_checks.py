@@ -184,7 +184,7 @@ def ddp_refuses_a_gpu_without_fp8() -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU of 2020")
         monkeypatch.setattr(
-            "fp8booster.plugins.torch_ddp.get_accelerator",
+            "fp8booster.plugins.fp8_plugin.get_accelerator",
             lambda: type("OldGPU", (), {"get_current_device": lambda self: torch.device("cuda", 0)})(),
         )
         with pytest.raises(ValueError, match=r"emulate"):
