@@ -41,7 +41,7 @@ def train_and_die(plugin: list[str], text: str, out: str) -> None:
         save_optimizer(self, optimizer, checkpoint, *args, **named)
 
     Booster.save_optimizer = save_or_die
-    pretrain.train(pretrain.parse([*plugin, *SMALL, "--data", text, "--steps", "5", "--out", out]))
+    pretrain.train(pretrain.parse([*plugin, *SMALL, "--data", text, "--steps", "4", "--out", out]))
 
 
 def train_until_told(plugin: list[str], text: str, out: str) -> tuple[list[float], list[float]]:
