@@ -157,7 +157,8 @@ def test_layers_that_it_cannot_serve_are_left_alone(device) -> None:
     scattered.weight = nn.Parameter(torch.randn(32, 32, device=device).t())
     off = FP8Linear(32, 32, device=device)
     off.weight = nn.Parameter(torch.randn(1025, device=device)[1:].view(32, 32))
-    model = nn.ModuleList([rowwise, normed, scattered, off, nn.Linear(32, 32, device=device)])
+    lean = FP8Linear(32, 32, device=device, config=FP8Config(keep_weight_transposes=False))
+    model = nn.ModuleList([rowwise, normed, scattered, off, lean, nn.Linear(32, 32, device=device)])
     assert refresh_weights(model) == 0
     kept = FP8Linear(32, 32, device=device)
     kept.fp8_weight = EngineWeight()

@@ -191,6 +191,27 @@ def test_a_call_takes_so_many_values_at_most(monkeypatch) -> None:
     assert batches == [[40, 40], [40], [300], [60, 40]]
 
 
+def test_a_call_takes_gradients_of_one_dtype(device) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16]
+    runs = []
+    for shared in (True, False):
+        parameters = shards(device)
+        optimizers = [HybridAdam(of, lr=0.1) for of in ([parameters] if shared else [[each] for each in parameters])]
+        for step in range(2):
+            for number, (parameter, dtype) in enumerate(zip(parameters, dtypes, strict=True)):
+                torch.manual_seed(10 * step + number)
+                values, gradient = parameter.data, torch.randn(len(parameter)).to(device, dtype)
+                parameter.data = gradient
+                parameter.grad = gradient
+                parameter.data = values
+            for optimizer in optimizers:
+                for batch in optimizer._batches(optimizer.param_groups[0]):
+                    assert len({parameter.grad.dtype for parameter in batch}) == 1
+                optimizer.step()
+        runs.append(parameters)
+    assert all(map(torch.equal, *runs))
+
+
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_amaxes_are_told_of_what_one_pass_updated(amsgrad, device, monkeypatch) -> None:
     parameters = shards(device)

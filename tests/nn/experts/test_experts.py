@@ -260,6 +260,14 @@ def test_configurations_that_cannot_be_grouped(config: FP8Config, reason: str) -
     assert_one_by_one(experts(config), reason)
 
 
+@pytest.mark.parametrize("name", ["w1", "w2", "w3"])
+def test_layers_of_an_expert_with_configurations_of_their_own_are_not_grouped(name: str) -> None:
+    fp8 = experts()
+    for expert in fp8:
+        getattr(expert, name).fp8_config = FP8Config(emulate=True, power_of_two=True)
+    assert_one_by_one(fp8, "the layers' FP8Configs differ")
+
+
 def assert_one_by_one(fp8: nn.ModuleList, reason: str) -> None:
     fp8.grouped = grouped = GroupedExperts(fp8)
     found, expected = (results(fp8, COUNTS["ragged"], each) for each in (grouped, None))

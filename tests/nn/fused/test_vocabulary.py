@@ -95,6 +95,20 @@ def test_tokens_that_cannot_be_chosen_leave_the_loss_of_other_targets_alone(case
     assert own.isfinite().all()
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_target_that_is_no_token_makes_its_own_loss_nan(case, whole, rank) -> None:
+    logits, targets = case
+    wrong = torch.tensor([1, 3, 5, 8], device=targets.device)
+    targets[wrong] = torch.tensor([-1, VOCABULARY, VOCABULARY + 24, -99], device=targets.device)
+    first, last = SPLITS[rank : rank + 2]
+    own = F.pad(logits[:, first:last], (0, 24))
+    part = VocabularyPart(VOCABULARY, last - first, first, group="two ranks")
+    losses, _ = part.cross_entropy(own, targets, ignore_index=-100, factor=torch.ones((), device=targets.device))
+    expected = torch.zeros_like(targets, dtype=torch.bool).index_fill_(0, wrong, True)
+    assert torch.equal(losses.isnan(), expected)
+    assert torch.equal(own[:, : last - first].isnan().all(1), expected)
+
+
 def test_padding_of_a_whole_vocabulary_counts_for_nothing(case) -> None:
     logits, targets = case
     right = F.cross_entropy(logits, targets, reduction="none")

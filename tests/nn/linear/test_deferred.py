@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from fp8booster import FP8Config, formats
+from fp8booster import FP8Config, FP8Linear, formats
+from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.linear.functional import linear_from_quantized
 from fp8booster.nn.weights.casting import quantize_input, quantize_weight
 
@@ -67,6 +68,26 @@ def test_a_frozen_weight_defers_nothing(device) -> None:
     linear(x, w.requires_grad_(False), bias, defer=later.append).sum().backward()
     assert later == []
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("frozen", [None, 0, 1, 2])
+def test_merged_layers_defer_what_they_train(frozen, device) -> None:
+    """Each its rows of one product, which runs when the first are asked for."""
+    layers = [FP8Linear(64, size, bias=False, device=device, dtype=BF16) for size in (32, 16, 48)]
+    trained = [layer for number, layer in enumerate(layers) if number != frozen]
+    if frozen is not None:
+        layers[frozen].weight.requires_grad_(False)
+    x = torch.randn(48, 64, device=device, dtype=BF16)
+    MergedLayers(layers)(x).float().square().sum().backward()
+    expected = [layer.weight.grad for layer in trained]
+    later: dict[FP8Linear, Callable[[], torch.Tensor]] = {}
+    for layer in layers:
+        layer.weight.grad = None
+        layer.fp8_defer = lambda layer=layer: lambda compute: later.setdefault(layer, compute)
+    MergedLayers(layers)(x).float().square().sum().backward()
+    assert list(later) == trained
+    assert all(layer.weight.grad is None for layer in layers)
+    assert all(map(torch.equal, [compute() for compute in later.values()], expected))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

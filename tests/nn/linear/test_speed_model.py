@@ -89,6 +89,15 @@ def test_token_counts_without_end_fill_no_memory(small_layers_are_slow, monkeypa
     assert "not in FP8 for 1, 3, 4, 6 tokens, of the first 6 token counts, where it would take" in row.notes
 
 
+def test_a_layer_that_moves_asks_anew_what_pays_where_it_is(small_layers_are_slow, monkeypatch) -> None:
+    calls = count_products(monkeypatch)
+    layer = FP8Linear(32, 32, dtype=torch.bfloat16)
+    for gain in (0.5, 2.0):
+        monkeypatch.setattr(speed_model, "speedup", lambda *_, gain=gain: gain)
+        layer.to("cpu")(torch.randn(48, 32, dtype=torch.bfloat16))
+    assert len(calls) == 1
+
+
 def test_compiled_code_decides_alike(monkeypatch) -> None:
     monkeypatch.setattr(speed_model, "_look_up", lambda device: H200)
     layer = FP8Linear(32, 32, dtype=torch.bfloat16)
