@@ -18,8 +18,11 @@ READY := $(VENV)/.fp8booster-ready
 READY5 := $(VENV5)/.fp8booster-ready
 # What concerns transformers: models, what is fused of them, the plugins that do not shard them, and the command
 TESTS5 := tests/nn/test_families.py tests/nn/fused tests/nn/test_modules.py tests/nn/linear/test_conv1d.py \
-  tests/plugins/test_transformers5.py tests/plugins/test_sharding.py tests/cli/train/test_model_folder.py \
-  tests/cli/train/test_runs.py
+  tests/plugins/test_low_level_zero_fused.py tests/plugins/test_low_level_zero_native.py \
+  tests/plugins/test_low_level_zero_checkpoints.py tests/plugins/test_torch_ddp.py tests/plugins/test_torch_fsdp_fused.py \
+  tests/colossal/gemini/test_fused.py tests/plugins/test_sharding.py tests/cli/train/test_model_folder.py \
+  $(addprefix tests/cli/train/test_runs.py::test_, a_run_in_both_precisions_ends_with_a_table_and_keeps_its_files \
+    a_resumed_run_equals_the_uninterrupted_one_bit_for_bit the_model_of_a_checkpoint_is_a_hugging_face_folder)
 CODE  := fp8booster tests $(wildcard benchmarks examples scripts)
 
 .PHONY: help setup train test test-transformers5 test-gpu lint format docs doctor clean

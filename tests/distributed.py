@@ -1,8 +1,13 @@
-"""Start gloo ranks for a test: `run_ranks` for one function, `check_ranks` for many checks in one start."""
+"""Gloo ranks for tests: `@ranks(2)` runs a test on each of two ranks, `run_ranks` calls a function on new ones."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import faulthandler
+import functools
+import inspect
+import logging
 import math
 import multiprocessing
 import os
@@ -11,49 +16,83 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 
-_PRELOADED = (
-    "fp8booster.plugins",
-    "colossalai.booster.plugin",
-    "colossalai.shardformer.policies.llama",
-    "transformers.models.llama.modeling_llama",
-)
-"""What takes a rank 7 to 10 s to import; the first of them mends colossalai before it is imported."""
+IDLE_SECONDS = 60.0
+"""Ranks hang that have not used a second of CPU for so long, which is more than anything else waits for."""
 
-CHECK_SECONDS = 240.0
-"""The longest that one check, or the start of the ranks, may take."""
-
-AHEAD_SECONDS = 60.0
-"""How long the other ranks may take to end a check that one rank has passed: ranks go through it together."""
-
-FAILED_SECONDS = 15.0
-"""How long they may take once one rank has failed it, for which they may be waiting in vain."""
+TEST_SECONDS = 900.0
+"""The longest that a test may take on ranks that work: most need a second, but cores may be shared by many."""
 
 _STACK_SIGNAL = signal.SIGUSR1
-_parent: Connection | None = None
-"""On a rank, who started it."""
+_shared = Path()
+"""On a rank, the folder that all ranks see."""
 
 
 class RankError(RuntimeError):
     """A rank raised, died or did not finish in time; the message names it and carries its traceback."""
 
 
-class Outcomes(dict[str, "str | None"]):
-    """What one rank found: a check's name to None or to what went wrong; `missing` of those that did not run."""
+def ranks(*world_sizes: int, seconds: float = TEST_SECONDS, backend: str = "gloo") -> Callable[..., Any]:
+    """The decorated test runs on each of `world_size` ranks, once for each of `world_sizes`.
 
-    missing = "not run"
+    Its arguments, from `pytest.mark.parametrize` or fixtures, are pickled; `tmp_path` is a folder that all ranks see.
+    Ranks have a process group, the seed 0 and no statistics. They are started with a module's first test and kept for
+    its others of the same world size; where a test fails they are ended, and the next test starts new ones. A test
+    fails with the traceback of the rank that failed first; or with the stacks of those that hang, where no rank has
+    used the CPU for a minute, or after `seconds`.
+    """
 
-    def __missing__(self, name: str) -> str:
-        return self.missing
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def on_each_rank(world_size: int = world_sizes[0], **arguments: Any) -> None:
+            __tracebackhide__ = True
+            on_ranks(world_size, function, seconds=seconds, backend=backend, **arguments)
+
+        on_each_rank.on_rank = function
+        if len(world_sizes) == 1:
+            return on_each_rank
+        signature = inspect.signature(function)
+        world_size = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
+        on_each_rank.__signature__ = signature.replace(parameters=[*signature.parameters.values(), world_size])
+        return pytest.mark.parametrize("world_size", world_sizes)(on_each_rank)
+
+    return register
+
+
+def on_ranks(
+    world_size: int,
+    function: Callable[..., Any],
+    *,
+    seconds: float = TEST_SECONDS,
+    backend: str = "gloo",
+    **arguments: Any,
+) -> list[Any]:
+    """What `function(**arguments)` returns on the ranks that a module's tests share; the test fails as with `ranks`."""
+    __tracebackhide__ = True
+    started = _ranks_of(function.__module__, world_size, backend, seconds)
+    try:
+        return started.call(_run, function.__module__, function.__qualname__, arguments, seconds=seconds)
+    except RankError as error:
+        started.kill()
+        pytest.fail(str(error), pytrace=False)
+
+
+def shared_folder(name: str | Path) -> Path:
+    """On a rank: a folder that all ranks see, as long as they live."""
+    folder = _shared / name
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def run_ranks(
@@ -63,7 +102,7 @@ def run_ranks(
     timeout: float = 120.0,
     initialize: bool = True,
     environment: dict[str, str] | None = None,
-    preloaded: bool = False,
+    preloaded: bool = True,
 ) -> list[Any]:
     """Call `fn(*args)` in `world_size` new processes joined by gloo; return each rank's value, in rank order.
 
@@ -71,200 +110,156 @@ def run_ranks(
     that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...) and `environment` on top of
     them, before `fn`'s module is imported. Each runs on one thread. With `initialize=False` no process group is
     made, for a `fn` that makes its own (`launch_from_torch`). `timeout` is in seconds, start-up included.
-    With `preloaded` the ranks are forks of a process that has imported Colossal-AI and its plugins once for the whole
-    session, for a `fn` whose subject is not what gets imported; a process with a GPU is never forked.
+    Ranks are forks of a process that has imported Colossal-AI and its plugins once for the whole session, unless a
+    GPU is there; with `preloaded=False`, for a `fn` or `environment` that changes what gets imported, they import anew.
 
     Raises RankError when a rank raises, dies or is late, with the traceback of the rank that raised first, or with the
     stacks of those that are late; the other ranks are killed before it is raised.
     """
-    ranks = _Ranks(fn, world_size, args, timeout, initialize, environment, preloaded)
+    started = _Ranks(world_size, "gloo" if initialize else None, timeout, environment, preloaded)
     try:
-        return ranks.values(timeout)
+        return started.call(fn, *args, seconds=timeout)
     finally:
-        ranks.kill()
+        started.kill()
 
 
-def check_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    seconds: float = CHECK_SECONDS,
-    ahead_seconds: float = AHEAD_SECONDS,
-    failed_seconds: float = FAILED_SECONDS,
-    initialize: bool = False,
-    environment: dict[str, str] | None = None,
-    preloaded: bool = True,
-) -> list[Outcomes]:
-    """As `run_ranks`, for a `fn` that calls `run_each`; returns what each rank found.
-
-    Ranks go on after a check that failed, unless another rank hangs in it for `failed_seconds`. Where ranks hang for
-    `ahead_seconds` in a check that another has passed, or all of them for `seconds`, they are killed, and that
-    check's outcome is the stack of each that hung.
-    """
-    ranks = _Ranks(fn, world_size, args, seconds, initialize, environment, preloaded)
-    try:
-        return ranks.outcomes(seconds, ahead_seconds, failed_seconds)
-    finally:
-        ranks.kill()
-
-
-def run_each(checks: Mapping[str, Callable[[], object]], prepare: Callable[[], object]) -> None:
-    """On a rank: run checks one after the other, with all ranks, and report to `check_ranks`; `prepare` before each."""
-    assert _parent is not None
-    _send("names", list(checks))
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    for number, (name, function) in enumerate(checks.items()):
-        outcome = None
-        try:
-            prepare()
-            function()
-        except (Exception, pytest.fail.Exception):
-            outcome = traceback.format_exc()
-        _send("check", (name, outcome))
-        # not by a collective, which might meet one that a failed check left
-        store.set(f"check {number}, rank {rank}", "")
-        others = [f"check {number}, rank {other}" for other in range(dist.get_world_size())]
-        store.wait(others, timedelta(days=1))  # the parent ends it
-
-
-def judge(outcomes: list[Outcomes], name: str) -> None:
-    """Fail as the ranks did in a check; what a rank raised comes before where others hung."""
-    wrong = {rank: outcome[name] for rank, outcome in enumerate(outcomes) if outcome[name] is not None}
-    first = sorted(wrong, key=lambda rank: (not wrong[rank].startswith("Traceback"), rank))
-    if wrong:
-        pytest.fail("\n".join(f"rank {rank}: {wrong[rank]}" for rank in first), pytrace=False)
-
-
-def rank_context(preloaded: bool = False) -> multiprocessing.context.BaseContext:
+def rank_context(preloaded: bool = True) -> multiprocessing.context.BaseContext:
     """What starts the processes of ranks; `preloaded` as in `run_ranks`."""
     if not preloaded or torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(_PRELOADED))  # heard by the first rank alone, which starts the server
+    context.set_forkserver_preload(["tests.preloaded"])  # heard by the first rank alone, which starts the server
     return context
 
 
 class _Ranks:
-    """Processes that are at work, and what they have sent."""
+    """Processes that call what they are told, together."""
 
     def __init__(
         self,
-        fn: Callable[..., Any],
         world_size: int,
-        args: tuple[Any, ...],
+        backend: str | None,
         timeout: float,
-        initialize: bool,
-        environment: dict[str, str] | None,
-        preloaded: bool,
+        environment: dict[str, str] | None = None,
+        preloaded: bool = True,
     ) -> None:
         context = rank_context(preloaded)
         # The parent holds the store's socket, so there is no free port for another process to take in between.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._stacks = tempfile.TemporaryDirectory()
-        self._processes, self._pipes = [], {}
-        self._values: dict[int, Any] = {}
+        self._folder = tempfile.TemporaryDirectory()
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
         try:
             for rank in range(world_size):
-                receiver, sender = context.Pipe(duplex=False)
+                pipe, theirs = context.Pipe()
                 variables = _torchrun_variables(rank, world_size, self._store.port) | (environment or {})
-                call = (sender, variables, initialize, timeout, self._stack_file(rank), pickle.dumps((fn, args)))
+                call = (theirs, variables, backend, timeout, self._folder.name)
                 process = context.Process(target=_rank_main, args=call)
                 process.start()
-                sender.close()
+                theirs.close()
                 self._processes.append(process)
-                self._pipes[receiver] = rank
+                self._pipes.append(pipe)
         except BaseException:
             self.kill()
             raise
 
-    def values(self, timeout: float) -> list[Any]:
-        """What `fn` returned on each rank."""
-        deadline = time.monotonic() + timeout
-        while self._pipes:
-            if not self._receive(deadline - time.monotonic()):
-                late = sorted(self._pipes.values())
+    def call(self, fn: Callable[..., Any], *args: Any, seconds: float) -> list[Any]:
+        """What `fn(*args)` returns on each rank; RankError as in `run_ranks`, after which the ranks are of no use."""
+        call = pickle.dumps((fn, args))
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # a rank that has ended has sent why, or says so by its end
+                pipe.send_bytes(call)
+        start = time.monotonic()
+        values: dict[int, Any] = {}
+        while late := [rank for rank in range(len(self._pipes)) if rank not in values]:
+            used, left = self._cpu_seconds(), start + seconds - time.monotonic()
+            answers = self._answers(late, min(left, IDLE_SECONDS))
+            if any(not passed for _, _, passed, _ in answers):
+                answers += self._answers(late, 1.0)  # others may have failed of it, or before
+                _, rank, _, why = min(answer for answer in answers if not answer[2])
+                raise RankError(f"rank {rank} {why}")
+            if not answers and (left <= IDLE_SECONDS or self._cpu_seconds() < used + 1):
                 where = "".join(f"\nrank {rank} was in\n{stack}" for rank, stack in self._where(late).items())
-                raise RankError(f"rank(s) {late} did not finish within {timeout:g} s{where}")
-        return [self._values[rank] for rank in range(len(self._processes))]
-
-    def outcomes(self, seconds: float, ahead_seconds: float, failed_seconds: float) -> list[Outcomes]:
-        """What each rank found in its checks."""
-        self._names: list[str] = []
-        self._found = [Outcomes() for _ in self._processes]
-        patience = seconds
-        while self._pipes:
-            if not self._receive(patience):
-                self._give_up(patience)
-                break
-            furthest = max(self._found, key=len)
-            together = all(len(found) == len(furthest) for found in self._found)
-            failed = any(next(reversed(found.values()), None) is not None for found in self._found)
-            patience = seconds if together else failed_seconds if failed else ahead_seconds
-        return self._found
+                raise RankError(
+                    f"rank(s) {late} did not finish within {min(seconds, time.monotonic() - start):.0f} s{where}"
+                )
+            values |= {rank: value for _, rank, _, value in answers}
+        return [values[rank] for rank in range(len(values))]
 
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
-        self._stacks.cleanup()
+        self._processes.clear()
+        self._folder.cleanup()
 
-    def _give_up(self, seconds: float) -> None:
-        done = min(map(len, self._found))
-        late = [rank for rank, found in enumerate(self._found) if len(found) == done]
-        stacks = self._where(late)
-        if not self._names or done == len(self._names):
-            raise RankError(f"rank(s) {late} hung for {seconds:g} s outside of checks, in\n{stacks[late[0]]}")
-        name = self._names[done]
-        for rank, found in enumerate(self._found):
-            if rank in stacks:
-                found[name] = f"hung for {seconds:g} s in\n{stacks[rank]}"
-            found.missing = f"not run: {name} hung on rank(s) {late}"
+    @property
+    def alive(self) -> bool:
+        return bool(self._processes)
 
-    def _receive(self, timeout: float) -> bool:
-        """Take in what ranks have sent; False where nothing came in time."""
-        ready = wait(list(self._pipes), timeout=max(0.0, timeout))
-        failures: list[tuple[float, int, str]] = []
-        for pipe in ready:
-            self._take(pipe, failures)
-        if failures:  # others may have failed of it, or before
-            for pipe in wait(list(self._pipes), timeout=1.0):
-                self._take(pipe, failures)
-            _, rank, why = min(failures)
-            raise RankError(f"rank {rank} {why}")
-        return bool(ready)
+    def _cpu_seconds(self) -> float:
+        """What the ranks that live have used."""
+        total = 0.0
+        for process in self._processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += sum(psutil.Process(process.pid).cpu_times()[:2])
+        return total
 
-    def _take(self, pipe: Connection, failures: list[tuple[float, int, str]]) -> None:
-        rank = self._pipes[pipe]
-        try:
-            when, kind, value = pickle.loads(pipe.recv_bytes())
-        except EOFError:
-            when, kind, value = -math.inf, "failed", "died without a Python traceback"
-        if kind == "names":
-            self._names = value
-        elif kind == "check":
-            name, outcome = value
-            self._found[rank][name] = outcome
-        else:
-            del self._pipes[pipe]
-            if kind == "failed":
-                failures.append((when, rank, value))
-            else:
-                self._values[rank] = value
+    def _answers(self, of: Iterable[int], timeout: float) -> list[tuple[float, int, bool, Any]]:
+        """What ranks have sent: when, which rank, whether it passed, and its value or traceback."""
+        pipes = {self._pipes[rank]: rank for rank in of if not self._pipes[rank].closed}
+        answers = []
+        for pipe in wait(list(pipes), timeout=max(0.0, timeout)):
+            try:
+                when, passed, value = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                when, passed, value = -math.inf, False, "died without a Python traceback"
+            if not passed:
+                pipe.close()
+            answers.append((when, pipes[pipe], passed, value))
+        return answers
 
-    def _stack_file(self, rank: int) -> str:
-        return str(Path(self._stacks.name) / str(rank))
-
-    def _where(self, ranks: list[int]) -> dict[int, str]:
+    def _where(self, late: list[int]) -> dict[int, str]:
         """The stacks of ranks, those that wait in C included."""
-        for rank in ranks:
-            if self._processes[rank].is_alive() and Path(self._stack_file(rank)).exists():
+        files = {rank: _stack_file(self._folder.name, rank) for rank in late}
+        for rank, file in files.items():
+            if self._processes[rank].is_alive() and file.exists():
                 os.kill(self._processes[rank].pid, _STACK_SIGNAL)
         time.sleep(0.5)
-        stacks = {}
-        for rank in ranks:
-            file = Path(self._stack_file(rank))
-            stacks[rank] = (file.read_text() if file.exists() else "") or "(its start)"
-        return stacks
+        return {rank: (file.read_text() if file.exists() else "") or "(its start)" for rank, file in files.items()}
+
+
+_module = ""
+_started: dict[tuple[int, str], _Ranks] = {}
+"""The ranks of `_module`: a module's caches save time, and what it leaves behind shall not reach another module."""
+
+
+def _ranks_of(module: str, world_size: int, backend: str, seconds: float) -> _Ranks:
+    global _module
+    if module != _module:
+        _end_ranks()
+        _module = module
+    found = _started.get((world_size, backend))
+    if found is None or not found.alive:
+        found = _started[world_size, backend] = _Ranks(world_size, backend, seconds)
+    return found
+
+
+@atexit.register
+def _end_ranks() -> None:
+    while _started:
+        _started.popitem()[1].kill()
+
+
+def _run(module: str, name: str, arguments: dict[str, Any]) -> Any:
+    """On a rank: call a function that `ranks` may decorate."""
+    from fp8booster import comm
+
+    function = getattr(import_module(module), name)
+    logging.disable(logging.WARNING)
+    torch.manual_seed(0)
+    comm.reset_statistics()
+    return getattr(function, "on_rank", function)(**arguments)
 
 
 def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]:
@@ -280,25 +275,32 @@ def _torchrun_variables(rank: int, world_size: int, port: int) -> dict[str, str]
     }
 
 
-def _rank_main(
-    sender: Connection, variables: dict[str, str], initialize: bool, timeout: float, stacks: str, call: bytes
-) -> None:
-    global _parent
-    _parent = sender
+def _stack_file(folder: str, rank: int) -> Path:
+    return Path(folder) / f"stack of rank {rank}"
+
+
+def _rank_main(pipe: Connection, variables: dict[str, str], backend: str | None, timeout: float, folder: str) -> None:
+    global _shared
+    _shared = Path(folder)
     os.environ.update(variables)
+    rank = int(variables["RANK"])
     try:
         # kept open: the parent asks by a signal where this rank is
-        faulthandler.register(_STACK_SIGNAL, file=open(stacks, "w"), all_threads=False)  # noqa: SIM115
+        faulthandler.register(_STACK_SIGNAL, file=_stack_file(folder, rank).open("w"), all_threads=False)
         torch.set_num_threads(1)
-        if initialize:
-            dist.init_process_group("gloo", init_method="env://", timeout=timedelta(seconds=timeout))
-        # Unpickled only now, so that the module of `fn` is imported under `variables`.
-        fn, args = pickle.loads(call)
-        _send("value", fn(*args))
+        if backend is not None:
+            if backend == "nccl":
+                torch.cuda.set_device(rank)
+            dist.init_process_group(backend, init_method="env://", timeout=timedelta(seconds=timeout))
+        while True:
+            try:
+                call = pipe.recv_bytes()
+            except EOFError:  # the parent is gone
+                return
+            # Unpickled only now, so that the module of `fn` is imported under `variables`.
+            fn, args = pickle.loads(call)
+            # Plain bytes: a tensor would otherwise be sent as shared memory that ends with this process.
+            pipe.send_bytes(pickle.dumps((time.monotonic(), True, fn(*args))))
     except BaseException:  # whatever ends a rank is the parent's to report
-        _send("failed", f"of {variables['WORLD_SIZE']} failed:\n{traceback.format_exc()}")
-
-
-def _send(kind: str, value: Any) -> None:
-    # Plain bytes: a tensor would otherwise be sent as shared memory that ends with this process.
-    _parent.send_bytes(pickle.dumps((time.monotonic(), kind, value)))
+        why = f"of {variables['WORLD_SIZE']} failed:\n{traceback.format_exc()}"
+        pipe.send_bytes(pickle.dumps((time.monotonic(), False, why)))

@@ -15,7 +15,7 @@ from tests.distributed import run_ranks
 @pytest.fixture(scope="module")
 def measured() -> tuple[list[dict[str, dict[str, Any]]], list[str]]:
     """The outcomes on each rank, and what is said of plugins that are not there or cannot do it."""
-    ranks = run_ranks(measure_engines, 2, timeout=300, preloaded=True)
+    ranks = run_ranks(measure_engines, 2, timeout=300)
     return [outcomes for outcomes, _ in ranks], ranks[0][1]
 
 

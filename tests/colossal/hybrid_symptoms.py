@@ -30,7 +30,7 @@ def _train_colo_parameters_without_zero() -> None:
 
 
 def _accumulate_under_sequence_parallelism() -> None:
-    from tests.plugins.hybrid_runs import native, norm_gradients, start
+    from tests.colossal.hybrid.runs import native, norm_gradients, start
 
     for stage in (0, 1):
         expected, found = (
@@ -42,7 +42,7 @@ def _accumulate_under_sequence_parallelism() -> None:
 
 
 def _save_shards_in_the_background() -> None:
-    from tests.plugins.hybrid_runs import learn, native, start
+    from tests.colossal.hybrid.runs import learn, native, start
 
     run = start(native("DP2"))
     learn(run, last=1)
@@ -60,14 +60,14 @@ def _save_shards_in_the_background() -> None:
 
 
 def _train_command_r() -> None:
-    from tests.plugins.hybrid_model_checks import begin, step
-    from tests.plugins.hybrid_runs import native
+    from tests.colossal.hybrid.runs import native
+    from tests.colossal.hybrid.test_sharded_models import begin, step
 
     step(*begin(native("TP2"), "Command-R"))
 
 
 def _load_a_tied_weight_into_a_pipeline() -> None:
-    from tests.plugins.hybrid_runs import native, sizes, start
+    from tests.colossal.hybrid.runs import native, sizes, start
 
     written = tiny_llama(seed=1, **sizes(tie_word_embeddings=True)).bfloat16()
     embeddings = written.model.embed_tokens.weight
@@ -92,8 +92,8 @@ def _load_a_tied_weight_into_a_pipeline() -> None:
 def _put_adapters_into_a_model_that_is_cut() -> None:
     from colossalai.booster import Booster
 
-    from tests.plugins.hybrid_runs import native
-    from tests.plugins.lora_checks import lora_config
+    from tests.colossal.hybrid.runs import native
+    from tests.plugins.test_low_level_zero_lora import lora_config
 
     for mode in ("TP2", "PP2 1f1b"):
         refusal: Exception | None = None

@@ -48,7 +48,7 @@ def test_colossalai_does_not_import_without_the_stand_ins() -> None:
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What `run_checks` found on two ranks, started once for all tests of this file."""
     folder = str(tmp_path_factory.mktemp("checkpoints"))
-    return run_ranks(run_checks, 2, folder, timeout=400, initialize=False)
+    return run_ranks(run_checks, 2, folder, timeout=400, initialize=False, preloaded=False)
 
 
 @pytest.fixture(params=[0, 1], ids=["rank 0", "rank 1"])

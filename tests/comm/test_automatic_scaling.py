@@ -1,10 +1,8 @@
-"""FP8-LM's automatic scaling on 2 and 3 ranks, started once for all checks of a number."""
+"""FP8-LM's automatic scaling on 2 and 3 ranks."""
 
 from __future__ import annotations
 
-import functools
 import math
-import traceback
 from collections.abc import Callable
 from unittest.mock import patch
 
@@ -16,17 +14,16 @@ from fp8booster import comm
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.monitor.traffic import count_traffic
 from tests.comm.bounds import assert_within, rounding_bound
-from tests.distributed import run_ranks
+from tests.distributed import ranks, run_ranks
 
-CHECKS: list[Callable[[torch.device], None]] = []
 SIZES = [1000, 7, 3001]
 """Of three tensors in a rank's part."""
 
 
-def check(function: Callable[[torch.device], None]) -> Callable[[torch.device], None]:
-    """Register a check."""
-    CHECKS.append(function)
-    return function
+def on_gloo(function: Callable[[torch.device], None]) -> Callable[..., None]:
+    """A test on 2 and 3 ranks."""
+    on_the_cpu = pytest.mark.parametrize("device", [torch.device("cpu")], ids=["cpu"])
+    return ranks(2, 3)(on_the_cpu(function))
 
 
 def reduce(scaling: AutomaticScaling, values: torch.Tensor, sizes: list[int] | None = None) -> torch.Tensor:
@@ -53,8 +50,8 @@ def gradients(device: torch.device) -> torch.Tensor:
     return (torch.cat(parts) * (1 + dist.get_rank())).to(device)
 
 
-@check
-def the_sum_lies_within_what_casts_and_additions_round(device: torch.device) -> None:
+@on_gloo
+def test_the_sum_lies_within_what_casts_and_additions_round(device: torch.device) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     values = gradients(device)
     found = reduce(AutomaticScaling(ranks, device), values, SIZES)
@@ -71,8 +68,8 @@ def the_sum_lies_within_what_casts_and_additions_round(device: torch.device) -> 
     assert max(ratios) > 0.3, ratios
 
 
-@check
-def ranks_share_the_scale_of_the_one_with_the_largest_values(device: torch.device) -> None:
+@on_gloo
+def test_ranks_share_the_scale_of_the_one_with_the_largest_values(device: torch.device) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     values = torch.full((ranks,), 3e-6, device=device)
     if rank == 1:
@@ -84,8 +81,8 @@ def ranks_share_the_scale_of_the_one_with_the_largest_values(device: torch.devic
     assert bool((alone == alone[0]).all())
 
 
-@check
-def mu_is_halved_from_0_001_percent_of_saturated_values(device: torch.device) -> None:
+@on_gloo
+def test_mu_is_halved_from_0_001_percent_of_saturated_values(device: torch.device) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     part = 100_000
     cast = ranks * (ranks + 1) * part
@@ -103,8 +100,8 @@ def mu_is_halved_from_0_001_percent_of_saturated_values(device: torch.device) ->
         assert torch.equal(scaling.mu, before)
 
 
-@check
-def mu_grows_to_twice_its_value_in_1000_steps(device: torch.device) -> None:
+@on_gloo
+def test_mu_grows_to_twice_its_value_in_1000_steps(device: torch.device) -> None:
     ranks = dist.get_world_size()
     scaling = AutomaticScaling(8, device)
     values = torch.ones(ranks, device=device)
@@ -115,8 +112,8 @@ def mu_grows_to_twice_its_value_in_1000_steps(device: torch.device) -> None:
         assert math.isclose(scaling.mu.item(), expected, rel_tol=1e-3), scaling.mu
 
 
-@check
-def sums_beyond_the_format_saturate_and_shrink_mu_until_they_fit(device: torch.device) -> None:
+@on_gloo
+def test_sums_beyond_the_format_saturate_and_shrink_mu_until_they_fit(device: torch.device) -> None:
     ranks = dist.get_world_size()
     scaling = AutomaticScaling(1, device)
     values = torch.ones(ranks * 64, device=device)
@@ -127,8 +124,8 @@ def sums_beyond_the_format_saturate_and_shrink_mu_until_they_fit(device: torch.d
     torch.testing.assert_close(reduce(scaling, values), torch.ones(64, device=device), rtol=2.0**-4 * ranks, atol=0.0)
 
 
-@check
-def an_infinity_or_nan_of_one_rank_arrives_as_nan_and_spares_other_tensors(device: torch.device) -> None:
+@on_gloo
+def test_an_infinity_or_nan_of_one_rank_arrives_as_nan_and_spares_other_tensors(device: torch.device) -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     values = gradients(device)
     good = reduce(AutomaticScaling(ranks, device), values, SIZES)
@@ -145,8 +142,8 @@ def an_infinity_or_nan_of_one_rank_arrives_as_nan_and_spares_other_tensors(devic
         assert bool(scaling.mu.isfinite())
 
 
-@check
-def statistics_agree_with_what_is_seen_at_torch_distributed(device: torch.device) -> None:
+@on_gloo
+def test_statistics_agree_with_what_is_seen_at_torch_distributed(device: torch.device) -> None:
     values = gradients(device).bfloat16()
     scaling = AutomaticScaling(dist.get_world_size(), device)
     comm.reset_statistics()
@@ -158,8 +155,8 @@ def statistics_agree_with_what_is_seen_at_torch_distributed(device: torch.device
     assert 0.5 < rows["reduce_scatter_tensor"].ratio < 0.52
 
 
-@check
-def each_stream_counts_for_itself_and_a_step_adds_them(device: torch.device) -> None:
+@on_gloo
+def test_each_stream_counts_for_itself_and_a_step_adds_them(device: torch.device) -> None:
     if device.type != "cpu":
         return  # `counts_of_streams_that_run_at_once_are_not_lost`
     ranks, seen = dist.get_world_size(), []
@@ -177,8 +174,8 @@ def each_stream_counts_for_itself_and_a_step_adds_them(device: torch.device) -> 
     assert scaling._taken_counts().tolist() == [0, 0]
 
 
-@check
-def counts_of_streams_that_run_at_once_are_not_lost(device: torch.device) -> None:
+@on_gloo
+def test_counts_of_streams_that_run_at_once_are_not_lost(device: torch.device) -> None:
     if device.type != "cuda":
         return
     ranks = dist.get_world_size()
@@ -193,8 +190,8 @@ def counts_of_streams_that_run_at_once_are_not_lost(device: torch.device) -> Non
     assert scaling._taken_counts()[1].item() == 200 * len(streams) * ranks * (1 << 16)
 
 
-@check
-def small_ones_go_uncompressed(device: torch.device) -> None:
+@on_gloo
+def test_small_ones_go_uncompressed(device: torch.device) -> None:
     comm.reset_statistics()
     values = torch.arange(2.0 * dist.get_world_size(), device=device) / 7
     output = values.new_empty(2)
@@ -204,43 +201,15 @@ def small_ones_go_uncompressed(device: torch.device) -> None:
     assert comm.statistics()["reduce_scatter_tensor"].uncompressed == {"small": 1}
 
 
-def run_checks(device: str) -> dict[str, str | None]:
-    """Name to None, or to what went wrong; what follows a failure is not run."""
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_node_local_rank())
-    names = [function.__name__ for function in CHECKS]
-    outcomes: dict[str, str | None] = dict.fromkeys(names, "not run: a check before it failed")
-    try:
-        for name, function in zip(names, CHECKS, strict=True):
-            running = name
-            function(torch.device(device))
-            dist.barrier()
-            outcomes[name] = None
-    except Exception:
-        outcomes[running] = traceback.format_exc()
-    return outcomes
-
-
-def run_over_nccl() -> dict[str, str | None]:
-    """The checks on GPUs."""
+def run_over_nccl() -> None:
+    """The tests on GPUs."""
+    torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("nccl")
-    try:
-        return run_checks("cuda")
-    finally:
-        dist.destroy_process_group()
-
-
-@functools.cache
-def outcomes(ranks: int) -> list[dict[str, str | None]]:
-    """What each rank found."""
-    return run_ranks(run_checks, ranks, "cpu", timeout=120, preloaded=True)
-
-
-@pytest.mark.parametrize("name", [function.__name__ for function in CHECKS])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_on_gloo(ranks: int, name: str) -> None:
-    for rank, outcome in enumerate(outcomes(ranks)):
-        assert outcome[name] is None, f"rank {rank}: {outcome[name]}"
+    for test in list(globals().values()):
+        if hasattr(test, "on_rank"):
+            test.on_rank(torch.device("cuda"))
+            dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.mark.gpu
@@ -248,6 +217,4 @@ def test_on_nccl() -> None:
     """NCCL's own sum of FP8."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    for rank, outcome in enumerate(run_ranks(run_over_nccl, 2, initialize=False, timeout=300)):
-        failed = {name: trace for name, trace in outcome.items() if trace is not None}
-        assert not failed, f"rank {rank}: {failed}"
+    run_ranks(run_over_nccl, 2, initialize=False, timeout=300)

@@ -34,7 +34,7 @@ def train_plain_and_in_fp8() -> dict[str, object]:
 
 
 def test_the_loss_follows_that_of_plain_ddp_on_two_ranks() -> None:
-    ranks = run_ranks(train_plain_and_in_fp8, 2, preloaded=True)
+    ranks = run_ranks(train_plain_and_in_fp8, 2)
     for rank in ranks:
         assert rank["ours"][-1] < 0.5 * rank["ours"][0]
         assert worst_difference(rank["ours"], rank["plain"]) < 0.02
@@ -61,7 +61,7 @@ def average_a_gradient() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_settings_reach_the_wire_and_the_result_is_the_mean() -> None:
-    (gradient, exact), (other, _), _ = run_ranks(average_a_gradient, 3, preloaded=True)
+    (gradient, exact), (other, _), _ = run_ranks(average_a_gradient, 3)
     assert torch.equal(gradient, other)
     noise = (gradient - exact).norm() / exact.norm()
     assert 2**-6 < noise < 2**-3  # E5M2 twice, not E4M3, not nothing
@@ -89,7 +89,7 @@ def small_and_large_ones_apart() -> tuple[list[torch.Tensor], list[torch.Tensor]
 
 
 def test_gradients_that_go_apart_share_no_scale_with_others() -> None:
-    for (first, second), (again, larger) in run_ranks(small_and_large_ones_apart, 2, preloaded=True):
+    for (first, second), (again, larger) in run_ranks(small_and_large_ones_apart, 2):
         assert first.any()
         assert torch.equal(first, again)
         assert torch.equal(second * 2.0**20, larger)

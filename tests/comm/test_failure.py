@@ -54,7 +54,7 @@ def run_rank(rank: int, store: str, fate: str, asynchronous: bool, answers: Simp
     ("fate", "asynchronous"), [("killed", False), ("killed half way", True), ("hangs", False), ("hangs", True)]
 )
 def test_the_others_fail_with_an_error_of_torch(fate: str, asynchronous: bool, tmp_path: Path) -> None:
-    context = rank_context(preloaded=True)  # they start together: what is late at the store fails there
+    context = rank_context()  # they start together: what is late at the store fails there
     answers = context.SimpleQueue()
     processes = [
         context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), fate, asynchronous, answers))

@@ -39,7 +39,7 @@ def topologies() -> dict[str, str]:
 
 def test_a_group_inside_a_node_is_told_from_one_between_nodes() -> None:
     found = {}
-    for rank in run_ranks(topologies, 4, preloaded=True):
+    for rank in run_ranks(topologies, 4):
         for name, topology in rank.items():
             assert found.setdefault(name, topology) == topology  # all ranks must decide alike
     assert found == {
@@ -150,7 +150,7 @@ def decisions() -> dict[str, Any]:
 @functools.cache
 def decided() -> list[dict[str, Any]]:
     """What each of two ranks decided."""
-    return run_ranks(decisions, 2, preloaded=True)
+    return run_ranks(decisions, 2)
 
 
 def test_each_way_has_numbers_of_its_own() -> None:

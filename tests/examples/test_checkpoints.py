@@ -27,7 +27,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def saved(text: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has saved steps 2 and 4."""
     out = tmp_path_factory.mktemp("saved") / "run"
-    run_ranks(train, 2, PLUGIN, text, [["--steps", "4", "--out", str(out)]], initialize=False, preloaded=True)
+    run_ranks(train, 2, PLUGIN, text, [["--steps", "4", "--out", str(out)]], initialize=False)
     assert names(out) == ["step-00000002", "step-00000004"]
     return out
 
@@ -39,7 +39,7 @@ def names(out: Path) -> list[str]:
 def resume(saved: Path, text: str, *folders: Path) -> list[list[float] | str]:
     """What comes of going on to step 5 in each folder; the ranks agree."""
     runs = [["--steps", "5", "--resume", "--out", str(folder)] for folder in folders]
-    first, second = run_ranks(train, 2, PLUGIN, text, runs, initialize=False, preloaded=True)
+    first, second = run_ranks(train, 2, PLUGIN, text, runs, initialize=False)
     assert first == second
     return first
 
@@ -74,7 +74,7 @@ def test_a_kill_between_weights_and_optimizer_leaves_the_checkpoint_before(
 ) -> None:
     killed, earlier = tmp_path / "killed", tmp_path / "earlier"
     with pytest.raises(RankError, match="rank 0 died"):
-        run_ranks(train_and_die, 2, PLUGIN, text, str(killed), initialize=False, preloaded=True)
+        run_ranks(train_and_die, 2, PLUGIN, text, str(killed), initialize=False)
     assert names(killed) == ["step-00000002"]
     shutil.copytree(saved, earlier)
     shutil.rmtree(earlier / "step-00000004")
@@ -83,7 +83,7 @@ def test_a_kill_between_weights_and_optimizer_leaves_the_checkpoint_before(
 
 
 def test_sigterm_saves_the_step_at_hand_on_all_ranks(text: str, tmp_path: Path) -> None:
-    outcomes = run_ranks(train_until_told, 2, PLUGIN, text, str(tmp_path), initialize=False, preloaded=True)
+    outcomes = run_ranks(train_until_told, 2, PLUGIN, text, str(tmp_path), initialize=False)
     before, after = outcomes[0]
     assert outcomes[1] == (before, after)
     assert (len(before), len(after)) == (3, 5)

@@ -152,7 +152,7 @@ def soaks(subject: Subject, reference: Reference) -> Iterator[Case]:
 
     def check(place: Place, subject: Subject, reference: Reference, out: Path) -> Found:
         place = prepare(out / "place", SOAK_STEPS, SOAK_SAVES)
-        ranks = run_ranks(soak, 2, place, subject, str(out / "run"), timeout=1500, initialize=False, preloaded=True)
+        ranks = run_ranks(soak, 2, place, subject, str(out / "run"), timeout=1500, initialize=False)
         found = []
         for rank, samples in enumerate(ranks):
             assert len(samples) == SOAK_STEPS

@@ -84,7 +84,7 @@ def harmless_whole(place: Place, subject: Subject, folder: Path) -> str:
         (folder / form).mkdir(parents=True)
         for name in WHOLE_FILES:
             plant(folder / form / name, form, marker)
-    said = run_ranks(load_planted, 2, place, subject, str(folder), timeout=TIMEOUT, initialize=False, preloaded=True)
+    said = run_ranks(load_planted, 2, place, subject, str(folder), timeout=TIMEOUT, initialize=False)
     assert not marker.exists(), "a payload ran"
     assert len(said[0]) == len(FORMS) * len(WHOLE_FILES)
     for sentence in said[0].values():

@@ -282,7 +282,12 @@ def interpreted_kernels_agree() -> list[str]:
 
 def test_the_kernels_interpreted_agree_with_the_reference() -> None:
     (wrong,) = run_ranks(
-        interpreted_kernels_agree, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, timeout=300
+        interpreted_kernels_agree,
+        1,
+        initialize=False,
+        environment={"TRITON_INTERPRET": "1"},
+        preloaded=False,
+        timeout=300,
     )
     assert wrong == []
 

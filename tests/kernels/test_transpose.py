@@ -64,7 +64,9 @@ def differences(device: str) -> Iterator[str]:
 
 def test_the_kernel_in_triton_s_interpreter() -> None:
     pytest.importorskip("triton")
-    (found,) = run_ranks(_interpreted, 1, timeout=300, initialize=False, environment={"TRITON_INTERPRET": "1"})
+    (found,) = run_ranks(
+        _interpreted, 1, timeout=300, initialize=False, environment={"TRITON_INTERPRET": "1"}, preloaded=False
+    )
     assert found == []
 
 

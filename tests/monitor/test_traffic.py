@@ -46,7 +46,7 @@ def _exchange() -> dict[str, list[tuple[str, str, int, int, int]]]:
 
 
 def test_every_collective_is_counted_where_it_is_called():
-    first, second = run_ranks(_exchange, 2, preloaded=True)
+    first, second = run_ranks(_exchange, 2)
     inner = {row[:2]: row[2:] for row in first["inner"]}
     assert inner["reduce_scatter_tensor", "float32"] == (1, 32, 16)
     assert inner["all_gather_into_tensor", "bfloat16"] == (1, 16, 16)

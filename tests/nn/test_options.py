@@ -163,10 +163,10 @@ def test_grouped_products_know_how_scales_are_made_and_where_they_run(field, val
 ELSEWHERE = {
     "layers": "tests/nn/test_convert.py",
     "always": "tests/nn/linear/test_speed_model.py",
-    "communication": "tests/plugins/no_effect_checks.py",
-    "gradient_scaling": "tests/colossal/zero/gradient_scaling_checks.py",
-    "fused": "tests/plugins/fused_checks.py",
-    "weights_in_16_bits": "tests/colossal/zero/fp8_alone_checks.py",
+    "communication": "tests/plugins/test_no_effect.py",
+    "gradient_scaling": "tests/colossal/zero/test_gradient_scaling.py",
+    "fused": "tests/plugins/test_low_level_zero_fused.py",
+    "weights_in_16_bits": "tests/colossal/zero/test_fp8_alone.py",
     "keep_weight_transposes": "tests/nn/weights/test_memory.py",
 }
 """Fields that no product reads, and where their effect is tested."""

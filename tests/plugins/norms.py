@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.plugins.hybrid_runs import HybridRun
+from tests.colossal.hybrid.runs import HybridRun
 
 
 class HostReads(TorchDispatchMode):

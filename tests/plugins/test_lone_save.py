@@ -1,22 +1,94 @@
-"""Saves that rank 0 alone calls, on two gloo ranks that are started once for all checks."""
+"""What rank 0 can save alone: what Colossal-AI's plugins can, or it is told that every rank must call."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 
-from tests.distributed import Outcomes, check_ranks, judge
-from tests.plugins.registry import names, run_checks
+from fp8booster.colossal.zero import lone_save
+from tests.colossal.hybrid.runs import arguments_of
+from tests.distributed import ranks, shared_folder
+from tests.plugins.training import Boosted, boost, ours, train
 
-MODULES = ["tests.plugins.lone_save_checks"]
+PATIENCE = 2.0
+"""Seconds in place of `lone_save.PATIENCE`."""
+
+WITH_ZERO = ("LowLevelZero, stage 1", "LowLevelZero, stage 2", "hybrid, DP2 ZeRO 1")
+"""Where each rank holds a part of the weights of FP8 layers."""
+
+WHOLE_ON_EACH_RANK = ("hybrid, DP2", "DDP")
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
-    """What each rank found."""
-    folder = str(tmp_path_factory.mktemp("checks"))
-    return check_ranks(run_checks, 2, MODULES, folder)
+def run_of(plugin: str, use_fp8: bool) -> Boosted:
+    """A tiny model after a step."""
+    from fp8booster.plugins import HybridParallelPlugin, TorchDDPPlugin
+
+    kind, _, mode = plugin.partition(", ")
+    if kind == "DDP":
+        run = boost(TorchDDPPlugin(use_fp8=use_fp8), mixed_precision="bf16")
+    elif kind == "hybrid":
+        run = boost(HybridParallelPlugin(**arguments_of(mode), use_fp8=use_fp8))
+    else:
+        run = boost(ours(stage=int(mode[-1]), use_fp8=use_fp8))
+    train(run, steps=1)
+    return run
 
 
-@pytest.mark.parametrize("name", [name for module in MODULES for name in names(module)])
-def test_on_two_ranks(outcomes: list[Outcomes], name: str) -> None:
-    judge(outcomes, name)
+def save(run: Boosted, name: str, shard: bool) -> torch.Tensor:
+    """Save the model; returns a weight of it as it was written."""
+    path = shared_folder("lone") / name
+    run.booster.save_model(run.model, str(path), shard=shard, use_safetensors=True)
+    (file,) = path.glob("*.safetensors") if shard else [path]
+    return load_file(file)["model.layers.0.mlp.up_proj.weight"]
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", [*WITH_ZERO, *WHOLE_ON_EACH_RANK])
+def test_rank_0_alone_saves_a_model_in_16_bits(plugin: str) -> None:
+    run = run_of(plugin, use_fp8=False)
+    if dist.get_rank() == 0:
+        for shard in (True, False):
+            save(run, f"{plugin} {shard}.safetensors", shard)
+    dist.barrier()
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", WHOLE_ON_EACH_RANK)
+def test_rank_0_alone_saves_a_model_whose_weights_are_whole(plugin: str) -> None:
+    run = run_of(plugin, use_fp8=True)
+    if dist.get_rank() == 0:
+        for shard in (True, False):
+            save(run, f"{plugin} FP8 {shard}.safetensors", shard)
+    dist.barrier()
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", WITH_ZERO)
+def test_rank_0_alone_is_told_to_call_on_every_rank(plugin: str) -> None:
+    run = run_of(plugin, use_fp8=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lone_save, "PATIENCE", PATIENCE)
+        if dist.get_rank() == 0:
+            for shard in (True, False):
+                began = time.monotonic()
+                with pytest.raises(RuntimeError, match=r"rank 1 did not join it .* on every rank"):
+                    save(run, f"{plugin} refused {shard}.safetensors", shard)
+                assert time.monotonic() - began < PATIENCE + 10
+        dist.barrier()
+        # it has not lost count: all ranks together save, one of them late
+        train(run, steps=1)
+        if dist.get_rank() == 1:
+            time.sleep(PATIENCE / 4)
+        if dist.get_rank() == 0:
+            written = save(run, f"{plugin} whole", shard=True)
+        else:
+            run.booster.save_model(
+                run.model, str(shared_folder("lone") / f"{plugin} whole"), shard=True, use_safetensors=True
+            )
+    working = run.parameters()["model.layers.0.mlp.up_proj.weight"]
+    if dist.get_rank() == 0:
+        assert torch.equal(written, working)  # of which `parameters` has just gathered the masters' values

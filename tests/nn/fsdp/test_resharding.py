@@ -145,7 +145,7 @@ def train_both_with_fsdp2() -> tuple[dict[str, list], dict[str, list[float]]]:
 @pytest.fixture(scope="module")
 def ranks() -> list[tuple[dict[str, list], dict[str, list[float]]]]:
     """What each of two ranks found."""
-    return run_ranks(train_both_with_fsdp2, 2, preloaded=True)
+    return run_ranks(train_both_with_fsdp2, 2)
 
 
 def test_layers_sharded_by_fsdp2_hold_no_fp8_weight_and_compute_the_same_bits(ranks: list[tuple]) -> None:

@@ -318,7 +318,7 @@ def under_zero() -> dict[int, list[list[float]]]:
 
 
 def test_under_zero_the_losses_of_training_are_the_native_ones() -> None:
-    for rank in run_ranks(under_zero, 2, initialize=False, preloaded=True):
+    for rank in run_ranks(under_zero, 2, initialize=False):
         for right, found in rank.values():
             assert right[0] != right[-1]
             assert found == pytest.approx(right, rel=2e-3)

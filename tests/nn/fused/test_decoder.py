@@ -10,7 +10,7 @@ from torch import nn
 from fp8booster import FP8Config, convert_to_fp8, forget_weights, report
 from fp8booster.nn.fused import decoder, fuse_blocks
 from tests.nn.fused.models import FAMILIES, batch, build
-from tests.plugins.census_checks import Census, products
+from tests.plugins.test_low_level_zero_census import Census, products
 
 
 def fused(model: nn.Module, config: FP8Config | None = None) -> nn.Module:

@@ -20,7 +20,7 @@ from fp8booster.nn.fused.pointwise import rms_norm
 from tests.nn.fused.models import FAMILIES, batch, build
 from tests.nn.fused.test_decoder import sqnr, step
 from tests.nn.reference import products_kept
-from tests.plugins.census_checks import Census, products
+from tests.plugins.test_low_level_zero_census import Census, products
 
 WHOLE = "2 decoder layers fused, loss over chunks of logits"
 

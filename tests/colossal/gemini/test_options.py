@@ -1,0 +1,151 @@
+"""Gemini with FP8 under every option: it trains as without, or near native."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8booster import FP8Config
+from tests.colossal.gemini.observations import FP16, OPTIONS, assert_are_casts_of_masters
+from tests.colossal.gemini.runs import OFFLOADED, boost, config, masters, native, wire
+from tests.colossal.zero.runs import CLOSE, Layers, batch, features, step
+from tests.distributed import ranks
+from tests.plugins.training import assert_close, assert_equal, train
+
+
+@ranks(2)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_what_only_moves_work_changes_no_bit(option: str) -> None:
+    """But for sums over gradients of other chunks: blocks that share a scale differ where chunks do."""
+    expected, found = boost(wire()), boost(wire(**OPTIONS[option]))
+    losses, others = train(expected), train(found)
+    if option == "kept gathered":  # all-reduced in place of reduce-scattered
+        assert_close(losses, others, CLOSE)
+        return
+    assert losses == others
+    assert_equal(masters(expected), masters(found))
+
+
+@ranks(2)
+def test_evaluation_with_prefetch_leaves_training_as_it_is() -> None:
+    for make in (wire, native):
+        expected, found = boost(make()), boost(make(max_prefetch=1))
+        for run in (expected, found):
+            train(run, steps=2)
+        with torch.no_grad():
+            values = [found.loss(batch()).item() for _ in range(2)]
+        assert values[0] == values[1]
+        assert train(expected, steps=2) == train(found, steps=2)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    "option",
+    ["defaults", "16 bits on the wire", "no masters", "rowwise", "fp16", "one scale a message", "all on the host"],
+)
+def test_it_trains_near_native(option: str) -> None:
+    options = {
+        "defaults": {"fp8_config": FP8Config()},
+        "16 bits on the wire": {"fp8_communication": False},
+        "no masters": {"master_weights": False},
+        "rowwise": {"fp8_config": config(granularity="rowwise")},
+        "fp16": FP16,
+        "one scale a message": {"fp8_config": config(gradient_scaling="tensor")},
+        "all on the host": OFFLOADED,
+    }[option]
+    theirs = {name: value for name, value in options.items() if name not in ("fp8_config", "fp8_communication")}
+    in_16_bits, losses = train(boost(native(**theirs))), train(boost(wire(**options)))
+    assert_close(in_16_bits, losses, CLOSE)
+    assert losses != in_16_bits
+
+
+@ranks(2)
+@pytest.mark.parametrize("options", [*({}, OFFLOADED, {"min_chunk_size_m": 32}), "auto"], ids=str)
+def test_gradients_are_clipped(options: Any) -> None:
+    options = {"placement_policy": "auto"} if options == "auto" else options
+    free, clipped, reference = (
+        boost(plugin) for plugin in (wire(**options), wire(max_norm=1e-3, **options), native(max_norm=1e-3, **options))
+    )
+    for run in (free, clipped, reference):
+        train(run, steps=1)
+    assert_close([reference.optimizer.get_grad_norm()], [clipped.optimizer.get_grad_norm()], 0.02)
+
+    def moment(run: Any) -> float:
+        total = torch.zeros(1)
+        for state in run.optimizer.optim.state.values():
+            total += state["exp_avg"].square().sum()
+        return total.item() ** 0.5
+
+    scale = clipped.optimizer.get_grad_norm() / 1e-3
+    assert scale > 10
+    assert_close([moment(free)], [moment(clipped) * scale], 0.01)
+
+
+@ranks(2)
+@pytest.mark.parametrize("option", ["defaults", "kept gathered", "accumulation on the host"])
+def test_accumulated_gradients_are_those_of_one_large_batch(option: str) -> None:
+    options = {"enable_gradient_accumulation": True} | OPTIONS[option]
+    run, reference = boost(wire(**options)), boost(native(**options))
+    losses, expected = (train(one, steps=2, micro_batches=3) for one in (run, reference))
+    assert_close(expected, losses, CLOSE)
+    found, moments = ([], [])
+    for one, into in ((run, found), (reference, moments)):
+        into += [state["exp_avg"].abs().sum().item() for state in one.optimizer.state_dict(False)["state"].values()]
+    assert_close(moments, found, 0.1)
+
+
+@ranks(2)
+def test_parameters_that_come_after_boost_are_refused() -> None:
+    run = boost(wire())
+    groups = len(run.optimizer.param_groups)
+    with pytest.raises(ValueError, match="before boost"):
+        run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(16))]})
+    assert len(run.optimizer.param_groups) == groups
+
+
+@ranks(2)
+def test_an_overflow_skips_the_step_and_the_next_one_is_taken() -> None:
+    for options in ({}, {"enable_gradient_accumulation": True}):
+        overflowing = FP16 | {"initial_scale": 2.0**30, "hysteresis": 1, "backoff_factor": 2.0**-20}
+        run = boost(wire(fp8_config=config(fused=False), **overflowing, **options))
+        before = masters(run)
+        train(run, steps=1)
+        assert_equal(before, masters(run))
+        assert_are_casts_of_masters(run)
+        train(run, steps=1)
+        after = masters(run)
+        assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+@ranks(2)
+def test_activations_that_are_computed_again_change_no_bit() -> None:
+    for reentrant in (True, False):
+        runs = [boost(wire()), boost(wire())]
+        runs[1].model.unwrap().gradient_checkpointing_enable({"use_reentrant": reentrant})
+        if reentrant:
+            runs[1].model.unwrap().enable_input_require_grads()
+        assert train(runs[0]) == train(runs[1])
+
+
+@ranks(2)
+def test_evaluation_and_inference_read_the_same_weights() -> None:
+    run = boost(wire(fp8_config=config(fused=False)))
+    train(run, steps=1)
+    run.model.eval()
+    losses = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            losses.append(run.loss(batch()).item())
+    run.model.train()
+    again = run.loss(batch())
+    run.booster.backward(again, run.optimizer)
+    assert losses == [again.item()] * 2
+    run.optimizer.step()
+    network = boost(wire(), Layers(64, 64, 64))
+    step(network, features())
+    with torch.inference_mode():
+        found = network.model(features())
+    assert found == network.model(features())

@@ -1,0 +1,178 @@
+"""Expert-parallel blocks on two ranks against the whole block on one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fp8booster.colossal  # noqa: F401  (patches colossalai before it is imported)
+from fp8booster import FP8Config, comm, convert_to_fp8, report
+from fp8booster.monitor.traffic import count_traffic
+from fp8booster.nn.experts.dispatch import exchange_rows, run_experts
+from tests.colossal.moe.models import EXPERTS, DeepseekMoE, deepseek_v3_block, tiny_mixtral
+from tests.distributed import ranks
+
+KINDS = ("Mixtral", "DeepSeek", "DeepSeek-V3")
+ALONE: list[dist.ProcessGroup] = []
+
+
+def alone() -> dist.ProcessGroup:
+    """The group of this rank alone."""
+    if not ALONE:
+        ALONE.extend(dist.new_group([rank]) for rank in range(dist.get_world_size()))
+    return ALONE[dist.get_rank()]
+
+
+def whole_block(kind: str) -> nn.Module:
+    """The block with all its experts."""
+    if kind == "Mixtral":
+        return tiny_mixtral().model.layers[0].block_sparse_moe
+    return DeepseekMoE() if kind == "DeepSeek" else deepseek_v3_block()
+
+
+def spread_block(kind: str, *, communication: bool, expert_parallel: bool = True) -> nn.Module:
+    """The same, its experts spread over the ranks, or its tokens (`moe_dp`)."""
+    from colossalai.shardformer.modeling.deepseek import EPDeepseekMoE
+    from colossalai.shardformer.modeling.deepseek_v3 import EpDeepseekV3MoE
+    from colossalai.shardformer.modeling.mixtral import EPMixtralSparseMoeBlock
+
+    from fp8booster.colossal.moe import take_over_blocks
+
+    native: Any = {"Mixtral": EPMixtralSparseMoeBlock, "DeepSeek": EPDeepseekMoE, "DeepSeek-V3": EpDeepseekV3MoE}[kind]
+    groups = {"ep_group": dist.group.WORLD, "moe_dp_group": alone()}
+    if not expert_parallel:
+        groups = {"ep_group": alone(), "moe_dp_group": dist.group.WORLD}
+    if kind != "DeepSeek-V3":
+        groups["tp_group"] = alone()
+    block = native.from_native_module(whole_block(kind), **groups)
+    assert take_over_blocks(block, communication=communication) == 1
+    return block
+
+
+def inputs() -> torch.Tensor:
+    """Tokens [2, 16, 64] that differ from rank to rank."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(2, 16, 64, generator=generator)
+
+
+def outputs_and_gradients(
+    block: nn.Module, x: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """What the block makes of x, and gradients of a loss of it."""
+    x = x.clone().requires_grad_()
+    y = block(x)
+    y = y[0] if isinstance(y, tuple) else y
+    (y.square().sum() + getattr(block, "loss", 0)).backward()
+    gradients = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.grad is not None}
+    return y.detach(), x.grad, gradients
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_over_two_ranks_computes_what_it_computes_on_one(kind: str) -> None:
+    y, dx, gradients = outputs_and_gradients(spread_block(kind, communication=False), inputs())
+    y_whole, dx_whole, expected = outputs_and_gradients(whole_block(kind), inputs())
+    torch.testing.assert_close(y, y_whole)
+    torch.testing.assert_close(dx, dx_whole)
+    held = [name for name in gradients if name.startswith("experts.")]
+    assert len(held) == 3 * EXPERTS // 2
+    for name, gradient in expected.items():
+        if name.startswith("experts."):
+            dist.all_reduce(gradient)  # Colossal-AI's mean over the tokens of the ranks
+            gradient /= dist.get_world_size()
+        if name in gradients:
+            torch.testing.assert_close(gradients[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_block_sends_tokens_and_their_gradients_in_fp8(kind: str) -> None:
+    block = spread_block(kind, communication=True)
+    comm.reset_statistics()
+    with count_traffic() as traffic:
+        y, dx, _ = outputs_and_gradients(block, inputs())
+    row = comm.statistics()["all_to_all_single"]
+    assert row.calls == 4  # to the experts and back, in forward and in backward
+    assert not row.uncompressed
+    assert row.ratio < 0.27  # of FP32
+    assert {dtype for name, dtype in traffic.counts if name == "all_to_all_single"} == {torch.uint8, torch.int64}
+    y_whole, dx_whole, _ = outputs_and_gradients(whole_block(kind), inputs())
+    for found, expected in ((y, y_whole), (dx, dx_whole)):
+        assert (found - expected).norm() < 0.05 * expected.norm()
+        assert not torch.equal(found, expected)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_expert_without_tokens_has_a_gradient_of_zeros(kind: str) -> None:
+    for expert_parallel in (True, False):
+        block = spread_block(kind, communication=True, expert_parallel=expert_parallel)
+        convert_to_fp8(block, FP8Config(emulate=True, layers=lambda name, _: name.startswith("experts")))
+        token = inputs()[:1, :1].expand(2, 16, 64)  # one token many times: two experts
+        _, _, gradients = outputs_and_gradients(block, token)
+        held = {name: gradient for name, gradient in gradients.items() if name.startswith("experts.")}
+        assert len(held) == 3 * EXPERTS // (2 if expert_parallel else 1)
+        used = torch.zeros(EXPERTS, dtype=torch.int64)
+        for name, gradient in held.items():
+            assert torch.isfinite(gradient).all()
+            used[int(name.split(".")[1])] += bool(gradient.any())
+        assert ((used == 0) | (used == 3)).all()
+        if not expert_parallel:
+            assert (used == 3).sum() == 2
+
+
+@ranks(2)
+def test_an_experts_weight_gradient_is_the_mean_over_ranks_that_gave_it_tokens() -> None:
+    block = spread_block("Mixtral", communication=False, expert_parallel=False)
+    token = inputs()[:1, :1].expand(2, 16, 64)
+    _, _, gradients = outputs_and_gradients(block, token)
+    _, _, alone_gradients = outputs_and_gradients(whole_block("Mixtral"), token)
+    active = torch.zeros(EXPERTS)
+    for name, gradient in alone_gradients.items():
+        if name.endswith("w1.weight"):
+            active[int(name.split(".")[1])] = float(gradient.any())
+    dist.all_reduce(active)
+    for name, gradient in alone_gradients.items():
+        if name.startswith("experts."):
+            factor = 2 / active[int(name.split(".")[1])].clamp(min=1)
+            torch.testing.assert_close(gradients[name], factor * gradient)
+
+
+@ranks(2)
+def test_rows_come_where_they_were_sent_and_back() -> None:
+    rank = dist.get_rank()
+    sent = [[0, 3], [5, 0]][rank]
+    received = [[0, 5], [3, 0]][rank]
+    rows = torch.full((sum(sent), 4), float(rank + 1), requires_grad=True)
+    got = exchange_rows(rows, sent, received, dist.group.WORLD)
+    assert torch.equal(got, torch.full((sum(received), 4), float(2 - rank)))
+    (gradient,) = torch.autograd.grad((got * (rank + 1)).sum(), rows)
+    assert torch.equal(gradient, torch.full_like(rows, float(2 - rank)))
+
+
+@ranks(2)
+def test_experts_get_the_rows_of_all_senders_at_once() -> None:
+    seen = []
+
+    def expert(factor: int) -> Any:
+        return lambda x: seen.append(x.shape[0]) or x * factor
+
+    tokens = torch.arange(1.0, 7.0).view(6, 1)
+    counts = [[1, 2, 0], [0, 3, 0]]
+    made = run_experts(tokens, counts, [expert(10), expert(100), expert(1000)])
+    assert seen == [1, 5, 0]
+    assert made.flatten().tolist() == [10, 200, 300, 400, 500, 600]
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_router_stays_in_high_precision_and_is_listed(kind: str) -> None:
+    block = spread_block(kind, communication=True)
+    convert_to_fp8(block)
+    (row,) = [row for row in report(block).rows if row.name == "gate"]
+    assert (row.precision, row.shape) == ("FP32", (64, EXPERTS))
+    assert row.notes == "a router, where rounding would send tokens to other experts"

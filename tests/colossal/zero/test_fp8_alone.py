@@ -1,0 +1,205 @@
+"""Weights that exist in FP8 alone between steps (`FP8Config.weights_in_16_bits=False`)."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fp8booster import FP8Config, forget_weights
+from tests.colossal.models import tiny_llama
+from tests.colossal.zero.runs import CLOSE, batch, gathered, masters, wire
+from tests.distributed import ranks, shared_folder
+from tests.plugins.test_low_level_zero_fp8 import LAYERS
+from tests.plugins.training import STAGES, Boosted, assert_close, assert_equal, boost, train
+
+
+def alone(**arguments: object) -> Boosted:
+    """A run whose weights of FP8 layers have no value in 16 bits."""
+    options = {name: arguments.pop(name) for name in ("fused", "keep_weight_transposes") if name in arguments}
+    return boost(wire(fp8_config=FP8Config(**{"weights_in_16_bits": False, "fused": False, **options}), **arguments))
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_it_trains_bit_for_bit_as_with_16_bits(stage: int) -> None:
+    for fused in (False, True):
+        beside = boost(wire(stage=stage, max_norm=1.0, fp8_config=FP8Config(fused=fused)))
+        run = alone(stage=stage, max_norm=1.0, fused=fused)
+        assert train(beside, steps=4) == train(run, steps=4)
+        assert_equal(masters(beside), masters(run))
+
+
+@ranks(2)
+def test_by_default_large_models_keep_their_weights_in_fp8_alone() -> None:
+    from fp8booster.nn import report
+    from fp8booster.nn.weights import memory
+
+    undisturbed, memory.gpu_memory = memory.gpu_memory, lambda: 1
+    try:
+        run = boost(wire())
+    finally:
+        memory.gpu_memory = undisturbed
+    beside = boost(wire())
+    assert train(beside, steps=3) == train(run, steps=3)
+    assert_equal(masters(beside), masters(run))
+    assert gathered(run)
+    for _, layer in gathered(run):
+        assert layer.weight.isnan().all()
+        assert layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose.numel() == 0
+    assert "without 16-bit copies and transposes of their weights" in report(run.model).summary()
+    for _, layer in gathered(beside):
+        assert not layer.weight.isnan().any()
+
+
+@ranks(2)
+def test_an_optimizer_that_reads_the_weights_finds_their_values() -> None:
+    from colossalai.booster import Booster
+    from colossalai.nn.optimizer import Lamb
+
+    runs = []
+    for weights_in_16_bits in (True, False):
+        model = tiny_llama()
+        booster = Booster(plugin=wire(fp8_config=FP8Config(weights_in_16_bits=weights_in_16_bits)))
+        model, optimizer, *_ = booster.boost(model, Lamb(model.parameters(), lr=1e-3))
+        runs.append(Boosted(booster, model.train(), optimizer))
+    assert train(runs[0], steps=3) == train(runs[1], steps=3)
+    assert_equal(*map(masters, runs))
+
+
+@ranks(2)
+def test_it_trains_bit_for_bit_as_with_transposes_kept() -> None:
+    for fused in (False, True):
+        beside = alone(fused=fused)
+        run = alone(fused=fused, keep_weight_transposes=False)
+        assert all(
+            layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose.numel() == 0
+            for _, layer in gathered(run)
+        )
+        assert train(beside, steps=3) == train(run, steps=3)
+        assert_equal(masters(beside), masters(run))
+        run.optimizer.gather_working_weights()  # a checkpoint reads them
+        for name, layer in gathered(run):
+            assert layer.weight.isfinite().all(), name
+
+
+@ranks(2)
+def test_compiled_code_leaves_layers_without_weights_to_eager_code() -> None:
+    """Only on the layers: what is compiled around them takes other roundings."""
+    expected, found = alone(), alone()
+    for layer in (layer for _, layer in gathered(found)):
+        layer.compile(backend="eager")
+    assert train(expected, steps=2) == train(found, steps=2)
+    network = found.model.unwrap()
+    network.forward = torch.compile(network.forward, backend="eager")
+    assert_close(train(expected, steps=2), train(found, steps=2), CLOSE)
+
+
+@ranks(2)
+def test_moving_or_forgetting_weights_after_a_step_loses_none() -> None:
+    expected, found = alone(), alone()
+    for run in (expected, found):
+        train(run, steps=1)
+    found.model.to("cpu")
+    forget_weights(found.model)
+    # the first forward casts again what the FP8 weights were, rounded to BF16
+    assert train(found, steps=3) == pytest.approx(train(expected, steps=3), rel=0.01)
+
+
+@ranks(2)
+def test_boosting_again_keeps_the_weights() -> None:
+    run = alone()
+    losses = train(run, steps=2)
+    optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-3)
+    model, optimizer, *_ = run.booster.boost(run.model, optimizer)
+    assert train(Boosted(run.booster, model, optimizer), steps=2)[0] == pytest.approx(losses[-1], rel=0.2)
+
+
+@ranks(2)
+def test_a_step_between_a_forward_and_its_backward_is_refused_without_transposes() -> None:
+    run = alone(keep_weight_transposes=False)
+    loss = run.loss(batch())
+    train(run, steps=1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@ranks(2)
+def test_after_a_step_the_parameters_are_nan_and_take_no_memory() -> None:
+    run = alone()
+    assert all(layer.weight.isfinite().all() for _, layer in gathered(run))
+    train(run, steps=1)
+    layers = [layer for _, layer in gathered(run)]
+    assert len(layers) == LAYERS
+    for layer in layers:
+        assert layer.weight.isnan().all()
+        assert layer.weight.untyped_storage().nbytes() <= 16
+    assert run.loss(batch()).isfinite()
+    run.model.eval()
+    with torch.no_grad():
+        assert run.loss(batch()).isfinite()
+        assert run.loss(batch()[:, :3]).isfinite()  # so few tokens that BF16 would be faster
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["state dict", "checkpoint"])
+def test_what_is_saved_holds_values_and_changes_nothing(how: str) -> None:
+    run, undisturbed = alone(), alone()
+    train(run), train(undisturbed)
+    if how == "state dict":
+        saved = run.model.unwrap().state_dict()
+        for name, layer in gathered(run):
+            copy = layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=True)
+            assert torch.equal(saved[name], copy.dequantize(*layer.weight.shape).to(layer.weight.dtype))
+    else:
+        path = str(shared_folder("alone") / "model.bin")
+        run.booster.save_model(run.model, path)
+        dist.barrier()
+        saved = torch.load(path, weights_only=True)
+        assert_equal({name: value.bfloat16() for name, value in masters(run).items()}, saved)
+    assert train(run) == train(undisturbed)
+    assert all(layer.weight.isnan().all() for _, layer in gathered(run))
+
+
+@ranks(2)
+@pytest.mark.parametrize("what", ["model", "network", "fused model"])
+def test_a_pickle_or_a_copy_holds_values_and_changes_nothing(what: str) -> None:
+    run, undisturbed = (alone(fused="fused" in what) for _ in range(2))
+    train(run), train(undisturbed)
+    one = run.model.unwrap() if what == "network" else run.model
+    file = io.BytesIO()
+    torch.save(one, file)
+    file.seek(0)
+    tokens = batch()
+    expected = run.loss(tokens)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(one)):
+        assert all(value.isfinite().all() for value in other.state_dict().values())
+        loss = other(input_ids=tokens, labels=tokens).loss
+        # cast from 16-bit weights, not from their masters
+        assert_close([expected.item()], [loss.item()], CLOSE)
+    assert train(run) == train(undisturbed)
+    assert all(layer.weight.isnan().all() for _, layer in gathered(run))
+
+
+@ranks(2)
+def test_a_run_goes_on_from_its_checkpoint_bit_for_bit() -> None:
+    from fp8booster.colossal.zero.master_weights import load_master_weights, save_master_weights
+
+    writer, reader = alone(), alone()
+    folder = shared_folder("alone resumed")
+    path, optimizer = str(folder / "model.bin"), str(folder / "optimizer.bin")
+    train(writer)
+    train(reader, steps=1)  # it has released its weights
+    writer.booster.save_model(writer.model, path)
+    writer.booster.save_optimizer(writer.optimizer, optimizer)
+    save_master_weights(writer.model.unwrap(), writer.optimizer, Path(folder))
+    dist.barrier()
+    reader.booster.load_model(reader.model, path)
+    reader.booster.load_optimizer(reader.optimizer, optimizer)
+    load_master_weights(reader.model.unwrap(), reader.optimizer, Path(folder))
+    assert train(writer) == train(reader)
+    assert_equal(masters(writer), masters(reader))

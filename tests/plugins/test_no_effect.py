@@ -1,0 +1,136 @@
+"""What a plugin says of a configuration that changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fp8booster.colossal  # noqa: F401  (patches colossalai before it is imported)
+from fp8booster import FP8Config
+from tests.distributed import ranks
+
+OFF = "fp8_config has no effect: use_fp8 is off; give use_fp8=True"
+WEIGHTS = "fp8_config.weights_in_16_bits=False has no effect: "
+SCALING = (
+    'fp8_config.gradient_scaling="tensor" has no effect: gradients are sent uncompressed without fp8_communication'
+)
+IN_16_BITS = {"fp8_communication": False}
+
+FP8_ALONE: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
+    ("LowLevelZeroPlugin", "FP8 on the wire"): ({}, None),
+    ("LowLevelZeroPlugin", "16 bits on the wire"): (IN_16_BITS, "without fp8_communication; turn it on"),
+    ("LowLevelZeroPlugin", "no masters"): ({"master_weights": False}, "but with master_weights=True"),
+    ("LowLevelZeroPlugin", "two groups"): ({"extra_dp_size": 2}, "but with extra_dp_size=1"),
+    ("HybridParallelPlugin", "ZeRO"): ({"zero_stage": 1}, None),
+    ("HybridParallelPlugin", "no ZeRO"): ({}, "but with zero_stage=1 or 2"),
+    ("HybridParallelPlugin", "16 bits on the wire"): ({"zero_stage": 1} | IN_16_BITS, "turn it on"),
+    ("MoeHybridParallelPlugin", "ZeRO"): ({"zero_stage": 1}, None),
+    ("GeminiPlugin", "FP8 on the wire"): ({}, "in FP8 alone by themselves; leave the option out"),
+    ("GeminiPlugin", "16 bits on the wire"): (IN_16_BITS, "chunks hold weights in 16 bits; turn it on"),
+    ("TorchDDPPlugin", "FP8 on the wire"): ({}, "use LowLevelZeroPlugin"),
+    ("TorchFSDPPlugin", "FP8 on the wire"): ({}, "leave the option out"),
+}
+"""By plugin and case: arguments, and what `weights_in_16_bits=False` is told."""
+
+PLUGINS = tuple(dict.fromkeys(plugin for plugin, _ in FP8_ALONE))
+
+SIZES = {
+    "HybridParallelPlugin": {"tp_size": 1, "pp_size": 1},
+    "MoeHybridParallelPlugin": {"tp_size": 1, "pp_size": 1, "ep_size": 2},
+}
+
+
+def warnings_of(plugin: str, **arguments: Any) -> list[str]:
+    """What the constructor says of `fp8_config`."""
+    from colossalai.logging import DistributedLogger
+
+    import fp8booster.plugins
+
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(DistributedLogger, "warning", lambda _, line, ranks=None: said.append(line))
+        plugin_class = getattr(fp8booster.plugins, plugin)
+        precision = {} if plugin.startswith("Torch") else {"precision": "bf16"}
+        plugin_class(**precision | SIZES.get(plugin, {}) | arguments)
+    return [line for line in said if line.startswith("fp8_config")]
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", FP8_ALONE, ids=str)
+def test_weights_in_fp8_alone_are_warned_of_where_that_changes_nothing(case: tuple[str, str]) -> None:
+    arguments, says = FP8_ALONE[case]
+    config = FP8Config(weights_in_16_bits=False)
+    warnings = warnings_of(case[0], use_fp8=True, fp8_config=config, **arguments)
+    assert len(warnings) == (says is not None), warnings
+    if says is not None:
+        assert warnings[0].startswith(WEIGHTS)
+        assert says in warnings[0]
+    assert not warnings_of(case[0], use_fp8=True, fp8_config=FP8Config(), **arguments)
+
+
+@ranks(2)
+def test_rowwise_weights_are_gathered_in_16_bits_and_that_is_said() -> None:
+    config = FP8Config(weights_in_16_bits=False, granularity="rowwise")
+    (warning,) = warnings_of("LowLevelZeroPlugin", use_fp8=True, fp8_config=config)
+    assert 'granularity="rowwise"; use "tensorwise"' in warning
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_scaling_of_gradients_that_are_sent_in_16_bits_is_warned_of(plugin: str) -> None:
+    config = FP8Config(gradient_scaling="tensor")
+    (warning,) = warnings_of(plugin, use_fp8=True, fp8_config=config, **IN_16_BITS)
+    assert warning.startswith(SCALING)
+    (warning,) = warnings_of(plugin, fp8_config=config)
+    assert warning.startswith(OFF)
+    assert not any(line.startswith(SCALING) for line in warnings_of(plugin, use_fp8=True, fp8_config=config))
+    assert not warnings_of(plugin, use_fp8=True, fp8_config=FP8Config(), **IN_16_BITS)
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_config_without_use_fp8_is_warned_of_once(plugin: str) -> None:
+    (warning,) = warnings_of(plugin, fp8_config=FP8Config(weights_in_16_bits=False))
+    assert warning.startswith(OFF)
+    assert not warnings_of(plugin)
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_the_configuration_decides_what_is_sent_unless_the_argument_does(plugin: str) -> None:
+    import fp8booster.plugins
+
+    def sends(**arguments: Any) -> bool:
+        precision = {} if plugin.startswith("Torch") else {"precision": "bf16"}
+        return getattr(fp8booster.plugins, plugin)(**precision | SIZES.get(plugin, {}) | arguments).sends_fp8
+
+    off = FP8Config(communication=False)
+    assert sends(use_fp8=True)
+    assert not sends(use_fp8=True, fp8_config=off)
+    assert sends(use_fp8=True, fp8_config=off, fp8_communication=True)
+    assert not sends(use_fp8=True, fp8_communication=False)
+    assert not sends()
+
+
+BUCKETS = {
+    ("HybridParallelPlugin", "zero_bucket_size_in_m"): lambda plugin: plugin.zero_config["reduce_bucket_size"],
+    ("HybridParallelPlugin", "ddp_bucket_cap_mb"): lambda plugin: plugin.ddp_config["bucket_cap_mb"],
+    ("TorchDDPPlugin", "bucket_cap_mb"): lambda plugin: plugin.ddp_kwargs["bucket_cap_mb"],
+}
+"""By plugin and argument: where it keeps the size of buckets; `test_low_level_zero_fp8` has LowLevelZero's."""
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", BUCKETS, ids=str)
+def test_a_size_of_buckets_is_kept_where_given_and_larger_where_not(case: tuple[str, str]) -> None:
+    import fp8booster.plugins
+
+    name, argument = case
+    sizes = SIZES.get(name, {}) | ({"zero_stage": 1, "precision": "bf16"} if "Hybrid" in name else {})
+
+    def size(**arguments: Any) -> int:
+        return BUCKETS[case](getattr(fp8booster.plugins, name)(**sizes, **arguments))
+
+    given = {argument: 3}
+    assert size(use_fp8=True, **given) == size(**given) < size() < size(use_fp8=True)

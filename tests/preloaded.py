@@ -1,0 +1,32 @@
+"""What ranks are forked from: a process with the imports that would take each of them 7 to 10 s."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import torch
+
+import fp8booster.plugins  # noqa: F401  (patches Colossal-AI before it is imported)
+
+
+def spare_time() -> None:
+    """Skip what takes half of the time to boost a tiny model, and what no test looks at."""
+    import colossalai.booster.plugin
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    from colossalai.logging import DistributedLogger
+
+    with contextlib.suppress(ImportError):  # transformers 5: Colossal-AI cannot shard its models
+        import colossalai.shardformer.policies.llama  # noqa: F401
+
+    # a plugin that goes collects garbage, and would look through all that was ever imported
+    gc.collect()
+    gc.freeze()
+    # the place in the code that logs, for which sources are read, even where nothing is logged
+    DistributedLogger._DistributedLogger__get_call_info = staticmethod(lambda: ("", 0, ""))
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():  # the stack is formatted for each seed of a device that may come
+            device.manual_seed_all = lambda seed: None
+
+
+spare_time()
