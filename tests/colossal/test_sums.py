@@ -1,0 +1,43 @@
+"""Gradients that are sums over ranks, through backward passes that accumulate on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8booster.colossal.hybrid import sums
+
+RANKS = 2
+
+
+@pytest.fixture
+def equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank holds the same part."""
+    monkeypatch.setattr(dist, "get_world_size", lambda group: RANKS)
+    monkeypatch.setattr(
+        sums.comm, "all_reduce_coalesced", lambda tensors, op, group: [tensor.mul_(RANKS) for tensor in tensors]
+    )
+
+
+@pytest.mark.parametrize("syncs", [(1, 1, 1), (1, 0, 1), (0, 0, 1), (1, 0, 0, 1), (1, 1, 0, 0, 0, 1)])
+def test_each_backwards_part_is_added_once(equal_parts, syncs) -> None:
+    """Whether ranks add after a backward, or leave that to a later one (`no_sync`)."""
+    summed, parameter = sums.SummedGradients("group"), nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.zeros(3)
+    for sync in syncs:
+        summed.spread({parameter: parameter.grad})
+        parameter.grad += 1  # backward
+        if sync:
+            summed.sum({parameter: parameter.grad})
+    assert parameter.grad.tolist() == [float(RANKS * len(syncs))] * 3
+
+
+def test_gradients_that_were_set_to_zero_are_not_divided(equal_parts) -> None:
+    summed, parameter = sums.SummedGradients("group"), nn.Parameter(torch.zeros(3))
+    summed.sum({parameter: torch.ones(3)})
+    summed.spread({parameter: None})
+    gradient = torch.ones(3)
+    summed.spread({parameter: gradient})
+    assert gradient.tolist() == [1.0] * 3
