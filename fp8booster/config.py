@@ -47,7 +47,7 @@ class FP8Config:
     weight_format: torch.dtype = formats.E4M3
     """Format of a layer's weight."""
 
-    gradient_format: torch.dtype | None = None
+    gradient_format: torch.dtype = None  # type: ignore[assignment] # see __post_init__
     """Format of the gradient of a layer's output; None is E5M2 for tensorwise and E4M3 for rowwise scales."""
 
     fast_accumulation_fprop: bool = True
@@ -59,7 +59,7 @@ class FP8Config:
     fast_accumulation_wgrad: bool = False
     """The same for the product that gives the weight's gradient, which sums over all tokens and suffers most."""
 
-    power_of_two: bool | None = None
+    power_of_two: bool = None  # type: ignore[assignment] # see __post_init__
     """Round scales down to powers of two: exact to apply and undo, at a cost of up to one bit of range; None is False
     for tensorwise and True for rowwise scales."""
 

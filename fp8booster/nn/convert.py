@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -219,7 +220,7 @@ def why_kept(name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KIN
 
 def remember_kept(module: nn.Module, reason: str) -> None:
     """Let the report list a module that multiplies by its `weight`, [outputs, inputs], in high precision, and why."""
-    outputs, inputs = module.weight.shape
+    outputs, inputs = cast(torch.Tensor, module.weight).shape
     module.__dict__[_KEPT] = Kept(reason, (inputs, outputs))
 
 
@@ -230,7 +231,7 @@ def product_features(module: nn.Module, kinds: Kinds = KINDS) -> tuple[int, int]
     if _KEPT in module.__dict__:
         return module.__dict__[_KEPT].shape
     kind = known_kinds(kinds).get(type(module), FP8Linear)
-    rows, columns = module.weight.shape
+    rows, columns = cast(torch.Tensor, module.weight).shape
     return (rows, columns) if kind.weight_is_transposed else (columns, rows)
 
 

@@ -88,7 +88,9 @@ def refresh_weights(model: nn.Module) -> int:
     for kind in known.keys() - layers.keys():
         del known[kind]
     for kind, served in layers.items():
-        weights = list({id(layer.weight): layer.weight for layer in served}.values())  # a tied weight once
+        weights: list[torch.Tensor] = list(
+            {id(layer.weight): layer.weight for layer in served}.values()
+        )  # a tied weight once
         if kind not in known or not known[kind].serves(weights):
             known.pop(kind, None)
             for layer in served:
@@ -99,7 +101,7 @@ def refresh_weights(model: nn.Module) -> int:
         copies = {id(weight): copy for weight, copy in zip(weights, plan.copies, strict=True)}
         for layer in served:
             copy = layer.in_product_layout(copies[id(layer.weight)])
-            layer.fp8_weight.put([layer.weight], layer.fp8_config, copy)
+            cast(CachedWeight, layer.fp8_weight).put([layer.weight], layer.fp8_config, copy)
     return sum(map(len, layers.values()))
 
 

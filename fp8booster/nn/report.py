@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import cast
 
 import torch
 from rich.console import Console
@@ -180,7 +181,9 @@ def report(model: nn.Module) -> Report:
         "transposes": any(not layer.fp8_config.keeps_transposes for layer in layers),
     }
     groups = merged_layers(model)
-    apart = {layer: group for group in groups if group.why_not_merged is not None for layer in group.layers}
+    apart: dict[nn.Module, MergedLayers] = {
+        layer: group for group in groups if group.why_not_merged is not None for layer in group.layers
+    }
     return Report(
         tuple(_layer_row(name, module, apart.get(module)) for name, module in linear_layers(model)),
         tuple(
@@ -220,6 +223,6 @@ def _stored_weight(module: nn.Module) -> torch.Tensor:
     forwards where an engine shards what it is made of.
     """
     if not parametrize.is_parametrized(module, "weight"):
-        return module.weight
-    originals = module.parametrizations.weight
-    return originals.original if originals.is_tensor else originals.original0
+        return cast(torch.Tensor, module.weight)
+    originals = cast(nn.ModuleDict, module.parametrizations)["weight"]
+    return cast(torch.Tensor, originals.original if originals.is_tensor else originals.original0)

@@ -120,10 +120,10 @@ class HybridAdam(Optimizer):
         if any(group["differentiable"] for group in optimizer.param_groups):
             raise ValueError("the optimizer is differentiable; make it with differentiable=False")
         scheduled = optimizer.__dict__.pop("step", None)
-        optimizer.__class__ = cls
+        optimizer.__class__ = cls  # type: ignore[assignment]
         optimizer._patch_step_function()  # for hooks, as torch does for a new class
         if scheduled is not None:
-            optimizer.step = _tell_schedule(optimizer)
+            vars(optimizer)["step"] = _tell_schedule(optimizer)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, div_scale: float | torch.Tensor = -1) -> Any:
@@ -153,7 +153,8 @@ class HybridAdam(Optimizer):
                 kind = parameter.device, parameter.dtype, parameter.grad.dtype
                 kinds.setdefault(kind, []).append(parameter)
         for parameters in kinds.values():
-            batch, values = [], 0
+            batch: list[torch.nn.Parameter] = []
+            values = 0
             at_once = _INFINITE if _in_one_pass(group, parameters[0]) else VALUES_AT_ONCE
             for parameter in parameters:
                 if batch and values + parameter.numel() > at_once:
@@ -207,11 +208,12 @@ class HybridAdam(Optimizer):
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Update parameters of one device and dtype; the amaxes of their new values, where these are known."""
         device = parameters[0].device
+        divisor = None
         if isinstance(div_scale, torch.Tensor):
             divisor = div_scale.to(device)
-        else:
-            divisor = None if div_scale == -1 else torch.full((), div_scale, dtype=torch.float32, device=device)
-        shards = self.next_shards(group, parameters, [parameter.grad.data for parameter in parameters])
+        elif div_scale != -1:
+            divisor = torch.full((), div_scale, dtype=torch.float32, device=device)
+        shards = self.next_shards(group, parameters, [each.grad.data for each in parameters if each.grad is not None])
         decoupled = group.get("decoupled_weight_decay", self.defaults["decoupled_weight_decay"])
         rates = AdamRates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
         if _in_one_pass(group, parameters[0]):
@@ -227,7 +229,7 @@ def _in_one_pass(group: dict[str, Any], parameter: torch.nn.Parameter) -> bool:
     return runs_triton(parameter) and not (group.get("amsgrad", False) or group.get("maximize", False))
 
 
-def _tell_schedule(optimizer: HybridAdam) -> Callable[..., Any]:
+def _tell_schedule(optimizer: Optimizer) -> Callable[..., Any]:
     """The optimizer's `step` with what a learning rate schedule left on the one it had.
 
     A schedule warns unless it finds its mark on `step`, and `_opt_called` set by it
@@ -236,9 +238,9 @@ def _tell_schedule(optimizer: HybridAdam) -> Callable[..., Any]:
     step = type(optimizer).step
 
     @functools.wraps(step)
-    def call(self: HybridAdam, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         self._opt_called = True
         return step(self, *args, **kwargs)
 
-    call._wrapped_by_lr_sched = True
+    vars(call)["_wrapped_by_lr_sched"] = True
     return MethodType(call, optimizer)

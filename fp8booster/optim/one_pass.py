@@ -87,7 +87,7 @@ def step_group(
     taken = [parameter for parameter in group["params"] if parameter in gradients]
     if not taken:
         return []
-    shards_of = optimizer.next_shards if type(optimizer) is HybridAdam else partial(_next_shards, optimizer)
+    shards_of = optimizer.next_shards if isinstance(optimizer, HybridAdam) else partial(_next_shards, optimizer)
     decoupled = group.get("decoupled_weight_decay", optimizer.defaults["decoupled_weight_decay"])
     rates = AdamRates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
     amaxes: dict[nn.Parameter, torch.Tensor] = {}

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from fp8booster.nn.linear.layer import FP8Layer
 
 
-class FP8Conv1D(FP8Layer, Conv1D):
+class FP8Conv1D(FP8Layer, Conv1D):  # type: ignore[misc]
     """A Conv1D whose three products run in FP8; see `FP8Layer`."""
 
     original = Conv1D

@@ -50,12 +50,12 @@ class FP8Layer(nn.Module):
     def convert_in_place(cls, module: nn.Module, config: FP8Config) -> None:
         """Turn a layer into this class in place: its parameters, hooks and identity stay."""
         module.__class__ = cls
-        module._start_fp8(config)
+        cls._start_fp8(module, config)  # type: ignore[arg-type]
 
     def revert(self) -> None:
         """Turn the layer into what it was, in place."""
         del self.fp8_config, self.fp8_weight, self.in_fp8, self._whole_shape
-        self.__class__ = self.original
+        self.__class__ = self.original  # type: ignore[assignment]
 
     def _start_fp8(self, config: FP8Config) -> None:
         if "fp8_weight" in vars(self):

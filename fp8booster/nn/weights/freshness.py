@@ -56,7 +56,7 @@ def _count_replays(graph: type[torch.cuda.CUDAGraph]) -> None:
         _Changes.add()
 
     setattr(counted, _COUNTED, True)
-    graph.replay = counted
+    graph.replay = counted  # type: ignore[method-assign]
 
 
 _COUNTED = "_fp8booster_counted"
