@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -88,9 +88,8 @@ def refresh_weights(model: nn.Module) -> int:
     for kind in known.keys() - layers.keys():
         del known[kind]
     for kind, served in layers.items():
-        weights: list[torch.Tensor] = list(
-            {id(layer.weight): layer.weight for layer in served}.values()
-        )  # a tied weight once
+        # a tied weight once
+        weights: list[torch.Tensor] = list({id(layer.weight): layer.weight for layer in served}.values())
         if kind not in known or not known[kind].serves(weights):
             known.pop(kind, None)
             for layer in served:
