@@ -55,10 +55,11 @@ test-transformers5: $(READY5) ## run the tests that concern transformers with it
 test-gpu: $(READY) ## run the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-lint: $(READY) ## check style, and that imports run downward without circles
+lint: $(READY) ## check style, types, and that imports run downward without circles
 	$(BIN)/ruff check $(CODE)
 	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/lint-imports
+	$(BIN)/mypy
 
 format: $(READY) ## rewrite the code in the project's style
 	$(BIN)/ruff check --fix $(CODE)
