@@ -1,0 +1,138 @@
+"""Adam's update with one-byte moments on a GPU: one launch a tensor, each byte read once and written once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8booster.kernels.adam_step import AdamRates
+from fp8booster.kernels.adamw_8bit import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit
+from fp8booster.kernels.launch import ceil_div, launch
+
+_BLOCKS = 4
+"""Blocks that a program updates."""
+
+_LARGEST, _SPAN, _STEPS, _NAN = (tl.constexpr(each) for each in (LARGEST, MOST_OCTAVES << 23, STEPS, NAN))
+
+
+@triton.jit
+def adamw_8bit_kernel(
+    values,
+    lows,
+    gradients,
+    firsts,
+    amaxes,
+    seconds,
+    ranges,
+    row,  # float32 [4], see `adamw_8bit.step_rows`
+    skipped,
+    count,
+    beta1,
+    rest1,  # 1 - beta1
+    beta2,
+    rest2,
+    eps,
+    inverse127,
+    SPLIT: tl.constexpr,
+    DECOUPLED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program updates BLOCKS rows of BLOCK values; compiled so that no product and sum are rounded as one."""
+    decay, step_size, root = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    seed = tl.load((row + 3).to(tl.pointer_type(tl.int32), bitcast=True))
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    exists = block * BLOCK < count
+    index = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = index < count
+
+    gradient = tl.load(gradients + index, mask=inside, other=0.0).to(tl.float32)
+    # finite: not the largest exponent
+    finite = (gradient.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+    updated = tl.min(finite.to(tl.int32), 1) > 0
+    if SPLIT:
+        high = tl.load(values + index, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
+        low = tl.load(lows + index, mask=inside, other=0).to(tl.int32)
+        value = ((high - (low < 0).to(tl.int32)) * 65536 + (low & 0xFFFF)).to(tl.float32, bitcast=True)
+    else:
+        value = tl.load(values + index, mask=inside, other=0.0)
+    first_amax = tl.load(amaxes + block, mask=exists, other=0.0)
+    part = tl.load(firsts + index, mask=inside, other=0).to(tl.float32) * inverse127
+    mean = part * tl.abs(part) * first_amax[:, None]
+    least = tl.load(ranges + 2 * block, mask=exists, other=0)
+    step = tl.load(ranges + 2 * block + 1, mask=exists, other=0)
+    code = tl.load(seconds + index, mask=inside, other=0).to(tl.int32)
+    bits = tl.minimum(least[:, None] + (code - 1) * step[:, None], _LARGEST)
+    square = tl.where(code > 0, bits, 0).to(tl.float32, bitcast=True)
+
+    if DECOUPLED:
+        value -= decay * value
+    else:
+        gradient += decay * value
+    mean = beta1 * mean + rest1 * gradient
+    square = beta2 * square + (rest2 * gradient) * gradient
+    value -= tl.math.div_rn(step_size * mean, tl.math.div_rn(tl.math.sqrt_rn(square), root) + eps)
+
+    new_amax = tl.max(tl.where(inside, tl.abs(mean), 0.0), 1)
+    divisor = tl.where(new_amax > 0, new_amax, 1.0)
+    part = tl.math.div_rn(tl.abs(mean), tl.broadcast_to(divisor[:, None], (BLOCKS, BLOCK)))
+    first = tl.floor(tl.math.sqrt_rn(part) * 127.0 + 0.5)
+    first = tl.where(mean < 0, -first, first)
+
+    bits = tl.where(inside, tl.minimum(square.to(tl.int32, bitcast=True), _LARGEST), 0)
+    largest = tl.max(bits, 1)
+    least = tl.min(tl.where(bits > 0, bits, _LARGEST), 1)
+    least = tl.minimum(tl.maximum(least, largest - _SPAN), largest)
+    step = tl.maximum((largest - least + (_STEPS - 1)) // _STEPS, 1)
+    inverse = tl.math.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), step.to(tl.float32))
+    above = tl.maximum(bits - least[:, None], 0).to(tl.float32) * inverse[:, None]
+    x = index.to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    chance = ((x ^ (x >> 16)) >> 8).to(tl.float32) * (2.0**-24)
+    second = tl.minimum(tl.floor(above + chance), 1.0 * _STEPS) + 1
+    second = tl.where(bits > 0, second, 0.0)
+
+    writes = exists & updated
+    tl.store(amaxes + block, new_amax, mask=writes)
+    tl.store(ranges + 2 * block, least, mask=writes)
+    tl.store(ranges + 2 * block + 1, step, mask=writes)
+    inside &= updated[:, None]
+    tl.store(firsts + index, first.to(tl.int8), mask=inside)
+    tl.store(seconds + index, second.to(tl.uint8), mask=inside)
+    if SPLIT:
+        bits = tl.where(value != value, _NAN, value.to(tl.int32, bitcast=True))
+        tl.store(values + index, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(lows + index, bits.to(tl.int16), mask=inside)
+    else:
+        tl.store(values + index, value, mask=inside)
+    left = tl.sum((exists & (updated == 0)).to(tl.int32), 0)
+    if left > 0:
+        tl.atomic_add(skipped, left, sem="relaxed")
+
+
+def update_8bit_triton(
+    value: torch.Tensor,
+    low: torch.Tensor | None,
+    gradient: torch.Tensor,
+    moments: Moments8bit,
+    row: torch.Tensor,
+    rates: AdamRates,
+    skipped: torch.Tensor,
+) -> None:
+    """What `adamw_8bit.update_8bit_reference` computes, byte for byte."""
+    beta1, beta2 = rates.betas
+    numbers = (beta1, 1 - beta1, beta2, 1 - beta2, rates.denominator_eps(), 1 / 127)
+    launch(
+        adamw_8bit_kernel,
+        ceil_div(value.numel(), BLOCK * _BLOCKS),
+        (value, value if low is None else low, gradient, *moments, row, skipped),
+        (value.numel(), *map(float, numbers)),
+        num_warps=4,
+        enable_fp_fusion=False,
+        SPLIT=low is not None,
+        DECOUPLED=rates.decoupled,
+        BLOCKS=_BLOCKS,
+        BLOCK=BLOCK,
+    )

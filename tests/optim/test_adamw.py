@@ -1,0 +1,188 @@
+"""AdamW with 8-bit moments learns as torch's does, resumes bit for bit, and exchanges states with torch's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.optim import AdamW
+
+SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.05}
+
+
+def model(dtype: torch.dtype, device: torch.device | str = "cpu") -> nn.Module:
+    torch.manual_seed(1)
+    layers = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 32))
+    return layers.to(device, dtype)
+
+
+def learn(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int, first: int = 0) -> list[float]:
+    parameter = next(network.parameters())
+    generator, losses = torch.Generator().manual_seed(7), []
+    target = torch.randn(64, 32, generator=generator)
+    for step in range(first + steps):
+        x = torch.randn(96, 64, generator=generator)
+        if step < first:
+            continue
+        y = torch.tanh(x @ target / 8).to(parameter.device)
+        loss = F.mse_loss(network(x.to(parameter.device, parameter.dtype)).float(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_it_learns_as_fp32_states_do(device) -> None:
+    plain, ours, narrow = (model(dtype, device) for dtype in (torch.float32, torch.float32, torch.bfloat16))
+    expected = learn(plain, torch.optim.AdamW(plain.parameters(), **SETTINGS), 60)
+    found = learn(ours, AdamW(ours.parameters(), **SETTINGS), 60)
+    assert expected[-1] < 0.5 * expected[0]
+    assert found == pytest.approx(expected, rel=0.01)
+    assert learn(narrow, AdamW(narrow.parameters(), **SETTINGS), 60) == pytest.approx(expected, rel=0.03)
+
+
+def test_updates_too_small_for_bf16_are_not_lost(device) -> None:
+    weights = [nn.Parameter(torch.ones(256, dtype=torch.bfloat16, device=device)) for _ in range(2)]
+    optimizers = [
+        kind([each], lr=1e-4, weight_decay=0.0) for kind, each in zip((AdamW, torch.optim.AdamW), weights, strict=True)
+    ]
+    for _ in range(100):
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    torch.testing.assert_close(weights[0].float(), torch.full_like(weights[0], 0.99).float(), atol=0.004, rtol=0)
+    assert (weights[1] == 1).all()
+
+
+def test_updates_in_backward_are_those_of_steps(device) -> None:
+    steps, backward = model(torch.bfloat16, device), model(torch.bfloat16, device)
+    optimizer = AdamW(backward.parameters(), **SETTINGS, update_in_backward=True)
+    assert learn(steps, AdamW(steps.parameters(), **SETTINGS), 5) == learn(backward, optimizer, 5)
+    for one, other in zip(steps.parameters(), backward.parameters(), strict=True):
+        assert torch.equal(one, other)
+    backward(torch.ones(1, 64, dtype=torch.bfloat16, device=device)).sum().backward()
+    assert all(parameter.grad is None for parameter in backward.parameters())
+
+
+def test_fp8_layers_see_the_updates(device) -> None:
+    losses = []
+    for convert in (False, True):
+        network = model(torch.bfloat16, device)
+        if convert:
+            convert_to_fp8(network, FP8Config(always=True))
+        optimizer = AdamW(network.parameters(), **SETTINGS, update_in_backward=convert)
+        losses.append(learn(network, optimizer, 60))
+    assert losses[1] == pytest.approx(losses[0], rel=0.1)
+    assert losses[1] != losses[0]
+    assert losses[1][-1] < 0.5 * losses[1][0]
+
+
+def test_states_take_two_bytes_a_value_and_masters_two_more() -> None:
+    for dtype, allowed in ((torch.float32, 2.06), (torch.bfloat16, 4.06)):
+        weight = nn.Parameter(torch.zeros(512, 256, dtype=dtype))
+        weight.grad = torch.ones_like(weight)
+        optimizer = AdamW([weight])
+        optimizer.step()
+        held = sum(each.nbytes for each in optimizer.state[weight].values() if isinstance(each, torch.Tensor))
+        assert allowed - 0.07 < held / weight.numel() < allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_has_the_same_bits(dtype, tmp_path, device) -> None:
+    whole, first, second = (model(dtype, device) for _ in range(3))
+    learn(whole, AdamW(whole.parameters(), **SETTINGS), 6)
+    optimizer = AdamW(first.parameters(), **SETTINGS)
+    learn(first, optimizer, 3)
+    torch.save({"model": first.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved")
+    saved = torch.load(tmp_path / "saved", weights_only=True)
+    second.load_state_dict(saved["model"])
+    resumed = AdamW(second.parameters(), lr=1.0)
+    resumed.load_state_dict(saved["optimizer"])
+    assert resumed.param_groups[0]["lr"] == SETTINGS["lr"]
+    learn(second, resumed, 3, first=3)
+    for one, other in zip(whole.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_states_go_to_torchs_adamw_and_back(device) -> None:
+    ours, torchs, again = (model(torch.float32, device) for _ in range(3))
+    optimizer = AdamW(ours.parameters(), **SETTINGS)
+    learn(ours, optimizer, 20)
+    full = optimizer.full_state_dict()
+    assert all(torch.equal(full["state"][i]["master"], each) for i, each in enumerate(ours.parameters()))
+    moments = copy.deepcopy(full)
+    for state in moments["state"].values():
+        del state["master"]
+    of_torch = torch.optim.AdamW(torchs.parameters(), **SETTINGS)
+    torchs.load_state_dict(ours.state_dict())
+    of_torch.load_state_dict(moments)
+    again.load_state_dict(ours.state_dict())
+    back = AdamW(again.parameters(), **SETTINGS)
+    back.load_state_dict(of_torch.state_dict())
+    losses = [learn(*pair, 10, first=20) for pair in ((ours, optimizer), (torchs, of_torch), (again, back))]
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+    assert losses[2] == pytest.approx(losses[0], rel=0.01)
+
+
+def test_full_states_bring_the_masters_of_bf16_weights(device) -> None:
+    one, other = (model(torch.bfloat16, device) for _ in range(2))
+    optimizer = AdamW(one.parameters(), **SETTINGS)
+    learn(one, optimizer, 5)
+    full = optimizer.full_state_dict()
+    loaded = AdamW(other.parameters(), **SETTINGS)
+    loaded.load_state_dict(full)
+    for one_parameter, other_parameter in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one_parameter, other_parameter)
+    assert all(
+        torch.equal(full["state"][number]["master"], state["master"])
+        for number, state in loaded.full_state_dict()["state"].items()
+    )
+
+
+def test_blocks_with_gradients_that_are_not_finite_are_counted(device) -> None:
+    weight = nn.Parameter(torch.ones(600, device=device))
+    optimizer = AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    weight.grad[3] = torch.nan
+    optimizer.step()
+    assert optimizer.skipped_blocks == 1
+    assert (weight[:256] == 1).all()
+    assert (weight[256:] != 1).all()
+
+
+def test_a_closure_is_called_and_empty_parameters_are_left() -> None:
+    weights = [nn.Parameter(torch.ones(0)), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
+    optimizer = AdamW(weights)
+
+    def closure() -> torch.Tensor:
+        loss = weights[0].sum() + weights[1].sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3
+    assert (weights[1] < 1).all()
+    assert (weights[2] == 1).all()
+
+
+def test_what_cannot_be_updated_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"torch.float16; give BF16 or FP32"):
+        AdamW([nn.Parameter(torch.ones(2, dtype=torch.float16))])
+    with pytest.raises(ValueError, match="give contiguous parameters"):
+        AdamW([nn.Parameter(torch.ones(4, 4).t()[:, 1:])])
+    with pytest.raises(ValueError, match=r"betas\[1\] is 1.0"):
+        AdamW([nn.Parameter(torch.ones(2))], betas=(0.9, 1.0))
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = AdamW([weight])
+    optimizer.step()
+    state = optimizer.state_dict()
+    with pytest.raises(ValueError, match="a state has 2 values and its parameter 3"):
+        AdamW([nn.Parameter(torch.ones(3))]).load_state_dict(state)
+    with pytest.raises(ValueError, match="the state has no exp_avg and exp_avg_sq"):
+        AdamW([weight]).load_state_dict({**state, "state": {0: {"step": 1, "momentum": torch.ones(2)}}})
