@@ -1,37 +1,45 @@
-"""Adam's step over a rank's shards of LLaMA-7B, with the amax of new values: in one pass, and by torch's optimizers.
+"""Adam's step over a rank's shards of LLaMA-7B: in one pass, with 8-bit moments, and by the optimizers of others.
 
     python -m benchmarks.adamw --out results --json results/adamw.json
 
-Every variant divides gradients by a number on the device, as clipping does, and ends with the amax of each shard.
+With FP32 moments every variant divides gradients by a number on the device, as clipping does, and ends with the amax of
+each shard. With 8-bit moments weights and gradients are BF16, and torchao's optimizers, which keep no more of a weight
+than that, are what they are compared with.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Annotated
 
 import torch
 import typer
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.roofline import CopyBandwidth
 from benchmarks.harness.timing import Variant, time_interleaved
+from fp8booster import optim
 from fp8booster.kernels.adam_step import AdamRates, AdamShards
 from fp8booster.kernels.adamw import update
 
 LAYER = (4 * [4096 * 4096]) + 3 * [4096 * 11008]
 """Values of the matrices of one layer of LLaMA-7B."""
 
-FEWEST_BYTES = 28
-"""Of a value in FP32 and its moments, read and written, and of its gradient, read."""
+FP32_BYTES = 28
+"""Of a value in FP32 and its moments, read and written, and of its gradient in FP32, read."""
+
+EIGHT_BIT_BYTES = 14
+"""Of a BF16 value, 16 bits of its master and two 8-bit moments, read and written, and of its BF16 gradient, read."""
 
 RATES = AdamRates(1e-4, (0.9, 0.999), 1e-8, 0.01, decoupled=True)
 
 
-ONE_PASS = "one pass"
+ONE_PASS, EIGHT_BIT = "one pass", "8-bit moments, BF16 weights with 16 bits more"
 
 
 def shards_of(ranks: int, layers: int, device: torch.device) -> AdamShards:
@@ -74,7 +82,27 @@ def variants_of(shards: AdamShards, divisor: torch.Tensor) -> list[Variant]:
         Variant(f"{ONE_PASS}, BF16 gradients", lambda _: update(narrow, RATES, divisor)),
         Variant("torch, fused=True", by_fused),
         Variant("torch, foreach=True, its default", by_foreach),
+        *(Variant(name, lambda _, optimizer=optimizer: optimizer.step()) for name, optimizer in narrow_of(shards)),
     ]
+
+
+def narrow_of(shards: AdamShards) -> Iterator[tuple[str, Optimizer]]:
+    """Optimizers with 8-bit moments over BF16 weights: ours, and torchao's where it is installed and on a GPU."""
+    kinds: dict[str, type[Optimizer]] = {EIGHT_BIT: optim.AdamW}
+    if find_spec("torchao") and shards.values[0].is_cuda:
+        from torchao.optim import AdamW8bit, AdamWFp8
+
+        kinds |= {"torchao AdamW8bit, BF16 weights": AdamW8bit, "torchao AdamWFp8, BF16 weights": AdamWFp8}
+    for name, kind in kinds.items():
+        parameters = [nn.Parameter(value.bfloat16()) for value in shards.values]
+        for parameter, gradient in zip(parameters, shards.gradients, strict=True):
+            parameter.grad = gradient.bfloat16()
+        yield name, kind(parameters, lr=RATES.lr, weight_decay=RATES.weight_decay)
+
+
+def fewest_bytes(way: str) -> int:
+    """What a step has to read and write of a value."""
+    return EIGHT_BIT_BYTES if way == EIGHT_BIT else FP32_BYTES
 
 
 def measure(ranks: int, layers: int, device: torch.device, *, rounds: int, sample_ms: float) -> list[Record]:
@@ -90,7 +118,7 @@ def measure(ranks: int, layers: int, device: torch.device, *, rounds: int, sampl
             "values": values,
             "ms": timings[variant.name].ms.as_record(),
             "host_ms": timings[variant.name].host_ms.as_record(),
-            "bytes_per_second": values * FEWEST_BYTES / (timings[variant.name].ms.median * 1e-3),
+            "bytes_per_second": values * fewest_bytes(variant.name) / (timings[variant.name].ms.median * 1e-3),
             "copy_bytes_per_second": copy.bytes_per_second(timings),
             "over_one_pass": timings[variant.name].ms.median / timings[ONE_PASS].ms.median,
         }
@@ -110,7 +138,7 @@ COLUMNS = (
 )
 NOTE = (
     "Median [10th-90th percentile] of the rounds. The fewest bytes are 28 a value: FP32 values and moments, read and "
-    "written, and FP32 gradients, read; with BF16 gradients 26 are."
+    "written, and FP32 gradients, read (with BF16 gradients 26), and 14 of ours with 8-bit moments."
 )
 
 
