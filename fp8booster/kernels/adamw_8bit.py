@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from fp8booster.kernels.adam_step import AdamRates
+from fp8booster.kernels.adam_step import SMALLEST_NORMAL, AdamRates
 from fp8booster.kernels.device import runs_triton
 
 BLOCK = 256
@@ -109,8 +109,8 @@ def update_8bit(
 def step_rows(rates: AdamRates, steps: Sequence[int], numbers: Sequence[int], device: torch.device) -> torch.Tensor:
     """What tensors need to know of a step: float32 [tensors, 4].
 
-    A row holds the factor of weight decay, the step size lr / (1 - beta1^t), the root of 1 - beta2^t, and the bits of
-    a seed for chance, which differs between steps and tensors.
+    A row holds the factor of weight decay, the step size lr / (1 - beta1^t), 1 / the root of 1 - beta2^t, and the
+    bits of a seed for chance, which differs between steps and tensors.
 
     Args:
         rates: of the step; `lr` as a number.
@@ -120,7 +120,7 @@ def step_rows(rates: AdamRates, steps: Sequence[int], numbers: Sequence[int], de
     """
     decay = rates.lr * rates.weight_decay if rates.decoupled else rates.weight_decay
     rows = torch.tensor(
-        [[decay, rates.lr / (1 - rates.betas[0] ** t), (1 - rates.betas[1] ** t) ** 0.5, 0.0] for t in steps],
+        [[decay, rates.lr / (1 - rates.betas[0] ** t), (1 - rates.betas[1] ** t) ** -0.5, 0.0] for t in steps],
         dtype=torch.float32,
     )
     seeds = [(t * 0x9E3779B1 + number * 0x85EBCA77) & 0x7FFFFFFF for t, number in zip(steps, numbers, strict=True)]
@@ -139,7 +139,7 @@ def update_8bit_reference(
 ) -> None:
     """What `update_8bit` computes, in torch; every operation is rounded by itself."""
     count = value.numel()
-    decay, step_size, root, _ = row.unbind()
+    decay, step_size, inverse_root, _ = row.unbind()
     beta1, beta2 = rates.betas
     g = in_blocks(gradient.float())
     w = in_blocks(value if low is None else master_of(value, low))
@@ -151,7 +151,7 @@ def update_8bit_reference(
         g_and_decay = g + decay * w
     m = _f32(beta1) * m + _f32(1 - beta1) * g_and_decay
     v = _f32(beta2) * v + (_f32(1 - beta2) * g_and_decay) * g_and_decay
-    w = w - _divide(step_size * m, _divide(_root(v), root) + _f32(rates.denominator_eps()))
+    w = w - _divide(step_size * m, _root(v) * inverse_root + _f32(rates.denominator_eps()))
 
     kept = ~g.isfinite().all(dim=1)
     skipped += kept.sum(dtype=torch.int32)
@@ -188,9 +188,9 @@ def master_of(value: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
 def encode_first(m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """First moments in blocks, float32 [blocks, 256], as int8 codes of this shape, and float32 [blocks] amaxes."""
     amax = m.abs().amax(dim=1)
-    # of a block of zeros any number will do, and of one with an infinite moment none
-    part = _divide(m.abs(), torch.where(amax > 0, amax, 1.0)[:, None])
-    code = (_root(part) * 127.0 + 0.5).floor()
+    amax = torch.where(amax >= SMALLEST_NORMAL, amax, 0.0)
+    inverse = _divide(torch.ones_like(amax), torch.where(amax > 0, amax, torch.inf))
+    code = (_root(m.abs() * inverse[:, None]) * 127.0 + 0.5).floor()
     return torch.where(m < 0, -code, code).to(torch.int8), amax
 
 

@@ -97,7 +97,7 @@ def test_a_second_moment_that_decays_by_less_than_a_code_decays(device) -> None:
         if step == 0:
             stuck = decode_second(encode_second(v * 0.999, None)[0].flatten(), encode_second(v * 0.999, None)[1])
             assert (stuck > v * 0.9995).float().mean() > 0.4
-    ratio = (moved / (v * 0.999**1000)).mean()
+    ratio = (moved / (v * 0.999**1000)).mean().item()
     assert ratio == pytest.approx(1, rel=0.02)
 
 
