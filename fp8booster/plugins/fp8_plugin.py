@@ -23,6 +23,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.fused import fuse, fused_summary
+from fp8booster.optim import AdamW
 
 _PRECISIONS = ("bf16", "fp16")
 
@@ -33,7 +34,8 @@ class FP8Plugin:
     Raises:
         ValueError: `use_fp8` with precision "fp32", or, when boosting, on a GPU without FP8 products or with a model
             that has no layer for it.
-        TypeError: an argument that Colossal-AI's plugin does not have, or an `fp8_config` of another type.
+        TypeError: an argument that Colossal-AI's plugin does not have, an `fp8_config` of another type, or, when
+            boosting, an optimizer whose states cannot be sharded.
     """
 
     native: ClassVar[type[Plugin]]
@@ -41,6 +43,9 @@ class FP8Plugin:
 
     fp8_defaults: ClassVar[Mapping[str, Any]] = {}
     """Arguments that have another default where FP8 is communicated."""
+
+    shards_states: ClassVar[bool] = True
+    """A rank holds a part of the optimizer's states."""
 
     sends_fp8: bool
     """Gradients, and what else ranks exchange, are communicated in FP8, by `fp8booster.comm`."""
@@ -125,6 +130,11 @@ class FP8Plugin:
         if not self.use_fp8:
             return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
+        if self.shards_states and isinstance(optimizer, AdamW):
+            raise TypeError(
+                f"fp8booster.optim.AdamW keeps states of whole parameters, and {type(self).__name__} shards them; give "
+                "torch.optim.AdamW or fp8booster.optim.HybridAdam, or train under TorchDDPPlugin"
+            )
         model, optimizer = self.convert(model, optimizer)
         with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
             boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)

@@ -17,6 +17,7 @@ from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8
 from fp8booster.comm import ddp_hook
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn.weights import cached
+from fp8booster.optim import AdamW
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks, shared_folder
 from tests.nn.reference import count_calls
@@ -394,3 +395,24 @@ def test_ddp_checkpoints_under_mixed_precision_load_again(precision: str) -> Non
         reader.booster.load_optimizer(reader.optimizer, optimizer)
         assert_equal(writer.parameters(), reader.parameters())
     assert train(writer) == train(reader)
+
+
+@ranks(2)
+def test_adamw_with_8_bit_moments_trains_as_torchs() -> None:
+    optimizers = torch.optim.AdamW, AdamW
+    boosted = [boost(ours(use_fp8=True), tiny_llama().bfloat16(), lr=1e-3, optimizer=each) for each in optimizers]
+    expected, found = (train(each, steps=4) for each in boosted)
+    assert found == pytest.approx(expected, rel=CLOSE)
+    assert all(state["exp_avg"].dtype is torch.int8 for state in boosted[1].optimizer.optim.state.values())
+    for parameter in boosted[1].model.parameters():
+        gathered = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, parameter.detach())
+        assert torch.equal(*gathered)
+
+
+@ranks(2)
+def test_engines_that_shard_states_refuse_8_bit_moments() -> None:
+    from fp8booster.plugins import LowLevelZeroPlugin
+
+    with pytest.raises(TypeError, match=r"LowLevelZeroPlugin.* shards them; give torch\.optim\.AdamW or"):
+        boost(LowLevelZeroPlugin(use_fp8=True), optimizer=AdamW)
