@@ -15,54 +15,13 @@ nearest it would stay for ever. The error of m / sqrt(v), compared with other co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from fp8booster.kernels.adam_step import SMALLEST_NORMAL, AdamRates
 from fp8booster.kernels.device import runs_triton
-
-BLOCK = 256
-"""Values that share a range."""
-
-MOST_OCTAVES = 32
-"""That a block of second moments spans; what is smaller counts as the least of it."""
-
-STEPS = 254
-"""Of second moments, from the least to the largest of a block."""
-
-LARGEST = 0x7F7FFFFF
-"""Bits of the largest finite float32."""
-
-NAN = 0x7FC00000
-
-
-class Moments8bit(NamedTuple):
-    """Both moments of a tensor of n values, in blocks = ceil(n / 256)."""
-
-    first: torch.Tensor
-    """int8 [n]."""
-
-    amaxes: torch.Tensor
-    """float32 [blocks]: the largest magnitude of each block of first moments."""
-
-    second: torch.Tensor
-    """uint8 [n]."""
-
-    ranges: torch.Tensor
-    """int32 [blocks, 2]: of each block of second moments the bits of the least that is not 0, and the step."""
-
-    @classmethod
-    def zeros(cls, count: int, device: torch.device) -> Moments8bit:
-        """Moments of 0 for so many values."""
-        blocks = -(-count // BLOCK)
-        return cls(
-            torch.zeros(count, dtype=torch.int8, device=device),
-            torch.zeros(blocks, dtype=torch.float32, device=device),
-            torch.zeros(count, dtype=torch.uint8, device=device),
-            torch.zeros(blocks, 2, dtype=torch.int32, device=device),
-        )
+from fp8booster.kernels.moments import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit
 
 
 def update_8bit(

@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from fp8booster.kernels.adam_step import SMALLEST_NORMAL, AdamRates
-from fp8booster.kernels.adamw_8bit import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit
 from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.moments import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit
 
 _BLOCKS, _WARPS = 1, 1
 """Blocks that a program updates, and its warps: on an H200 1.2 times as fast as 4 and 4, 1.5 times as 8 and 4."""

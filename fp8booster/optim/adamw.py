@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from fp8booster.kernels.adam_step import AdamRates
 from fp8booster.kernels.adamw_8bit import (
-    Moments8bit,
     decode_first,
     decode_second,
     encode_first,
@@ -22,6 +21,7 @@ from fp8booster.kernels.adamw_8bit import (
     step_rows,
     update_8bit,
 )
+from fp8booster.kernels.moments import Moments8bit
 
 _MOMENTS = ("exp_avg", "exp_avg_amax", "exp_avg_sq", "exp_avg_sq_range")
 """Of a state, in the order of `Moments8bit`."""

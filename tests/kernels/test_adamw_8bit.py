@@ -11,9 +11,6 @@ import torch
 
 from fp8booster.kernels.adam_step import AdamRates
 from fp8booster.kernels.adamw_8bit import (
-    BLOCK,
-    MOST_OCTAVES,
-    Moments8bit,
     decode_first,
     decode_second,
     encode_first,
@@ -24,6 +21,7 @@ from fp8booster.kernels.adamw_8bit import (
     update_8bit,
     update_8bit_reference,
 )
+from fp8booster.kernels.moments import BLOCK, MOST_OCTAVES, Moments8bit
 from tests.distributed import run_ranks
 
 RATES = AdamRates(1e-2, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
