@@ -128,6 +128,7 @@ class AdamW(Optimizer):
             rows = step_rows(rates, steps, numbers, device)
             skipped = self._skipped.setdefault(device, torch.zeros((), dtype=torch.int32, device=device))
             for parameter, state, row in zip(here, states, rows, strict=True):
+                assert parameter.grad is not None  # chosen by that
                 gradient = parameter.grad.contiguous()
                 update_8bit(parameter, state.get(_LOW), gradient, _moments_of(state), row, rates, skipped)
                 if self._update_in_backward:
@@ -174,7 +175,8 @@ class AdamW(Optimizer):
             self.state[parameters[number]] = self._loaded(parameters[number], state)
 
     def _loaded(self, parameter: torch.nn.Parameter, given: dict[str, Any]) -> dict[str, Any]:
-        state, device, count = {"step": int(given["step"])}, parameter.device, parameter.numel()
+        device, count = parameter.device, parameter.numel()
+        state: dict[str, Any] = {"step": int(given["step"])}
         if missing := {"exp_avg", "exp_avg_sq"} - given.keys():
             raise ValueError(f"the state has no {' and '.join(sorted(missing))}; load the state dict of an AdamW")
         if any(given[name].numel() != count for name in ("exp_avg", "exp_avg_sq")):
