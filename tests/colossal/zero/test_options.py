@@ -361,6 +361,10 @@ def test_each_parameter_group_keeps_its_own_rate() -> None:
     before = masters(runs[0])
     assert_trains_equally(*runs[:2])
     after = masters(runs[0])
+    for run in runs:  # between steps the optimizer knows every master, as schedules and checkpoints read it
+        for number, group in enumerate(run.optimizer.optim.param_groups):
+            expected = run.optimizer._master_param_groups_of_current_rank[number]
+            assert list(map(id, group["params"])) == list(map(id, expected)) != []
     for name in before:
         assert torch.equal(before[name], after[name]) == (before[name].dim() == 1), name
     losses = train(boost(wire()))
