@@ -11,7 +11,7 @@ from fp8booster.kernels.launch import ceil_div, launch
 from fp8booster.kernels.moments import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit
 
 _BLOCKS, _WARPS = 1, 1
-"""Blocks that a program updates, and its warps: on an H200 1.2 times as fast as 4 and 4, 1.5 times as 8 and 4."""
+"""Blocks that a program updates, and its warps, by time on an H200 (benchmarks/results/h200/adamw-8bit.md)."""
 
 _LARGEST, _SPAN, _STEPS, _NAN = (tl.constexpr(each) for each in (LARGEST, MOST_OCTAVES << 23, STEPS, NAN))
 _SMALLEST = tl.constexpr(SMALLEST_NORMAL)
