@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 
 from fp8booster.kernels.adam_step import SMALLEST_NORMAL, AdamRates
-from fp8booster.kernels.device import runs_triton
-from fp8booster.kernels.moments import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit
+from fp8booster.kernels.moments import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit, require_updatable
+from fp8booster.kernels.operators import operator
 
 
+@operator(writes=("value",))
 def update_8bit(
     value: torch.Tensor,
     low: torch.Tensor | None,
@@ -35,8 +36,8 @@ def update_8bit(
 ) -> None:
     """Take one step of Adam (Kingma and Ba, algorithm 1) or AdamW (Loshchilov and Hutter, algorithm 2) in place.
 
-    The update is computed in FP32 from moments that are not yet rounded. A block with a gradient that is not finite
-    keeps its values and moments, bit for bit.
+    The update is computed in FP32 from moments that are not yet rounded, each operation rounded by itself. A block
+    with a gradient that is not finite keeps its values and moments, bit for bit.
 
     Args:
         value: the weight, [n], FP32, or BF16 with `low`.
@@ -50,53 +51,7 @@ def update_8bit(
     Raises:
         ValueError: a tensor's values lie apart, or the weight is FP16.
     """
-    if value.dtype != (torch.float32 if low is None else torch.bfloat16):
-        raise ValueError(f"the weight is {value.dtype}; give FP32, or BF16 with the low bits of its master")
-    if not (value.is_contiguous() and gradient.is_contiguous()):
-        raise ValueError("Adam's update reads and writes values one after the other; give contiguous tensors")
-    if value.numel() == 0:
-        return
-    if runs_triton(value):
-        from fp8booster.kernels.adamw_8bit_triton import update_8bit_triton  # Triton is needed only here
-
-        update_8bit_triton(value, low, gradient, moments, row, rates, skipped)
-        torch.autograd.graph.increment_version(value)
-    else:
-        update_8bit_reference(value, low, gradient, moments, row, rates, skipped)
-
-
-def step_rows(rates: AdamRates, steps: Sequence[int], numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """What tensors need to know of a step: float32 [tensors, 4].
-
-    A row holds the factor of weight decay, the step size lr / (1 - beta1^t), 1 / the root of 1 - beta2^t, and the
-    bits of a seed for chance, which differs between steps and tensors.
-
-    Args:
-        rates: of the step; `lr` as a number.
-        steps: of each tensor, how many it has taken with this one.
-        numbers: of each tensor, what tells it from others.
-        device: of the tensors.
-    """
-    decay = rates.lr * rates.weight_decay if rates.decoupled else rates.weight_decay
-    rows = torch.tensor(
-        [[decay, rates.lr / (1 - rates.betas[0] ** t), (1 - rates.betas[1] ** t) ** -0.5, 0.0] for t in steps],
-        dtype=torch.float32,
-    )
-    seeds = [(t * 0x9E3779B1 + number * 0x85EBCA77) & 0x7FFFFFFF for t, number in zip(steps, numbers, strict=True)]
-    rows.view(torch.int32)[:, 3] = torch.tensor(seeds, dtype=torch.int32)
-    return rows.to(device, non_blocking=True)
-
-
-def update_8bit_reference(
-    value: torch.Tensor,
-    low: torch.Tensor | None,
-    gradient: torch.Tensor,
-    moments: Moments8bit,
-    row: torch.Tensor,
-    rates: AdamRates,
-    skipped: torch.Tensor,
-) -> None:
-    """What `update_8bit` computes, in torch; every operation is rounded by itself."""
+    require_updatable(value, low, gradient)
     count = value.numel()
     decay, step_size, inverse_root, _ = row.unbind()
     beta1, beta2 = rates.betas
@@ -128,6 +83,28 @@ def update_8bit_reference(
         rounded, rest = split(w)
         value.copy_(torch.where(of_values, value.flatten(), rounded).view_as(value))
         low.copy_(torch.where(of_values, low, rest))
+
+
+def step_rows(rates: AdamRates, steps: Sequence[int], numbers: Sequence[int], device: torch.device) -> torch.Tensor:
+    """What tensors need to know of a step: float32 [tensors, 4].
+
+    A row holds the factor of weight decay, the step size lr / (1 - beta1^t), 1 / the root of 1 - beta2^t, and the
+    bits of a seed for chance, which differs between steps and tensors.
+
+    Args:
+        rates: of the step; `lr` as a number.
+        steps: of each tensor, how many it has taken with this one.
+        numbers: of each tensor, what tells it from others.
+        device: of the tensors.
+    """
+    decay = rates.lr * rates.weight_decay if rates.decoupled else rates.weight_decay
+    rows = torch.tensor(
+        [[decay, rates.lr / (1 - rates.betas[0] ** t), (1 - rates.betas[1] ** t) ** -0.5, 0.0] for t in steps],
+        dtype=torch.float32,
+    )
+    seeds = [(t * 0x9E3779B1 + number * 0x85EBCA77) & 0x7FFFFFFF for t, number in zip(steps, numbers, strict=True)]
+    rows.view(torch.int32)[:, 3] = torch.tensor(seeds, dtype=torch.int32)
+    return rows.to(device, non_blocking=True)
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from fp8booster.kernels.adam_step import SMALLEST_NORMAL, AdamRates
 from fp8booster.kernels.launch import ceil_div, launch
-from fp8booster.kernels.moments import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit
+from fp8booster.kernels.moments import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit, require_updatable
 
 _BLOCKS, _WARPS = 1, 1
 """Blocks that a program updates, and its warps, by time on an H200 (benchmarks/results/h200/adamw-8bit.md)."""
@@ -133,7 +133,8 @@ def update_8bit_triton(
     rates: AdamRates,
     skipped: torch.Tensor,
 ) -> None:
-    """What `adamw_8bit.update_8bit_reference` computes, byte for byte."""
+    """What `adamw_8bit.update_8bit` defines, byte for byte."""
+    require_updatable(value, low, gradient)
     beta1, beta2 = rates.betas
     numbers = (beta1, 1 - beta1, beta2, 1 - beta2, rates.denominator_eps(), 1 / 127)
     launch(

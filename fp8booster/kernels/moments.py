@@ -46,3 +46,11 @@ class Moments8bit(NamedTuple):
             torch.zeros(count, dtype=torch.uint8, device=device),
             torch.zeros(blocks, 2, dtype=torch.int32, device=device),
         )
+
+
+def require_updatable(value: torch.Tensor, low: torch.Tensor | None, gradient: torch.Tensor) -> None:
+    """Raise ValueError where `adamw_8bit.update_8bit` cannot update a weight, in its words."""
+    if value.dtype != (torch.float32 if low is None else torch.bfloat16):
+        raise ValueError(f"the weight is {value.dtype}; give FP32, or BF16 with the low bits of its master")
+    if not (value.is_contiguous() and gradient.is_contiguous()):
+        raise ValueError("Adam's update reads and writes values one after the other; give contiguous tensors")

@@ -19,7 +19,6 @@ from fp8booster.kernels.adamw_8bit import (
     split,
     step_rows,
     update_8bit,
-    update_8bit_reference,
 )
 from fp8booster.kernels.moments import BLOCK, MOST_OCTAVES, Moments8bit
 from tests.distributed import run_ranks
@@ -188,7 +187,7 @@ def updates_differ(device: str) -> list[str]:
             row = step_rows(rates, [step], [count], torch.device(device))[0]
             gradient = gradient.to(device)
             update_8bit_triton(*ours[:2], gradient, ours[2], row, rates, skipped[0])
-            update_8bit_reference(*theirs[:2], gradient, theirs[2], row, rates, skipped[1])
+            update_8bit.reference(*theirs[:2], gradient, theirs[2], row, rates, skipped[1])
         pairs = zip(flat(*ours), flat(*theirs), strict=True)
         if any(not torch.equal(one, other) for one, other in pairs) or skipped[0] != skipped[1] or skipped[0] == 0:
             found.append(f"{count} {dtype} decoupled={decoupled}")
