@@ -82,7 +82,7 @@ class FP8Config:
     one, norms with residuals, rotary embedding and SwiGLU as one kernel each, which deliver amax to the casts; and the
     loss over chunks of logits. For the LLaMA, Mistral, Mixtral and Qwen2 models of transformers, in every plugin;
     and the experts of a rank as grouped products. What has no fused form stays as it is, and the line that a plugin
-    logs says so."""
+    logs names it."""
 
     weights_in_16_bits: bool | None = None
     """Under ZeRO, keep the value of each gathered FP8 weight in 16 bits too, for what reads a parameter itself. False

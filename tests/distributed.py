@@ -167,7 +167,7 @@ class _Ranks:
         """What `fn(*args)` returns on each rank; RankError as in `run_ranks`, after which the ranks are of no use."""
         call = pickle.dumps((fn, args))
         for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # a rank that has ended has sent why, or says so by its end
+            with contextlib.suppress(OSError):  # a rank that has ended has sent why, or its end is seen below
                 pipe.send_bytes(call)
         start = time.monotonic()
         values: dict[int, Any] = {}

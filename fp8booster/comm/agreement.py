@@ -74,13 +74,14 @@ class Claim:
         mine = f"rank {calls.rank} calls {self._text}"
         first = calls.store.compare_set(self._key("first"), "", mine).decode()
         if first.split(" ", 2)[2] != mine.split(" ", 2)[2]:
-            calls.store.set(self._key("verdict"), f"{first}; {mine}")
-        elif calls.store.add(self._key("came"), 1) == calls.ranks:
+            differ = f"{first}; {mine}"
+            calls.store.set(self._key("verdict"), differ)
+            self._refuse(differ)  # its own sentence, whatever another rank that differs writes meanwhile
+        if calls.store.add(self._key("came"), 1) == calls.ranks:
             calls.store.set(self._key("verdict"), _AGREED)
-        else:
-            return False
-        self._heed()
-        return True
+            self._heed()
+            return True
+        return False
 
     def wait(self) -> bool:
         """Wait for the others, at most `PATIENCE`; returns and raises as `post`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,8 +47,27 @@ class AdamShards(NamedTuple):
 
     def require_contiguous(self) -> None:
         """Raise ValueError where a tensor's values lie apart."""
-        if not all(tensor.is_contiguous() for tensors in self[:4] for tensor in tensors):
-            raise ValueError("Adam's update reads and writes values one after the other; give contiguous tensors")
+        require_contiguous(tensor for tensors in self[:4] for tensor in tensors)
+
+
+def require_contiguous(tensors: Iterable[Tensor]) -> None:
+    """Raise ValueError where the values of a tensor that Adam's update reads or writes lie apart."""
+    if not all(tensor.is_contiguous() for tensor in tensors):
+        raise ValueError("Adam's update reads and writes values one after the other; give contiguous tensors")
+
+
+def require_rates(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+    """Raise ValueError for a hyperparameter of an Adam outside its range."""
+    infinite = float("inf")
+    for name, value, limit in (
+        ("lr", lr, infinite),
+        ("eps", eps, infinite),
+        ("weight_decay", weight_decay, infinite),
+        ("betas[0]", betas[0], 1.0),
+        ("betas[1]", betas[1], 1.0),
+    ):
+        if not 0.0 <= value < limit:
+            raise ValueError(f"{name} is {value!r}; it must be at least 0 and less than {limit:g}")
 
 
 def factors(shards: AdamShards, rates: AdamRates) -> Tensor:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from fp8booster.kernels.adam_step import require_contiguous
+
 BLOCK = 256
 """Values that share a range."""
 
@@ -52,5 +54,4 @@ def require_updatable(value: torch.Tensor, low: torch.Tensor | None, gradient: t
     """Raise ValueError where `adamw_8bit.update_8bit` cannot update a weight, in its words."""
     if value.dtype != (torch.float32 if low is None else torch.bfloat16):
         raise ValueError(f"the weight is {value.dtype}; give FP32, or BF16 with the low bits of its master")
-    if not (value.is_contiguous() and gradient.is_contiguous()):
-        raise ValueError("Adam's update reads and writes values one after the other; give contiguous tensors")
+    require_contiguous((value, gradient))

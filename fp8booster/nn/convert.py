@@ -67,7 +67,7 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
 
     Parameters, their names, state dict keys and module identities stay as they are. Layers that stay in high precision
     are remembered with the reason, which `report` shows; where that is all of them, of which some were asked for, a
-    warning says so. Calling it again applies the new configuration.
+    warning reports it. Calling it again applies the new configuration.
 
     Args:
         model: any module.

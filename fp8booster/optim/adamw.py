@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fp8booster.kernels.adam_step import AdamRates
+from fp8booster.kernels.adam_step import AdamRates, require_rates
 from fp8booster.kernels.adamw_8bit import (
     decode_first,
     decode_second,
@@ -65,15 +65,7 @@ class AdamW(Optimizer):
         *,
         update_in_backward: bool = False,
     ) -> None:
-        for name, value, limit in (
-            ("lr", lr, float("inf")),
-            ("eps", eps, float("inf")),
-            ("weight_decay", weight_decay, float("inf")),
-            ("betas[0]", betas[0], 1.0),
-            ("betas[1]", betas[1], 1.0),
-        ):
-            if not 0.0 <= value < limit:
-                raise ValueError(f"{name} is {value!r}; it must be at least 0 and less than {limit:g}")
+        require_rates(lr, betas, eps, weight_decay)
         self._numbers: dict[torch.nn.Parameter, int] = {}
         self._skipped: dict[torch.device, torch.Tensor] = {}
         self._update_in_backward = update_in_backward
@@ -126,11 +118,12 @@ class AdamW(Optimizer):
                 state["step"] += 1
             steps, numbers = [state["step"] for state in states], [self._numbers[each] for each in here]
             rows = step_rows(rates, steps, numbers, device)
-            skipped = self._skipped.setdefault(device, torch.zeros((), dtype=torch.int32, device=device))
+            if device not in self._skipped:
+                self._skipped[device] = torch.zeros((), dtype=torch.int32, device=device)
             for parameter, state, row in zip(here, states, rows, strict=True):
                 assert parameter.grad is not None  # chosen by that
                 gradient = parameter.grad.contiguous()
-                update_8bit(parameter, state.get(_LOW), gradient, _moments_of(state), row, rates, skipped)
+                update_8bit(parameter, state.get(_LOW), gradient, _moments_of(state), row, rates, self._skipped[device])
                 if self._update_in_backward:
                     parameter.grad = None
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
-from fp8booster.kernels.adam_step import AdamRates, AdamShards
+from fp8booster.kernels.adam_step import AdamRates, AdamShards, require_rates
 from fp8booster.kernels.adamw import update, update_by_torch
 from fp8booster.kernels.device import runs_triton
 
@@ -68,15 +68,7 @@ class HybridAdam(Optimizer):
         maximize: bool = False,
         initial_scale: float | None = None,
     ) -> None:
-        for name, value, limit in (
-            ("lr", lr, _INFINITE),
-            ("eps", eps, _INFINITE),
-            ("weight_decay", weight_decay, _INFINITE),
-            ("betas[0]", betas[0], 1.0),
-            ("betas[1]", betas[1], 1.0),
-        ):
-            if not 0.0 <= value < limit:
-                raise ValueError(f"{name} is {value!r}; it must be at least 0 and less than {limit:g}")
+        require_rates(lr, betas, eps, weight_decay)
         if nvme_offload_fraction != 0:
             raise ValueError(
                 f"nvme_offload_fraction is {nvme_offload_fraction!r}, and this optimizer keeps no states on a disk; "

@@ -27,7 +27,7 @@ OWN: dict[str, Any] = {
 USUAL = {"lr": 0.1, "weight_decay": 0.1}
 
 BY_ITSELF = ("amsgrad", "maximize")
-"""What the step in one pass does not do, and says so."""
+"""What the step in one pass refuses, with the reason."""
 
 STEPS = 3
 
