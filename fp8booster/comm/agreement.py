@@ -36,7 +36,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 PATIENCE = timedelta(seconds=10)
 """How long a blocking call that is new waits for the other ranks before it sends."""
 
-_AGREED = b"agreed"
+_AGREED = "agreed"
 
 
 class _Calls:
@@ -47,8 +47,9 @@ class _Calls:
         self.count = 0
         self.known: set[tuple] = set()
         self.ranks, self.rank = group.size(), dist.get_rank()
-        self.store: dist.Store | None = dist.PrefixStore("fp8booster", _get_process_group_store(group))
+        self.store: dist.Store = dist.PrefixStore("fp8booster", _get_process_group_store(group))
         self.always = dist.get_debug_level() != dist.DebugLevel.OFF
+        self.compares = True
 
 
 class Claim:
@@ -110,9 +111,9 @@ class Claim:
     def _heed(self) -> None:
         """Raise where the verdict is against it; the last to read a good one takes the keys away."""
         store = self.calls.store
-        verdict = store.get(self._key("verdict"))
+        verdict = store.get(self._key("verdict")).decode()
         if verdict != _AGREED:
-            self._refuse(verdict.decode())
+            self._refuse(verdict)
         if store.add(self._key("read"), 1) == self.calls.ranks:
             for name in ("first", "came", "verdict", "read"):
                 store.delete_key(self._key(name))
@@ -148,10 +149,10 @@ def claim(
     """
     if not isinstance(group, dist.ProcessGroup) or group.size() < 2:
         return None
-    if group not in _calls:
-        _calls[group] = _Calls(group)
-    calls = _calls[group]
-    if calls.store is None:
+    calls = _calls.get(group)
+    if calls is None:
+        calls = _calls[group] = _Calls(group)
+    if not calls.compares:
         return None
     signature = (name, *what.values())
     with calls.lock:
@@ -174,7 +175,7 @@ def wait_for_others(claimed: Claim | None) -> Claim | None:
 
     Returns and raises as `claim`.
     """
-    if claimed is None or claimed.calls.store is None:
+    if claimed is None or not claimed.calls.compares:
         return None
     try:
         return None if claimed.wait() else claimed
@@ -189,7 +190,7 @@ def settle(claimed: Claim | None, device: torch.device) -> None:
     Raises:
         ValueError: the ranks do not agree.
     """
-    if claimed is None or claimed.calls.store is None or not claimed.on_arrival:
+    if claimed is None or not (claimed.calls.compares and claimed.on_arrival):
         return
     if device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
@@ -204,4 +205,4 @@ def settle(claimed: Claim | None, device: torch.device) -> None:
 def _give_up(calls: _Calls, error: RuntimeError) -> None:
     """Compare no more: the store's host has gone, or it is a stand-in."""
     warnings.warn(f"collectives are not compared: the group's store fails with {error}", stacklevel=4)
-    calls.store = None
+    calls.compares = False

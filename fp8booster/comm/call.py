@@ -12,7 +12,7 @@ from fp8booster.comm.agreement import claim
 from fp8booster.comm.encoding import Options, settings
 from fp8booster.comm.one_sided import Mailbox, mailbox_of, queued_transfer
 from fp8booster.comm.statistics import count_encoded, count_plain
-from fp8booster.comm.threshold import Op, ReduceOp, ranks_of, uncompressed_reason
+from fp8booster.comm.threshold import Op, ReduceOp, group_or_all, ranks_of, uncompressed_reason
 from fp8booster.comm.work import FinishingWork, Transfer, finish_plain, run
 
 
@@ -49,7 +49,7 @@ class Call:
     ) -> None:
         self.name, self.tensor, self.async_op, self.op = name, tensor, async_op, op
         self.encoding, self._min_bytes = settings(**options)
-        self.group = group or dist.group.WORLD  # looked up once
+        self.group = group_or_all(group)  # looked up once
         self.ranks = ranks_of(self.group)
         self.given = tensor.nbytes
         self.mailbox: Mailbox | None = None

@@ -96,7 +96,8 @@ def copy_parts(tensors: Sequence[Tensor], message: Tensor) -> None:
 def _buckets(tensors: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
     """The tensors, those of one dtype together, in lists of at most `bucket_bytes` or of one tensor."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        bucket, size = [], 0
+        bucket: list[Tensor] = []
+        size = 0
         for tensor in tensors:
             if tensor.dtype is not dtype:
                 continue

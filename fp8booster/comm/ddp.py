@@ -9,6 +9,7 @@ Unlike torch's own compression hooks, this one adds in FP32: a gradient is round
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,7 @@ def ddp_hook(state: DDPState | None, bucket: dist.GradBucket) -> torch.futures.F
 
 
 def _average(tensor: Tensor, state: DDPState) -> dist.Work:
-    return all_reduce(
+    work = all_reduce(
         tensor, dist.ReduceOp.AVG, state.group, async_op=True, encoding=state.encoding, min_bytes=state.min_bytes
     )
+    return cast(dist.Work, work)  # of a member, which DDP's ranks are, there is one

@@ -88,12 +88,12 @@ def _exchange(
 ) -> Work | None:
     """Send each rank its piece; the pieces lie in one tensor on either side, or in one for each."""
     encoding = call.encoding
-    sizes = (None, None) if even else (received_layout.sizes, layout.sizes)
+    received_sizes, sizes = (None, None) if even else (received_layout.sizes, layout.sizes)
 
     def begin(asynchronous: bool) -> Transfer:
         message, received = new_message(inputs[0], layout.bytes), new_message(inputs[0], received_layout.bytes)
         encode_pieces(inputs, message, layout, encoding)
-        work = dist.all_to_all_single(received, message, *sizes, call.group, asynchronous)
+        work = dist.all_to_all_single(received, message, received_sizes, sizes, call.group, asynchronous)
         finish = lambda: decode_pieces(received, arriving, received_layout, encoding)  # noqa: E731
         return Transfer(work, finish, (received, message))
 

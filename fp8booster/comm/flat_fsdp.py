@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fp8booster.comm.encoding import DEFAULT, Encoding
+from fp8booster.comm.encoding import DEFAULT, Encoding, Options
 from fp8booster.comm.reductions import all_reduce, reduce_scatter_tensor
 
 
@@ -23,8 +23,8 @@ from fp8booster.comm.reductions import all_reduce, reduce_scatter_tensor
 class FlatFSDPState:
     """What FSDP hands to `flat_fsdp_hook`."""
 
-    group: dist.ProcessGroup
-    """The ranks that a gradient is spread over, or averaged over where it is not sharded."""
+    group: dist.ProcessGroup | None
+    """The ranks that a gradient is spread over, or averaged over where it is not sharded; None is all."""
 
     replicas: dist.ProcessGroup | None = None
     """The ranks that hold the same shard; None where there are none."""
@@ -44,7 +44,7 @@ def flat_fsdp_hook(state: FlatFSDPState, gradient: Tensor, shard: Tensor | None 
         gradient: the whole, padded gradient; averaged in place where there is no shard.
         shard: written: this rank's part.
     """
-    how = {"encoding": state.encoding, "min_bytes": state.min_bytes}
+    how: Options = {"encoding": state.encoding, "min_bytes": state.min_bytes}
     if shard is None:
         all_reduce(gradient, dist.ReduceOp.AVG, state.group, **how)
         return

@@ -31,7 +31,7 @@ class _FP8Comm:
         self.encoding = encoding
         self.min_bytes = min_bytes
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the plain values."""
         return torch.empty(*size, dtype=dtype, device=device)
 

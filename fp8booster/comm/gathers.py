@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from fp8booster.comm.call import Call
 from fp8booster.comm.encoding import Options, decode_pieces
-from fp8booster.comm.threshold import Group, ranks_of
+from fp8booster.comm.threshold import Group, group_or_all, ranks_of
 from fp8booster.comm.transport import (
     flat,
     gather_bytes,
@@ -92,7 +92,7 @@ def broadcast(
     **options: Unpack[Options],
 ) -> Work | None:
     """`torch.distributed.broadcast`, but that the source's tensor is rounded too: all ranks hold the same bits."""
-    group = group or dist.group.WORLD
+    group = group_or_all(group)
     source = src if group_src is None or ranks_of(group) < 1 else dist.get_global_rank(group, group_src)
     compared = {"values": tensor.numel(), "source": source}
     # data arrives from the source alone

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.encoding import Encoding
-from fp8booster.comm.threshold import INSIDE_A_NODE, topology
+from fp8booster.comm.threshold import INSIDE_A_NODE, group_or_all, topology
 from fp8booster.comm.work import Transfer
 from fp8booster.kernels.message_layout import MessageLayout, Peers
 
@@ -138,7 +138,7 @@ class QueuedWork(Work):
         for output in outputs:
             output.record_stream(stream)
         self._done = stream.record_event()
-        self._future = torch.futures.Future(devices=[outputs[0].device])
+        self._future: torch.futures.Future[list[Tensor]] = torch.futures.Future(devices=[outputs[0].device])
         self._future.set_result(list(outputs))
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -192,7 +192,7 @@ def use_one_sided(group: dist.ProcessGroup | None = None, *, capacity: int, devi
     """
     if capacity <= 0:
         raise ValueError(f"capacity is {capacity}; give the bytes of the largest message")
-    group = group or dist.group.WORLD
+    group = group_or_all(group)
     if not torch.cuda.is_available():
         raise ValueError("use_one_sided is for GPUs, and torch sees none; leave it out")
     if device is None or device.index is None:
@@ -210,7 +210,7 @@ def use_one_sided(group: dist.ProcessGroup | None = None, *, capacity: int, devi
 
 def stop_one_sided(group: dist.ProcessGroup | None = None) -> None:
     """Let a group's collectives go by NCCL again, and give back the memory. All ranks of the group call it."""
-    group = group or dist.group.WORLD
+    group = group_or_all(group)
     mailbox = _mailboxes.pop(group.group_name, None)
     if mailbox is not None:
         torch.cuda.synchronize()
@@ -224,5 +224,5 @@ def mailbox_of(group: dist.ProcessGroup | None, tensor: Tensor, size: int) -> Ma
     if not (_mailboxes and tensor.is_cuda):
         return None
     # who is not a member has a number for a group
-    mailbox = _mailboxes.get(getattr(group or dist.group.WORLD, "group_name", None))
+    mailbox = _mailboxes.get(getattr(group_or_all(group), "group_name", ""))
     return mailbox if mailbox is not None and size <= mailbox.capacity else None

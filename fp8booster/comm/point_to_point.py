@@ -85,7 +85,7 @@ def irecv(
     if reason is None:
         return run(begin, [], [tensor], group, async_op=True)
     transfer = begin(True)
-    return None if transfer.work is None else FinishingWork(transfer, [tensor])
+    return None if transfer.work is None else FinishingWork(transfer.work, transfer, [tensor])
 
 
 class P2POp(dist.P2POp):
@@ -139,7 +139,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     works = dist.batch_isend_irecv(transports)
     if len(works) == len(p2p_op_list):
         return [
-            FinishingWork(transfer._replace(work=work), received)
+            FinishingWork(work, transfer, received)
             for work, transfer, received in zip(works, transfers, outputs, strict=True)
         ]
 
@@ -149,7 +149,7 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
 
     (joined,) = works
     messages = [transfer.messages[0] for transfer in transfers]
-    return [FinishingWork(Transfer(joined, finish_all, messages), [out for each in outputs for out in each])]
+    return [FinishingWork(joined, Transfer(joined, finish_all, messages), [out for each in outputs for out in each])]
 
 
 def _decide(tensor: Tensor, group: Group, options: Options) -> tuple[Encoding, str | None]:

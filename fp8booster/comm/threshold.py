@@ -109,6 +109,18 @@ def minimum_bytes(name: str, device: torch.device, group: dist.ProcessGroup | No
     return MINIMUM_BYTES[ONE_SIDED if one_sided else topology(device, group)][name]
 
 
+def group_or_all(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group, or that of all ranks for None.
+
+    Raises:
+        ValueError: there are no process groups yet.
+    """
+    found = group or dist.group.WORLD
+    if found is None:
+        raise ValueError("torch.distributed has no process group; call torch.distributed.init_process_group first")
+    return found
+
+
 def ranks_of(group: dist.ProcessGroup | None) -> int:
     """`torch.distributed.get_world_size`, without its look-ups where a group is given."""
     return group.size() if isinstance(group, dist.ProcessGroup) else dist.get_world_size(group)
@@ -118,7 +130,7 @@ def topology(device: torch.device, group: dist.ProcessGroup | None) -> str:
     """The topology class of a group: what its slowest link is."""
     if device.type == "cpu":
         return ON_THE_CPU
-    return _topology((group or dist.group.WORLD).group_name, tuple(dist.get_process_group_ranks(group)))
+    return _topology(group_or_all(group).group_name, tuple(dist.get_process_group_ranks(group)))
 
 
 @functools.cache

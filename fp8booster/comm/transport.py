@@ -74,7 +74,8 @@ def gather_many(messages: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGr
                 message.copy_(own)
         return []
     if not messages[0][0].is_cuda:
-        return [gather_bytes(message, own, group, asynchronous=True) for message, own in messages]
+        begun = [gather_bytes(message, own, group, asynchronous=True) for message, own in messages]
+        return [work for work in begun if work is not None]
     with dist._coalescing_manager(group, async_ops=True) as coalesced:
         for message, own in messages:
             gather_bytes(message, own, group, asynchronous=True)

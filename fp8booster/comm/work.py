@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.agreement import Claim, settle, wait_for_others
+from fp8booster.comm.threshold import group_or_all
 
 
 class Transfer(NamedTuple):
@@ -37,12 +38,14 @@ class FinishingWork(Work):
     ended; the future, when it ends.
     """
 
-    def __init__(self, transfer: Transfer, outputs: Sequence[Tensor], claimed: Claim | None = None) -> None:
+    def __init__(
+        self, transport: Work, transfer: Transfer, outputs: Sequence[Tensor], claimed: Claim | None = None
+    ) -> None:
         super().__init__()
         self._claimed = claimed
         self._unfinished: Transfer | None = transfer
         self._finished_on: torch.cuda.Stream | None = None
-        self._transport = transfer.work
+        self._transport = transport
         self._outputs = list(outputs)
         self._lock = threading.Lock()
 
@@ -140,20 +143,20 @@ def run(
         claimed: what `agreement.claim` gave for the call.
     """
     device = (*inputs, *outputs)[0].device
-    if not async_op:
-        transfer = begin(False)
-        settle(claimed, device)
-        transfer.finish()
-        return None
-    if device.type != "cuda":
-        return FinishingWork(begin(True), outputs, claimed)
-    side = _side_stream(device, (group or dist.group.WORLD).group_name)
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        transfer = begin(True)
-    for tensor in inputs:
-        tensor.record_stream(side)
-    return FinishingWork(transfer, outputs, claimed)
+    if async_op and device.type == "cuda":
+        side = _side_stream(device, group_or_all(group).group_name)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            transfer = begin(True)
+        for tensor in inputs:
+            tensor.record_stream(side)
+    else:
+        transfer = begin(async_op)
+    if transfer.work is not None:
+        return FinishingWork(transfer.work, transfer, outputs, claimed)
+    settle(claimed, device)
+    transfer.finish()
+    return None
 
 
 def finish_plain(
@@ -174,7 +177,7 @@ def finish_plain(
         torch.autograd.graph.increment_version(outputs)
 
     if work is not None:
-        return FinishingWork(Transfer(work, end), outputs, claimed)
+        return FinishingWork(work, Transfer(work, end), outputs, claimed)
     settle(claimed, outputs[0].device)
     end()
     return None
