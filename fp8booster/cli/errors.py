@@ -9,8 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-ERRORS_OF_USE = (ValueError, TypeError, OSError)
-"""What the package raises when it is used wrongly, with a sentence that says what to do."""
+from fp8booster.cli.train.events import USER_ERRORS
 
 EXIT_CODE = 2
 
@@ -24,7 +23,7 @@ class OneSentenceErrors(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:  # of the reader of our output
             raise
-        except ERRORS_OF_USE as error:
+        except USER_ERRORS as error:
             if ctx.params["debug"]:
                 raise
             sentence = Text.assemble(("error: ", "bold red"), str(error) or type(error).__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Architecture:
     """A decoder and its shape."""
 
@@ -21,6 +21,7 @@ class Architecture:
     layers: int
     heads: int
     key_value_heads: int
+    _: KW_ONLY
     vocabulary: int = 32000
     sequence: int = 4096
     """Longest sequence the positions are meant for."""
@@ -70,44 +71,29 @@ class Architecture:
         return LlamaConfig(**shape)
 
 
-def _shape(label: str, hidden: int, feed_forward: int, layers: int, heads: int, key_value_heads: int) -> Architecture:
-    return Architecture(
-        label=label,
-        hidden=hidden,
-        feed_forward=feed_forward,
-        layers=layers,
-        heads=heads,
-        key_value_heads=key_value_heads,
-    )
-
-
 def _mixture(architecture: Architecture, sequence: int) -> Architecture:
     return replace(architecture, family="mixtral", sequence=sequence, rope_theta=1e6, experts=8, experts_per_token=2)
 
 
-_MICRO = replace(_shape("micro LLaMA", 64, 96, 2, 4, 2), vocabulary=512, sequence=128)
+_MICRO = Architecture("micro LLaMA", 64, 96, 2, 4, 2, vocabulary=512, sequence=128)
 _LLAMA_3 = {"vocabulary": 128256, "sequence": 8192, "rope_theta": 5e5}
 
 # LLaMA 2: Touvron et al., arXiv 2307.09288. LLaMA 3: Grattafiori et al., arXiv 2407.21783. Command-R: the config of
 # CohereForAI/c4ai-command-r-v01. Mixtral: Jiang et al., arXiv 2401.04088.
 MODELS = {
-    "tiny": replace(_shape("tiny LLaMA", 256, 688, 4, 4, 4), vocabulary=4096, sequence=2048),
-    "100m": _shape("LLaMA 100M", 768, 2048, 10, 12, 12),
-    "1b": _shape("LLaMA 1B", 2048, 5632, 22, 32, 4),
-    "7b": _shape("LLaMA-2 7B", 4096, 11008, 32, 32, 32),
-    "13b": _shape("LLaMA-2 13B", 5120, 13824, 40, 40, 40),
-    "70b": _shape("LLaMA-2 70B", 8192, 28672, 80, 64, 8),
-    "llama3-8b": replace(_shape("LLaMA-3 8B", 4096, 14336, 32, 32, 8), **_LLAMA_3),
-    "llama3-70b": replace(_shape("LLaMA-3 70B", 8192, 28672, 80, 64, 8), **_LLAMA_3),
-    "35b": replace(
-        _shape("Command-R 35B", 8192, 22528, 40, 64, 64),
-        vocabulary=256000,
-        sequence=8192,
-        family="cohere",
-        rope_theta=8e6,
+    "tiny": Architecture("tiny LLaMA", 256, 688, 4, 4, 4, vocabulary=4096, sequence=2048),
+    "100m": Architecture("LLaMA 100M", 768, 2048, 10, 12, 12),
+    "1b": Architecture("LLaMA 1B", 2048, 5632, 22, 32, 4),
+    "7b": Architecture("LLaMA-2 7B", 4096, 11008, 32, 32, 32),
+    "13b": Architecture("LLaMA-2 13B", 5120, 13824, 40, 40, 40),
+    "70b": Architecture("LLaMA-2 70B", 8192, 28672, 80, 64, 8),
+    "llama3-8b": Architecture("LLaMA-3 8B", 4096, 14336, 32, 32, 8, **_LLAMA_3),
+    "llama3-70b": Architecture("LLaMA-3 70B", 8192, 28672, 80, 64, 8, **_LLAMA_3),
+    "35b": Architecture(
+        "Command-R 35B", 8192, 22528, 40, 64, 64, vocabulary=256000, sequence=8192, family="cohere", rope_theta=8e6
     ),
-    "mixtral-8x7b": _mixture(_shape("Mixtral-8x7B", 4096, 14336, 32, 32, 8), sequence=32768),
-    "mixtral-1b": _mixture(_shape("Mixtral of 1B active parameters", 2048, 5632, 12, 32, 8), sequence=4096),
+    "mixtral-8x7b": _mixture(Architecture("Mixtral-8x7B", 4096, 14336, 32, 32, 8), sequence=32768),
+    "mixtral-1b": _mixture(Architecture("Mixtral of 1B active parameters", 2048, 5632, 12, 32, 8), sequence=4096),
     "micro": _MICRO,
     "micro-cohere": replace(_MICRO, label="micro Command-R", family="cohere"),
     "micro-mixtral": _mixture(replace(_MICRO, label="micro Mixtral"), sequence=128),

@@ -11,19 +11,6 @@ PLUGINS = "colossalai.booster.plugin"
 
 
 @dataclass(frozen=True)
-class PatchRow:
-    """One patch of Colossal-AI."""
-
-    name: str
-    kind: str
-    """Why there is a patch: a defect, no CUDA, or FP8."""
-    summary: str
-    place: str
-    needed_when: str
-    state: str
-
-
-@dataclass(frozen=True)
 class Colossal:
     """What came of importing Colossal-AI."""
 
@@ -31,7 +18,8 @@ class Colossal:
     """What its import raised, or None."""
     missing: str | None
     """The package that it asked for and did not find."""
-    patches: list[PatchRow]
+    patches: list[dict[str, str]]
+    """Of each: its name, kind (why there is one), summary, place, when it is needed, and its state."""
 
 
 def import_colossal() -> Colossal:
@@ -47,8 +35,9 @@ def import_colossal() -> Colossal:
         error = f"{type(raised).__name__}: {raised}"
         if isinstance(raised, ModuleNotFoundError):
             missing = raised.name.partition(".")[0]
+    told = ("name", "summary", "place", "needed_when")
     rows = [
-        PatchRow(each.name, each.kind.value, each.summary, each.place, each.needed_when, each.state.value)
+        {name: getattr(each, name) for name in told} | {"kind": each.kind.value, "state": each.state.value}
         for each in compat.patches()
     ]
     return Colossal(error, missing, rows)

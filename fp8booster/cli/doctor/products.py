@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.utils.benchmark import Timer
@@ -99,26 +100,10 @@ def _speed(device: torch.device, tokens: int, features_in: int, features_out: in
     x = torch.randn(tokens, features_in, device=device, dtype=torch.bfloat16)
     w = torch.randn(features_out, features_in, device=device, dtype=torch.bfloat16)
     a, b = quantize(x, FPROP[0]), quantize(w, FPROP[1])
-
-    def fp8(fast_accumulation: bool) -> torch.Tensor:
-        return product(
-            a.data,
-            b.data,
-            a.inverse_scale,
-            b.inverse_scale,
-            out_dtype=torch.bfloat16,
-            fast_accumulation=fast_accumulation,
-        )
-
-    return Speed(
-        str(device),
-        tokens,
-        features_in,
-        features_out,
-        bf16=_milliseconds(lambda: x @ w.t()),
-        fp8=_milliseconds(lambda: fp8(False)),
-        fp8_fast=_milliseconds(lambda: fp8(True)),
-    )
+    fp8 = partial(product, a.data, b.data, a.inverse_scale, b.inverse_scale, out_dtype=torch.bfloat16)
+    runs = {"bf16": lambda: x @ w.t(), "fp8": fp8, "fp8_fast": partial(fp8, fast_accumulation=True)}
+    times = {name: _milliseconds(run) for name, run in runs.items()}
+    return Speed(str(device), tokens, features_in, features_out, **times)
 
 
 def _milliseconds(run: Callable[[], object]) -> float:

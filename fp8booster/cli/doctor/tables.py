@@ -90,7 +90,7 @@ def _speeds(speeds: list[Speed]) -> Table:
 def _patches(colossal: Colossal) -> Table:
     table = _table("Patches of Colossal-AI", "why", "state", "patch", "place", "needed when")
     for patch in colossal.patches:
-        table.add_row(patch.kind, patch.state, patch.summary, patch.place, patch.needed_when)
+        table.add_row(*(patch[name] for name in ("kind", "state", "summary", "place", "needed_when")))
     return table
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -19,8 +19,7 @@ CPU_PROCESSES = 2
 """Processes on a machine without a GPU: the fewest that communicate."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(NamedTuple):
     """What one kind of run gets where the user says nothing."""
 
     steps: int
@@ -63,15 +62,16 @@ def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
 
     steps = options.steps or recipe.steps
     lr = options.lr or recipe.lr
+    if from_folder:
+        vocabulary = min(_FOLDER_VOCABULARY, folder_config(options.model).vocab_size)
+    else:
+        vocabulary = MODELS[options.model].vocabulary
     values = {
-        "steps": steps,
-        "batch": recipe.batch,
-        "sequence": recipe.sequence,
-        "lr": lr,
+        **recipe._asdict(),
         "warmup": max(1, steps // 10),
         "decay": steps,
         "min_lr": lr / 10,
-        "vocabulary": _folder_vocabulary(options.model) if from_folder else MODELS[options.model].vocabulary,
+        "vocabulary": vocabulary,
         "nproc": processes,
         "cache": str(cache_folder()),
         "out": f"runs/{Path(options.model).name}-{options.precision}-{time.strftime('%Y%m%d-%H%M%S')}",
@@ -83,7 +83,3 @@ def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
 def cache_folder() -> Path:
     """Where tokenizers and token files are kept: $XDG_CACHE_HOME/fp8booster, by default ~/.cache/fp8booster."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp8booster"
-
-
-def _folder_vocabulary(folder: str) -> int:
-    return min(_FOLDER_VOCABULARY, folder_config(folder).vocab_size)

@@ -15,7 +15,7 @@ EVENTS_VARIABLE = "FP8BOOSTER_TRAIN_EVENTS"
 """Environment variable with the file descriptor that a worker writes to."""
 
 USER_ERRORS = (ValueError, TypeError, OSError)
-"""Errors whose message is a sentence for the user. Others carry their traceback to the log."""
+"""What the package raises when it is used wrongly, with a sentence that says what to do; others are defects."""
 
 
 class Events:
@@ -55,7 +55,7 @@ def describe(error: BaseException) -> str:
         )
     if isinstance(error, USER_ERRORS):
         return str(error)
-    return f"{name}: {(str(error).splitlines() or ['no message'])[0]}"
+    return f"{name}: {first_line(error)}"
 
 
 def _disk_is_full(error: BaseException) -> bool:

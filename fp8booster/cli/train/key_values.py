@@ -7,8 +7,7 @@ import contextlib
 import dataclasses
 import inspect
 import io
-import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
@@ -21,7 +20,7 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.training.parallel import PLUGINS, suggestion
 from fp8booster.training.plugins import make_plugin, with_chunks
 
-from .options import PRECISIONS, TrainOptions
+from .options import PRECISIONS, Rule, TrainOptions, above, finite, within
 
 if TYPE_CHECKING:
     from colossalai.booster.plugin.plugin_base import Plugin
@@ -63,17 +62,6 @@ _WORDS = {
 }
 """The types that can be written on the command line, and their names there."""
 
-_Range = tuple[Callable[[Any], bool], str]
-
-
-def _from(least: float) -> _Range:
-    return lambda value: least <= value < math.inf, f"at least {least}"
-
-
-def _above(least: float) -> _Range:
-    return lambda value: least < value < math.inf, f"above {least}"
-
-
 _COUNTS = (
     "reduce_bucket_size_in_m zero_bucket_size_in_m bucket_cap_mb ddp_bucket_cap_mb extra_dp_size num_model_chunks "
     "make_vocab_size_divisible_by inner_ring_size growth_interval hysteresis search_range_m hidden_dim"
@@ -83,13 +71,13 @@ _SHARES = (
     "shard_param_frac offload_optim_frac offload_param_frac warmup_non_model_data_ratio steady_cuda_cap_ratio "
     "gpu_margin_mem_ratio"
 )
-_RANGES: dict[str, _Range] = {
-    **dict.fromkeys(_COUNTS.split(), _from(1)),
-    **dict.fromkeys(_SCALES.split(), _above(0)),
-    **dict.fromkeys(_SHARES.split(), (lambda value: 0 <= value <= 1, "from 0 to 1")),
-    "growth_factor": _above(1),
+_RANGES: dict[str, Rule] = {
+    **dict.fromkeys(_COUNTS.split(), finite(1)),
+    **dict.fromkeys(_SCALES.split(), above(0)),
+    **dict.fromkeys(_SHARES.split(), within(0, 1)),
+    "growth_factor": above(1),
     "backoff_factor": (lambda value: 0 < value < 1, "above 0 and below 1"),
-    "max_prefetch": _from(0),
+    "max_prefetch": finite(0),
     "communication_dtype": (lambda value: value in _FLOATS.values(), _WORDS[torch.dtype]),
     "placement_policy": (lambda value: value in ("static", "auto"), "static or auto"),
     "num_layers_per_stage": (lambda value: min(value, default=0) >= 1, "of at least one layer for each stage"),

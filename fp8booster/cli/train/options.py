@@ -31,23 +31,23 @@ Rule = tuple[Callable[[Any], bool], str]
 """Whether a value is allowed, and which are."""
 
 
-def _at_least(least: float) -> Rule:
+def at_least(least: float) -> Rule:
     return lambda value: value >= least, f"at least {least}"
 
 
-def _finite(least: float) -> Rule:
-    return lambda value: math.isfinite(value) and value >= least, f"finite and at least {least}"
+def finite(least: float) -> Rule:
+    return lambda value: least <= value < math.inf, f"finite and at least {least}"
 
 
-def _above(least: float) -> Rule:
-    return lambda value: math.isfinite(value) and value > least, f"finite and above {least}"
+def above(least: float) -> Rule:
+    return lambda value: least < value < math.inf, f"finite and above {least}"
 
 
-def _within(least: int, most: int) -> Rule:
+def within(least: int, most: int) -> Rule:
     return lambda value: least <= value <= most, f"from {least} to {most}"
 
 
-def _one_of(allowed: Any) -> Rule:
+def one_of(allowed: Any) -> Rule:
     return lambda value: value in allowed, "one of " + ", ".join(str(choice) for choice in allowed)
 
 
@@ -78,7 +78,7 @@ class TrainOptions:
     vocabulary: int | None = _option(
         _MODEL,
         "Tokens of the tokenizer that is trained when the model brings none",
-        rule=_at_least(272),
+        rule=at_least(272),
         shown="by model",
     )
     cache: str | None = _option(_MODEL, "Folder for tokenizers and token files", shown="~/.cache/fp8booster")
@@ -87,31 +87,31 @@ class TrainOptions:
         _TRAINING,
         f"{', '.join(PRECISIONS)}; compare: BF16, then FP8, same seed and batches",
         "compare",
-        rule=_one_of(PRECISIONS),
+        rule=one_of(PRECISIONS),
     )
-    steps: int | None = _option(_TRAINING, "Optimizer steps", rule=_at_least(1), shown="by model")
+    steps: int | None = _option(_TRAINING, "Optimizer steps", rule=at_least(1), shown="by model")
     batch: int | None = _option(
-        _TRAINING, "Sequences a replica of the model takes at once", rule=_at_least(1), shown="by model"
+        _TRAINING, "Sequences a replica of the model takes at once", rule=at_least(1), shown="by model"
     )
     accumulate: int = _option(
         _TRAINING,
         "Micro-batches for each optimizer step, accumulated or passed through a pipeline",
         1,
-        rule=_at_least(1),
+        rule=at_least(1),
         flags=("--accumulate", "--micro-batches"),
     )
-    sequence: int | None = _option(_TRAINING, "Tokens of a sequence", rule=_at_least(2), shown="by model")
-    lr: float | None = _option(_TRAINING, "Highest learning rate", rule=_above(0), shown="by model")
-    warmup: int | None = _option(_TRAINING, "Steps of linear warm-up", rule=_at_least(0), shown="a tenth of the steps")
-    decay: int | None = _option(_TRAINING, "Step at which the cosine decay ends", rule=_at_least(1), shown="the last")
-    min_lr: float | None = _option(_TRAINING, "Learning rate after the decay", rule=_finite(0), shown="lr / 10")
-    weight_decay: float = _option(_TRAINING, "AdamW's weight decay", 0.1, rule=_finite(0))
-    max_norm: float = _option(_TRAINING, "Clip gradients to this norm; 0: do not", 1.0, rule=_at_least(0))
+    sequence: int | None = _option(_TRAINING, "Tokens of a sequence", rule=at_least(2), shown="by model")
+    lr: float | None = _option(_TRAINING, "Highest learning rate", rule=above(0), shown="by model")
+    warmup: int | None = _option(_TRAINING, "Steps of linear warm-up", rule=at_least(0), shown="a tenth of the steps")
+    decay: int | None = _option(_TRAINING, "Step at which the cosine decay ends", rule=at_least(1), shown="the last")
+    min_lr: float | None = _option(_TRAINING, "Learning rate after the decay", rule=finite(0), shown="lr / 10")
+    weight_decay: float = _option(_TRAINING, "AdamW's weight decay", 0.1, rule=finite(0))
+    max_norm: float = _option(_TRAINING, "Clip gradients to this norm; 0: do not", 1.0, rule=at_least(0))
     seed: int = _option(
         _TRAINING,
         "Seed of weights and batches",
         0,
-        rule=_within(0, 2**32 - 1),  # what NumPy takes
+        rule=within(0, 2**32 - 1),  # what NumPy takes
     )
     checkpointing: bool = _option(_TRAINING, "Recompute activations in the backward pass", False)
     deterministic: bool = _option(_TRAINING, "Deterministic kernels only, at some cost", False)
@@ -139,19 +139,19 @@ class TrainOptions:
         _MACHINE, "key=value for FP8Config, as granularity=rowwise", (), flags=("--fp8-option",)
     )
     nproc: int | None = _option(
-        _MACHINE, "Processes to start, when not under torchrun", rule=_at_least(1), shown="one a GPU; without a GPU 2"
+        _MACHINE, "Processes to start, when not under torchrun", rule=at_least(1), shown="one a GPU; without a GPU 2"
     )
 
     out: str | None = _option(_RUN, "Folder of the run", shown="runs/<model>-<precision>-<time>")
-    save: int = _option(_RUN, "Steps between checkpoints; 0: only at the end", 0, rule=_at_least(0))
-    keep: int = _option(_RUN, "Newest checkpoints that stay on disk; 0: all", 2, rule=_at_least(0))
+    save: int = _option(_RUN, "Steps between checkpoints; 0: only at the end", 0, rule=at_least(0))
+    keep: int = _option(_RUN, "Newest checkpoints that stay on disk; 0: all", 2, rule=at_least(0))
     timeout: float | None = _option(
         _RUN,
         "Seconds without a step after which the rank that hangs is named and the run ends; 0: never",
-        rule=_finite(0),
+        rule=finite(0),
         shown="120, or ten times the longest step",
     )
-    progress: str = _option(_RUN, ", ".join(PROGRESS), "auto", rule=_one_of(PROGRESS))
+    progress: str = _option(_RUN, ", ".join(PROGRESS), "auto", rule=one_of(PROGRESS))
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -22,7 +22,7 @@ class Silent:
     def show(self, event: dict[str, Any]) -> None:
         """Something happened in it (events.Events.send)."""
         if event["kind"] == "notice":
-            _console().print(event["text"])
+            stderr_console().print(event["text"])
 
     def end(self) -> None:
         """It is over."""
@@ -69,7 +69,7 @@ class Lines(Silent):
     """About 20 lines a run, and one at least every 30 seconds, on standard error."""
 
     def __init__(self) -> None:
-        self._console = _console()
+        self._console = stderr_console()
         self._steps = 1
         self._shown = 0.0
         self._name = ""
@@ -106,7 +106,8 @@ class Lines(Silent):
         self._console.print(f"{self._name}: {text}")
 
 
-def _console() -> Console:
+def stderr_console() -> Console:
+    """Prints sentences as they are: paths may have brackets."""
     return Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
 
 

@@ -23,7 +23,7 @@ from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_worker
 from .model_folder import is_folder, load_config, require_buildable, require_divisible_heads
 from .options import PRECISIONS, TrainOptions
 from .plot import plot_losses
-from .progress import make_display
+from .progress import make_display, stderr_console
 from .resume import RUN_FILE, find_resume, write_run_file
 from .summary import layer_lines, machine, read_figures, render, write_summary
 from .task import Task
@@ -50,7 +50,7 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
         options, checkpoints = _changed(resumed.options, given), resumed.checkpoints
     trapping = None if torch.cuda.is_available() else avoid_trapping_instructions()
     if trapping is not None and is_main():
-        Console(stderr=True, soft_wrap=True, highlight=False).print(trapping)
+        stderr_console().print(trapping)
     check_plugin(options)
     if is_folder(options.model):
         require_buildable(options.model)
@@ -193,7 +193,7 @@ def _is_finished(checkpoint: str, folder: Path, steps: int) -> bool:
 
 
 def _tell_interrupted(out: Path, outcome: Outcome, checkpoint: str | None) -> None:
-    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    console = stderr_console()
     if outcome.unsaved:
         since = f"the state before is in {checkpoint}" if checkpoint else "no step was saved"
         console.print(f"Stopped at step {outcome.step} without saving its last {outcome.unsaved} steps; {since}.")
