@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks import accumulation, adamw, cast, energy, gemm, linear, speed_model
-from benchmarks.harness import power, products
+from benchmarks.harness import power, products, timing
 from benchmarks.layers.layer import Layer
 from benchmarks.layers.records import summarize
 
@@ -34,6 +34,7 @@ def test_without_a_gpu_one_sentence_and_exit_code_2(main) -> None:
 
 
 def test_energy(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(timing, "_BURST_MS", 0.01)
     file = tmp_path / "energy.json"
     arguments = ["--device", "cpu", "--models", "micro", "--tokens", "16", "--seconds", "0.001"]
     monkeypatch.setattr(power.PowerMeter, "draw", lambda self, begin, end: power.Draw(1500.0, 700.0, 1.0))
@@ -55,6 +56,7 @@ def test_a_product_that_does_not_run_is_left_out(tmp_path, monkeypatch) -> None:
     def fails(*_: object, **__: object) -> None:
         raise RuntimeError("no kernel\nmore")
 
+    monkeypatch.setattr(timing, "_BURST_MS", 0.01)
     monkeypatch.setattr(products, "product", fails)
     arguments = ["--device", "cpu", "--models", "micro", "--tokens", "16", "--seconds", "0.001"]
     result = run(energy.main, *arguments, "--json", str(tmp_path / "energy.json"))

@@ -3,16 +3,14 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import convergence
-from benchmarks.harness.environment import REPOSITORY
 from benchmarks.training.convergence import BF16, Difference, course_table, differences, end_table, plot, tenths
+from tests.programs import run_program
 
 VARIANTS = [BF16, "BF16, fused blocks", "FP8"]
 STEPS = 20
@@ -126,19 +124,12 @@ def test_what_cannot_be_joined_is_one_sentence(tmp_path) -> None:
 
 def test_the_whole_command(tmp_path) -> None:
     (tmp_path / "text.txt").write_text("\n".join(f"{i} times {i} is {i * i}." for i in range(1500)))
-    command = [sys.executable, "-m", "benchmarks.convergence", "--device", "cpu", "--processes", "1"]
+    command = ["benchmarks.convergence", "--device", "cpu", "--processes", "1"]
     command += ["--model", "micro", "--sequence", "32", "--data", str(tmp_path / "text.txt"), "--lr", "1e-2"]
     command += ["--steps", "12", "--seeds", "2", "--first-seed", "3", "--fp8-option", "emulate=true"]
     command += ["--also", "gradient_format=e4m3", "--out", str(tmp_path), "--json", str(tmp_path / "a.json")]
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = run_program(*command, environment=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["left_out"] == {}

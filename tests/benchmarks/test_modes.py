@@ -2,19 +2,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from benchmarks import modes
-from benchmarks.harness.environment import REPOSITORY
 from benchmarks.training.job import Job
 from benchmarks.training.modes import BF16, FP8, MODES, job_of, mode_record, mode_table, why_not
 from benchmarks.training.records import Setting
 from benchmarks.training.rounds import Findings
+from tests.programs import run_program
 
 BASE = Job(model="micro", layers=4, sequence=32, micro_batch=1, device="cpu")
 
@@ -102,19 +100,11 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], sentenc
 
 
 def test_the_whole_command_on_two_ranks(tmp_path) -> None:
-    command = [sys.executable, "-m", "benchmarks.modes", "--device", "cpu", "--only", "tp", "--only", "tp-pp"]
+    command = ["benchmarks.modes", "--device", "cpu", "--only", "tp", "--only", "tp-pp"]
     command += ["--model", "micro", "--sequence", "32", "--micro-batch", "1", "--fp8-option", "emulate=true"]
     command += ["--warm-up", "1", "--steps", "3", "--bf16-steps", "2"]
     command += ["--out", str(tmp_path), "--json", str(tmp_path / "a.json"), "--engine-logs", str(tmp_path)]
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_program(*command, environment=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "a.json").read_text())
     assert found["head"]["ranks"] == "2"

@@ -9,6 +9,8 @@ import torch
 from fp8booster import fp8_linear
 from fp8booster.cli import instructions
 from fp8booster.cli.instructions import BEFORE_AMX, VARIABLE
+from fp8booster.kernels.product import product
+from tests.distributed import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -33,16 +35,16 @@ def test_what_the_user_chose_stays(monkeypatch) -> None:
     assert instructions.os.environ[VARIABLE] == "AVX2"
 
 
+def multiply() -> None:
+    one, ones = torch.ones(()), torch.ones(32, 32, dtype=torch.bfloat16)
+    assert (ones @ ones)[0, 0] == 32
+    right = ones.to(torch.float8_e4m3fn)
+    for left in (right, ones.to(torch.float8_e5m2)):
+        assert product(left, right, one, one, out_dtype=torch.bfloat16)[0, 0] == 32
+
+
 def test_the_held_instructions_multiply_in_both_precisions() -> None:
-    program = (
-        "import torch; from fp8booster.kernels.product import product;"
-        "a = torch.ones(32, 32).bfloat16(); assert (a @ a)[0, 0] == 32; one = torch.ones(());"
-        "b = a.to(torch.float8_e4m3fn); c = a.to(torch.float8_e5m2);"
-        "multiply = lambda x: product(x, b, one, one, out_dtype=torch.bfloat16);"
-        "assert multiply(b)[0, 0] == multiply(c)[0, 0] == 32"
-    )
-    environment = {**instructions.os.environ, VARIABLE: BEFORE_AMX}
-    subprocess.run([instructions.sys.executable, "-c", program], env=environment, check=True)
+    run_ranks(multiply, 1, initialize=False, environment={VARIABLE: BEFORE_AMX})
 
 
 def test_held_products_are_those_of_pytorch_itself(monkeypatch) -> None:

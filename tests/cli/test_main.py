@@ -1,4 +1,4 @@
-"""The installed command, as a person runs it."""
+"""The `fp8booster` command."""
 
 from __future__ import annotations
 
@@ -7,25 +7,17 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from fp8booster.cli.main import app
 from fp8booster.version import __version__
-
-
-def fp8booster(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fp8booster", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1"} | environment,
-    )
-
+from tests.programs import run_program
 
 MISSING = ("train", "--data", "no-such-file.txt")
 
 
 def test_a_wrong_path_is_one_sentence_without_a_traceback():
-    done = fp8booster(*MISSING)
+    done = run_program("fp8booster", *MISSING, environment=os.environ | {"NO_COLOR": "1"})
     assert done.returncode == 2
     *before, sentence = done.stderr.splitlines()
     assert sentence.startswith("error: ")
@@ -39,18 +31,17 @@ def test_a_wrong_path_is_one_sentence_without_a_traceback():
     ids=["option", "variable"],
 )
 def test_debugging_shows_the_traceback(arguments, environment):
-    done = fp8booster(*arguments, **environment)
-    assert done.returncode != 0
-    assert "Traceback (most recent call last)" in done.stderr
+    done = CliRunner().invoke(app, arguments, env=environment)
+    assert isinstance(done.exception, FileNotFoundError)
 
 
 def test_version():
-    assert fp8booster("--version").stdout == f"fp8booster {__version__}\n"
+    assert CliRunner().invoke(app, ["--version"]).stdout == f"fp8booster {__version__}\n"
 
 
 def test_help_lists_the_commands():
-    done = fp8booster("--help")
-    assert done.returncode == 0
+    done = CliRunner().invoke(app, ["--help"])
+    assert done.exit_code == 0
     for command in ("train", "doctor"):
         assert command in done.stdout
 

@@ -1,11 +1,10 @@
-"""Real runs of `fp8booster train` on two gloo ranks, started as a person starts them."""
+"""Real runs of `fp8booster train` on two gloo ranks."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -21,17 +20,14 @@ from safetensors.torch import load_file
 
 from fp8booster.cli.train import kills
 from tests.colossal.payload import Payload
+from tests.programs import Program, run_program
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
 SMALL = ("--vocabulary", "512", "--batch", "2", "--sequence", "32", "--progress", "lines")
 
 
-def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-m", "fp8booster", "train", *map(str, arguments)]
-
-
-def train(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300, env=ENVIRONMENT)
+def train(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    return run_program("fp8booster", "train", *arguments, environment=ENVIRONMENT, **options)
 
 
 def succeed(*arguments: object) -> str:
@@ -169,13 +165,21 @@ def test_the_model_of_a_checkpoint_is_a_hugging_face_folder(compared):
     assert model(**tokens, labels=tokens["input_ids"]).loss < 20
 
 
+def test_a_person_starts_it(data, tmp_path):
+    """In processes of their own, which import what they need."""
+    command = ("-m", "fp8booster", "train", "--precision", "fp8", "--nproc", 1, "--steps", 2, "--out", tmp_path)
+    words = [sys.executable, *map(str, (*command, *data, *SMALL))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=ENVIRONMENT, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "28 of 29" in done.stdout
+    assert list(losses(tmp_path / "fp8")) == [1, 2]
+
+
 def test_torchrun_brings_the_processes(compared, data, tmp_path):
     whole, _ = compared
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    arguments = command("--steps", 2, "--out", tmp_path, *data, *SMALL)
-    done = subprocess.run(
-        [sys.executable, *launcher, *arguments[1:]], capture_output=True, text=True, timeout=300, env=ENVIRONMENT
-    )
+    launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    command = ("-m", "fp8booster", "train", "--steps", 2, "--out", tmp_path, *data, *SMALL)
+    done = run_program(*launcher, *command, environment=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("linear layers in FP8") == 1
     for precision in ("bf16", "fp8"):
@@ -183,22 +187,23 @@ def test_torchrun_brings_the_processes(compared, data, tmp_path):
         assert losses(tmp_path / precision) == {step: was[step] for step in (1, 2)}
 
 
-def begin(out: Path, *arguments: object) -> subprocess.Popen[str]:
-    """Start a long run and return when it has done two steps."""
-    process = subprocess.Popen(
-        command("--steps", 5000, "--out", out, *arguments, *SMALL), stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+def begin(out: Path, *arguments: object) -> tuple[Program, list[psutil.Process]]:
+    """Start a long run; the command and its ranks, when it has done two steps."""
+    arguments = ("train", "--steps", 5000, "--out", out, *arguments, *SMALL)
+    process = Program("fp8booster", *arguments, environment=ENVIRONMENT)
     deadline = time.monotonic() + 120
     while sum(len(path.read_text().splitlines()) for path in out.glob("*/metrics.jsonl")) < 2:
-        assert process.poll() is None, process.stderr.read()
+        assert process.returncode is None, process.stderr
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    return process
+    ranks = psutil.Process(process.pid).children()
+    assert len(ranks) == 2
+    return process, sorted(ranks, key=lambda rank: (rank.create_time(), rank.pid))
 
 
 def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path, data):
     out = tmp_path / "run"
-    process = begin(out, "--precision", "fp8", "--stage", 1, "--accumulate", 2, *data)
+    process, _ = begin(out, "--precision", "fp8", "--stage", 1, "--accumulate", 2, *data)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
@@ -216,10 +221,8 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(tmp_path, data):
 
 
 def test_a_rank_that_dies_ends_the_run_with_its_name(tmp_path, data):
-    process = begin(tmp_path / "run", "--precision", "bf16", *data)
-    workers = psutil.Process(process.pid).children()
-    (second,) = (worker for worker in workers if worker.environ()["RANK"] == "1")
-    second.kill()
+    process, workers = begin(tmp_path / "run", "--precision", "bf16", *data)
+    workers[1].kill()
     _, said = process.communicate(timeout=60)
     assert process.returncode == 2
     assert "Traceback" not in said
@@ -230,10 +233,8 @@ def test_a_rank_that_dies_ends_the_run_with_its_name(tmp_path, data):
 
 
 def test_a_rank_that_is_stopped_is_named_within_the_timeout(tmp_path, data):
-    process = begin(tmp_path / "run", "--precision", "bf16", "--timeout", 5, *data)
-    workers = psutil.Process(process.pid).children()
-    (second,) = (worker for worker in workers if worker.environ()["RANK"] == "1")
-    second.suspend()
+    process, workers = begin(tmp_path / "run", "--precision", "bf16", "--timeout", 5, *data)
+    workers[1].suspend()
     _, said = process.communicate(timeout=90)
     assert process.returncode == 2
     assert "Traceback" not in said
@@ -247,8 +248,7 @@ def test_a_rank_that_is_stopped_is_named_within_the_timeout(tmp_path, data):
 
 
 def test_a_second_signal_before_a_save_tells_what_was_lost(tmp_path, data):
-    process = begin(tmp_path / "run", "--precision", "bf16", *data)
-    workers = psutil.Process(process.pid).children()
+    process, workers = begin(tmp_path / "run", "--precision", "bf16", *data)
     for worker in workers:
         worker.suspend()  # so that none saves before the second signal
     for _ in range(2):
@@ -263,18 +263,7 @@ def test_a_second_signal_before_a_save_tells_what_was_lost(tmp_path, data):
 
 def test_a_disk_that_is_full_is_told_and_the_run_goes_on_from_what_is_whole(compared, data, tmp_path):
     out = Path(shutil.copytree(compared[0], tmp_path / "run"))
-
-    def few_bytes_a_file() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-
-    done = subprocess.run(
-        command("--resume", out, "--steps", 7),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=ENVIRONMENT,
-        preexec_fn=few_bytes_a_file,
-    )
+    done = train("--resume", out, "--steps", 7, largest_file=1 << 20)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     assert "error: The disk took no more (" in done.stderr
@@ -297,15 +286,14 @@ def test_code_in_a_checkpoint_does_not_run_and_is_not_recommended(copy, tmp_path
 
 
 def test_a_rank_that_waits_ends_when_the_command_is_killed(tmp_path, data):
-    process = begin(tmp_path / "run", "--precision", "bf16", *data)
-    workers = {worker.environ()["RANK"]: worker for worker in psutil.Process(process.pid).children()}
-    workers["0"].suspend()
+    process, workers = begin(tmp_path / "run", "--precision", "bf16", *data)
+    workers[0].suspend()
     process.kill()
     process.wait()
     try:
-        assert psutil.wait_procs([workers["1"]], timeout=10)[0]
+        assert psutil.wait_procs(workers[1:], timeout=10)[0]
     finally:
-        for worker in workers.values():
+        for worker in workers:
             if worker.is_running():
                 worker.kill()
 
