@@ -29,7 +29,7 @@ def follow_merges() -> None:
                 setattr(adapters, name, _followed(change))
 
 
-def _subclasses(base: type) -> Iterator[type]:
+def _subclasses(base: type[Any]) -> Iterator[type]:
     for each in base.__subclasses__():
         yield each
         yield from _subclasses(each)

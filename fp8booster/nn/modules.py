@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar, cast
 
 from torch import nn
 
 Held = TypeVar("Held")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def cached_by_class(function: Function) -> Function:
+    """`functools.cache`, whose type takes no class of modules, with the type of the function."""
+    return cast(Function, cache(function))
 
 
 def has_hooks(module: nn.Module) -> bool:

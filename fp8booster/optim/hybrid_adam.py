@@ -93,7 +93,7 @@ class HybridAdam(Optimizer):
         )
 
     @classmethod
-    def convert_in_place(cls, optimizer: Adam) -> None:
+    def convert_in_place(cls, optimizer: Optimizer) -> None:
         """Turn a `torch.optim.Adam` or `AdamW` into this class in place, with its hyperparameters.
 
         Its parameter groups stay the same objects, so that a learning rate schedule made for it goes on reaching them.
@@ -112,7 +112,7 @@ class HybridAdam(Optimizer):
         if any(group["differentiable"] for group in optimizer.param_groups):
             raise ValueError("the optimizer is differentiable; make it with differentiable=False")
         scheduled = optimizer.__dict__.pop("step", None)
-        optimizer.__class__ = cls  # type: ignore[assignment]
+        optimizer.__class__ = cls
         optimizer._patch_step_function()  # for hooks, as torch does for a new class
         if scheduled is not None:
             vars(optimizer)["step"] = _tell_schedule(optimizer)

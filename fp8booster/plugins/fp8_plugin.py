@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from colossalai.accelerator import get_accelerator
 from colossalai.booster.plugin.plugin_base import Plugin
 from colossalai.checkpoint_io import CheckpointIO
-from colossalai.interface import OptimizerWrapper
+from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.logging import get_dist_logger
 from torch import nn
 from torch.optim import Optimizer
@@ -28,7 +28,7 @@ from fp8booster.optim import AdamW
 _PRECISIONS = ("bf16", "fp16")
 
 
-class FP8Plugin:
+class FP8Plugin(Plugin):
     """A mixin before one of Colossal-AI's plugins. Without `use_fp8` it is that plugin.
 
     Raises:
@@ -150,7 +150,7 @@ class FP8Plugin:
             fuse(model)
         return model, optimizer
 
-    def extend(self, model: nn.Module, optimizer: OptimizerWrapper | None) -> str:
+    def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Let what Colossal-AI has wrapped communicate in FP8; returns what is sent in which precision."""
         raise NotImplementedError
 
@@ -159,17 +159,17 @@ class FP8Plugin:
         return saved_by_every_rank(super().get_checkpoint_io())
 
 
-def _bind(native: type, positional: tuple, named: dict[str, Any]) -> dict[str, Any]:
+def _bind(native: type[Plugin], positional: tuple, named: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call to a plugin's constructor, by name, as far as they were given.
 
     Raises:
         TypeError: an argument that the plugin does not have; the message names close matches.
     """
-    signature = inspect.signature(native.__init__)
-    parameters = list(signature.parameters.values())[1:]
+    signature = inspect.signature(native)
+    parameters = list(signature.parameters.values())
     if "use_fp8" not in signature.parameters:
         parameters.append(inspect.Parameter("use_fp8", inspect.Parameter.KEYWORD_ONLY, default=False))
-    theirs = list(signature.parameters)[1:]
+    theirs = list(signature.parameters)
     ours = [name for name in ("use_fp8", "fp8_config") if name not in theirs]
     for name in named:
         if name not in theirs + ours:

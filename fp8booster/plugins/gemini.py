@@ -130,7 +130,7 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
             verbose=self.verbose,
         )
 
-    def extend(self, model: nn.Module, optimizer: OptimizerWrapper | None) -> str:
+    def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Nothing that `convert` has not done."""
         if not isinstance(model, FP8GeminiDDP):
             return "gradients and weights are sent in 16 bits"

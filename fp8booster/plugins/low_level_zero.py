@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from colossalai.booster import plugin
-from colossalai.interface import OptimizerWrapper
-from torch import nn
+from colossalai.interface import ModelWrapper, OptimizerWrapper
 
 from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import wait_before_forward
@@ -45,7 +44,7 @@ class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):
         }
         return why_zero_gathers_16_bits(self, needs)
 
-    def extend(self, model: nn.Module, optimizer: OptimizerWrapper | None) -> str:
+    def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Reduce gradients, and gather the weights of FP8 layers, in FP8."""
         if self.zero_optim_kwargs["overlap_allgather"]:
             wait_before_forward(model.module)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from colossalai.booster import plugin
-from colossalai.interface import OptimizerWrapper
-from torch import nn
+from colossalai.interface import ModelWrapper, OptimizerWrapper
 
 from fp8booster.comm import DDPState, ddp_hook
 from fp8booster.plugins.fp8_plugin import FP8Plugin
@@ -43,7 +42,7 @@ class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
         """DDP's hook encodes in one way."""
         return "DDP's"
 
-    def extend(self, model: nn.Module, optimizer: OptimizerWrapper | None) -> str:
+    def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Reduce gradients in FP8."""
         if self.sends_fp8:
             model.module.register_comm_hook(DDPState(), ddp_hook)

@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from colossalai.booster import plugin
-from colossalai.interface import OptimizerWrapper
-from torch import nn
+from colossalai.interface import ModelWrapper, OptimizerWrapper
 
 from fp8booster.comm import Encoding
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp, why_not_gathered
@@ -42,7 +41,7 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
         """FSDP knows "tensor" too."""
         return "FSDP's" if self.fp8_config.gradient_scaling == "auto" else None
 
-    def extend(self, model: nn.Module, optimizer: OptimizerWrapper | None) -> str:
+    def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Gather the weights of FP8 layers, and reduce gradients, in FP8."""
         encoding = Encoding(block_size=None) if self.fp8_config.gradient_scaling == "tensor" else Encoding()
         compress_flat_fsdp(model, gather=self.sends_fp8, reduce=self.sends_fp8, encoding=encoding)
@@ -56,6 +55,6 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
         """With `use_fp8`; Colossal-AI's plugin has no `no_sync`."""
         return self.use_fp8
 
-    def no_sync(self, model: nn.Module, optimizer: OptimizerWrapper) -> AbstractContextManager:
+    def no_sync(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> AbstractContextManager:
         """Gradients of backwards in it are added up whole on each rank, and reduced with the next one outside it."""
         return model.module.no_sync() if self.use_fp8 else super().no_sync(model, optimizer)

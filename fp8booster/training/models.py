@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
+    from transformers.modeling_utils import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _mixture(architecture: Architecture, sequence: int) -> Architecture:
 
 
 _MICRO = Architecture("micro LLaMA", 64, 96, 2, 4, 2, vocabulary=512, sequence=128)
-_LLAMA_3 = {"vocabulary": 128256, "sequence": 8192, "rope_theta": 5e5}
+_LLAMA_3: dict[str, Any] = {"vocabulary": 128256, "sequence": 8192, "rope_theta": 5e5}
 
 # LLaMA 2: Touvron et al., arXiv 2307.09288. LLaMA 3: Grattafiori et al., arXiv 2407.21783. Command-R: the config of
 # CohereForAI/c4ai-command-r-v01. Mixtral: Jiang et al., arXiv 2401.04088.

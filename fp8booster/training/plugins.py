@@ -52,7 +52,7 @@ def _arguments(parallel: Parallel, network: nn.Module, max_norm: float) -> dict[
             return {"precision": "bf16", "max_norm": max_norm, "stage": parallel.zero_stage}
         case "gemini":
             accumulates = parallel.micro_batches > 1
-            sizes = {"tp_size": parallel.tp, "enable_gradient_accumulation": accumulates}
+            sizes: dict[str, Any] = {"tp_size": parallel.tp, "enable_gradient_accumulation": accumulates}
             return {**clipped, **sizes, "placement_policy": "static"}
         case "hybrid" | "moe":
             sizes = {"tp_size": parallel.tp, "pp_size": parallel.pp, "zero_stage": parallel.zero_stage}
@@ -74,7 +74,8 @@ def _vocabulary(tp: int, network: nn.Module) -> dict[str, Any]:
 
     Colossal-AI pads each to a multiple of 64 by itself, and then saves no optimizer (checkpoint_io/utils.py:128).
     """
-    size = network.config.vocab_size
+    config: Any = network.config
+    size = config.vocab_size
     if size % tp:
         raise ValueError(
             f"The model has {size} embeddings, which --tp {tp} cannot divide; give another --tp, or save the model "

@@ -1,7 +1,8 @@
-"""What checks of collectives start from: the register, cases and bounds."""
+"""What tests of collectives start from: the ranks that they run on, cases and bounds."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -13,10 +14,13 @@ from fp8booster import comm, formats
 from fp8booster.comm import Encoding
 from fp8booster.kernels.alignment import aligned
 from tests.comm.bounds import assert_within, block_amax, rounding_bound
+from tests.distributed import ranks
 
-CHECKS: dict[str, Callable[[], None]] = {}
+TESTS: dict[str, Callable[[], None]] = {}
+"""What `rank_test` decorates, for `test_gpu` to run over NCCL."""
+
 DEVICE = torch.device("cpu")
-"""`checks.run_checks` sets it; read it as `harness.DEVICE`."""
+"""`test_gpu` sets it; read it as `harness.DEVICE`."""
 
 SIZES = (1, 2, 15, 17, 100, 255, 1000, 4099)
 ENCODINGS = (
@@ -28,10 +32,16 @@ ENCODINGS = (
 LARGE = 1 << 18
 
 
-def check(function: Callable[[], None]) -> Callable[[], None]:
-    """Register a check."""
-    CHECKS[function.__name__] = function
-    return function
+def rank_test(function: Callable[[], None]) -> Callable[..., None]:
+    """The decorated test runs on 2, 3 and 4 ranks of gloo, each with random values of its own, and in `test_gpu`."""
+
+    @functools.wraps(function)
+    def seeded() -> None:
+        torch.manual_seed(1000 + dist.get_rank())
+        function()
+
+    TESTS[function.__name__] = seeded
+    return ranks(2, 3, 4)(seeded)
 
 
 def spread(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The checks of `tests.comm.checks` over NCCL and, in one node, by one-sided reads; one rank a GPU.
+"""The tests of collectives over NCCL and, in one node, by one-sided reads; one rank a GPU.
 
 pytest -m gpu tests/comm/test_gpu.py        starts two ranks where there are two GPUs
 torchrun --nproc-per-node 8 -m tests.comm.test_gpu
@@ -6,34 +6,70 @@ torchrun --nproc-per-node 8 -m tests.comm.test_gpu
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
+import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fp8booster import comm
-from tests.comm.checks import CHECKS, run_checks
-from tests.comm.harness import check, spread
+from tests.comm import (  # noqa: F401
+    harness,
+    test_exchanges,
+    test_gathers,
+    test_handles,
+    test_point_to_point,
+    test_reductions,
+    test_sub_groups,
+    test_values,
+)
+from tests.comm.harness import TESTS, spread
 from tests.distributed import run_ranks
+
+SECONDS = 60
+"""What a test lasts at most."""
 
 
 def run_on_gpu() -> dict[str, str | None]:
-    """Join by NCCL (objects and barriers of the tests included) and run every check."""
+    """Join by NCCL, objects and barriers of the tests included; every test's name, and None or what went wrong."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl", device_id=device)
-    check(streams_do_not_disturb_each_other)
+    harness.DEVICE = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=harness.DEVICE)
     try:
-        outcomes = run_checks("cuda")
+        outcomes = run_tests()
         if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] and None in outcomes.values():
             comm.use_one_sided(capacity=16 * 2**20)
-            outcomes |= {f"{name}, one-sided": outcome for name, outcome in run_checks("cuda").items()}
+            outcomes |= {f"{name}, one-sided": outcome for name, outcome in run_tests().items()}
             comm.stop_one_sided()
         return outcomes
     finally:
         dist.destroy_process_group()
+
+
+def run_tests() -> dict[str, str | None]:
+    """Run the tests up to the first that fails."""
+    tests = {**TESTS, "streams_do_not_disturb_each_other": streams_do_not_disturb_each_other}
+    outcomes: dict[str, str | None] = dict.fromkeys(tests, "not run: a test before it failed")
+    for name, function in tests.items():
+        torch.manual_seed(1000 + dist.get_rank())
+        comm.reset_statistics()
+        # ranks that miss each other hang: say where, and end
+        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        try:
+            function()
+            dist.barrier()
+            outcomes[name] = None
+        except Exception:
+            outcomes[name] = traceback.format_exc()
+            # at once: the other ranks may wait for this one until they are killed
+            sys.stderr.write(f"rank {dist.get_rank()}: {name}\n{outcomes[name]}\n")
+            break
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    return outcomes
 
 
 def streams_do_not_disturb_each_other() -> None:
@@ -64,7 +100,7 @@ def report(outcome: dict[str, str | None]) -> int:
     for name, trace in failed.items():
         sys.stdout.write(f"rank {os.environ['RANK']}: {name}\n{trace}\n")
     if os.environ["RANK"] == "0":
-        sys.stdout.write(f"{len(outcome) - len(failed)} of {len(outcome)} checks passed\n")
+        sys.stdout.write(f"{len(outcome) - len(failed)} of {len(outcome)} tests passed\n")
     return len(failed)
 
 
@@ -74,7 +110,7 @@ def test_on_nccl() -> None:
     if ranks < 2:
         pytest.skip("needs two GPUs")
     for rank, outcome in enumerate(run_ranks(run_on_gpu, ranks, initialize=False, timeout=400)):
-        assert len(outcome) > len(CHECKS)
+        assert len(outcome) > len(TESTS)
         failed = {name: trace for name, trace in outcome.items() if trace is not None}
         assert not failed, f"rank {rank}: {failed}"
 

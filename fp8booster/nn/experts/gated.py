@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
 from fp8booster.nn.fused.families import MODULES, PARTS
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import must_be_called
+from fp8booster.nn.modules import cached_by_class, must_be_called
 
 _HUB = "transformers_modules"
 """Package of the models whose code comes from the hub, in folders of their own."""
@@ -24,25 +25,26 @@ _GATED = {
 """By module and name of the class: the names of gate, up and down."""
 
 
-@functools.cache
-def _names(cls: type[nn.Module]) -> tuple[str, ...] | None:
-    """What a class of experts calls its gate, up and down; None: it is not known to compute no more than these."""
+@cached_by_class
+def _names(cls: type[nn.Module]) -> tuple[str, ...]:
+    """What a class of experts calls its gate, up and down; empty: it is not known to compute no more than these."""
     # classes of this package come before the one that they mix into
     written = next(each for each in cls.__mro__ if not each.__module__.startswith("fp8booster."))
     folder, _, file = written.__module__.rpartition(".")
     if folder.startswith(_HUB):
         folder = _HUB
-    return _GATED.get((f"{folder}.{file}", written.__name__))
+    return _GATED.get((f"{folder}.{file}", written.__name__), ())
 
 
 def gate_up_down(expert: nn.Module) -> list[FP8Layer]:
     """The three layers of an expert of a known class."""
-    return [expert._modules[name] for name in _names(type(expert))]
+    modules: Mapping[str, Any] = expert._modules
+    return [modules[name] for name in _names(type(expert))]
 
 
 def why_not_gated(expert: nn.Module) -> str | None:
     """Why a module is not known to compute `down(silu(gate(x)) * up(x))` and nothing else, or None where it is."""
-    if _names(type(expert)) is None:
+    if not _names(type(expert)):
         return f"{type(expert).__name__} has no grouped form"
     # past nn.Module's search, which is slow for what is not there
     if getattr(vars(expert).get("config"), "pretraining_tp", 1) > 1:

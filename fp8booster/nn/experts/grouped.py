@@ -9,7 +9,8 @@ the experts one by one, and `GroupedExperts.why_one_by_one`, which the report sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,8 +69,8 @@ def _grouped_weight(layers: Sequence[FP8Layer], experts: int, provided: bool) ->
         scales = scales[::in_each]
     transpose = data.new_empty(0)
     if config.keeps_transposes:
-        transpose = stacked_columns([matrix.transpose for matrix in matrices])
-        transpose = transposed(data) if transpose is None else transpose
+        stacked = stacked_columns([matrix.transpose for matrix in matrices])
+        transpose = transposed(data) if stacked is None else stacked
     return GroupedWeight.of(data, transpose, torch.stack(scales).view(experts, -1))
 
 
@@ -183,12 +184,12 @@ class GroupedExperts:
         """Why the experts, as they are, cannot run as one on any tokens."""
         if len(self.experts) < 2:
             return "one expert"
-        first = None
+        first: list[FP8Layer] = []
         for expert in self.experts:
             if (reason := why_not_gated(expert)) is not None:
                 return reason
             layers = gate_up_down(expert)
-            first = layers if first is None else first
+            first = first or layers
             for layer, same in zip(layers, first, strict=True):
                 if (reason := _why_not_like(layer, same)) is not None:
                     return reason
@@ -223,7 +224,8 @@ def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:
 
 
 def _weight(layer: FP8Layer) -> torch.Tensor:
-    return layer._parameters["weight"]
+    parameters: Mapping[str, Any] = layer._parameters
+    return parameters["weight"]
 
 
 def _is_provided(layer: FP8Layer) -> bool:

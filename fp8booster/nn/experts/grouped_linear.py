@@ -14,6 +14,7 @@ for all experts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -166,9 +167,8 @@ def _dgrad(
     # scales multiply what is summed already, so each layer with a scale of its own is a sum of its own
     by_layer = transpose.view(inputs, experts, layers, -1)
     gradients = dy.data.view(len(dy.data), layers, -1)
-    total = None
-    for layer in range(layers):
-        dx = grouped_product(
+    by_products = (
+        grouped_product(
             gradients[:, layer],
             by_layer[:, :, layer].transpose(0, 1),
             dy.inverse_scale,
@@ -177,5 +177,6 @@ def _dgrad(
             fast_accumulation=config.fast_accumulation_dgrad,
             emulate=config.emulate,
         )
-        total = dx if total is None else total.add_(dx)
-    return total
+        for layer in range(layers)
+    )
+    return functools.reduce(torch.Tensor.add_, by_products)

@@ -11,7 +11,7 @@ import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,19 @@ from fp8booster.nn.fused.head import HEADS, head_loss, vocabulary_size, why_not_
 from fp8booster.nn.fused.vocabulary import VocabularyPart
 
 if TYPE_CHECKING:  # seconds to import, and there where there is a model
-    from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+    from transformers.modeling_outputs import ModelOutput
+
+
+class LanguageModel(nn.Module):
+    """What the models of `MODELS` have; transformers declares no types of it. The last three are a Mixtral's."""
+
+    config: Any
+    model: nn.Module
+    lm_head: nn.Linear
+    loss_function: Callable[..., torch.Tensor]
+    num_experts: int
+    num_experts_per_tok: int
+    router_aux_loss_coef: float
 
 
 def use_fused_loss(model: nn.Module) -> bool:
@@ -42,49 +54,56 @@ def use_fused_loss(model: nn.Module) -> bool:
     Returns:
         Whether the loss will be computed so; if not, the model is as it was and `why_not_fused` says why.
     """
-    if why_not_fused(model) is not None:
+    found = _fusable(model)
+    if isinstance(found, str):
         return False
-    language_model = language_model_in(model)
-    language_model.forward = _available_loss(language_model).forward
+    language_model, loss = found
+    language_model.forward = loss.forward
     return True
 
 
 def use_native_loss(model: nn.Module) -> None:
     """Undo `use_fused_loss`."""
     for module in model.modules():
-        if _is_ours(module.__dict__.get("forward")):
-            native = _available_loss(module).native
-            if native is None:
-                del module.forward
-            else:
-                module.forward = native
+        loss = _available_loss(module) if _is_ours(module.__dict__.get("forward")) else None
+        if loss is not None:
+            del module.forward
+            if loss.native is not None:
+                module.forward = loss.native
 
 
 def why_not_fused(model: nn.Module) -> str | None:
     """Why a model's loss cannot be computed over chunks of logits, or None if it can."""
+    found = _fusable(model)
+    return found if isinstance(found, str) else None
+
+
+def _fusable(model: nn.Module) -> tuple[LanguageModel, FusedLoss] | str:
+    """The language model in a model and its loss over chunks of logits, or why there is none."""
     language_model = language_model_in(model)
     if language_model is None:
         return f"{type(model).__name__} is no {', '.join(MODELS.values())} of transformers"
     loss = _available_loss(language_model)
     if loss is None:
         return "its forward was replaced, as Colossal-AI does it for tensor, sequence or pipeline parallelism"
-    return loss.why_not(language_model)
+    return loss.why_not(language_model) or (language_model, loss)
 
 
-def language_model_in(model: nn.Module) -> nn.Module | None:
+def language_model_in(model: nn.Module) -> LanguageModel | None:
     """The module whose forward is one of those known."""
     for module in model.modules():
         for base in type(module).__mro__:
-            if MODELS.get(base.__module__) == base.__name__:
-                return module if type(module).forward is base.forward else None
+            if issubclass(base, nn.Module) and MODELS.get(base.__module__) == base.__name__:
+                return cast(LanguageModel, module) if type(module).forward is base.forward else None
     return None
 
 
 def fused_head(model: nn.Module) -> nn.Module | None:
     """The head of a model whose loss is computed over chunks of logits, for an engine to mix `HeldHead` into it."""
     language_model = language_model_in(model)
-    fused = language_model is not None and _is_ours(language_model.__dict__.get("forward"))
-    return language_model.lm_head if fused else None
+    if language_model is None or not _is_ours(language_model.__dict__.get("forward")):
+        return None
+    return language_model.lm_head
 
 
 @dataclass(frozen=True)
@@ -97,7 +116,7 @@ class FusedLoss:
     forward: Callable
     """The one with this loss, bound; made by `mark_fused`."""
 
-    why_not: Callable[[nn.Module], str | None]
+    why_not: Callable[[LanguageModel], str | None]
     """Why a model's loss is not computed so, or None."""
 
 
@@ -108,11 +127,12 @@ def offer_loss(model: nn.Module, loss: FusedLoss) -> None:
 
 def mark_fused(forward: Callable, native: Callable) -> Callable:
     """Mark a function as a forward with a loss over chunks, in place of a native one."""
-    forward._fp8booster_native = native
+    vars(forward)[_NATIVE] = native
     return forward
 
 
 _ENGINE_LOSS = "_fp8booster_engine_loss"
+_NATIVE = "_fp8booster_native"
 
 
 def _available_loss(model: nn.Module) -> FusedLoss | None:
@@ -127,7 +147,7 @@ def _available_loss(model: nn.Module) -> FusedLoss | None:
     return None
 
 
-def _why_not_through(language_model: nn.Module) -> str | None:
+def _why_not_through(language_model: LanguageModel) -> str | None:
     """What stands against computing the loss from the head's weight, as it is now."""
     head = language_model.lm_head
     reason = why_not_bypassed(head, HEADS)
@@ -140,7 +160,7 @@ def _why_not_through(language_model: nn.Module) -> str | None:
 
 
 def _is_ours(forward: object) -> bool:
-    return hasattr(forward, "_fp8booster_native")
+    return hasattr(forward, _NATIVE)
 
 
 @functools.cache
@@ -149,7 +169,7 @@ def _forward_like(native: Callable) -> Callable:
     signature = inspect.signature(native)
 
     @functools.wraps(native)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> CausalLMOutputWithPast | tuple:
+    def forward(self: LanguageModel, *args: Any, **kwargs: Any) -> ModelOutput | tuple:
         bound = signature.bind(self, *args, **kwargs)
         arguments = {**bound.arguments, **bound.kwargs}
         if not _computes_loss_alone(self, arguments):
@@ -159,14 +179,14 @@ def _forward_like(native: Callable) -> Callable:
     return mark_fused(forward, native)
 
 
-def _computes_loss_alone(model: nn.Module, arguments: dict[str, Any]) -> bool:
+def _computes_loss_alone(model: LanguageModel, arguments: dict[str, Any]) -> bool:
     """Whether a call computes its loss over chunks of logits."""
     from transformers.loss.loss_utils import ForCausalLMLoss
 
     return wants_loss(model, arguments) and model.loss_function is ForCausalLMLoss and _why_not_through(model) is None
 
 
-def wants_loss(model: nn.Module, arguments: dict[str, Any]) -> bool:
+def wants_loss(model: LanguageModel, arguments: dict[str, Any]) -> bool:
     """Whether a call of a model's forward trains and reads no logits, so far as its arguments, by name, tell."""
     kept = arguments.get("logits_to_keep", 0), arguments.get("num_logits_to_keep", 0)
     return (
@@ -180,7 +200,7 @@ def wants_loss(model: nn.Module, arguments: dict[str, Any]) -> bool:
     )
 
 
-def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+def _forward_to_loss(model: LanguageModel, arguments: dict[str, Any]) -> ModelOutput:
     """Body and loss, as the native forward has them."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -203,27 +223,28 @@ def _forward_to_loss(model: nn.Module, arguments: dict[str, Any]) -> CausalLMOut
         reduction="mean" if items is None else "sum",
     )
     loss = loss if items is None else loss / items
-    also = {name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs}
-    if not hasattr(outputs, "router_logits"):
-        return CausalLMOutputWithPast(loss=loss, logits=None, **also)
-    return _with_routers(model, loss, outputs.router_logits, arguments.get("attention_mask"), also)
+    kept = {name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs}
+    if hasattr(outputs, "router_logits"):
+        return _with_routers(model, loss, outputs.router_logits, arguments.get("attention_mask"), kept)
+    return CausalLMOutputWithPast(**{"loss": loss, "logits": None, **kept})
 
 
 def _with_routers(
-    model: nn.Module,
+    model: LanguageModel,
     loss: torch.Tensor,
-    router_logits: tuple[torch.Tensor, ...] | None,
+    router_logits: tuple[Any, ...] | None,
     attention_mask: torch.Tensor | None,
-    also: dict[str, Any],
-) -> MoeCausalLMOutputWithPast:
+    kept: dict[str, Any],
+) -> ModelOutput:
     """The output of a mixture of experts, whose loss has that of its routers where their logits were asked for."""
     from transformers.modeling_outputs import MoeCausalLMOutputWithPast
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-    of_routers = None
+    of_routers: Any = None
     if router_logits is not None:
         of_routers = load_balancing_loss_func(
             router_logits, model.num_experts, model.num_experts_per_tok, attention_mask
         )
         loss = loss + model.router_aux_loss_coef * of_routers.to(loss.device)
-    return MoeCausalLMOutputWithPast(loss=loss, aux_loss=of_routers, logits=None, router_logits=router_logits, **also)
+    of_experts = {"aux_loss": of_routers, "router_logits": router_logits}
+    return MoeCausalLMOutputWithPast(**{"loss": loss, "logits": None, **of_experts, **kept})

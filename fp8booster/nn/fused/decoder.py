@@ -17,7 +17,6 @@ depends on the version of transformers (`nn.fused.families`).
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from fp8booster.nn.fused.families import PARTS, SILU, Part, decoder_part
 from fp8booster.nn.fused.merged_layers import Merged, MergedLayers, MergedLinears
 from fp8booster.nn.fused.pointwise import rms_norm, split_and_rotate, swiglu
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import is_looked_at
+from fp8booster.nn.modules import cached_by_class, is_looked_at
 
 
 class FusedPart(nn.Module):
@@ -65,6 +64,7 @@ class FusedAttention(FusedPart):
     """Mixin of a self-attention."""
 
     config: Any
+    o_proj: nn.Module
     head_dim: int
     num_key_value_groups: int
     layer_idx: int
@@ -179,6 +179,11 @@ class FusedMLP(FusedPart):
 class FusedExpert(FusedMLP):
     """Mixin of one of Mixtral's experts."""
 
+    w1: nn.Module
+    w2: nn.Module
+    w3: nn.Module
+    act_fn: nn.Module
+
     def forward_unfused(self, x: torch.Tensor) -> torch.Tensor:
         # w3 first: then backward gives gradients in the order of the one product, which a rank may run whose expert has
         # other tokens; ZeRO adds up gradients of ranks in the order in which they come
@@ -188,6 +193,11 @@ class FusedExpert(FusedMLP):
 
 class FusedDecoderLayer(nn.Module):
     """Mixin of a decoder layer whose norms are fused: the second adds the residual."""
+
+    input_layernorm: nn.Module
+    self_attn: nn.Module
+    post_attention_layernorm: nn.Module
+    mlp: nn.Module
 
     native_arguments: ClassVar[tuple[str, ...]]
     """Names of what the class's own forward takes after the hidden states."""
@@ -208,7 +218,7 @@ class FusedDecoderLayer(nn.Module):
         hidden_states = residual + made
         if not self.returns_tuple:
             return hidden_states
-        outputs = (hidden_states,)
+        outputs: tuple[torch.Tensor | None, ...] = (hidden_states,)
         if arguments.get("output_attentions"):
             outputs += (weights,)
         return (*outputs, router_logits) if output_router_logits else outputs
@@ -259,7 +269,7 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
 def mix(mixin: type[nn.Module], module: nn.Module) -> None:
     """Put a mixin before the class of a module of transformers', and merge the module's layers of one input."""
     module.__class__ = _mixed_class(mixin, type(module))
-    if issubclass(mixin, FusedPart):
+    if isinstance(module, FusedPart):
         layers = [getattr(module, name) for name in module.part.merged]
         module.__dict__["fp8_merged"] = MergedLayers(layers) if _in_fp8(layers) else MergedLinears(layers)
 
@@ -280,7 +290,8 @@ def _mixin(module: nn.Module, part: Part, replaced_attention: ReplacedAttention 
     if part is PARTS["Attention"]:
         if "forward" in vars(module):
             return REPLACED if replaced_attention is None else replaced_attention(module)
-        kind = module.config._attn_implementation
+        config: Any = module.config
+        kind = config._attn_implementation
         return FusedAttention if kind == "sdpa" else f"attn_implementation={kind!r} has no fused form"
     if "forward" in vars(module):
         return REPLACED
@@ -307,7 +318,7 @@ def _in_fp8(layers: list[nn.Module]) -> bool:
     return all(isinstance(layer, FP8Layer) for layer in layers)
 
 
-@functools.cache
+@cached_by_class
 def _mixed_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     members: dict[str, Any] = {"__doc__": mixin.__doc__, "__reduce__": _reduce}
     if issubclass(mixin, FusedPart):
@@ -320,7 +331,7 @@ def _mixed_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.M
     return type(f"Fused{original.__name__}", (mixin, original), members)
 
 
-@functools.cache
+@cached_by_class
 def _returns_tuple(layer: type[nn.Module]) -> bool | None:
     """Whether the forward of a class of decoder layers returns a tuple, or the hidden states by themselves.
 

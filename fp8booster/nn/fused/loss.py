@@ -91,7 +91,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         count = counted if how.mean else one
         share = one / count.clamp(min=1)
         factor = (one if in_fp16 else share) if any(how.wanted) else None
-        losses, hidden_gradients = [], []
+        losses: list[torch.Tensor] = []
+        hidden_gradients: list[torch.Tensor] = []
         weight_gradient = bias_gradient = None
         for part, part_targets in zip(hidden.split(how.chunk), targets.split(how.chunk), strict=True):
             part = part.to(how.dtype)
@@ -105,10 +106,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 bias_gradient = part_of_bias if bias_gradient is None else bias_gradient.add_(part_of_bias)
             if how.wanted[0] or how.wanted[1]:
                 part_of_hidden, weight_gradient = how.products.gradients(part, logits, amax, weight_gradient)
-                hidden_gradients.append(part_of_hidden)
+                if part_of_hidden is not None:
+                    hidden_gradients.append(part_of_hidden)
             del logits  # before the next chunk's are made
         gradients = [None, weight_gradient, bias_gradient]
-        if how.wanted[0]:
+        if hidden_gradients:
             one_piece = len(hidden_gradients) == 1
             gradients[0] = hidden_gradients[0].contiguous() if one_piece else torch.cat(hidden_gradients)
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (hidden, weight, bias)]
@@ -222,12 +224,14 @@ def linear_cross_entropy(
         gradients and bias is not None and bias.requires_grad,
     )
     if tokens == 0:  # torch's result for no tokens, with gradients of zero
-        nothing = sum(tensor.flatten()[:0].float().sum() for tensor in (hidden, weight, bias) if tensor is not None)
+        operands = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
+        nothing = torch.stack([tensor.flatten()[:0].float().sum() for tensor in operands]).sum()
         return nothing + torch.nan if reduction == "mean" else nothing
     in_16_bits = dtype is not torch.float16 and -(-tokens // chunk) <= CHUNKS_IN_16_BITS
     sum_dtype = weight.dtype if in_16_bits else torch.float32
     with torch.no_grad(), torch.autocast(device, enabled=False):
         head_bias = None if bias is None else bias.to(dtype)
+        products: HeadProducts | FP8HeadProducts
         if config is None:
             products = HeadProducts(weight.to(dtype), head_bias, wanted[:2], sum_dtype)
         else:

@@ -71,7 +71,7 @@ class Merged:
         return why is None
 
     def _bias(self) -> torch.Tensor | None:
-        biases = [layer.bias for layer in self.layers]
+        biases: list[torch.Tensor] = [layer.bias for layer in self.layers]
         return None if biases[0] is None else torch.cat(biases)
 
     def _why_never(self) -> str | None:
@@ -153,8 +153,8 @@ class MergedLayers(Merged):
 
     def _defer(self) -> Defer | None:
         """What hands each layer its rows of the one gradient, later."""
-        by_layer = [layer.fp8_defer() for layer in self.layers]
-        if None in by_layer:
+        by_layer = [give for layer in self.layers if (give := layer.fp8_defer()) is not None]
+        if len(by_layer) < len(self.layers):
             return None
 
         def defer(compute: Callable[[], torch.Tensor]) -> None:
@@ -182,7 +182,7 @@ class MergedLayers(Merged):
         return "rowwise scales" if reason is None and self.layers[0].fp8_config.rowwise else reason
 
     def _why_unlike(self, layer: nn.Module, first: nn.Module) -> str | None:
-        if not isinstance(layer, FP8Layer):
+        if not (isinstance(layer, FP8Layer) and isinstance(first, FP8Layer)):
             return "a layer was taken out of FP8"
         if layer.fp8_merges_by() is None:
             return f"{type(layer).__name__} has no merged form here"
@@ -280,11 +280,10 @@ class _LateRows:
     def __init__(self, compute: Callable[[], torch.Tensor], rows: list[int]) -> None:
         self._compute: Callable[[], torch.Tensor] | None = compute
         self._rows = rows
-        self._parts: list[torch.Tensor | None] = []
+        self._parts: dict[int, torch.Tensor] = {}
 
     def take(self, number: int) -> torch.Tensor:
         """The rows of one weight, once."""
         if self._compute is not None:
-            self._parts, self._compute = list(self._compute().split(self._rows)), None
-        part, self._parts[number] = self._parts[number], None
-        return part
+            self._parts, self._compute = dict(enumerate(self._compute().split(self._rows))), None
+        return self._parts.pop(number)

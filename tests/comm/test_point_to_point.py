@@ -1,4 +1,4 @@
-"""Checks of sends and receives."""
+"""Sends and receives."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch.distributed as dist
 from fp8booster import comm
 from tests.comm import harness
 from tests.comm.bounds import assert_within
-from tests.comm.harness import cases, check, of_all_ranks, sent_bound, spread
+from tests.comm.harness import cases, of_all_ranks, rank_test, sent_bound, spread
 
 
-@check
-def point_to_point_around_the_ring() -> None:
+@rank_test
+def test_point_to_point_around_the_ring() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     to, source = (rank + 1) % ranks, (rank - 1) % ranks
     for size, dtype, encoding, blocking in cases():
@@ -34,8 +34,8 @@ def point_to_point_around_the_ring() -> None:
         assert_within(output, exact, sent_bound(exact, encoding))
 
 
-@check
-def batched_point_to_point_around_the_ring() -> None:
+@rank_test
+def test_batched_point_to_point_around_the_ring() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     to, source = (rank + 1) % ranks, (rank - 1) % ranks
     for size, dtype, encoding, _ in cases():

@@ -1,4 +1,4 @@
-"""Checks of all-to-alls."""
+"""All-to-alls."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from fp8booster import comm
 from tests.comm import harness
 from tests.comm.bounds import assert_within, block_amax, rounding_bound
-from tests.comm.harness import cases, check, finish, of_all_ranks, sent_bound, spread
+from tests.comm.harness import cases, finish, of_all_ranks, rank_test, sent_bound, spread
 
 
-@check
-def all_to_all_single_with_even_splits_is_within_one_rounding() -> None:
+@rank_test
+def test_all_to_all_single_with_even_splits_is_within_one_rounding() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for size, dtype, encoding, asynchronous in cases():
         values = spread(ranks * size * 3, dtype).view(ranks * size, 3)
@@ -32,8 +32,8 @@ def split_sizes(sender: int, ranks: int, largest: int) -> list[int]:
     return [(sender * 7 + receiver * 11) % 4 * largest // 3 for receiver in range(ranks)]
 
 
-@check
-def all_to_all_single_with_uneven_and_empty_splits_is_within_one_rounding() -> None:
+@rank_test
+def test_all_to_all_single_with_uneven_and_empty_splits_is_within_one_rounding() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for size, dtype, encoding, asynchronous in cases():
         sends = [split_sizes(sender, ranks, size) for sender in range(ranks)]
@@ -51,16 +51,16 @@ def all_to_all_single_with_uneven_and_empty_splits_is_within_one_rounding() -> N
             assert_within(got.reshape(-1), sent.split(counts)[rank], bound.split(counts)[rank])
 
 
-@check
-def all_to_all_of_nothing_at_all() -> None:
+@rank_test
+def test_all_to_all_of_nothing_at_all() -> None:
     ranks = dist.get_world_size()
     output = torch.empty(0, 4, device=harness.DEVICE)
     comm.all_to_all_single(output, torch.empty(0, 4, device=harness.DEVICE), [0] * ranks, [0] * ranks)
     assert output.shape == (0, 4)
 
 
-@check
-def all_to_all_is_within_one_rounding() -> None:
+@rank_test
+def test_all_to_all_is_within_one_rounding() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for size, dtype, encoding, asynchronous in cases():
         sends = [split_sizes(sender, ranks, size) for sender in range(ranks)]
@@ -74,8 +74,8 @@ def all_to_all_is_within_one_rounding() -> None:
                 assert_within(got, sent, sent_bound(sent, encoding))
 
 
-@check
-def all_to_all_single_without_splits_divides_values_whatever_the_shape() -> None:
+@rank_test
+def test_all_to_all_single_without_splits_divides_values_whatever_the_shape() -> None:
     ranks = dist.get_world_size()
     for shape in ((1, 2 * ranks, 8), (ranks + 1, ranks), (2 * ranks,), (3, ranks, 1)):
         count = math.prod(shape)

@@ -1,9 +1,8 @@
-"""What `test_compat.py` does on each rank, once: importing colossalai takes seconds."""
+"""One symptom for each patch, by its name; those of engines are in files of their own."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster.colossal import compat
 from tests.colossal import (
     fp8_symptoms,
     fsdp_symptoms,
@@ -28,28 +26,6 @@ from tests.colossal import (
 from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.payload import Payload
 from tests.colossal.symptom import Symptom
-
-
-def run_checks(folder: str) -> dict[str, Any]:
-    """Train, save, load, and take out patch by patch; the parent's tests judge what comes back."""
-    import colossalai
-
-    logging.disable(logging.WARNING)
-    colossalai.launch_from_torch(verbose=False)
-    import tests.preloaded  # noqa: F401  (spares time, above)
-
-    stages = (1, 2)
-    found = {
-        "backend": dist.get_backend(),
-        "world_size": dist.get_world_size(),
-        "losses": {stage: _train(*boosted(stage), steps=6) for stage in stages},
-        "checkpoints": {stage: _checkpoint_failures(stage, Path(folder)) for stage in stages},
-        "lora": {stage: _train_lora(stage, f"{folder}/lora_{stage}") for stage in stages},
-        "symptoms": {name: _judge(name, symptom.show) for name, symptom in SYMPTOMS.items()},
-        "stand_ins": _stand_ins(),
-    }
-    found["states"] = {patch.name: patch.state.value for patch in compat.patches()}
-    return found
 
 
 def boosted(stage: int, lora: Any = None) -> tuple[Any, nn.Module, Any]:
@@ -65,7 +41,7 @@ def boosted(stage: int, lora: Any = None) -> tuple[Any, nn.Module, Any]:
     return booster, model, optimizer
 
 
-def _train(booster: Any, model: nn.Module, optimizer: Any, steps: int) -> list[float]:
+def train(booster: Any, model: nn.Module, optimizer: Any, steps: int) -> list[float]:
     tokens = token_batch(dist.get_rank())
     losses = []
     for _ in range(steps):
@@ -77,94 +53,7 @@ def _train(booster: Any, model: nn.Module, optimizer: Any, steps: int) -> list[f
     return losses
 
 
-# ---- checkpoints ----
-
-
-def _checkpoint_failures(stage: int, folder: Path) -> dict[str, str | None]:
-    """For each way to save and load: None, or what differs after loading."""
-    booster, model, optimizer = boosted(stage)
-    _train(booster, model, optimizer, steps=2)
-    failures: dict[str, str | None] = {}
-    for shard in (False, True):
-        for low_cpu_mem_mode in (True, False):
-            for kind in ("bin", "safetensors", "async"):
-                case = f"model, shard={shard}, {kind}, low_cpu_mem_mode={low_cpu_mem_mode}"
-                path = str(folder / f"{stage} {case}")
-                if not shard:
-                    path += ".bin" if kind == "bin" else ".safetensors"
-                booster.save_model(model, path, shard=shard, use_safetensors=kind != "bin", use_async=kind == "async")
-                _wait_for_files(booster)
-                other, loaded, _ = boosted(stage)
-                _blank(loaded)
-                other.load_model(loaded, path, low_cpu_mem_mode=low_cpu_mem_mode)
-                failures[case] = _first_difference(dict(model.named_parameters()), dict(loaded.named_parameters()))
-            for kind in ("bin", "async"):
-                case = f"optimizer, shard={shard}, {kind}, low_cpu_mem_mode={low_cpu_mem_mode}"
-                path = str(folder / f"{stage} {case}")
-                if not shard:
-                    path += ".bin" if kind == "bin" else ".safetensors"
-                booster.save_optimizer(optimizer, path, shard=shard, use_async=kind == "async")
-                _wait_for_files(booster)
-                other, _, loaded = boosted(stage)
-                other.load_optimizer(loaded, path, low_cpu_mem_mode=low_cpu_mem_mode)
-                failures[case] = _first_difference(_states(optimizer), _states(loaded))
-    return failures
-
-
-def _wait_for_files(booster: Any) -> None:
-    booster.checkpoint_io._sync_io()
-    dist.barrier()
-
-
-@torch.no_grad()
-def _blank(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.zero_()
-
-
-def _states(optimizer: Any) -> dict[str, torch.Tensor]:
-    parameters = [p for group in optimizer.optim.param_groups for p in group["params"]]
-    return {
-        f"{index}.{key}": value
-        for index, parameter in enumerate(parameters)
-        for key, value in optimizer.optim.state[parameter].items()
-    }
-
-
-def _first_difference(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> str | None:
-    if expected.keys() != found.keys():
-        return f"keys differ: {sorted(expected.keys() ^ found.keys())}"
-    return next((name for name in expected if not torch.equal(expected[name], found[name])), None)
-
-
-def _train_lora(stage: int, folder: str) -> tuple[list[float], bool]:
-    import peft
-
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
-    booster, model, optimizer = boosted(stage, {"lora_config": config})
-    losses = _train(booster, model, optimizer, steps=4)
-    booster.save_lora_as_pretrained(model, folder)
-    dist.barrier()
-    _, loaded, _ = boosted(stage, {"pretrained_dir": folder})
-    expected = {name: p for name, p in model.named_parameters() if "lora_" in name}
-    found = {name: p for name, p in loaded.named_parameters() if "lora_" in name}
-    return losses, bool(expected) and _first_difference(expected, found) is None
-
-
-# ---- one symptom for each patch ----
-
-
-def _judge(name: str, show: Callable[[], None]) -> tuple[str, str | None, str | None]:
-    """State of the patch, the error with it in place, and the error when it is taken out."""
-    with_patch, without_patch = _error(show), None
-    state = next(patch.state for patch in compat.patches() if patch.name == name)  # `show` may import what it patches
-    if state is compat.State.APPLIED:
-        with compat.taken_out(name):
-            without_patch = _error(show)
-    return state.value, with_patch, without_patch
-
-
-def _error(show: Callable[[], None]) -> str | None:
+def error(show: Callable[[], None]) -> str | None:
     try:
         show()
     except Exception as error:
@@ -219,7 +108,7 @@ def _boost() -> None:
 
 
 def _overlap_reductions() -> None:
-    _train(*boosted(1), steps=1)
+    train(*boosted(1), steps=1)
 
 
 def _seed_tensor_parallel_layers() -> None:
@@ -267,7 +156,7 @@ def _load_through_pinned_memory() -> None:
 
 def _gather_optimizer_states() -> None:
     booster, model, optimizer = boosted(1)
-    _train(booster, model, optimizer, steps=1)
+    train(booster, model, optimizer, steps=1)
     assert optimizer.state_dict({})["state"]
     list(optimizer.state_dict_shard(pinned_state_dicts={}))
 
@@ -280,7 +169,7 @@ def _load_what_an_index_names_elsewhere() -> None:
         os.mkdir(f"{folder}/checkpoint")
         index = {"metadata": {}, "weight_map": dict.fromkeys(("weight", "bias"), "../secret.bin")}
         Path(folder, "checkpoint", "model.index.json").write_text(json.dumps(index))
-        found = _error(lambda: GeneralCheckpointIO().load_model(nn.Linear(4, 4), f"{folder}/checkpoint"))
+        found = error(lambda: GeneralCheckpointIO().load_model(nn.Linear(4, 4), f"{folder}/checkpoint"))
         assert found is not None, "it was read"
         assert "names a file outside of its folder, '../secret.bin': do not trust" in found
 
@@ -324,7 +213,7 @@ def _train_ddp(mixed_precision: str, dtype: torch.dtype) -> None:
     booster, model, optimizer = boosted_ddp(mixed_precision)
     tokens = token_batch(dist.get_rank())
     assert model(input_ids=tokens).logits.dtype == dtype
-    losses = _train(booster, model, optimizer, steps=6)
+    losses = train(booster, model, optimizer, steps=6)
     assert losses[-1] < 0.8 * losses[0], losses
 
 
@@ -350,7 +239,7 @@ def _accumulate_under_mixed_precision() -> None:
 
 def _load_shards_of_fp16_optimizer() -> None:
     booster, model, optimizer = boosted_ddp("fp16")
-    _train(booster, model, optimizer, steps=1)
+    train(booster, model, optimizer, steps=1)
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     booster.save_optimizer(optimizer, folder[0], shard=True)
@@ -368,7 +257,7 @@ def _train_fsdp() -> None:
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1))
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
     assert optimizer.defaults["decoupled_weight_decay"]
-    losses = _train(booster, model, optimizer, steps=6)
+    losses = train(booster, model, optimizer, steps=6)
     assert losses[-1] < 0.8 * losses[0], losses
 
 
@@ -435,15 +324,3 @@ SYMPTOMS = {
     **hybrid_symptoms.SYMPTOMS,
     **tensor_symptoms.SYMPTOMS,
 }
-
-
-def _stand_ins() -> dict[str, Any]:
-    from colossalai.nn import optimizer
-    from transformers.utils import is_bitsandbytes_available
-
-    parameters = [nn.Parameter(torch.zeros(1))]
-    return {
-        "found by transformers": is_bitsandbytes_available(),
-        "GaLoreAdamW": _error(lambda: optimizer.GaLoreAdamW(parameters)),
-        "GaLoreAdamW8bit": _error(lambda: optimizer.GaLoreAdamW8bit(parameters)),
-    }

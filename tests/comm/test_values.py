@@ -1,4 +1,4 @@
-"""Checks of values that are not numbers, of what goes uncompressed, of bytes on the wire and of mistakes."""
+"""Values that are not numbers, of what goes uncompressed, of bytes on the wire and of mistakes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fp8booster.comm.one_sided import mailbox_of
 from fp8booster.comm.threshold import MINIMUM_BYTES, ON_THE_CPU
 from fp8booster.monitor.traffic import count_traffic
 from tests.comm import harness
-from tests.comm.harness import ENCODINGS, LARGE, check, finish, spread
+from tests.comm.harness import ENCODINGS, LARGE, finish, rank_test, spread
 
 
-@check
-def infinity_and_nan_arrive_as_nan() -> None:
+@rank_test
+def test_infinity_and_nan_arrive_as_nan() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for bad, encoding in product((math.inf, -math.inf, math.nan), ENCODINGS):
         values = torch.ones(5000, device=harness.DEVICE)
@@ -37,8 +37,8 @@ def infinity_and_nan_arrive_as_nan() -> None:
         assert output[:, 0].isnan().all()
 
 
-@check
-def zeros_stay_zeros_and_tiny_values_survive() -> None:
+@rank_test
+def test_zeros_stay_zeros_and_tiny_values_survive() -> None:
     values = torch.zeros(3000, device=harness.DEVICE)
     values[2999] = 1e-30
     comm.all_reduce(values, min_bytes=0)
@@ -46,8 +46,8 @@ def zeros_stay_zeros_and_tiny_values_survive() -> None:
     assert abs(values[2999].item() / (dist.get_world_size() * 1e-30) - 1) < 2**-3
 
 
-@check
-def a_rank_outside_a_group_keeps_its_values() -> None:
+@rank_test
+def test_a_rank_outside_a_group_keeps_its_values() -> None:
     group = dist.new_group([0])
     values, part = torch.ones(3000, device=harness.DEVICE), torch.ones(3000, device=harness.DEVICE)
     if dist.get_rank() > 0:
@@ -58,8 +58,8 @@ def a_rank_outside_a_group_keeps_its_values() -> None:
     assert values.tolist() == part.tolist() == [1.0] * 3000
 
 
-@check
-def what_is_not_compressed_is_plain_and_counted() -> None:
+@rank_test
+def test_what_is_not_compressed_is_plain_and_counted() -> None:
     ranks = dist.get_world_size()
     integers = torch.full((5000,), 3, device=harness.DEVICE)
     comm.all_reduce(integers)
@@ -126,8 +126,8 @@ def large_calls(dtype: torch.dtype) -> dict[str, Callable[[], object]]:
     }
 
 
-@check
-def wire_bytes_are_half_of_bf16_and_a_quarter_of_fp32() -> None:
+@rank_test
+def test_wire_bytes_are_half_of_bf16_and_a_quarter_of_fp32() -> None:
     with patch.dict(MINIMUM_BYTES, dict.fromkeys(MINIMUM_BYTES, MINIMUM_BYTES[ON_THE_CPU])):
         check_wire_bytes()
 
@@ -151,8 +151,8 @@ def check_wire_bytes() -> None:
             assert row.wire_bytes == ours.sent, name
 
 
-@check
-def mistakes_raise_before_anything_is_sent() -> None:
+@rank_test
+def test_mistakes_raise_before_anything_is_sent() -> None:
     ranks = dist.get_world_size()
     values = torch.ones(ranks * 8, device=harness.DEVICE)
     for call in (

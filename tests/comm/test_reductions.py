@@ -1,4 +1,4 @@
-"""Checks of sums and means over ranks."""
+"""Sums and means over ranks."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from tests.comm.harness import (
     assert_reduced,
     assert_same_on_all_ranks,
     cases,
-    check,
     finish,
     of_all_ranks,
+    rank_test,
     sent_bound,
     spread,
 )
 
 
-@check
-def all_reduce_is_within_two_roundings() -> None:
+@rank_test
+def test_all_reduce_is_within_two_roundings() -> None:
     for (size, dtype, encoding, asynchronous), op in product(cases(), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
         values = spread(size, dtype)
         everyone = of_all_ranks(values)
@@ -34,8 +34,8 @@ def all_reduce_is_within_two_roundings() -> None:
         assert_same_on_all_ranks(values)
 
 
-@check
-def all_reduce_of_many_dimensions_and_of_a_parameter() -> None:
+@rank_test
+def test_all_reduce_of_many_dimensions_and_of_a_parameter() -> None:
     parameter = torch.nn.Parameter(spread(6 * 35).view(6, 5, 7))
     everyone = of_all_ranks(parameter.detach().view(-1))
     comm.all_reduce(parameter, min_bytes=0)
@@ -43,8 +43,8 @@ def all_reduce_of_many_dimensions_and_of_a_parameter() -> None:
     assert_reduced(parameter.detach().view(-1), everyone)
 
 
-@check
-def results_repeat_bit_for_bit() -> None:
+@rank_test
+def test_results_repeat_bit_for_bit() -> None:
     values = spread(5003, torch.bfloat16)
     first = values.clone()
     comm.all_reduce(first, min_bytes=0)
@@ -54,8 +54,8 @@ def results_repeat_bit_for_bit() -> None:
         assert torch.equal(again, first)
 
 
-@check
-def reduce_scatter_is_within_one_rounding_of_each_rank() -> None:
+@rank_test
+def test_reduce_scatter_is_within_one_rounding_of_each_rank() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     for (size, dtype, encoding, asynchronous), op in product(cases(), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
         values = spread(size * ranks, dtype)
@@ -69,8 +69,8 @@ def reduce_scatter_is_within_one_rounding_of_each_rank() -> None:
         assert_within(output, exact[mine], bound[mine])
 
 
-@check
-def reduce_scatter_of_many_is_that_of_each_into_fp32_too() -> None:
+@rank_test
+def test_reduce_scatter_of_many_is_that_of_each_into_fp32_too() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     sizes = (256, 1024, 7, 300)
     for dtype, encoding, op in product(formats.HIGH_PRECISION, ENCODINGS, (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
@@ -93,8 +93,8 @@ def reduce_scatter_of_many_is_that_of_each_into_fp32_too() -> None:
     assert row.uncompressed == {"small": row.calls // 4}
 
 
-@check
-def the_second_cast_of_all_reduce_has_the_encodings_scales() -> None:
+@rank_test
+def test_the_second_cast_of_all_reduce_has_the_encodings_scales() -> None:
     for power_of_two in (True, False):
         values = spread(3000)
         comm.all_reduce(values, encoding=Encoding(power_of_two=power_of_two), min_bytes=0)
@@ -103,8 +103,8 @@ def the_second_cast_of_all_reduce_has_the_encodings_scales() -> None:
         assert bool((mantissas * 16 == (mantissas * 16).round()).all()) == power_of_two
 
 
-@check
-def reduce_scatter_takes_a_list() -> None:
+@rank_test
+def test_reduce_scatter_takes_a_list() -> None:
     ranks = dist.get_world_size()
     for (size, dtype, encoding, asynchronous), op in product(cases(), (dist.ReduceOp.SUM, dist.ReduceOp.AVG)):
         parts = [spread(size, dtype).view(1, size) for _ in range(ranks)]
@@ -117,8 +117,8 @@ def reduce_scatter_takes_a_list() -> None:
         assert torch.equal(ours.view(-1), whole)
 
 
-@check
-def means_of_the_largest_values_are_finite() -> None:
+@rank_test
+def test_means_of_the_largest_values_are_finite() -> None:
     ranks = dist.get_world_size()
     for value, dtype in ((3.2e38, torch.float32), (3.2e38, torch.bfloat16), (6e4, torch.float16)):
         for min_bytes, encoding in ((0, Encoding()), (0, Encoding(power_of_two=True)), (2**30, Encoding())):
@@ -133,8 +133,8 @@ def means_of_the_largest_values_are_finite() -> None:
                 torch.testing.assert_close(found, torch.full_like(found, value), rtol=2**-4, atol=0)
 
 
-@check
-def sub_groups_reduce_among_themselves() -> None:
+@rank_test
+def test_sub_groups_reduce_among_themselves() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     members = list(range(1, ranks))
     group = dist.new_group(members)

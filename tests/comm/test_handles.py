@@ -1,4 +1,4 @@
-"""Checks of asynchronous calls, and of the version counters of what calls write."""
+"""Asynchronous calls, and of the version counters of what calls write."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fp8booster.comm import Encoding
 from fp8booster.kernels.operators import Operator
 from tests.comm import harness
 from tests.comm.bounds import assert_within
-from tests.comm.harness import assert_reduced, check, finish, of_all_ranks, sent_bound, spread
+from tests.comm.harness import assert_reduced, finish, of_all_ranks, rank_test, sent_bound, spread
 
 
-@check
-def several_in_flight_are_finished_in_any_order() -> None:
+@rank_test
+def test_several_in_flight_are_finished_in_any_order() -> None:
     ranks = dist.get_world_size()
     tensors = [spread(2000 + 100 * index) for index in range(6)]
     everyone = [of_all_ranks(values) for values in tensors]
@@ -45,8 +45,8 @@ def several_in_flight_are_finished_in_any_order() -> None:
             assert_within(got, sent, sent_bound(sent, Encoding()))
 
 
-@check
-def the_future_holds_the_outputs() -> None:
+@rank_test
+def test_the_future_holds_the_outputs() -> None:
     values = spread(3000)
     expected = values.clone()
     comm.all_reduce(expected, min_bytes=0)
@@ -56,8 +56,8 @@ def the_future_holds_the_outputs() -> None:
     assert torch.equal(values, expected)
 
 
-@check
-def polling_ends_with_the_outputs_written() -> None:
+@rank_test
+def test_polling_ends_with_the_outputs_written() -> None:
     values = spread(3000)
     expected = values.clone()
     comm.all_reduce(expected, min_bytes=0)
@@ -67,8 +67,8 @@ def polling_ends_with_the_outputs_written() -> None:
     assert torch.equal(values, expected)
 
 
-@check
-def a_handle_may_be_asked_and_waited_for_again() -> None:
+@rank_test
+def test_a_handle_may_be_asked_and_waited_for_again() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     values, output = spread(3000), torch.empty(3000, device=harness.DEVICE)
     exact = of_all_ranks(values)[(rank - 1) % ranks]
@@ -145,8 +145,8 @@ def writers(min_bytes: int) -> dict[str, tuple[list[torch.Tensor], Callable[[boo
     }
 
 
-@check
-def what_is_written_has_a_new_version() -> None:
+@rank_test
+def test_what_is_written_has_a_new_version() -> None:
     for min_bytes, later in product((0, 2**30), (False, True)):
         for name, (written, call) in writers(min_bytes).items():
             with silent_kernels() if harness.DEVICE.type == "cpu" else nullcontext():

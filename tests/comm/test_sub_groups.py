@@ -1,4 +1,4 @@
-"""Checks that every function does in a part of the ranks what torch.distributed's does."""
+"""That every function does in a part of the ranks what torch.distributed's does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fp8booster import comm
 from tests.comm import harness
-from tests.comm.harness import check
+from tests.comm.harness import rank_test
 
 
 def calls_in(group: dist.ProcessGroup) -> dict[str, Callable[..., list[torch.Tensor]]]:
@@ -113,8 +113,8 @@ def calls_in(group: dist.ProcessGroup) -> dict[str, Callable[..., list[torch.Ten
     }
 
 
-@check
-def every_function_does_in_a_sub_group_what_torchs_does() -> None:
+@rank_test
+def test_every_function_does_in_a_sub_group_what_torchs_does() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     members = list(range(1, ranks))
     group = dist.new_group(members)

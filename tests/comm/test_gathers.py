@@ -1,4 +1,4 @@
-"""Checks of gathers and broadcasts."""
+"""Gathers and broadcasts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fp8booster import comm
 from fp8booster.comm import Encoding
 from tests.comm import harness
 from tests.comm.bounds import assert_within
-from tests.comm.harness import assert_same_on_all_ranks, cases, check, finish, of_all_ranks, sent_bound, spread
+from tests.comm.harness import assert_same_on_all_ranks, cases, finish, of_all_ranks, rank_test, sent_bound, spread
 
 
-@check
-def all_gather_into_tensor_is_within_one_rounding() -> None:
+@rank_test
+def test_all_gather_into_tensor_is_within_one_rounding() -> None:
     ranks = dist.get_world_size()
     for size, dtype, encoding, asynchronous in cases():
         values = spread(size, dtype)
@@ -27,8 +27,8 @@ def all_gather_into_tensor_is_within_one_rounding() -> None:
         assert torch.equal(values, before)
 
 
-@check
-def all_gather_into_tensor_works_in_place() -> None:
+@rank_test
+def test_all_gather_into_tensor_works_in_place() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     output = spread(ranks * 700)
     own = output.view(ranks, 700)[rank]
@@ -38,8 +38,8 @@ def all_gather_into_tensor_works_in_place() -> None:
         assert_within(got, exact, sent_bound(exact, Encoding()))
 
 
-@check
-def all_gather_is_within_one_rounding() -> None:
+@rank_test
+def test_all_gather_is_within_one_rounding() -> None:
     for size, dtype, encoding, asynchronous in cases():
         values = spread(size, dtype)
         everyone = of_all_ranks(values)
@@ -50,8 +50,8 @@ def all_gather_is_within_one_rounding() -> None:
             assert_same_on_all_ranks(got)
 
 
-@check
-def broadcast_gives_all_ranks_the_same_bits() -> None:
+@rank_test
+def test_broadcast_gives_all_ranks_the_same_bits() -> None:
     ranks = dist.get_world_size()
     for index, (size, dtype, encoding, asynchronous) in enumerate(cases()):
         values = spread(size, dtype)
@@ -63,8 +63,8 @@ def broadcast_gives_all_ranks_the_same_bits() -> None:
         assert_same_on_all_ranks(values)
 
 
-@check
-def broadcast_in_a_sub_group_takes_the_sources_global_rank() -> None:
+@rank_test
+def test_broadcast_in_a_sub_group_takes_the_sources_global_rank() -> None:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     members = list(range(1, ranks))
     group = dist.new_group(members)
