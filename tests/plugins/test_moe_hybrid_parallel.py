@@ -235,6 +235,14 @@ def test_moe_clips_by_one_norm_of_all_experts(mode: str) -> None:
     assert_clips_by_one_norm(boost(fp8(**MODES[mode])), *rank_batches(2), norm_of=norm_of_all_parts)
 
 
+@ranks(2)
+@pytest.mark.parametrize("mode", ["EP2", "experts on every rank"])
+def test_moe_scales_gradients_for_a_sum_over_the_widest_group(mode: str) -> None:
+    """Over the group of an expert that one rank has, nothing is added; over that of all others, two gradients are."""
+    run = boost(fp8(**MODES[mode], fp8_config=FP8Config(emulate=True, gradient_scaling="auto")))
+    assert run.optimizer.automatic_scaling.mu.item() == 1 / 2
+
+
 def norm_of_all_parts(optimizer: Any) -> float:
     """Of the gradients as they are, of which both ranks hold parts that are their own, or the same (TP)."""
     parts = [

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fp8booster import comm
 from tests.colossal.hybrid.runs import MODES, batches, fp8, native, sizes, start
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks
@@ -30,6 +32,26 @@ def test_gradients_are_clipped_by_the_norm_that_native_finds(case: str) -> None:
     shared = arguments.get("pp_size", 1) > 1
     run = start(fp8(arguments), tiny_llama(**sizes(tie_word_embeddings=shared)))
     assert_clips_by_one_norm(run, *(step[0] for step in batches(0, 2, 2)), scale=arguments.get("initial_scale", 1.0))
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", ["TP2 split_gather ZeRO 1", "PP2 1f1b ZeRO 1"])
+def test_the_norm_is_that_of_sums_over_ranks_which_torch_does_not_count_as_changes(case: str) -> None:
+    """Kernels write them so; norms of the parts are known by then."""
+    from fp8booster.colossal.hybrid import sums
+
+    add = comm.all_reduce_coalesced
+    changed = []
+
+    def add_unseen(tensors: list[torch.Tensor], *arguments: Any) -> None:
+        changed.extend(tensors)
+        with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+            add(tensors, *arguments)
+
+    with mock.patch.object(sums.comm, "all_reduce_coalesced", add_unseen):
+        run = start(fp8(CASES[case]), tiny_llama(**sizes(tie_word_embeddings=True)))
+        assert_clips_by_one_norm(run, *(step[0] for step in batches(0, 2, 2)))
+    assert changed
 
 
 @ranks(2)
