@@ -164,6 +164,48 @@ def test_weights_are_cast_once_a_step(casts: list) -> None:
     assert not torch.equal(results(fp8, COUNTS["ragged"], grouped)[0], fresh[0])
 
 
+def reconfigure(fp8: nn.ModuleList) -> None:
+    for layer in fp8.modules():
+        if isinstance(layer, FP8Linear):
+            layer.fp8_config = FP8Config(emulate=True, power_of_two=True)
+
+
+def write_past_torchs_count(fp8: nn.ModuleList) -> None:
+    """As optimizers over shards do."""
+    other = nn.Parameter(torch.zeros(1))
+    other.grad = torch.ones(1)
+    for value in fp8.parameters():
+        value.data.mul_(2)
+    torch.optim.SGD([other]).step()
+
+
+def replace_a_weight(fp8: nn.ModuleList) -> None:
+    fp8[2].w2.weight = nn.Parameter(2 * fp8[2].w2.weight.detach())
+
+
+def let_an_engine_fill_them(fp8: nn.ModuleList) -> None:
+    """With other values; the parameters stay as they are."""
+    for layer in fp8.modules():
+        if isinstance(layer, FP8Linear):
+            layer.fp8_weight = EngineWeight()
+            layer.fp8_weight.fill(
+                [layer.weight], quantize_weight(2 * layer.weight.detach(), layer.fp8_config, transposed=True)
+            )
+
+
+@pytest.mark.parametrize(
+    "change", [reconfigure, write_past_torchs_count, replace_a_weight, let_an_engine_fill_them], ids=lambda c: c.__name__
+)
+def test_whatever_changes_grouped_weights_is_seen(change: Callable[[nn.ModuleList], None]) -> None:
+    fp8 = experts()
+    grouped = GroupedExperts(fp8)
+    before = results(fp8, COUNTS["ragged"], grouped)
+    change(fp8)
+    after = results(fp8, COUNTS["ragged"], grouped)
+    assert not torch.equal(before[0], after[0])
+    assert_same(after, results(fp8, COUNTS["ragged"], GroupedExperts(fp8)))
+
+
 # ---- weights that an engine keeps ----
 
 

@@ -10,6 +10,7 @@ import torch
 from fp8booster import FP8Config, FP8Linear, formats
 from fp8booster.nn.fsdp import flat_weights
 from fp8booster.nn.fsdp.flat_weights import FlatWeights
+from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.resharded import ReshardedWeight
 
@@ -91,3 +92,18 @@ def test_every_rank_gets_the_weights_of_all_whoever_holds_them(monkeypatch, powe
             assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
             assert torch.equal(found.transpose.view(torch.uint8), expected.transpose.view(torch.uint8))
             torch.testing.assert_close(values.view(32, 32).float(), expected.dequantize(32, 32), rtol=2**-8, atol=0)
+
+
+def test_when_the_unit_is_sharded_again_no_source_holds_what_was_gathered(monkeypatch) -> None:
+    layers = [layer() for _ in range(3)]
+    merged = MergedLayers(layers[:2])
+    merged.fp8_weight = ReshardedWeight()
+    monkeypatch.setattr(flat_weights, "agree_on_amax", lambda parts, group: torch.ones(len(parts)))
+    monkeypatch.setattr(flat_weights, "gather_bytes", lambda message, own, group: None)
+    weights = FlatWeights(unit(layers), 0, RANKS, [merged])
+    whole = torch.cat([each.weight.detach().view(-1) for each in layers])
+    weights.gather(whole.chunk(RANKS)[0], torch.empty_like(whole), group=None)
+    sources = [each.fp8_weight for each in (*layers, merged)]
+    assert all(source.held is not None for source in sources)
+    weights.drop()
+    assert all(source.held is None for source in sources)
