@@ -14,8 +14,9 @@ from fp8booster import FP8Config
 from fp8booster.nn.linear import speed_model
 from tests.colossal.hybrid import runs as hybrid_runs
 from tests.colossal.models import tiny_llama, token_batch
+from tests.colossal.zero.runs import Layers, features, masters, step, wire
 from tests.distributed import ranks
-from tests.plugins.training import ours
+from tests.plugins.training import assert_equal, boost, ours
 
 LEARNING_RATE = 16.0
 """So large that what rounding to BF16 makes of a weight of one is little beside its change."""
@@ -122,3 +123,26 @@ def test_a_frozen_mate_holds_nothing_back_in_a_pipeline() -> None:
     run.step(token_batch(seed=dist.get_rank(), batch=4, length=hybrid_runs.LENGTH) % 256)
     for name, (master, before) in trained.items():
         assert not torch.equal(master, before), name
+
+
+@ranks(2)
+@pytest.mark.parametrize("broken", ["weight", "bias"])
+def test_a_backward_that_broke_off_leaves_nothing_behind(broken: str) -> None:
+    run, fresh = (boost(wire(), Layers(64, 64, 64)) for _ in range(2))
+
+    def break_off(gradient: torch.Tensor) -> None:
+        raise InterruptedError
+
+    handle = getattr(run.model.unwrap().layers[0], broken).register_hook(break_off)
+    with pytest.raises(InterruptedError):
+        run.booster.backward(run.model(features(rows=16)), run.optimizer)
+    handle.remove()
+    run.optimizer.zero_grad()
+    losses = []
+    for each in (run, fresh):
+        each.model.unwrap().dropped = {0}  # the layer whose gradients were on their way
+        losses.append([step(each, features())])
+        each.model.unwrap().dropped = set()
+        losses[-1] += [step(each, features()) for _ in range(2)]
+    assert losses[0] == losses[1]
+    assert_equal(*map(masters, (run, fresh)))

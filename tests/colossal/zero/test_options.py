@@ -214,6 +214,21 @@ def test_clipping_divides_by_the_norm_over_all_ranks(stage: int) -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("in_one_pass", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+def test_after_a_step_no_gradient_takes_memory(stage: int, in_one_pass: bool) -> None:
+    adam = partial(torch.optim.AdamW, fused=in_one_pass, foreach=False)
+    run = boost(wire(stage=stage), Layers(64, 64, 64), optimizer=adam)
+    step(run, features(), features())
+    assert (run.optimizer._why_by_itself is None) == in_one_pass
+    of_masters = [p for group in run.optimizer.param_groups for p in group["params"]]
+    assert len(of_masters) == 4
+    assert all(each.grad is None for each in (*of_masters, *run.model.parameters()))
+    assert not own_gradients(run)
+    assert not run.optimizer._norms
+
+
+@ranks(2)
 @pytest.mark.parametrize("option", ["clipping", "fp16", "fp16 without clipping"])
 def test_a_fused_optimizer_divides_the_gradients_itself(option: str) -> None:
     options = {"max_norm": 1e-3} if option == "clipping" else FP16

@@ -194,7 +194,9 @@ def let_an_engine_fill_them(fp8: nn.ModuleList) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [reconfigure, write_past_torchs_count, replace_a_weight, let_an_engine_fill_them], ids=lambda c: c.__name__
+    "change",
+    [reconfigure, write_past_torchs_count, replace_a_weight, let_an_engine_fill_them],
+    ids=lambda c: c.__name__,
 )
 def test_whatever_changes_grouped_weights_is_seen(change: Callable[[nn.ModuleList], None]) -> None:
     fp8 = experts()
