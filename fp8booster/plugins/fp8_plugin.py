@@ -29,7 +29,16 @@ _PRECISIONS = ("bf16", "fp16")
 
 
 class FP8Plugin(Plugin):
-    """A mixin before one of Colossal-AI's plugins. Without `use_fp8` it is that plugin.
+    """A mixin before one of Colossal-AI's plugins, which takes every argument of it with its default.
+
+    Without `use_fp8` it is that plugin.
+
+    Args:
+        use_fp8: run fprop, dgrad and wgrad of the linear layers that `fp8_config` names in FP8, with precision "bf16"
+            or "fp16" where the plugin has one.
+        fp8_communication: send in FP8 what the plugin says; None does so with `use_fp8`, unless
+            `fp8_config.communication` is off. Without `use_fp8` it is Colossal-AI's own.
+        fp8_config: which layers, which formats; None is `FP8Config()`.
 
     Raises:
         ValueError: `use_fp8` with precision "fp32", or, when boosting, on a GPU without FP8 products or with a model

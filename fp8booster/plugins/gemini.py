@@ -24,20 +24,16 @@ from fp8booster.plugins.fp8_plugin import FP8Plugin
 class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
     """Colossal-AI's GeminiPlugin, where `use_fp8=True` runs the products of linear layers in FP8.
 
-    Takes every argument of Colossal-AI's plugin with its default, and `torch.optim.Adam` and `AdamW` too, which it
-    turns into `fp8booster.optim.HybridAdam` in place; Colossal-AI's takes only optimizers that need compiled
-    extensions.
+    It takes `torch.optim.Adam` and `AdamW` too, which it turns into `fp8booster.optim.HybridAdam` in place;
+    Colossal-AI's takes only optimizers that need compiled extensions.
 
     With `use_fp8` and `fp8_communication` the weights of FP8 layers lie in chunks of FP8, one byte a value: no 16-bit
     copy of them exists, on the wire or in memory. Vectors (norms' weights, biases) stay gathered. With
     `FP8Config.fused` these chunks hold q, k and v, and gate and up, together: they are as large as those need, where
     that is more than `min_chunk_size_m` and `chunk_config_dict` ask for.
 
-    Args:
-        use_fp8: run fprop, dgrad and wgrad of the layers that `fp8_config` names in FP8.
-        fp8_communication: gather the weights of FP8 layers, and reduce all gradients, in FP8; None does so with
-            `use_fp8`, unless `fp8_config.communication` is off.
-        fp8_config: which layers, which formats; None is `FP8Config()`.
+    Arguments are those of `FP8Plugin`, of which `fp8_communication` gathers the weights of FP8 layers, and reduces all
+    gradients, in FP8.
 
     Raises:
         ValueError, TypeError: as in `FP8Plugin`.

@@ -18,14 +18,7 @@ from fp8booster.plugins.fp8_plugin import FP8Plugin, why_zero_gathers_16_bits
 class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):
     """Colossal-AI's LowLevelZeroPlugin, where `use_fp8=True` runs the products of linear layers in FP8.
 
-    Takes every argument of Colossal-AI's plugin with its default.
-
-    Args:
-        use_fp8: run fprop, dgrad and wgrad of the layers that `fp8_config` names in FP8, with precision "bf16" or
-            "fp16".
-        fp8_communication: send gradients and weights in FP8; None does so with `use_fp8`, unless
-            `fp8_config.communication` is off.
-        fp8_config: which layers, which formats; None is `FP8Config()`.
+    Arguments are those of `FP8Plugin`, of which `fp8_communication` sends gradients and weights in FP8.
 
     Raises:
         ValueError, TypeError: as in `FP8Plugin`.

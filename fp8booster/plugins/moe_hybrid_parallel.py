@@ -13,14 +13,10 @@ from fp8booster.plugins.hybrid_parallel import HybridParallelPlugin
 class MoeHybridParallelPlugin(HybridParallelPlugin, plugin.MoeHybridParallelPlugin):
     """Colossal-AI's MoeHybridParallelPlugin, where `use_fp8=True` runs the products of linear layers in FP8.
 
-    Takes every argument of Colossal-AI's plugin with its default. Routers stay in high precision.
+    Routers stay in high precision.
 
-    Args:
-        use_fp8: run fprop, dgrad and wgrad of the layers that `fp8_config` names in FP8, the experts' among them, with
-            precision "bf16" or "fp16".
-        fp8_communication: send tokens to experts and back, and gradients and weights, in FP8; None does so with
-            `use_fp8`, unless `fp8_config.communication` is off. Without `use_fp8` it is Colossal-AI's own.
-        fp8_config: which layers, which formats; None is `FP8Config()`.
+    Arguments are those of `FP8Plugin`, of which `fp8_communication` sends tokens to experts and back, and gradients and
+    weights, in FP8.
 
     Raises:
         ValueError, TypeError, ImportError: as in `HybridParallelPlugin`.

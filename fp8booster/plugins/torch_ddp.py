@@ -15,14 +15,9 @@ from fp8booster.plugins.fp8_plugin import FP8Plugin
 class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
     """Colossal-AI's TorchDDPPlugin, where `use_fp8=True` runs the products of linear layers in FP8.
 
-    Takes every argument of Colossal-AI's plugin with its default. What is not in FP8 is computed in the model's own
-    precision, or in that of `Booster(mixed_precision=...)`.
+    What is not in FP8 is computed in the model's own precision, or in that of `Booster(mixed_precision=...)`.
 
-    Args:
-        use_fp8: run fprop, dgrad and wgrad of the layers that `fp8_config` names in FP8.
-        fp8_communication: reduce gradients in FP8. None does so with `use_fp8`, unless `fp8_config.communication` is
-            off. Without `use_fp8` it is Colossal-AI's own.
-        fp8_config: which layers, which formats; None is `FP8Config()`.
+    Arguments are those of `FP8Plugin`, of which `fp8_communication` reduces gradients in FP8.
 
     Raises:
         ValueError, TypeError: as in `FP8Plugin`.

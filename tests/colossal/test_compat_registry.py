@@ -118,7 +118,8 @@ def test_each_patch_says_what_it_changes(patch: Patch) -> None:
     assert (colossalai / patch.place.partition(":")[0]).is_file()
     assert patch.summary.endswith(".")
     assert "Without it" in patch.repair.__doc__
-    assert "No longer needed when" in " ".join(patch.repair.__doc__.split())
+    if patch.kind is Kind.FP8:  # of a defect, `test_compat.py` finds that it is gone
+        assert "No longer needed when" in " ".join(patch.repair.__doc__.split())
     assert patch.needed_when
 
 

@@ -4,8 +4,8 @@
     cpu/        what it lacks for ranks without CUDA
     fp8/        what FP8 needs of it where no argument, subclass or attribute serves
 
-Each patch is one small function in the file of its role. Its docstring says what goes wrong without it and how to see
-that it is no longer needed. `apply()` applies all, `patches()` lists them.
+Each patch is one small function in the file of its role. Its docstring says what goes wrong without it; a test takes
+it out, and fails when that does not go wrong any more. `apply()` applies all, `patches()` lists them.
 """
 
 from __future__ import annotations

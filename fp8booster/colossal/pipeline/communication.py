@@ -76,30 +76,18 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         return self._exchange(input_object, self._previous(prev_rank), send_metadata=send_metadata)[1]
 
     def send_forward_recv_forward(
-        self,
-        output_object: Any,
-        is_send: bool,
-        is_recv: bool,
-        send_first: bool,
-        send_metadata: bool = True,
-        metadata_recv: P2PMetadata | None = None,
+        self, output_object: Any, is_send: bool, is_recv: bool, *options: Any, **named: Any
     ) -> Received:
         """Send activations to the next stage, and receive those of the stage before."""
         to, source = self._next() if is_send else None, self._previous() if is_recv else None
-        return self._exchange(output_object, to, source, send_metadata, metadata_recv, send_first)
+        return self._pass_on(output_object, to, source, *options, **named)
 
     def send_backward_recv_backward(
-        self,
-        input_object: Any,
-        is_send: bool,
-        is_recv: bool,
-        send_first: bool,
-        send_metadata: bool = True,
-        metadata_recv: P2PMetadata | None = None,
+        self, input_object: Any, is_send: bool, is_recv: bool, *options: Any, **named: Any
     ) -> Received:
         """Send gradients to the stage before, and receive those of the next."""
         to, source = self._previous() if is_send else None, self._next() if is_recv else None
-        return self._exchange(input_object, to, source, send_metadata, metadata_recv, send_first)
+        return self._pass_on(input_object, to, source, *options, **named)
 
     def send_forward_recv_backward(self, input_object: Any, *options: Any, **named: Any) -> Received:
         """Send activations to the next stage, and receive their gradients of an earlier micro-batch."""
@@ -108,6 +96,18 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
     def send_backward_recv_forward(self, input_object: Any, *options: Any, **named: Any) -> Received:
         """Send gradients to the stage before, and receive its activations of a later micro-batch."""
         return self._swap(input_object, self._previous(), *options, **named)
+
+    def _pass_on(
+        self,
+        sent: Any,
+        to: int | None,
+        source: int | None,
+        send_first: bool,
+        send_metadata: bool = True,
+        metadata_recv: P2PMetadata | None = None,
+    ) -> Received:
+        """Send to one stage and receive from another."""
+        return self._exchange(sent, to, source, send_metadata, metadata_recv, send_first)
 
     def _swap(
         self,

@@ -27,7 +27,6 @@ def all_reduce_fp8(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """In place."""
     if tensor.is_contiguous():
         return comm.all_reduce(tensor, op, group, async_op)
     values = tensor.contiguous()
@@ -43,7 +42,6 @@ def reduce_scatter_fp8(
     fp8_format: str = "e5m2",
     async_op: bool = False,
 ) -> Any:
-    """The sum of what the ranks hold for this one."""
     return comm.reduce_scatter(output, list(input_list), group=group, async_op=async_op)
 
 
@@ -54,7 +52,6 @@ def all_gather_fp8(
     fp8_format: str = "e5m2",
     async_op: bool = False,
 ) -> Any:
-    """Every rank's tensor, in a list."""
     return comm.all_gather(output_list, input_.contiguous(), group, async_op)
 
 
@@ -65,7 +62,6 @@ def all_to_all_fp8(
     fp8_format: str = "e5m2",
     async_op: bool = False,
 ) -> Any:
-    """To each rank its tensor."""
     inputs = [tensor.contiguous() for tensor in input_list]
     return comm.all_to_all(output_list, inputs, group, async_op, min_bytes=_if_even(inputs, output_list, group))
 
@@ -79,7 +75,6 @@ def all_to_all_single_fp8(
     group: dist.ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Any:
-    """To each rank its rows."""
     return comm.all_to_all_single(output, input.contiguous(), output_split_sizes, input_split_sizes, group, async_op)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fp8booster.colossal.tensor import fused, linear
+from fp8booster.colossal.tensor import linear
 from fp8booster.config import FP8Config
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.convert import KINDS, Kinds, convert_to_fp8
@@ -15,12 +15,12 @@ _CLASSES: tuple[type[FP8Layer], ...] = (
     linear.FP8LinearWithGradAccum,
     linear.FP8PaddingLMHead,
     linear.FP8VocabParallelLMHead1D,
-    fused.FP8FusedLinear,
-    fused.FP8FusedLinear1DCol,
-    fused.FP8FusedLinear1DRow,
-    fused.FP8GPT2FusedLinearConv,
-    fused.FP8GPT2FusedLinearConv1DCol,
-    fused.FP8GPT2FusedLinearConv1DRow,
+    linear.FP8FusedLinear,
+    linear.FP8FusedLinear1DCol,
+    linear.FP8FusedLinear1DRow,
+    linear.FP8GPT2FusedLinearConv,
+    linear.FP8GPT2FusedLinearConv1DCol,
+    linear.FP8GPT2FusedLinearConv1DRow,
 )
 
 SHARDED_KINDS: Kinds = {**KINDS, **{cls.original: cls for cls in _CLASSES}}

@@ -148,7 +148,40 @@ class _LateLogits:
         Args:
             labels: [batch, tokens], of all tokens, or under ring attention of this rank's, shifted.
         """
-        return _loss(self, labels)
+        config = self.config
+        group, ranks = config.sequence_parallel_process_group, config.sequence_parallel_size
+        mode = config.sequence_parallelism_mode
+        length = self.hidden.shape[1]
+        if mode == "ring_attn" and labels.shape[1] == length:
+            targets, spread = labels, True
+        else:
+            targets = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+            spread = ranks > 1 and not is_share_sp_tp(mode) and targets.shape[1] // ranks == length
+            if spread:
+                targets = targets.split(length, dim=1)[dist.get_rank(group)]
+        count = (targets != _IGNORED).sum()
+        loss = self._sum(targets)
+        if spread:
+            # gradients are averaged over the ranks of sequence parallelism later, as in Colossal-AI
+            loss, count = reduce_forward(torch.stack((loss, count.float())), group, grad_scale=ranks)
+            count = count.detach()
+        return loss / count
+
+    def _sum(self, targets: torch.Tensor) -> torch.Tensor:
+        """The sum of the losses of targets, of the tokens of these logits."""
+        head, hidden = self.head, self.hidden
+        rows = head.weight.shape[0]
+        tokens = getattr(head, "old_num_embeddings", head.out_features)
+        if not isinstance(head, Linear1D_Col):
+            part = VocabularyPart(tokens, columns=tokens)
+        else:
+            group = head.process_group
+            first = dist.get_rank(group) * rows
+            part = VocabularyPart(tokens, min(max(tokens - first, 0), rows), first, group)
+            amax = delivered_amax(hidden)
+            # each rank's gradient of the hidden states is that of its part of the vocabulary
+            hidden = deliver_amax(reduce_backward(hidden, group, head.fp8_communication), amax)
+        return head_loss(head, hidden, targets, ignore_index=_IGNORED, reduction="sum", vocabulary=part)
 
 
 @contextmanager
@@ -164,43 +197,3 @@ def _late_logits(head: nn.Module, config: ShardConfig) -> Iterator[None]:
         yield
     finally:
         del head.forward
-
-
-def _loss(logits: _LateLogits, labels: torch.Tensor) -> torch.Tensor:
-    """The mean loss over all tokens that count, of logits of all tokens or of this rank's."""
-    config = logits.config
-    group, ranks = config.sequence_parallel_process_group, config.sequence_parallel_size
-    mode = config.sequence_parallelism_mode
-    length = logits.hidden.shape[1]
-    ring = mode == "ring_attn"
-    if ring and labels.shape[1] == length:
-        targets, spread = labels, True
-    else:
-        targets = F.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
-        spread = ranks > 1 and not is_share_sp_tp(mode) and targets.shape[1] // ranks == length
-        if spread:
-            targets = targets.split(length, dim=1)[dist.get_rank(group)]
-    count = (targets != _IGNORED).sum()
-    loss = _sum(logits, targets)
-    if spread:
-        # gradients are averaged over the ranks of sequence parallelism later, as in Colossal-AI
-        loss, count = reduce_forward(torch.stack((loss, count.float())), group, grad_scale=ranks)
-        count = count.detach()
-    return loss / count
-
-
-def _sum(logits: _LateLogits, targets: torch.Tensor) -> torch.Tensor:
-    """The sum of the losses of targets, of the tokens of these logits."""
-    head, hidden = logits.head, logits.hidden
-    rows = head.weight.shape[0]
-    tokens = getattr(head, "old_num_embeddings", head.out_features)
-    if not isinstance(head, Linear1D_Col):
-        part = VocabularyPart(tokens, columns=tokens)
-    else:
-        group = head.process_group
-        first = dist.get_rank(group) * rows
-        part = VocabularyPart(tokens, min(max(tokens - first, 0), rows), first, group)
-        amax = delivered_amax(hidden)
-        # each rank's gradient of the hidden states is that of its part of the vocabulary
-        hidden = deliver_amax(reduce_backward(hidden, group, head.fp8_communication), amax)
-    return head_loss(head, hidden, targets, ignore_index=_IGNORED, reduction="sum", vocabulary=part)

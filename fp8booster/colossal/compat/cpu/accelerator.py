@@ -35,7 +35,7 @@ def cpu_has_streams_and_devices(module: ModuleType, replacements: Replacements) 
     """CpuAccelerator offers the streams and devices that `torch.cpu` has.
 
     Without it ZeRO (zero/low_level/bookkeeping/bucket_store.py:22) raises RuntimeError: this method is not
-    supported for cpu accelerator. No longer needed when CpuAccelerator().Stream() returns.
+    supported for cpu accelerator.
     """
     _fill(
         module,
@@ -59,8 +59,7 @@ def cpu_has_random_generators(module: ModuleType, replacements: Replacements) ->
     """CpuAccelerator seeds, reads and restores the CPU's random generator.
 
     Without it tensor parallelism (shardformer/layer/utils.py:158-173) raises TypeError, since
-    `torch.get_rng_state` takes no device, or RuntimeError from manual_seed. No longer needed when
-    CpuAccelerator().get_rng_state() and .manual_seed(0) return.
+    `torch.get_rng_state` takes no device, or RuntimeError from manual_seed.
     """
     try:
         module.CpuAccelerator().get_rng_state()
@@ -86,8 +85,7 @@ def cpu_has_random_generators(module: ModuleType, replacements: Replacements) ->
 def cpu_counts_memory(module: ModuleType, replacements: Replacements) -> None:
     """CpuAccelerator reports the resident memory of the process, now and at its peak, in bytes.
 
-    Without it memory_allocated, empty_cache and their like raise RuntimeError. No longer needed when
-    CpuAccelerator().memory_allocated() returns.
+    Without it memory_allocated, empty_cache and their like raise RuntimeError.
     """
     _fill(
         module,
@@ -120,7 +118,7 @@ def cpu_autocasts(module: ModuleType, replacements: Replacements) -> None:
     """CpuAccelerator's autocast is PyTorch's.
 
     Without it `Booster(mixed_precision="fp16")` raises TypeError: 'ABCMeta' object does not support the context
-    manager protocol. No longer needed when CpuAccelerator().autocast() can be entered.
+    manager protocol.
     """
 
     def autocast(

@@ -23,8 +23,7 @@ _FSDP = "booster.plugin.torch_fsdp_plugin"
 def zero_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
     """LowLevelZeroOptimizer accepts the CPU accelerator.
 
-    Without it: AssertionError: device is required. No longer needed when a LowLevelZeroOptimizer can be made
-    on a machine without a GPU.
+    Without it: AssertionError: device is required.
     """
     try:
         module.LowLevelZeroOptimizer._sanity_checks(SimpleNamespace(optim=SimpleNamespace(param_groups=[])))
@@ -48,7 +47,6 @@ def zero_overlaps_without_streams(upstream: Callable, self: Any) -> None:
     """overlap_communication, on by default, reduces buckets during backward on CPU too, on no side stream.
 
     Without it `Tensor.record_stream`, which no CPU tensor has, raises RuntimeError: unknown parameter type.
-    No longer needed when stage 1 trains on CPU with overlap_communication=True.
     """
     with temporarily(self, _overlap_communication=False):
         upstream(self)
@@ -58,8 +56,7 @@ def zero_overlaps_without_streams(upstream: Callable, self: Any) -> None:
 def fsdp_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
     """TorchFSDPPlugin shards a model on the CPU where there is no GPU.
 
-    Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver). No longer
-    needed when the plugin boosts a model on a machine without a GPU.
+    Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver).
     """
     if no_device(module):
         # configure asks torch.cuda.current_device() itself: this module alone sees another torch.cuda
@@ -73,7 +70,7 @@ def fsdp_saves_on_cpu(module: ModuleType, replacements: Replacements) -> None:
     """TorchFSDPPlugin saves a model that lies on the CPU without moving it there.
 
     Without it saving raises RuntimeError: setStorage: ... out of bounds for storage of size 0, since FSDP frees what it
-    took for the copy on the GPU. No longer needed when a model is saved on a machine without a GPU.
+    took for the copy on the GPU.
     """
 
     def config(offload_to_cpu: bool, rank0_only: bool) -> FullStateDictConfig:
@@ -92,8 +89,7 @@ def fsdp_saves_on_cpu(module: ModuleType, replacements: Replacements) -> None:
 def a_cpu_is_no_cuda_device_to_set(upstream: Callable, device: Any) -> None:
     """`torch.cuda.set_device` leaves the device as it is when given a CPU.
 
-    Without it GPT-2, OPT and T5 raise ValueError: Expected a cuda device, but got: cpu. No longer needed when
-    shardformer's models do not call it.
+    Without it GPT-2, OPT and T5 raise ValueError: Expected a cuda device, but got: cpu.
     """
     if not (isinstance(device, torch.device) and device.type == "cpu"):
         upstream(device)
@@ -114,8 +110,7 @@ def fused_weights_are_gathered_on_cpu(
 ) -> torch.Tensor:
     """Fused q, k, v weights are gathered, as for a checkpoint, on the device that they are on.
 
-    Without it: AssertionError: Torch not compiled with CUDA enabled, or no NVIDIA driver. No longer needed when
-    `gather_fused_qkv_in_gpt2_style` returns on a machine without a GPU.
+    Without it: AssertionError: Torch not compiled with CUDA enabled, or no NVIDIA driver.
     """
     ranks, dimension = dist.get_world_size(process_group), -1 if is_transposed else 0
     parts = [torch.empty_like(qkv, memory_format=torch.contiguous_format) for _ in range(ranks)]

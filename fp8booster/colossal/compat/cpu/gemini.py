@@ -47,8 +47,7 @@ def gemini_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
     """Gemini keeps apart what lies on the accelerator and what is offloaded where both are the CPU's memory.
 
     It decides by the device's type. Without it: RuntimeError: pin_memory=True requires a CUDA or other accelerator
-    backend, and shards that were offloaded are not found again. No longer needed when GeminiPlugin trains
-    on a machine without a GPU.
+    backend, and shards that were offloaded are not found again.
     """
     if not no_device(module):
         return
@@ -99,8 +98,7 @@ def gemini_runs_on_cpu(module: ModuleType, replacements: Replacements) -> None:
 def gemini_measures_memory_on_cpu(module: ModuleType, replacements: Replacements) -> None:
     """placement_policy="auto" asks the accelerator, not CUDA, for the peak of its memory.
 
-    Without it CUDA's absence raises. No longer needed when `SyncCudaMemoryMonitor().start()` returns on a machine
-    without a GPU.
+    Without it CUDA's absence raises.
     """
     accelerator = get_accelerator()
 
@@ -127,6 +125,6 @@ def memory_of_the_cpu_is_shared(upstream: Callable, device: torch.device) -> flo
     """The capacity of a rank on the CPU is its part of the machine's memory.
 
     Without it the number of processes is the -1 that nothing has set, and placement_policy="auto" finds that it has
-    less than no memory. No longer needed when `colo_device_memory_capacity(torch.device("cpu"))` is positive.
+    less than no memory.
     """
     return psutil.virtual_memory().total / local_world_size() if device.type == "cpu" else upstream(device)

@@ -17,8 +17,7 @@ from fp8booster.colossal.temporarily import temporarily
 def cpu_memory_is_not_pinned(upstream: Callable, tensor: torch.Tensor, empty: bool = True) -> torch.Tensor:
     """`use_async=True` and `low_cpu_mem_mode=False` use plain memory where there is no device to pin it for.
 
-    Without it: RuntimeError: Cannot access accelerator device when none is available. No longer needed when
-    `_pin_tensor(torch.zeros(1))` returns on a machine without a GPU.
+    Without it: RuntimeError: Cannot access accelerator device when none is available.
     """
     return torch.empty_like(tensor, device="cpu") if empty else tensor
 
@@ -45,8 +44,7 @@ _PINNED = {
 def _without_pinning(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
     """States are saved in the background (`use_async=True`) from plain memory where there is no device to pin it for.
 
-    Without it: RuntimeError: pin_memory=True requires a CUDA or other accelerator backend. No longer needed when these
-    functions return, given `pinned_state_dicts={}`, on a machine without a GPU.
+    Without it: RuntimeError: pin_memory=True requires a CUDA or other accelerator backend.
     """
     given = inspect.signature(upstream).bind(*args, **kwargs)
     given.arguments.pop("pinned_state_dicts", None)
@@ -67,8 +65,7 @@ def tied_weights_are_saved_from_the_cpu(
 ) -> None:
     """Weights that share memory on the CPU are saved under each of their names, as those of a GPU are.
 
-    Without it: RuntimeError: Some tensors share memory. No longer needed when `save_state_dict` writes two names of one
-    CPU tensor with `use_safetensors=True`.
+    Without it: RuntimeError: Some tensors share memory.
     """
     if use_safetensors:
         state_dict = _without_shared_memory(state_dict)
@@ -98,8 +95,7 @@ def _without_shared_memory(state_dict: dict) -> dict:
 def moe_states_are_gathered_on_cpu(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
     """MoECheckpointIO gathers optimizer states where they lie if there is no GPU to move them to.
 
-    Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver). No longer
-    needed when `booster.save_optimizer(optimizer, path, shard=True)` returns on a machine without a GPU.
+    Without it: AssertionError: Torch not compiled with CUDA enabled (or RuntimeError: no NVIDIA driver).
     """
     with temporarily(torch.Tensor, cuda=lambda tensor, *_, **__: tensor):
         return upstream(*args, **kwargs)

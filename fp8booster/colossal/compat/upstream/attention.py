@@ -23,8 +23,7 @@ def _with_flash_attention(upstream: Callable, shard_config: Any, sp_mode: str | 
     """Attention under sequence parallelism is causal: it runs as with enable_flash_attention.
 
     Without it, and with transformers' "sdpa" attention, whose mask is None where is_causal would do, every token
-    attends to those that follow. No longer needed when logits of a LLaMA, and hidden states of
-    `Qwen2PipelineForwards.qwen2_model_forward`, under split_gather do not change with later tokens.
+    attends to those that follow.
     """
     if sp_mode is not None:
         shard_config.enable_flash_attention = True
@@ -57,8 +56,7 @@ def gpt2_is_causal(
     """GPT-2's attention in a sharded model is causal.
 
     Without it transformers' "sdpa" attention is given a mask of the padding alone, and takes no causal one beside it:
-    every token attends to those that follow, under tensor parallelism too. No longer needed when logits of a sharded
-    GPT-2 do not change with later tokens.
+    every token attends to those that follow, under tensor parallelism too.
     """
     from transformers.modeling_attn_mask_utils import _prepare_4d_causal_attention_mask_for_sdpa
 
@@ -81,7 +79,7 @@ def attention_needs_no_mask(module: ModuleType, replacements: Replacements) -> N
 
     Without it a mask of [batch, 1, length, length] is made and is_causal not used, so that PyTorch cannot take its
     flash or cuDNN kernels; on a CPU no kernel is found (AssertionError: No usable kernel found for
-    FlashAttentionLoader). No longer needed when `ColoAttention.prepare_attn_kwargs` makes no mask for causal attention.
+    FlashAttentionLoader).
     """
     if not no_flash_attn(module):
         return

@@ -22,8 +22,7 @@ from fp8booster.reading import COPY_AGAIN, faults_named, read_index
 def async_save_without_tensornvme(module: ModuleType, replacements: Replacements) -> None:
     """`use_async=True` writes checkpoints in a thread where tensornvme is not installed.
 
-    Without it: NameError: name 'AsyncFileWriter' is not defined. No longer needed when
-    colossalai.utils.safetensors defines that name without tensornvme.
+    Without it: NameError: name 'AsyncFileWriter' is not defined.
     """
     if not hasattr(module, "AsyncFileWriter"):
         replacements.set(module, "AsyncFileWriter", BackgroundFileWriter)
@@ -37,8 +36,7 @@ def async_save_without_tensornvme(module: ModuleType, replacements: Replacements
 def gemini_loads_tied_weights(upstream: Callable, self: Any, state_dict: dict, *args: Any) -> None:
     """A checkpoint that has a tied weight under each of its names, as Gemini's own, loads.
 
-    Without it: RuntimeError: Unexpected key(s) in state_dict: "lm_head.weight". No longer needed when
-    `GeminiDDP._load_from_state_dict` takes each name of a parameter.
+    Without it: RuntimeError: Unexpected key(s) in state_dict: "lm_head.weight".
     """
     names = {name for name, _ in self.module.named_parameters()}
     tied = {name for name, _ in self.module.named_parameters(remove_duplicate=False)} - names
@@ -60,8 +58,7 @@ def shards_name_a_tied_weight_once(
 ) -> None:
     """Shards that hold a tied weight under one of its names load where every name is asked for.
 
-    Without it: RuntimeError: Missing key(s) in state_dict: "lm_head.weight". No longer needed when
-    `load_state_dict_into_model(model, shard, missing, strict=True)` counts no name whose weight another name loaded.
+    Without it: RuntimeError: Missing key(s) in state_dict: "lm_head.weight".
     """
     from colossalai.interface.model import PeftUnwrapMixin
 
@@ -84,8 +81,7 @@ def shards_name_a_tied_weight_once(
 def sharded_checkpoint_keeps_its_config(module: ModuleType, replacements: Replacements) -> None:
     """`save_model(shard=True)` writes config.json beside the weights.
 
-    Without it the file is left out in silence, and `from_pretrained` cannot load the checkpoint. No longer
-    needed when colossalai.checkpoint_io.utils.save_config_file writes config.json under transformers 5.
+    Without it the file is left out in silence, and `from_pretrained` cannot load the checkpoint.
     """
     import transformers.modeling_utils  # here, not above: importing fp8booster.colossal must stay cheap
 
@@ -114,8 +110,7 @@ def sharded_checkpoint_keeps_its_config(module: ModuleType, replacements: Replac
 def an_index_names_files_of_its_folder(upstream: Callable, self: Any, json_path: str) -> None:
     """The index of a checkpoint is checked before a file that it names is opened.
 
-    Without it `../other/model.safetensors` is read, and a damaged index ends in an error without its name. No longer
-    needed when `CheckpointIndexFile.from_file` refuses such a name.
+    Without it `../other/model.safetensors` is read, and a damaged index ends in an error without its name.
     """
     path = Path(json_path)
     # where stages of a pipeline write, and read, indices of files that lie in the folder above
@@ -132,8 +127,7 @@ def an_index_names_files_of_its_folder(upstream: Callable, self: Any, json_path:
 def a_file_with_code_is_not_to_be_trusted(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
     """What torch does not load is answered with the file's name and the advice not to trust it, for every plugin.
 
-    Without it: UnpicklingError, with torch's advice to load the file with weights_only=False, which runs its code. No
-    longer needed when `CheckpointIO.load_model` of such a file does not quote it.
+    Without it: UnpicklingError, with torch's advice to load the file with weights_only=False, which runs its code.
     """
     with faults_named():
         return upstream(*args, **kwargs)
@@ -150,8 +144,7 @@ def pipeline_stages_load_a_weight_that_they_share(
 ) -> None:
     """A stage whose name of a tied weight is not in a checkpoint takes it from the stage whose name is.
 
-    Without it the last stage keeps the head that it had, without a word. No longer needed when a pipeline with tied
-    embeddings has one value in both after `load_model` of a checkpoint without `lm_head.weight`.
+    Without it the last stage keeps the head that it had, without a word.
     """
     shared = _shared_between_stages(model)
     with _found({parameter for parameter, _ in shared}, model.unwrap()) as found:

@@ -38,7 +38,7 @@ def streams_have_queues_of_their_own(module: ModuleType, replacements: Replaceme
 
     Without it colossalai sets CUDA_DEVICE_MAX_CONNECTIONS=1 when it is imported, whatever the user has set: all streams
     share one queue, and the next forward waits behind the weights that are sent meanwhile. What the user has set is
-    kept. No longer needed when importing colossalai leaves the variable as it was.
+    kept.
     """
     if os.environ.get(VARIABLE) == _GIVEN:
         return

@@ -22,8 +22,7 @@ def hccl_is_unavailable(module: ModuleType, replacements: Replacements) -> None:
     """`is_hccl_available()` answers False and `Backend.HCCL` has its name where PyTorch was not built with HCCL.
 
     Without it pipeline communication on a CPU build raises AttributeError: module 'torch.distributed' has no
-    attribute 'is_hccl_available'; on a CUDA build over gloo, type object 'Backend' has no attribute 'HCCL'. No longer
-    needed when colossalai does not ask for either.
+    attribute 'is_hccl_available'; on a CUDA build over gloo, type object 'Backend' has no attribute 'HCCL'.
     """
     if not hasattr(module, "is_hccl_available"):
         replacements.set(module, "is_hccl_available", lambda: False)
@@ -40,8 +39,7 @@ def ranks_of_a_node_are_counted(module: ModuleType, replacements: Replacements) 
     """`process_group_is_intranode` reads the variable that is set, not LOCAL_WORLD_SIZE in its stead.
 
     Without it: KeyError: 'LOCAL_WORLD_SIZE' under Open MPI and SLURM, and ZeroDivisionError without a
-    launcher and a GPU, as soon as fp8_communication is on. No longer needed when
-    fp8.py:43 reads `os.environ[var]`.
+    launcher and a GPU, as soon as fp8_communication is on.
     """
 
     def process_group_is_intranode(pg: dist.ProcessGroup | None) -> bool:

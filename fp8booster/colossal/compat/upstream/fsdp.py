@@ -29,8 +29,7 @@ def fsdp_makes_optimizers_anew(
 ) -> tuple:
     """TorchFSDPPlugin makes the optimizer anew from those of its defaults that its constructor takes.
 
-    Without it: TypeError: AdamW.__init__() got an unexpected keyword argument 'decoupled_weight_decay'. No longer
-    needed when the plugin boosts a model with torch.optim.AdamW.
+    Without it: TypeError: AdamW.__init__() got an unexpected keyword argument 'decoupled_weight_decay'.
     """
     for name in () if optimizer is None else _unknown_defaults(optimizer):
         del optimizer.defaults[name]  # its constructor sets it again
@@ -51,7 +50,7 @@ def fsdp_keeps_parameter_groups(
     Without it there is one group, with the optimizer's defaults: the first step after a warm-up's start is taken at the
     full learning rate, and a schedule of several groups raises ValueError: zip() argument 2 is longer than argument 1
     (PyTorch 2.13). FSDP flattens the parameters of a unit to one unless it is told to keep the original ones; several
-    groups need these. No longer needed when the groups and their options are the same after boost.
+    groups need these.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     options = self.fsdp_kwargs
@@ -80,8 +79,7 @@ def _unknown_defaults(optimizer: Optimizer) -> set[str]:
 def fsdp_clips_by_the_whole_norm(module: ModuleType, replacements: Replacements) -> None:
     """FSDP's optimizer clips by the norm of the whole gradient, the same on every rank.
 
-    Without it each rank clips its part of the gradient by that part's norm. No longer needed when
-    `optimizer.clip_grad_by_norm` returns the same norm on all ranks.
+    Without it each rank clips its part of the gradient by that part's norm.
     """
 
     def clip_grad_by_norm(

@@ -16,8 +16,7 @@ _OPTIMIZER = "zero.gemini.gemini_optimizer:GeminiOptimizer"
 def offloaded_gradients_are_scaled(upstream: Callable, self: Any, closure: Any = None, div_scale: float = -1) -> Any:
     """BF16 gradients on the host are divided by `div_scale` in HybridAdam, as all others are.
 
-    Without it clipping does nothing to them. No longer needed when `HybridAdam.step(div_scale=2.0)` halves such a
-    gradient.
+    Without it clipping does nothing to them.
     """
     for parameter in (each for group in self.param_groups for each in group["params"] if div_scale > 0):
         gradient = parameter.grad
@@ -30,8 +29,7 @@ def offloaded_gradients_are_scaled(upstream: Callable, self: Any, closure: Any =
 def gemini_forgets_gradients_that_overflowed(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """A skipped step ends the accumulation of gradients, as any other step does.
 
-    Without it the next backward adds to gradients that are infinite, so that every step from then on is skipped. No
-    longer needed when `chunk_manager.accumulating_grads` is False after a step that was skipped.
+    Without it the next backward adds to gradients that are infinite, so that every step from then on is skipped.
     """
     result = upstream(self, *args, **kwargs)
     self.module.chunk_manager.accumulating_grads = False
@@ -43,8 +41,7 @@ def evaluation_leaves_nothing_on_the_way(upstream: Callable, self: Any) -> None:
     """What the last operator of an evaluation fetches ahead has arrived, and is forgotten, before chunks are released.
 
     Without it the next forward takes such a chunk for a gathered one and reads memory that is gone: a crash at the
-    second evaluation, or at the next training step. No longer needed when `gemini_manager.async_works` is empty after
-    a forward without gradients.
+    second evaluation, or at the next training step.
     """
     works = self.gemini_manager.async_works
     for work in works.values():
@@ -62,8 +59,7 @@ def accumulated_gradients_count_once(upstream: Callable, self: Any, chunk: Any) 
     """Gradients of earlier micro-batches that every rank holds are not multiplied by the number of ranks.
 
     Without it they weigh more: each rank adds them before the sum over ranks, which the division by their number
-    undoes, and a factor is applied that is right for shards, which one rank adds. No longer needed when a model under
-    `min_chunk_size_m` gives the same gradients from two micro-batches as from one batch of both.
+    undoes, and a factor is applied that is right for shards, which one rank adds.
     """
     if chunk.grad_chunk is not None and chunk.grad_chunk.is_gathered:
         chunk.grad_chunk.cuda_global_chunk.div_(chunk.pg_size)
@@ -81,8 +77,7 @@ def tensor_parallel_states_are_gathered(
     """States of parameters that tensor parallelism has sharded are collected whole.
 
     Without it the number of steps is taken for a sharded tensor: AssertionError: Cannot compare difference for two
-    sharding specs with different length; and of what is gathered nothing is kept. No longer needed when
-    `GeminiOptimizer.state_dict()` returns with tp_size=2.
+    sharding specs with different length; and of what is gathered nothing is kept.
     """
     parameter = self.id_to_real_params[param_id]
     sharding = {name: vars(parameter)[name] for name in _SHARDING if name in vars(parameter)}
@@ -130,8 +125,7 @@ def loss_of_a_sharded_vocabulary_scales_its_gradient(upstream: Callable, ctx: An
     """The gradient of the loss over a sharded vocabulary is that of the mean over tokens, under Gemini too.
 
     Without it all gradients are as many times too large as there are tokens: the scaling in place makes a copy that is
-    dropped, since in ColoTensors, which Gemini's activations are, `mul_` is a `mul`. No longer needed when
-    `cross_entropy_1d` of a ColoTensor has the gradient that it has of a tensor.
+    dropped, since in ColoTensors, which Gemini's activations are, `mul_` is a `mul`.
     """
     with torch._C.DisableTorchFunction():
         return upstream(ctx, gradient)
@@ -144,7 +138,6 @@ def loss_is_of_the_ranks_own_tokens(
     """The loss is summed over the ranks that share a sequence, which is no other where no group is named.
 
     Without it all ranks of the job are taken where none is named, as Gemini does: gradients are divided by their
-    number. No longer needed when `dist_cross_entropy` with `ShardConfig(enable_tensor_parallelism=False)` is that of
-    its arguments.
+    number.
     """
     return input_ if process_group is None else upstream(input_, process_group, *args, **kwargs)

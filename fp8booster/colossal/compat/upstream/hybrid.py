@@ -31,8 +31,7 @@ def masters_are_plain_tensors(upstream: Callable, self: Any, *args: Any, **kwarg
     """The FP32 masters of HybridParallelPlugin with zero_stage=0 are plain tensors, which change in place.
 
     Without it those of ColoParameters (made by native use_fp8) are ColoTensors, whose `mul_` is a `mul`: moments of
-    AdamW never decay, and the loss is NaN by the third step. No longer needed when the `parameters` of
-    `MixedPrecisionOptimizer(AdamW([ColoParameter(torch.zeros(1).bfloat16())]), "bf16")` hold no ColoTensor.
+    AdamW never decay, and the loss is NaN by the third step.
     """
     upstream(self, *args, **kwargs)
     for master, working in self.master_to_working_map.items():
@@ -49,8 +48,7 @@ def adapters_need_a_whole_model(upstream: Callable, self: Any, *args: Any, **kwa
     """LoRA is refused with a sentence where tensor parallelism or a pipeline would cut the model.
 
     Without it tensor parallelism raises an AssertionError without words, and a pipeline fails when the model is boosted
-    (AttributeError: no attribute 'embed_tokens'), for the policies do not look behind peft's wrapper. No longer needed
-    when such a model trains.
+    (AttributeError: no attribute 'embed_tokens'), for the policies do not look behind peft's wrapper.
     """
     if self.tp_size > 1 or self.pp_size > 1:
         raise ValueError(
@@ -69,8 +67,7 @@ def parts_of_gradients_are_added_once(module: ModuleType, replacements: Replacem
     """A gradient of which each rank has a part is added over the ranks once for each micro-batch.
 
     Without it what has accumulated is added after each backward: with two ranks, the first of two micro-batches counts
-    twice in the gradients of normalization weights, and of weights that pipeline stages share. No longer needed when
-    those gradients are the same with and without `no_sync` for the first micro-batch.
+    twice in the gradients of normalization weights, and of weights that pipeline stages share.
     """
     from fp8booster.colossal.hybrid.gradients import gradients_to_sum, shared_between_stages
 

@@ -17,8 +17,7 @@ from fp8booster.colossal.compat.replacements import Replacements
 def gpt2_needs_no_labels(module: ModuleType, replacements: Replacements) -> None:
     """A sharded GPT-2 gives its logits without labels.
 
-    Without it UnboundLocalError: cannot access local variable 'loss', in every mode. No longer needed when
-    `GPT2PipelineForwards.gpt2_lmhead_model_forward` runs without labels.
+    Without it UnboundLocalError: cannot access local variable 'loss', in every mode.
     """
     none = object()
 
@@ -62,7 +61,7 @@ def _with_a_mask(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
     """A sharded model takes a batch without a mask for one without padding.
 
     Without it: AttributeError: 'NoneType' object has no attribute 'bool', 'size' or 'device', and in a pipeline the
-    stages before wait for ever. No longer needed when these forwards run without attention_mask, in a pipeline too.
+    stages before wait for ever.
     """
     given = inspect.signature(upstream).bind(*args, **kwargs)
     config = given.arguments.get("shard_config")

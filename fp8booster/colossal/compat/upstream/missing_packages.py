@@ -43,7 +43,6 @@ def galore_torch_is_optional(replacements: Replacements) -> None:
     """GaLoreAdamW and GaLoreAdafactor say what to install when made, not when colossalai is imported.
 
     Without it `import colossalai.booster` raises ModuleNotFoundError: No module named 'galore_torch'.
-    No longer needed when colossalai imports without galore_torch.
     """
     _stand_in(replacements, "galore_torch", "galore-torch", {"galore_torch": ("GaLoreAdafactor", "GaLoreAdamW")})
 
@@ -58,7 +57,6 @@ def bitsandbytes_is_optional(replacements: Replacements) -> None:
     """The 8-bit GaLore optimizers say what to install when made, not when colossalai is imported.
 
     Without it `import colossalai.booster` raises ModuleNotFoundError: No module named 'bitsandbytes'.
-    No longer needed when colossalai imports without bitsandbytes.
     """
     modules = {"bitsandbytes": (), "bitsandbytes.optim": (), "bitsandbytes.optim.optimizer": ("Optimizer2State",)}
     _stand_in(replacements, "bitsandbytes", "bitsandbytes", modules)
@@ -69,7 +67,6 @@ def quantized_lora_names_bitsandbytes(module: ModuleType, replacements: Replacem
     """`enable_lora(quantize=True)` says that it needs bitsandbytes.
 
     Without it: NameError: name 'IS_8BIT_BNB_AVAILABLE' is not defined (and the 4-bit one).
-    No longer needed when colossalai.quantization.bnb defines those names in every case.
     """
 
     def quantize_model(*_: Any, **__: Any) -> NoReturn:

@@ -17,8 +17,7 @@ from fp8booster.colossal.temporarily import temporarily
 def opt_attention_takes_positions(upstream: Callable, shard_config: Any) -> Callable:
     """OPT's flash attention takes the positions that transformers' layers give, and needs none.
 
-    Without it: TypeError: forward() got an unexpected keyword argument 'position_ids', and then 'cache_position'. No
-    longer needed when what `get_opt_flash_attention_forward` returns has these arguments.
+    Without it: TypeError: forward() got an unexpected keyword argument 'position_ids', and then 'cache_position'.
     """
     attention = upstream(shard_config)
 
@@ -38,7 +37,7 @@ def opt_attention_takes_positions(upstream: Callable, shard_config: Any) -> Call
 def opt_is_sharded_with_any_attention(upstream: Callable, self: Any) -> dict[Any, Any]:
     """OPT is sharded whichever attention of transformers it has.
 
-    Without it: KeyError: 'sdpa'. No longer needed when `OPTPolicy.module_policy` knows OPTSdpaAttention.
+    Without it: KeyError: 'sdpa'.
     """
     from transformers.models.opt import modeling_opt
 
@@ -61,8 +60,7 @@ def t5_stages_return_all_gradients(upstream: Callable, *args: Any, **kwargs: Any
     """Stages of T5 go backward through all that they sent: position biases and the encoder's output too.
 
     Without it they go through `hidden_states` alone: the table of relative positions learns from the first stage's
-    layers only, and the encoder from the first of the decoder's stages. No longer needed when what `t5_stack_forward`
-    returns on a first stage of two has no "backward_tensor_keys", or names the position bias there.
+    layers only, and the encoder from the first of the decoder's stages.
     """
     output = upstream(*args, **kwargs)
     if type(output) is dict:
@@ -80,7 +78,7 @@ def t5_decoders_go_on_in_later_stages(upstream: Callable, *args: Any, **kwargs: 
     """Later stages of T5's decoder make their masks from hidden states.
 
     Without it: AttributeError: 'NoneType' object has no attribute 'device' (or 'dtype', where a mask is given), and
-    the stages before wait for ever. No longer needed when `t5_stack_forward` runs on the second of a decoder's stages.
+    the stages before wait for ever.
     """
     given = inspect.signature(upstream).bind(*args, **kwargs).arguments
     starts = (0, given["decoder_starting_stage"])
@@ -98,8 +96,7 @@ def t5_decoders_go_on_in_later_stages(upstream: Callable, *args: Any, **kwargs: 
 def command_prepares_masks_for_its_attention(upstream: Callable, self: Any) -> nn.Module:
     """Command-R's policy switches flash attention on before the first forward, as its attention does within it.
 
-    Without it: AssertionError: Flash Attention Error: attention_mask should be a dict. No longer needed when a
-    CohereForCausalLM trains under HybridParallelPlugin(tp_size=2, pp_size=1).
+    Without it: AssertionError: Flash Attention Error: attention_mask should be a dict.
     """
     self.shard_config.enable_flash_attention = True
     return upstream(self)
@@ -113,8 +110,7 @@ def command_prepares_masks_for_its_attention(upstream: Callable, self: Any) -> n
 def norms_of_command_are_added_up(upstream: Callable, self: Any) -> Any:
     """Command-R's norms, of which each rank sees its part of the sequence, get the whole gradient.
 
-    Without it each rank trains its copy by the tokens that it holds, and the copies diverge. No longer needed when they
-    are marked by `SeqParallelUtils` as those of other models are.
+    Without it each rank trains its copy by the tokens that it holds, and the copies diverge.
     """
     from colossalai.shardformer.layer.utils import SeqParallelUtils, is_share_sp_tp
 
@@ -136,8 +132,7 @@ def mixtral_along_a_sequence_is_refused(upstream: Callable, self: Any) -> dict:
     """Sequence parallelism is refused for Mixtral when the model is boosted.
 
     Without it every forward raises AttributeError: 'MixtralModel' object has no attribute '_attn_implementation', and
-    behind that heads and tokens change places on the way to attention. No longer needed when a Mixtral with
-    `sequence_parallelism_mode="all_to_all"` gives the loss of one process.
+    behind that heads and tokens change places on the way to attention.
     """
     if self.shard_config.enable_sequence_parallelism:
         raise ValueError(

@@ -19,8 +19,7 @@ def moe_waits_for_gathered_weights(upstream: Callable, self: Any, *args: Any, **
     """MoeHybridParallelPlugin's modules wait for the weights that ZeRO still gathers when they run.
 
     Without it the plugin passes overlap_allgather to the optimizer and not to the model's wrapper, so that nothing
-    waits, and a forward may read weights of the step before. No longer needed when its modules wait for a parameter's
-    gather handle.
+    waits, and a forward may read weights of the step before.
     """
     from colossalai.zero.low_level.zero_hook import wait_all_gather_handle
 
@@ -47,8 +46,7 @@ def moe_spreads_experts_with_zero_alone(
     """Training without ZeRO is refused for experts that are spread over ranks, since their gradients would be mixed.
 
     Without it the ranks of pipelines average the gradients of different experts, each of which its rank alone holds;
-    without a pipeline NameError: name 'dp_group' is not defined. No longer needed when with ep_size=2, pp_size=2 and
-    zero_stage=0 the gradients of experts are averaged over `moe_dp_group`, and norms count every rank's experts.
+    without a pipeline NameError: name 'dp_group' is not defined.
     """
     trains = optimizer is not None or self.pp_size == 1  # without a pipeline it fails in any case
     if self.ep_size > 1 and self.zero_stage == 0 and trains:
@@ -68,7 +66,7 @@ def moe_saves_spread_experts_in_shards(upstream: Callable, self: Any, *args: Any
     """Saving a model whose experts are spread over ranks to one file is refused, since the file would be wrong.
 
     Without it the first rank's experts are written with those of other ranks behind them in the same tensor, and the
-    others' are missing. No longer needed when `booster.save_model(model, path)` with ep_size=2 writes every expert.
+    others' are missing.
     """
     if self.ep_size > 1:
         raise ValueError(
@@ -86,8 +84,7 @@ def moe_saves_spread_experts_in_shards(upstream: Callable, self: Any, *args: Any
 def moe_waits_before_saving(upstream: Callable, self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """MoECheckpointIO makes the model's weights ready before it reads them, as the other plugins' checkpoints do.
 
-    Without it weights that ZeRO still gathers are saved as they are by then. No longer needed when
-    `save_sharded_model` calls `model._force_wait_all_gather`.
+    Without it weights that ZeRO still gathers are saved as they are by then.
     """
     model._force_wait_all_gather()
     upstream(self, model, *args, **kwargs)
@@ -104,7 +101,7 @@ def moe_saves_what_a_state_dict_holds(
     """MoECheckpointIO writes no buffers that are left out of state dicts.
 
     Without it a Mixtral's checkpoint holds "model.rotary_emb.inv_freq", and LowLevelZeroPlugin and others do not load
-    it: Unexpected key(s). No longer needed when the checkpoint's keys are those of the model's state dict.
+    it: Unexpected key(s).
     """
     from colossalai.utils import get_non_persistent_buffers_set
 

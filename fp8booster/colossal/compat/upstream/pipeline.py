@@ -20,7 +20,7 @@ def zero_bubble_adds_weight_gradients(module: ModuleType, replacements: Replacem
     """`WeightGradStore.pop` adds the gradient that a product returns to the one that is there.
 
     Without it only apex's products, which add by themselves, count after a weight's first micro-batch; the gradients
-    that others return are dropped. No longer needed when the second of two micro-batches changes `weight.grad`.
+    that others return are dropped.
     """
     store = module.WeightGradStore
     weight = SimpleNamespace(grad=torch.zeros(()))
@@ -56,7 +56,7 @@ def zero_bubble_finds_the_parameter(module: ModuleType, replacements: Replacemen
 
     Without it they give the one that autograd saved. Under checkpointing, of the kind that Colossal-AI's plugin asks
     for, that is another tensor, whose gradient nobody reads: the layer does not train. A frozen weight gets a gradient,
-    and its product is computed for nothing. No longer needed when `weight.grad` is there after a checkpointed pass.
+    and its product is computed for nothing.
     """
     store = module.WeightGradStore
 
@@ -87,7 +87,7 @@ def zero_bubble_forgets_its_handles(upstream: Callable, self: Any, *args: Any, *
     """A step of the zero-bubble schedule waits for its own messages, not for those of all steps before.
 
     Without it every handle is kept for good, and the second step waits a second time for the first one's messages,
-    which with gloo never ends. No longer needed when `scheduler.wait_handles` is empty after a step.
+    which with gloo never ends.
     """
     self.wait_handles = []
     try:
@@ -101,8 +101,7 @@ def zero_bubble_adds_up_the_loss(upstream: Callable, self: Any, *args: Any, **kw
     """The zero-bubble schedule adds up losses that are ColoTensors too.
 
     Without it `execute_pipeline` returns a loss of 0: with late gathers every output is a ColoTensor, which turns the
-    `add_` that it is given to into an `add`. No longer needed when `forward_step` of a model's last chunk changes
-    `accum_loss` where the criterion returns a ColoTensor.
+    `add_` that it is given to into an `add`.
     """
     given = inspect.signature(upstream).bind(self, *args, **kwargs)
     total = given.arguments.pop("accum_loss", None)
@@ -125,8 +124,7 @@ def interleaved_sends_metadata(
     """Without a metadata cache the interleaved schedule sends metadata with every message.
 
     Without it they lack after each micro-batch that ends on this stage, while the receiver waits for them: the ranks
-    hang. No longer needed when `send_forward_recv_forward` on a model's last chunk leaves `send_tensor_metadata` as it
-    was.
+    hang.
     """
     is_forward = "forward" in upstream.__name__
     flag = "send_tensor_metadata" if is_forward else "send_grad_metadata"
@@ -143,7 +141,7 @@ def interleaved_waits_for_what_it_sends(module: ModuleType, replacements: Replac
     """A step of the interleaved schedule ends when its messages have left.
 
     Without it the handles of the last ones are dropped, and with gloo a message may go with its handle: the receiver
-    hangs. No longer needed when a handle that `send_backward` returned has been waited for after the step.
+    hangs.
     """
 
     def send(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> list:
@@ -176,7 +174,7 @@ def stages_return_gradients_in_tuples(
     """Stages of 1F1B pipelines send back the gradients of tensors that came in a tuple, too.
 
     Without it a Mixtral's loss that balances its experts, which the last stage makes of all router logits, reaches the
-    routers of the last stage alone. No longer needed when `backward_step` gives a gradient for {"a": (tensor,)}.
+    routers of the last stage alone.
     """
     return upstream(self, optimizer, _without_tuples(input_obj), _without_tuples(output_obj), output_obj_grad)
 
@@ -203,8 +201,7 @@ def zero_bubble_scales_the_loss(upstream: Callable, self: Any, tensor: Any, grad
     """In FP16 a loss that goes backward without a gradient of its own is scaled, as `backward` scales it.
 
     Without it the zero-bubble schedule, which gives the loss to `backward_by_grad`, leaves it as it is, and the
-    gradients are divided by the scale all the same: they vanish. No longer needed when
-    `pre_backward_by_grad([loss], [None])` gives it.
+    gradients are divided by the scale all the same: they vanish.
     """
     grad = upstream(self, tensor, grad)
     if not isinstance(grad, (list, tuple)):
@@ -231,8 +228,7 @@ def chunks_are_refused_where_there_are_none(upstream: Callable, self: Any) -> An
 
     Without it one stage raises AttributeError: 'PipelineStageManager' object has no attribute 'stage_indices', or an
     IndexError, and the others wait for ever; under zero-bubble the policies of Qwen2 and Command-R raise
-    UnboundLocalError, those of GPT-2 and BERT RuntimeError: Failed to replace. No longer needed when the policies of
-    OPT, T5 and ViT set `stage_indices`, and the others shard their models with pp_style="zbv" and tp_size=1.
+    UnboundLocalError, those of GPT-2 and BERT RuntimeError: Failed to replace.
     """
     stages = self.shard_config.pipeline_stage_manager
     if stages is not None and stages.is_interleave:

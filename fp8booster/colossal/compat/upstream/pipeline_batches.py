@@ -25,8 +25,7 @@ _LOAD_BATCH = " ".join(
 def zero_bubble_evaluates(module: ModuleType, replacements: Replacements) -> None:
     """The zero-bubble schedule runs forward alone, for as many micro-batches as it trains with.
 
-    Without it AttributeError: 'list' object has no attribute 'type': it takes the stages' schedules for one. No longer
-    needed when `execute_pipeline` returns a loss under `torch.no_grad`.
+    Without it AttributeError: 'list' object has no attribute 'type': it takes the stages' schedules for one.
     """
 
     def run_forward_only(
@@ -93,7 +92,7 @@ def evaluation_leaves_training_as_it_was(upstream: Callable, self: Any, *args: A
     """Schedules forget the size of an evaluation's batch, and what they changed for it.
 
     Without it the next training step ends in an AssertionError, and if the sizes are equal metadata is sent with every
-    message for good. No longer needed when a schedule trains on after `load_batch` saw another size.
+    message for good.
     """
     before = {name: copy(vars(self)[name]) for name in _OF_TRAINING if name in vars(self)}
     try:
@@ -111,8 +110,7 @@ def metadata_is_kept_of_tensors_alone(module: ModuleType, replacements: Replacem
     """A stage keeps the metadata of messages that are all tensors, and receives that of others with each.
 
     Without it AssertionError: Only support tensor for fast send, while the stage before waits for ever: the sender
-    gives the metadata of such messages every time, the receiver looks for it once. No longer needed when
-    `recv_forward` of a message that holds None leaves `tensor_metadata_recv` empty.
+    gives the metadata of such messages every time, the receiver looks for it once.
     """
 
     def create_send_metadata(upstream: Callable, message: Any) -> Any:
@@ -142,8 +140,7 @@ def metadata_is_kept_of_equal_batches_alone(upstream: Callable, self: Any, *args
     """Schedules forget the metadata of messages when a batch has other shapes than the one before.
 
     Without it a stage receives into tensors of the former shapes: it raises, or the ranks hang. Every stage loads the
-    same batch, so all forget at once and none has to be told. No longer needed when `load_batch` of longer sequences
-    leaves `tensor_metadata_recv` empty.
+    same batch, so all forget at once and none has to be told.
     """
     upstream(self, *args, **kwargs)
     leaves, tree = tree_flatten(self.batch)
@@ -167,7 +164,7 @@ def training_batches_differ_in_size(upstream: Callable, self: Any, *args: Any, *
     """Schedules cut each training batch anew, by the number or the size of micro-batches that the user gave.
 
     Without it AssertionError at the first batch of another size. Zero-bubble refuses as many micro-batches as its
-    nodes are not for. No longer needed when `load_batch` in training takes 4 rows, then 6.
+    nodes are not for.
     """
     names = ("num_microbatch", "num_microbatches", "microbatch_size")
     sizes = {name: vars(self)[name] for name in names if name in vars(self)}

@@ -18,8 +18,7 @@ from fp8booster.colossal.compat.replacements import Replacements
 def bf16_autocasts(module: ModuleType, replacements: Replacements) -> None:
     """`Booster(mixed_precision="bf16")` runs model and criterion under autocast to BF16.
 
-    Without it: TypeError: Can't instantiate abstract class BF16MixedPrecision. No longer needed when that class
-    has a `configure`.
+    Without it: TypeError: Can't instantiate abstract class BF16MixedPrecision.
     """
     if not module.BF16MixedPrecision.__abstractmethods__:
         return
@@ -46,8 +45,7 @@ def bf16_autocasts(module: ModuleType, replacements: Replacements) -> None:
 def empty_precisions_are_refused(module: ModuleType, replacements: Replacements) -> None:
     """`Booster(mixed_precision=...)` says what to give instead of a precision that colossalai names and does not have.
 
-    Without it: TypeError: Can't instantiate abstract class FP8MixedPrecision. No longer needed when no class in
-    `mixed_precision._mixed_precision_mapping` is abstract.
+    Without it: TypeError: Can't instantiate abstract class FP8MixedPrecision.
     """
     mapping = module._mixed_precision_mapping
     empty = {name for name, precision in mapping.items() if precision.__abstractmethods__}
@@ -78,8 +76,7 @@ def no_sync_reaches_ddp_under_mixed_precision(
 ) -> AbstractContextManager:
     """`Booster.no_sync` takes a model that the mixed precision has wrapped.
 
-    Without it: AssertionError: Model is not boosted by TorchDDPPlugin. No longer needed when
-    `booster.no_sync(model)` returns with mixed_precision="fp16".
+    Without it: AssertionError: Model is not boosted by TorchDDPPlugin.
     """
     from colossalai.interface import ModelWrapper
 
@@ -93,7 +90,6 @@ def fp16_optimizer_is_unwrapped_wholly(module: ModuleType, replacements: Replace
     """The torch optimizer is found beneath both wrappers: the plugin's, and that of the mixed precision.
 
     Without it loading a sharded optimizer raises AttributeError: 'OptimizerWrapper' object has no attribute 'state'.
-    No longer needed when `optimizer.unwrap()` of a boosted optimizer is a torch.optim.Optimizer.
     """
 
     def unwrap(self) -> torch.optim.Optimizer:

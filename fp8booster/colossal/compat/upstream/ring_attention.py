@@ -23,8 +23,7 @@ _RING = 'sequence_parallelism_mode="ring_attn"'
 def ring_attention_runs_on_pytorch(module: ModuleType, replacements: Replacements) -> None:
     """Ring attention computes by PyTorch's own flash attention, on the CPU too.
 
-    Without it: RuntimeError: Flash Attention is not installed. No longer needed when
-    `RingAttention.prepare_varlen_batch` and `.attention` run without the flash-attn package.
+    Without it: RuntimeError: Flash Attention is not installed.
     """
 
     def attention(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -46,8 +45,7 @@ def ring_attention_knows_padding(module: ModuleType, replacements: Replacements)
     """Each sequence of a padded batch has its own positions along the ring, and padding has no label.
 
     Without it the tokens of shorter sequences are rotated as if they stood where those of the longest do, and padding
-    is trained to predict token 0. No longer needed when `RingAttention.prepare_varlen_batch` gives position ids of
-    [batch, length], and labels of -100 for padding.
+    is trained to predict token 0.
     """
 
     def prepare_varlen_batch(
@@ -85,8 +83,7 @@ def ring_attention_knows_padding(module: ModuleType, replacements: Replacements)
 def rings_need_no_labels(module: ModuleType, replacements: Replacements) -> None:
     """Models with ring attention give the logits of this rank's tokens, as they do with labels.
 
-    Without it TypeError: 'NoneType' object is not iterable. No longer needed when a LLaMA under ring_attn runs without
-    labels, with padding and without.
+    Without it TypeError: 'NoneType' object is not iterable.
     """
 
     def prepare_varlen_batch(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -113,8 +110,7 @@ def ring_attention_is_refused_where_there_is_none(
 ) -> Any:
     """`ring_attn` is refused for models whose attention does not run in a ring, with the modes that they have.
 
-    Without it the first forward raises AssertionError: Invalid sp_mode, or an error about sizes that do not fit. No
-    longer needed when all models that take `ring_attn` train.
+    Without it the first forward raises AssertionError: Invalid sp_mode, or an error about sizes that do not fit.
     """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if self.shard_config.sequence_parallelism_mode == "ring_attn" and kind not in ("llama", "gpt2"):
@@ -130,8 +126,7 @@ def llama_rings_keep_positions_in_a_pipeline(module: ModuleType, replacements: R
     """Later stages of a pipeline rotate the tokens of a ring's ranks by their places in the whole sequence.
 
     Without it each rank of a later stage takes its tokens for the first of the sequence, so that distances between
-    tokens of different ranks are wrong. No longer needed when `LlamaPipelineForwards.llama_model_forward`, run as two
-    stages under ring_attn, gives what it gives as one.
+    tokens of different ranks are wrong.
     """
 
     def llama_model_forward(upstream: Callable, *args: Any, **kwargs: Any) -> Any:

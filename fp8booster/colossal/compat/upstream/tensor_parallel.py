@@ -31,7 +31,7 @@ def ring_gathers_what_others_hold(
     """The ring of sequence parallelism gathers every rank's part of the input for the weight's gradient.
 
     Without it the gathered input holds this rank's part in other ranks' places, and weight gradients of column parallel
-    layers are wrong. No longer needed when `_ring_as_gather` gives the inputs that an all-gather gives.
+    layers are wrong.
     """
     inputs: list[dict[str, torch.Tensor]] = []
 
@@ -54,9 +54,7 @@ def ring_gathers_what_others_hold(
 def biases_along_a_sequence_are_added_up(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """The bias of a row parallel layer, which each rank adds to its part of the sequence, gets the whole gradient.
 
-    Without it each rank trains its copy by the tokens that it holds, and the copies diverge. No longer needed when
-    `SeqParallelUtils.is_sp_partial_derived_param(Linear1D_Row(..., seq_parallel_mode="split_gather").bias)`, and so for
-    fused layers and GPT-2's.
+    Without it each rank trains its copy by the tokens that it holds, and the copies diverge.
     """
     from colossalai.shardformer.layer.utils import SeqParallelUtils, is_share_sp_tp
 
@@ -78,8 +76,7 @@ def norms_are_fused_where_apex_is(module: ModuleType, replacements: Replacements
     """`enable_fused_normalization` without apex keeps the model's norms, marked for sequence parallelism as they must.
 
     Without it: TypeError: 'NoneType' object is not callable, NameError: FusedLayerNormWithHook, or norms whose
-    gradients the ranks of split_gather do not add up. No longer needed when `FusedRMSNorm.from_native_module` returns
-    without apex.
+    gradients the ranks of split_gather do not add up.
     """
     for fused, plain in (("FusedRMSNorm", module.RMSNorm), ("FusedLayerNorm", module.LayerNorm)):
         if getattr(module, f"{fused}WithHook", None) is None:
