@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_map_only
 from fp8booster.colossal.gemini.chunks import FP8Chunk
 from fp8booster.colossal.gemini.gradients import keep_gradient, no_gradient, sum_partial_gradients
 from fp8booster.colossal.gemini.groups import GroupedChunkManager, Plan
-from fp8booster.colossal.gemini.hook import FP8GeminiHook
-from fp8booster.colossal.gemini.layers import gather_for_layers
+from fp8booster.colossal.gemini.layers import FP8GeminiHook, gather_for_layers
 from fp8booster.colossal.gemini.masters import Masters, Part
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.comm import Encoding

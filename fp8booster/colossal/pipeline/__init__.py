@@ -11,24 +11,17 @@ from fp8booster.colossal.pipeline.weight_gradients import defer_weight_gradient
 if TYPE_CHECKING:
     from colossalai.booster.plugin import HybridParallelPlugin
 
-    from fp8booster.comm import Encoding
-
 __all__ = ["FP8PipelineCommunication", "compress_pipeline", "defer_weight_gradient", "zero_bubble_schedule"]
 
 
-def compress_pipeline(
-    plugin: HybridParallelPlugin, *, encoding: Encoding | None = None, min_bytes: int | None = None
-) -> None:
+def compress_pipeline(plugin: HybridParallelPlugin) -> None:
     """Let the stages of a plugin's pipeline send each other FP8, whichever its schedule; without a pipeline, nothing.
 
     Args:
         plugin: made by Colossal-AI's constructor.
-        encoding, min_bytes: as in `comm.send`.
     """
     scheduler = plugin.scheduler
-    if scheduler is None:
-        return
-    native = scheduler.comm
-    options = {} if encoding is None else {"encoding": encoding}
-    scheduler.comm = FP8PipelineCommunication(native.stage_manager, native.overlap_p2p, min_bytes=min_bytes, **options)
-    scheduler.fp8_communication = False  # Colossal-AI's own casts, before and after the transport
+    if scheduler is not None:
+        native = scheduler.comm
+        scheduler.comm = FP8PipelineCommunication(native.stage_manager, native.overlap_p2p)
+        scheduler.fp8_communication = False  # Colossal-AI's own casts, before and after the transport

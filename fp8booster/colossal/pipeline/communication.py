@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from colossalai.pipeline.p2p import (
@@ -25,11 +25,7 @@ from torch.distributed import Work, get_world_size
 from torch.utils._pytree import tree_unflatten
 
 from fp8booster import comm, formats
-from fp8booster.comm.encoding import DEFAULT
 from fp8booster.comm.statistics import count_plain
-
-if TYPE_CHECKING:
-    from colossalai.pipeline.stage_manager import PipelineStageManager
 
 Received = tuple[Any, list[Work]]
 """What arrives, or None, and the handles to wait for before it is used."""
@@ -45,19 +41,6 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
     BF16 and FP16 tensors are encoded, the others are sent as they are, with the reason in `comm.statistics`. Both ends
     decide by the message's metadata: names, shapes and dtypes.
     """
-
-    def __init__(
-        self,
-        stage_manager: PipelineStageManager,
-        overlap_p2p: bool = True,
-        *,
-        encoding: comm.Encoding = DEFAULT,
-        min_bytes: int | None = None,
-    ) -> None:
-        """`stage_manager` and `overlap_p2p` as Colossal-AI has them, `encoding` and `min_bytes` as in `comm.send`."""
-        super().__init__(stage_manager, overlap_p2p)
-        self.encoding = encoding
-        self.min_bytes = min_bytes
 
     def recv_forward(self, prev_rank: int | None = None, metadata_recv: P2PMetadata | None = None) -> Received:
         """Receive what the stage before gives: its activations."""
@@ -188,15 +171,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         """One operation for each tensor of a message."""
         group = self.stage_manager.get_p2p_process_group()
         return [
-            comm.P2POp(
-                op,
-                tensor.contiguous(),
-                peer,
-                group,
-                encoding=self.encoding,
-                min_bytes=self.min_bytes,
-                uncompressed=_uncompressed_reason(name, tensor.dtype),
-            )
+            comm.P2POp(op, tensor.contiguous(), peer, group, uncompressed=_uncompressed_reason(name, tensor.dtype))
             for name, tensor in zip(_names(metadata), tensors, strict=True)
         ]
 
