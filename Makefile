@@ -16,11 +16,25 @@ VENV5  ?= .venv-transformers5
 BIN   := $(VENV)/bin
 READY := $(VENV)/.fp8booster-ready
 READY5 := $(VENV5)/.fp8booster-ready
-# What concerns transformers: models, what is fused of them, the plugins that do not shard them, and the command
-TESTS5 := tests/nn/test_families.py tests/nn/fused tests/nn/test_modules.py tests/nn/linear/test_conv1d.py \
-  tests/plugins/test_low_level_zero_fused.py tests/plugins/test_low_level_zero_native.py \
-  tests/plugins/test_low_level_zero_checkpoints.py tests/plugins/test_torch_ddp.py tests/plugins/test_torch_fsdp_fused.py \
-  tests/colossal/gemini/test_fused.py tests/plugins/test_sharding.py tests/cli/train/test_model_folder.py \
+# What concerns transformers: models and what is fused of them; of each plugin that does not shard them, and of the
+# command, that it trains, communicates, recomputes and saves these models. The rest is the same with any version.
+TESTS5 := tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/test_conv1d.py \
+  $(addprefix tests/nn/fused/test_,causal_lm_loss.py decoder.py fuse.py transformers.py) \
+  tests/plugins/test_low_level_zero_fused.py tests/plugins/test_sharding.py tests/cli/train/test_model_folder.py \
+  $(addprefix tests/plugins/test_low_level_zero_checkpoints.py::test_, \
+    checkpoints_cross keys_are_those_of_the_native_plugin transformers_loads_a_checkpoint_of_an_fp8_run) \
+  $(addprefix tests/plugins/test_torch_ddp.py::test_ddp_, \
+    runs_all_products_but_those_of_the_vocabulary_head_in_fp8 in_fp8_stays_near_native sends_gradients_in_fp8 \
+    trains_adapters_on_a_frozen_base_in_fp8 checkpoints_cross) \
+  $(addprefix tests/plugins/test_torch_fsdp_fused.py::test_fsdp_, \
+    trains_a_fused_model_as_an_unfused_one recomputes_fused_layers_to_the_same_bits \
+    trains_a_fused_model_whose_head_is_its_embedding runs_all_products_of_a_fused_model_in_fp8 \
+    evaluates_a_fused_model_with_the_weights_it_gathered checkpoints_of_a_fused_model_cross) \
+  $(addprefix tests/colossal/gemini/test_fused.py::test_, \
+    all_products_run_in_fp8_and_merged_ones_once a_fused_model_learns_as_an_unfused_one \
+    activations_that_are_computed_again_change_no_bit_of_a_fused_model \
+    models_with_and_without_biases_learn_fused a_fused_model_evaluates_with_the_weights_that_it_trains \
+    checkpoints_of_a_fused_model_cross) \
   $(addprefix tests/cli/train/test_runs.py::test_, a_run_in_both_precisions_ends_with_a_table_and_keeps_its_files \
     a_resumed_run_equals_the_uninterrupted_one_bit_for_bit the_model_of_a_checkpoint_is_a_hugging_face_folder)
 CODE  := fp8booster tests $(wildcard benchmarks examples scripts)
