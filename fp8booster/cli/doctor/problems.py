@@ -28,16 +28,16 @@ class Problem:
 def find_problems(environment: Environment, checks: list[Check], colossal: Colossal) -> list[Problem]:
     """Judge what was found, what stops training first."""
     found = [
-        *_of_torch(environment),
-        *_of_products(environment, checks),
-        *_of_instructions(environment),
-        *_of_colossal(environment, colossal),
-        *_of_packages(environment),
+        *_torch_problems(environment),
+        *_product_problems(environment, checks),
+        *_instruction_problems(environment),
+        *_colossal_problems(environment, colossal),
+        *_package_problems(environment),
     ]
     return sorted(found, key=lambda problem: not problem.stops_training)
 
 
-def _of_torch(environment: Environment) -> Iterator[Problem]:
+def _torch_problems(environment: Environment) -> Iterator[Problem]:
     version = environment.versions["torch"]
     if _release(version) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
@@ -62,7 +62,7 @@ def _of_torch(environment: Environment) -> Iterator[Problem]:
         yield Problem("PyTorch has no gloo, through which CPU processes train together.", None, True)
 
 
-def _of_products(environment: Environment, checks: list[Check]) -> Iterator[Problem]:
+def _product_problems(environment: Environment, checks: list[Check]) -> Iterator[Problem]:
     trains_on = "cuda" if environment.gpus else "cpu"
     reasons = {}  # one sentence a device, though both kinds of product may fail
     for check in checks:
@@ -76,7 +76,7 @@ def _of_products(environment: Environment, checks: list[Check]) -> Iterator[Prob
         )
 
 
-def _of_instructions(environment: Environment) -> Iterator[Problem]:
+def _instruction_problems(environment: Environment) -> Iterator[Problem]:
     if environment.instructions is not None:
         yield Problem(
             f"{environment.instructions} `fp8booster train` does the same; other programs need the variable.",
@@ -85,7 +85,7 @@ def _of_instructions(environment: Environment) -> Iterator[Problem]:
         )
 
 
-def _of_colossal(environment: Environment, colossal: Colossal) -> Iterator[Problem]:
+def _colossal_problems(environment: Environment, colossal: Colossal) -> Iterator[Problem]:
     version = environment.versions["colossalai"]
     install = f"pip install --no-deps colossalai=={COLOSSALAI}"
     if version is None:
@@ -98,7 +98,7 @@ def _of_colossal(environment: Environment, colossal: Colossal) -> Iterator[Probl
         yield Problem(f"colossalai {version} cannot be imported: {colossal.error}.", remedy, True)
 
 
-def _of_packages(environment: Environment) -> Iterator[Problem]:
+def _package_problems(environment: Environment) -> Iterator[Problem]:
     versions = environment.versions
     transformers = versions["transformers"]
     if transformers is not None and transformers != SHARDED_TRANSFORMERS:

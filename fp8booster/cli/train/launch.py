@@ -34,9 +34,7 @@ _LOG_TAIL = 3  # lines of a log that an error message quotes
 class Interrupts:
     """SIGINT and SIGTERM while a run lasts: the first asks the workers to save and stop, the second ends them."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self.signal = 0
+    count = 0
 
     @contextmanager
     def watched(self):
@@ -50,7 +48,6 @@ class Interrupts:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
-        self.signal = number
 
 
 class Worker:

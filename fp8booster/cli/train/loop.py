@@ -91,7 +91,7 @@ class Trainer:
         saved = began = self._step
         stopped = False
         while self._step < self._options.steps and not stopped:
-            self._watch.expect_step(self._step + 1, first=self._step == began)
+            self._watch.expect(f"step {self._step + 1}", long=self._step == began)
             try:
                 stopped = self._take_step()
             except NotFinite as error:
@@ -102,7 +102,7 @@ class Trainer:
                 self._save()
                 saved = self._step
         if self._step == self._options.steps:
-            self._watch.expect_result()
+            self._watch.expect("the result", long=True)
             self._write_result()
             self._events.send("done")
         else:
@@ -189,7 +189,7 @@ class Trainer:
             options=self._options,
         )
         self._events.send("status", text=f"saving step {self._step}")
-        self._watch.expect_save(self._step)
+        self._watch.expect(f"saving step {self._step}", long=True)
         folder = save_checkpoint(
             self._task.checkpoints, state, self._boosted, self._config, self._task.tokens.tokenizer
         )

@@ -189,13 +189,11 @@ class TrainOptions:
         )
 
     @classmethod
-    def from_mapping(cls, values: dict[str, Any]) -> TrainOptions:
-        """Options from what `dataclasses.asdict` made of them, by way of JSON."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-    @classmethod
     def from_file(cls, values: dict[str, Any], file: Path, remedy: str) -> TrainOptions:
-        """`from_mapping` of what `file` holds. Raises ValueError for options that are none, or not of their type."""
+        """Options from what `dataclasses.asdict` made of them, by way of the JSON in `file`.
+
+        Raises ValueError for options that are none, or not of their type.
+        """
         name = str(file)
         known = {field: _json_types(hint) for field, hint in get_type_hints(cls).items()}
         require_known(values, name, known)
@@ -204,7 +202,7 @@ class TrainOptions:
             if not all(isinstance(pair, str) for pair in values.get(pairs, ())):
                 raise ValueError(f"{pairs!r} in {name} are not all text; {remedy}.")
         try:
-            return cls.from_mapping(values)
+            return cls(**{field: tuple(value) if isinstance(value, list) else value for field, value in values.items()})
         except ValueError as error:
             raise ValueError(f"The options in {name} are wrong ({error}); {remedy}.") from None
 

@@ -53,7 +53,12 @@ def find_resume(folder: str) -> Resume:
             if newest is not None:
                 checkpoints[precision] = str(newest)
             elif origin := about.get(_ORIGINS, {}).get(precision):
-                checkpoints[precision] = _origin(folder, origin)
+                if not is_checkpoint(Path(origin)):
+                    raise ValueError(
+                        f"{folder} went on from {origin}, which is gone, and has saved nothing since; start a new run "
+                        "with another --out."
+                    )
+                checkpoints[precision] = origin
         return Resume(dataclasses.replace(options, out=folder), checkpoints)
     raise ValueError(
         f"{folder} is neither a run nor a checkpoint; --resume takes a run's folder (with {RUN_FILE}) or one of its "
@@ -70,15 +75,6 @@ def read_run_file(run: Path) -> tuple[dict[str, Any], TrainOptions]:
     if not isinstance(origins, dict) or not all(isinstance(path, str) for path in origins.values()):
         raise ValueError(f"{_ORIGINS!r} in {file} is no object of paths; {remedy}.")
     return about, TrainOptions.from_file(about["options"], file, remedy)
-
-
-def _origin(run: str, checkpoint: str) -> str:
-    if not is_checkpoint(Path(checkpoint)):
-        raise ValueError(
-            f"{run} went on from {checkpoint}, which is gone, and has saved nothing since; start a new run with "
-            "another --out."
-        )
-    return checkpoint
 
 
 def write_run_file(options: TrainOptions, about: dict[str, Any], resumed: Mapping[str, str] | None = None) -> None:

@@ -140,18 +140,13 @@ def _check_model(options: TrainOptions, vocabulary: int) -> None:
 
 def _changed(options: TrainOptions, given: dict[str, Any]) -> TrainOptions:
     """The options of a resumed run with those given anew."""
-    if "model" in given and given["model"] != options.model:
-        raise ValueError(f"The run was started with --model {options.model}; resume it without another --model.")
-    if "precision" in given and given["precision"] != options.precision:
-        raise ValueError(
-            f"What --resume names trained with --precision {options.precision}; leave --precision out. To train "
-            "its model in another precision, give the checkpoint's model folder as --model."
-        )
-    if "plugin" in given and given["plugin"] != options.plugin:
-        raise ValueError(
-            f"The run was started with --plugin {options.plugin}; resume it without another --plugin. To train its "
-            "model by another, give the checkpoint's model folder as --model."
-        )
+    for name in ("model", "precision", "plugin"):
+        value = getattr(options, name)
+        if given.get(name, value) != value:
+            raise ValueError(
+                f"What --resume names was trained with --{name} {value}; resume it without another --{name}. To begin "
+                "anew from its weights, give the checkpoint's model folder as --model, without --resume."
+            )
     # a decay that ended with the run's steps goes on ending with them
     if "steps" in given and "decay" not in given and options.decay == options.steps:
         given = {**given, "decay": None}

@@ -87,21 +87,19 @@ class Watch:
         if timeout != 0 and dist.get_world_size() > 1:
             self._thread.start()
 
-    def expect_step(self, step: int, first: bool) -> None:
-        """A step begins. The first one of a process compiles, and has as long as the process group."""
-        self._expect(f"step {step}", self._long() if first else self._step_limit())
+    def expect(self, task: str, long: bool = False) -> None:
+        """A step begins; with `long`, what may take as long as the process group waits.
 
-    def expect_save(self, step: int) -> None:
-        """A checkpoint is written, which takes as long as disks do."""
-        self._expect(f"saving step {step}", self._long())
+        That is the first step of a process, which compiles, and what waits for disks.
+        """
+        limit = self._step_limit()
+        if long:
+            limit = max(limit, _SHARE * _GROUP.get(dist.get_backend(), math.inf))
+        self._task, self._limit, self._began = task, limit, time.monotonic()
 
     def step_ended(self) -> None:
         """The step that was expected has ended."""
         self._longest = max(self._longest, time.monotonic() - self._began)
-
-    def expect_result(self) -> None:
-        """The run ends: ranks compare what they used."""
-        self._expect("the result", self._long())
 
     def stop(self) -> None:
         """Nothing more is expected."""
@@ -109,12 +107,6 @@ class Watch:
 
     def _step_limit(self) -> float:
         return self._timeout or max(SHORTEST, _STEPS * self._longest)
-
-    def _long(self) -> float:
-        return max(self._step_limit(), _SHARE * _GROUP.get(dist.get_backend(), math.inf))
-
-    def _expect(self, task: str, limit: float) -> None:
-        self._task, self._limit, self._began = task, limit, time.monotonic()
 
     def _look(self) -> None:
         store = dist.distributed_c10d._get_default_store().clone()  # a client takes one request at a time

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -35,4 +36,4 @@ def test_a_floor_above_the_peak_is_refused():
 
 def test_options_survive_json():
     options = TrainOptions(model="1b", plugin_options=("verbose=True",), fp8_options=("power_of_two=true",), lr=1e-3)
-    assert TrainOptions.from_mapping(json.loads(json.dumps(dataclasses.asdict(options)))) == options
+    assert TrainOptions.from_file(json.loads(json.dumps(dataclasses.asdict(options))), Path("run.json"), "") == options

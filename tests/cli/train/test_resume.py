@@ -67,8 +67,8 @@ def test_a_run_that_has_saved_nothing_yet_goes_on_from_where_it_began(out, tmp_p
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"model": "1b"}, "started with --model tiny; resume it without another --model"),
-        ({"precision": "bf16"}, "trained with --precision compare; leave --precision out"),
+        ({"model": "1b"}, "was trained with --model tiny; resume it without another --model"),
+        ({"precision": "bf16"}, "was trained with --precision compare; resume it without another --precision"),
     ],
 )
 def test_what_cannot_change_is_told(out, given, says):

@@ -304,7 +304,7 @@ def test_a_resume_that_is_refused_leaves_the_run_as_it_was(compared):
     for arguments, says in (
         (("--steps", 2), "has done 6 steps and --steps is 2; give more --steps"),
         (("--lr", 1e-4), "has taken all its 6 steps, so --lr changes nothing; give more --steps"),
-        (("--plugin", "gemini"), "was started with --plugin low_level_zero; resume it without another --plugin"),
+        (("--plugin", "gemini"), "was trained with --plugin low_level_zero; resume it without another --plugin"),
         (("--steps", 8, "--batch", 100000), "tokens and one step takes"),
     ):
         done = train("--resume", out, *arguments)

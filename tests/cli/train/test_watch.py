@@ -48,7 +48,7 @@ def hang(folder: str) -> None:
     rank = dist.get_rank()
     with count_traffic() as traffic:
         watch = Watch(traffic, 1.5, Path(folder, str(rank)).write_text)
-        watch.expect_step(1, first=False)
+        watch.expect("step 1")
         if rank == 1:
             idle()
         dist.all_reduce(torch.ones(5))
@@ -78,10 +78,10 @@ def in_time() -> None:
 
     watch = Watch(Traffic(), 0.5, tell)
     for step in range(1, 5):
-        watch.expect_step(step, first=False)
+        watch.expect(f"step {step}")
         time.sleep(0.3)
         watch.step_ended()
-    watch.expect_save(4)
+    watch.expect("saving step 4", long=True)
     time.sleep(1.5)  # a save may take longer than a step
     watch.stop()
     time.sleep(1.0)
@@ -94,9 +94,9 @@ def test_the_limit_grows_with_the_longest_step() -> None:
 def limits() -> None:
     watch = Watch(Traffic(), None, print)
     assert watch._step_limit() == SHORTEST
-    watch.expect_step(1, first=True)
+    watch.expect("step 1", long=True)
     assert watch._limit == 0.9 * 1800
     watch._began -= 100
     watch.step_ended()
-    watch.expect_step(2, first=False)
+    watch.expect("step 2")
     assert 1000 < watch._limit < 1010
