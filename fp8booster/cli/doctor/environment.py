@@ -1,11 +1,13 @@
-"""Versions, GPUs and backends, as found; no judgement."""
+"""Versions, GPUs, backends, and Colossal-AI with its patches, as found; no judgement."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import platform
 import shutil
 import subprocess
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -85,3 +87,36 @@ def _driver() -> str | None:
 def _gpu(index: int) -> GPU:
     properties = torch.cuda.get_device_properties(index)
     return GPU(index, properties.name, f"{properties.major}.{properties.minor}", properties.total_memory)
+
+
+@dataclass(frozen=True)
+class Colossal:
+    """What came of importing Colossal-AI."""
+
+    error: str | None
+    """What its import raised, or None."""
+    missing: str | None
+    """The package that it asked for and did not find."""
+    patches: list[dict[str, str]]
+    """Of each: its name, kind (why there is one), summary, place, when it is needed, and its state."""
+
+
+def import_colossal() -> Colossal:
+    """Apply the patches, import Colossal-AI's plugins, and list where each patch stands."""
+    from fp8booster.colossal import compat
+
+    error = missing = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # upstream advertises optional packages
+            importlib.import_module("colossalai.booster.plugin")  # which imports the whole training path
+    except Exception as raised:  # an incompatible version fails with anything
+        error = f"{type(raised).__name__}: {raised}"
+        if isinstance(raised, ModuleNotFoundError):
+            missing = raised.name.partition(".")[0]
+    told = ("name", "summary", "place", "needed_when")
+    rows = [
+        {name: getattr(each, name) for name in told} | {"kind": each.kind.value, "state": each.state.value}
+        for each in compat.patches()
+    ]
+    return Colossal(error, missing, rows)

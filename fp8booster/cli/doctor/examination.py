@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fp8booster.cli.doctor import products
-from fp8booster.cli.doctor.colossal import Colossal, import_colossal
-from fp8booster.cli.doctor.environment import Environment, look_around
+from fp8booster.cli.doctor.environment import Colossal, Environment, import_colossal, look_around
 from fp8booster.cli.doctor.problems import Problem, find_problems
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fp8booster.cli.doctor.colossal import Colossal
-from fp8booster.cli.doctor.environment import Environment
+from fp8booster.cli.doctor.environment import Colossal, Environment
 from fp8booster.cli.doctor.products import Check
 from fp8booster.cli.instructions import BEFORE_AMX, VARIABLE
 from fp8booster.colossal.sharding import SHARDED_TRANSFORMERS

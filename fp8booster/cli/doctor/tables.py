@@ -7,8 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8booster.cli.doctor.colossal import Colossal
-from fp8booster.cli.doctor.environment import Environment
+from fp8booster.cli.doctor.environment import Colossal, Environment
 from fp8booster.cli.doctor.examination import Examination
 from fp8booster.cli.doctor.problems import Problem
 from fp8booster.cli.doctor.products import Check, Speed

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from fp8booster.checkpoints import checkpoints_in, named_step
 from fp8booster.reading import read_record, require_fields
 
-from .checkpoint import step_of
+from .checkpoint import read_state
 from .resume import read_run_file, write_run_file
 from .summary import REMOVE
 from .task import Task
@@ -46,11 +46,11 @@ def left_behind(checkpoint: Path, folder: Path) -> list[Path]:
     checkpoints = [path for path in checkpoints_in(folder / "checkpoints") if named_step(path) > shared]
     found = sorted(checkpoints, reverse=True)
     result = folder / "result.json"
-    if _last_step(result, {"step": int}, lambda values: values["step"]) > shared:
+    if result.exists() and read_record(result, {"step": int}, REMOVE)["step"] > shared:
         found.append(result)
     run = folder.parent
     summary = run / "summary.json"
-    if _last_step(summary, {"columns": list}, lambda values: _summed_up(values, folder.name)) > shared:
+    if summary.exists() and _summed_up(read_record(summary, {"columns": list}, REMOVE), folder.name) > shared:
         found += [run / name for name in _SUMMARY if (run / name).exists()]
     return found
 
@@ -82,12 +82,7 @@ def set_aside(task: Task, tell: Callable[[str], None]) -> Path | None:
 
 def _shared_steps(checkpoint: Path, folder: Path) -> int:
     """Steps that the branch in `folder` and the one that leads to `checkpoint` have in common, at most."""
-    return step_of(checkpoint) if is_own(checkpoint, folder) else 0
-
-
-def _last_step(file: Path, fields: Mapping[str, type], read: Callable[[dict[str, Any]], int]) -> int:
-    """The last step that a file tells of; 0: there is none."""
-    return read(read_record(file, fields, REMOVE)) if file.exists() else 0
+    return read_state(checkpoint).step if is_own(checkpoint, folder) else 0
 
 
 def _summed_up(summary: dict[str, Any], precision: str) -> int:

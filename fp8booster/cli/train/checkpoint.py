@@ -66,11 +66,6 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / _STATE).is_file()
 
 
-def step_of(checkpoint: Path) -> int:
-    """Optimizer steps done when the checkpoint was written."""
-    return read_state(checkpoint).step
-
-
 def read_state(checkpoint: Path) -> RunState:
     """Where the run stood when the checkpoint was written. Raises ValueError for a file that does not say so."""
     file = checkpoint / _STATE

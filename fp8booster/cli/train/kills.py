@@ -19,7 +19,9 @@ class MemoryKills:
     @classmethod
     def now(cls) -> MemoryKills:
         """Read the counters."""
-        return cls(_group_count(), _count(Path("/proc/vmstat")))
+        files = (folder / name for folder in _groups() for name in ("memory.events", "memory.oom_control"))
+        group = next((count for file in files if (count := _count(file)) is not None), None)
+        return cls(group, _count(Path("/proc/vmstat")))
 
     def explain(self, since: MemoryKills) -> str:
         """The cause of a SIGKILL between two counts, and what to do."""
@@ -42,11 +44,6 @@ class MemoryKills:
             "and the kernel does not tell here whether for lack of memory; look at dmesg and at the batch system's "
             "limits, and --resume the run"
         )
-
-
-def _group_count() -> int | None:
-    files = (folder / name for folder in _groups() for name in ("memory.events", "memory.oom_control"))
-    return next((count for file in files if (count := _count(file)) is not None), None)
 
 
 def _groups() -> list[Path]:

@@ -16,7 +16,7 @@ from rich.console import Console
 from fp8booster.cli.instructions import avoid_trapping_instructions
 
 from .branches import is_own, left_behind
-from .checkpoint import step_of
+from .checkpoint import read_state
 from .defaults import resolve
 from .key_values import check_plugin
 from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_workers, serve_store
@@ -180,7 +180,7 @@ def _is_finished(checkpoint: str, folder: Path, steps: int) -> bool:
     Raises ValueError when the checkpoint leaves no step to do and the folder has no steps to sum up.
     """
     path = Path(checkpoint)
-    step = step_of(path)
+    step = read_state(path).step
     summable = is_own(path, folder) and (folder / "metrics.jsonl").exists()
     if step > steps or (step == steps and not summable):
         raise ValueError(f"{checkpoint} has done {step} steps and --steps is {steps}; give more --steps to go on.")

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8booster.cli.doctor.colossal import Colossal
-from fp8booster.cli.doctor.environment import GPU, Environment
+from fp8booster.cli.doctor.environment import GPU, Colossal, Environment
 from fp8booster.cli.doctor.problems import find_problems
 from fp8booster.cli.doctor.products import Check
 
