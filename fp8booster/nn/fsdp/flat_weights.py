@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -139,7 +140,8 @@ class FlatWeights:
                 merged.fp8_weight.refusal = "the weights do not lie side by side in FP8"
                 continue
             weights = slice(first, first + len(layers))
-            groups |= dict.fromkeys(range(first, weights.stop), ScaleGroup(weights, merged.fp8_weight))
+            group = ScaleGroup(weights, cast(ReshardedWeight, merged.fp8_weight))
+            groups |= dict.fromkeys(range(first, weights.stop), group)
         return list(dict.fromkeys(groups.values()))
 
     def uncompressed_reason(self, shard: torch.Tensor) -> str | None:
@@ -243,7 +245,7 @@ class FlatWeights:
             for place, part, of_part in zip(places, data.split(rows), transpose.split(rows, 1), strict=True):
                 unpack(part, inverse_scale, of_part, whole[place.start : place.end].view(place.shape))
                 stored = QuantizedMatrix(part, of_part, inverse_scale, None)
-                place.layer.fp8_weight.held = place.layer.in_product_layout(stored)
+                cast(ReshardedWeight, place.layer.fp8_weight).held = place.layer.in_product_layout(stored)
 
     def drop(self) -> None:
         """Take the FP8 weights back from the layers, so that their memory can be given out again."""

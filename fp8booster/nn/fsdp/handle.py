@@ -17,6 +17,7 @@ FSDP1 has an extension point for gradients only (`comm.flat_fsdp`). The gather i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -48,8 +49,9 @@ class FP8FlatParamHandle(FlatParamHandle):
     def convert_in_place(cls, handle: FlatParamHandle, merged: Sequence[MergedLayers] = ()) -> None:
         """Turn a handle into this class in place; `merged` are layers of its unit that are multiplied as one."""
         handle.__class__ = cls
-        handle.fp8_weights = FlatWeights(handle.flat_param, handle.rank, handle.world_size, merged)
-        handle.is_rounded = False
+        converted = cast(FP8FlatParamHandle, handle)
+        converted.fp8_weights = FlatWeights(handle.flat_param, handle.rank, handle.world_size, merged)
+        converted.is_rounded = False
 
     def unshard(self) -> None:
         """Gather the parameter unless it is there; for a checkpoint, again where what is there was rounded."""
@@ -110,27 +112,32 @@ def compress_flat_fsdp(
     """
     if reduce:
         reduce_flat_fsdp(model, encoding=encoding, min_bytes=min_bytes)
-    units = [unit for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._handle is not None]
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    handles = {unit: unit._handle for unit in units if unit._handle is not None}
     unit_of = {
-        info.module: unit
-        for unit in units
-        for info in (*unit._handle.flat_param._param_infos, *unit._handle.flat_param._shared_param_infos)
+        module: unit
+        for unit, handle in handles.items()
+        for module in (
+            *(info.module for info in handle.flat_param._param_infos),
+            *(info.module for info in handle.flat_param._shared_param_infos),
+        )
     }
     for module in unit_of:
         if isinstance(module, FP8Layer):
             module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
-    merged_in: dict[nn.Module | None, list[MergedLayers]] = {}
+    merged_in: dict[nn.Module, list[MergedLayers]] = {}
     for merged in merged_layers(model):
         of = {unit_of.get(layer) for layer in merged.layers}
         if len(of) > 1:
             merged.fp8_weight.refusal = "the weights are gathered in different units"
             continue
-        merged_in.setdefault(*of, []).append(merged)
-        if of != {None}:
+        (unit,) = of
+        if unit is not None:
             merged.fp8_weight = ReshardedWeight()
-    for unit in units:
-        if gather and unit._handle.uses_sharded_strategy and why_not_gathered() is None:
-            FP8FlatParamHandle.convert_in_place(unit._handle, merged_in.get(unit, ()))
+            merged_in.setdefault(unit, []).append(merged)
+    for unit, handle in handles.items():
+        if gather and handle.uses_sharded_strategy and why_not_gathered() is None:
+            FP8FlatParamHandle.convert_in_place(handle, merged_in.get(unit, ()))
     _hold_head(model, unit_of)
 
 
