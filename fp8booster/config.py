@@ -96,6 +96,12 @@ class FP8Config:
     anyway (Gemini, FSDP), nor for GPT-2's Conv1D under ZeRO. None is False where the transposes would take more than
     1/32 of the GPU's memory. For tensorwise scales; rowwise ones keep the transposes."""
 
+    saved_activations: str = "16-bit"
+    """How fused decoder layers keep for backward what their norms and SwiGLU read: "16-bit", in the model's dtype, or
+    "8-bit", by groups of 128 values (`kernels.group_codes`), of which backward makes the down projection's input again.
+    The forward is the same, bit for bit; what was saved errs by 0.7 %. A layer of LLaMA then saves 9.3 in place of 14.2
+    times its hidden states in 16 bits. What is not fused saves what it did."""
+
     emulate: bool = False
     """Compute the products in FP32 from the FP8 values, for GPUs without FP8 products: same rounding, no speed."""
 
@@ -132,6 +138,11 @@ class FP8Config:
         return self.granularity == "rowwise"
 
     @property
+    def saves_in_8_bits(self) -> bool:
+        """Whether fused layers save activations in 8 bits."""
+        return self.saved_activations == "8-bit"
+
+    @property
     def keeps_16_bits(self) -> bool:
         """Whether FP8 weights have a 16-bit copy; they have one as long as `weights_in_16_bits` is undecided."""
         return self.weights_in_16_bits is not False
@@ -162,6 +173,7 @@ _ALLOWED = {
     "fused": _SWITCH,
     "weights_in_16_bits": (None, *_SWITCH),
     "keep_weight_transposes": (None, *_SWITCH),
+    "saved_activations": ("16-bit", "8-bit"),
     "emulate": _SWITCH,
 }
 _MULTIPLIED = (

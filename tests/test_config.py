@@ -51,6 +51,14 @@ def test_a_wrong_granularity_names_the_allowed(value) -> None:
         FP8Config(granularity=value)
 
 
+@pytest.mark.parametrize("value", ["8", 8, True, None, "fp8"])
+def test_activations_are_saved_in_16_bits_or_in_8(value) -> None:
+    with pytest.raises(ValueError, match=r"FP8Config.saved_activations is .*; use '16-bit' or '8-bit'"):
+        FP8Config(saved_activations=value)
+    assert not FP8Config().saves_in_8_bits
+    assert FP8Config(saved_activations="8-bit").saves_in_8_bits
+
+
 @pytest.mark.parametrize("value", ["lm_head", None, True, ["q_proj"]])
 def test_layers_has_to_be_a_function(value) -> None:
     with pytest.raises(TypeError, match=r"FP8Config.layers is .*; give a function of a layer's name and module"):

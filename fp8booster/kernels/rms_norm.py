@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from fp8booster.kernels.group_codes import GroupCodes, encode_groups, values_of
 from fp8booster.kernels.operators import operator
 from fp8booster.scaling import amax_of
 
@@ -31,6 +32,9 @@ class Normalized(NamedTuple):
     amax: Tensor
     """float32, whose largest entry is the amax of y."""
 
+    encoded: GroupCodes | None
+    """h in 8 bits; None where that was not asked for."""
+
 
 class NormGradients(NamedTuple):
     """What `rms_norm_backward` gives."""
@@ -46,7 +50,9 @@ class NormGradients(NamedTuple):
 
 
 @operator()
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Normalized:
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, encoded: bool = False
+) -> Normalized:
     """Normalise the rows of `x + residual`.
 
     Args:
@@ -54,26 +60,28 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
         weight: [K].
         eps: added to the mean square.
         residual: as x, or None.
+        encoded: give h in 8 bits too.
     """
     h = x if residual is None else x + residual
     values = h.float()
     inverse_rms = 1.0 / (values.square().mean(-1) + eps).sqrt()
     y = (values * inverse_rms[:, None] * weight.float()).to(x.dtype)
-    return Normalized(y, h, inverse_rms, amax_of(y))
+    return Normalized(y, h, inverse_rms, amax_of(y), encode_groups(h) if encoded else None)
 
 
 @operator()
 def rms_norm_backward(
-    dy: Tensor, h: Tensor, weight: Tensor, inverse_rms: Tensor, dh: Tensor | None = None
+    dy: Tensor, h: Tensor | GroupCodes, weight: Tensor, inverse_rms: Tensor, dh: Tensor | None = None
 ) -> NormGradients:
     """Gradients of what `rms_norm` was given.
 
     Args:
         dy: [M, K], contiguous: the gradient of y.
-        h, weight, inverse_rms: as there.
+        h: as there, in 8 bits or not.
+        weight, inverse_rms: as there.
         dh: the gradient of h from elsewhere, contiguous, or None.
     """
-    normal = h.float() * inverse_rms[:, None]
+    normal = values_of(h) * inverse_rms[:, None]
     weighted = dy.float() * weight.float()
     dx = inverse_rms[:, None] * (weighted - normal * (weighted * normal).mean(-1, keepdim=True))
     if dh is not None:

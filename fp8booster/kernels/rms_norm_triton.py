@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
+from fp8booster.kernels.group_codes import GROUP, GroupCodes, new_codes
+from fp8booster.kernels.group_codes_triton import AT_ONCE, amax_place, decode_tile, encode_tile
 from fp8booster.kernels.launch import launch
 from fp8booster.kernels.rms_norm import Normalized, NormGradients
 
@@ -26,10 +28,13 @@ def rms_norm_kernel(
     h,
     inverse_rms,
     partials,
+    codes,  # of h, and their amaxes, where ENCODE
+    amaxes,
     rows,
     columns,
     EPS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    ENCODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Each program normalises every num_programs-th row."""
@@ -38,7 +43,7 @@ def rms_norm_kernel(
     factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     largest = tl.zeros([BLOCK], tl.int32)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        place = (tl.zeros([1], tl.int64) + row) * columns + column
+        place = tl.max_contiguous((tl.zeros([1], tl.int64) + row) * columns + column, AT_ONCE)
         values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         if RESIDUAL:
             total = values + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
@@ -50,13 +55,19 @@ def rms_norm_kernel(
         tl.store(y + place, out, mask=inside)
         tl.store(inverse_rms + row, inverse)
         largest = tl.maximum(largest, magnitude_bits(out))
+        if ENCODE:
+            encoded, amax = encode_tile(values, 1, BLOCK)
+            tl.store(codes + place, encoded, mask=inside)
+            amax_at, amax_inside = amax_place(tl.zeros([1, 1], tl.int64) + row, 0, columns, BLOCK)
+            tl.store(amaxes + amax_at, amax.to(amaxes.dtype.element_ty), mask=amax_inside)
     tl.store(partials + tl.program_id(0), tl.max(largest, 0).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def rms_norm_backward_kernel(
     dy,
-    h,
+    h,  # or its codes
+    amaxes,  # of the codes, where DECODE
     weight,
     inverse_rms,
     dh,
@@ -66,6 +77,7 @@ def rms_norm_backward_kernel(
     rows,
     columns,
     RESIDUAL: tl.constexpr,
+    DECODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Each program takes every num_programs-th row and sums the weight's gradient over them."""
@@ -75,10 +87,14 @@ def rms_norm_backward_kernel(
     dweight = tl.zeros([BLOCK], tl.float32)
     largest = tl.zeros([BLOCK], tl.int32)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        place = (tl.zeros([1], tl.int64) + row) * columns + column
+        place = tl.max_contiguous((tl.zeros([1], tl.int64) + row) * columns + column, AT_ONCE)
         gradient = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(inverse_rms + row)
-        normal = tl.load(h + place, mask=inside, other=0.0).to(tl.float32) * inverse
+        values = tl.load(h + place, mask=inside, other=0).to(tl.float32)
+        if DECODE:
+            amax_at, amax_inside = amax_place(tl.zeros([1, 1], tl.int64) + row, 0, columns, BLOCK)
+            values = decode_tile(values, tl.load(amaxes + amax_at, mask=amax_inside, other=0.0), 1, BLOCK)
+        normal = values * inverse
         weighted = gradient * factors
         dweight += gradient * normal
         values = inverse * (weighted - normal * (tl.sum(weighted * normal, 0) / columns))
@@ -92,11 +108,13 @@ def rms_norm_backward_kernel(
 
 
 def _block(columns: int) -> dict[str, int]:
-    block = 1 << (columns - 1).bit_length()
+    block = max(GROUP, 1 << (columns - 1).bit_length())
     return {"num_warps": min(16, max(4, block // 512)), "BLOCK": block}
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Normalized:
+def rms_norm_triton(
+    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, encoded: bool = False
+) -> Normalized:
     """`rms_norm`, up to the order of the sum over a row."""
     rows, columns = x.shape
     programs = min(rows, FORWARD_PROGRAMS * processors(x.device))
@@ -104,33 +122,37 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, residual: Tensor | No
     y = torch.empty_like(x)
     h = x if residual is None else torch.empty_like(x)
     inverse_rms = x.new_empty(rows, dtype=torch.float32)
+    written = new_codes(x) if encoded else None
     launch(
         rms_norm_kernel,
         programs,
-        (x, x if residual is None else residual, weight, y, h, inverse_rms, partials),
+        (x, x if residual is None else residual, weight, y, h, inverse_rms, partials, *(written or (y, y))),
         (rows, columns),
         EPS=eps,
         RESIDUAL=residual is not None,
+        ENCODE=encoded,
         **_block(columns),
     )
-    return Normalized(y, h, inverse_rms, partials)
+    return Normalized(y, h, inverse_rms, partials, written)
 
 
 def rms_norm_backward_triton(
-    dy: Tensor, h: Tensor, weight: Tensor, inverse_rms: Tensor, dh: Tensor | None = None
+    dy: Tensor, h: Tensor | GroupCodes, weight: Tensor, inverse_rms: Tensor, dh: Tensor | None = None
 ) -> NormGradients:
     """`rms_norm_backward`, up to the order of sums."""
     rows, columns = h.shape
-    programs = min(rows, BACKWARD_PROGRAMS * processors(h.device))
-    partials = new_partials(programs, h)
-    dx = torch.empty_like(h)
-    dweights = h.new_empty((programs, columns), dtype=torch.float32)
+    programs = min(rows, BACKWARD_PROGRAMS * processors(dy.device))
+    partials = new_partials(programs, dy)
+    dx = torch.empty_like(dy, dtype=h.dtype)
+    dweights = dy.new_empty((programs, columns), dtype=torch.float32)
+    codes = h if isinstance(h, GroupCodes) else (h, h)
     launch(
         rms_norm_backward_kernel,
         programs,
-        (dy, h, weight, inverse_rms, dy if dh is None else dh, dx, dweights, partials),
+        (dy, *codes, weight, inverse_rms, dy if dh is None else dh, dx, dweights, partials),
         (rows, columns),
         RESIDUAL=dh is not None,
+        DECODE=isinstance(h, GroupCodes),
         **_block(columns),
     )
     return NormGradients(dx, dweights.sum(0).to(weight.dtype), partials)

@@ -111,6 +111,11 @@ class FP8Plugin(Plugin):
             reason = self.why_weights_in_16_bits(arguments)
             if reason is not None and self.fp8_config.weights_in_16_bits is False:
                 warnings.append(f"fp8_config.weights_in_16_bits=False has no effect: {reason}")
+            if self.fp8_config.saves_in_8_bits and not self.fp8_config.fused:
+                warnings.append(
+                    'fp8_config.saved_activations="8-bit" has no effect: only fused layers save so, and '
+                    "fp8_config.fused is False; turn it on, or leave the option out"
+                )
             if scaling != "block" and not self.sends_fp8:
                 warnings.append(
                     f"{option}: gradients are sent uncompressed without fp8_communication; turn it on, or leave the "

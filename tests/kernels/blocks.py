@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fp8booster.kernels import rms_norm, rope, swiglu, token_rows
+from fp8booster.kernels.group_codes import encode_groups
 from fp8booster.scaling import amax_of
 
 Outputs = list[torch.Tensor]
@@ -32,37 +33,43 @@ def norm_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[
             name = f"{rows} x {columns} {dtype} residual {residual is not None}"
 
             def forward(x=x, weight=weight, residual=residual):
-                *made, amax = _triton("rms_norm").rms_norm_triton(x, weight, 1e-5, residual)
-                return made, amax
+                made = _triton("rms_norm").rms_norm_triton(x, weight, 1e-5, residual)
+                return list(made[:3]), made.amax
 
             def forward_reference(x=x, weight=weight, residual=residual):
                 return list(rms_norm.rms_norm.reference(x, weight, 1e-5, residual)[:3])
 
             yield f"rms norm {name}", forward, forward_reference
-            h, inverse = x, rms_norm.rms_norm.reference(x, weight, 1e-5).inverse_rms
+            inverse = rms_norm.rms_norm.reference(x, weight, 1e-5).inverse_rms
+            for kind, h in (("", x), (" of codes", encode_groups(x))):
 
-            def backward(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual):
-                *made, amax = _triton("rms_norm").rms_norm_backward_triton(dy, h, weight, inverse, dh)
-                return made, amax
+                def backward(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual):
+                    *made, amax = _triton("rms_norm").rms_norm_backward_triton(dy, h, weight, inverse, dh)
+                    return made, amax
 
-            def backward_reference(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual):
-                return list(rms_norm.rms_norm_backward.reference(dy, h, weight, inverse, dh)[:2])
+                def backward_reference(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual):
+                    return list(rms_norm.rms_norm_backward.reference(dy, h, weight, inverse, dh)[:2])
 
-            yield f"rms norm's backward {name}", backward, backward_reference
+                yield f"rms norm's backward{kind} {name}", backward, backward_reference
 
 
 def swiglu_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[Case]:
-    """SwiGLU, forward and backward, of two tensors and of two halves of one."""
+    """SwiGLU, forward and backward, of two tensors, of two halves of one and of what was encoded of them."""
     for (rows, columns), dtype in zip(shapes, _dtypes(len(shapes)), strict=True):
         both = 3 * _random(rows, 2 * columns, dtype=dtype, device=device)
         dy = _random(rows, columns, dtype=dtype, device=device)
         halves = both.chunk(2, 1)
-        for name, (gate, up) in (("halves", halves), ("two", [half.contiguous() for half in halves])):
+        sources = {
+            "halves": halves,
+            "two": [half.contiguous() for half in halves],
+            "codes": [encode_groups(half) for half in halves],
+        }
+        for name, (gate, up) in sources.items():
             name = f"{rows} x {columns} {dtype} {name}"
 
             def forward(gate=gate, up=up):
-                y, amax = _triton("swiglu").swiglu_triton(gate, up)
-                return [y], amax
+                made = _triton("swiglu").swiglu_triton(gate, up)
+                return [made.y], made.amax
 
             yield f"SwiGLU {name}", forward, lambda gate=gate, up=up: [swiglu.swiglu.reference(gate, up)[0]]
 

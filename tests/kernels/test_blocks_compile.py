@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import pytest
 
 pytest.importorskip("triton")
 
 from fp8booster.kernels import rms_norm_triton, rope_triton, swiglu_triton, token_rows_triton
-from tests.kernels.compiled import narrow_accesses, ptx_of
+from tests.kernels.compiled import narrow_accesses, stages_of
 
 FLOATS = ("inverse_rms", "partials", "weights", "dweights")
+ENCODED = {"EPS": 1e-5, "RESIDUAL": True, "ENCODE": True, "BLOCK": 4096}
+TILE = {"TILE_ROWS": 2, "TILE_COLUMNS": 1024}
+OF_CODES = TILE | {"ENCODE": False, "DECODE": True}
 
 
 class Types(dict):
@@ -18,6 +24,10 @@ class Types(dict):
     def __missing__(self, name: str) -> str:
         if name == "places":
             return "*i64"
+        if name.endswith("codes"):
+            return "*i8"
+        if name.endswith("amaxes"):
+            return "*bf16"
         tensor = (
             name in FLOATS
             or len(name) <= 2
@@ -27,11 +37,24 @@ class Types(dict):
 
 
 CASES = {
-    "norm": (rms_norm_triton.rms_norm_kernel, {"EPS": 1e-5, "RESIDUAL": True, "BLOCK": 4096}, 8),
-    "norm of 5120": (rms_norm_triton.rms_norm_kernel, {"EPS": 1e-5, "RESIDUAL": False, "BLOCK": 8192}, 16),
-    "norm's backward": (rms_norm_triton.rms_norm_backward_kernel, {"RESIDUAL": True, "BLOCK": 4096}, 8),
-    "SwiGLU": (swiglu_triton.swiglu_kernel, {"BACKWARD": False, "TILE_ROWS": 2, "TILE_COLUMNS": 1024}, 4),
-    "SwiGLU's backward": (swiglu_triton.swiglu_kernel, {"BACKWARD": True, "TILE_ROWS": 2, "TILE_COLUMNS": 1024}, 4),
+    "norm": (rms_norm_triton.rms_norm_kernel, ENCODED | {"ENCODE": False}, 8),
+    "norm that encodes": (rms_norm_triton.rms_norm_kernel, ENCODED, 8),
+    "norm of 5120": (
+        rms_norm_triton.rms_norm_kernel,
+        ENCODED | {"RESIDUAL": False, "ENCODE": False, "BLOCK": 8192},
+        16,
+    ),
+    "norm's backward": (rms_norm_triton.rms_norm_backward_kernel, ENCODED | {"DECODE": False}, 8),
+    "SwiGLU": (swiglu_triton.swiglu_kernel, TILE | {"BACKWARD": False, "ENCODE": False, "DECODE": False}, 4),
+    "SwiGLU that encodes": (
+        swiglu_triton.swiglu_kernel,
+        TILE | {"BACKWARD": False, "ENCODE": True, "DECODE": False},
+        4,
+    ),
+    "SwiGLU of codes": (swiglu_triton.swiglu_kernel, OF_CODES | {"BACKWARD": False}, 4),
+    "SwiGLU's backward of codes": (swiglu_triton.swiglu_kernel, OF_CODES | {"BACKWARD": True}, 4),
+    "norm's backward of codes": (rms_norm_triton.rms_norm_backward_kernel, ENCODED | {"DECODE": True}, 8),
+    "SwiGLU's backward": (swiglu_triton.swiglu_kernel, TILE | {"BACKWARD": True, "ENCODE": False, "DECODE": False}, 4),
     "rope": (rope_triton.rotate_kernel, {"HALF": 64, "HEADS": 32}, 4),
     "sums of tokens' rows": (
         token_rows_triton.sum_rows_kernel,
@@ -48,10 +71,32 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if "code" not in case])
 def test_whole_vectors_are_moved(case: str) -> None:
-    kernel, constants, warps = CASES[case]
-    ptx = ptx_of(kernel, Types(), constants, num_warps=warps)
+    ptx = compiled(case)["ptx"]
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     assert narrow_accesses(ptx) == []
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "code" in case])
+def test_eight_codes_are_moved_at_once(case: str) -> None:
+    ptx = compiled(case)["ptx"]
+    moved = "ld" if "of codes" in case else "st"
+    assert f"{moved}.global.v2.b32" in ptx
+    assert {access.split(".")[-1] for access in narrow_accesses(ptx)} == {"b16"}  # amaxes, one for 128 values
+
+
+def compiled(case: str) -> Mapping[str, str]:
+    kernel, constants, warps = CASES[case]
+    codes = ("gate", "up", "h") if constants.get("DECODE") else ()
+    return stages_of(kernel, Types(dict.fromkeys(codes, "*i8")), constants, num_warps=warps)
+
+
+def test_a_norm_that_encodes_sums_in_the_order_of_one_that_does_not() -> None:
+    layouts = []
+    for case in ("norm", "norm that encodes"):
+        made = compiled(case)["ttgir"]
+        (layout,) = set(re.findall(r"tensor<4096xf32, #(\w+)>\) -> f32", made))
+        layouts.append(re.search(rf"#{layout} = (.*)", made).group(1))
+    assert layouts[0] == layouts[1]

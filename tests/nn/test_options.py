@@ -168,6 +168,7 @@ ELSEWHERE = {
     "fused": "tests/plugins/test_low_level_zero_fused.py",
     "weights_in_16_bits": "tests/colossal/zero/test_fp8_alone.py",
     "keep_weight_transposes": "tests/nn/weights/test_memory.py",
+    "saved_activations": "tests/nn/fused/test_saved_activations.py",
 }
 """Fields that no product reads, and where their effect is tested."""
 

@@ -134,3 +134,17 @@ def test_a_size_of_buckets_is_kept_where_given_and_larger_where_not(case: tuple[
 
     given = {argument: 3}
     assert size(use_fp8=True, **given) == size(**given) < size() < size(use_fp8=True)
+
+
+@ranks(2)
+@pytest.mark.parametrize("fused", [True, False])
+def test_activations_of_layers_that_are_not_fused_are_saved_as_ever(fused: bool) -> None:
+    said = warnings_of("TorchDDPPlugin", use_fp8=True, fp8_config=FP8Config(saved_activations="8-bit", fused=fused))
+    assert [line for line in said if "saved_activations" in line] == (
+        []
+        if fused
+        else [
+            'fp8_config.saved_activations="8-bit" has no effect: only fused layers save so, and fp8_config.fused is '
+            "False; turn it on, or leave the option out"
+        ]
+    )

@@ -136,7 +136,7 @@ class GroupedExperts:
         x = permute(tokens, layout)
         for copy, layers in ((self._gate_up, gates_ups), (self._down, downs)):
             if copy is self._down:
-                x = swiglu(x)
+                x = swiglu(x, encoded=config.saves_in_8_bits)
             weights = [_weight(layer) for layer in layers]
             quantized = copy.get(weights, (config, provided))
             if quantized is None:

@@ -53,10 +53,15 @@ class FusedRMSNorm(nn.Module):
     variance_epsilon: float
 
     def forward(
-        self, hidden_states: torch.Tensor, residual: torch.Tensor | None = None, *, both: bool = False
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        both: bool = False,
+        encoded: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `hidden_states + residual`; with `both`, that sum too."""
-        y, h = rms_norm(hidden_states, self.weight, self.variance_epsilon, residual)
+        """The norm of `hidden_states + residual`; with `both`, that sum too. `encoded` saves the sum in 8 bits."""
+        y, h = rms_norm(hidden_states, self.weight, self.variance_epsilon, residual, encoded=encoded)
         return (y, h) if both else y
 
 
@@ -169,7 +174,14 @@ class FusedMLP(FusedPart):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As transformers', with one product for gate and up."""
         gate_up = self.merged_product(x)
-        return self.forward_unfused(x) if gate_up is None else getattr(self, self.part.output)(swiglu(gate_up))
+        if gate_up is None:
+            return self.forward_unfused(x)
+        return getattr(self, self.part.output)(swiglu(gate_up, encoded=self.fp8_merged.saves_in_8_bits))
+
+    @property
+    def saves_in_8_bits(self) -> bool:
+        """Whether gate and up are saved so for backward, as far as it is known."""
+        return self.fp8_merged.saves_in_8_bits and self.fp8_merged.why_not_merged is None
 
     def forward_unfused(self, x: torch.Tensor) -> torch.Tensor:
         """What runs where gate and up are not merged."""
@@ -205,14 +217,25 @@ class FusedDecoderLayer(nn.Module):
     returns_tuple: ClassVar[bool]
     """Whether the class's own forward returns a tuple, or the hidden states by themselves."""
 
+    def norms(self) -> tuple[nn.Module, nn.Module]:
+        """Before attention and before the feed-forward block."""
+        return self.input_layernorm, self.post_attention_layernorm
+
+    @property
+    def saves_in_8_bits(self) -> bool:
+        """Whether its norms save so for backward what they read."""
+        merged = getattr(self.self_attn, "fp8_merged", None)
+        return merged is not None and merged.saves_in_8_bits
+
     def forward(
         self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
         output_router_logits = arguments.pop("output_router_logits", False)
-        hidden_states, residual = _normed(self.input_layernorm, hidden_states)
+        encoded = self.saves_in_8_bits
+        hidden_states, residual = _normed(self.input_layernorm, hidden_states, encoded=encoded)
         hidden_states, weights = self.self_attn(hidden_states=hidden_states, **arguments)
-        hidden_states, residual = _normed(self.post_attention_layernorm, hidden_states, residual)
+        hidden_states, residual = _normed(self.post_attention_layernorm, hidden_states, residual, encoded=encoded)
         made = (getattr(self, "block_sparse_moe", None) or self.mlp)(hidden_states)
         made, router_logits = made if isinstance(made, tuple) else (made, None)
         hidden_states = residual + made
@@ -225,11 +248,11 @@ class FusedDecoderLayer(nn.Module):
 
 
 def _normed(
-    norm: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None = None
+    norm: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None = None, *, encoded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of a sum, or of what is given alone, and the sum; hooks see the norm as transformers calls it."""
     if not is_looked_at(norm):
-        return norm(hidden_states, residual, both=True)
+        return norm(hidden_states, residual, both=True, encoded=encoded)
     total = hidden_states if residual is None else residual + hidden_states
     return norm(total), total
 

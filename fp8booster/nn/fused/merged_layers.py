@@ -51,6 +51,11 @@ class Merged:
         """Why the layers' products run one by one in training, as far as it is known; None where they run as one."""
         return self._why_never()
 
+    @property
+    def saves_in_8_bits(self) -> bool:
+        """Whether what is fused around the layers saves what it read in 8 bits, by `FP8Config.saved_activations`."""
+        return False
+
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """All outputs side by side, [..., sum of output features], or None: call the layers one by one.
 
@@ -115,6 +120,11 @@ class MergedLayers(Merged):
     def why_not_merged(self) -> str | None:
         """As `Merged.why_not_merged`, with what batches so far have shown."""
         return self._why_never() or ", ".join(self._reasons) or None
+
+    @property
+    def saves_in_8_bits(self) -> bool:
+        """As `Merged.saves_in_8_bits`."""
+        return self.layers[0].fp8_config.saves_in_8_bits
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """As `Merged.__call__`; None too where BF16 is faster."""

@@ -13,19 +13,21 @@ from torch.autograd.function import once_differentiable
 from fp8booster.kernels import rms_norm as rms_norm_kernel
 from fp8booster.kernels import rope as rope_kernel
 from fp8booster.kernels import swiglu as swiglu_kernel
+from fp8booster.kernels.group_codes import GroupCodes
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import unaliased, unsafe_view
+from fp8booster.nn.linear.made_again import Recipe, deliver_recipe
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, encoded: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         added = None if residual is None else residual.reshape(rows.shape).contiguous()
-        y, h, inverse_rms, amax = rms_norm_kernel.rms_norm(rows, weight, eps, added)
-        ctx.save_for_backward(h, weight, inverse_rms)
+        y, h, inverse_rms, amax, codes = rms_norm_kernel.rms_norm(rows, weight, eps, added, encoded=encoded)
+        ctx.save_for_backward(weight, inverse_rms, *((h,) if codes is None else codes))
         ctx.set_materialize_grads(False)
         ctx.has_residual = residual is not None
         h = x.view_as(x) if residual is None else h.view(x.shape)
@@ -34,9 +36,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor | None, dh: torch.Tensor | None) -> tuple:
-        h, weight, inverse_rms = ctx.saved_tensors
+        weight, inverse_rms, *saved = ctx.saved_tensors
         if dy is None:  # only the sum was used
-            return dh, None, None, dh if ctx.has_residual else None
+            return dh, None, None, dh if ctx.has_residual else None, None
+        h = GroupCodes(*saved) if len(saved) > 1 else saved[0]
         shape = dy.shape
         dx, dweight, amax = rms_norm_kernel.rms_norm_backward(
             dy.reshape(h.shape).contiguous(),
@@ -46,11 +49,11 @@ class _RMSNorm(torch.autograd.Function):
             None if dh is None else dh.reshape(h.shape).contiguous(),
         )
         dx = deliver_amax(dx.view(shape), amax)
-        return dx, dweight, None, dx if ctx.has_residual else None
+        return dx, dweight, None, dx if ctx.has_residual else None, None
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *, encoded: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise `h = x + residual`; see `kernels.rms_norm`.
 
@@ -59,6 +62,7 @@ def rms_norm(
         weight: [K].
         eps: added to the mean square.
         residual: of x's shape; None adds nothing.
+        encoded: save h for backward in 8 bits.
 
     Returns:
         (y, h), of x's shape, and of the dtype that the sum has. A block that adds to h later should take this one, not
@@ -68,7 +72,7 @@ def rms_norm(
         # under autocast: a block's output has 16 bits, and what it is added to may have 32
         dtype = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(dtype), residual.to(dtype)
-    return _RMSNorm.apply(x, weight, eps, residual)
+    return _RMSNorm.apply(x, weight, eps, residual, encoded and torch.is_grad_enabled())
 
 
 class _SplitAndRotate(torch.autograd.Function):
@@ -108,18 +112,22 @@ def split_and_rotate(
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(gate_up)
-        features = gate_up.shape[-1] // 2
-        y, amax = swiglu_kernel.swiglu(*_halves(gate_up))
-        return deliver_amax(unsafe_view(y, (*gate_up.shape[:-1], features)), amax)
+    def forward(ctx: Any, gate_up: torch.Tensor, encoded: bool) -> torch.Tensor:
+        made = swiglu_kernel.swiglu(*_halves(gate_up), encoded=encoded)
+        codes = () if made.gate is None or made.up is None else (*made.gate, *made.up)
+        ctx.save_for_backward(*(codes or (gate_up,)))
+        y = unsafe_view(made.y, (*gate_up.shape[:-1], made.y.shape[1]))
+        if codes:
+            deliver_recipe(y, Recipe(_swiglu_again, codes))
+        return deliver_amax(y, made.amax)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-        (gate_up,) = ctx.saved_tensors
-        dx, amax = swiglu_kernel.swiglu_backward(dy.reshape(-1, dy.shape[-1]).contiguous(), *_halves(gate_up))
-        return deliver_amax(dx.view(gate_up.shape), amax)
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple:
+        saved, features = ctx.saved_tensors, dy.shape[-1]
+        gate, up = _decodable(*saved) if len(saved) > 1 else _halves(saved[0])
+        dx, amax = swiglu_kernel.swiglu_backward(dy.reshape(-1, features).contiguous(), gate, up)
+        return deliver_amax(dx.view(*dy.shape[:-1], 2 * features), amax), None
 
 
 def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,13 +135,25 @@ def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate, up
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def _decodable(*codes: torch.Tensor) -> tuple[GroupCodes, GroupCodes]:
+    """Gate and up, of what was saved of them in 8 bits."""
+    return GroupCodes(*codes[:2]), GroupCodes(*codes[2:])
+
+
+def _swiglu_again(*codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Recipe.make`."""
+    return swiglu_kernel.swiglu(*_decodable(*codes))[:2]
+
+
+def swiglu(gate_up: torch.Tensor, *, encoded: bool = False) -> torch.Tensor:
     """`silu(gate) * up`; see `kernels.swiglu`.
 
     Args:
         gate_up: [..., 2 F], gate first.
+        encoded: save gate and up for backward in 8 bits; the product that reads what is returned then saves nothing of
+            it, and backward makes that again.
 
     Returns:
         [..., F].
     """
-    return _SwiGLU.apply(gate_up)
+    return _SwiGLU.apply(gate_up, encoded and torch.is_grad_enabled())

@@ -7,7 +7,7 @@ Shape legend: M tokens, K input features, N output features; a trailing 16 marks
     wgrad  dw = dy.T @ x    [N, M] by [K, M]: reads the transposes of dy and x
 
 Hopper multiplies only rows by rows, so each operand is cast into the layouts that its products read. Between forward
-and backward live the FP8 transposes of x and w: one byte a value.
+and backward live the FP8 transposes of x and w: one byte a value. A recipe that came with x stands in for its own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
-from fp8booster.nn.weights.casting import quantize_input, quantize_weight
+from fp8booster.nn.linear.made_again import Make, Recipe
+from fp8booster.nn.weights.casting import quantize_by, quantize_input, quantize_weight
 from fp8booster.nn.weights.source import BackwardWeight, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix
 
@@ -72,6 +73,8 @@ class _How:
     exchange: Exchange
     weight_is_transposed: bool
     backward_weight: BackwardWeight | None
+    recipe: Make | None
+    """What makes x again; None: backward finds its FP8 transpose."""
 
 
 class _Linear(torch.autograd.Function):
@@ -86,15 +89,13 @@ class _Linear(torch.autograd.Function):
         x: QuantizedMatrix,  # [M16, K16]
         w: QuantizedMatrix,  # [N16, K16]
         how: _How,
+        *source: torch.Tensor,  # `Recipe.of`
     ) -> torch.Tensor:  # [..., N]
         for_input, for_weight = ctx.needs_input_grad[:2]
         save_w = for_input and how.backward_weight is None
-        ctx.save_for_backward(
-            x.transpose if for_weight else None,
-            x.scale_of_transpose() if for_weight else None,
-            w.transpose if save_w else None,
-            w.scale_of_transpose() if save_w else None,
-        )
+        if not source and for_weight:
+            source = x.transpose, x.scale_of_transpose()
+        ctx.save_for_backward(w.transpose if save_w else None, w.scale_of_transpose() if save_w else None, *source)
         ctx.how, ctx.input_dtype, ctx.weight_dtype, ctx.weight_shape = how, input.dtype, weight.dtype, weight.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         outputs = weight.shape[1] if how.weight_is_transposed else weight.shape[0]
@@ -109,7 +110,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # [..., N]
-        x_transpose, x_scale, w_transpose, w_scale = ctx.saved_tensors
+        w_transpose, w_scale, *source = ctx.saved_tensors
         how, config = ctx.how, ctx.how.config
         rows, outputs, inputs = prod(ctx.shape[:-1]), gradient.shape[-1], ctx.shape[-1]
         for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
@@ -123,6 +124,7 @@ class _Linear(torch.autograd.Function):
             dx = multiply(*operands, ctx.input_dtype, config, config.fast_accumulation_dgrad)
             dx_arrives = how.exchange.input_gradient(_crop(dx, rows, inputs).view(ctx.shape))
         if for_weight:
+            x_transpose, x_scale = source if how.recipe is None else _made_again(how.recipe, source, config)
             operands = (dy.transpose, dy.scale_of_transpose()), (x_transpose, x_scale)
             operands = operands[::-1] if how.weight_is_transposed else operands
             wgrad = partial(_wgrad, *operands, ctx.weight_dtype, config, ctx.weight_shape)
@@ -134,7 +136,14 @@ class _Linear(torch.autograd.Function):
             db = gradient.reshape(-1, outputs).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if for_input:
             dx = dx_arrives()
-        return dx, dw, db, None, None, None
+        return dx, dw, db, *(None,) * (len(ctx.needs_input_grad) - 3)
+
+
+def _made_again(recipe: Make, source: list[torch.Tensor], config: FP8Config) -> Operand:
+    """The transpose of x in FP8, by its recipe."""
+    matrix, amax = recipe(*source)
+    x = quantize_by(config, matrix, config.input_format, plain=False, transposed=True, amax=amax)
+    return x.transpose, x.scale_of_transpose()
 
 
 def _wgrad(a: Operand, b: Operand, out_dtype: torch.dtype, config: FP8Config, shape: torch.Size) -> torch.Tensor:
@@ -211,6 +220,7 @@ def linear_from_quantized(
     exchange: Exchange = NO_EXCHANGE,
     weight_is_transposed: bool = False,
     backward_weight: BackwardWeight | None = None,
+    recipe: Recipe | None = None,
 ) -> torch.Tensor:
     """The linear layer, its input and weight already cast.
 
@@ -218,7 +228,7 @@ def linear_from_quantized(
         input: [..., K], not empty; receives the input's gradient.
         weight: [N, K]; receives the weight's gradient.
         bias: [N] or None.
-        x: the input as a matrix of K columns, with its transpose if the weight needs a gradient.
+        x: the input as a matrix of K columns, with its transpose if the weight needs a gradient and there is no recipe.
         w: the weight, with or without its transpose.
         config: accumulation and the gradient's format.
         defer: backward gives it what computes the weight's gradient from the FP8 transposes of x and dy, and autograd
@@ -227,6 +237,7 @@ def linear_from_quantized(
         weight_is_transposed: the weight, and so its gradient, lies as [K, N]; w is a matrix of [N, K] all the same.
         backward_weight: backward asks it for the weight's transpose, and holds none itself; None keeps that of `w`, or
             makes it in backward where `w` has none.
+        recipe: backward makes the input's transpose by it, with a scale of its own, and holds none itself.
 
     Returns:
         [..., N] of the input's dtype, or of autocast's.
@@ -236,8 +247,9 @@ def linear_from_quantized(
     wants_transpose = backward_weight is None and torch.is_grad_enabled() and input.requires_grad
     if wants_transpose and not w.transpose.numel():
         backward_weight = transposed_in_backward(w)
-    how = _How(out_dtype, config, defer, exchange, weight_is_transposed, backward_weight)
-    return _Linear.apply(input, weight, bias, x, w, how)
+    make, source = (None, ()) if recipe is None else recipe
+    how = _How(out_dtype, config, defer, exchange, weight_is_transposed, backward_weight, make)
+    return _Linear.apply(input, weight, bias, x, w, how, *source)
 
 
 def fp8_linear(

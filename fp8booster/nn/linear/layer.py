@@ -15,6 +15,7 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.listing import first_of
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
 from fp8booster.nn.linear.functional import Defer, check_operands, linear_from_quantized
+from fp8booster.nn.linear.made_again import delivered_recipe
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts, computes_in_fp8
 from fp8booster.nn.weights.cached import CachedWeight
@@ -117,19 +118,22 @@ class FP8Layer(nn.Module):
             return None
         check_operands(input, matrix, bias)
         require_fp8(input.device, config.emulate)
-        gradients = torch.is_grad_enabled()
+        for_weight = torch.is_grad_enabled() and weight.requires_grad
+        # what ranks gather is not made again from one rank's part
+        recipe = delivered_recipe(input) if for_weight and exchange.input_key is None else None
         cast = partial(share_input, exchange=exchange) if again else exchange.input
         return linear_from_quantized(
             input,
             weight,
             bias,
-            cast(input, config, transposed=gradients and weight.requires_grad),
+            cast(input, config, transposed=for_weight and recipe is None),
             self._quantized_weight(input, weight, matrix, again),
             config,
             defer=self.fp8_defer(),
             exchange=exchange,
             weight_is_transposed=self.weight_is_transposed,
             backward_weight=self.fp8_weight.backward([weight], config),
+            recipe=recipe,
         )
 
     def _computes_in_fp8(self, rows: int, matrix: torch.Tensor, again: bool) -> bool:

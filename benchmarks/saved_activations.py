@@ -1,0 +1,302 @@
+"""What a decoder layer of LLaMA saves for backward, tensor by tensor, and what 8-bit codes lose of it.
+
+    python -m benchmarks.saved_activations --device cpu --out results
+
+Bytes are those of autograd's saved tensors that grow with the tokens, each storage once, in units of the layer's hidden
+states in 16 bits. Codes are tried on what norms and SwiGLU read in the model of `fp8booster train`, after some steps on
+the sources of Python's standard library, and on data with outliers.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fp8booster
+from benchmarks.gradients.collect import training_options
+from benchmarks.harness import command, environment
+from benchmarks.harness.results import Column, Record, Result, Table
+from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.cli.train.model_folder import build_model, load_config
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
+from fp8booster.formats import E4M3
+from fp8booster.kernels.group_codes import decode_groups, encode_groups
+from fp8booster.nn.fused import fuse
+from fp8booster.training.batches import Batches
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor that autograd holds between forward and backward."""
+
+    where: str
+    """The module, and the function that saves it."""
+
+    tensor: torch.Tensor
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """Its memory, which views share."""
+        return self.tensor.untyped_storage()
+
+
+def saved_by(model: nn.Module, forward: Callable[[], torch.Tensor]) -> list[SavedTensor]:
+    """What a forward saves, in its order."""
+    names = {module: name for name, module in model.named_modules()}
+    saved: list[SavedTensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(SavedTensor(_place(sys._getframe(1), names), tensor))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return saved
+
+
+_SOURCES = str(Path(fp8booster.__file__).parent)
+
+
+def _place(frame: FrameType | None, names: dict[nn.Module, str]) -> str:
+    """The innermost module on the stack, and the innermost function of ours that it called."""
+    function = None
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if function is None and frame.f_code.co_filename.startswith(_SOURCES):
+            function = frame.f_code.co_name
+        if isinstance(module, nn.Module) and module in names:
+            function = frame.f_code.co_name if function is None else function
+            return f"{names[module] or type(module).__name__}: {function}"
+        frame = frame.f_back
+    return function or "?"
+
+
+def layer_of(hidden: int, features: int, heads: int) -> nn.Module:
+    """A decoder layer of LLaMA in BF16, in training mode, in a model that has the rotary embedding."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=features,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        num_hidden_layers=1,
+        vocab_size=32,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).bfloat16().train()
+
+
+def records_of(model: nn.Module, tokens: int) -> list[Record]:
+    """A record for each storage that the model's layer saves and that grows with the tokens."""
+    layer, hidden_size = model.model.layers[0], model.config.hidden_size
+    found = []
+    for batch in (1, 2):
+        x = torch.randn(batch, tokens, hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        angles = model.model.rotary_emb(x, torch.arange(tokens)[None])
+        layer(x, position_embeddings=angles)  # casts the weights
+        found.append(saved_by(layer, lambda x=x, angles=angles: layer(x, position_embeddings=angles)))
+    unit, records, seen = x.nbytes, [], set()
+    for one, two in zip(*found, strict=True):
+        if two.tensor.nbytes == one.tensor.nbytes:  # weights, angles, scales
+            continue
+        if two.storage.data_ptr() not in seen:
+            records.append(
+                {
+                    "where": two.where,
+                    "shape": list(two.tensor.shape),
+                    "dtype": str(two.tensor.dtype).removeprefix("torch."),
+                    "bytes": two.storage.nbytes(),
+                    "units": two.storage.nbytes() / unit,
+                }
+            )
+        seen.add(two.storage.data_ptr())
+    return records
+
+
+def bf16(model: nn.Module) -> None:
+    """As transformers has it."""
+
+
+def bf16_fused(model: nn.Module) -> None:
+    """Fused around products in BF16."""
+    fuse(model)
+
+
+def fp8(saved: str) -> Callable[[nn.Module], None]:
+    """Fused around products in FP8."""
+
+    def prepare(model: nn.Module) -> None:
+        convert_to_fp8(model, FP8Config(saved_activations=saved))
+        fuse(model)
+
+    return prepare
+
+
+SETTINGS: dict[str, Callable[[nn.Module], None]] = {
+    "BF16": bf16,
+    "BF16, fused": bf16_fused,
+    'FP8, saved_activations="16-bit"': fp8("16-bit"),
+    'FP8, saved_activations="8-bit"': fp8("8-bit"),
+}
+
+
+def rounded_to_e4m3(values: torch.Tensor, group: int) -> torch.Tensor:
+    """E4M3 with a power of two for each group."""
+    groups = _groups(values, group)
+    scale = torch.exp2((448 / groups.abs().amax(2, keepdim=True).clamp(min=1e-30)).log2().floor())
+    return ((groups * scale).to(E4M3).float() / scale).flatten(1)[:, : values.shape[1]]
+
+
+def rounded_to_int8(values: torch.Tensor, group: int) -> torch.Tensor:
+    """Even steps up to a group's amax."""
+    groups = _groups(values, group)
+    scale = 127 / groups.abs().amax(2, keepdim=True).clamp(min=1e-30)
+    return ((groups * scale).round() / scale).flatten(1)[:, : values.shape[1]]
+
+
+def _groups(values: torch.Tensor, group: int) -> torch.Tensor:
+    return F.pad(values.float(), (0, -values.shape[1] % group)).unflatten(1, (-1, group))
+
+
+CODES: dict[str, tuple[float, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "E4M3, groups of 16": (1 + 1 / 16, lambda values: rounded_to_e4m3(values, 16)),
+    "E4M3, groups of 128": (1 + 1 / 128, lambda values: rounded_to_e4m3(values, 128)),
+    "int8, groups of 128": (1 + 2 / 128, lambda values: rounded_to_int8(values, 128)),
+    "roots in int8, groups of 128 (fp8booster)": (1 + 2 / 128, lambda values: decode_groups(encode_groups(values))),
+}
+"""Bytes for a value, and what the code makes of values, [M, K]."""
+
+
+def activations_of(options: TrainOptions, tokens: TokenFile, device: torch.device) -> dict[str, torch.Tensor]:
+    """What the layers' norms and SwiGLU read after the options' steps, in BF16: [M, K], all layers side by side."""
+    batch = options.global_batch(1)
+    batch.require(tokens.count)
+    batches = Batches(tokens.open(), batch, 0, options.seed)
+    torch.manual_seed(options.seed)
+    config = load_config(options.model, options.vocabulary, options.sequence)
+    model = build_model(options.model, config, device, checkpointing=False).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    read: dict[str, list[torch.Tensor]] = {}
+
+    def keep(kind: str, tensor: torch.Tensor) -> None:
+        read.setdefault(kind, []).append(tensor.detach().flatten(0, 1).bfloat16())
+
+    for step in range(1, options.steps + 1):
+        (ids,) = batches.micro_batches((step - 1) * batch.sequences)
+        if step == options.steps:
+            for layer in model.model.layers:
+                for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                    norm.register_forward_hook(lambda _, given, __: keep("norms' inputs", given[0]))
+                for kind, module in (("gate", layer.mlp.gate_proj), ("up", layer.mlp.up_proj)):
+                    module.register_forward_hook(lambda _, __, made, kind=kind: keep(kind, made))
+        model(input_ids=ids.to(device), labels=ids.to(device)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {kind: torch.cat(parts, 1) for kind, parts in read.items()}
+
+
+def drawn() -> dict[str, torch.Tensor]:
+    """Normally distributed values, and with one channel in a hundred 100 times as large."""
+    torch.manual_seed(0)
+    values = torch.randn(1024, 2048)
+    outliers = values.clone()
+    outliers[:, ::100] *= 100
+    return {"normal": values.bfloat16(), "1 % of channels 100 times as large": outliers.bfloat16()}
+
+
+def errors_of(kind: str, values: torch.Tensor) -> list[Record]:
+    """A record for each code: signal over noise of all values, and of the worst channel, in dB."""
+    records = []
+    for name, (size, code) in CODES.items():
+        noise = (code(values).double() - values.double()).square()
+        signal = values.double().square()
+        by_channel = 10 * torch.log10(signal.sum(0) / noise.sum(0))
+        records.append(
+            {
+                "values": kind,
+                "code": name,
+                "bytes": size,
+                "snr": 10 * math.log10(signal.sum() / noise.sum()),
+                "worst": by_channel.amin().item(),
+            }
+        )
+    return records
+
+
+TENSORS = (
+    Column("saved by", lambda r: r["where"]),
+    Column("shape", lambda r: " x ".join(map(str, r["shape"]))),
+    Column("dtype", lambda r: r["dtype"]),
+    Column("bytes", lambda r: f"{r['bytes']:,}"),
+    Column("U", lambda r: f"{r['units']:.3f}"),
+)
+SUMS = (Column("setting", lambda r: r["setting"]), Column("U", lambda r: f"{r['units']:.2f}"))
+ERRORS = (
+    Column("values", lambda r: r["values"]),
+    Column("code", lambda r: r["code"]),
+    Column("bytes a value", lambda r: f"{r['bytes']:.3f}"),
+    Column("all, dB", lambda r: f"{r['snr']:.1f}"),
+    Column("worst channel, dB", lambda r: f"{r['worst']:.1f}"),
+)
+
+
+def main(
+    hidden: Annotated[int, typer.Option(help="Of the layer whose bytes are counted.")] = 1024,
+    features: Annotated[int, typer.Option(help="Of its feed-forward block.")] = 2752,
+    heads: Annotated[int, typer.Option(help="Of its attention.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Of a sequence.")] = 256,
+    steps: Annotated[int, typer.Option(help="Steps before activations are looked at.")] = 100,
+    quick: command.Quick = False,
+    folder: command.Folder = None,
+    json_file: command.JsonFile = None,
+    commit: command.Commit = None,
+    device_name: Annotated[str, typer.Option("--device", help="cuda or cpu, of the training; bytes are the CPU's.")] = (
+        "cuda"
+    ),
+) -> None:
+    """List what a layer saves for backward, and measure what codes lose of it."""
+    device, gpu = command.measured_device(device_name)
+    if quick:
+        hidden, features, heads, tokens, steps = 128, 344, 1, 32, 2
+    tables, sums = [], []
+    for setting, prepare in SETTINGS.items():
+        model = layer_of(hidden, features, heads)
+        prepare(model)
+        records = records_of(model, tokens)
+        sums.append({"setting": setting, "units": sum(record["units"] for record in records)})
+        tables.append(Table(setting, setting, TENSORS, records))
+    options = training_options("tiny", max(steps, 2), 1 if quick else 8, 32 if quick else 128)
+    file = prepare_tokens(options, lambda text: typer.echo(text, err=True))
+    errors = [
+        record
+        for kind, values in (activations_of(options, file, device) | drawn()).items()
+        for record in errors_of(kind, values.cpu())
+    ]
+    head = environment.head(gpu, commit=commit) | {
+        "layer": f"LLaMA's, hidden size {hidden}, {features} features, {heads} heads, 2 x {tokens} tokens",
+        "activations": f"of the model tiny in FP32 after {options.steps} steps on {file.name}",
+    }
+    tables = [
+        Table("sums", "Saved by a layer", SUMS, sums, "U: the bytes of its hidden states in 16 bits."),
+        *tables,
+        Table("codes", "What codes lose", ERRORS, errors, "Signal over noise."),
+    ]
+    result = Result("saved_activations", "What a decoder layer saves for backward", head, tables)
+    command.deliver(result, folder=folder, json_file=json_file)
+
+
+if __name__ == "__main__":
+    command.run_command(main)
