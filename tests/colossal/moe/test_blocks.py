@@ -143,6 +143,31 @@ def test_an_experts_weight_gradient_is_the_mean_over_ranks_that_gave_it_tokens()
 
 
 @ranks(2)
+@pytest.mark.parametrize("spread", ["experts", "tokens", "both"])
+def test_what_weight_gradients_are_multiplied_by_counts_the_tokens_that_arrived(spread: str) -> None:
+    """Both at once, which takes four ranks, by two groups of these two."""
+    from fp8booster.colossal.moe.blocks import ExpertParallel
+
+    ranks_of = {"experts": (2, 1), "tokens": (1, 2), "both": (2, 2)}
+    block = ExpertParallel()
+    block.ep_size, block.moe_dp_size = ranks_of[spread]
+    block.num_experts, block.num_experts_per_ep = 4, 4 // block.ep_size
+    block.ep_group = dist.new_group([0, 1]) if block.ep_size == 2 else alone()
+    block.moe_dp_group = dist.group.WORLD if block.moe_dp_size == 2 else alone()
+    chosen = torch.tensor([[0, 1], [0, 1]] if dist.get_rank() == 0 else [[0, 3], [0, 3]])
+    loads = block._loads(chosen)
+    own = [2, 2, 0, 0] if dist.get_rank() == 0 else [2, 0, 0, 2]
+    # from either rank for the experts here: 0 and 1, or 2 and 3
+    arrived = own if block.ep_size == 1 else [2, 2, 2, 0] if dist.get_rank() == 0 else [0, 0, 0, 2]
+    # 0 has tokens on both ranks; with the experts spread, 0 and 2 are one, and 1 and 3
+    expected = {"experts": None, "tokens": [1.0, 2.0, 2.0, 2.0], "both": [1.0, 0.5]}[spread]
+    found = loads.numbers.tolist()
+    assert found[:8] == [*own, *arrived]
+    assert found[8:] == ([] if expected is None else [8])
+    assert (None if loads.factors is None else loads.factors.tolist()) == expected
+
+
+@ranks(2)
 def test_rows_come_where_they_were_sent_and_back() -> None:
     rank = dist.get_rank()
     sent = [[0, 3], [5, 0]][rank]

@@ -314,3 +314,26 @@ def test_a_sum_over_ranks_reaches_a_tensor_whose_values_lie_apart() -> None:
     fp8.all_reduce_fp8(columns, group=dist.group.WORLD)
     assert torch.equal(columns, expected)
     assert torch.equal(whole[:, 1::2], left_alone)
+
+
+@ranks(2)
+@pytest.mark.parametrize("dimension", [-1, 1])
+def test_what_is_gathered_gives_the_gradient_that_it_gives_natively(dimension: int) -> None:
+    """Features as they are, a sequence in FP8; with the factor that some of shardformer's calls ask for."""
+    from colossalai.shardformer.layer import _operation
+
+    from fp8booster.colossal.tensor import compress_groups, operations
+
+    compress_groups(dist.group.WORLD)
+    torch.manual_seed(dist.get_rank())
+    part, gradient = torch.randn(2, 32, 64).bfloat16(), torch.randn(2, 64, 128).bfloat16()
+    for factor in (None, 1.0, dist.get_world_size(), 0.25):
+        found = []
+        for gather in (_operation._GatherForwardSplitBackward.apply, operations.gather_forward_split_backward):
+            x = part.clone().requires_grad_()
+            y = gather(x, dimension, dist.group.WORLD, factor, False)
+            y.backward(gradient[..., : y.shape[-1]][:, : y.shape[1]])
+            found.append((y.detach(), x.grad))
+        (native, native_gradient), (y, own_gradient) = found
+        assert torch.equal(own_gradient, native_gradient)  # a rank takes its part, and nothing is sent
+        assert torch.equal(y, native) if dimension == -1 else signal_to_noise(y, native) > 22
