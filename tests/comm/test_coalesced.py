@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp8booster import comm
 from tests.distributed import ranks
 
-SIZES = ((700,), (3, 400), (5000,), (1,), (2,))
+SIZES = ((700,), (3, 400), (5000,), (1,), (2,), (1,), (3,))
 
 
 def _tensors() -> list[torch.Tensor]:
@@ -28,7 +28,7 @@ def test_coalesced_tensors_are_reduced_in_place(op: str) -> None:
     tensors, expected = _tensors(), _tensors()
     comm.reset_statistics()
     comm.all_reduce_coalesced(tensors, getattr(dist.ReduceOp, op), bucket_bytes=4000)
-    # 700, 5000 and 2 values of FP32 do not fit together, 5000 do not fit at all; 1200 and 1 of BF16 do
+    # 700, 5000 and 2 + 3 values of FP32 do not fit together, 5000 do not fit at all; 1200, 1 and 1 of BF16 do
     assert comm.statistics()["all_reduce"].calls == 4
     for tensor, value in zip(tensors, expected, strict=True):
         total = value.float()

@@ -325,13 +325,17 @@ def test_what_is_gathered_gives_the_gradient_that_it_gives_natively(dimension: i
     from fp8booster.colossal.tensor import compress_groups, operations
 
     compress_groups(dist.group.WORLD)
+    uncompressed = dist.new_group([0, 1])
     torch.manual_seed(dist.get_rank())
     part, gradient = torch.randn(2, 32, 64).bfloat16(), torch.randn(2, 64, 128).bfloat16()
     for factor in (None, 1.0, dist.get_world_size(), 0.25):
         found = []
-        for gather in (_operation._GatherForwardSplitBackward.apply, operations.gather_forward_split_backward):
+        for gather, group in (
+            (_operation._GatherForwardSplitBackward.apply, uncompressed),
+            (operations.gather_forward_split_backward, dist.group.WORLD),
+        ):
             x = part.clone().requires_grad_()
-            y = gather(x, dimension, dist.group.WORLD, factor, False)
+            y = gather(x, dimension, group, factor, False)
             y.backward(gradient[..., : y.shape[-1]][:, : y.shape[1]])
             found.append((y.detach(), x.grad))
         (native, native_gradient), (y, own_gradient) = found
