@@ -12,6 +12,7 @@ from benchmarks.saved_activations import SETTINGS, layer_of, records_of
 from fp8booster import FP8Config, convert_to_fp8, report
 from fp8booster.kernels import rms_norm, swiglu
 from fp8booster.nn.fused import fuse_blocks
+from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.made_again import Recipe, deliver_recipe, delivered_recipe
 from tests.colossal.models import tiny_llama, token_batch
 from tests.distributed import ranks
@@ -106,6 +107,30 @@ def test_frozen_parts_train_the_others_alike() -> None:
     _, found = step(model)
     assert found.pop("model.layers.1.mlp.down_proj.weight") is None
     assert all(torch.equal(found[name], right[name]) for name in found)
+
+
+def test_weight_gradients_that_are_computed_later_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model = pair()
+    _, right = step(model)
+    later = []
+    downs = [layer.mlp.down_proj for layer in model.model.layers]
+    monkeypatch.setattr(FP8Layer, "fp8_defer", lambda layer: later.append if layer in downs else None)
+    _, found = step(model)
+    assert all(found[f"model.layers.{number}.mlp.down_proj.weight"] is None for number in range(2))
+    assert [
+        torch.equal(wgrad(), right[f"model.layers.{number}.mlp.down_proj.weight"])
+        for number, wgrad in zip((1, 0), later, strict=True)
+    ] == [True, True]
+
+
+def test_compiled_code_computes_the_same_loss() -> None:
+    losses = []
+    for model in pair():
+        loss = torch.compile(model, backend="aot_eager")(input_ids=batch(), labels=batch()).loss
+        loss.backward()
+        losses.append(loss.item())
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert losses[0] == losses[1]
 
 
 def test_a_hook_on_down_that_changes_its_input_is_what_its_gradient_is_of() -> None:
