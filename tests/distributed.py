@@ -116,7 +116,7 @@ def run_ranks(
     Raises RankError when a rank raises, dies or is late, with the traceback of the rank that raised first, or with the
     stacks of those that are late; the other ranks are killed before it is raised.
     """
-    started = _Ranks(world_size, "gloo" if initialize else None, timeout, environment, preloaded)
+    started = RankProcesses(world_size, "gloo" if initialize else None, timeout, environment, preloaded)
     try:
         return started.call(fn, *args, seconds=timeout)
     finally:
@@ -132,7 +132,7 @@ def rank_context(preloaded: bool = True) -> multiprocessing.context.BaseContext:
     return context
 
 
-class _Ranks:
+class RankProcesses:
     """Processes that call what they are told, together."""
 
     def __init__(
@@ -230,18 +230,18 @@ class _Ranks:
 
 
 _module = ""
-_started: dict[tuple[int, str], _Ranks] = {}
+_started: dict[tuple[int, str], RankProcesses] = {}
 """The ranks of `_module`: a module's caches save time, and what it leaves behind shall not reach another module."""
 
 
-def _ranks_of(module: str, world_size: int, backend: str, seconds: float) -> _Ranks:
+def _ranks_of(module: str, world_size: int, backend: str, seconds: float) -> RankProcesses:
     global _module
     if module != _module:
         _end_ranks()
         _module = module
     found = _started.get((world_size, backend))
     if found is None or not found.alive:
-        found = _started[world_size, backend] = _Ranks(world_size, backend, seconds)
+        found = _started[world_size, backend] = RankProcesses(world_size, backend, seconds)
     return found
 
 

@@ -21,7 +21,7 @@ from fp8booster.kernels.adamw_8bit import (
     update_8bit,
 )
 from fp8booster.kernels.moments import BLOCK, MOST_OCTAVES, Moments8bit
-from tests.distributed import run_ranks
+from tests.kernels.interpreted import interpreted
 
 RATES = AdamRates(1e-2, (0.9, 0.95), 1e-8, 0.1, decoupled=True)
 COUNTS = (1, 7, 256, 1000, 4097)
@@ -195,12 +195,7 @@ def updates_differ(device: str) -> list[str]:
 
 
 def test_the_interpreted_kernel_is_its_reference() -> None:
-    pytest.importorskip("triton")
-    environment = {"TRITON_INTERPRET": "1"}
-    (found,) = run_ranks(
-        updates_differ, 1, "cpu", initialize=False, environment=environment, preloaded=False, timeout=300
-    )
-    assert found == []
+    assert interpreted(updates_differ, "cpu") == []
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from fp8booster.kernels import block_cast
 from fp8booster.kernels.cast import saturate
 from fp8booster.kernels.message_layout import MessageLayout, Peers
 from fp8booster.scaling import scale_of
-from tests.distributed import run_ranks
+from tests.kernels.interpreted import interpreted
 
 PIECES = [
     ((7,), 7),
@@ -281,15 +281,7 @@ def interpreted_kernels_agree() -> list[str]:
 
 
 def test_the_kernels_interpreted_agree_with_the_reference() -> None:
-    (wrong,) = run_ranks(
-        interpreted_kernels_agree,
-        1,
-        initialize=False,
-        environment={"TRITON_INTERPRET": "1"},
-        preloaded=False,
-        timeout=300,
-    )
-    assert wrong == []
+    assert interpreted(interpreted_kernels_agree) == []
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor, layout: MessageLayout, dtype: torch.dtype) -> bool:

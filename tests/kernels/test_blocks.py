@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fp8booster.kernels import rms_norm, rope, swiglu, token_rows
-from tests.distributed import run_ranks
 from tests.kernels.blocks import differences, norm_cases, rope_cases, swiglu_cases, token_cases
+from tests.kernels.interpreted import interpreted
 
 
 def what_differs() -> dict[str, list[str]]:
@@ -23,11 +23,7 @@ def what_differs() -> dict[str, list[str]]:
 
 
 def test_the_kernels_interpreted_agree_with_their_references() -> None:
-    pytest.importorskip("triton")
-    (differing,) = run_ranks(
-        what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, preloaded=False, timeout=300
-    )
-    assert differing == {"norm": [], "swiglu": [], "rope": [], "tokens": []}
+    assert interpreted(what_differs) == {"norm": [], "swiglu": [], "rope": [], "tokens": []}
 
 
 @pytest.mark.gpu

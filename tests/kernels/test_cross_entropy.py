@@ -15,8 +15,8 @@ from fp8booster.kernels.cross_entropy import cross_entropy, logsumexp, write_gra
 from fp8booster.kernels.multiply import multiply_
 from fp8booster.kernels.operators import Operator
 from fp8booster.scaling import amax_of
-from tests.distributed import run_ranks
 from tests.kernels.blocks import within_rounding
+from tests.kernels.interpreted import interpreted
 from tests.kernels.matrices import same
 
 SHAPES = [(3, 16), (9, 100), (2, 2048), (3, 4096), (2, 2049), (5, 5000), (1, 1), (6, 4099), (5, 100)]
@@ -213,11 +213,7 @@ def what_differs() -> list[str]:
 
 
 def test_the_kernels_interpreted_agree_with_their_references() -> None:
-    pytest.importorskip("triton")
-    (differing,) = run_ranks(
-        what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, preloaded=False, timeout=300
-    )
-    assert differing == []
+    assert interpreted(what_differs) == []
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8booster.kernels.transpose import gathered_layouts, order
-from tests.distributed import run_ranks
+from tests.kernels.interpreted import interpreted
 
 SHAPES = [(2, 1, 16, 48), (2, 1, 5, 16), (2, 3, 8, 80), (3, 2, 70, 144), (4, 2, 33, 16)]
 """(ranks, groups, rows of a piece, columns): in order already, padded, to be put in order, more than one tile."""
@@ -63,11 +63,7 @@ def differences(device: str) -> Iterator[str]:
 
 
 def test_the_kernel_in_triton_s_interpreter() -> None:
-    pytest.importorskip("triton")
-    (found,) = run_ranks(
-        _interpreted, 1, timeout=300, initialize=False, environment={"TRITON_INTERPRET": "1"}, preloaded=False
-    )
-    assert found == []
+    assert interpreted(_interpreted) == []
 
 
 def _interpreted() -> list[str]:

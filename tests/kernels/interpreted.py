@@ -1,0 +1,32 @@
+"""Kernels in Triton's interpreter, on the CPU."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.distributed import RankError, RankProcesses
+
+_process: list[RankProcesses] = []
+"""One for all modules: Triton decides when it is imported whether it interprets, and that takes seconds."""
+
+
+def interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns in a process where Triton interprets kernels; skips the test where there is no Triton."""
+    pytest.importorskip("triton")
+    if not _process:
+        _process.append(RankProcesses(1, None, 300, {"TRITON_INTERPRET": "1"}, preloaded=False))
+    try:
+        return _process[0].call(function, *arguments, seconds=300)[0]
+    except RankError:
+        _end()
+        raise
+
+
+@atexit.register
+def _end() -> None:
+    while _process:
+        _process.pop().kill()
