@@ -9,7 +9,7 @@ import torch
 
 from fp8booster.kernels import rms_norm, swiglu
 from fp8booster.kernels.group_codes import GROUP, LEAST_AMAX, GroupCodes, decode_groups, encode_groups
-from tests.distributed import run_ranks
+from tests.kernels.interpreted import interpreted
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SHAPES = ((1, 1), (3, 100), (2, 128), (5, 1040), (4, 129))
@@ -95,11 +95,7 @@ def what_differs(device: str = "cpu", shapes: tuple = (*SHAPES, (3, 2200))) -> l
 
 
 def test_kernels_interpreted_write_the_bytes_of_the_definition() -> None:
-    pytest.importorskip("triton")
-    (different,) = run_ranks(
-        what_differs, 1, initialize=False, environment={"TRITON_INTERPRET": "1"}, preloaded=False, timeout=300
-    )
-    assert different == []
+    assert interpreted(what_differs) == []
 
 
 @pytest.mark.gpu
