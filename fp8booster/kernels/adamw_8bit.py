@@ -23,6 +23,12 @@ from fp8booster.kernels.adam_step import SMALLEST_NORMAL, AdamRates
 from fp8booster.kernels.moments import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit, require_updatable
 from fp8booster.kernels.operators import operator
 
+SEED, AMAX, INVERSE = 3, 4, 5
+"""Places in a row of `step_rows`."""
+
+_AT_ONCE = 2**16
+"""Values, a multiple of a block's."""
+
 
 @operator(writes=("value",))
 def update_8bit(
@@ -37,14 +43,15 @@ def update_8bit(
     """Take one step of Adam (Kingma and Ba, algorithm 1) or AdamW (Loshchilov and Hutter, algorithm 2) in place.
 
     The update is computed in FP32 from moments that are not yet rounded, each operation rounded by itself. A block
-    with a gradient that is not finite keeps its values and moments, bit for bit.
+    with a gradient that is not finite keeps its values and moments, bit for bit; all do where the divisor is not
+    finite.
 
     Args:
         value: the weight, [n], FP32, or BF16 with `low`.
         low: int16 [n], what the FP32 master has beside a BF16 weight; None for an FP32 weight.
         gradient: [n], BF16, FP16 or FP32.
         moments: of the tensor.
-        row: float32 [4], from `step_rows`.
+        row: float32 [8], from `step_rows`; `row[AMAX]` takes the largest magnitude among the new values.
         rates: betas, eps and the kind of decay; the rest is in the row.
         skipped: int32 []; the number of blocks that were left as they are is added.
 
@@ -52,10 +59,33 @@ def update_8bit(
         ValueError: a tensor's values lie apart, or the weight is FP16.
     """
     require_updatable(value, low, gradient)
-    count = value.numel()
-    decay, step_size, inverse_root, _ = row.unbind()
+    flat = [None if each is None else each.flatten() for each in (value, low, gradient, moments.first, moments.second)]
+    largest = torch.zeros((), dtype=torch.float32, device=value.device)
+    for begin in range(0, value.numel(), _AT_ONCE):  # which stay in a processor's cache
+        value_part, low_part, gradient_part, first, second = (
+            None if each is None else each[begin : begin + _AT_ONCE] for each in flat
+        )
+        blocks = slice(begin // BLOCK, (begin + _AT_ONCE) // BLOCK)
+        part = Moments8bit(first, moments.amaxes[blocks], second, moments.ranges[blocks])
+        _update_part(value_part, low_part, gradient_part, part, row, rates, skipped, begin)
+        largest = torch.maximum(largest, value_part.abs().max())
+    row[AMAX] = largest
+
+
+def _update_part(
+    value: torch.Tensor,
+    low: torch.Tensor | None,
+    gradient: torch.Tensor,
+    moments: Moments8bit,
+    row: torch.Tensor,
+    rates: AdamRates,
+    skipped: torch.Tensor,
+    begin: int,
+) -> None:
+    """`update_8bit` of some whole blocks, flat, the first of which begins at `begin` in the tensor."""
+    decay, step_size, inverse_root, inverse_divisor = row[[0, 1, 2, INVERSE]]
     beta1, beta2 = rates.betas
-    g = in_blocks(gradient.float())
+    g = in_blocks(gradient.float() * inverse_divisor)
     w = in_blocks(value if low is None else master_of(value, low))
     m, v = decode_first(moments.first, moments.amaxes), decode_second(moments.second, moments.ranges)
     if rates.decoupled:
@@ -67,44 +97,61 @@ def update_8bit(
     v = _f32(beta2) * v + (_f32(1 - beta2) * g_and_decay) * g_and_decay
     w = w - _divide(step_size * m, _root(v) * inverse_root + _f32(rates.denominator_eps()))
 
-    kept = ~g.isfinite().all(dim=1)
+    kept = ~(g.isfinite().all(dim=1) & (inverse_divisor > 0))
     skipped += kept.sum(dtype=torch.int32)
     first, amaxes = encode_first(m)
-    second, ranges = encode_second(v, row[3].view(torch.int32))
-    of_values = kept.repeat_interleave(BLOCK)[:count]
-    moments.amaxes.copy_(torch.where(kept, moments.amaxes, amaxes))
-    moments.ranges.copy_(torch.where(kept[:, None], moments.ranges, ranges))
-    moments.first.copy_(torch.where(of_values, moments.first, first.flatten()[:count]))
-    moments.second.copy_(torch.where(of_values, moments.second, second.flatten()[:count]))
-    w = w.flatten()[:count]
-    if low is None:
-        value.copy_(torch.where(of_values, value.flatten(), w).view_as(value))
-    else:
-        rounded, rest = split(w)
-        value.copy_(torch.where(of_values, value.flatten(), rounded).view_as(value))
-        low.copy_(torch.where(of_values, low, rest))
+    second, ranges = encode_second(v, row[SEED].view(torch.int32), begin)
+    weight, rest = (w, None) if low is None else split(w)
+    some_are_kept = bool(kept.any())
+    for old, new, of_block in (
+        (moments.amaxes, amaxes, 1),
+        (moments.ranges, ranges, 2),
+        (moments.first, first, BLOCK),
+        (moments.second, second, BLOCK),
+        (value, weight, BLOCK),
+        (low, rest, BLOCK),
+    ):
+        if old is not None:
+            new = new.flatten()[: old.numel()].view_as(old)
+            if some_are_kept:
+                new = torch.where(kept.repeat_interleave(of_block)[: old.numel()].view_as(old), old, new)
+            old.copy_(new)
 
 
-def step_rows(rates: AdamRates, steps: Sequence[int], numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """What tensors need to know of a step: float32 [tensors, 4].
+def step_rows(
+    rates: AdamRates,
+    steps: Sequence[int],
+    numbers: Sequence[int],
+    device: torch.device,
+    divisor: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """What tensors need to know of a step: float32 [tensors, 8].
 
-    A row holds the factor of weight decay, the step size lr / (1 - beta1^t), 1 / the root of 1 - beta2^t, and the
-    bits of a seed for chance, which differs between steps and tensors.
+    A row holds the factor of weight decay, the step size lr / (1 - beta1^t), 1 / the root of 1 - beta2^t, the bits of
+    a seed for chance, which differs between steps and tensors, a zero, where the amax comes, and 1 / the divisor; 32
+    bytes, so that each begins at a multiple of 16.
 
     Args:
         rates: of the step; `lr` as a number.
         steps: of each tensor, how many it has taken with this one.
         numbers: of each tensor, what tells it from others.
         device: of the tensors.
+        divisor: gradients are divided by it first: float32 [] on the device. None: they are not.
     """
     decay = rates.lr * rates.weight_decay if rates.decoupled else rates.weight_decay
     rows = torch.tensor(
-        [[decay, rates.lr / (1 - rates.betas[0] ** t), (1 - rates.betas[1] ** t) ** -0.5, 0.0] for t in steps],
+        [
+            [decay, rates.lr / (1 - rates.betas[0] ** t), (1 - rates.betas[1] ** t) ** -0.5, 0.0, 0.0, 1.0, 0.0, 0.0]
+            for t in steps
+        ],
         dtype=torch.float32,
     )
     seeds = [(t * 0x9E3779B1 + number * 0x85EBCA77) & 0x7FFFFFFF for t, number in zip(steps, numbers, strict=True)]
-    rows.view(torch.int32)[:, 3] = torch.tensor(seeds, dtype=torch.int32)
-    return rows.to(device, non_blocking=True)
+    rows.view(torch.int32)[:, SEED] = torch.tensor(seeds, dtype=torch.int32)
+    rows = rows.to(device, non_blocking=True)
+    if divisor is not None:
+        rows[:, INVERSE] = divisor.reciprocal()
+    return rows
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,22 +183,40 @@ def decode_first(code: torch.Tensor, amaxes: torch.Tensor) -> torch.Tensor:
     return root * root.abs() * amaxes[:, None]
 
 
-def encode_second(v: torch.Tensor, seed: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def encode_second(v: torch.Tensor, seed: torch.Tensor | None, begin: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Second moments in blocks, float32 [blocks, 256], not negative, as uint8 codes and int32 [blocks, 2] ranges.
 
     Args:
         v: the moments.
-        seed: int32 [], of chance; None rounds to nearest.
+        seed: int32 [], of chance; None rounds to nearest, and what was decoded comes back the same, but for blocks that
+            hold the largest number.
+        begin: where the first of them is in its tensor, for chance.
     """
     bits = v.view(torch.int32).clamp(max=LARGEST)
     largest = bits.amax(dim=1)
     least = torch.where(bits > 0, bits, LARGEST).amin(dim=1)
     least = torch.minimum(torch.maximum(least, largest - (MOST_OCTAVES << 23)), largest)
     step = ((largest - least + STEPS - 1) // STEPS).clamp(min=1)
+    if seed is None:
+        least, step = _range_of_decoded(bits, least, step)
     above = (bits - least[:, None]).clamp(min=0).float() * _divide(torch.ones_like(step), step)[:, None]
-    rounding = 0.5 if seed is None else chance(v.numel(), seed, v.device).view_as(v)
+    rounding = 0.5 if seed is None else chance(v.numel(), seed, v.device, begin).view_as(v)
     code = (above + rounding).floor().clamp(max=STEPS) + 1
     return torch.where(bits > 0, code, 0).to(torch.uint8), torch.stack([least, step], dim=1)
+
+
+def _range_of_decoded(bits: torch.Tensor, least: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Least bits and step by which each of a block's moments, int32 [blocks, 256], is that of a code.
+
+    Given those by which a block is encoded anyhow, for where there are none: moments that were never decoded.
+    """
+    first = torch.where(bits > 0, bits, LARGEST).amin(dim=1)
+    common = torch.where(bits > 0, bits - first[:, None], 0)
+    while common.shape[1] > 1:
+        common = torch.gcd(*common.chunk(2, dim=1))
+    common = common[:, 0]
+    exact = (common > 0) & (bits.amax(dim=1) - first <= common.long() * STEPS)
+    return torch.where(exact, first, least), torch.where(exact, common, step)
 
 
 def decode_second(code: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
@@ -161,12 +226,24 @@ def decode_second(code: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
     return torch.where(blocks > 0, bits, 0).view(torch.float32)
 
 
-def chance(count: int, seed: torch.Tensor, device: torch.device) -> torch.Tensor:
+def chance(count: int, seed: torch.Tensor, device: torch.device, begin: int = 0) -> torch.Tensor:
     """So many numbers from 0 to less than 1, float32, of 24 bits: a hash (murmur3's finalizer) of place and seed."""
-    x = (torch.arange(count, device=device) * 0x9E3779B1 + seed) & 0xFFFFFFFF
+    # integers of 32 bits wrap; the bits that an arithmetic shift brings in are masked out
+    x = (
+        torch.arange(count, dtype=torch.int32, device=device)
+        .add_(_wrapped(begin))
+        .mul_(_wrapped(0x9E3779B1))
+        .add_(seed)
+    )
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
-    return ((x ^ (x >> 16)) >> 8).float() * 2.0**-24
+        x ^= (x >> shift) & (0xFFFFFFFF >> shift)
+        x *= _wrapped(factor)
+    return (((x ^ ((x >> 16) & 0xFFFF)) >> 8) & 0xFFFFFF).float() * 2.0**-24
+
+
+def _wrapped(number: int) -> int:
+    """A number's low 32 bits as those of an int32."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def in_blocks(values: torch.Tensor) -> torch.Tensor:

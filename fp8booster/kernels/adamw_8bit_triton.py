@@ -26,7 +26,7 @@ def adamw_8bit_kernel(
     amaxes,
     seconds,
     ranges,
-    row,  # float32 [4], see `adamw_8bit.step_rows`
+    row,  # float32 [8], see `adamw_8bit.step_rows`
     skipped,
     count,
     beta1,
@@ -43,6 +43,8 @@ def adamw_8bit_kernel(
     """Each program updates BLOCKS rows of BLOCK values; compiled so that no product and sum are rounded as one."""
     decay, step_size, inverse_root = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     seed = tl.load((row + 3).to(tl.pointer_type(tl.int32), bitcast=True))
+    amax = (row + 4).to(tl.pointer_type(tl.int32), bitcast=True)
+    found, inverse_divisor = tl.load(amax), tl.load(row + 5)
     # offsets of 32 bits from where the program's values begin
     first_block = tl.program_id(0).to(tl.int64) * BLOCKS
     start = first_block * BLOCK
@@ -57,10 +59,10 @@ def adamw_8bit_kernel(
     amaxes += first_block
     ranges += 2 * first_block
 
-    gradient = tl.load(gradients + index, mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.load(gradients + index, mask=inside, other=0.0).to(tl.float32) * inverse_divisor
     # finite: not the largest exponent
     finite = (gradient.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
-    updated = tl.min(finite.to(tl.int32), 1) > 0
+    updated = tl.where(inverse_divisor > 0, tl.min(finite.to(tl.int32), 1), 0) > 0
     if SPLIT:
         lows += start
         high = tl.load(values + index, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
@@ -68,6 +70,7 @@ def adamw_8bit_kernel(
         value = ((high - (low < 0).to(tl.int32)) * 65536 + (low & 0xFFFF)).to(tl.float32, bitcast=True)
     else:
         value = tl.load(values + index, mask=inside, other=0.0)
+    before = value
     first_amax = tl.load(amaxes + block, mask=exists, other=0.0)
     part = tl.load(firsts + index, mask=inside, other=0).to(tl.float32) * inverse127
     mean = part * tl.abs(part) * first_amax[:, None]
@@ -113,12 +116,20 @@ def adamw_8bit_kernel(
     inside &= updated[:, None]
     tl.store(firsts + index, first.to(tl.int8), mask=inside)
     tl.store(seconds + index, second.to(tl.uint8), mask=inside)
+    value = tl.where(updated[:, None], value, before)
+    bits = value.to(tl.int32, bitcast=True)
     if SPLIT:
-        bits = tl.where(value != value, _NAN, value.to(tl.int32, bitcast=True))
-        tl.store(values + index, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+        bits = tl.where(value != value, _NAN, bits)
+        rounded = (bits + 0x8000) >> 16
+        tl.store(values + index, rounded.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
         tl.store(lows + index, bits.to(tl.int16), mask=inside)
+        bits = rounded << 16
     else:
         tl.store(values + index, value, mask=inside)
+    # magnitudes are ordered as their bits are
+    largest = tl.max(tl.max(bits & 0x7FFFFFFF, 1), 0)
+    if largest > found:  # which others may have raised since: few blocks have the largest so far
+        tl.atomic_max(amax, largest, sem="relaxed")
     kept = tl.sum((exists & (updated == 0)).to(tl.int32), 0)
     if kept > 0:
         tl.atomic_add(skipped, kept, sem="relaxed")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,23 +12,22 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fp8booster.kernels.adam_step import AdamRates, require_rates
-from fp8booster.kernels.adamw_8bit import (
-    decode_first,
-    decode_second,
-    encode_first,
-    encode_second,
-    in_blocks,
-    master_of,
-    split,
-    step_rows,
-    update_8bit,
-)
-from fp8booster.kernels.moments import Moments8bit
+from fp8booster.kernels.adamw_8bit import AMAX, master_of, split, step_rows, update_8bit
+from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
 
-_MOMENTS = ("exp_avg", "exp_avg_amax", "exp_avg_sq", "exp_avg_sq_range")
-"""Of a state, in the order of `Moments8bit`."""
+_OPTIONS_OF_TORCH = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "decoupled_weight_decay": True,
+}
+"""Entries of a group that torch's AdamW looks for when it goes on with a checkpoint of this one."""
 
-_LOW = "master_low"
+_SHARD = 0x27D4EB2F
+"""By which the number of a shard is multiplied in the seed of chance."""
 
 
 class AdamW(Optimizer):
@@ -43,6 +44,8 @@ class AdamW(Optimizer):
 
     Where a gradient is not finite, its block of 256 values is left as it was, and `skipped_blocks` counts it.
 
+    The plugins' engines shard the states, and save and load them as those of `torch.optim.AdamW`, in FP32.
+
     Args:
         params: parameters or parameter groups: contiguous, BF16 or FP32.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
@@ -55,6 +58,15 @@ class AdamW(Optimizer):
         TypeError: a parameter of another dtype, or one that is sharded as a DTensor.
     """
 
+    num_fp32_shards_per_param = 3
+    """Weight, gradient, and both moments in less than a third: what Gemini counts when it looks whether masters fit on
+    the GPU."""
+
+    amaxes: Mapping[torch.nn.Parameter, torch.Tensor] = MappingProxyType({})
+    """Of each parameter that the last step updated, the largest magnitude of its new values: float32 []."""
+
+    state: States
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -66,15 +78,48 @@ class AdamW(Optimizer):
         update_in_backward: bool = False,
     ) -> None:
         require_rates(lr, betas, eps, weight_decay)
-        self._numbers: dict[torch.nn.Parameter, int] = {}
+        self._numbers: dict[torch.Tensor, int] = {}
+        self._has_engine = False
         self._skipped: dict[torch.device, torch.Tensor] = {}
         self._update_in_backward = update_in_backward
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        self.state = States()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's, which puts an ordinary dict in the place of the states."""
+        show_step = self.state.show_step if isinstance(self.state, States) else int
+        super().__setstate__(state)
+        self.state = States(self.state, show_step)
+
+    def train_for_engine(self, places: Mapping[torch.Tensor, tuple[int, int]], *, integer_steps: bool = False) -> None:
+        """Train what an engine has put in the place of the parameters, and show it states in FP32.
+
+        Args:
+            places: for each tensor of `param_groups`, the number of its parameter, and of the part of it that it is.
+                Chance differs between parts, and must not between the ranks' copies of one.
+            integer_steps: show `step` as an int, not as a tensor.
+
+        Raises:
+            ValueError: it updates in backward.
+        """
+        self.require_steps()
+        self._numbers = {each: number + _SHARD * part for each, (number, part) in places.items()}
+        self._has_engine = True
+        self.state = States(self.state, int if integer_steps else as_tensor)
+
+    def require_steps(self) -> None:
+        """Raise ValueError where it updates in backward, before gradients are reduced."""
+        if self._update_in_backward:
+            raise ValueError(
+                "update_in_backward=True updates before ranks have reduced their gradients; leave it out under a plugin"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`; errors as in the class."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        for name, value in _OPTIONS_OF_TORCH.items():
+            group.setdefault(name, value)
         for parameter in group["params"]:
             if isinstance(parameter, DTensor):
                 raise TypeError("a parameter is a DTensor; this AdamW updates whole tensors: take torch.optim.AdamW")
@@ -84,21 +129,28 @@ class AdamW(Optimizer):
                 raise ValueError("a parameter's values lie apart in memory; give contiguous parameters")
             self._numbers[parameter] = len(self._numbers)
             if self._update_in_backward and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda each, group=group: self._update(group, [each]))
+                parameter.register_post_accumulate_grad_hook(partial(self._update_one, group))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, div_scale: float | torch.Tensor = -1) -> Any:
         """Update every parameter that has a gradient.
 
         Args:
             closure: computes the loss anew, and is what this returns.
+            div_scale: gradients are divided by it, a number or float32 []; the number -1 divides by nothing.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        divisor = None
+        if isinstance(div_scale, torch.Tensor):
+            divisor = div_scale
+        elif div_scale != -1:
+            divisor = torch.tensor(float(div_scale))
+        self.amaxes = amaxes = {}
         for group in self.param_groups:
-            self._update(group, [each for each in group["params"] if each.grad is not None])
+            amaxes.update(self._update(group, [each for each in group["params"] if each.grad is not None], divisor))
         return loss
 
     @property
@@ -106,52 +158,106 @@ class AdamW(Optimizer):
         """Blocks of 256 values that were left as they were, over all steps; reading it waits for the device."""
         return sum(int(count) for count in self._skipped.values())
 
+    def _update_one(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
+        self._update(group, [parameter])
+
     @torch.no_grad()
-    def _update(self, group: dict[str, Any], parameters: list[torch.nn.Parameter]) -> None:
+    def _update(
+        self, group: dict[str, Any], parameters: list[torch.nn.Parameter], divisor: torch.Tensor | None = None
+    ) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Take a step with some parameters of a group; updated in backward, they give up their gradients."""
-        rates = AdamRates(float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], decoupled=True)
         parameters = [parameter for parameter in parameters if parameter.numel() > 0]
+        amaxes: dict[torch.nn.Parameter, torch.Tensor] = {}
         for device in dict.fromkeys(parameter.device for parameter in parameters):
             here = [parameter for parameter in parameters if parameter.device == device]
-            states = [self._state_of(parameter) for parameter in here]
-            for state in states:
-                state["step"] += 1
-            steps, numbers = [state["step"] for state in states], [self._numbers[each] for each in here]
-            rows = step_rows(rates, steps, numbers, device)
-            if device not in self._skipped:
-                self._skipped[device] = torch.zeros((), dtype=torch.int32, device=device)
-            for parameter, state, row in zip(here, states, rows, strict=True):
-                assert parameter.grad is not None  # chosen by that
-                gradient = parameter.grad.contiguous()
-                update_8bit(parameter, state.get(_LOW), gradient, _moments_of(state), row, rates, self._skipped[device])
-                if self._update_in_backward:
+            gradients = [each.grad for each in here if each.grad is not None]
+            found = self.update_shards(group, here, gradients, None if divisor is None else divisor.to(device))
+            amaxes.update(zip(here, found.unbind(), strict=True))
+            if self._update_in_backward:
+                for parameter in here:
                     parameter.grad = None
+        return amaxes
 
-    def _state_of(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+    @torch.no_grad()
+    def update_shards(
+        self,
+        group: dict[str, Any],
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        divisor: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Take a step with parameters of one device.
+
+        Args:
+            group: of the parameters.
+            parameters: none of them empty.
+            gradients: of each, on this device: BF16, FP16 or FP32.
+            divisor: gradients are divided by it first: float32 [] on this device. None: they are not.
+
+        Returns:
+            float32 [parameters]: the largest magnitude among the new values of each.
+
+        Raises:
+            TypeError: a parameter that this optimizer was not given.
+            ValueError: a state of another size than its parameter's; a group with amsgrad or maximize.
+        """
+        if group.get("amsgrad", False) or group.get("maximize", False):
+            raise ValueError("this AdamW has neither amsgrad nor maximize; load a checkpoint without, or use torch's")
+        if any(each not in self._numbers for each in parameters):
+            raise TypeError(
+                "an engine has put tensors in the place of this optimizer's parameters; boost it with a plugin of "
+                "fp8booster.plugins, or take torch.optim.AdamW"
+            )
+        decoupled = group.get("decoupled_weight_decay", True)
+        rates = AdamRates(float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], decoupled)
+        device = parameters[0].device
+        states = [self._state_of(parameter) for parameter in parameters]
+        for state in states:
+            state.codes["step"] += 1
+        steps, numbers = [state.codes["step"] for state in states], [self._numbers[each] for each in parameters]
+        rows = step_rows(rates, steps, numbers, device, divisor)
+        if device not in self._skipped:
+            self._skipped[device] = torch.zeros((), dtype=torch.int32, device=device)
+        for parameter, gradient, state, row in zip(parameters, gradients, states, rows, strict=True):
+            low = state.codes.get(LOW)
+            update_8bit(parameter, low, gradient.contiguous(), state.moments, row, rates, self._skipped[device])
+        return rows[:, AMAX]
+
+    def _state_of(self, parameter: torch.Tensor) -> State:
         state = self.state[parameter]
         if not state:
-            state["step"] = 0
-            state.update(zip(_MOMENTS, Moments8bit.zeros(parameter.numel(), parameter.device), strict=True))
-            if parameter.dtype is torch.bfloat16:
-                state[_LOW] = torch.zeros(parameter.numel(), dtype=torch.int16, device=parameter.device)
+            state = self.state[parameter] = State.zeros(parameter)
+        elif not isinstance(state, State):
+            state = State(state)
+        state.require_for(parameter)
+        state.move(parameter.device)
+        if parameter.dtype is torch.bfloat16 and LOW not in state.codes:
+            state.codes[LOW] = torch.zeros(parameter.numel(), dtype=torch.int16, device=parameter.device)
         return state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's. The states hold codes; under a plugin they read as FP32 values."""
+        result = super().state_dict()
+        if not self._has_engine:
+            result["state"] = {number: dict(state.codes) for number, state in result["state"].items()}
+        return result
 
     def full_state_dict(self) -> dict[str, Any]:
         """The state dict that `torch.optim.AdamW` would have: moments in FP32, and beside them `master`, in FP32."""
-        full = self.state_dict()
+        full = super().state_dict()
         parameters = [each for group in self.param_groups for each in group["params"]]
         full["state"] = {number: self._in_fp32(parameters[number], state) for number, state in full["state"].items()}
         return full
 
-    def _in_fp32(self, parameter: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-        moments, value = _moments_of(state), parameter.detach()
-        decoded = {
-            "exp_avg": decode_first(moments.first, moments.amaxes),
-            "exp_avg_sq": decode_second(moments.second, moments.ranges),
-            "master": master_of(value, state[_LOW]) if _LOW in state else value.clone(),
+    def _in_fp32(self, parameter: torch.Tensor, state: State) -> dict[str, Any]:
+        value = parameter.detach()
+        low = state.codes.get(LOW)
+        return {
+            "step": as_tensor(state.codes["step"]),
+            "exp_avg": state["exp_avg"],
+            "exp_avg_sq": state["exp_avg_sq"],
+            "master": value.clone() if low is None else master_of(value, low).view_as(value),
         }
-        shaped = {name: each.flatten()[: value.numel()].view_as(value) for name, each in decoded.items()}
-        return {"step": torch.tensor(float(state["step"])), **shaped}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -165,37 +271,21 @@ class AdamW(Optimizer):
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [each for group in self.param_groups for each in group["params"]]
         for number, state in state_dict["state"].items():
-            self.state[parameters[number]] = self._loaded(parameters[number], state)
+            self._load(parameters[number], state)
 
-    def _loaded(self, parameter: torch.nn.Parameter, given: dict[str, Any]) -> dict[str, Any]:
-        device, count = parameter.device, parameter.numel()
-        state: dict[str, Any] = {"step": int(given["step"])}
-        if missing := {"exp_avg", "exp_avg_sq"} - given.keys():
-            raise ValueError(f"the state has no {' and '.join(sorted(missing))}; load the state dict of an AdamW")
-        if any(given[name].numel() != count for name in ("exp_avg", "exp_avg_sq")):
-            raise ValueError(f"a state has {given['exp_avg'].numel()} values and its parameter {count}")
-        if given["exp_avg"].is_floating_point():
-            first = encode_first(in_blocks(given["exp_avg"].to(device, torch.float32)))
-            second = encode_second(in_blocks(given["exp_avg_sq"].to(device, torch.float32)), seed=None)
-            codes = (first[0].flatten()[:count], first[1], second[0].flatten()[:count], second[1])
-            state.update(zip(_MOMENTS, codes, strict=True))
-        else:
-            state.update({name: given[name].to(device, copy=True) for name in _MOMENTS})
-        if parameter.dtype is torch.bfloat16:
-            state[_LOW] = self._loaded_low(parameter, given)
-        elif "master" in given:
-            parameter.copy_(given["master"])
-        return state
-
-    def _loaded_low(self, parameter: torch.nn.Parameter, given: dict[str, Any]) -> torch.Tensor:
-        if _LOW in given:
-            return given[_LOW].to(parameter.device, copy=True)
-        if "master" not in given:
-            return torch.zeros(parameter.numel(), dtype=torch.int16, device=parameter.device)
-        rounded, low = split(given["master"].to(parameter.device, torch.float32).flatten())
-        parameter.copy_(rounded.view_as(parameter))
-        return low
-
-
-def _moments_of(state: dict[str, Any]) -> Moments8bit:
-    return Moments8bit(*(state[name] for name in _MOMENTS))
+    def _load(self, parameter: torch.Tensor, given: Mapping[str, Any]) -> None:
+        moved = {
+            name: value.to(parameter.device, copy=True) if isinstance(value, torch.Tensor) else value
+            for name, value in given.items()
+            if name not in ("master", "step")
+        }
+        state = State({"step": int(given.get("step", 0)), **moved})
+        state.require_for(parameter)
+        if "master" in given:
+            master = given["master"].to(parameter.device, torch.float32)
+            if parameter.dtype is torch.bfloat16:
+                rounded, state.codes[LOW] = split(master.flatten())
+                parameter.copy_(rounded.view_as(parameter))
+            else:
+                parameter.copy_(master)
+        self.state[parameter] = state

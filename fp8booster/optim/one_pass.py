@@ -1,7 +1,7 @@
 """The step of a user's Adam in one pass over memory (`kernels.adamw`), which tells the amax of each new value.
 
-The optimizer, torch's Adam or AdamW or a `HybridAdam`, stays what it is: its states, their format, its parameter groups
-and its schedule are its own.
+The optimizer, torch's Adam or AdamW or one of `fp8booster.optim`, stays what it is: its states, their format, its
+parameter groups and its schedule are its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from torch.optim import optimizer as torch_optimizer
 
 from fp8booster.kernels.adam_step import AdamRates, AdamShards
 from fp8booster.kernels.adamw import update
+from fp8booster.optim.adamw import AdamW as AdamW8bit
 from fp8booster.optim.hybrid_adam import HybridAdam
+
+OURS = (HybridAdam, AdamW8bit)
+"""Optimizers that find the amaxes of what they write."""
 
 COUNTS_STEPS = "fp8_counts_steps"
 """Attribute of a hook that looks at no parameters."""
@@ -29,12 +33,12 @@ def why_not(optimizer: Optimizer) -> str | None:
 
     Not where somebody asked for another implementation, or has hooks that may want to see the parameters.
     """
-    if type(optimizer) not in (Adam, AdamW, HybridAdam):
-        return f"{type(optimizer).__name__} is not torch's Adam or AdamW, nor fp8booster's HybridAdam"
+    if type(optimizer) not in (Adam, AdamW, *OURS):
+        return f"{type(optimizer).__name__} is not torch's Adam or AdamW, nor fp8booster's HybridAdam or AdamW"
     if has_hooks(optimizer):
         return "hooks are called before or after its step"
     for group in optimizer.param_groups:
-        if type(optimizer) is not HybridAdam and not (group["fused"] or _left_to_torch(group)):
+        if type(optimizer) not in OURS and not (group["fused"] or _left_to_torch(group)):
             return "it was not made with fused=True"
         for option in ("amsgrad", "maximize", "differentiable"):
             if group.get(option, False):
@@ -68,7 +72,7 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 @torch.no_grad()
 def step_group(
-    optimizer: Adam | HybridAdam,
+    optimizer: Adam | HybridAdam | AdamW8bit,
     group: dict[str, Any],
     gradients: Mapping[torch.Tensor, torch.Tensor],
     divisor: torch.Tensor | None = None,
@@ -87,16 +91,28 @@ def step_group(
     taken = [parameter for parameter in group["params"] if parameter in gradients]
     if not taken:
         return []
-    shards_of = optimizer.next_shards if isinstance(optimizer, HybridAdam) else partial(_next_shards, optimizer)
-    decoupled = group.get("decoupled_weight_decay", optimizer.defaults["decoupled_weight_decay"])
-    rates = AdamRates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
+    update_shards = optimizer.update_shards if isinstance(optimizer, AdamW8bit) else partial(_update_shards, optimizer)
     amaxes: dict[nn.Parameter, torch.Tensor] = {}
     for device in dict.fromkeys(parameter.device for parameter in taken):
         here = [parameter for parameter in taken if parameter.device == device]
-        shards = shards_of(group, here, [gradients[parameter] for parameter in here])
-        found = update(shards, rates, None if divisor is None else divisor.to(device))
+        of_here = [gradients[parameter] for parameter in here]
+        found = update_shards(group, here, of_here, None if divisor is None else divisor.to(device))
         amaxes.update(zip(here, found.unbind(), strict=True))
     return list(amaxes.items())
+
+
+def _update_shards(
+    optimizer: Adam | HybridAdam,
+    group: dict[str, Any],
+    parameters: list[nn.Parameter],
+    gradients: list[torch.Tensor],
+    divisor: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `AdamW8bit.update_shards`."""
+    shards_of = optimizer.next_shards if isinstance(optimizer, HybridAdam) else partial(_next_shards, optimizer)
+    decoupled = group.get("decoupled_weight_decay", optimizer.defaults["decoupled_weight_decay"])
+    rates = AdamRates(group["lr"], group["betas"], group["eps"], group["weight_decay"], decoupled)
+    return update(shards_of(group, parameters, gradients), rates, divisor)
 
 
 def _next_shards(

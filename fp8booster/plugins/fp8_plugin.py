@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import torch
 from colossalai.accelerator import get_accelerator
 from colossalai.booster.plugin.plugin_base import Plugin
 from colossalai.checkpoint_io import CheckpointIO
@@ -44,7 +45,7 @@ class FP8Plugin(Plugin):
         ValueError: `use_fp8` with precision "fp32", or, when boosting, on a GPU without FP8 products or with a model
             that has no layer for it.
         TypeError: an argument that Colossal-AI's plugin does not have, an `fp8_config` of another type, or, when
-            boosting, an optimizer whose states cannot be sharded.
+            boosting, an optimizer that the engine cannot run.
     """
 
     native: ClassVar[type[Plugin]]
@@ -53,8 +54,8 @@ class FP8Plugin(Plugin):
     fp8_defaults: ClassVar[Mapping[str, Any]] = {}
     """Arguments that have another default where FP8 is communicated."""
 
-    shards_states: ClassVar[bool] = True
-    """A rank holds a part of the optimizer's states."""
+    integer_steps: ClassVar[bool] = False
+    """Colossal-AI's optimizer takes a state's `step` as an int alone."""
 
     sends_fp8: bool
     """Gradients, and what else ranks exchange, are communicated in FP8, by `fp8booster.comm`."""
@@ -141,14 +142,26 @@ class FP8Plugin(Plugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """Wrap model and optimizer as Colossal-AI does, and turn the model's linear layers into FP8 layers in place."""
-        if not self.use_fp8:
-            return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        of_user = optimizer
+        if isinstance(of_user, AdamW):
+            of_user.require_steps()
+        if self.use_fp8:
+            boosted = self._configure_fp8(model, optimizer, criterion, dataloader, lr_scheduler)
+        else:
+            boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        if isinstance(of_user, AdamW):
+            of_user.train_for_engine(self.places(*boosted[:2]), integer_steps=self.integer_steps)
+        return boosted
+
+    def _configure_fp8(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        criterion: Callable | None,
+        dataloader: DataLoader | None,
+        lr_scheduler: LRScheduler | None,
+    ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
-        if self.shards_states and isinstance(optimizer, AdamW):
-            raise TypeError(
-                f"fp8booster.optim.AdamW keeps states of whole parameters, and {type(self).__name__} shards them; give "
-                "torch.optim.AdamW or fp8booster.optim.HybridAdam, or train under TorchDDPPlugin"
-            )
         model, optimizer = self.convert(model, optimizer)
         with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
             boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
@@ -163,6 +176,17 @@ class FP8Plugin(Plugin):
         if self.fp8_config.fused:
             fuse(model)
         return model, optimizer
+
+    def places(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> dict[torch.Tensor, tuple[int, int]]:
+        """Of each tensor that the optimizer inside updates on this rank: the number of its parameter, and of the part
+        of it that the tensor is. What several ranks hold has the same on each.
+        """
+        tensors = [each for group in optimizer.optim.param_groups for each in group["params"]]
+        return {each: (number, self.part_of(model, optimizer, each)) for number, each in enumerate(tensors)}
+
+    def part_of(self, model: ModelWrapper, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
+        """Which part of its parameter a tensor is; 0 for a whole one."""
+        return 0
 
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Let what Colossal-AI has wrapped communicate in FP8; returns what is sent in which precision."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from colossalai.booster import plugin
 from colossalai.booster.plugin.gemini_plugin import get_param_info
 from colossalai.interface import ModelWrapper, OptimizerWrapper
@@ -42,6 +43,7 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
     """
 
     native = plugin.GeminiPlugin
+    integer_steps = True
 
     def require_support(self, arguments: Mapping[str, Any]) -> None:
         """Only tensor parallelism shards models."""
@@ -125,6 +127,14 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
             params_info=parameters,
             verbose=self.verbose,
         )
+
+    def places(self, model: ModelWrapper, optimizer: GeminiOptimizer) -> dict[torch.Tensor, tuple[int, int]]:
+        """A rank has no tensor for parameters that lie in other ranks' shards."""
+        chunks = {shard: optimizer.param_to_chunk16[shard] for shard in optimizer.id_to_fake_params.values()}
+        return {
+            shard: (number, 0 if chunks[shard].keep_gathered else chunks[shard].pg_rank)
+            for number, shard in optimizer.id_to_fake_params.items()
+        }
 
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Nothing that `convert` has not done."""

@@ -22,7 +22,7 @@ from fp8booster.colossal.sharding import require_sharding
 from fp8booster.colossal.tensor import compress_groups, convert_sharded_to_fp8, fuse_sharded
 from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import make_parameters_plain, wait_before_forward
-from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
+from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, zero_part_of
 from fp8booster.config import FP8Config
 from fp8booster.plugins.fp8_plugin import FP8Plugin, why_zero_gathers_16_bits
 
@@ -67,6 +67,10 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
     def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         """As they are: layers are converted when Colossal-AI has sharded them."""
         return model, optimizer
+
+    def part_of(self, model: ModelWrapper, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
+        """ZeRO's part of it, the same on each rank of tensor parallelism: some of its ranks hold copies."""
+        return zero_part_of(optimizer, tensor) if isinstance(optimizer, LowLevelZeroOptimizer) else 0
 
     def extend(self, model: HybridParallelModule, optimizer: OptimizerWrapper | None) -> str:
         """Convert and fuse the sharded layers; reduce gradients, and with ZeRO gather weights, in FP8."""

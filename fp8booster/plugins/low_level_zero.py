@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
 from colossalai.booster import plugin
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 
 from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import wait_before_forward
 from fp8booster.colossal.zero.model import FP8ZeroModel
-from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
+from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, zero_part_of
 from fp8booster.plugins.fp8_plugin import FP8Plugin, why_zero_gathers_16_bits
 
 
@@ -36,6 +37,10 @@ class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):
             "extra_dp_size=1": arguments.get("extra_dp_size", 1) == 1,
         }
         return why_zero_gathers_16_bits(self, needs)
+
+    def part_of(self, model: ModelWrapper, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
+        """ZeRO's part of it."""
+        return zero_part_of(optimizer, tensor)
 
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Reduce gradients, and gather the weights of FP8 layers, in FP8."""

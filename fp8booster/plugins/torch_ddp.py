@@ -24,7 +24,6 @@ class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
     """
 
     native = plugin.TorchDDPPlugin
-    shards_states = False
     # inside a node, messages under 64 MiB are faster uncompressed (`comm.threshold`), and DDP closes a bucket with the
     # gradient that fills it
     fp8_defaults: ClassVar = {"bucket_cap_mb": 64}

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from colossalai.booster import plugin
 from colossalai.interface import ModelWrapper, OptimizerWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fp8booster.comm import Encoding
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp, why_not_gathered
@@ -36,6 +38,13 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
     def why_scaled_by_block(self) -> str | None:
         """FSDP knows "tensor" too."""
         return "FSDP's" if self.fp8_config.gradient_scaling == "auto" else None
+
+    def part_of(self, model: ModelWrapper, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
+        """The rank's among those that its unit is spread over."""
+        for unit in FullyShardedDataParallel.fsdp_modules(model.module):
+            if unit._handle is not None and tensor is unit._handle.flat_param:
+                return unit._handle.rank if unit._handle.uses_sharded_strategy else 0
+        return 0
 
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Gather the weights of FP8 layers, and reduce gradients, in FP8."""

@@ -89,8 +89,7 @@ def test_states_take_two_bytes_a_value_and_masters_two_more() -> None:
         weight.grad = torch.ones_like(weight)
         optimizer = AdamW([weight])
         optimizer.step()
-        held = sum(each.nbytes for each in optimizer.state[weight].values() if isinstance(each, torch.Tensor))
-        assert allowed - 0.07 < held / weight.numel() < allowed
+        assert allowed - 0.07 < optimizer.state[weight].nbytes / weight.numel() < allowed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -184,5 +183,5 @@ def test_what_cannot_be_updated_is_refused() -> None:
     state = optimizer.state_dict()
     with pytest.raises(ValueError, match="a state has 2 values and its parameter 3"):
         AdamW([nn.Parameter(torch.ones(3))]).load_state_dict(state)
-    with pytest.raises(ValueError, match="the state has no exp_avg and exp_avg_sq"):
+    with pytest.raises(ValueError, match="has no 'momentum'; load a state of an AdamW"):
         AdamW([weight]).load_state_dict({**state, "state": {0: {"step": 1, "momentum": torch.ones(2)}}})

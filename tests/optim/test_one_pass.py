@@ -142,8 +142,8 @@ class Mine(AdamW):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (SGD, "SGD is not torch's Adam or AdamW, nor fp8booster's HybridAdam"),
-        (lambda of: Mine(of, fused=True), "Mine is not torch's Adam or AdamW, nor fp8booster's HybridAdam"),
+        (SGD, "SGD is not torch's Adam or AdamW, nor fp8booster's HybridAdam or AdamW"),
+        (lambda of: Mine(of, fused=True), "Mine is not torch's Adam or AdamW, nor fp8booster's HybridAdam or AdamW"),
         (AdamW, "it was not made with fused=True"),  # on the CPU torch's default is as good
         (lambda of: AdamW(of, foreach=True), "it was not made with fused=True"),
         (lambda of: AdamW(of, fused=True, amsgrad=True), "it was made with amsgrad=True"),

@@ -21,6 +21,7 @@ from fp8booster import report
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.files import write_whole
 from fp8booster.monitor.traffic import Traffic, count_traffic
+from fp8booster.optim import AdamW
 from fp8booster.training.batches import Batches
 from fp8booster.training.boosted import BoostedModel, causal
 from fp8booster.training.learning_rate import WarmupCosine
@@ -124,9 +125,11 @@ class Trainer:
         plugin = build_plugin(options, self._task.precision == "fp8", network)
         # One group: native ZeRO sends its bucket of gradients whenever the group changes, so a second one for norms
         # would cut every bucket at every norm.
-        optimizer = torch.optim.AdamW(
-            network.parameters(), lr=options.lr, betas=_BETAS, weight_decay=options.weight_decay, fused=True
-        )
+        rates = {"lr": options.lr, "betas": _BETAS, "weight_decay": options.weight_decay}
+        if options.optimizer == "adamw-8bit":
+            optimizer: torch.optim.Optimizer = AdamW(network.parameters(), **rates)
+        else:
+            optimizer = torch.optim.AdamW(network.parameters(), **rates, fused=True)
         self._boosted = BoostedModel(options.plugin, plugin, network, optimizer)
         self._boosted.before_update(self._check_norm)
         self._norm = 0.0

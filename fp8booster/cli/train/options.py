@@ -16,6 +16,7 @@ from fp8booster.training.batches import GlobalBatch
 from fp8booster.training.models import LLAMAS
 from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, Parallel
 
+OPTIMIZERS = ("adamw", "adamw-8bit")
 PRECISIONS = {"bf16": ("bf16",), "fp8": ("fp8",), "compare": ("bf16", "fp8")}
 """The runs, in order, that each value of `--precision` stands for."""
 
@@ -105,6 +106,12 @@ class TrainOptions:
     warmup: int | None = _option(_TRAINING, "Steps of linear warm-up", rule=at_least(0), shown="a tenth of the steps")
     decay: int | None = _option(_TRAINING, "Step at which the cosine decay ends", rule=at_least(1), shown="the last")
     min_lr: float | None = _option(_TRAINING, "Learning rate after the decay", rule=finite(0), shown="lr / 10")
+    optimizer: str = _option(
+        _TRAINING,
+        f"{', '.join(OPTIMIZERS)}; the last has moments of one byte each",
+        OPTIMIZERS[0],
+        rule=one_of(OPTIMIZERS),
+    )
     weight_decay: float = _option(_TRAINING, "AdamW's weight decay", 0.1, rule=finite(0))
     max_norm: float = _option(_TRAINING, "Clip gradients to this norm; 0: do not", 1.0, rule=at_least(0))
     seed: int = _option(

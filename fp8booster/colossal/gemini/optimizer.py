@@ -15,9 +15,8 @@ from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
 from fp8booster.colossal.gemini.gradients import gradient_chunk
 from fp8booster.colossal.gemini.masters import Part
 from fp8booster.colossal.gemini.model import FP8GeminiDDP
-from fp8booster.optim import HybridAdam
 from fp8booster.optim.clipping import clipping_divisor
-from fp8booster.optim.one_pass import has_hooks
+from fp8booster.optim.one_pass import OURS, has_hooks
 
 
 class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
@@ -60,9 +59,11 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
 
     def _known_amaxes(self) -> dict[Part, torch.Tensor]:
         """The amaxes that the optimizer found as it wrote the masters, once: a step that is skipped finds none."""
-        if type(self.optim) is not HybridAdam:
+        if type(self.optim) not in OURS:
             return {}
-        amaxes, self.optim.amaxes = self.optim.amaxes, {}
+        device = get_accelerator().get_current_device()
+        amaxes = {shard: amax.to(device, non_blocking=True) for shard, amax in self.optim.amaxes.items()}
+        self.optim.amaxes = {}
         if has_hooks(self.optim):  # which may have changed the masters since
             return {}
         return {(self.param_to_chunk16[shard], self.param_to_range[shard][0]): amax for shard, amax in amaxes.items()}
@@ -145,7 +146,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
         scale = self.mix_precision_mixin.get_grad_div_scale()
         self._current_grad_norm = norm = self._calc_global_norm()
         divisor = clipping_divisor(norm, scale, self.max_norm)
-        if type(self.optim) is HybridAdam:
+        if type(self.optim) in OURS:
             return divisor.float()
         number = divisor.item()  # which is what Colossal-AI's own optimizers take
         return -1 if number == 1 else number

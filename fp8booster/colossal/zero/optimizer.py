@@ -18,7 +18,7 @@ import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 from colossalai.nn.optimizer import DistributedLamb
 from colossalai.zero.low_level import LowLevelZeroOptimizer
-from colossalai.zero.low_level._utils import all_gather_into_flat_tensor_nd, release_param_grad
+from colossalai.zero.low_level._utils import all_gather_into_flat_tensor_nd, get_nd_rank, release_param_grad
 from colossalai.zero.low_level.bookkeeping import BucketStore
 from colossalai.zero.low_level.zero_hook import set_all_gather_handle
 from torch import nn
@@ -410,6 +410,11 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             for work in works:
                 work.wait()
         return works
+
+
+def zero_part_of(optimizer: LowLevelZeroOptimizer, master: torch.Tensor) -> int:
+    """Which part of its parameter a master shard is."""
+    return get_nd_rank(optimizer.param_to_pg[optimizer.master_to_working_param[id(master)]])
 
 
 def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter], list[torch.Tensor]]:

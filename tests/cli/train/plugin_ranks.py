@@ -28,6 +28,8 @@ MODES: dict[str, dict[str, Any]] = {
     "hybrid, PP": {"plugin": "hybrid", "pp": 2, "batch": 2, "accumulate": 2},
     "ddp": {"plugin": "ddp", "batch": 1, "accumulate": 2},
     "fsdp": {"plugin": "fsdp", "batch": 2},
+    "low_level_zero, 8 bits": {"batch": 2, "optimizer": "adamw-8bit"},
+    "fsdp, 8 bits": {"plugin": "fsdp", "batch": 2, "optimizer": "adamw-8bit"},
 }
 """On two ranks, each with the same four sequences a step."""
 

@@ -10,17 +10,17 @@ import torch
 
 from fp8booster.colossal.compat.registry import patch, wrap
 from fp8booster.colossal.compat.replacements import Replacements
-from fp8booster.optim import HybridAdam
+from fp8booster.optim.one_pass import OURS
 
 
 @patch("zero.gemini.gemini_optimizer", "43", needed_when="Gemini trains with an optimizer that needs no compiler")
 def gemini_takes_an_uncompiled_optimizer(module: ModuleType, replacements: Replacements) -> None:
-    """Gemini accepts `fp8booster.optim.HybridAdam`, which finds the amaxes of weights, beside FusedAdam and the like.
+    """Gemini accepts the optimizers of `fp8booster.optim`, which find the amaxes of weights, beside FusedAdam and such.
 
     Without it: AssertionError: You should use an optimizer in the available list, all of which need a compiler for the
     machine's GPU and processor. No longer needed when one of them runs without, and finds amaxes.
     """
-    replacements.set(module, "_AVAIL_OPTIM_LIST", {*module._AVAIL_OPTIM_LIST, HybridAdam})
+    replacements.set(module, "_AVAIL_OPTIM_LIST", {*module._AVAIL_OPTIM_LIST, *OURS})
 
 
 @wrap("shardformer.layer.loss:dist_cross_entropy", "145", needed_when="the loss of a sharded model is fused")

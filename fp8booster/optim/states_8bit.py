@@ -1,0 +1,167 @@
+"""Adam's states with moments in 8 bits, which read as torch's do: so engines and checkpoints need not know of codes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+
+from fp8booster.kernels.adamw_8bit import decode_first, decode_second, encode_first, encode_second, in_blocks
+from fp8booster.kernels.moments import Moments8bit
+
+_FIRST, _SECOND = ("exp_avg", "exp_avg_amax"), ("exp_avg_sq", "exp_avg_sq_range")
+LOW = "master_low"
+"""What a BF16 weight's FP32 master has beside it: int16, of its size."""
+
+_SEEN = ("step", "exp_avg", "exp_avg_sq", LOW)
+
+_NEEDED = ("exp_avg", "exp_avg_sq")
+
+
+class State(MutableMapping[str, Any]):
+    """What is kept of a parameter, with the entries that torch's AdamW has: `step`, and both moments in FP32.
+
+    Reading a moment decodes it, setting one encodes it, and neither keeps FP32 values. What was decoded is encoded
+    without loss, as long as it is cut into blocks at the same places. A deep copy is an ordinary dict of FP32 values:
+    engines copy a state and write whole tensors into the copy. So is what is pickled.
+
+    Args:
+        given: entries, or codes.
+        show_step: what reading `step` gives of its number.
+    """
+
+    codes: dict[str, Any]
+    """What is kept: the step as an int; `exp_avg` as int8 and `exp_avg_sq` as uint8 codes [n], `exp_avg_amax` and
+    `exp_avg_sq_range` of their blocks (`kernels.adamw_8bit`); `master_low`."""
+
+    def __init__(self, given: Mapping[str, Any], show_step: Callable[[int], Any] = int) -> None:
+        self.codes, self.show_step = {}, show_step
+        self._shapes: dict[str, torch.Size] = {}
+        if all(isinstance(given.get(name), torch.Tensor) and not given[name].is_floating_point() for name in _NEEDED):
+            self.codes.update(given)
+            self._shapes = {name: given[name].shape for name in _NEEDED}
+            self._shapes[LOW] = self._shapes["exp_avg"]
+        else:
+            self.update(given)
+
+    @classmethod
+    def zeros(cls, parameter: torch.Tensor) -> State:
+        """Of a parameter that has taken no step."""
+        count, device = parameter.numel(), parameter.device
+        codes = dict(zip(_FIRST + _SECOND, Moments8bit.zeros(count, device), strict=True))
+        state = cls({"step": 0, **codes})
+        state._shapes = dict.fromkeys((*_NEEDED, LOW), parameter.shape)
+        return state
+
+    @property
+    def moments(self) -> Moments8bit:
+        """The codes, which a step changes in place."""
+        return Moments8bit(*(self.codes[name] for name in _FIRST + _SECOND))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors that are kept."""
+        return sum(value.nbytes for value in self.codes.values() if isinstance(value, torch.Tensor))
+
+    def require_for(self, parameter: torch.Tensor) -> None:
+        """Raise ValueError unless it is the state of such a parameter."""
+        if missing := [name for name in _NEEDED if name not in self.codes]:
+            raise ValueError(f"the state has no {' and '.join(missing)}; load the state dict of an AdamW")
+        for name in _NEEDED:
+            if self.codes[name].numel() != parameter.numel():
+                raise ValueError(
+                    f"a state has {self.codes[name].numel()} values and its parameter {parameter.numel()}; load the "
+                    "states of this model"
+                )
+
+    def move(self, device: torch.device) -> None:
+        """Keep all tensors on this device."""
+        self.codes = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in self.codes.items()
+        }
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.codes[name]
+        if name == "step":
+            return self.show_step(value)
+        shape = self._shapes[name]
+        if name == LOW:
+            return value.view(shape)
+        if name == _FIRST[0]:
+            blocks = decode_first(value, self.codes[_FIRST[1]])
+        else:
+            blocks = decode_second(value, self.codes[_SECOND[1]])
+        return blocks.flatten()[: shape.numel()].view(shape)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name == "step":
+            self.codes[name] = int(value)
+        elif name == LOW:
+            # engines may have passed it on in floating point
+            self.codes[name] = value.float().clamp(-(2**15), 2**15 - 1).to(torch.int16).flatten()
+            self._shapes[name] = value.shape
+        elif name in _NEEDED:
+            blocks = in_blocks(value.detach().float())
+            first = name == _FIRST[0]
+            code, ranges = encode_first(blocks) if first else encode_second(blocks, seed=None)
+            self.codes.update(zip(_FIRST if first else _SECOND, (code.flatten()[: value.numel()], ranges), strict=True))
+            self._shapes[name] = value.shape
+        else:
+            raise ValueError(
+                f"an AdamW with 8-bit moments has no {name!r}; load a state of an AdamW without amsgrad, or go on with "
+                "the optimizer that wrote it"
+            )
+
+    def __delitem__(self, name: str) -> None:
+        raise TypeError("entries of a state are not deleted; delete the state")
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in _SEEN if name in self.codes)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In files too it is an ordinary dict of FP32 values; this form can be read without running code."""
+        return (OrderedDict, (), None, None, iter(self.items()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in self.items()}
+
+
+class States(dict[torch.Tensor, Any]):
+    """The states of an optimizer, by parameter; a mapping that is stored becomes a `State`, and a missing one is empty.
+
+    One of another size than its parameter's stays as it is: Colossal-AI's MoE stores whole ones, and then their parts.
+
+    Args:
+        show_step: as in `State`.
+    """
+
+    def __init__(self, given: Mapping[torch.Tensor, Any] | None = None, show_step: Callable[[int], Any] = int) -> None:
+        super().__init__()
+        self.show_step = show_step
+        self.update(given or {})
+
+    def __missing__(self, parameter: torch.Tensor) -> State:
+        self[parameter] = {}
+        return self[parameter]
+
+    def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        if isinstance(state, State):
+            state.show_step = self.show_step
+        elif all(name not in state or state[name].numel() == parameter.numel() for name in _NEEDED):
+            state = State(state, self.show_step)
+        super().__setitem__(parameter, state)
+
+    def update(self, given: Mapping[torch.Tensor, Any]) -> None:  # type: ignore[override]
+        """Store each state."""
+        for parameter, state in given.items():
+            self[parameter] = state
+
+
+def as_tensor(step: int) -> torch.Tensor:
+    """A number of steps as torch keeps it: float32 [] on the host."""
+    return torch.tensor(float(step))
