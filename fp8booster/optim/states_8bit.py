@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -131,7 +131,7 @@ class State(MutableMapping[str, Any]):
         return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in self.items()}
 
 
-class States(dict[torch.Tensor, Any]):
+class States(defaultdict[torch.Tensor, Any]):
     """The states of an optimizer, by parameter; a mapping that is stored becomes a `State`, and a missing one is empty.
 
     One of another size than its parameter's stays as it is: Colossal-AI's MoE stores whole ones, and then their parts.

@@ -68,7 +68,7 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
         """As they are: layers are converted when Colossal-AI has sharded them."""
         return model, optimizer
 
-    def part_of(self, model: ModelWrapper, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
+    def part_of(self, model: HybridParallelModule, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
         """ZeRO's part of it, the same on each rank of tensor parallelism: some of its ranks hold copies."""
         return zero_part_of(optimizer, tensor) if isinstance(optimizer, LowLevelZeroOptimizer) else 0
 
