@@ -48,7 +48,7 @@ def test_a_step_of_colossal_ais_own_optimizer_gets_numbers() -> None:
     run = boost(wire(max_norm=1e-3))
     step = run.optimizer.optim.step
     with (
-        mock.patch("fp8booster.colossal.gemini.optimizer.HybridAdam", torch.optim.Adam),
+        mock.patch("fp8booster.colossal.gemini.optimizer.OURS", ()),
         mock.patch.object(run.optimizer.optim, "step", side_effect=step) as stepped,
     ):
         run.step(batch())
