@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from fp8booster.cli.train.events import USER_ERRORS
+from fp8booster.cli.train.events import USER_ERRORS, OutOfMemory
 
 EXIT_CODE = 2
 
@@ -28,4 +28,8 @@ class OneSentenceErrors(TyperGroup):
                 raise
             sentence = Text.assemble(("error: ", "bold red"), str(error) or type(error).__name__)
             Console(stderr=True, soft_wrap=True, highlight=False).print(sentence)
+            if isinstance(error, OutOfMemory):
+                from fp8booster.cli.plan.planning import explain  # imports torch
+
+                explain(error)
             raise typer.Exit(EXIT_CODE) from None

@@ -11,6 +11,7 @@ import typer
 
 from fp8booster.cli.doctor.command import doctor
 from fp8booster.cli.errors import OneSentenceErrors
+from fp8booster.cli.plan.command import plan
 from fp8booster.cli.train.command import train
 from fp8booster.version import __version__
 
@@ -43,3 +44,4 @@ def options(
 
 app.command()(train)
 app.command()(doctor)
+app.command()(plan)

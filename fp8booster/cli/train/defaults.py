@@ -42,6 +42,11 @@ _GPU_FOLDER = Recipe(steps=200, batch=1, sequence=2048, lr=1e-4)
 _FOLDER_VOCABULARY = 32000
 
 
+def gpu_recipe(model: str) -> Recipe:
+    """What runs of a model on GPUs get."""
+    return _GPU_FOLDER if is_folder(model) else _GPU[model]
+
+
 def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
     """`options` with every field set; `launched`: under torchrun, which brings the processes and needs `--out`.
 
@@ -50,7 +55,7 @@ def resolve(options: TrainOptions, launched: bool) -> TrainOptions:
     """
     from_folder = is_folder(options.model)
     if torch.cuda.is_available():
-        recipe = _GPU_FOLDER if from_folder else _GPU[options.model]
+        recipe = gpu_recipe(options.model)
         processes = torch.cuda.device_count()
     else:
         recipe, processes = _CPU, CPU_PROCESSES

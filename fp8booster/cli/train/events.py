@@ -7,15 +7,30 @@ import os
 import traceback
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp8booster.reading import first_line
+
+if TYPE_CHECKING:
+    from .task import Task
 
 EVENTS_VARIABLE = "FP8BOOSTER_TRAIN_EVENTS"
 """Environment variable with the file descriptor that a worker writes to."""
 
 USER_ERRORS = (ValueError, TypeError, OSError)
 """What the package raises when it is used wrongly, with a sentence that says what to do; others are defects."""
+
+
+class OutOfMemory(ChildProcessError):
+    """What a run wants does not fit on a GPU."""
+
+    task: Task
+    """What was to be done."""
+
+    def __init__(self, message: str, gpu_memory: int) -> None:
+        """`gpu_memory` is the GPU's, in bytes."""
+        super().__init__(message)
+        self.gpu_memory = gpu_memory
 
 
 class Events:
@@ -28,22 +43,22 @@ class Events:
         """Send one event.
 
         Kinds: "status" (text), "notice" (text, a sentence to keep), "start" (done, steps), "step" (a line of
-        metrics), "checkpoint" (folder, step), "stopped" (step), "done", "error" (message, expected).
+        metrics), "checkpoint" (folder, step), "stopped" (step), "done", "error" (message, expected, gpu_memory: the
+        bytes of a GPU where these did not suffice, else None).
         """
         self._pipe.send({"kind": kind, **values})
 
     def send_error(self, error: BaseException) -> None:
         """Send what ended the worker as a sentence; the traceback goes to standard error, which is the log."""
         expected = isinstance(error, USER_ERRORS) or _disk_is_full(error)
-        self.send("error", message=describe(error), expected=expected)
+        self.send("error", message=describe(error), expected=expected, gpu_memory=_exhausted_memory(error))
         with suppress(OSError):  # the log's own disk may be full
             traceback.print_exception(error)
 
 
 def describe(error: BaseException) -> str:
     """An error as one sentence for the user."""
-    name = type(error).__name__
-    if name == "OutOfMemoryError":
+    if _is_out_of_memory(error):
         return (
             "A GPU ran out of memory; lower --batch or --sequence, add --checkpointing, or use more processes "
             f"({str(error).partition('. ')[0]})."
@@ -55,7 +70,20 @@ def describe(error: BaseException) -> str:
         )
     if isinstance(error, USER_ERRORS):
         return str(error)
-    return f"{name}: {first_line(error)}"
+    return f"{type(error).__name__}: {first_line(error)}"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return type(error).__name__ == "OutOfMemoryError"  # torch's, which the command does not import for its --help
+
+
+def _exhausted_memory(error: BaseException) -> int | None:
+    """Bytes of this rank's GPU, where the error is that they did not suffice."""
+    if not _is_out_of_memory(error):
+        return None
+    import torch
+
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def _disk_is_full(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .events import EVENTS_VARIABLE
+from .events import EVENTS_VARIABLE, OutOfMemory
 from .kills import MemoryKills
 from .options import TrainOptions
 from .task import Task
@@ -136,6 +136,9 @@ def run_workers(
     kills = MemoryKills.now()
     try:
         return _watch(workers, tell, interrupts, kills)
+    except OutOfMemory as error:
+        error.task = task
+        raise
     finally:
         for worker in workers:
             worker.process.kill()
@@ -222,7 +225,10 @@ def _raise_for(workers: list[Worker], errors: list[dict[str, Any]], kills: Memor
                 f"Rank {worker.rank} was ended by signal SIGKILL, {MemoryKills.now().explain(kills)}."
             )
     for error in errors:
-        raise ChildProcessError(f"{error['message']} (the traceback is in {workers[0].log.parent})")
+        message = f"{error['message']} (the traceback is in {workers[0].log.parent})"
+        if error.get("gpu_memory") is not None:
+            raise OutOfMemory(message, error["gpu_memory"])
+        raise ChildProcessError(message)
     for worker in workers:
         if (ending := worker.ending()) is not None:
             raise ChildProcessError(ending)

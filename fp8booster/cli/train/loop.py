@@ -21,10 +21,10 @@ from fp8booster import report
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.files import write_whole
 from fp8booster.monitor.traffic import Traffic, count_traffic
-from fp8booster.optim import AdamW
 from fp8booster.training.batches import Batches
 from fp8booster.training.boosted import BoostedModel, causal
 from fp8booster.training.learning_rate import WarmupCosine
+from fp8booster.training.optimizers import make_optimizer
 from fp8booster.training.plugins import FP32_WEIGHTS
 from fp8booster.training.ranks import join_ranks, over_ranks
 
@@ -123,13 +123,8 @@ class Trainer:
         names = {name for name, _ in network.named_parameters()}
         self._tied = {name for name, _ in network.named_parameters(remove_duplicate=False)} - names
         plugin = build_plugin(options, self._task.precision == "fp8", network)
-        # One group: native ZeRO sends its bucket of gradients whenever the group changes, so a second one for norms
-        # would cut every bucket at every norm.
         rates = {"lr": options.lr, "betas": _BETAS, "weight_decay": options.weight_decay}
-        if options.optimizer == "adamw-8bit":
-            optimizer: torch.optim.Optimizer = AdamW(network.parameters(), **rates)
-        else:
-            optimizer = torch.optim.AdamW(network.parameters(), **rates, fused=True)
+        optimizer = make_optimizer(options.optimizer, network.parameters(), **rates)
         self._boosted = BoostedModel(options.plugin, plugin, network, optimizer)
         self._boosted.before_update(self._check_norm)
         self._norm = 0.0

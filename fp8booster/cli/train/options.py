@@ -14,9 +14,9 @@ from fp8booster.reading import require_fields, require_known
 from fp8booster.training import parallel
 from fp8booster.training.batches import GlobalBatch
 from fp8booster.training.models import LLAMAS
+from fp8booster.training.optimizers import OPTIMIZERS
 from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, Parallel
 
-OPTIMIZERS = ("adamw", "adamw-8bit")
 PRECISIONS = {"bf16": ("bf16",), "fp8": ("fp8",), "compare": ("bf16", "fp8")}
 """The runs, in order, that each value of `--precision` stands for."""
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8booster import formats
 from fp8booster.kernels.transpose import transposed
@@ -53,7 +54,7 @@ def why_not_bypassed(head: nn.Module, classes: Collection[type[nn.Module]]) -> s
     held = isinstance(head, HeldHead)
     if (head.head_class if held else type(head)) not in classes:
         return f"its lm_head is a {type(head).__name__}, whose product may be another than that of nn.Linear"
-    if not held and type(head._parameters.get("weight")) is not nn.Parameter:
+    if not held and type(head._parameters.get("weight")) not in (nn.Parameter, FakeTensor):
         kind = type(head.weight).__name__
         return f"the weight of its lm_head is a {kind}: sharded, or gathered when an operator of torch reads it"
     if has_hooks(head):

@@ -1,0 +1,154 @@
+"""What a plan compares: the run in BF16 and in FP8 as asked for, and with more and more of what makes it smaller."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.training.parallel import ZERO_STAGES
+
+from .parts import Footprint
+
+GIB = 2**30
+
+RESERVED = 4
+"""GiB of a GPU that are left out: CUDA's context, NCCL's buffers, gaps between tensors."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU with FP8 products."""
+
+    name: str
+    memory: float
+    """In GiB, as torch reports it."""
+
+    def takes(self, size: int) -> bool:
+        """Whether a step fits whose tensors take so many bytes."""
+        return size <= (self.memory - RESERVED) * GIB
+
+
+GPUS = {
+    name: Gpu(name, memory)
+    for name, memory in {"L40S": 44, "H100": 79, "H100-NVL": 93, "H200": 139, "B200": 178}.items()
+}
+"""The smallest first; their memory rounded down."""
+
+
+_NOT_SAID = {"precision", "lr", "warmup", "decay", "min_lr", "steps", "vocabulary", "cache", "out"}
+"""Of `fp8booster train`, what a plan's commands leave to its defaults."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """One way to train a model, and the memory that it takes."""
+
+    name: str
+    precision: str
+    """"bf16" or "fp8"."""
+    options: TrainOptions
+    peaks: Footprint | None = None
+    why_not: str | None = None
+    """Why there are no `peaks`."""
+
+    @property
+    def parts(self) -> Counter[str]:
+        """Bytes of each part when most memory is held."""
+        assert self.peaks is not None  # asked of what was counted alone
+        return max(self.peaks.values(), key=Counter.total)
+
+    @property
+    def fits_on(self) -> str | None:
+        """The smallest GPU that it fits on, or None."""
+        return next((name for name, gpu in GPUS.items() if gpu.takes(self.parts.total())), None)
+
+    @property
+    def command(self) -> list[str]:
+        """The words of the command that trains so."""
+        defaults = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
+        words = ["fp8booster", "train", "--precision", self.precision]
+        for field in dataclasses.fields(TrainOptions):
+            value = getattr(self.options, field.name)
+            flag = (field.metadata["flags"] or (f"--{field.name.replace('_', '-')}",))[0]
+            if field.name in _NOT_SAID or value in (None, defaults[field.name]):
+                continue
+            if isinstance(value, tuple):
+                words += [word for each in value for word in (flag, each)]
+            else:
+                words += [flag] if value is True else [flag, str(value)]
+        return words
+
+
+def configurations(options: TrainOptions) -> list[Configuration]:
+    """What is compared, each in FP8 with all that those before it have.
+
+    Args:
+        options: as given.
+    """
+    found = [
+        Configuration(name="BF16", precision="bf16", options=options),
+        Configuration(name="FP8", precision="fp8", options=options),
+    ]
+    for name, change in _SMALLER.items():
+        changed = change(options)
+        if changed != options:
+            options = changed
+            found.append(Configuration(name=f"+ {name}", precision="fp8", options=options))
+    return found
+
+
+def _with_fp8(options: TrainOptions, *pairs: str) -> TrainOptions:
+    """The options with fields of FP8Config that they do not set yet."""
+    known = {pair.partition("=")[0] for pair in options.fp8_options}
+    new = tuple(pair for pair in pairs if pair.partition("=")[0] not in known)
+    return dataclasses.replace(options, fp8_options=(*options.fp8_options, *new))
+
+
+def _no_copies(options: TrainOptions) -> TrainOptions:
+    shared = options.plugin in ZERO_STAGES and options.parallel.zero_stage
+    return _with_fp8(options, "keep_weight_transposes=false", *(["weights_in_16_bits=false"] if shared else []))
+
+
+_SMALLER: dict[str, Callable[[TrainOptions], TrainOptions]] = {
+    "no copies": _no_copies,
+    "8-bit moments": lambda options: dataclasses.replace(options, optimizer="adamw-8bit"),
+    "8-bit activations": lambda options: _with_fp8(options, "saved_activations=8-bit"),
+    "checkpointing": lambda options: dataclasses.replace(options, checkpointing=True),
+}
+"""In the order of what they cost in speed, the cheapest first."""
+
+
+def counted(plan: list[Configuration], gpu: Gpu) -> Iterator[Configuration]:
+    """The configurations with their memory, each counted by a process of its own, without those that change nothing.
+
+    Args:
+        plan: what to count, its options resolved.
+        gpu: by whose memory some defaults are chosen.
+    """
+    workers = min(len(plan), os.cpu_count() or 1)
+    context = get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.dry_run"])  # its imports take longer than a small model's steps
+    with ProcessPoolExecutor(workers, context) as pool:
+        tasks = [pool.submit(_count, each, int(gpu.memory * GIB)) for each in plan]
+        before = None
+        for task in tasks:
+            found = task.result()
+            if found.peaks is None or found.peaks != before:  # else the default was that already
+                yield found
+            before = found.peaks
+
+
+def _count(configuration: Configuration, gpu_memory: int) -> Configuration:
+    from .dry_run import footprint  # here: Colossal-AI need not be imported to say what is wrong with options
+
+    try:
+        peaks = footprint(configuration.options, configuration.precision, gpu_memory)
+    except (ValueError, TypeError) as error:
+        return dataclasses.replace(configuration, why_not=str(error))
+    return dataclasses.replace(configuration, peaks=peaks)

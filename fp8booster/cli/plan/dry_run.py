@@ -1,0 +1,98 @@
+"""A training step of one rank without its GPU and the other ranks: how much memory it takes, part by part.
+
+The model, the plugin and the optimizer are those that would train; `stand_ins` has what takes the place of the rest. So
+nothing is estimated but the number of layers: two models with few layers are run.
+"""
+
+from __future__ import annotations
+
+import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai before it is imported)
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp8booster.cli.train.key_values import build_plugin
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.monitor.memory import MemoryTracker
+from fp8booster.optim.states_8bit import State
+from fp8booster.training.boosted import BoostedModel, causal
+from fp8booster.training.models import build
+from fp8booster.training.optimizers import make_optimizer
+from fp8booster.training.plugins import FP32_WEIGHTS
+
+from .models import fewest_layers, planned_config, shortened
+from .parts import KEPT, MASTERS, MOMENTS, WEIGHTS, Footprint
+from .stand_ins import instead_of_gpus
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def footprint(options: TrainOptions, precision: str, gpu_memory: int) -> Footprint:
+    """The memory that rank 0 of `options.nproc` needs in a step, as torch's allocator counts it.
+
+    In a pipeline, rank 0 keeps the most micro-batches. What the second of the two models needs more than the first is
+    counted for each further layer.
+
+    Args:
+        options: `nproc`, `batch` and `sequence` set.
+        precision: "bf16" or "fp8".
+        gpu_memory: bytes of a GPU, by which some defaults are chosen.
+    """
+    config = planned_config(options)
+    layers = config.num_hidden_layers
+    least = fewest_layers(options)
+    few, more = min(least, layers), min(2 * least, layers)
+    memory_a_value = gpu_memory / _values(config)
+    first, second = (dry_steps(options, precision, shortened(config, each), memory_a_value) for each in (few, more))
+    times = (layers - few) / max(more - few, 1)
+    return {phase: _extended(first[phase], second[phase], times) for phase in first}
+
+
+def _extended(first: Counter[str], second: Counter[str], times: float) -> Counter[str]:
+    return Counter({part: round(first[part] + times * (second[part] - first[part])) for part in {*first, *second}})
+
+
+def _values(config: PretrainedConfig) -> int:
+    return sum(parameter.numel() for parameter in build(config, device=torch.device("meta")).parameters())
+
+
+def dry_steps(options: TrainOptions, precision: str, config: PretrainedConfig, memory_a_value: float) -> Footprint:
+    """The memory of steps of a model that take place nowhere.
+
+    Args:
+        memory_a_value: bytes of a GPU for each parameter of the whole model, of which `config` may have few layers.
+    """
+    tracker = MemoryTracker()
+    with instead_of_gpus(tracker, options.nproc, int(memory_a_value * _values(config))):
+        return take_steps(tracker, options, precision, config)
+
+
+def take_steps(tracker: MemoryTracker, options: TrainOptions, precision: str, config: PretrainedConfig) -> Footprint:
+    """Take two steps on this rank, under a tracker; the memory of the second, in which all states are there."""
+    dtype = torch.float32 if options.plugin in FP32_WEIGHTS else torch.bfloat16
+    network = build(config, device=torch.device("cpu"), dtype=dtype, checkpointing=options.checkpointing)
+    network.to = lambda *_, **__: network  # torch cannot exchange the values of what has none
+    plugin = build_plugin(options, precision == "fp8", network)
+    optimizer = make_optimizer(options.optimizer, network.parameters(), lr=1e-4)
+    boosted = BoostedModel(options.plugin, plugin, network, optimizer)
+    tokens = torch.zeros(options.batch, options.sequence, dtype=torch.int64)
+    for _ in range(2):
+        tracker.begin_step()
+        boosted.forward_backward([causal(tokens)] * options.accumulate)
+        tracker.begin_update()
+        boosted.update(options.max_norm)
+        tracker.name(WEIGHTS, boosted.model.parameters())
+        inside = boosted.optimizer.unwrap()
+        tracker.name(MASTERS, (each for group in inside.param_groups for each in group["params"]))
+        tracker.name(MOMENTS, _tensors(inside.state))
+        tracker.name_rest(KEPT)
+    return tracker.peaks()
+
+
+def _tensors(state: dict[torch.Tensor, dict[str, Any]]) -> Iterator[torch.Tensor]:
+    for of_parameter in state.values():
+        kept = of_parameter.codes if isinstance(of_parameter, State) else of_parameter
+        yield from (value for value in kept.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,10 @@
+"""The parts of memory that stay from step to step; `monitor.memory` has those by lifetime."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+WEIGHTS, MASTERS, MOMENTS, KEPT = "weights", "master weights", "moments", "FP8 weights and buffers"
+
+Footprint = dict[str, Counter[str]]
+"""By phase of a step, the bytes of each part when most memory is held."""

@@ -1,0 +1,69 @@
+"""From options to a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from rich.console import Console
+
+from fp8booster.cli.train.defaults import gpu_recipe
+from fp8booster.cli.train.events import OutOfMemory
+from fp8booster.cli.train.key_values import check_plugin
+from fp8booster.cli.train.model_folder import is_folder, require_buildable, require_divisible_heads
+from fp8booster.cli.train.options import TrainOptions
+
+from .configurations import GIB, Configuration, Gpu, configurations, counted
+from .models import planned_config
+from .table import show
+
+NEEDS_VALUES = {
+    "gemini": "its chunks are not kept for tensors without values; docs/guide.md has its bytes for each parameter",
+    "ring_attn": "it reads the lengths of sequences; plan --sp-mode all_to_all, which holds as many tokens",
+}
+"""What a step on tensors without values cannot run, and what to do instead."""
+
+
+def make_plan(options: TrainOptions, tokens: int | None, gpu: Gpu) -> list[Configuration]:
+    """Count what `options` and what is smaller take.
+
+    Args:
+        options: `nproc` set; what is open is set as on a machine with GPUs.
+        tokens: that a replica takes at once; None: by model.
+        gpu: by whose memory some defaults are chosen.
+
+    Raises:
+        ValueError, TypeError: options that `fp8booster train` would refuse.
+    """
+    folder = is_folder(options.model)
+    if folder:
+        require_buildable(options.model)
+    recipe = gpu_recipe(options.model)
+    sequence = options.sequence or recipe.sequence
+    tokens = tokens or recipe.batch * sequence
+    if tokens % sequence:
+        raise ValueError(f"--tokens is {tokens}; it must be a multiple of --sequence, which is {sequence}")
+    options = dataclasses.replace(options, sequence=sequence, batch=tokens // sequence)
+    check_plugin(options)
+    options.global_batch(options.nproc)
+    config = planned_config(options)
+    require_divisible_heads(config, options.tp, "--tp")
+    if options.sp_mode == "all_to_all":
+        require_divisible_heads(config, options.sp, "--sp")
+    for name, value in (("plugin", options.plugin), ("sp-mode", options.sp_mode)):
+        if value in NEEDS_VALUES:
+            raise ValueError(f"--{name} {value} cannot be planned: {NEEDS_VALUES[value]}")
+    return list(counted(configurations(options), gpu))
+
+
+def explain(error: OutOfMemory) -> None:
+    """Show on standard error what takes the memory of a run that ran out of it, and what takes less."""
+    options = error.task.options
+    console = Console(stderr=True)
+    gpu = Gpu("this GPU", error.gpu_memory / GIB)
+    try:
+        with console.status("Counting what takes the memory"):
+            found = make_plan(options, options.batch * options.sequence, gpu)
+    except ValueError as reason:
+        console.print(str(reason), soft_wrap=True)
+    else:
+        show([each for each in found if each.precision == error.task.precision], gpu, console)

@@ -1,0 +1,130 @@
+"""Which tensors hold memory at the peak of a training step, counted where torch makes them."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+FORWARD, BACKWARD, UPDATE = PHASES = ("forward", "backward", "update")
+
+ACTIVATIONS, GRADIENTS, TEMPORARY = "activations", "gradients", "temporary values"
+"""Parts by lifetime: what forward leaves for backward, backward for the update, and what a phase frees itself."""
+
+
+class _Block:
+    """The memory that a tensor and its views share."""
+
+    def __init__(self, count: int, phase: str) -> None:
+        self.bytes, self.phase, self.part, self.named = count, phase, TEMPORARY, False
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of all tensors that operators make while it is entered, and what they are at each phase's peak.
+
+    Tensors without values (`FakeTensorMode`, entered before this) count as what they would take. What autograd runs is
+    backward, whoever called it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        """Of all tensors that there are now."""
+        self._phase = self._last = UPDATE
+        self._blocks: dict[int, _Block] = {}
+        self._peaks: dict[str, tuple[int, list[_Block]]] = {}
+        self._within_one = 0
+
+    def begin_step(self) -> None:
+        """Forward begins; all that there is now has a name or is told one by `name_rest`. Peaks are measured anew."""
+        self._phase = self._last = FORWARD
+        self._peaks = {}
+        self._look(FORWARD)
+
+    def begin_update(self) -> None:
+        """The optimizer's step begins."""
+        self._name_made_in(BACKWARD, GRADIENTS)
+        self._phase = self._last = UPDATE
+        self._look(UPDATE)
+
+    def peaks(self) -> dict[str, Counter[str]]:
+        """By phase of the last step, the bytes of each part when most memory was held."""
+        peaks = {phase: Counter[str]() for phase in PHASES}
+        for phase, (_, blocks) in self._peaks.items():
+            for block in blocks:
+                peaks[phase][block.part] += block.bytes
+        return peaks
+
+    def name(self, part: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Say which part of memory tensors are; the first name given stays."""
+        for tensor in tensors:
+            block = self._blocks.get(tensor.untyped_storage()._cdata)
+            if block is not None and not block.named:
+                block.part, block.named = part, True
+
+    def name_rest(self, part: str) -> None:
+        """Say what all tensors are that are there and were given no name."""
+        for block in self._blocks.values():
+            if not block.named:
+                block.part, block.named = part, True
+
+    @contextmanager
+    def as_one(self) -> Iterator[None]:
+        """Look only at what is left in the end of what runs inside, as if one kernel did it."""
+        self._within_one += 1
+        try:
+            yield
+        finally:
+            self._within_one -= 1
+            if not self._within_one:
+                self._look(self._last)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Hear of a storage that another way than an operator has resized."""
+        block = self._blocks.get(storage._cdata)
+        if block is not None and block.bytes != storage.nbytes():
+            now = self._blocks[storage._cdata] = _Block(storage.nbytes(), self._last)  # peaks keep the former
+            now.part, now.named = block.part, block.named
+            self.bytes += now.bytes - block.bytes
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        phase = BACKWARD if torch._C._current_graph_task_id() >= 0 else self._phase
+        if phase == BACKWARD and self._last == FORWARD:
+            self._name_made_in(FORWARD, ACTIVATIONS)
+        self._last = phase
+        for value in tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        if not self._within_one:
+            self._look(phase)
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._blocks:
+            self.resized(storage)
+            return
+        self._blocks[key] = _Block(storage.nbytes(), self._last)
+        self.bytes += storage.nbytes()
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.bytes -= self._blocks.pop(key).bytes
+
+    def _name_made_in(self, phase: str, part: str) -> None:
+        for block in self._blocks.values():
+            if block.phase == phase and not block.named:
+                block.part = part
+
+    def _look(self, phase: str) -> None:
+        if self.bytes > self._peaks.get(phase, (-1, []))[0]:
+            self._peaks[phase] = self.bytes, list(self._blocks.values())

@@ -1,0 +1,141 @@
+"""`fp8booster plan`: what it refuses, what it compares and what it shows."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fp8booster.cli.main import app
+from fp8booster.cli.plan import planning
+from fp8booster.cli.plan.configurations import GIB, GPUS, RESERVED, Configuration, Gpu, configurations
+from fp8booster.cli.plan.parts import MASTERS, MOMENTS
+from fp8booster.cli.plan.table import as_record, show
+from fp8booster.cli.train.events import OutOfMemory
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.monitor.memory import ACTIVATIONS, BACKWARD, FORWARD
+from tests.programs import run_program
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["7b", "--gpu", "V100"], "H100"),
+        (["7b", "--tokens", "5000"], "--sequence"),
+        (["no-such-folder"], "no-such-folder"),
+        (["7b", "--gpus", "3", "--plugin", "hybrid", "--tp", "2"], "3 processes"),
+        (["7b", "--plugin", "gemini"], "docs/guide.md"),
+        (["7b", "--gpus", "2", "--plugin", "hybrid", "--sp", "2", "--sp-mode", "ring_attn"], "all_to_all"),
+        (["7b", "--fp8-option", "nothing=1"], "nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_to_give(arguments: list[str], named: str) -> None:
+    done = CliRunner().invoke(app, ["plan", *arguments])
+    assert done.exit_code == 2
+    assert named in done.output
+
+
+def test_a_plan_as_json():
+    done = run_program("fp8booster", "plan", "tiny", "--sequence", "512", "--tokens", "1024", "--gpus", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    records = json.loads(done.stdout)
+    assert [record["name"] for record in records] == [
+        "BF16",
+        "FP8",
+        "+ no copies",
+        "+ 8-bit moments",
+        "+ 8-bit activations",
+        "+ checkpointing",
+    ]
+    for record in records:
+        assert record["peak_bytes"] == max(sum(parts.values()) for parts in record["bytes_by_phase"].values())
+        assert record["fits_on"] == "L40S"
+    assert "--checkpointing" in records[-1]["command"]
+
+
+def plan(*sizes: float) -> list[Configuration]:
+    """Configurations whose peaks are so many GiB, in FP8 but for the first."""
+    found = configurations(TrainOptions(model="7b", batch=2, sequence=4096, nproc=2))
+    return [
+        Configuration(
+            name=each.name,
+            precision=each.precision,
+            options=each.options,
+            peaks={
+                FORWARD: Counter({MASTERS: GIB, MOMENTS: int((size - 3) * GIB), ACTIVATIONS: 2 * GIB}),
+                BACKWARD: Counter({MASTERS: GIB}),
+            },
+        )
+        for each, size in zip(found, sizes, strict=False)
+    ]
+
+
+def shown(found: list[Configuration], gpu: Gpu) -> str:
+    console = Console(width=100, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    show(found, gpu, console)
+    return console.export_text()
+
+
+def test_the_first_in_fp8_that_fits_has_its_command():
+    text = shown(plan(60, 90, 70), GPUS["H100"])
+    assert "fp8booster train --precision fp8 --model 7b --batch 2 --sequence 4096" in text
+    assert "keep_weight_transposes=false" in text
+    assert "87.0" in text  # moments
+    assert "90.0" in text  # peak
+    assert [each.fits_on for each in plan(60, 90, 70, 1000)] == ["H100", "H200", "H100", None]
+
+
+def test_where_nothing_fits_it_says_what_to_change():
+    assert "more GPUs" in shown(plan(200, 200), GPUS["H100"])
+
+
+def test_memory_is_left_free():
+    gpu = GPUS["H100"]
+    assert gpu.takes((79 - RESERVED) * GIB)
+    assert not gpu.takes((79 - RESERVED) * GIB + 1)
+
+
+def test_what_cannot_be_counted_is_named():
+    configuration = Configuration(name="odd", precision="fp8", options=TrainOptions(), why_not="it is odd")
+    assert "odd cannot be counted: it is odd" in shown([*plan(60, 60), configuration], GPUS["H100"])
+    assert as_record([configuration])[0]["why_not"] == "it is odd"
+
+
+def test_settings_that_the_user_gave_stay():
+    given = TrainOptions(fp8_options=("keep_weight_transposes=true",), checkpointing=True, stage=1)
+    found = configurations(given)
+    assert [each.name for each in found] == [
+        "BF16",
+        "FP8",
+        "+ no copies",
+        "+ 8-bit moments",
+        "+ 8-bit activations",
+    ]
+    assert found[2].options.fp8_options == ("keep_weight_transposes=true", "weights_in_16_bits=false")
+    assert not any("weights_in_16_bits" in pair for pair in _last_options(TrainOptions(plugin="ddp")))
+
+
+def _last_options(options: TrainOptions) -> tuple[str, ...]:
+    return configurations(options)[-1].options.fp8_options
+
+
+def test_a_run_out_of_memory_shows_what_takes_it(monkeypatch, capsys):
+    error = OutOfMemory("A GPU ran out of memory", 80 * GIB)
+    error.task = SimpleNamespace(options=TrainOptions(model="7b", batch=2, sequence=4096, nproc=2), precision="fp8")
+    asked = []
+
+    def make_plan(options: TrainOptions, tokens: int, gpu: Gpu) -> list[Configuration]:
+        asked.append((options.model, tokens, gpu.memory))
+        return plan(60, 90, 70)
+
+    monkeypatch.setattr(planning, "make_plan", make_plan)
+    planning.explain(error)
+    assert asked == [("7b", 8192, 80)]
+    text = capsys.readouterr().err
+    assert "activ." in text
+    assert "keep_weight_transposes=false" in text.replace("\n", "")
+    assert "BF16" not in text

@@ -1,0 +1,110 @@
+"""Steps on tensors without values, compared with steps of ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from unittest.mock import patch
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from fp8booster.cli.plan import dry_run
+from fp8booster.cli.plan.models import planned_config, shortened
+from fp8booster.cli.plan.parts import MASTERS, MOMENTS, WEIGHTS
+from fp8booster.cli.train.options import TrainOptions
+from fp8booster.kernels.operators import Operator
+from fp8booster.monitor.memory import ACTIVATIONS, FORWARD
+from fp8booster.training.models import build
+from tests.distributed import run_ranks
+
+
+def options(**given: object) -> TrainOptions:
+    sizes = {"model": "tiny", "batch": 2, "sequence": 64, "nproc": 2}
+    return TrainOptions(**sizes | given)
+
+
+def small_config(asked: TrainOptions) -> PretrainedConfig:
+    """A layer for each stage of a pipeline."""
+    return shortened(planned_config(asked), asked.pp)
+
+
+def dry_steps(precision: str = "fp8", memory_a_value: float = 1e6, **given: object) -> dict[str, Counter[str]]:
+    asked = options(**given)
+    return dry_run.dry_steps(asked, precision, small_config(asked), memory_a_value)
+
+
+def peak(found: dict[str, Counter[str]]) -> int:
+    return max(parts.total() for parts in found.values())
+
+
+def real_step(given: dict[str, object], precision: str) -> dict[str, Counter[str]]:
+    """What this rank's tensors take."""
+    tracker = dry_run.MemoryTracker()
+    run = Operator.run
+
+    def as_a_kernel(self: Operator, *args: object, **kwargs: object) -> object:
+        with tracker.as_one():
+            return run(self, *args, **kwargs)
+
+    with patch.object(Operator, "run", as_a_kernel), tracker:
+        return dry_run.take_steps(tracker, options(**given), precision, small_config(options(**given)))
+
+
+@pytest.mark.parametrize(
+    ("given", "precision"),
+    [({}, "fp8"), ({"stage": 1, "accumulate": 2}, "bf16"), ({"plugin": "hybrid", "tp": 2}, "fp8")],
+    ids=["zero", "zero in bf16, micro-batches", "tp"],
+)
+def test_peaks_are_those_of_a_rank_that_trains(given: dict[str, object], precision: str) -> None:
+    real, _ = run_ranks(real_step, 2, given, precision)
+    planned = dry_steps(precision, **given)
+    assert peak(planned) == pytest.approx(peak(real), rel=0.01)
+    for part in (WEIGHTS, MASTERS, MOMENTS, ACTIVATIONS):
+        assert planned[FORWARD][part] == pytest.approx(real[FORWARD][part], rel=0.01)
+
+
+def test_layers_are_counted_from_two_models():
+    config = planned_config(options())
+    assert config.num_hidden_layers == 4
+    whole = dry_run.dry_steps(options(), "fp8", config, 1e6)
+    assert peak(dry_run.footprint(options(), "fp8", 80 * 2**30)) == pytest.approx(peak(whole), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"plugin": "hybrid", "pp": 2, "accumulate": 4},
+        {"plugin": "hybrid", "tp": 2, "sp_mode": "split_gather"},
+        {"plugin": "hybrid", "sp": 2, "sp_mode": "all_to_all"},
+        {"plugin": "ddp"},
+        {"plugin": "fsdp"},
+    ],
+    ids=lambda given: " ".join(map(str, given.values())),
+)
+def test_each_plugin_shares_the_states_as_it_does(given: dict[str, object]) -> None:
+    model = build(small_config(options(**given)), device=torch.device("meta"))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    parts = dry_steps(**given)[FORWARD]
+    shared = 1 if given["plugin"] == "ddp" else 2
+    assert parts[MOMENTS] == pytest.approx(8 * parameters / shared, rel=0.02)
+    masters = 0 if given["plugin"] in ("ddp", "fsdp") else 4 * parameters / shared
+    assert parts[MASTERS] == pytest.approx(masters, rel=0.02)
+
+
+def test_what_makes_a_run_smaller_does():
+    found = dry_steps(sequence=1024)
+    assert peak(dry_steps(sequence=1024, checkpointing=True)) < 0.9 * peak(found)
+    assert peak(dry_steps(sequence=1024, fp8_options=("saved_activations=8-bit",))) < 0.95 * peak(found)
+
+
+def test_a_default_goes_by_the_memory_of_the_gpu():
+    """Of which a model with few layers has its share."""
+    assert dry_steps(memory_a_value=1)[FORWARD][WEIGHTS] < 0.8 * dry_steps()[FORWARD][WEIGHTS]
+
+
+def test_lists_with_an_entry_for_each_layer_are_cut():
+    config = planned_config(options())
+    config.kinds = ["full"] * 4
+    short = shortened(config, 2)
+    assert (short.num_hidden_layers, short.kinds, config.kinds) == (2, ["full"] * 2, ["full"] * 4)
