@@ -108,13 +108,7 @@ def test_what_cannot_be_counted_is_named():
 def test_settings_that_the_user_gave_stay():
     given = TrainOptions(fp8_options=("keep_weight_transposes=true",), checkpointing=True, stage=1)
     found = configurations(given)
-    assert [each.name for each in found] == [
-        "BF16",
-        "FP8",
-        "+ no copies",
-        "+ 8-bit moments",
-        "+ 8-bit activations",
-    ]
+    assert [each.name for each in found] == ["BF16", "FP8", "+ no copies", "+ 8-bit moments", "+ 8-bit activations"]
     assert found[2].options.fp8_options == ("keep_weight_transposes=true", "weights_in_16_bits=false")
     assert not any("weights_in_16_bits" in pair for pair in _last_options(TrainOptions(plugin="ddp")))
 
