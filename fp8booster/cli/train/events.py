@@ -43,15 +43,17 @@ class Events:
         """Send one event.
 
         Kinds: "status" (text), "notice" (text, a sentence to keep), "start" (done, steps), "step" (a line of
-        metrics), "checkpoint" (folder, step), "stopped" (step), "done", "error" (message, expected, gpu_memory: the
-        bytes of a GPU where these did not suffice, else None).
+        metrics), "checkpoint" (folder, step), "stopped" (step), "done", "error" (message, expected, and where a GPU
+        had no room, gpu_memory: its bytes).
         """
         self._pipe.send({"kind": kind, **values})
 
     def send_error(self, error: BaseException) -> None:
         """Send what ended the worker as a sentence; the traceback goes to standard error, which is the log."""
         expected = isinstance(error, USER_ERRORS) or _disk_is_full(error)
-        self.send("error", message=describe(error), expected=expected, gpu_memory=_exhausted_memory(error))
+        memory = _exhausted_memory(error)
+        exhausted = {} if memory is None else {"gpu_memory": memory}
+        self.send("error", message=describe(error), expected=expected, **exhausted)
         with suppress(OSError):  # the log's own disk may be full
             traceback.print_exception(error)
 

@@ -226,7 +226,7 @@ def _raise_for(workers: list[Worker], errors: list[dict[str, Any]], kills: Memor
             )
     for error in errors:
         message = f"{error['message']} (the traceback is in {workers[0].log.parent})"
-        if error.get("gpu_memory") is not None:
+        if "gpu_memory" in error:
             raise OutOfMemory(message, error["gpu_memory"])
         raise ChildProcessError(message)
     for worker in workers:

@@ -123,8 +123,8 @@ class MergedLayers(Merged):
 
     @property
     def saves_in_8_bits(self) -> bool:
-        """As `Merged.saves_in_8_bits`."""
-        return self.layers[0].fp8_config.saves_in_8_bits
+        """As `Merged.saves_in_8_bits`; a layer may have been taken out of FP8 since."""
+        return any(isinstance(each, FP8Layer) and each.fp8_config.saves_in_8_bits for each in self.layers)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """As `Merged.__call__`; None too where BF16 is faster."""
