@@ -16,14 +16,13 @@ import torch
 import typer
 
 from benchmarks.gradients.collect import training_options
+from benchmarks.gradients.steps import steps_in_fp32
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table
-from fp8booster.cli.train.model_folder import build_model, load_config
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 from fp8booster.formats import E4M3
 from fp8booster.kernels.adamw_8bit import decode_first, decode_second, encode_first, encode_second, in_blocks
-from fp8booster.training.batches import Batches
 
 Code = Callable[[torch.Tensor], torch.Tensor]
 """Rounds moments, FP32 of any shape, to what their code holds: FP32 [values]."""
@@ -90,24 +89,10 @@ def moments_of(
     options: TrainOptions, tokens: TokenFile, device: torch.device, steps: list[int]
 ) -> Iterator[tuple[int, float, list[tuple[torch.Tensor, torch.Tensor]]]]:
     """Train in FP32 up to the last step; (step, loss, both moments of each matrix) at each of `steps`."""
-    batch = options.global_batch(1)
-    batch.require(tokens.count)
-    batches = Batches(tokens.open(), batch, 0, options.seed)
-    torch.manual_seed(options.seed)
-    config = load_config(options.model, options.vocabulary, options.sequence)
-    model = build_model(options.model, config, device, checkpointing=False).float()
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    for step in range(1, max(steps) + 1):
-        (ids,) = batches.micro_batches((step - 1) * batch.sequences)
-        loss = model(input_ids=ids.to(device), labels=ids.to(device)).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
+    for step, loss, model, optimizer in steps_in_fp32(options, tokens, device, max(steps)):
         if step in steps:
-            states = [optimizer.state[each] for each in matrices]
-            yield step, loss.item(), [(state["exp_avg"].cpu(), state["exp_avg_sq"].cpu()) for state in states]
+            states = [optimizer.state[each] for each in model.parameters() if each.dim() == 2]
+            yield step, loss, [(state["exp_avg"].cpu(), state["exp_avg_sq"].cpu()) for state in states]
 
 
 def measure(step: int, moments: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Record]:

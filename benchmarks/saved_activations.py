@@ -25,16 +25,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp8booster
 from benchmarks.gradients.collect import training_options
+from benchmarks.gradients.steps import steps_in_fp32
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table
 from fp8booster import FP8Config, convert_to_fp8
-from fp8booster.cli.train.model_folder import build_model, load_config
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 from fp8booster.formats import E4M3
 from fp8booster.kernels.group_codes import decode_groups, encode_groups
 from fp8booster.nn.fused import fuse
-from fp8booster.training.batches import Batches
 
 
 @dataclass(frozen=True)
@@ -181,30 +180,18 @@ CODES: dict[str, tuple[float, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 def activations_of(options: TrainOptions, tokens: TokenFile, device: torch.device) -> dict[str, torch.Tensor]:
     """What the layers' norms and SwiGLU read after the options' steps, in BF16: [M, K], all layers side by side."""
-    batch = options.global_batch(1)
-    batch.require(tokens.count)
-    batches = Batches(tokens.open(), batch, 0, options.seed)
-    torch.manual_seed(options.seed)
-    config = load_config(options.model, options.vocabulary, options.sequence)
-    model = build_model(options.model, config, device, checkpointing=False).float()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     read: dict[str, list[torch.Tensor]] = {}
 
     def keep(kind: str, tensor: torch.Tensor) -> None:
         read.setdefault(kind, []).append(tensor.detach().flatten(0, 1).bfloat16())
 
-    for step in range(1, options.steps + 1):
-        (ids,) = batches.micro_batches((step - 1) * batch.sequences)
-        if step == options.steps:
+    for step, _, model, _ in steps_in_fp32(options, tokens, device, options.steps):
+        if step == options.steps - 1:  # the last is looked at
             for layer in model.model.layers:
                 for norm in (layer.input_layernorm, layer.post_attention_layernorm):
                     norm.register_forward_hook(lambda _, given, __: keep("norms' inputs", given[0]))
                 for kind, module in (("gate", layer.mlp.gate_proj), ("up", layer.mlp.up_proj)):
                     module.register_forward_hook(lambda _, __, made, kind=kind: keep(kind, made))
-        model(input_ids=ids.to(device), labels=ids.to(device)).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), options.max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
     return {kind: torch.cat(parts, 1) for kind, parts in read.items()}
 
 

@@ -78,6 +78,9 @@ class State(MutableMapping[str, Any]):
 
     def move(self, device: torch.device) -> None:
         """Keep all tensors on this device."""
+        tensors = (value for value in self.codes.values() if isinstance(value, torch.Tensor))
+        if all(tensor.device == device for tensor in tensors):  # as in every step but one after a load
+            return
         self.codes = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in self.codes.items()
         }

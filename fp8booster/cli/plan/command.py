@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from fp8booster.cli.train.command import fields_of, flags, take_flags
 from fp8booster.cli.train.options import TrainOptions
 
 from .configurations import GPUS
 
-_NOTHING: list[str] = []
+_FLAGS = flags(
+    "sequence",
+    "accumulate",
+    "checkpointing",
+    "optimizer",
+    "plugin",
+    "stage",
+    "tp",
+    "pp",
+    "sp",
+    "sp_mode",
+    "plugin_options",
+    "fp8_options",
+)
+"""Of `fp8booster train`, what memory depends on."""
 
 
 def plan(
@@ -22,21 +38,8 @@ def plan(
     tokens: Annotated[
         int | None, typer.Option(help="Tokens that a replica of the model takes at once (default: by model).")
     ] = None,
-    sequence: Annotated[int | None, typer.Option(help="Tokens of a sequence (default: by model).")] = None,
-    accumulate: Annotated[
-        int, typer.Option("--accumulate", "--micro-batches", help="Micro-batches for each optimizer step.")
-    ] = 1,
-    plugin: Annotated[str, typer.Option(help="As `fp8booster train --plugin`.")] = "low_level_zero",
-    stage: Annotated[int | None, typer.Option("--stage", "--zero", help="ZeRO stage.")] = None,
-    tp: Annotated[int, typer.Option(help="Tensor parallel ranks.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
-    sp: Annotated[int, typer.Option(help="Ranks that share a sequence.")] = 1,
-    sp_mode: Annotated[str | None, typer.Option(help="Sequence parallelism.")] = None,
-    checkpointing: Annotated[bool, typer.Option(help="Recompute activations in every row.")] = False,
-    optimizer: Annotated[str, typer.Option(help="As `fp8booster train --optimizer`, of every row.")] = "adamw",
-    plugin_option: Annotated[list[str], typer.Option(help="key=value for the plugin; may be repeated.")] = _NOTHING,
-    fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config; may be repeated.")] = _NOTHING,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    **given: Any,
 ) -> None:
     """Count the memory of a training step, part by part, in BF16, in FP8, and with what makes it smaller.
 
@@ -44,22 +47,7 @@ def plan(
     """
     if gpu not in GPUS:
         raise ValueError(f"--gpu is {gpu!r}; use one of {', '.join(GPUS)}")
-    options = TrainOptions(
-        model=model,
-        nproc=gpus,
-        sequence=sequence,
-        accumulate=accumulate,
-        plugin=plugin,
-        stage=stage,
-        tp=tp,
-        pp=pp,
-        sp=sp,
-        sp_mode=sp_mode,
-        checkpointing=checkpointing,
-        optimizer=optimizer,
-        plugin_options=tuple(plugin_option),
-        fp8_options=tuple(fp8_option),
-    )
+    options = TrainOptions(model=model, nproc=gpus, **fields_of(given))
     from .planning import make_plan  # imports torch
     from .table import as_record, show
 
@@ -72,3 +60,7 @@ def plan(
         show(found, GPUS[gpu], Console())
     if not any(each.peaks for each in found):
         raise typer.Exit(1)
+
+
+_own = [each for each in inspect.signature(plan, eval_str=True).parameters.values() if each.name != "given"]
+take_flags(plan, [*_own, *_FLAGS])

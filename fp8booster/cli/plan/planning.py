@@ -9,7 +9,7 @@ from rich.console import Console
 from fp8booster.cli.train.defaults import gpu_recipe
 from fp8booster.cli.train.events import OutOfMemory
 from fp8booster.cli.train.key_values import check_plugin
-from fp8booster.cli.train.model_folder import is_folder, require_buildable, require_divisible_heads
+from fp8booster.cli.train.model_folder import is_folder, require_buildable, require_shareable
 from fp8booster.cli.train.options import TrainOptions
 
 from .configurations import GIB, Configuration, Gpu, configurations, counted
@@ -45,10 +45,7 @@ def make_plan(options: TrainOptions, tokens: int | None, gpu: Gpu) -> list[Confi
     options = dataclasses.replace(options, sequence=sequence, batch=tokens // sequence)
     check_plugin(options)
     options.global_batch(options.nproc)
-    config = planned_config(options)
-    require_divisible_heads(config, options.tp, "--tp")
-    if options.sp_mode == "all_to_all":
-        require_divisible_heads(config, options.sp, "--sp")
+    require_shareable(planned_config(options), options.parallel)
     for name, value in (("plugin", options.plugin), ("sp-mode", options.sp_mode)):
         if value in NEEDS_VALUES:
             raise ValueError(f"--{name} {value} cannot be planned: {NEEDS_VALUES[value]}")

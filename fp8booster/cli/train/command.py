@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import shlex
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -18,8 +19,7 @@ def train(**given: Any) -> None:
 
     Starts its own processes, or joins those of torchrun and `colossalai run`. Ctrl-C saves and stops.
     """
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = fields_of(given)
     resume = given.pop("resume", None)
     from .run import run
 
@@ -35,16 +35,27 @@ def _flag(name: str, kind: Any, panel: str, help: str, flags: tuple[str, ...] = 
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _signature() -> inspect.Signature:
+def flags(*names: str) -> list[inspect.Parameter]:
+    """The flags of fields of `TrainOptions`, as typer reads them; of all fields where none is named."""
     kinds = get_type_hints(TrainOptions)
-    flags = [_flag(field.name, kinds[field.name], **_shown(field)) for field in dataclasses.fields(TrainOptions)]
-    flags.append(_flag("resume", str, PANELS[-1], "Run or checkpoint to continue, with its own options."))
-    return inspect.Signature(flags)
+    fields = [field for field in dataclasses.fields(TrainOptions) if not names or field.name in names]
+    return [_flag(field.name, kinds[field.name], **_shown(field)) for field in fields]
+
+
+def fields_of(given: dict[str, Any]) -> dict[str, Any]:
+    """What typer gives for flags as fields of `TrainOptions`, without those that were not given."""
+    fields = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def take_flags(command: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
+    """Let typer see a command that takes keywords as one with these parameters."""
+    command.__signature__ = inspect.Signature(parameters)
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
 def _shown(field: dataclasses.Field[Any]) -> dict[str, Any]:
     return {name: field.metadata[name] for name in ("panel", "help", "flags")}
 
 
-train.__signature__ = _signature()
-train.__annotations__ = {name: flag.annotation for name, flag in train.__signature__.parameters.items()}
+take_flags(train, [*flags(), _flag("resume", str, PANELS[-1], "Run or checkpoint to continue, with its own options.")])

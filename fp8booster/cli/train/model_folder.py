@@ -12,6 +12,7 @@ import torch
 
 from fp8booster.reading import faults_named, first_line, read_index, read_record
 from fp8booster.training.models import LLAMAS, MODELS, build, prepared
+from fp8booster.training.parallel import Parallel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -199,6 +200,13 @@ def require_divisible_heads(config: PretrainedConfig, ranks: int, flag: str) -> 
                 f"The model has {heads} {name.removeprefix('num_').replace('_', ' ')}, which {flag} {ranks} cannot "
                 f"divide; give another {flag}."
             )
+
+
+def require_shareable(config: PretrainedConfig, parallel: Parallel) -> None:
+    """Raise ValueError where the ranks that share a layer cannot divide its attention heads."""
+    require_divisible_heads(config, parallel.tp, "--tp")
+    if parallel.sp_mode == "all_to_all":
+        require_divisible_heads(config, parallel.sp, "--sp")
 
 
 def build_model(

@@ -20,7 +20,7 @@ from .checkpoint import read_state
 from .defaults import resolve
 from .key_values import check_plugin
 from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_workers, serve_store
-from .model_folder import is_folder, load_config, require_buildable, require_divisible_heads
+from .model_folder import is_folder, load_config, require_buildable, require_shareable
 from .options import PRECISIONS, TrainOptions
 from .plot import plot_losses
 from .progress import make_display, stderr_console
@@ -132,10 +132,7 @@ def _check_model(options: TrainOptions, vocabulary: int) -> None:
     """Raise ValueError for a model that does not go with the tokenizer, the sequence or the ranks that share it."""
     if not is_folder(options.model):
         vocabulary = options.vocabulary
-    config = load_config(options.model, vocabulary, options.sequence)
-    require_divisible_heads(config, options.tp, "--tp")
-    if options.sp_mode == "all_to_all":
-        require_divisible_heads(config, options.sp, "--sp")
+    require_shareable(load_config(options.model, vocabulary, options.sequence), options.parallel)
 
 
 def _changed(options: TrainOptions, given: dict[str, Any]) -> TrainOptions:

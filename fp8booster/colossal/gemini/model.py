@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
-from colossalai.logging import DistributedLogger
 from colossalai.utils import is_ddp_ignored
 from colossalai.zero.gemini import GeminiDDP
 from colossalai.zero.gemini.chunk import Chunk
@@ -21,29 +19,13 @@ from torch.utils._pytree import tree_map_only
 from fp8booster.colossal.gemini.chunks import FP8Chunk
 from fp8booster.colossal.gemini.gradients import keep_gradient, no_gradient, sum_partial_gradients
 from fp8booster.colossal.gemini.groups import GroupedChunkManager, Plan
-from fp8booster.colossal.gemini.layers import FP8GeminiHook, gather_for_layers
+from fp8booster.colossal.gemini.hook import FP8GeminiHook
+from fp8booster.colossal.gemini.layers import gather_for_layers
 from fp8booster.colossal.gemini.masters import Masters, Part
+from fp8booster.colossal.gemini.quiet_logger import QuietLogger
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
-
-
-class _QuietLogger:
-    """Colossal-AI's logger, which hands on a debug message only if it is shown.
-
-    Gemini has one after each backward, for which every frame of the call stack is looked up with its source
-    (logging/logger.py: __get_call_info), whether it is shown or not: tens of milliseconds on the host.
-    """
-
-    def __init__(self, logger: DistributedLogger) -> None:
-        self._shown = logger
-
-    def debug(self, message: str, ranks: list[int] | None = None) -> None:
-        if self._shown._logger.isEnabledFor(logging.DEBUG):
-            self._shown.debug(message, ranks)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._shown, name)
 
 
 class GatheringGeminiDDP(GeminiDDP):
@@ -59,7 +41,7 @@ class GatheringGeminiDDP(GeminiDDP):
         if tp_group is not None:
             sum_partial_gradients(module, tp_group)
         super().__init__(module, **arguments)
-        self._logger = _QuietLogger(self._logger)
+        self._logger = QuietLogger(self._logger)
         gather_for_layers(module, self.chunk_manager)
 
     def _setup_grads_ptr(self) -> None:
