@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 8 -m benchmarks.llama --model 7b --profile --out results
     python -m benchmarks.llama --model 7b --precision all
     python -m benchmarks.llama --model mixtral-1b --plugin moe --ep 2 --processes 2
+    python -m benchmarks.llama --model 7b --precision plain --optimizer adamw-8bit --processes 1
     python -m benchmarks.llama --one-layer
     python -m benchmarks.llama scaling 1.json 2.json 4.json 8.json
 
@@ -32,6 +33,7 @@ from benchmarks.training.records import Setting
 from benchmarks.training.rounds import Findings, take_rounds
 from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.training.models import MODELS
+from fp8booster.training.optimizers import OPTIMIZERS
 from fp8booster.training.parallel import PLUGINS
 
 NONE: list[str] = []
@@ -61,11 +63,15 @@ def main(
         list[str], typer.Option(help="key=value for the plugin, ours and Colossal-AI's; repeat the option.")
     ] = NONE,
     fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config; repeat the option.")] = NONE,
+    optimizer: Annotated[str, typer.Option(help=f"fp8booster's: {', '.join(OPTIMIZERS)}.")] = "adamw",
     one_sided: Annotated[
         int, typer.Option(help="MiB of ZeRO's largest message in FP8, read from peers of one node (default: NCCL).")
     ] = 0,
     precision: Annotated[
-        str, typer.Option(help=f"fp8booster's: {', '.join(PRECISIONS)}; bf16-fused has the fused blocks that FP8 has.")
+        str,
+        typer.Option(
+            help=f"fp8booster's: {', '.join(PRECISIONS)}; bf16-fused has the fused blocks that FP8 has, plain no plugin."
+        ),
     ] = "both",
     against: Annotated[list[str], typer.Option(help=f"Peers: {', '.join(PEERS)}, or all; repeat the option.")] = NONE,
     baseline: Annotated[str | None, typer.Option(help="The engine that ratios are over (default: the first).")] = None,

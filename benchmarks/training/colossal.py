@@ -23,11 +23,13 @@ from fp8booster import comm, fuse
 from fp8booster.cli.train.key_values import fp8_config, parse_pairs
 from fp8booster.optim import HybridAdam
 from fp8booster.training.boosted import BoostedModel, causal
+from fp8booster.plugins.fp8_plugin import FP8Plugin
 from fp8booster.training.models import build
+from fp8booster.training.optimizers import make_optimizer
 from fp8booster.training.parallel import PARALLEL, PLUGINS
 from fp8booster.training.plugins import make_plugin
 
-_WEIGHT_DECAY = 0.01  # torch's default for AdamW
+WEIGHT_DECAY = 0.01  # torch's default for AdamW
 # native Gemini's own optimizers all need a compiled extension (zero/gemini/gemini_optimizer.py:43)
 gemini_optimizer._AVAIL_OPTIM_LIST.add(HybridAdam)
 
@@ -111,7 +113,7 @@ def boost(
     if name == MOE:
         parallel.replicas(dist.get_world_size())
     plugin = make_plugin(plugin_class, parallel, model, job.max_norm, options)
-    boosted = BoostedModel(name, plugin, model, _optimizer(name, model, job.lr))
+    boosted = BoostedModel(name, plugin, model, _optimizer(job, plugin_class, model))
 
     def step(tokens: torch.Tensor) -> torch.Tensor | None:
         loss = boosted.forward_backward([causal(part) for part in tokens.split(job.micro_batch)])
@@ -128,7 +130,9 @@ def boost(
     )
 
 
-def _optimizer(name: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    if name == "gemini":
-        return HybridAdam(model.parameters(), lr=lr, weight_decay=_WEIGHT_DECAY)
-    return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=_WEIGHT_DECAY, fused=True)
+def _optimizer(job: Job, plugin_class: type[Plugin], model: nn.Module) -> torch.optim.Optimizer:
+    ours = issubclass(plugin_class, FP8Plugin)
+    if not ours and plugin_class is native_plugins.GeminiPlugin:
+        return HybridAdam(model.parameters(), lr=job.lr, weight_decay=WEIGHT_DECAY)
+    name = job.optimizer if ours else "adamw"
+    return make_optimizer(name, model.parameters(), lr=job.lr, weight_decay=WEIGHT_DECAY)

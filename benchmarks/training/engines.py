@@ -84,6 +84,7 @@ OURS = {
     "fp8booster-fp8": Engine(
         label="fp8booster, FP8", build="colossal:ours", options={"use_fp8": True}, needs=_COLOSSAL
     ),
+    "fp8booster-plain": Engine(label="fp8booster, FP8, one GPU without a plugin", build="plain:plain"),
 }
 PEERS = {
     "colossal-low_level_zero": _native("LowLevelZero, BF16", "low_level_zero"),
@@ -108,7 +109,8 @@ PRECISIONS = {
     "bf16-fused": ("fp8booster-bf16-fused",),
     "fp8": ("fp8booster-fp8",),
     "both": ("fp8booster-bf16", "fp8booster-fp8"),
-    "all": tuple(OURS),
+    "all": ("fp8booster-bf16", "fp8booster-bf16-fused", "fp8booster-fp8"),
+    "plain": ("fp8booster-plain",),
 }
 """The engines that each value of `--precision` stands for."""
 

@@ -11,6 +11,7 @@ from typing import Any
 from fp8booster.cli.train.key_values import parse_pairs
 from fp8booster.cli.train.tokens import TokenFile
 from fp8booster.training.models import MODELS, Architecture
+from fp8booster.training.optimizers import OPTIMIZERS
 from fp8booster.training.parallel import PARALLEL, PLUGINS, Parallel
 from fp8booster.training.plugins import with_chunks
 
@@ -59,6 +60,8 @@ class Job:
     """`key=value` pairs for FP8Config."""
     one_sided: int = 0
     """MiB of the largest message that ZeRO of ours sends by `comm.use_one_sided`; 0 is NCCL alone."""
+    optimizer: str = "adamw"
+    """One of `OPTIMIZERS`, for engines of fp8booster; peers have torch's AdamW."""
     tokens: TokenFile | None = None
     """Text to train on; None is random tokens."""
     lr: float = 1e-4
@@ -67,7 +70,7 @@ class Job:
     device: str = "cuda"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("model", MODELS), ("plugin", PLUGINS)):
+        for name, allowed in (("model", MODELS), ("plugin", PLUGINS), ("optimizer", OPTIMIZERS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}; use one of {', '.join(allowed)}")
         for name in ("sequence", "micro_batch", "micro_batches", "steps"):

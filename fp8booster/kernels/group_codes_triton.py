@@ -9,9 +9,9 @@ from fp8booster.kernels.cast_triton import INFINITY_BITS, magnitude_bits
 from fp8booster.kernels.group_codes import GROUP, LARGEST_SQUARE, LEAST_AMAX
 
 WIDTH = tl.constexpr(GROUP)
-AT_ONCE = tl.constexpr(8)
-"""Values that a thread moves at once, of 16 bits or of codes. Were it 16 codes, as the compiler would have it, values
-would move between threads, and a sum over a row would be added up in another order than without codes."""
+AT_ONCE = tl.constexpr(128)
+"""Bits of values that a thread moves at once, with as many codes. Were it 16 codes, as the compiler would have it,
+values would move between threads, and a sum over a row would be added up in another order than without codes."""
 
 _LEAST, _SQUARE, _INVERSE_SQUARE = (tl.constexpr(each) for each in (LEAST_AMAX, LARGEST_SQUARE, 1 / LARGEST_SQUARE))
 

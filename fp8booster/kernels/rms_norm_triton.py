@@ -38,12 +38,13 @@ def rms_norm_kernel(
     BLOCK: tl.constexpr,
 ):
     """Each program normalises every num_programs-th row."""
+    at_once: tl.constexpr = AT_ONCE // x.dtype.element_ty.primitive_bitwidth
     column = tl.arange(0, BLOCK)
     inside = column < columns
     factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     largest = tl.zeros([BLOCK], tl.int32)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        place = tl.max_contiguous((tl.zeros([1], tl.int64) + row) * columns + column, AT_ONCE)
+        place = tl.max_contiguous((tl.zeros([1], tl.int64) + row) * columns + column, at_once)
         values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         if RESIDUAL:
             total = values + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
@@ -81,13 +82,14 @@ def rms_norm_backward_kernel(
     BLOCK: tl.constexpr,
 ):
     """Each program takes every num_programs-th row and sums the weight's gradient over them."""
+    at_once: tl.constexpr = AT_ONCE // dy.dtype.element_ty.primitive_bitwidth
     column = tl.arange(0, BLOCK)
     inside = column < columns
     factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     dweight = tl.zeros([BLOCK], tl.float32)
     largest = tl.zeros([BLOCK], tl.int32)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        place = tl.max_contiguous((tl.zeros([1], tl.int64) + row) * columns + column, AT_ONCE)
+        place = tl.max_contiguous((tl.zeros([1], tl.int64) + row) * columns + column, at_once)
         gradient = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(inverse_rms + row)
         values = tl.load(h + place, mask=inside, other=0).to(tl.float32)

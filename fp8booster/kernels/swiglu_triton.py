@@ -81,14 +81,15 @@ def swiglu_kernel(
     TILE_COLUMNS: tl.constexpr,
 ):
     """Each program takes every num_programs-th tile."""
+    at_once: tl.constexpr = AT_ONCE // out.dtype.element_ty.primitive_bitwidth
     largest = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.int32)
     for tile in tl.range(tl.program_id(0), tile_count, tl.num_programs(0)):
         row, column, inside = tile_inside(tile, rows, columns, column_tiles, TILE_ROWS, TILE_COLUMNS)
         amax_at, amax_inside = amax_place(row, (tile % column_tiles) * TILE_COLUMNS, columns, TILE_COLUMNS)
         amax_inside &= row < rows
-        place = tl.max_contiguous(row * gate_stride + column, (1, AT_ONCE))
+        place = tl.max_contiguous(row * gate_stride + column, (1, at_once))
         values = load_tile(gate, gate_amaxes, place, inside, amax_at, amax_inside, DECODE, TILE_ROWS, TILE_COLUMNS)
-        place = tl.max_contiguous(row * up_stride + column, (1, AT_ONCE))
+        place = tl.max_contiguous(row * up_stride + column, (1, at_once))
         factors = load_tile(up, up_amaxes, place, inside, amax_at, amax_inside, DECODE, TILE_ROWS, TILE_COLUMNS)
         if BACKWARD:
             gradient = tl.load(dy + row * columns + column, mask=inside, other=0.0).to(tl.float32)
@@ -105,7 +106,7 @@ def swiglu_kernel(
             tl.store(out + row * columns + column, y, mask=inside)
             largest = tl.maximum(largest, magnitude_bits(y))
         if ENCODE:
-            place = tl.max_contiguous(row * columns + column, (1, AT_ONCE))
+            place = tl.max_contiguous(row * columns + column, (1, at_once))
             store_codes(values, gate_codes, gate_amaxes, place, inside, amax_at, amax_inside, TILE_ROWS, TILE_COLUMNS)
             store_codes(factors, up_codes, up_amaxes, place, inside, amax_at, amax_inside, TILE_ROWS, TILE_COLUMNS)
     tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True))

@@ -30,6 +30,7 @@ RUNS = {
     "bf16": ("fp8booster-bf16", JOB),
     "bf16 fused": ("fp8booster-bf16-fused", JOB),
     "fp8": ("fp8booster-fp8", JOB),
+    "8-bit moments": ("fp8booster-fp8", replace(JOB, optimizer="adamw-8bit")),
     "stage 1": ("fp8booster-fp8", replace(JOB, zero=1)),
     "ddp": ("fp8booster-bf16", replace(JOB, plugin="ddp")),
     "ddp bf16 fused": ("fp8booster-bf16-fused", replace(JOB, plugin="ddp")),
@@ -113,3 +114,18 @@ def take_turns() -> list[Turn]:
     ]
     crew.close()
     return turns
+
+
+def measure_plain() -> tuple[dict[str, Any], dict[str, str]]:
+    """The outcome of one GPU without a plugin, and what is said of jobs that it does not train."""
+    from benchmarks.training.measure import measure
+
+    build, device = ENGINES["fp8booster-plain"].load(), torch.device("cpu")
+    job = replace(JOB, micro_batches=1, optimizer="adamw-8bit")
+    refused = {}
+    for name, value in (("micro_batches", 2), ("optimizer", "adamw")):
+        try:
+            build(replace(job, **{name: value}), device)
+        except ValueError as error:
+            refused[name] = str(error)
+    return measure(build(job, device), job, device, None), refused

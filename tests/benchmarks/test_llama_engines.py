@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.training.arithmetic import parameters
-from tests.benchmarks.llama_ranks import JOB, RUNS, measure_engines, take_turns
+from tests.benchmarks.llama_ranks import JOB, RUNS, measure_engines, measure_plain, take_turns
 from tests.distributed import run_ranks
 
 
@@ -124,3 +124,10 @@ def test_a_turn_that_fails_ends_on_all_ranks_and_the_next_one_runs() -> None:
     assert without_host.reason == "rank 1 ended by signal SIGKILL"
     assert hangs.reason == "it did not finish within 2 s"
     assert fails.outcome is dies.outcome is without_host.outcome is hangs.outcome is None
+
+
+def test_one_gpu_without_a_plugin_trains_with_8_bit_moments() -> None:
+    ((outcome, refused),) = run_ranks(measure_plain, 1, timeout=300)
+    assert outcome["losses"][-1] < 0.98 * outcome["losses"][0]
+    assert "--micro-batches 1" in refused["micro_batches"]
+    assert "--optimizer adamw-8bit" in refused["optimizer"]

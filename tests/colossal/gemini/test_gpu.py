@@ -61,7 +61,8 @@ def test_placements_change_no_bit_of_fused_layers(placement: str) -> None:
 @ranks(RANKS, backend="nccl")
 @pytest.mark.parametrize("how", ["layers one by one", "fused layers", "fused layers on the host"])
 def test_it_trains_near_native(how: str) -> None:
-    in_16_bits = train(boost(native(**CHUNKS), tiny_llama(**SIZES), lr=1e-3), steps=6)
+    # native reduces beside backward without telling the allocator: on a busy GPU its losses became NaN
+    in_16_bits = train(boost(native(**CHUNKS, enable_async_reduce=False), tiny_llama(**SIZES), lr=1e-3), steps=6)
     options = OFFLOADED if "host" in how else {}
     boosted = run(fused="fused" in how, **options)
     assert_close(in_16_bits, train(boosted, steps=6), 1e-2)
