@@ -70,7 +70,7 @@ def main(
     precision: Annotated[
         str,
         typer.Option(
-            help=f"fp8booster's: {', '.join(PRECISIONS)}; bf16-fused has the fused blocks that FP8 has, plain no plugin."
+            help=f"fp8booster's: {', '.join(PRECISIONS)}; bf16-fused has FP8's fused blocks, plain has no plugin."
         ),
     ] = "both",
     against: Annotated[list[str], typer.Option(help=f"Peers: {', '.join(PEERS)}, or all; repeat the option.")] = NONE,

@@ -22,8 +22,8 @@ from benchmarks.training.job import MOE, Job
 from fp8booster import comm, fuse
 from fp8booster.cli.train.key_values import fp8_config, parse_pairs
 from fp8booster.optim import HybridAdam
-from fp8booster.training.boosted import BoostedModel, causal
 from fp8booster.plugins.fp8_plugin import FP8Plugin
+from fp8booster.training.boosted import BoostedModel, causal
 from fp8booster.training.models import build
 from fp8booster.training.optimizers import make_optimizer
 from fp8booster.training.parallel import PARALLEL, PLUGINS
