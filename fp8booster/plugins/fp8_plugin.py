@@ -162,12 +162,13 @@ class FP8Plugin(Plugin):
         lr_scheduler: LRScheduler | None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
+        moments = "; moments are kept in 8 bits" if isinstance(optimizer, AdamW) else ""
         model, optimizer = self.convert(model, optimizer)
         with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
             boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         sent = self.extend(*boosted[:2])
         fused = f"; {fused_summary(boosted[0])}" if self.fp8_config.fused else ""
-        self.logger.info(f"{report(boosted[0]).summary()}{fused}; {sent}", ranks=[0])
+        self.logger.info(f"{report(boosted[0]).summary()}{fused}; {sent}{moments}", ranks=[0])
         return boosted
 
     def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from fp8booster.optim import AdamW
 
-OPTIMIZERS = ("adamw", "adamw-8bit")
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": torch.optim.AdamW, "adamw-8bit": AdamW}
 """torch's AdamW, and `fp8booster.optim.AdamW`, whose moments take one byte each."""
 
 
@@ -21,6 +21,5 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter], **rates: Any) 
     One group: Colossal-AI's ZeRO sends its bucket of gradients whenever the group changes, so a second one for norms
     would cut every bucket at every norm.
     """
-    if name == "adamw-8bit":
-        return AdamW(parameters, **rates)
-    return torch.optim.AdamW(parameters, **rates, fused=True)
+    fused = {"fused": True} if name == "adamw" else {}
+    return OPTIMIZERS[name](parameters, **rates, **fused)

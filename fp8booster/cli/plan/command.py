@@ -18,6 +18,7 @@ _FLAGS = flags(
     "sequence",
     "accumulate",
     "checkpointing",
+    "level",
     "optimizer",
     "plugin",
     "stage",

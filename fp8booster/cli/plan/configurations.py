@@ -10,6 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
+from fp8booster.cli.train.key_values import fp8_config, parse_pairs
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.training.parallel import ZERO_STAGES
 
@@ -92,8 +93,8 @@ def configurations(options: TrainOptions) -> list[Configuration]:
         options: as given.
     """
     found = [
-        Configuration(name="BF16", precision="bf16", options=options),
-        Configuration(name="FP8", precision="fp8", options=options),
+        Configuration(name="BF16", precision="bf16", options=dataclasses.replace(options, level=None)),
+        Configuration(name=f"FP8, {options.level}" if options.level else "FP8", precision="fp8", options=options),
     ]
     for name, change in _SMALLER.items():
         changed = change(options)
@@ -104,9 +105,15 @@ def configurations(options: TrainOptions) -> list[Configuration]:
 
 
 def _with_fp8(options: TrainOptions, *pairs: str) -> TrainOptions:
-    """The options with fields of FP8Config that they do not set yet."""
-    known = {pair.partition("=")[0] for pair in options.fp8_options}
-    new = tuple(pair for pair in pairs if pair.partition("=")[0] not in known)
+    """The options with fields of FP8Config that they do not set yet, and that have another value."""
+    given = parse_pairs(options.fp8_options, "--fp8-option")
+    config = fp8_config(options.fp8_options, options.level)
+    wanted = {pair: parse_pairs([pair], "--fp8-option") for pair in pairs}
+    new = tuple(
+        pair
+        for pair, fields in wanted.items()
+        if not any(name in given or getattr(config, name) == value for name, value in fields.items())
+    )
     return dataclasses.replace(options, fp8_options=(*options.fp8_options, *new))
 
 
@@ -115,9 +122,15 @@ def _no_copies(options: TrainOptions) -> TrainOptions:
     return _with_fp8(options, "keep_weight_transposes=false", *(["weights_in_16_bits=false"] if shared else []))
 
 
+def _small_moments(options: TrainOptions) -> TrainOptions:
+    if options.optimizer is not None or options.optimizer_of("fp8") == "adamw-8bit":
+        return options
+    return dataclasses.replace(options, optimizer="adamw-8bit")
+
+
 _SMALLER: dict[str, Callable[[TrainOptions], TrainOptions]] = {
     "no copies": _no_copies,
-    "8-bit moments": lambda options: dataclasses.replace(options, optimizer="adamw-8bit"),
+    "8-bit moments": _small_moments,
     "8-bit activations": lambda options: _with_fp8(options, "saved_activations=8-bit"),
     "checkpointing": lambda options: dataclasses.replace(options, checkpointing=True),
 }

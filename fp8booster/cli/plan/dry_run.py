@@ -76,7 +76,7 @@ def take_steps(tracker: MemoryTracker, options: TrainOptions, precision: str, co
     network = build(config, device=torch.device("cpu"), dtype=dtype, checkpointing=options.checkpointing)
     network.to = lambda *_, **__: network  # torch cannot exchange the values of what has none
     plugin = build_plugin(options, precision == "fp8", network)
-    optimizer = make_optimizer(options.optimizer, network.parameters(), lr=1e-4)
+    optimizer = make_optimizer(options.optimizer_of(precision), network.parameters(), lr=1e-4)
     boosted = BoostedModel(options.plugin, plugin, network, optimizer)
     tokens = torch.zeros(options.batch, options.sequence, dtype=torch.int64)
     for _ in range(2):

@@ -17,6 +17,7 @@ from torch import nn
 from fp8booster import FP8Config
 from fp8booster.formats import E4M3, E5M2
 from fp8booster.kernels.device import require_fp8
+from fp8booster.levels import level
 from fp8booster.training.parallel import PLUGINS, suggestion
 from fp8booster.training.plugins import make_plugin, with_chunks
 
@@ -97,7 +98,7 @@ def check_plugin(options: TrainOptions) -> None:
         with contextlib.redirect_stderr(io.StringIO()):  # what libraries say while they are imported
             plugin_class = _plugin_class(options.plugin)
         _plugin_arguments(options, plugin_class)
-    config = fp8_config(options.fp8_options)
+    config = fp8_config(options.fp8_options, options.level)
     if "fp8" in PRECISIONS[options.precision]:
         require_fp8(torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.emulate)
 
@@ -121,19 +122,19 @@ def build_plugin(options: TrainOptions, use_fp8: bool, network: nn.Module) -> Pl
     plugin_class = _plugin_class(options.plugin)
     arguments = _plugin_arguments(options, plugin_class)
     if use_fp8:
-        arguments |= {"use_fp8": True, "fp8_config": fp8_config(options.fp8_options)}
+        arguments |= {"use_fp8": True, "fp8_config": fp8_config(options.fp8_options, options.level)}
     return make_plugin(plugin_class, options.parallel, network, options.max_norm, arguments)
 
 
-def fp8_config(pairs: tuple[str, ...]) -> FP8Config:
-    """The configuration that the `--fp8-option` pairs ask for.
+def fp8_config(pairs: tuple[str, ...], level_name: str | None = None) -> FP8Config:
+    """The configuration that the `--fp8-option` pairs ask for, in all else that of `--level`.
 
     Raises ValueError or TypeError for a field that does not exist and for a value that is not allowed.
     """
     fields = [field.name for field in dataclasses.fields(FP8Config) if field.name != "layers"]
     arguments = parse_pairs(pairs, "--fp8-option")
     _require_known(arguments, "FP8Config", fields)
-    return FP8Config(**arguments)
+    return FP8Config(**arguments) if level_name is None else level(level_name, **arguments).config
 
 
 def _plugin_class(name: str) -> type[Plugin]:

@@ -124,7 +124,7 @@ class Trainer:
         self._tied = {name for name, _ in network.named_parameters(remove_duplicate=False)} - names
         plugin = build_plugin(options, self._task.precision == "fp8", network)
         rates = {"lr": options.lr, "betas": _BETAS, "weight_decay": options.weight_decay}
-        optimizer = make_optimizer(options.optimizer, network.parameters(), **rates)
+        optimizer = make_optimizer(options.optimizer_of(self._task.precision), network.parameters(), **rates)
         self._boosted = BoostedModel(options.plugin, plugin, network, optimizer)
         self._boosted.before_update(self._check_norm)
         self._norm = 0.0

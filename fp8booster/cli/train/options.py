@@ -10,6 +10,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from fp8booster.levels import LEVELS, level
 from fp8booster.reading import require_fields, require_known
 from fp8booster.training import parallel
 from fp8booster.training.batches import GlobalBatch
@@ -106,11 +107,17 @@ class TrainOptions:
     warmup: int | None = _option(_TRAINING, "Steps of linear warm-up", rule=at_least(0), shown="a tenth of the steps")
     decay: int | None = _option(_TRAINING, "Step at which the cosine decay ends", rule=at_least(1), shown="the last")
     min_lr: float | None = _option(_TRAINING, "Learning rate after the decay", rule=finite(0), shown="lr / 10")
-    optimizer: str = _option(
+    level: str | None = _option(
+        _TRAINING,
+        f"{', '.join(LEVELS)}: what the FP8 run sends and keeps in FP8 and in 8 bits; other options win",
+        rule=one_of(LEVELS),
+        shown="none",
+    )
+    optimizer: str | None = _option(
         _TRAINING,
         f"{', '.join(OPTIMIZERS)}; the last has moments of one byte each",
-        OPTIMIZERS[0],
         rule=one_of(OPTIMIZERS),
+        shown="that of --level, else adamw",
     )
     weight_decay: float = _option(_TRAINING, "AdamW's weight decay", 0.1, rule=finite(0))
     max_norm: float = _option(_TRAINING, "Clip gradients to this norm; 0: do not", 1.0, rule=at_least(0))
@@ -167,7 +174,18 @@ class TrainOptions:
                 raise ValueError(f"--{field.name.replace('_', '-')} is {value!r}; it must be {rule[1]}.")
         if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
             raise ValueError(f"--min-lr is {self.min_lr}, above --lr {self.lr}; give one at or below it.")
+        if self.level is not None and self.precision == "bf16":
+            raise ValueError(
+                f"--level {self.level} is of runs in FP8; give --precision fp8 or compare, or leave it out."
+            )
         self.parallel.check(PLUGINS)
+
+    def optimizer_of(self, precision: str) -> str:
+        """The optimizer's name in a run in one precision; a level has one for FP8."""
+        if self.optimizer is not None or self.level is None or precision != "fp8":
+            return self.optimizer or "adamw"
+        of_level = level(self.level).optimizer
+        return next(name for name, kind in OPTIMIZERS.items() if kind is of_level)
 
     @property
     def parallel(self) -> Parallel:

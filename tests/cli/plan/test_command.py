@@ -113,6 +113,14 @@ def test_settings_that_the_user_gave_stay():
     assert not any("weights_in_16_bits" in pair for pair in _last_options(TrainOptions(plugin="ddp")))
 
 
+def test_a_level_leaves_what_is_not_in_it_yet():
+    found = configurations(TrainOptions(level="O2"))
+    assert [each.name for each in found] == ["BF16", "FP8, O2", "+ no copies", "+ 8-bit activations", "+ checkpointing"]
+    assert found[0].options.level is None
+    assert "--level O2" in " ".join(found[1].command)
+    assert [each.name for each in configurations(TrainOptions(level="lean"))][1:] == ["FP8, lean", "+ checkpointing"]
+
+
 def _last_options(options: TrainOptions) -> tuple[str, ...]:
     return configurations(options)[-1].options.fp8_options
 

@@ -21,6 +21,8 @@ from fp8booster.cli.train.options import TrainOptions
         ("seed", -1, "--seed is -1; it must be from 0 to 4294967295"),
         ("vocabulary", 100, "--vocabulary is 100; it must be at least 272"),
         ("max_norm", -1.0, "--max-norm is -1.0; it must be at least 0"),
+        ("level", "O4", "--level is 'O4'; it must be one of O1, O2, O3, lean"),
+        ("optimizer", "sgd", "--optimizer is 'sgd'; it must be one of adamw, adamw-8bit"),
         ("progress", "loud", "--progress is 'loud'; it must be one of auto, bar, lines, none"),
     ],
 )
@@ -37,3 +39,15 @@ def test_a_floor_above_the_peak_is_refused():
 def test_options_survive_json():
     options = TrainOptions(model="1b", plugin_options=("verbose=True",), fp8_options=("power_of_two=true",), lr=1e-3)
     assert TrainOptions.from_file(json.loads(json.dumps(dataclasses.asdict(options))), Path("run.json"), "") == options
+
+
+def test_a_level_has_an_optimizer_for_fp8_alone():
+    assert [TrainOptions(level="O2").optimizer_of(precision) for precision in ("bf16", "fp8")] == [
+        "adamw",
+        "adamw-8bit",
+    ]
+    assert TrainOptions(level="O1").optimizer_of("fp8") == TrainOptions().optimizer_of("fp8") == "adamw"
+    assert TrainOptions(level="O2", optimizer="adamw").optimizer_of("fp8") == "adamw"
+    assert TrainOptions(optimizer="adamw-8bit").optimizer_of("bf16") == "adamw-8bit"
+    with pytest.raises(ValueError, match="--level O1 is of runs in FP8; give --precision fp8 or compare"):
+        TrainOptions(level="O1", precision="bf16")
