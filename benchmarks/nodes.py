@@ -30,7 +30,7 @@ from fp8booster.cli.train.summary import machine
 from fp8booster.comm.threshold import topology
 from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.training.boosted import BoostedModel, causal
-from fp8booster.training.models import LLAMAS, MODELS, build
+from fp8booster.training.models import MODELS, SIZES, build
 from fp8booster.training.parallel import Parallel
 from fp8booster.training.plugins import make_plugin
 
@@ -134,7 +134,7 @@ TABLE = [
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"{', '.join(LLAMAS)}.")] = "tiny",
+    model: Annotated[str, typer.Option(help=f"{', '.join(SIZES)}.")] = "tiny",
     batch: Annotated[int, typer.Option(help="Sequences a rank.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 64,
     steps: Annotated[int, typer.Option(help="Measured steps of each variant.")] = 20,

@@ -19,7 +19,7 @@ from colossalai.accelerator import get_accelerator
 from torch.utils.data import Dataset
 from transformers import AutoTokenizer
 
-from fp8booster.training.models import LLAMAS, MODELS, build
+from fp8booster.training.models import MODELS, SIZES, build
 
 
 class Pieces(Dataset):
@@ -53,7 +53,7 @@ def read_data(args: argparse.Namespace) -> tuple[np.ndarray, int]:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--size", choices=LLAMAS, default="tiny")
+    parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--experts", type=int, default=8, help="of each layer (moe)")
     parser.add_argument("--data", help="a text file")
     parser.add_argument("--tokenizer", help="a folder in Hugging Face's format")

@@ -28,7 +28,7 @@ class Architecture:
     """Longest sequence the positions are meant for."""
     family: str = "llama"
     """"llama"; "cohere": attention and feed-forward side by side, and embeddings that are the head too; "mixtral": a
-    router that sends each token to some of `experts` feed-forward blocks."""
+    router that sends each token to some of `experts` feed-forward blocks; "qwen2": q, k and v with biases."""
     rope_theta: float = 10000.0
     experts: int = 1
     """Feed-forward blocks of a layer."""
@@ -51,7 +51,7 @@ class Architecture:
 
     def config(self, sequence: int) -> PretrainedConfig:
         """Hugging Face's config, with positions for at least `sequence` tokens."""
-        from transformers import CohereConfig, LlamaConfig, MixtralConfig
+        from transformers import CohereConfig, LlamaConfig, MixtralConfig, Qwen2Config
 
         shape = {
             "hidden_size": self.hidden,
@@ -69,7 +69,7 @@ class Architecture:
             return CohereConfig(**shape, bos_token_id=1, eos_token_id=2)
         if self.family == "mixtral":
             return MixtralConfig(**shape, num_local_experts=self.experts, num_experts_per_tok=self.experts_per_token)
-        return LlamaConfig(**shape)
+        return (Qwen2Config if self.family == "qwen2" else LlamaConfig)(**shape)
 
 
 def _mixture(architecture: Architecture, sequence: int) -> Architecture:
@@ -79,17 +79,22 @@ def _mixture(architecture: Architecture, sequence: int) -> Architecture:
 _MICRO = Architecture("micro LLaMA", 64, 96, 2, 4, 2, vocabulary=512, sequence=128)
 _LLAMA_3: dict[str, Any] = {"vocabulary": 128256, "sequence": 8192, "rope_theta": 5e5}
 
-# LLaMA 2: Touvron et al., arXiv 2307.09288. LLaMA 3: Grattafiori et al., arXiv 2407.21783. Command-R: the config of
-# CohereForAI/c4ai-command-r-v01. Mixtral: Jiang et al., arXiv 2401.04088.
+# LLaMA 1: Touvron et al., arXiv 2302.13971. LLaMA 2: Touvron et al., arXiv 2307.09288. LLaMA 3: Grattafiori et al.,
+# arXiv 2407.21783. Qwen2.5: Yang et al., arXiv 2412.15115. Command-R: the config of CohereForAI/c4ai-command-r-v01.
+# Mixtral: Jiang et al., arXiv 2401.04088.
 MODELS = {
     "tiny": Architecture("tiny LLaMA", 256, 688, 4, 4, 4, vocabulary=4096, sequence=2048),
     "100m": Architecture("LLaMA 100M", 768, 2048, 10, 12, 12),
     "1b": Architecture("LLaMA 1B", 2048, 5632, 22, 32, 4),
     "7b": Architecture("LLaMA-2 7B", 4096, 11008, 32, 32, 32),
     "13b": Architecture("LLaMA-2 13B", 5120, 13824, 40, 40, 40),
+    "30b": Architecture("LLaMA 33B", 6656, 17920, 60, 52, 52, sequence=2048),
     "70b": Architecture("LLaMA-2 70B", 8192, 28672, 80, 64, 8),
     "llama3-8b": Architecture("LLaMA-3 8B", 4096, 14336, 32, 32, 8, **_LLAMA_3),
     "llama3-70b": Architecture("LLaMA-3 70B", 8192, 28672, 80, 64, 8, **_LLAMA_3),
+    "qwen2.5-7b": Architecture(
+        "Qwen2.5-7B", 3584, 18944, 28, 28, 4, vocabulary=152064, sequence=32768, family="qwen2", rope_theta=1e6
+    ),
     "35b": Architecture(
         "Command-R 35B", 8192, 22528, 40, 64, 64, vocabulary=256000, sequence=8192, family="cohere", rope_theta=8e6
     ),
@@ -102,7 +107,7 @@ MODELS = {
 """Sizes as published, except for the micro ones, which are for tests, and mixtral-1b, whose experts are the
 feed-forward block of 1b."""
 
-LLAMAS = ("tiny", "100m", "1b", "7b", "13b", "70b")
+SIZES = ("tiny", "100m", "1b", "7b", "13b", "30b", "70b", "qwen2.5-7b")
 """The names that `fp8booster train --model` takes."""
 
 

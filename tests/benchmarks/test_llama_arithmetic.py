@@ -30,6 +30,8 @@ def test_flops_of_a_7b_token_by_hand() -> None:
 def test_grouped_queries_have_narrower_keys_and_values() -> None:
     assert layer_weights(MODELS["70b"]) == 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
     assert parameters(MODELS["llama3-8b"]) == 8_030_261_248
+    assert parameters(MODELS["30b"]) == 32_528_943_616
+    assert parameters(MODELS["qwen2.5-7b"]) == 7_615_616_512
     assert parameters(MODELS["llama3-70b"]) == 70_553_706_496
 
 

@@ -36,7 +36,9 @@ _GPU = {
     "1b": Recipe(steps=300, batch=4, sequence=4096, lr=3e-4),
     "7b": Recipe(steps=200, batch=2, sequence=4096, lr=3e-4),
     "13b": Recipe(steps=200, batch=1, sequence=4096, lr=3e-4),
+    "30b": Recipe(steps=200, batch=1, sequence=2048, lr=1.5e-4),
     "70b": Recipe(steps=200, batch=1, sequence=4096, lr=1.5e-4),
+    "qwen2.5-7b": Recipe(steps=200, batch=1, sequence=4096, lr=3e-4),
 }
 _GPU_FOLDER = Recipe(steps=200, batch=1, sequence=2048, lr=1e-4)
 _FOLDER_VOCABULARY = 32000

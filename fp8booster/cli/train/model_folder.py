@@ -1,4 +1,4 @@
-"""What `--model` names: a LLaMA by its size, or a folder in Hugging Face's format, checked before ranks start."""
+"""What `--model` names: a model by its size, or a folder in Hugging Face's format, checked before ranks start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fp8booster.reading import faults_named, first_line, read_index, read_record
-from fp8booster.training.models import LLAMAS, MODELS, build, prepared
+from fp8booster.training.models import MODELS, SIZES, build, prepared
 from fp8booster.training.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ def is_folder(model: str) -> bool:
 
     Raises ValueError when it is neither a size nor a folder with a config.json.
     """
-    if model in LLAMAS:
+    if model in SIZES:
         return False
     if not Path(model).is_dir():
         raise ValueError(
-            f"There is no model {model!r}: --model takes one of {', '.join(LLAMAS)} or a folder with a Hugging Face "
+            f"There is no model {model!r}: --model takes one of {', '.join(SIZES)} or a folder with a Hugging Face "
             "config.json."
         )
     if not (Path(model) / "config.json").is_file():

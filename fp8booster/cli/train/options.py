@@ -14,7 +14,7 @@ from fp8booster.levels import LEVELS, level
 from fp8booster.reading import require_fields, require_known
 from fp8booster.training import parallel
 from fp8booster.training.batches import GlobalBatch
-from fp8booster.training.models import LLAMAS
+from fp8booster.training.models import SIZES
 from fp8booster.training.optimizers import OPTIMIZERS
 from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, Parallel
 
@@ -72,7 +72,7 @@ def _option(
 class TrainOptions:
     """All settings of one run. A field that is None gets its value from the model and the machine (`defaults.py`)."""
 
-    model: str = _option(_MODEL, f"{', '.join(LLAMAS)}, or a folder with a Hugging Face config or checkpoint", "tiny")
+    model: str = _option(_MODEL, f"{', '.join(SIZES)}, or a folder with a Hugging Face config or checkpoint", "tiny")
     data: str | None = _option(
         _MODEL, "Text, JSON-lines or Parquet file, folder of them, or saved dataset", shown="Python's sources"
     )

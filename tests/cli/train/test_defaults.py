@@ -5,10 +5,10 @@ import torch
 
 from fp8booster.cli.train.defaults import cache_folder, resolve
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.training.models import LLAMAS, MODELS
+from fp8booster.training.models import SIZES, MODELS
 
 
-@pytest.mark.parametrize("model", LLAMAS)
+@pytest.mark.parametrize("model", SIZES)
 @pytest.mark.parametrize("gpus", [0, 4])
 def test_every_size_gets_all_its_settings_on_every_machine(monkeypatch, model, gpus):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)

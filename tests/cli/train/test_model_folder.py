@@ -21,7 +21,16 @@ from tests.colossal.payload import Payload
 @pytest.mark.parametrize(
     ("name", "billions"),
     # Touvron et al. 2023, arXiv 2307.09288, and the counts of the published checkpoints
-    [("tiny", 0.00526), ("100m", 0.12), ("1b", 1.1), ("7b", 6.738), ("13b", 13.016), ("70b", 68.977)],
+    [
+        ("tiny", 0.00526),
+        ("100m", 0.12),
+        ("1b", 1.1),
+        ("7b", 6.738),
+        ("13b", 13.016),
+        ("30b", 32.529),
+        ("qwen2.5-7b", 7.616),
+        ("70b", 68.977),
+    ],
 )
 def test_sizes(name, billions):
     config = load_config(name, MODELS[name].vocabulary, 512)
