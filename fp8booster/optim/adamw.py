@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from fp8booster.kernels.adam_step import AdamRates, require_rates
 from fp8booster.kernels.adamw_8bit import AMAX, master_of, split, step_rows, update_8bit
+from fp8booster.optim.gradient_sums import KINDS, GradientSum, added, value_of
 from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
 
 _OPTIONS_OF_TORCH = {
@@ -50,11 +51,18 @@ class AdamW(Optimizer):
         params: parameters or parameter groups: contiguous, BF16 or FP32.
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         update_in_backward: update each parameter as soon as backward has its gradient, and free that: no two gradients
-            are there at once. `step()` has nothing left to do then, gradients cannot be clipped by their norm, nor
-            added up over several backwards.
+            are there at once. Gradients cannot be clipped by their norm then, and `step()` updates only what waits for
+            further micro-batches.
+        micro_batches: with `update_in_backward`, the backwards whose gradients add up to an update: divide each loss by
+            it. A gradient is freed as soon as it was added; the last is added in FP32, and updates. `step()` after the
+            last one updates what got fewer gradients, as the parameters of a layer that was skipped, and ends an
+            accumulation early; `zero_grad()` forgets it.
+        gradient_accumulation: how gradients wait for further ones: "16-bit", in BF16; "8-bit", by groups of 128 values
+            (`kernels.gradient_sums`); or "32-bit".
 
     Raises:
-        ValueError: a rate, beta, eps or decay outside its range, or a parameter whose values lie apart.
+        ValueError: a rate, beta, eps or decay outside its range, a parameter whose values lie apart, less than one
+            micro-batch, or more than one without `update_in_backward`.
         TypeError: a parameter of another dtype, or one that is sharded as a DTensor.
     """
 
@@ -67,6 +75,12 @@ class AdamW(Optimizer):
 
     state: States
 
+    micro_batches: int
+    """It may be set between two accumulations."""
+
+    gradient_sums: dict[torch.nn.Parameter, tuple[int, GradientSum]]
+    """Of each parameter that waits for further micro-batches, how many gradients were added up, and their sum."""
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -76,8 +90,12 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         update_in_backward: bool = False,
+        micro_batches: int = 1,
+        gradient_accumulation: str = "16-bit",
     ) -> None:
         require_rates(lr, betas, eps, weight_decay)
+        _require_accumulation(update_in_backward, micro_batches, gradient_accumulation)
+        self.micro_batches, self._accumulation, self.gradient_sums = micro_batches, gradient_accumulation, {}
         self._numbers: dict[torch.Tensor, int] = {}
         self._has_engine = False
         self._skipped: dict[torch.device, torch.Tensor] = {}
@@ -129,11 +147,11 @@ class AdamW(Optimizer):
                 raise ValueError("a parameter's values lie apart in memory; give contiguous parameters")
             self._numbers[parameter] = len(self._numbers)
             if self._update_in_backward and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._update_one, group))
+                parameter.register_post_accumulate_grad_hook(partial(self._take, len(self.param_groups) - 1))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, div_scale: float | torch.Tensor = -1) -> Any:
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient, or one that waits for further micro-batches.
 
         Args:
             closure: computes the loss anew, and is what this returns.
@@ -150,32 +168,54 @@ class AdamW(Optimizer):
             divisor = torch.tensor(float(div_scale))
         self.amaxes = amaxes = {}
         for group in self.param_groups:
-            amaxes.update(self._update(group, [each for each in group["params"] if each.grad is not None], divisor))
+            for parameter in filter(self.gradient_sums.__contains__, group["params"]):  # one sum in FP32 at a time
+                total = self.gradient_sums.pop(parameter)[1]
+                amaxes.update(self._update(group, {parameter: value_of(total, parameter.grad)}, divisor))
+                parameter.grad = None
+            given = {each: each.grad for each in group["params"] if each.grad is not None}
+            amaxes.update(self._update(group, given, divisor))
+            if self._update_in_backward:
+                for parameter in given:
+                    parameter.grad = None
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in `torch.optim.Optimizer`; forgets the gradients that wait for further micro-batches too."""
+        super().zero_grad(set_to_none)
+        self.gradient_sums.clear()
 
     @property
     def skipped_blocks(self) -> int:
         """Blocks of 256 values that were left as they were, over all steps; reading it waits for the device."""
         return sum(int(count) for count in self._skipped.values())
 
-    def _update_one(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
-        self._update(group, [parameter])
+    def _take(self, group_number: int, parameter: torch.nn.Parameter) -> None:
+        """Update a parameter of which backward has made the gradient, or add that to those before it."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None  # autograd calls this when it has set it
+        count, total = self.gradient_sums.pop(parameter, (0, None))
+        if count + 1 < self.micro_batches:
+            self.gradient_sums[parameter] = count + 1, added(total, gradient, self._accumulation)
+            return
+        # the group is another object when a state dict was loaded
+        summed = gradient if total is None else value_of(total, gradient)
+        self._update(self.param_groups[group_number], {parameter: summed})
 
     @torch.no_grad()
     def _update(
-        self, group: dict[str, Any], parameters: list[torch.nn.Parameter], divisor: torch.Tensor | None = None
+        self,
+        group: dict[str, Any],
+        gradients: Mapping[torch.nn.Parameter, torch.Tensor],
+        divisor: torch.Tensor | None = None,
     ) -> dict[torch.nn.Parameter, torch.Tensor]:
-        """Take a step with some parameters of a group; updated in backward, they give up their gradients."""
-        parameters = [parameter for parameter in parameters if parameter.numel() > 0]
+        """Take a step with some parameters of a group, and tell their amaxes."""
+        parameters = [parameter for parameter in gradients if parameter.numel() > 0]
         amaxes: dict[torch.nn.Parameter, torch.Tensor] = {}
         for device in dict.fromkeys(parameter.device for parameter in parameters):
             here = [parameter for parameter in parameters if parameter.device == device]
-            gradients = [each.grad for each in here if each.grad is not None]
-            found = self.update_shards(group, here, gradients, None if divisor is None else divisor.to(device))
+            of_here = [gradients[parameter] for parameter in here]
+            found = self.update_shards(group, here, of_here, None if divisor is None else divisor.to(device))
             amaxes.update(zip(here, found.unbind(), strict=True))
-            if self._update_in_backward:
-                for parameter in here:
-                    parameter.grad = None
         return amaxes
 
     @torch.no_grad()
@@ -236,14 +276,24 @@ class AdamW(Optimizer):
         return state
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's. The states hold codes; under a plugin they read as FP32 values."""
+        """As torch's. The states hold codes; under a plugin they read as FP32 values.
+
+        Raises:
+            ValueError: gradients wait for further micro-batches.
+        """
+        self._require_no_sums("saved")
         result = super().state_dict()
         if not self._has_engine:
             result["state"] = {number: dict(state.codes) for number, state in result["state"].items()}
         return result
 
     def full_state_dict(self) -> dict[str, Any]:
-        """The state dict that `torch.optim.AdamW` would have: moments in FP32, and beside them `master`, in FP32."""
+        """The state dict that `torch.optim.AdamW` would have: moments in FP32, and beside them `master`, in FP32.
+
+        Raises:
+            ValueError: as `state_dict`.
+        """
+        self._require_no_sums("saved")
         full = super().state_dict()
         parameters = [each for group in self.param_groups for each in group["params"]]
         full["state"] = {number: self._in_fp32(parameters[number], state) for number, state in full["state"].items()}
@@ -266,12 +316,22 @@ class AdamW(Optimizer):
         Load the model's weights first: a `master` replaces the bits that BF16 weights lack, and the weights.
 
         Raises:
-            ValueError: a state of another size than its parameter's, or one of another optimizer.
+            ValueError: a state of another size than its parameter's, or one of another optimizer; gradients wait for
+                further micro-batches.
         """
+        self._require_no_sums("loaded")
         super().load_state_dict({**state_dict, "state": {}})
         parameters = [each for group in self.param_groups for each in group["params"]]
         for number, state in state_dict["state"].items():
             self._load(parameters[number], state)
+
+    def _require_no_sums(self, done: str) -> None:
+        """Raise ValueError in the midst of an accumulation, before states are so done with."""
+        if self.gradient_sums:
+            raise ValueError(
+                f"states cannot be {done} in the midst of an accumulation, for a state dict has no gradients: "
+                f"{len(self.gradient_sums)} parameters wait for further micro-batches; call step() or zero_grad() first"
+            )
 
     def _load(self, parameter: torch.Tensor, given: Mapping[str, Any]) -> None:
         moved = {
@@ -289,3 +349,16 @@ class AdamW(Optimizer):
             else:
                 parameter.copy_(master)
         self.state[parameter] = state
+
+
+def _require_accumulation(update_in_backward: bool, micro_batches: int, kind: str) -> None:
+    """Raise ValueError for gradients that cannot be accumulated so."""
+    if kind not in KINDS:
+        raise ValueError(f"gradient_accumulation is {kind!r}; use {' or '.join(map(repr, KINDS))}")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches is {micro_batches}; give at least 1")
+    if micro_batches > 1 and not update_in_backward:
+        raise ValueError(
+            f"micro_batches={micro_batches} goes with update_in_backward=True; without it backward adds gradients up, "
+            "and step() updates: call it after so many backwards"
+        )

@@ -1,0 +1,45 @@
+"""How a tensor's gradients add up over micro-batches: in FP32, in BF16, or in 8 bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fp8booster.kernels.gradient_sums import add_to_sums, read_sums, zero_sums
+from fp8booster.kernels.group_codes import GroupCodes
+
+GradientSum = Tensor | GroupCodes
+"""What is kept of the gradients of one tensor so far."""
+
+KINDS = ("32-bit", "16-bit", "8-bit")
+"""FP32 from the second gradient on, the first as it was; BF16; or groups of 128 values in int8."""
+
+
+@torch.no_grad()
+def added(total: GradientSum | None, gradient: Tensor, kind: str) -> GradientSum:
+    """The sum with one more gradient: the given one, changed in place, where it can be.
+
+    Args:
+        total: None where the gradient is the first.
+        gradient: BF16, FP16 or FP32; it may be kept as it is.
+        kind: one of `KINDS`.
+    """
+    if kind == "8-bit":
+        codes = total if isinstance(total, GroupCodes) else zero_sums(gradient)
+        if isinstance(total, Tensor):
+            add_to_sums(codes, total.contiguous())
+        add_to_sums(codes, gradient.contiguous())
+        return codes
+    if total is None:
+        return gradient.bfloat16() if kind == "16-bit" else gradient
+    assert isinstance(total, Tensor)  # of another kind are codes alone
+    return total.to(torch.bfloat16 if kind == "16-bit" else torch.float32).add_(gradient)
+
+
+@torch.no_grad()
+def value_of(total: GradientSum, gradient: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A sum, and one more gradient, added in FP32: [n] of a dtype, in memory of its own or not."""
+    if isinstance(total, GroupCodes):
+        return read_sums(total, None if gradient is None else gradient.contiguous(), dtype)
+    flat = total.flatten()
+    return (flat if gradient is None else flat.float() + gradient.flatten()).to(dtype)
