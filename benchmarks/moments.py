@@ -22,7 +22,8 @@ from benchmarks.harness.results import Column, Record, Result, Table
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 from fp8booster.formats import E4M3
-from fp8booster.kernels.adamw_8bit import decode_first, decode_second, encode_first, encode_second, in_blocks
+from fp8booster.kernels.adamw_8bit import decode_first, decode_second, encode_second, in_blocks
+from fp8booster.kernels.group_codes import encode_roots
 
 Code = Callable[[torch.Tensor], torch.Tensor]
 """Rounds moments, FP32 of any shape, to what their code holds: FP32 [values]."""
@@ -59,7 +60,7 @@ def expanded(moments: torch.Tensor) -> torch.Tensor:
 
 def first_8bit(moments: torch.Tensor) -> torch.Tensor:
     """Square roots in int8 with a range for each 256 values: `kernels.adamw_8bit`."""
-    code, amaxes = encode_first(in_blocks(moments))
+    code, amaxes = encode_roots(in_blocks(moments))
     return decode_first(code.flatten(), amaxes).flatten()[: moments.numel()]
 
 

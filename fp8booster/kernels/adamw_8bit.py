@@ -2,7 +2,7 @@
 
 Every block of 256 consecutive values has its own range:
 
-    first moment    code = sign(m) * round(127 * sqrt(|m| / amax)), int8
+    first moment    code = round(sign(m) * 127 * sqrt(|m| / amax)), int8, as in `kernels.group_codes`
     second moment   code = 1 + round((bits(v) - least) / step), uint8; 0 for a moment of 0
     master weight   bits(master) = bits(BF16 weight) * 2^16 + low bits, minus 2^16 where BF16 rounded up
 
@@ -19,7 +19,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-from fp8booster.kernels.adam_step import SMALLEST_NORMAL, AdamRates
+from fp8booster.kernels.adam_step import AdamRates
+from fp8booster.kernels.group_codes import decode_roots, encode_roots
 from fp8booster.kernels.moments import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit, require_updatable
 from fp8booster.kernels.operators import operator
 
@@ -99,7 +100,7 @@ def _update_part(
 
     kept = ~(g.isfinite().all(dim=1) & (inverse_divisor > 0))
     skipped += kept.sum(dtype=torch.int32)
-    first, amaxes = encode_first(m)
+    first, amaxes = encode_roots(m)
     second, ranges = encode_second(v, row[SEED].view(torch.int32), begin)
     weight, rest = (w, None) if low is None else split(w)
     some_are_kept = bool(kept.any())
@@ -168,19 +169,9 @@ def master_of(value: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     return ((high - (low < 0).to(torch.int32)) * 65536 + (low & 0xFFFF)).view(torch.float32)
 
 
-def encode_first(m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """First moments in blocks, float32 [blocks, 256], as int8 codes of this shape, and float32 [blocks] amaxes."""
-    amax = m.abs().amax(dim=1)
-    amax = torch.where(amax >= SMALLEST_NORMAL, amax, 0.0)
-    inverse = _divide(torch.ones_like(amax), torch.where(amax > 0, amax, torch.inf))
-    code = (_root(m.abs() * inverse[:, None]) * 127.0 + 0.5).floor()
-    return torch.where(m < 0, -code, code).to(torch.int8), amax
-
-
 def decode_first(code: torch.Tensor, amaxes: torch.Tensor) -> torch.Tensor:
     """First moments of int8 [n] codes, in blocks: float32 [blocks, 256]."""
-    root = in_blocks(code.float()) * _f32(1 / 127)
-    return root * root.abs() * amaxes[:, None]
+    return decode_roots(in_blocks(code), amaxes)
 
 
 def encode_second(v: torch.Tensor, seed: torch.Tensor | None, begin: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,8 +191,9 @@ def encode_second(v: torch.Tensor, seed: torch.Tensor | None, begin: int = 0) ->
     if seed is None:
         least, step = _range_of_decoded(bits, least, step)
     above = (bits - least[:, None]).clamp(min=0).float() * _divide(torch.ones_like(step), step)[:, None]
-    rounding = 0.5 if seed is None else chance(v.numel(), seed, v.device, begin).view_as(v)
-    code = (above + rounding).floor().clamp(max=STEPS) + 1
+    if seed is not None:
+        above = above + (chance(v.numel(), seed, v.device, begin).view_as(v) - 0.5)
+    code = above.clamp(max=STEPS).round() + 1
     return torch.where(bits > 0, code, 0).to(torch.uint8), torch.stack([least, step], dim=1)
 
 
@@ -227,7 +219,7 @@ def decode_second(code: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
 
 
 def chance(count: int, seed: torch.Tensor, device: torch.device, begin: int = 0) -> torch.Tensor:
-    """So many numbers from 0 to less than 1, float32, of 24 bits: a hash (murmur3's finalizer) of place and seed."""
+    """So many numbers from 0 to less than 1, float32, of 23 bits: a hash (murmur3's finalizer) of place and seed."""
     # integers of 32 bits wrap; the bits that an arithmetic shift brings in are masked out
     x = (
         torch.arange(count, dtype=torch.int32, device=device)
@@ -238,7 +230,7 @@ def chance(count: int, seed: torch.Tensor, device: torch.device, begin: int = 0)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x ^= (x >> shift) & (0xFFFFFFFF >> shift)
         x *= _wrapped(factor)
-    return (((x ^ ((x >> 16) & 0xFFFF)) >> 8) & 0xFFFFFF).float() * 2.0**-24
+    return (((x ^ ((x >> 16) & 0xFFFF)) >> 9) & 0x7FFFFF).float() * 2.0**-23
 
 
 def _wrapped(number: int) -> int:

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8booster.kernels.adam_step import SMALLEST_NORMAL, AdamRates
+from fp8booster.kernels.adam_step import AdamRates
+from fp8booster.kernels.group_codes_triton import decode_roots, encode_roots, to_integers
 from fp8booster.kernels.launch import ceil_div, launch
 from fp8booster.kernels.moments import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit, require_updatable
 
@@ -14,7 +15,6 @@ _BLOCKS, _WARPS = 1, 1
 """Blocks that a program updates, and its warps, by time on an H200 (benchmarks/results/h200/adamw-8bit.md)."""
 
 _LARGEST, _SPAN, _STEPS, _NAN = (tl.constexpr(each) for each in (LARGEST, MOST_OCTAVES << 23, STEPS, NAN))
-_SMALLEST = tl.constexpr(SMALLEST_NORMAL)
 
 
 @triton.jit
@@ -34,7 +34,6 @@ def adamw_8bit_kernel(
     beta2,
     rest2,
     eps,
-    inverse127,
     SPLIT: tl.constexpr,
     DECOUPLED: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -72,8 +71,7 @@ def adamw_8bit_kernel(
         value = tl.load(values + index, mask=inside, other=0.0)
     before = value
     first_amax = tl.load(amaxes + block, mask=exists, other=0.0)
-    part = tl.load(firsts + index, mask=inside, other=0).to(tl.float32) * inverse127
-    mean = part * tl.abs(part) * first_amax[:, None]
+    mean = decode_roots(tl.load(firsts + index, mask=inside, other=0), first_amax, 1)
     least = tl.load(ranges + 2 * block, mask=exists, other=0)
     step = tl.load(ranges + 2 * block + 1, mask=exists, other=0)
     code = tl.load(seconds + index, mask=inside, other=0).to(tl.int32)
@@ -88,12 +86,7 @@ def adamw_8bit_kernel(
     square = beta2 * square + (rest2 * gradient) * gradient
     value -= tl.math.div_rn(step_size * mean, tl.math.sqrt_rn(square) * inverse_root + eps)
 
-    new_amax = tl.max(tl.where(inside, tl.abs(mean), 0.0), 1)
-    new_amax = tl.where(new_amax >= _SMALLEST, new_amax, 0.0)
-    divisor = tl.where(new_amax > 0, new_amax, float("inf"))
-    inverse = tl.math.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), divisor)
-    first = tl.floor(tl.math.sqrt_rn(tl.abs(mean) * inverse[:, None]) * 127.0 + 0.5)
-    first = tl.where(mean < 0, -first, first)
+    first, new_amax = encode_roots(tl.where(inside, mean, 0.0), 1)
 
     bits = tl.where(inside, tl.minimum(square.to(tl.int32, bitcast=True), _LARGEST), 0)
     largest = tl.max(bits, 1)
@@ -105,9 +98,9 @@ def adamw_8bit_kernel(
     x = (index.to(tl.uint32) + start.to(tl.uint32)) * 0x9E3779B1 + seed.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
-    chance = ((x ^ (x >> 16)) >> 8).to(tl.float32) * (2.0**-24)
-    second = tl.minimum(tl.floor(above + chance), 1.0 * _STEPS) + 1
-    second = tl.where(bits > 0, second, 0.0)
+    # 23 random bits as the fraction of a number from 1 to 2
+    chance = (((x ^ (x >> 16)) >> 9) | 0x3F800000).to(tl.float32, bitcast=True) - 1.5
+    second = tl.where(bits > 0, to_integers(tl.minimum(above + chance, 1.0 * _STEPS)) + 1, 0)
 
     writes = exists & updated
     tl.store(amaxes + block, new_amax, mask=writes)
@@ -147,7 +140,7 @@ def update_8bit_triton(
     """What `adamw_8bit.update_8bit` defines, byte for byte."""
     require_updatable(value, low, gradient)
     beta1, beta2 = rates.betas
-    numbers = (beta1, 1 - beta1, beta2, 1 - beta2, rates.denominator_eps(), 1 / 127)
+    numbers = (beta1, 1 - beta1, beta2, 1 - beta2, rates.denominator_eps())
     launch(
         adamw_8bit_kernel,
         ceil_div(value.numel(), BLOCK * _BLOCKS),

@@ -16,26 +16,54 @@ values would move between threads, and a sum over a row would be added up in ano
 _LEAST, _SQUARE, _INVERSE_SQUARE = (tl.constexpr(each) for each in (LEAST_AMAX, LARGEST_SQUARE, 1 / LARGEST_SQUARE))
 
 
+_SHIFT, _SHIFT_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
+"""A float32 whose last bit counts ones, and its bits. A GPU adds floats 8 times as fast as it converts them."""
+
+
+@triton.jit
+def to_integers(x):
+    """Integers nearest to FP32 values of less than 2^22, half to even: int32, of which the low 22 bits are right."""
+    return (x + _SHIFT).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def as_float(integers):
+    """Integers of less than 2^22 in FP32."""
+    return (integers.to(tl.int32) + _SHIFT_BITS).to(tl.float32, bitcast=True) - _SHIFT
+
+
+@triton.jit
+def encode_roots(groups, AXIS: tl.constexpr):
+    """`group_codes.encode_roots` of FP32 values, each group along the axis, the last: (codes as int32, amaxes)."""
+    bits = tl.max(magnitude_bits(groups), AXIS)
+    amax = bits.to(tl.float32, bitcast=True)
+    usable = (amax >= _LEAST) & (bits < INFINITY_BITS)
+    divisor = tl.where(usable, amax, float("inf"))
+    scale = tl.math.div_rn(tl.full(divisor.shape, _SQUARE, tl.float32), divisor)
+    root = tl.math.sqrt_rn(tl.abs(groups) * tl.expand_dims(scale, AXIS))
+    code = tl.where(tl.expand_dims(usable, AXIS), to_integers(tl.where(groups < 0, -root, root)), 0)
+    return code, tl.where(usable, amax, tl.where(bits < INFINITY_BITS, 0.0, float("nan")))
+
+
+@triton.jit
+def decode_roots(codes, amaxes, AXIS: tl.constexpr):
+    """`group_codes.decode_roots` of int8 codes, each group along the axis, the last."""
+    root = as_float(codes)
+    return root * tl.abs(root) * _INVERSE_SQUARE * tl.expand_dims(amaxes, AXIS)
+
+
 @triton.jit
 def encode_tile(values, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """`encode_groups` of FP32 values, of ROWS times COLUMNS: (codes of their shape, amaxes [ROWS, COLUMNS / 128])."""
-    groups = tl.reshape(values, (ROWS, COLUMNS // WIDTH, WIDTH))
-    bits = tl.max(magnitude_bits(groups), 2)
-    amax = bits.to(tl.float32, bitcast=True)
-    usable = (amax >= _LEAST) & (bits < INFINITY_BITS)
-    scale = tl.math.div_rn(tl.full((ROWS, COLUMNS // WIDTH), _SQUARE, tl.float32), tl.where(usable, amax, float("inf")))
-    code = tl.floor(tl.math.sqrt_rn(tl.abs(groups) * scale[:, :, None]) + 0.5)
-    code = tl.where(usable[:, :, None], tl.where(groups < 0, -code, code), 0.0)
-    amax = tl.where(usable, amax, tl.where(bits < INFINITY_BITS, 0.0, float("nan")))
+    code, amax = encode_roots(tl.reshape(values, (ROWS, COLUMNS // WIDTH, WIDTH)), 2)
     return tl.reshape(code.to(tl.int8), values.shape), amax
 
 
 @triton.jit
 def decode_tile(codes, amaxes, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """`decode_groups`: FP32 values of the codes' shape; amaxes are [ROWS, COLUMNS / 128]."""
-    groups = tl.reshape(codes.to(tl.float32), (ROWS, COLUMNS // WIDTH, WIDTH))
-    factor = amaxes.to(tl.float32) * _INVERSE_SQUARE
-    return tl.reshape(groups * tl.abs(groups) * factor[:, :, None], codes.shape)
+    groups = tl.reshape(codes, (ROWS, COLUMNS // WIDTH, WIDTH))
+    return tl.reshape(decode_roots(groups, amaxes.to(tl.float32), 2), codes.shape)
 
 
 @triton.jit

@@ -92,11 +92,11 @@ def rms_norm_backward_kernel(
         place = tl.max_contiguous((tl.zeros([1], tl.int64) + row) * columns + column, at_once)
         gradient = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(inverse_rms + row)
-        values = tl.load(h + place, mask=inside, other=0).to(tl.float32)
+        values = tl.load(h + place, mask=inside, other=0)
         if DECODE:
             amax_at, amax_inside = amax_place(tl.zeros([1, 1], tl.int64) + row, 0, columns, BLOCK)
             values = decode_tile(values, tl.load(amaxes + amax_at, mask=amax_inside, other=0.0), 1, BLOCK)
-        normal = values * inverse
+        normal = values.to(tl.float32) * inverse
         weighted = gradient * factors
         dweight += gradient * normal
         values = inverse * (weighted - normal * (tl.sum(weighted * normal, 0) / columns))

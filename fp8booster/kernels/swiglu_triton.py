@@ -41,10 +41,10 @@ def load_tile(
     TILE_COLUMNS: tl.constexpr,
 ):
     """A tile in FP32, of values or of codes."""
-    tile = tl.load(values + place, mask=inside, other=0).to(tl.float32)
+    tile = tl.load(values + place, mask=inside, other=0)
     if DECODE:
         tile = decode_tile(tile, tl.load(amaxes + amax_at, mask=amax_inside, other=0.0), TILE_ROWS, TILE_COLUMNS)
-    return tile
+    return tile.to(tl.float32)
 
 
 @triton.jit

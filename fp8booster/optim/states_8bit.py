@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fp8booster.kernels.adamw_8bit import decode_first, decode_second, encode_first, encode_second, in_blocks
+from fp8booster.kernels.adamw_8bit import decode_first, decode_second, encode_second, in_blocks
+from fp8booster.kernels.group_codes import encode_roots
 from fp8booster.kernels.moments import Moments8bit
 
 _FIRST, _SECOND = ("exp_avg", "exp_avg_amax"), ("exp_avg_sq", "exp_avg_sq_range")
@@ -108,7 +109,7 @@ class State(MutableMapping[str, Any]):
         elif name in _NEEDED:
             blocks = in_blocks(value.detach().float())
             first = name == _FIRST[0]
-            code, ranges = encode_first(blocks) if first else encode_second(blocks, seed=None)
+            code, ranges = encode_roots(blocks) if first else encode_second(blocks, seed=None)
             self.codes.update(zip(_FIRST if first else _SECOND, (code.flatten()[: value.numel()], ranges), strict=True))
             self._shapes[name] = value.shape
         else:
