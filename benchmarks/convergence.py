@@ -1,19 +1,22 @@
 """Whether FP8 learns as BF16 does: the loss of both on the same text, over several seeds.
 
-    python -m benchmarks.convergence --model 7b --layers 8 --data corpus.txt --seeds 4 --processes 1 --out results
+    python -m benchmarks.convergence --model 160m --data packages --seeds 4 --at-once 6 --minutes 8 --runs /tmp/runs
+    python -m benchmarks.convergence --model 7b --layers 8 --data corpus.txt --variant bf16 --variant fp8 --out results
     python -m benchmarks.convergence --model 7b --data corpus.txt --also gradient_format=e4m3 --out results
+    python -m benchmarks.convergence --model 160m --variant fp8 --variant fp8-lean --outlier 7:200 --out results
     python -m benchmarks.convergence join seed-0.json seed-1.json --out results
 
-One pair of runs does not tell what rounding costs from chance: two runs in BF16 that round differently part too. So
+One pair of runs does not tell what rounding costs from chance: two runs in BF16 that round differently diverge too. So
 each seed, of weights and of the order of the text, has a run of each variant, and BF16 two: as Colossal-AI rounds, and
-with the fused blocks that FP8 has. Started without torchrun, it starts itself under it.
+with the fused blocks that FP8 has. Started again with the same --runs, runs go on from where they stood.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -23,12 +26,15 @@ from rich.console import Console
 
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Result
-from benchmarks.training.convergence import BF16, course_table, end_table, plot, read_runs
+from benchmarks.training.campaign import Place, places, work_off
+from benchmarks.training.convergence import Findings, course_table, end_table, part_table, plot, read_runs
 from benchmarks.training.data import tokens_of
 from benchmarks.training.job import Job
-from benchmarks.training.launch import Crew, is_launched, start_torchrun
+from benchmarks.training.launch import is_launched
 from benchmarks.training.output import Output, describe, gpu_facts, head_of, show
 from benchmarks.training.records import Setting, place_of
+from benchmarks.training.runs import Run
+from benchmarks.training.variants import VARIANTS, chosen
 from fp8booster.cli.train.key_values import fp8_config
 
 NONE: list[str] = []
@@ -38,8 +44,11 @@ app = typer.Typer(pretty_exceptions_enable=False, add_completion=False, invoke_w
 @app.callback()
 def main(
     context: typer.Context,
-    data: Annotated[str, typer.Option(help="Text to train on, as `fp8booster train --data`, or python.")] = "python",
+    data: Annotated[
+        str, typer.Option(help="Text to train on, as `fp8booster train --data`, or python, or packages.")
+    ] = "python",
     text_column: Annotated[str, typer.Option(help="Column with the text in tables.")] = "text",
+    held_out: Annotated[float, typer.Option(help="Share of the text that no run trains on, its end.")] = 0.01,
     model: Annotated[str, typer.Option(help="As `benchmarks.llama --model`.")] = "7b",
     layers: Annotated[int | None, typer.Option(help="Layers, where not as many as the model has.")] = None,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
@@ -48,13 +57,24 @@ def main(
     lr: Annotated[float, typer.Option(help="Highest learning rate; a tenth of the steps lead up to it.")] = 1e-4,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 4,
     first_seed: Annotated[int, typer.Option(help="The first seed; the others follow it.")] = 0,
+    variant: Annotated[list[str], typer.Option(help=f"{', '.join(VARIANTS)} (default: all); repeat it.")] = NONE,
     also: Annotated[list[str], typer.Option(help="key=value for FP8Config of one variant more; repeat it.")] = NONE,
     fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config of all; repeat the option.")] = NONE,
-    limit: Annotated[float, typer.Option(help="Seconds after which a run has failed.")] = 3600.0,
-    processes: Annotated[
-        int | None, typer.Option(help="Processes, when not under torchrun (default: one a GPU).")
+    outlier: Annotated[
+        str | None, typer.Option(help="CHANNEL:FACTOR of a middle layer's gate and up, planted in the initial weights.")
     ] = None,
-    engine_logs: Annotated[Path | None, typer.Option(help="Folder for what the engines print.")] = None,
+    gradient_scale: Annotated[
+        float | None, typer.Option(help="Factor on all gradients, and on AdamW's eps; they are not clipped then.")
+    ] = None,
+    limit: Annotated[float, typer.Option(help="Seconds after which a run has failed.")] = 3600.0,
+    minutes: Annotated[
+        float | None, typer.Option(help="After so many, runs save and the command ends; start it again to go on.")
+    ] = None,
+    runs: Annotated[Path | None, typer.Option(help="Folder of losses and checkpoints, for --minutes.")] = None,
+    at_once: Annotated[
+        int | None, typer.Option(min=1, help="Runs that share the GPUs (default: as many as there are GPUs for).")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Ranks of a run, each on a GPU.")] = 1,
     json: command.JsonFile = None,
     out: command.Folder = None,
     commit: command.Commit = None,
@@ -64,66 +84,84 @@ def main(
     if context.invoked_subcommand is not None:
         return
     command.require_gpus(device)
+    began = time.time()
     try:
-        base = Job.from_options(context.params, warm_up=0)
-        if wrong := next((option for option in also if "=" not in option), None):
-            raise ValueError(f"--also {wrong!r} has no '='; write it as key=value")
-        for options in ((), *((option,) for option in also)):
-            fp8_config((*base.fp8_options, *options))
+        given = context.params | {"fp8_option": ["always=true", *fp8_option], "outlier": parse_outlier(outlier)}
+        base = Job.from_options(given, warm_up=0)
+        variants = chosen(variant, also)
+        for each in variants:
+            fp8_config(each.job(base, 0).fp8_options)
+        if minutes is not None and runs is None:
+            raise ValueError("--minutes ends runs that are to go on, and there is no --runs to go on from; add it")
+        if is_launched():
+            raise ValueError("this starts the processes of each run; start it without torchrun, with --processes")
+        at = places(at_once, processes, device)
     except (TypeError, ValueError) as error:
         command.refuse(str(error))
-    if not is_launched():
-        raise typer.Exit(start_torchrun("benchmarks.convergence", sys.argv[1:], processes=processes, device=device))
-    variants = {
-        BF16: ("fp8booster-bf16", base),
-        "BF16, fused blocks": ("fp8booster-bf16-fused", base),
-        "FP8": ("fp8booster-fp8", base),
-        **{
-            f"FP8, {option}": ("fp8booster-fp8", replace(base, fp8_options=(*base.fp8_options, option)))
-            for option in also
-        },
-    }
-    crew = Crew()
-    tokens = tokens_of(data, text_column, base)
-    variants = {name: (engine, replace(job, tokens=tokens)) for name, (engine, job) in variants.items()}
-    losses = learn(crew, variants, range(first_seed, first_seed + seeds), limit, engine_logs, Output(out, json, commit))
-    crew.close()
-    raise typer.Exit(0 if losses else 1)
+    base = replace(base, tokens=tokens_of(data, text_column, base))
+    until = float("inf") if minutes is None else began + 60 * minutes
+    with folder_of(runs) as root:
+        campaign = Run.of(root, variants, range(first_seed, first_seed + seeds), base)
+        setting = Setting(base, processes, gpu_facts(device))
+        try:
+            failed = learn(campaign, at, until, limit, setting, Output(out, json, commit))
+        except ValueError as error:
+            command.refuse(str(error))
+    raise typer.Exit(1 if failed else 0)
+
+
+def parse_outlier(text: str | None) -> tuple[int, float] | None:
+    """A channel and a factor.
+
+    Raises:
+        ValueError: another form.
+    """
+    if text is None:
+        return None
+    channel, colon, factor = text.partition(":")
+    try:
+        if not colon:
+            raise ValueError
+        return int(channel), float(factor)
+    except ValueError:
+        raise ValueError(f"--outlier is {text!r}; write it as CHANNEL:FACTOR, as 7:200") from None
+
+
+@contextmanager
+def folder_of(runs: Path | None) -> Iterator[Path]:
+    """The folder that was given, or one that is removed."""
+    if runs is not None:
+        yield runs
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def learn(
-    crew: Crew,
-    variants: dict[str, tuple[str, Job]],
-    seeds: Sequence[int],
-    limit: float,
-    logs: Path | None,
-    output: Output,
-) -> dict[int, dict[str, list[float]]]:
-    """Train every variant with every seed; rank 0 writes the result after each run, and shows it at the end."""
-    first = crew.rank == 0
-    console = Console(stderr=True, highlight=False, quiet=not first)
-    job = next(iter(variants.values()))[1]
-    setting = Setting(job, crew.size, gpu_facts(job.device) if first else None)
-    losses: dict[int, dict[str, list[float]]] = {}
-    left_out: dict[str, str] = {}
-    for seed in seeds:
-        for name, (engine, of_variant) in variants.items():
-            console.print(f"seed {seed}: {name}")
-            task = {"engine": engine, "job": replace(of_variant, seed=seed).as_record(), "trace": None}
-            taken = crew.take_turn(task, limit_s=limit, log=logs)
-            reason = taken.reason
-            if taken.outcome is not None and not all(map(math.isfinite, taken.outcome["losses"])):
-                reason = "its loss is not finite"
-            if reason is None:
-                losses.setdefault(seed, {})[name] = taken.outcome["losses"]
-            else:
-                left_out[f"seed {seed}, {name}"] = reason
-                console.print(f"  failed: {reason}", markup=False)
-            if first:
-                result, written = write(losses, seeds, list(variants), left_out, setting, output)
-    if first:
-        show(result, written)
-    return losses
+    campaign: Sequence[Run], at: Sequence[Place], until: float, limit: float, setting: Setting, output: Output
+) -> dict[str, str]:
+    """Train what has not ended, write the result after each run and show it at the end; returns why runs failed."""
+    console = Console(stderr=True, highlight=False)
+    failed: dict[str, str] = {}
+
+    def before(run: Run) -> None:
+        done = len(run.folder.losses())
+        console.print(f"{run.name}" + (f", from step {done}" if done else ""), markup=False)
+
+    def after(run: Run, reason: str | None) -> None:
+        ended = run.folder.end() is not None
+        if reason is not None:
+            failed[run.name] = reason
+        state = f"failed: {reason}" if reason else "ended" if ended else "saved"
+        console.print(f"  {run.name}: {state} after {len(run.folder.losses())} steps", markup=False)
+        if ended:
+            write(campaign, failed, setting, output)
+
+    work_off(campaign, at, until=until, limit_s=limit, before_run=before, after_run=after)
+    show(*write(campaign, failed, setting, output))
+    done = sum(run.folder.end() is not None for run in campaign)
+    console.print(f"{done} of {len(campaign)} runs have ended", markup=False)
+    return failed
 
 
 @app.command()
@@ -134,52 +172,55 @@ def join(
 ) -> None:
     """Put together the results of runs with different seeds, such as on different GPUs."""
     try:
-        losses, variants, runs = read_runs(files)
+        found, variants, runs = read_runs(files)
     except ValueError as error:
         command.refuse(str(error))
     head = runs[0]["head"] | {"command": environment.command_line()}
     head["command of the first run"] = runs[0]["head"]["command"]
     head["dates"] = ", ".join(run["head"]["date"] for run in runs)
     left_out = {name: reason for run in runs for name, reason in run["left_out"].items()}
-    title = f"Losses of {len(losses)} seeds, each on {place_of(int(head['ranks']), on_gpus=head['GPU'] != 'CPU')}"
+    count = len({*found.losses, *found.not_finite})
+    title = f"Losses of {count} seeds, each on {place_of(int(head['ranks']), on_gpus=head['GPU'] != 'CPU')}"
     result, written = deliver(
-        f"{runs[0]['benchmark'].partition('-seeds-')[0]}-joined", title, head, losses, variants, left_out, out, json
+        f"{runs[0]['benchmark'].partition('-seeds-')[0]}-joined", title, head, found, variants, left_out, out, json
     )
     show(result, written)
 
 
 def write(
-    losses: dict[int, dict[str, list[float]]],
-    seeds: Sequence[int],
-    variants: list[str],
-    left_out: dict[str, str],
-    setting: Setting,
-    output: Output,
+    campaign: Sequence[Run], failed: dict[str, str], setting: Setting, output: Output
 ) -> tuple[Result, list[Path]]:
-    """Write the result so far, under the name that it has when all seeds are done; returns it and its files."""
+    """Write the result so far, under the name that it has when all runs have ended; returns it and its files."""
     job = setting.job
+    found, left_out = Findings.of(campaign)
+    variants = list(dict.fromkeys(run.variant.label for run in campaign))
+    seeds = dict.fromkeys(run.seed for run in campaign)
     title = f"{job.steps} steps of {job.architecture.label}, {job.architecture.layers} layers, on {setting.place}"
+    tokens = job.steps * job.micro_batch * job.sequence * setting.ranks
     head = head_of(setting, output) | {"training": f"{describe(job)}, {job.steps} steps"}
-    name = f"convergence-{job.model}-{setting.ranks}-seeds-{'-'.join(map(str, seeds))}"
-    return deliver(name, title, head, losses, variants, left_out, output.folder, output.json_file)
+    head |= {"tokens of a run": f"{tokens / 1e6:.1f} M of {job.tokens.count / 1e6:.1f} M"}
+    head |= {f"in FP8, {variant}": layers for variant, layers in found.facts.items()}
+    stress = ("-outlier" if job.outlier else "") + ("-tiny-gradients" if job.gradient_scale else "")
+    name = f"convergence-{job.model}-{setting.ranks}{stress}-seeds-{'-'.join(map(str, seeds))}"
+    return deliver(name, title, head, found, variants, left_out | failed, output.folder, output.json_file)
 
 
 def deliver(
     name: str,
     title: str,
     head: dict[str, str],
-    losses: dict[int, dict[str, list[float]]],
+    found: Findings,
     variants: list[str],
     left_out: dict[str, str],
     folder: Path | None,
     json_file: Path | None,
 ) -> tuple[Result, list[Path]]:
     """Write tables and plot; returns the result and its files."""
-    tables = [end_table(losses, variants), course_table(losses, variants)]
+    tables = [part_table(found, variants), end_table(found, variants), course_table(found.losses, variants)]
     result = Result(name, title, head, tables, left_out)
     if folder is not None:
         image = f"{result.stem}.png"
-        if plot(folder / image, losses, variants, title):
+        if plot(folder / image, found.losses, variants, title):
             result = replace(result, plots=[image])
     return result, result.write(folder=folder, json_file=json_file)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
 
 from fp8booster.training.batches import Replica
+
+if TYPE_CHECKING:
+    from fp8booster.training.boosted import BoostedModel
 
 OPTIMIZER_RANGE = "optimizer step"
 """Name of the profiler's range around clipping and the optimizer's step."""
@@ -34,5 +37,7 @@ class BuiltEngine:
 
     step: Step
     replica: Replica
+    boosted: BoostedModel | None = None
+    """What can be saved and goes on from there; None of engines without Booster."""
     unseen_bytes: int = 0
     """Bytes a step that this rank sends past `torch.distributed`'s Python functions."""

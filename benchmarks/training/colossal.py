@@ -30,6 +30,7 @@ from fp8booster.training.parallel import PARALLEL, PLUGINS
 from fp8booster.training.plugins import make_plugin
 
 WEIGHT_DECAY = 0.01  # torch's default for AdamW
+_EPS = 1e-8  # the same
 # native Gemini's own optimizers all need a compiled extension (zero/gemini/gemini_optimizer.py:43)
 gemini_optimizer._AVAIL_OPTIM_LIST.add(HybridAdam)
 
@@ -107,25 +108,32 @@ def boost(
             device=torch.device("cpu") if lazy else device,
             checkpointing=job.checkpointing,
         )
+    if job.outlier is not None:
+        plant_outlier(model, *job.outlier)
+    if job.gradient_scale is not None:
+        scale_loss(model, job.gradient_scale)
     if fused:
         fuse(model)
     parallel = job.parallel(name)
     if name == MOE:
         parallel.replicas(dist.get_world_size())
-    plugin = make_plugin(plugin_class, parallel, model, job.max_norm, options)
+    # Colossal-AI adds 1e-6 to the norm before it clips, which is none where gradients are as small
+    max_norm = job.max_norm if job.gradient_scale is None else 0.0
+    plugin = make_plugin(plugin_class, parallel, model, max_norm, options)
     boosted = BoostedModel(name, plugin, model, _optimizer(job, plugin_class, model))
 
     def step(tokens: torch.Tensor) -> torch.Tensor | None:
         loss = boosted.forward_backward([causal(part) for part in tokens.split(job.micro_batch)])
         with record_function(OPTIMIZER_RANGE):
-            boosted.update(job.max_norm)
-        return loss
+            boosted.update(max_norm)
+        return loss if loss is None or job.gradient_scale is None else loss / job.gradient_scale
 
     return BuiltEngine(
         model=boosted.model,
         optimizer=boosted.optimizer,
         step=step,
         replica=boosted.replica,
+        boosted=boosted,
         unseen_bytes=boosted.unseen_bytes,
     )
 
@@ -135,4 +143,25 @@ def _optimizer(job: Job, plugin_class: type[Plugin], model: nn.Module) -> torch.
     if not ours and plugin_class is native_plugins.GeminiPlugin:
         return HybridAdam(model.parameters(), lr=job.lr, weight_decay=WEIGHT_DECAY)
     name = job.optimizer if ours else "adamw"
-    return make_optimizer(name, model.parameters(), lr=job.lr, weight_decay=WEIGHT_DECAY)
+    return make_optimizer(
+        name, model.parameters(), lr=job.lr, eps=_EPS * (job.gradient_scale or 1), weight_decay=WEIGHT_DECAY
+    )
+
+
+def plant_outlier(model: nn.Module, channel: int, factor: float) -> None:
+    """Multiply one output channel of a middle layer's gate and up, so that down's input has an outlier."""
+    feed_forward = model.model.layers[len(model.model.layers) // 2].mlp
+    with torch.no_grad():
+        for projection in (feed_forward.gate_proj, feed_forward.up_proj):
+            projection.weight[channel] *= factor
+
+
+def scale_loss(model: nn.Module, factor: float) -> None:
+    """Multiply the loss in training, and with it all gradients."""
+
+    def scale(module: nn.Module, _: Any, output: Any) -> Any:
+        if module.training:
+            output.loss = output.loss * factor
+        return output
+
+    model.register_forward_hook(scale)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,47 @@ import numpy as np
 
 from benchmarks.harness.plots import plot_differences
 from benchmarks.harness.results import Column, Record, Table
+from benchmarks.training.runs import HELD_OUT, Run
+from benchmarks.training.variants import BF16, VARIANTS, base_of
 
-BF16 = "BF16"
 TENTHS = 10
 
 Losses = Mapping[int, Mapping[str, Sequence[float]]]
 """By seed and variant, of every step; a seed has the variants that were trained."""
+
+
+@dataclass
+class Findings:
+    """What the runs of a campaign that have ended found, by seed and variant."""
+
+    losses: dict[int, dict[str, list[float]]] = field(default_factory=dict)
+    """Where all were finite."""
+    held_out: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """The loss on what no step trains on, as the run computes ("own") and in BF16."""
+    not_finite: dict[int, dict[str, int]] = field(default_factory=dict)
+    """The step of the first loss that was not."""
+    facts: dict[str, str] = field(default_factory=dict)
+    """By variant, what computes in FP8."""
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> tuple[Findings, dict[str, str]]:
+        """What is in their folders, and by name how far those are that have no loss to compare."""
+        found, left_out = cls(), {}
+        for run in runs:
+            label, end = run.variant.label, run.folder.end()
+            if end is None:
+                if done := len(run.folder.losses()):
+                    left_out[run.name] = f"{done} of {run.job.steps} steps so far"
+            elif end["end"] == HELD_OUT:
+                found.losses.setdefault(run.seed, {})[label] = run.folder.losses()
+                found.held_out.setdefault(run.seed, {})[label] = end["held_out"]
+                if end["layers"] is not None:
+                    found.facts[label] = end["layers"]
+            else:
+                found.not_finite.setdefault(run.seed, {})[label] = end["at_step"]
+                left_out[run.name] = f"its loss is not finite at step {end['at_step']}"
+        return found, left_out
+
 
 NOTE = (
     "The loss is the mean of a tenth of the steps, the difference that to BF16's of the same seed, over it. "
@@ -43,21 +78,25 @@ class Difference:
         error = float(np.std(differences, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
         return cls(float(np.mean(differences)), error)
 
+    def as_record(self) -> Record:
+        """For JSON."""
+        return {"mean": self.mean, "error": self.error, "shown": str(self)}
+
     def __str__(self) -> str:
         error = "" if math.isnan(self.error) else f" ± {100 * self.error:.2f}"
         return f"{100 * self.mean:+.2f}{error} %"
 
 
-def read_runs(files: Sequence[Path]) -> tuple[dict[int, dict[str, list[float]]], list[str], list[dict[str, Any]]]:
-    """Results of `benchmarks.convergence --json`, with different seeds.
+def read_runs(files: Sequence[Path]) -> tuple[Findings, list[str], list[dict[str, Any]]]:
+    """Results of `benchmarks.convergence --json`, with different seeds or variants.
 
     Returns:
-        the losses of all, their variants, and the results.
+        what all found, their variants, and the results.
 
     Raises:
-        ValueError: a file is no such result, two have one seed, or they differ in what they train.
+        ValueError: a file is no such result, two have one run, or they differ in what they train.
     """
-    losses: dict[int, dict[str, list[float]]] = {}
+    joined = Findings()
     variants: dict[str, None] = {}
     runs = []
     for file in files:
@@ -69,16 +108,26 @@ def read_runs(files: Sequence[Path]) -> tuple[dict[int, dict[str, list[float]]],
             if found["head"][line] != runs[0]["head"][line]:
                 raise ValueError(
                     f"{file} differs in {line} from {files[0]}: {found['head'][line]} and {runs[0]['head'][line]}; "
-                    "join runs that differ in their seeds alone"
+                    "join runs that differ in their seeds or variants alone"
                 )
         for record in found["tables"]["ends"]:
             if "losses" not in record:
                 continue  # the mean over seeds
-            if int(record["seed"]) in losses:
-                raise ValueError(f"{file} has seed {record['seed']}, which another file has too")
-            losses[int(record["seed"])] = record["losses"]
-            variants |= dict.fromkeys(record["losses"])
-    return dict(sorted(losses.items())), list(variants), runs
+            seed = int(record["seed"])
+            for name in KEPT:
+                of_seed = getattr(joined, name).setdefault(seed, {})
+                for variant, value in record.get(name, {}).items():
+                    if variant in of_seed:
+                        raise ValueError(f"{file} has seed {seed} of {variant}, which another file has too")
+                    of_seed[variant] = value
+                    variants[variant] = None
+    for name in KEPT:
+        setattr(joined, name, dict(sorted(getattr(joined, name).items())))
+    return joined, in_order(variants), runs
+
+
+KEPT = ("losses", "held_out", "not_finite")
+"""Of `Findings`, what a result's records have by seed."""
 
 
 COMPARED = ("GPU", "ranks", "training")
@@ -90,29 +139,27 @@ def tenths(losses: Sequence[float]) -> list[float]:
     return [float(np.mean(part)) for part in np.array_split(losses, min(TENTHS, len(losses)))]
 
 
-def differences(losses: Losses, variant: str) -> list[Difference]:
-    """Of each tenth, over the seeds that have both the variant and BF16."""
-    both = [by_variant for by_variant in losses.values() if variant in by_variant and BF16 in by_variant]
+def differences(losses: Losses, variant: str, reference: str = BF16) -> list[Difference]:
+    """Of each tenth, over the seeds that have both the variant and the reference."""
+    both = [by_variant for by_variant in losses.values() if variant in by_variant and reference in by_variant]
     if not both:
         return []
-    ratios = [np.divide(tenths(each[variant]), tenths(each[BF16])) - 1 for each in both]
+    ratios = [np.divide(tenths(each[variant]), tenths(each[reference])) - 1 for each in both]
     return [Difference.of(of_tenth) for of_tenth in np.transpose(ratios)]
 
 
-def end_table(losses: Losses, variants: Sequence[str]) -> Table:
+def end_table(found: Findings, variants: Sequence[str]) -> Table:
     """The last tenth, seed by seed, and over all of them."""
-    records: list[Record] = [
-        {
-            "seed": str(seed),
-            "last": {name: tenths(each)[-1] for name, each in by_variant.items()},
-            "losses": {name: list(each) for name, each in by_variant.items()},
-        }
-        for seed, by_variant in losses.items()
-    ]
+    records: list[Record] = []
+    for seed in sorted({*found.losses, *found.not_finite}):
+        kept = {name: getattr(found, name).get(seed, {}) for name in KEPT}
+        records.append(
+            {"seed": str(seed), "last": {name: tenths(each)[-1] for name, each in kept["losses"].items()}, **kept}
+        )
     over_all: Record = {"seed": "all", "differences": {}}
     for name in variants:
-        if name != BF16 and (found := differences(losses, name)):
-            over_all["differences"][name] = {"mean": found[-1].mean, "error": found[-1].error, "shown": str(found[-1])}
+        if name != BF16 and (course := differences(found.losses, name)):
+            over_all["differences"][name] = course[-1].as_record()
     return Table(
         "ends",
         "The last tenth of the steps",
@@ -126,11 +173,63 @@ def _end(record: Record, variant: str) -> str:
     if "last" not in record:
         return record["differences"].get(variant, {}).get("shown", "")
     last = record["last"]
+    if variant in record.get("not_finite", {}):
+        return f"not finite at step {record['not_finite'][variant]}"
     if variant not in last:
         return "-"
     if variant == BF16 or BF16 not in last:
         return f"{last[variant]:.4f}"
     return f"{last[variant]:.4f} ({100 * (last[variant] / last[BF16] - 1):+.2f} %)"
+
+
+def part_table(found: Findings, variants: Sequence[str]) -> Table:
+    """What each part costs: a variant less what it is compared with, a row each."""
+    records = []
+    for name in variants:
+        ended = sum(name in by_variant for by_variant in found.losses.values())
+        diverged = sum(name in by_variant for by_variant in found.not_finite.values())
+        finite = f"{ended} of {ended + diverged}"
+        for reference in dict.fromkeys((BF16, base_of(name))):
+            if reference is None or name == BF16:
+                continue
+            course = differences(found.losses, name, reference)
+            records.append(
+                {
+                    "variant": name,
+                    "reference": reference,
+                    "last": course[-1].as_record() if course else None,
+                    **{f"held_out_{kind}": _held_out(found, name, reference, kind) for kind in ("own", "BF16")},
+                    "finite": finite,
+                }
+            )
+    return Table(
+        "parts",
+        "What each part changes",
+        [
+            Column("variant", lambda r: r["variant"]),
+            Column("compared with", lambda r: r["reference"]),
+            Column("last tenth", lambda r: _shown(r["last"])),
+            Column("held out", lambda r: _shown(r["held_out_own"])),
+            Column("held out, weights run in BF16", lambda r: _shown(r["held_out_BF16"])),
+            Column("finite to the end", lambda r: r["finite"]),
+        ],
+        records,
+        "Each variant and the one that it differs from in one part, of the same seed. Held out is text that no run "
+        "has trained on, after the last step: computed as the run computes, and by the same weights in plain BF16.",
+    )
+
+
+def _held_out(found: Findings, variant: str, reference: str, kind: str) -> Record | None:
+    ratios = [
+        by_variant[variant][kind] / by_variant[reference][kind] - 1
+        for by_variant in found.held_out.values()
+        if variant in by_variant and reference in by_variant
+    ]
+    return Difference.of(ratios).as_record() if ratios else None
+
+
+def _shown(record: Record | None) -> str:
+    return "-" if record is None else record["shown"]
 
 
 def course_table(losses: Losses, variants: Sequence[str]) -> Table:
@@ -154,6 +253,13 @@ def course_table(losses: Losses, variants: Sequence[str]) -> Table:
         ],
         records,
     )
+
+
+def in_order(labels: Iterable[str]) -> list[str]:
+    """Labels of variants as tables have them: those of `VARIANTS` first."""
+    labels = list(labels)
+    known = [variant.label for variant in VARIANTS.values() if variant.label in labels]
+    return known + [label for label in labels if label not in known]
 
 
 def plot(path: Path, losses: Losses, variants: Sequence[str], title: str) -> bool:

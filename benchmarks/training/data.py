@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from benchmarks.training.job import Job
@@ -14,6 +19,8 @@ from fp8booster.training.batches import Batches, GlobalBatch, Replica
 
 RANDOM_BATCHES = 2
 """Batches of random tokens, taken in turn."""
+
+_LARGEST = 1 << 20  # bytes of a file of a package
 
 
 def batches(job: Job, replica: Replica, device: torch.device) -> Callable[[int], torch.Tensor]:
@@ -40,17 +47,86 @@ def batches(job: Job, replica: Replica, device: torch.device) -> Callable[[int],
     batch = GlobalBatch(
         sequence=job.sequence, batch=job.micro_batch, accumulate=job.micro_batches, replicas=replica.count
     )
-    text = Batches(job.tokens.open(), batch, replica.index, job.seed)
-    return lambda step: torch.cat(list(text.micro_batches(step * batch.sequences))).to(device)
+    text = Batches(_divided(job)[0], batch, replica.index, job.seed)
+    return lambda step: _put(torch.cat(list(text.micro_batches(step * batch.sequences))), device)
+
+
+def held_out(job: Job, device: torch.device) -> Iterator[torch.Tensor]:
+    """The part of the text that no step trains on, in order: [micro_batch, sequence], int64, on `device`.
+
+    Raises:
+        ValueError: it is too short for one micro-batch.
+    """
+    tokens = _divided(job)[1]
+    size = job.micro_batch * job.sequence
+    if len(tokens) < size:
+        raise ValueError(
+            f"--held-out {job.held_out:g} of the text is {len(tokens)} tokens, and one micro-batch takes {size}; give "
+            "a larger share or more text"
+        )
+    for begin in range(0, len(tokens) - size + 1, size):
+        part = tokens[begin : begin + size].reshape(job.micro_batch, job.sequence)
+        yield _put(torch.from_numpy(part.astype(np.int64)), device)
+
+
+def _divided(job: Job) -> tuple[np.ndarray, np.ndarray]:
+    """The text's tokens: those that are trained on, and those that are held out."""
+    text = job.tokens.open()
+    end = len(text) - int(job.held_out * len(text))
+    return text[:end], text[end:]
+
+
+def _put(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device, without waiting for it."""
+    return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
 
 
 def tokens_of(data: str, text_column: str, job: Job) -> TokenFile:
-    """The text as tokens, of a tokenizer with at most as many as the model has embeddings; made once a machine."""
+    """The text as tokens, of a tokenizer with at most as many as the model has embeddings; made once a machine.
+
+    `data` as `fp8booster train --data` takes it, or "python", the standard library's sources, or "packages", those of
+    installed packages and their documents.
+    """
+    cache = cache_folder()
+    if data == "packages":
+        data = str(gather_packages(cache))
     options = TrainOptions(
         model="7b",  # a size, so the tokenizer is trained on the text
         data=None if data == "python" else data,
         text_column=text_column,
         vocabulary=min(job.architecture.vocabulary, 32000),
-        cache=str(cache_folder()),
+        cache=str(cache),
     )
     return prepare_tokens(options, lambda text: None)
+
+
+def gather_packages(cache: Path) -> Path:
+    """A folder of links to the text of installed packages, in an order that depends on the content of each alone.
+
+    So what is held out at the end is of all packages. Files that are equal, not UTF-8, or above a megabyte, which are
+    tables more than text, are left out.
+    """
+    found: dict[str, Path] = {}
+    for root in dict.fromkeys(sysconfig.get_paths()[name] for name in ("purelib", "platlib")):
+        for folder, folders, names in os.walk(root):
+            folders.sort()
+            for name in sorted(names):
+                path = Path(folder, name)
+                if path.suffix not in (".py", ".md", ".rst") or not 0 < path.stat().st_size <= _LARGEST:
+                    continue
+                content = path.read_bytes()
+                try:
+                    content.decode()
+                except UnicodeDecodeError:
+                    continue
+                found.setdefault(hashlib.sha256(content).hexdigest(), path)
+    if not found:
+        raise ValueError("no installed package has text; give --data a file or a folder")
+    target = cache / f"packages-{hashlib.sha256(''.join(sorted(found)).encode()).hexdigest()[:24]}"
+    if not target.exists():
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        partial.mkdir(parents=True)
+        for digest, path in found.items():
+            (partial / f"{digest}{path.suffix}").symlink_to(path.resolve())
+        partial.rename(target)
+    return target

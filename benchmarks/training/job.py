@@ -64,6 +64,12 @@ class Job:
     """One of `OPTIMIZERS`, for engines of fp8booster; peers have torch's AdamW."""
     tokens: TokenFile | None = None
     """Text to train on; None is random tokens."""
+    held_out: float = 0.0
+    """Share of the text, its end, that no step trains on."""
+    outlier: tuple[int, float] | None = None
+    """An output channel of the middle layer's gate and up, and a factor on its initial weights."""
+    gradient_scale: float | None = None
+    """Factor on the loss, and on AdamW's eps, so that gradients are smaller and steps the same; none are clipped."""
     lr: float = 1e-4
     max_norm: float = 1.0
     seed: int = 0
@@ -76,6 +82,14 @@ class Job:
         for name in ("sequence", "micro_batch", "micro_batches", "steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"--held-out is {self.held_out}; give the share of the text, at least 0 and below 1")
+        if self.outlier is not None and not 0 <= self.outlier[0] < self.architecture.feed_forward:
+            raise ValueError(
+                f"--outlier names channel {self.outlier[0]}; {self.model} has 0 to {self.architecture.feed_forward - 1}"
+            )
+        if self.gradient_scale is not None and not self.gradient_scale > 0:
+            raise ValueError(f"--gradient-scale is {self.gradient_scale}; it must be above 0")
         if self.one_sided < 0:
             raise ValueError(f"--one-sided is {self.one_sided}; give the MiB of the largest message, or 0 for none")
         if self.warm_up < 0:

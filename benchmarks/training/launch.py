@@ -15,10 +15,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,6 +55,27 @@ def start_torchrun(module: str, arguments: Sequence[str], *, processes: int | No
     return subprocess.call(
         [sys.executable, *torchrun, "--nproc-per-node", str(count), "-m", module, *arguments], env=environment
     )
+
+
+def start_host(worker: str, environment: Mapping[str, str] = MappingProxyType({})) -> Host:
+    """A host of the module `worker`, with variables of its own."""
+    # it must find what this process has found, whatever the folder it was started in
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    # torch asks the driver alone whether there are GPUs, so that CUDA does not begin before a fork
+    without_cuda = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return Host(worker, os.environ | {"PYTHONPATH": path} | without_cuda | environment)
+
+
+def meeting_at(address: str, port: int | str) -> dict[str, str]:
+    """The variables by which ranks meet at a store that a command serves."""
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def ending_of(rank: int, code: int, log: Path) -> str:
+    """How a rank's process ended, for one that did not say why."""
+    how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+    lines = log.read_text(errors="replace").strip().splitlines()[-_LOG_LINES:]
+    return f"rank {rank} ended {how}" + (f": {' '.join(lines)}" if lines else "")
 
 
 @dataclass(frozen=True)
@@ -121,11 +143,7 @@ class Crew:
         printed = printed.resolve()
         printed.parent.mkdir(parents=True, exist_ok=True)
         printed.touch()
-        meeting = {
-            "MASTER_ADDR": address,
-            "MASTER_PORT": port,
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0's command serves the store
-        }
+        meeting = meeting_at(address, port)
         status, reason = None, None
         try:
             self._live_host().begin(
@@ -140,7 +158,7 @@ class Crew:
         if outcome.exists() and (found := _read(outcome)) is not None:
             verdict = found
         else:
-            verdict = {"failed": reason or self._ending(status, printed), "at": time.time()}
+            verdict = {"failed": reason or ending_of(self.rank, status, printed), "at": time.time()}
         if "failed" in verdict:
             self._store.set(f"{turn}/failed", "")
         return verdict
@@ -149,11 +167,7 @@ class Crew:
         """The host; a new one at first, and where the last one was ended."""
         if self._host is None or not self._host.alive:
             self._end_host()
-            # it must find what this process has found, whatever the folder it was started in
-            path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-            # torch asks the driver alone whether there are GPUs, so that CUDA does not begin before a fork
-            without_cuda = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-            self._host = Host(self._worker, os.environ | {"PYTHONPATH": path} | without_cuda)
+            self._host = start_host(self._worker)
         return self._host
 
     def _end_host(self) -> None:
@@ -170,11 +184,6 @@ class Crew:
             if self._store.check([f"{turn}/failed"]):
                 return None, "another rank failed"
         return status, None
-
-    def _ending(self, code: int, log: Path) -> str:
-        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
-        lines = log.read_text(errors="replace").strip().splitlines()[-_LOG_LINES:]
-        return f"rank {self.rank} ended {how}" + (f": {' '.join(lines)}" if lines else "")
 
 
 def _address() -> str:

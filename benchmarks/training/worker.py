@@ -39,12 +39,12 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     ready = time.perf_counter()
     trace = None if task["trace"] is None else Path(task["trace"])
     outcome = measure(built, job, device, trace)
-    return outcome | {
-        "layers": _layers(built.model),
-        "fused": _fused(built.model),
-        "build_s": ready - began,
-        "measure_s": time.perf_counter() - ready,
-    }
+    return outcome | facts_of(built.model) | {"build_s": ready - began, "measure_s": time.perf_counter() - ready}
+
+
+def facts_of(model: torch.nn.Module) -> dict[str, str | None]:
+    """What of it computes in FP8, and what is fused."""
+    return {"layers": _layers(model), "fused": _fused(model)}
 
 
 def _layers(model: torch.nn.Module) -> str | None:

@@ -14,9 +14,13 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin.plugin_base import Plugin
 from torch import nn
 
+from fp8booster.colossal.zero.master_weights import load_master_weights, save_master_weights
 from fp8booster.monitor.traffic import bytes_sent
 
 from .batches import Replica
+
+_WITH_MASTERS = ("low_level_zero", "hybrid")
+"""The plugins whose optimizers keep masters that `save_master_weights` reads."""
 
 _CLIPPED_BY_CALLER = ("ddp", "fsdp")
 """The plugins that do not clip gradients in their optimizer's step."""
@@ -100,9 +104,18 @@ class BoostedModel:
             self.optimizer.unwrap().register_step_pre_hook(lambda *_: call())
 
     def save(self, folder: Path) -> None:
-        """Write `model/`, in Hugging Face's format, and `optimizer/`, as Booster does; every rank calls it."""
+        """Write `model/`, in Hugging Face's format, `optimizer/`, as Booster does, and `masters/`; every rank calls it.
+
+        `folder` is on a disk that all ranks share. Under Gemini, DDP and FSDP `masters/` is empty.
+        """
+        if dist.get_rank() == 0:
+            for name in ("model", "optimizer", "masters"):
+                (folder / name).mkdir()
+        dist.barrier()
         self.booster.save_model(self.model, str(folder / "model"), shard=True, use_safetensors=True)
         self.booster.save_optimizer(self.optimizer, str(folder / "optimizer"), shard=True)
+        if self.name in _WITH_MASTERS:
+            save_master_weights(self.model.unwrap(), self.optimizer, folder / "masters")
 
     def load(self, folder: Path) -> None:
         """Set model and optimizer to what `save` wrote; every rank calls it."""
@@ -113,6 +126,8 @@ class BoostedModel:
         for parameter, values in self.optimizer.unwrap().state.items():
             if isinstance(values.get("step"), torch.Tensor):
                 values["step"] = values["step"].to(parameter.device)
+        if self.name in _WITH_MASTERS:
+            load_master_weights(self.model.unwrap(), self.optimizer, folder / "masters")
 
 
 def causal(tokens: torch.Tensor) -> dict[str, torch.Tensor]:

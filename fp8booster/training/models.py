@@ -85,6 +85,7 @@ _LLAMA_3: dict[str, Any] = {"vocabulary": 128256, "sequence": 8192, "rope_theta"
 MODELS = {
     "tiny": Architecture("tiny LLaMA", 256, 688, 4, 4, 4, vocabulary=4096, sequence=2048),
     "100m": Architecture("LLaMA 100M", 768, 2048, 10, 12, 12),
+    "160m": Architecture("LLaMA 160M", 768, 2048, 12, 12, 12, sequence=2048),
     "1b": Architecture("LLaMA 1B", 2048, 5632, 22, 32, 4),
     "7b": Architecture("LLaMA-2 7B", 4096, 11008, 32, 32, 32),
     "13b": Architecture("LLaMA-2 13B", 5120, 13824, 40, 40, 40),

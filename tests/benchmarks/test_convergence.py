@@ -3,16 +3,34 @@ from __future__ import annotations
 import json
 import math
 import os
+import sysconfig
+import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import convergence
-from benchmarks.training.convergence import BF16, Difference, course_table, differences, end_table, plot, tenths
+from benchmarks.training.campaign import places, work_off
+from benchmarks.training.convergence import (
+    Difference,
+    Findings,
+    course_table,
+    differences,
+    end_table,
+    part_table,
+    plot,
+    tenths,
+)
+from benchmarks.training.data import gather_packages, tokens_of
+from benchmarks.training.job import Job
+from benchmarks.training.runs import HELD_OUT, NOT_FINITE, Run, RunFolder
+from benchmarks.training.variants import BF16, VARIANTS, chosen
 from tests.programs import run_program
 
-VARIANTS = [BF16, "BF16, fused blocks", "FP8"]
+LABELS = [BF16, "BF16, fused blocks", "FP8"]
 STEPS = 20
 FLAT = [4.0] * STEPS
 LOSSES = {
@@ -44,24 +62,60 @@ def test_fewer_steps_than_ten() -> None:
 
 
 def test_tables() -> None:
-    ends = end_table(LOSSES, VARIANTS)
+    ends = end_table(Findings(LOSSES), LABELS)
     assert [[column.show(record) for column in ends.columns] for record in ends.records] == [
         ["0", "4.0000", "-", "4.0400 (+1.00 %)"],
         ["1", "2.0000", "-", "2.0100 (+0.50 %)"],
         ["2", "-", "-", "4.0000"],
         ["all", "", "", "+0.75 ± 0.25 %"],
     ]
-    course = course_table(LOSSES, VARIANTS)
+    course = course_table(LOSSES, LABELS)
     rows = [[column.show(record) for column in course.columns] for record in course.records]
     assert rows[0] == ["1 to 2", "-", "+0.00 ± 0.00 %"]
     assert rows[-1] == ["19 to 20", "-", "+0.75 ± 0.25 %"]
     assert len(rows) == 10
 
 
+def test_each_part_is_compared_with_bf16_and_with_what_it_changes() -> None:
+    moments = "FP8, 8-bit moments"
+    found = Findings(
+        {seed: {BF16: FLAT, "FP8": [4.04] * STEPS, moments: [4.0804] * STEPS} for seed in (0, 1)},
+        {
+            0: {BF16: {"own": 4.0, "BF16": 4.0}, "FP8": {"own": 4.4, "BF16": 4.2}, moments: {"own": 4.4, "BF16": 4.2}},
+            1: {BF16: {"own": 2.0, "BF16": 2.0}, "FP8": {"own": 2.1, "BF16": 2.1}},
+        },
+        {2: {moments: 7}},
+    )
+    table = part_table(found, [BF16, "FP8", moments])
+    assert [[column.show(record) for column in table.columns] for record in table.records] == [
+        ["FP8", BF16, "+1.00 ± 0.00 %", "+7.50 ± 2.50 %", "+5.00 ± 0.00 %", "2 of 2"],
+        ["FP8", "BF16, fused blocks", "-", "-", "-", "2 of 2"],
+        [moments, BF16, "+2.01 ± 0.00 %", "+10.00 %", "+5.00 %", "2 of 3"],
+        [moments, "FP8", "+1.00 ± 0.00 %", "+0.00 %", "+0.00 %", "2 of 3"],
+    ]
+    (row,) = [record for record in end_table(found, [BF16, "FP8", moments]).records if record["seed"] == "2"]
+    assert row["not_finite"] == {moments: 7}
+
+
+def test_variants_differ_in_options_and_optimizer() -> None:
+    base = Job(model="micro", fp8_options=("always=true",))
+    lean = VARIANTS["fp8-lean"].job(base, seed=5)
+    assert (lean.seed, lean.optimizer, lean.fp8_options) == (
+        5,
+        "adamw-8bit",
+        ("always=true", "saved_activations=8-bit"),
+    )
+    assert VARIANTS["bf16"].job(base, seed=0) == base
+    also = chosen(["fp8"], ["gradient_format=e4m3"])
+    assert [variant.label for variant in also] == ["FP8", "FP8, gradient_format=e4m3"]
+    assert also[1].base == "FP8"
+    assert len(chosen([], [])) == len(VARIANTS)
+
+
 def test_plot(tmp_path) -> None:
-    assert plot(tmp_path / "a.png", LOSSES, VARIANTS, "title")
+    assert plot(tmp_path / "a.png", LOSSES, LABELS, "title")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert not plot(tmp_path / "b.png", {0: {BF16: FLAT}}, VARIANTS, "title")
+    assert not plot(tmp_path / "b.png", {0: {BF16: FLAT}}, LABELS, "title")
     assert not (tmp_path / "b.png").exists()
 
 
@@ -72,6 +126,12 @@ def test_plot(tmp_path) -> None:
         (["--model", "8b"], "error: --model is '8b'; use one of"),
         (["--also", "scales=two"], "error:"),
         (["--fp8-option", "rowwise"], "error:"),
+        (["--variant", "fp4"], "error: --variant is 'fp4'; use one of bf16, bf16-fused, fp8,"),
+        (["--minutes", "5"], "error: --minutes ends runs that are to go on, and there is no --runs to go on from"),
+        (["--outlier", "7"], "error: --outlier is '7'; write it as CHANNEL:FACTOR, as 7:200"),
+        (["--model", "micro", "--outlier", "96:2"], "error: --outlier names channel 96; micro has 0 to 95"),
+        (["--gradient-scale", "0"], "error: --gradient-scale is 0.0; it must be above 0"),
+        (["--held-out", "1"], "error: --held-out is 1.0; give the share of the text"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], sentence: str) -> None:
@@ -80,7 +140,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(arguments: list[str], sentenc
     assert result.output.startswith(sentence)
 
 
-def write(path: Path, seed: int, steps: int = STEPS) -> str:
+def write(path: Path, seed: int, steps: int = STEPS, labels: Sequence[str] = (BF16, "FP8")) -> str:
     head = {
         "GPU": "CPU",
         "ranks": "1",
@@ -89,8 +149,10 @@ def write(path: Path, seed: int, steps: int = STEPS) -> str:
         "torch": "2",
         "command": f"`first-seed {seed}`",
     }
-    losses = {seed: {BF16: [4.0] * steps, "FP8": [4.0 + 0.04 * seed] * steps}}
-    _, written = convergence.deliver("convergence", "", head, losses, [BF16, "FP8"], {}, None, path)
+    losses = {BF16: [4.0] * steps, "FP8": [4.0 + 0.04 * seed] * steps, "FP8, rowwise": [5.0] * steps}
+    held_out = {"own": 4.0, "BF16": 4.0}
+    found = Findings({seed: {label: losses[label] for label in labels}}, {seed: dict.fromkeys(labels, held_out)})
+    _, written = convergence.deliver("convergence", "", head, found, list(labels), {}, None, path)
     return str(*written)
 
 
@@ -108,12 +170,26 @@ def test_results_of_several_seeds_are_joined(tmp_path) -> None:
     assert "first-seed 2" in written.read_text()
 
 
+def test_results_of_several_variants_are_joined(tmp_path) -> None:
+    files = [
+        write(tmp_path / "a.json", 1, labels=["FP8, rowwise", "FP8"]),
+        write(tmp_path / "b.json", 1, labels=[BF16]),
+    ]
+    joined = tmp_path / "joined.json"
+    result = CliRunner().invoke(convergence.app, ["join", *files, "--json", str(joined)])
+    assert result.exit_code == 0, result.output
+    tables = json.loads(joined.read_text())["tables"]
+    assert [record["variant"] for record in tables["parts"]] == ["FP8", "FP8", "FP8, rowwise", "FP8, rowwise"]
+    assert tables["parts"][2]["last"]["shown"] == "+25.00 %"
+    assert tables["parts"][2]["held_out_own"]["shown"] == "+0.00 %"
+
+
 def test_what_cannot_be_joined_is_one_sentence(tmp_path) -> None:
     one, same = write(tmp_path / "a.json", 0), write(tmp_path / "b.json", 0)
     longer = write(tmp_path / "c.json", 1, steps=30)
     (tmp_path / "d.json").write_text("{}")
     for files, sentence in [
-        ([one, same], "has seed 0, which another file has too"),
+        ([one, same], "has seed 0 of BF16, which another file has too"),
         ([one, longer], "differs in training"),
         ([one, str(tmp_path / "d.json")], "is not a result of `benchmarks.convergence --json`"),
     ]:
@@ -122,13 +198,118 @@ def test_what_cannot_be_joined_is_one_sentence(tmp_path) -> None:
         assert sentence in result.output
 
 
-def test_the_whole_command(tmp_path) -> None:
-    (tmp_path / "text.txt").write_text("\n".join(f"{i} times {i} is {i * i}." for i in range(1500)))
-    command = ["benchmarks.convergence", "--device", "cpu", "--processes", "1"]
-    command += ["--model", "micro", "--sequence", "32", "--data", str(tmp_path / "text.txt"), "--lr", "1e-2"]
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("\n".join(f"{i} times {i} is {i * i}." for i in range(1500)))
+    return folder / "text.txt"
+
+
+def train(runs: Sequence[Run], *, seconds: float = math.inf, at_once: int = 2) -> dict[str, str | None]:
+    """Work them off, by name why each failed; with `seconds`, those that begin within them save soon after."""
+    outcomes: dict[str, str | None] = {}
+    work_off(
+        runs,
+        places(at_once, 1, "cpu"),
+        until=time.time() + seconds,
+        limit_s=200,
+        before_run=lambda run: None,
+        after_run=lambda run, reason: outcomes.update({run.name: reason}),
+    )
+    return outcomes
+
+
+def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent / "cache"))
+    job = Job(
+        model="micro",
+        sequence=32,
+        steps=12,
+        warm_up=0,
+        lr=1e-2,
+        max_norm=0.0,
+        held_out=0.1,
+        device="cpu",
+        fp8_options=("always=true", "emulate=true"),
+    )
+    job = replace(job, tokens=tokens_of(str(text), "text", job))
+    variants = chosen(["bf16", "fp8-lean"], [])
+    whole, parts = (Run.of(tmp_path / name, variants, [3], job) for name in ("whole", "parts"))
+    tiny, broken = (
+        Run.of(tmp_path / name, variants[:1], [3], replace(job, **changes))
+        for name, changes in (("tiny", {"gradient_scale": 2.0**-20}), ("broken", {"outlier": (5, 1e38)}))
+    )
+    assert set(train([*whole, *tiny, *broken]).values()) == {None}
+    for steps in (10, 12):
+        train(parts, seconds=0.5)
+        assert [len(run.folder.losses()) for run in parts] == [steps, steps]
+    for one, other in zip(whole, parts, strict=True):
+        assert one.folder.losses() == other.folder.losses()
+        assert one.folder.end() == other.folder.end()
+        assert one.folder.end()["end"] == HELD_OUT
+        assert not other.folder.checkpoints.exists()
+    bf16, lean = (run.folder.end() for run in whole)
+    assert bf16["held_out"]["own"] == bf16["held_out"]["BF16"]  # the same weights in the same precision
+    assert bf16["held_out"]["own"] < whole[0].folder.losses()[0]
+    assert lean["held_out"]["own"] == pytest.approx(lean["held_out"]["BF16"], rel=1e-2)
+    assert lean["held_out"]["own"] != lean["held_out"]["BF16"]
+    assert "14 of 15" in lean["layers"]
+
+    # gradients a million times smaller train as before, and what is not finite ends a run
+    (run,) = tiny
+    assert run.folder.losses() == whole[0].folder.losses()
+    (run,) = broken
+    assert run.folder.end() == {"end": NOT_FINITE, "at_step": 1}
+    found, left_out = Findings.of([*whole, *broken])
+    assert found.not_finite == {3: {BF16: 1}}
+    assert left_out == {"seed 3, BF16": "its loss is not finite at step 1"}
+
+    # the folder of a run is its own
+    (other,) = Run.of(tmp_path / "whole", variants[:1], [3], replace(job, lr=1e-3))
+    with pytest.raises(ValueError, match="holds a run of other options or another text; give another --runs"):
+        train([other])
+
+
+def test_steps_after_the_checkpoint_are_forgotten(tmp_path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append(step=10, losses=[1.0] * 10)
+    folder.append(step=20, losses=[2.0] * 10)
+    with (tmp_path / "losses.jsonl").open("a") as stream:
+        stream.write('{"step": 30, "lo')  # a kill
+    assert len(folder.losses()) == 20
+    folder.cut(10)
+    assert folder.losses() == [1.0] * 10
+
+
+def test_a_run_that_fails_says_why(text, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent / "cache"))
+    job = Job(model="micro", sequence=32, steps=1, warm_up=0, held_out=0.001, device="cpu")
+    job = replace(job, tokens=tokens_of(str(text), "text", job))
+    runs = Run.of(tmp_path, chosen(["bf16"], []), [0], job)
+    (reason,) = train(runs).values()
+    assert reason.startswith("ValueError: --held-out 0.001 of the text is")
+    assert runs[0].folder.end() is None
+
+
+def test_packages_are_gathered_once(tmp_path, monkeypatch) -> None:
+    packages = tmp_path / "packages"
+    (packages / "a").mkdir(parents=True)
+    for name, content in {"a/x.py": b"x", "same.py": b"x", "y.md": b"y", "latin.py": b"\xe4", "z.so": b"z"}.items():
+        (packages / name).write_bytes(content)
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(packages), "platlib": str(packages)})
+    folder = gather_packages(tmp_path / "cache")
+    assert sorted(path.read_text() for path in folder.iterdir()) == ["x", "y"]
+    assert gather_packages(tmp_path / "cache") == folder
+
+
+def test_the_whole_command(text, tmp_path) -> None:
+    command = ["benchmarks.convergence", "--device", "cpu", "--at-once", "2", "--held-out", "0.1"]
+    command += ["--model", "micro", "--sequence", "32", "--data", str(text), "--lr", "1e-2"]
+    for key in ("bf16", "bf16-fused", "fp8"):
+        command += ["--variant", key]
     command += ["--steps", "12", "--seeds", "2", "--first-seed", "3", "--fp8-option", "emulate=true"]
     command += ["--also", "gradient_format=e4m3", "--out", str(tmp_path), "--json", str(tmp_path / "a.json")]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "XDG_CACHE_HOME": str(text.parent / "cache")}
     done = run_program(*command, environment=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "a.json").read_text())
@@ -136,8 +317,9 @@ def test_the_whole_command(tmp_path) -> None:
     *by_seed, over_all = found["tables"]["ends"]
     assert [record["seed"] for record in by_seed] == ["3", "4"]
     for record in by_seed:
-        assert list(record["losses"]) == [*VARIANTS, "FP8, gradient_format=e4m3"]
+        assert list(record["losses"]) == [*LABELS, "FP8, gradient_format=e4m3"]
         assert {len(losses) for losses in record["losses"].values()} == {12}
+        assert record["held_out"]["FP8"]["own"] == pytest.approx(record["held_out"][BF16]["own"], rel=0.02)
         assert record["losses"]["FP8"] != record["losses"]["FP8, gradient_format=e4m3"]
         assert record["last"]["FP8"] == pytest.approx(record["last"][BF16], rel=0.02)
         assert record["last"]["FP8"] < record["losses"]["FP8"][0]

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
     from fp8booster.training.boosted import BoostedModel
 
-_WITH_MASTERS = ("low_level_zero", "hybrid")
-"""The plugins whose optimizers keep masters that `save_master_weights` reads."""
-
 _STATE = "state.json"
 _FIELDS = {"step": int, "position": int, "world_size": int, "precision": str, "tokens": str, "options": dict}
 _COUNTS = ("step", "position", "world_size")
@@ -84,17 +81,11 @@ def save_checkpoint(
     root: Path, state: RunState, boosted: BoostedModel, config: PretrainedConfig, tokenizer: Path
 ) -> Path:
     """Write the checkpoint of a step; every rank calls it. `root` is on a disk that all ranks share."""
-    from fp8booster.colossal.zero.master_weights import save_master_weights
-
     rank = dist.get_rank()
     with new_checkpoint(root, state.step, keep=state.options.keep) as folder:
         if rank == 0:
-            for name in ("model", "optimizer", "masters", "random"):
-                (folder / name).mkdir()
-        dist.barrier()
+            (folder / "random").mkdir()
         boosted.save(folder)
-        if boosted.name in _WITH_MASTERS:
-            save_master_weights(boosted.model.unwrap(), boosted.optimizer, folder / "masters")
         torch.save(_random_state(boosted.model), folder / "random" / f"rank-{rank:05d}.pt")
         if rank == 0:
             config.save_pretrained(folder / "model")
@@ -112,8 +103,6 @@ def load_checkpoint(
     number of ranks than wrote it, weights and optimizer are spread anew and random states start from the seed. Raises
     ValueError for a checkpoint of another model or of other data.
     """
-    from fp8booster.colossal.zero.master_weights import load_master_weights
-
     state = read_state(checkpoint)
     if state.tokens != tokens:
         raise ValueError(
@@ -122,8 +111,6 @@ def load_checkpoint(
         )
     _check_shapes(checkpoint, shapes, tied)
     boosted.load(checkpoint)
-    if boosted.name in _WITH_MASTERS:
-        load_master_weights(boosted.model.unwrap(), boosted.optimizer, checkpoint / "masters")
     if state.world_size == dist.get_world_size():
         with faults_named():
             state_of_rank = torch.load(checkpoint / "random" / f"rank-{dist.get_rank():05d}.pt", weights_only=True)

@@ -1,0 +1,135 @@
+"""One rank of one run of a campaign: `python -m benchmarks.training.learner` serves them, as `worker` serves turns.
+
+A run of a small model is bound by Python, so a step does nothing but train: losses stay on the GPU for `BLOCK` steps.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import os
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.training.built_engine import BuiltEngine
+from benchmarks.training.data import batches, held_out
+from benchmarks.training.engines import ENGINES
+from benchmarks.training.host import serve
+from benchmarks.training.job import Job
+from benchmarks.training.runs import HELD_OUT, NOT_FINITE, RunFolder
+from benchmarks.training.worker import PRELOADED, cuda_begins_in_a_fork, facts_of, reason_of
+from fp8booster.checkpoints import named_step, new_checkpoint, newest_checkpoint
+from fp8booster.training.learning_rate import WarmupCosine
+from fp8booster.training.models import build
+
+BLOCK = 10
+"""Steps between waits for the device, lines of the record and looks at the clock."""
+
+
+def learn(task: dict[str, Any]) -> None:
+    """Train from where the run stands to its last step and evaluate, or save when it is `until`; every rank calls it.
+
+    Args:
+        task: "engine", "job" and "folder" of the run; "until", in seconds since the epoch, when to save and end;
+            "limit_s", after which a collective has failed.
+    """
+    job = Job.from_record(task["job"])
+    make = ENGINES[task["engine"]].load()
+    cuda = job.device == "cuda"
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=task["limit_s"]))
+    built = make(job, device)
+    folder, first = RunFolder(Path(task["folder"])), dist.get_rank() == 0
+    step = _resume(built, folder)
+    feed = batches(job, built.replica, device)
+    schedule = WarmupCosine.over(job.steps, job.lr)
+    began = time.monotonic()
+    while step < job.steps:
+        losses = []
+        while True:
+            for group in built.optimizer.param_groups:
+                group["lr"] = schedule.rate(step + 1)
+            losses.append(built.step(feed(step)))
+            step += 1
+            if step % BLOCK == 0 or step == job.steps:
+                break
+        values, late = _over_ranks(losses, time.time() >= task["until"], device)
+        finite = [value for value in values if math.isfinite(value)]
+        if first:
+            folder.append(step=step, losses=finite, seconds=time.monotonic() - began)
+        if len(finite) < len(values):
+            if first:
+                bad = next(index for index, value in enumerate(values) if not math.isfinite(value))
+                folder.finish(NOT_FINITE, at_step=step - len(values) + bad + 1)
+            return
+        if late and step < job.steps:
+            with new_checkpoint(folder.checkpoints, step, keep=1) as place:
+                built.boosted.save(place)
+            return
+    found = evaluate(built, job, device)
+    if first:
+        folder.finish(HELD_OUT, held_out=found, **facts_of(built.model))
+
+
+def _resume(built: BuiltEngine, folder: RunFolder) -> int:
+    """Load the newest checkpoint; returns the steps that are done."""
+    checkpoint = newest_checkpoint(folder.checkpoints)
+    step = 0
+    if checkpoint is not None:
+        built.boosted.load(checkpoint)
+        step = named_step(checkpoint)
+    if dist.get_rank() == 0:
+        folder.cut(step)
+    dist.barrier()
+    return step
+
+
+def _over_ranks(losses: list[torch.Tensor], late: bool, device: torch.device) -> tuple[list[float], bool]:
+    """The mean over the ranks of each loss, and whether it is late on any: one wait for the device."""
+    shared = torch.stack([*(loss.detach().double() for loss in losses), torch.tensor(float(late)).double().to(device)])
+    dist.all_reduce(shared)
+    *sums, lates = shared.tolist()
+    return [value / dist.get_world_size() for value in sums], lates > 0
+
+
+def evaluate(built: BuiltEngine, job: Job, device: torch.device) -> dict[str, float]:
+    """The mean loss on what was held out: "own", as the run computes, and "BF16", of its weights without FP8."""
+    found = {"own": _mean_loss(built.model, job, device)}
+    trained, plain = built.boosted.model.unwrap(), build(job.architecture.config(job.sequence), device=device)
+    plain.load_state_dict(trained.state_dict())
+    for name, buffer in plain.named_buffers():  # ZeRO rounds the rotary frequencies, which are in no state dict
+        buffer.data = trained.get_buffer(name).data
+    return found | {"BF16": _mean_loss(plain, job, device)}
+
+
+@torch.no_grad()
+def _mean_loss(model: torch.nn.Module, job: Job, device: torch.device) -> float:
+    model.eval()
+    losses = [model(input_ids=tokens, labels=tokens).loss for tokens in held_out(job, device)]
+    return torch.stack(losses).double().mean().item()
+
+
+def do(task: dict[str, Any]) -> int:
+    """Train, or write the reason why not into the file that the task names; returns the exit status."""
+    warnings.filterwarnings("ignore", message="Please install")  # colossalai's advertisements
+    try:
+        learn(task)
+    except BaseException as error:
+        traceback.print_exception(error)
+        Path(task["failed"]).write_text(reason_of(error))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    faulthandler.enable()
+    serve(do, preload=PRELOADED, may_fork=cuda_begins_in_a_fork)
