@@ -48,6 +48,7 @@ def main(
         str, typer.Option(help="Text to train on, as `fp8booster train --data`, or python, or packages.")
     ] = "python",
     text_column: Annotated[str, typer.Option(help="Column with the text in tables.")] = "text",
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder of one (default: trained on the text).")] = None,
     held_out: Annotated[float, typer.Option(help="Share of the text that no run trains on, its end.")] = 0.01,
     model: Annotated[str, typer.Option(help="As `benchmarks.llama --model`.")] = "7b",
     layers: Annotated[int | None, typer.Option(help="Layers, where not as many as the model has.")] = None,
@@ -96,9 +97,9 @@ def main(
         if is_launched():
             raise ValueError("this starts the processes of each run; start it without torchrun, with --processes")
         at = places(at_once, processes, device)
-    except (TypeError, ValueError) as error:
+        base = replace(base, tokens=tokens_of(data, text_column, base, tokenizer))
+    except (TypeError, ValueError, OSError) as error:
         command.refuse(str(error))
-    base = replace(base, tokens=tokens_of(data, text_column, base))
     until = float("inf") if minutes is None else began + 60 * minutes
     with folder_of(runs) as root:
         campaign = Run.of(root, variants, range(first_seed, first_seed + seeds), base)

@@ -14,6 +14,7 @@ import torch
 from benchmarks.training.job import Job
 from fp8booster.cli.train.defaults import cache_folder
 from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.tokenizer import folder_has_tokenizer
 from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 from fp8booster.training.batches import Batches, GlobalBatch, Replica
 
@@ -81,17 +82,22 @@ def _put(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
 
 
-def tokens_of(data: str, text_column: str, job: Job) -> TokenFile:
-    """The text as tokens, of a tokenizer with at most as many as the model has embeddings; made once a machine.
+def tokens_of(data: str, text_column: str, job: Job, tokenizer: Path | None = None) -> TokenFile:
+    """The text as tokens, made once a machine, by a tokenizer with at most as many as the model has embeddings.
 
     `data` as `fp8booster train --data` takes it, or "python", the standard library's sources, or "packages", those of
-    installed packages and their documents.
+    installed packages and their documents. `tokenizer`: a folder of one; None: it is trained on the text.
+
+    Raises:
+        ValueError: the folder has no tokenizer.
     """
+    if tokenizer is not None and not folder_has_tokenizer(str(tokenizer)):
+        raise ValueError(f"--tokenizer {tokenizer} holds no tokenizer; give a folder in Hugging Face's format")
     cache = cache_folder()
     if data == "packages":
         data = str(gather_packages(cache))
     options = TrainOptions(
-        model="7b",  # a size, so the tokenizer is trained on the text
+        model="7b" if tokenizer is None else str(tokenizer),  # with a size, one is trained
         data=None if data == "python" else data,
         text_column=text_column,
         vocabulary=min(job.architecture.vocabulary, 32000),

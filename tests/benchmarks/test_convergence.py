@@ -131,6 +131,8 @@ def test_plot(tmp_path) -> None:
         (["--outlier", "7"], "error: --outlier is '7'; write it as CHANNEL:FACTOR, as 7:200"),
         (["--model", "micro", "--outlier", "96:2"], "error: --outlier names channel 96; micro has 0 to 95"),
         (["--gradient-scale", "0"], "error: --gradient-scale is 0.0; it must be above 0"),
+        (["--tokenizer", "nowhere"], "error: --tokenizer nowhere holds no tokenizer"),
+        (["--data", "nowhere"], "error: --data nowhere does not exist"),
         (["--held-out", "1"], "error: --held-out is 1.0; give the share of the text"),
     ],
 )
