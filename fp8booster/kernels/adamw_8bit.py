@@ -2,7 +2,7 @@
 
 Every block of 256 consecutive values has its own range:
 
-    first moment    code = round(sign(m) * 127 * sqrt(|m| / amax)), int8, as in `kernels.group_codes`
+    first moment    code = round(sign(m) * root(16128 |m| / amax)), int8, as in `kernels.group_codes`
     second moment   code = 1 + round((bits(v) - least) / step), uint8; 0 for a moment of 0
     master weight   bits(master) = bits(BF16 weight) * 2^16 + low bits, minus 2^16 where BF16 rounded up
 

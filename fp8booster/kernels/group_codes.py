@@ -1,7 +1,12 @@
 """Values in 8 bits by the roots of their magnitudes: of groups of values, and of the rows of a matrix by groups of 128.
 
-    code  = round(sign(x) * 127 * sqrt(|x| / amax))        int8, amax of the group; half to even
-    value = sign(code) * (code / 127)**2 * amax
+    code  = round(sign(x) * root(16128 |x| / amax))        int8, -127 to 127, amax of the group; half to even
+    value = sign(code) * root^-1(|code|) / 16128 * amax
+
+    bits(root(t)) = bits(t) / 2 + bits(1) / 2              rounded down
+
+`bits` are those of a float32 as an integer. So root is the square root, but for straight lines between powers of 4:
+at most 6 % more, and 0.4 dB of signal-to-noise less, for two integer operations.
 
 Activations wait for backward so, and first moments for the next step (`kernels.adamw_8bit`).
 
@@ -24,7 +29,11 @@ GROUP = 128
 LEAST_AMAX = 2.0**-100
 """A group whose amax is less is stored as zeros."""
 
-LARGEST_SQUARE = 127.0 * 127.0
+LARGEST_SQUARE = 16128.0
+"""Its root is 127."""
+
+HALF_ONE = 0x3F800000 // 2
+"""Half the bits of 1."""
 
 
 class GroupCodes(NamedTuple):
@@ -59,9 +68,9 @@ def encode_roots(groups: Tensor) -> tuple[Tensor, Tensor]:
     """
     amax = groups.abs().amax(-1)
     is_usable = (amax >= LEAST_AMAX) & amax.isfinite()
-    # float64, rounded once: torch divides and takes roots in a faster way on some CPUs
+    # float64, rounded once: torch divides in a faster way on some CPUs
     scale = (LARGEST_SQUARE / torch.where(is_usable, amax, torch.inf).double()).float()
-    root = (groups.abs() * scale[..., None]).double().sqrt().float()
+    root = ((groups.abs() * scale[..., None]).view(torch.int32) // 2 + HALF_ONE).view(torch.float32)
     code = torch.where(is_usable[..., None], root.copysign(groups).round(), 0).to(torch.int8)
     return code, torch.where(is_usable, amax, torch.where(amax.isfinite(), 0.0, torch.nan))
 
@@ -69,8 +78,8 @@ def encode_roots(groups: Tensor) -> tuple[Tensor, Tensor]:
 def decode_roots(codes: Tensor, amaxes: Tensor) -> Tensor:
     """The values of `encode_roots`, float32 of the codes' shape."""
     roots = codes.float()
-    # in this order, which gives the amax back for 127
-    return roots * roots.abs() * torch.tensor(1 / LARGEST_SQUARE, dtype=torch.float32) * amaxes.float()[..., None]
+    squares = ((roots.abs().view(torch.int32) - HALF_ONE) * 2).clamp(min=0).view(torch.float32).copysign(roots)
+    return squares * (1 / LARGEST_SQUARE) * amaxes.float()[..., None]
 
 
 def encode_groups(values: Tensor) -> GroupCodes:

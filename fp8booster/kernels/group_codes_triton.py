@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from fp8booster.kernels.cast_triton import INFINITY_BITS, magnitude_bits
-from fp8booster.kernels.group_codes import GROUP, LARGEST_SQUARE, LEAST_AMAX
+from fp8booster.kernels.group_codes import GROUP, HALF_ONE, LARGEST_SQUARE, LEAST_AMAX
 
 WIDTH = tl.constexpr(GROUP)
 AT_ONCE = tl.constexpr(128)
@@ -14,7 +14,7 @@ AT_ONCE = tl.constexpr(128)
 values would move between threads, and a sum over a row would be added up in another order than without codes."""
 
 _LEAST, _SQUARE, _INVERSE_SQUARE = (tl.constexpr(each) for each in (LEAST_AMAX, LARGEST_SQUARE, 1 / LARGEST_SQUARE))
-
+_HALF_ONE, _SIGN = tl.constexpr(HALF_ONE), tl.constexpr(-(2**31))
 
 _SHIFT, _SHIFT_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
 """A float32 whose last bit counts ones, and its bits. A GPU adds floats 8 times as fast as it converts them."""
@@ -40,16 +40,18 @@ def encode_roots(groups, AXIS: tl.constexpr):
     usable = (amax >= _LEAST) & (bits < INFINITY_BITS)
     divisor = tl.where(usable, amax, float("inf"))
     scale = tl.math.div_rn(tl.full(divisor.shape, _SQUARE, tl.float32), divisor)
-    root = tl.math.sqrt_rn(tl.abs(groups) * tl.expand_dims(scale, AXIS))
-    code = tl.where(tl.expand_dims(usable, AXIS), to_integers(tl.where(groups < 0, -root, root)), 0)
+    bits_of_square = (groups * tl.expand_dims(scale, AXIS)).to(tl.int32, bitcast=True)
+    root = ((bits_of_square & 0x7FFFFFFF) >> 1) + _HALF_ONE | (bits_of_square & _SIGN)
+    code = tl.where(tl.expand_dims(usable, AXIS), to_integers(root.to(tl.float32, bitcast=True)), 0)
     return code, tl.where(usable, amax, tl.where(bits < INFINITY_BITS, 0.0, float("nan")))
 
 
 @triton.jit
 def decode_roots(codes, amaxes, AXIS: tl.constexpr):
     """`group_codes.decode_roots` of int8 codes, each group along the axis, the last."""
-    root = as_float(codes)
-    return root * tl.abs(root) * _INVERSE_SQUARE * tl.expand_dims(amaxes, AXIS)
+    bits = as_float(codes).to(tl.int32, bitcast=True)
+    square = tl.maximum(((bits & 0x7FFFFFFF) - _HALF_ONE) * 2, 0) | (bits & _SIGN)
+    return square.to(tl.float32, bitcast=True) * _INVERSE_SQUARE * tl.expand_dims(amaxes, AXIS)
 
 
 @triton.jit

@@ -64,7 +64,7 @@ def test_first_moments_err_by_half_a_code(device) -> None:
     found = decode_first(code.flatten(), amaxes)
     roots = (m.abs() / amaxes.clamp(min=1e-38)[:, None]).sqrt()
     error = (found.sign() * (found.abs() / amaxes.clamp(min=1e-38)[:, None]).sqrt() - m.sign() * roots).abs()
-    assert error.max() <= 0.5001 / 127
+    assert error.max() <= 0.708 / 127  # the slope of lines in place of the root is 0.71 of its own at least
     assert (found[1] == 0).all()
     largest = m.abs().argmax(1, keepdim=True)
     torch.testing.assert_close(found.gather(1, largest), m.gather(1, largest))
