@@ -101,6 +101,11 @@ class GroupedExperts:
         """
         return self._why_never() or ", ".join(self._reasons) or None
 
+    @property
+    def saves_in_8_bits(self) -> bool:
+        """Whether gate and up are saved so for backward by grouped products, as far as is known."""
+        return self.why_one_by_one is None and gate_up_down(self.experts[0])[-1].fp8_config.saves_in_8_bits
+
     def products(self) -> list[list[FP8Layer]]:
         """The layers that run as one product, in the order of their weights there; none where experts run apart."""
         return [] if self._why_never() is not None else self._products()

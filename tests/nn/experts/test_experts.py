@@ -400,6 +400,34 @@ def test_the_report_knows_what_is_grouped() -> None:
     assert ", experts of 1 block in grouped products" in report(fp8).summary()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_report_counts_experts_that_save_gate_and_up_in_8_bits(fused: bool) -> None:
+    fp8 = experts(FP8Config(emulate=True, saved_activations="8-bit"))
+    if fused:
+        for expert in fp8:
+            mix(FusedExpert, expert)
+    assert report(fp8).saved_in_8_bits == ((f"{EXPERTS} SwiGLUs",) if fused else ())
+    fp8.grouped = GroupedExperts(fp8)
+    assert report(fp8).saved_in_8_bits == (f"{EXPERTS} SwiGLUs",)
+    assert saved_bytes(fp8.grouped) < saved_bytes(GroupedExperts(experts()))
+    fp8[0].w1.register_forward_hook(lambda *_: None)
+    assert fp8.grouped.why_one_by_one is not None
+    assert report(fp8).saved_in_8_bits == ((f"{EXPERTS - 1} SwiGLUs",) if fused else ())
+
+
+def saved_bytes(grouped: GroupedExperts) -> int:
+    """What autograd keeps of a forward."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        assert grouped(tokens(COUNTS["even"]).requires_grad_(), COUNTS["even"]) is not None
+    return sum(kept.values())
+
+
 def test_copies_and_pickles_hold_their_own_experts_and_no_fp8_weights() -> None:
     fp8 = experts()
     fp8.grouped = GroupedExperts(fp8)
