@@ -144,17 +144,20 @@ def learn(
     """Train what has not ended, write the result after each run and show it at the end; returns why runs failed."""
     console = Console(stderr=True, highlight=False)
     failed: dict[str, str] = {}
+    begun: dict[str, int] = {}
 
     def before(run: Run) -> None:
-        done = len(run.folder.losses())
-        console.print(f"{run.name}" + (f", from step {done}" if done else ""), markup=False)
+        begun[run.name] = done = run.folder.resumes_at
+        console.print(run.name + (f", from step {done}" if done else ""), markup=False)
 
     def after(run: Run, reason: str | None) -> None:
         ended = run.folder.end() is not None
         if reason is not None:
             failed[run.name] = reason
         state = f"failed: {reason}" if reason else "ended" if ended else "saved"
-        console.print(f"  {run.name}: {state} after {len(run.folder.losses())} steps", markup=False)
+        done, rate = len(run.folder.losses()), run.folder.rate(begun[run.name])
+        speed = f", {rate * run.job.micro_batch * run.job.sequence * setting.ranks:.0f} tokens/s" if rate else ""
+        console.print(f"  {run.name}: {state} after {done} steps{speed}", markup=False)
         if ended:
             write(campaign, failed, setting, output)
 
@@ -220,9 +223,8 @@ def deliver(
     tables = [part_table(found, variants), end_table(found, variants), course_table(found.losses, variants)]
     result = Result(name, title, head, tables, left_out)
     if folder is not None:
-        image = f"{result.stem}.png"
-        if plot(folder / image, found.losses, variants, title):
-            result = replace(result, plots=[image])
+        # not with_suffix, as versions in the stem have dots
+        result = replace(result, plots=plot(folder / result.stem, found, variants, title))
     return result, result.write(folder=folder, json_file=json_file)
 
 

@@ -65,3 +65,24 @@ def plot_differences(
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def plot_points(
+    path: Path, *, title: str, x_label: str, kinds: Mapping[str, Mapping[str, tuple[float, float]]]
+) -> None:
+    """Write (value, error) of names, a line each, of one or more kinds, as a PNG; an error that is NaN is left out."""
+    names = list(dict.fromkeys(name for points in kinds.values() for name in points))
+    figure, axes = plt.subplots(figsize=(7, 1.5 + 0.45 * len(names)), layout="constrained")
+    axes.axvline(0, color="gray", linewidth=1)
+    for number, (kind, points) in enumerate(kinds.items()):
+        heights = [names.index(name) + 0.2 * (number - (len(kinds) - 1) / 2) for name in points]
+        values, errors = zip(*points.values(), strict=True)
+        axes.errorbar(values, heights, xerr=errors, label=kind, fmt="o", capsize=3)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.set(title=title, xlabel=x_label)
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.plots import plot_differences
+from benchmarks.harness.plots import plot_differences, plot_points
 from benchmarks.harness.results import Column, Record, Table
 from benchmarks.training.runs import HELD_OUT, Run
 from benchmarks.training.variants import BF16, VARIANTS, base_of
@@ -77,6 +77,11 @@ class Difference:
         count = len(differences)
         error = float(np.std(differences, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
         return cls(float(np.mean(differences)), error)
+
+    @property
+    def in_percent(self) -> tuple[float, float]:
+        """Mean and error."""
+        return 100 * self.mean, 100 * self.error
 
     def as_record(self) -> Record:
         """For JSON."""
@@ -189,16 +194,20 @@ def part_table(found: Findings, variants: Sequence[str]) -> Table:
         ended = sum(name in by_variant for by_variant in found.losses.values())
         diverged = sum(name in by_variant for by_variant in found.not_finite.values())
         finite = f"{ended} of {ended + diverged}"
-        for reference in dict.fromkeys((BF16, base_of(name))):
-            if reference is None or name == BF16:
+        references = [] if name == BF16 else dict.fromkeys((BF16, base_of(name)))
+        for reference in references:
+            if reference not in variants:
                 continue
             course = differences(found.losses, name, reference)
             records.append(
                 {
                     "variant": name,
                     "reference": reference,
-                    "last": course[-1].as_record() if course else None,
-                    **{f"held_out_{kind}": _held_out(found, name, reference, kind) for kind in ("own", "BF16")},
+                    "last": _recorded(course[-1] if course else None),
+                    **{
+                        f"held_out_{kind}": _recorded(_held_out(found, name, reference, kind))
+                        for kind in ("own", "BF16")
+                    },
                     "finite": finite,
                 }
             )
@@ -219,13 +228,17 @@ def part_table(found: Findings, variants: Sequence[str]) -> Table:
     )
 
 
-def _held_out(found: Findings, variant: str, reference: str, kind: str) -> Record | None:
+def _held_out(found: Findings, variant: str, reference: str, kind: str) -> Difference | None:
     ratios = [
         by_variant[variant][kind] / by_variant[reference][kind] - 1
         for by_variant in found.held_out.values()
         if variant in by_variant and reference in by_variant
     ]
-    return Difference.of(ratios).as_record() if ratios else None
+    return Difference.of(ratios) if ratios else None
+
+
+def _recorded(difference: Difference | None) -> Record | None:
+    return None if difference is None else difference.as_record()
 
 
 def _shown(record: Record | None) -> str:
@@ -262,15 +275,32 @@ def in_order(labels: Iterable[str]) -> list[str]:
     return known + [label for label in labels if label not in known]
 
 
-def plot(path: Path, losses: Losses, variants: Sequence[str], title: str) -> bool:
-    """Draw the differences over the tenths, with their errors; whether there are any."""
-    lines = {name: found for name in variants if name != BF16 and (found := differences(losses, name))}
+def plot(stem: Path, found: Findings, variants: Sequence[str], title: str) -> list[str]:
+    """Draw the differences to BF16 over the tenths, and at the end with what was held out, as `stem` + suffixes.
+
+    Returns:
+        the names of the files that have something to show.
+    """
+    percent = "loss over BF16's, %"
+    drawn = []
+    lines = {name: course for name in variants if name != BF16 and (course := differences(found.losses, name))}
     if lines:
+        drawn.append(f"{stem.name}.png")
         plot_differences(
-            path,
+            stem.with_name(drawn[-1]),
             title=title,
             x_label="tenth of the steps",
-            y_label="loss over BF16's, %",
-            lines={name: [(100 * each.mean, 100 * each.error) for each in found] for name, found in lines.items()},
+            y_label=percent,
+            lines={name: [each.in_percent for each in course] for name, course in lines.items()},
         )
-    return bool(lines)
+    held_out = {name: each for name in lines if (each := _held_out(found, name, BF16, "own"))}
+    if held_out:
+        drawn.append(f"{stem.name}-end.png")
+        kinds = {"last tenth": {name: course[-1] for name, course in lines.items()}, "held out": held_out}
+        plot_points(
+            stem.with_name(drawn[-1]),
+            title=title,
+            x_label=percent,
+            kinds={kind: {name: each.in_percent for name, each in of.items()} for kind, of in kinds.items()},
+        )
+    return drawn

@@ -97,13 +97,13 @@ def tokens_of(data: str, text_column: str, job: Job, tokenizer: Path | None = No
     if data == "packages":
         data = str(gather_packages(cache))
     options = TrainOptions(
-        model="7b" if tokenizer is None else str(tokenizer),  # with a size, one is trained
+        model="7b",  # a size, so the tokenizer is trained on the text
         data=None if data == "python" else data,
         text_column=text_column,
         vocabulary=min(job.architecture.vocabulary, 32000),
         cache=str(cache),
     )
-    return prepare_tokens(options, lambda text: None)
+    return prepare_tokens(options, lambda text: None, None if tokenizer is None else str(tokenizer))
 
 
 def gather_packages(cache: Path) -> Path:

@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.training.job import Job
 from benchmarks.training.variants import Variant
+from fp8booster.checkpoints import named_step, newest_checkpoint
 from fp8booster.files import write_whole
 
 HELD_OUT, NOT_FINITE = "held out", "not finite"
@@ -67,6 +68,17 @@ class RunFolder:
     def losses(self) -> list[float]:
         """Of every step so far."""
         return [loss for line in self.lines() for loss in line.get("losses", ())]
+
+    @property
+    def resumes_at(self) -> int:
+        """The step of the checkpoint from which it goes on; 0 where there is none."""
+        checkpoint = newest_checkpoint(self.checkpoints)
+        return 0 if checkpoint is None else named_step(checkpoint)
+
+    def rate(self, since: int) -> float | None:
+        """Steps a second after a step at which its processes began; None where they took none."""
+        timed = [line for line in self.lines() if line.get("step", 0) > since]
+        return (timed[-1]["step"] - since) / timed[-1]["seconds"] if timed else None
 
     def end(self) -> dict[str, Any] | None:
         """The line that says how it ended; None of a run that has not."""

@@ -86,8 +86,9 @@ def test_each_part_is_compared_with_bf16_and_with_what_it_changes() -> None:
         },
         {2: {moments: 7}},
     )
-    table = part_table(found, [BF16, "FP8", moments])
+    table = part_table(found, [BF16, "BF16, fused blocks", "FP8", moments])
     assert [[column.show(record) for column in table.columns] for record in table.records] == [
+        ["BF16, fused blocks", BF16, "-", "-", "-", "0 of 0"],
         ["FP8", BF16, "+1.00 ± 0.00 %", "+7.50 ± 2.50 %", "+5.00 ± 0.00 %", "2 of 2"],
         ["FP8", "BF16, fused blocks", "-", "-", "-", "2 of 2"],
         [moments, BF16, "+2.01 ± 0.00 %", "+10.00 %", "+5.00 %", "2 of 3"],
@@ -113,10 +114,16 @@ def test_variants_differ_in_options_and_optimizer() -> None:
 
 
 def test_plot(tmp_path) -> None:
-    assert plot(tmp_path / "a.png", LOSSES, LABELS, "title")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert not plot(tmp_path / "b.png", {0: {BF16: FLAT}}, LABELS, "title")
-    assert not (tmp_path / "b.png").exists()
+    held_out = {0: {BF16: {"own": 4.0, "BF16": 4.0}, "FP8": {"own": 4.4, "BF16": 4.2}}}
+    assert plot(tmp_path / "torch-2.1", Findings(LOSSES, held_out), LABELS, "title") == [
+        "torch-2.1.png",
+        "torch-2.1-end.png",
+    ]
+    for name in ("torch-2.1.png", "torch-2.1-end.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert plot(tmp_path / "b", Findings(LOSSES), LABELS, "title") == ["b.png"]
+    assert plot(tmp_path / "c", Findings({0: {BF16: FLAT}}), LABELS, "title") == []
+    assert not (tmp_path / "c.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -181,9 +188,9 @@ def test_results_of_several_variants_are_joined(tmp_path) -> None:
     result = CliRunner().invoke(convergence.app, ["join", *files, "--json", str(joined)])
     assert result.exit_code == 0, result.output
     tables = json.loads(joined.read_text())["tables"]
-    assert [record["variant"] for record in tables["parts"]] == ["FP8", "FP8", "FP8, rowwise", "FP8, rowwise"]
-    assert tables["parts"][2]["last"]["shown"] == "+25.00 %"
-    assert tables["parts"][2]["held_out_own"]["shown"] == "+0.00 %"
+    assert [record["variant"] for record in tables["parts"]] == ["FP8", "FP8, rowwise", "FP8, rowwise"]
+    assert tables["parts"][1]["last"]["shown"] == "+25.00 %"
+    assert tables["parts"][1]["held_out_own"]["shown"] == "+0.00 %"
 
 
 def test_what_cannot_be_joined_is_one_sentence(tmp_path) -> None:
@@ -274,11 +281,13 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
 
 def test_steps_after_the_checkpoint_are_forgotten(tmp_path) -> None:
     folder = RunFolder(tmp_path)
-    folder.append(step=10, losses=[1.0] * 10)
-    folder.append(step=20, losses=[2.0] * 10)
+    folder.append(step=10, losses=[1.0] * 10, seconds=4.0)
+    folder.append(step=20, losses=[2.0] * 10, seconds=8.0)
     with (tmp_path / "losses.jsonl").open("a") as stream:
         stream.write('{"step": 30, "lo')  # a kill
     assert len(folder.losses()) == 20
+    assert folder.rate(10) == 10 / 8.0
+    assert folder.rate(20) is None
     folder.cut(10)
     assert folder.losses() == [1.0] * 10
 
@@ -291,6 +300,15 @@ def test_a_run_that_fails_says_why(text, tmp_path, monkeypatch) -> None:
     (reason,) = train(runs).values()
     assert reason.startswith("ValueError: --held-out 0.001 of the text is")
     assert runs[0].folder.end() is None
+
+
+def test_a_tokenizer_that_is_there_is_taken(text, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent / "cache"))
+    job = Job(model="micro")
+    trained = tokens_of(str(text), "text", job)
+    taken = tokens_of(str(text), "text", job, trained.tokenizer)
+    assert taken.folder != trained.folder
+    assert (taken.open() == trained.open()).all()
 
 
 def test_packages_are_gathered_once(tmp_path, monkeypatch) -> None:
@@ -328,5 +346,6 @@ def test_the_whole_command(text, tmp_path) -> None:
     assert by_seed[0]["losses"][BF16] != by_seed[1]["losses"][BF16]
     assert abs(over_all["differences"]["FP8"]["mean"]) < 0.02
     (markdown,) = tmp_path.glob("convergence-micro-1-seeds-3-4_*.md")
-    (image,) = tmp_path.glob("convergence-micro-1-seeds-3-4_*.png")
-    assert image.name in markdown.read_text()
+    images = list(tmp_path.glob("convergence-micro-1-seeds-3-4_*.png"))
+    assert len(images) == 2
+    assert all(image.name in markdown.read_text() for image in images)

@@ -54,16 +54,19 @@ class TokenFile:
         return self.folder / "tokenizer"
 
 
-def prepare_tokens(options: TrainOptions, tell: Callable[[str], None]) -> TokenFile:
+def prepare_tokens(options: TrainOptions, tell: Callable[[str], None], tokenizer: str | None = None) -> TokenFile:
     """The token file for the options' text and tokenizer, made now if the cache has none; `tell` says what is done.
+
+    `tokenizer` is a folder of one; None: the model's, or one that is trained on the text.
 
     Safe to call from many processes at once: one makes the file, the others wait for it.
     """
     cache = Path(options.cache)
     tell("reading the text")
     corpus = open_corpus(options.data, options.text_column, cache)
-    own = is_folder(options.model) and folder_has_tokenizer(options.model)
-    origin = folder_identity(options.model) if own else f"byte-level BPE {options.vocabulary}"
+    if tokenizer is None and is_folder(options.model) and folder_has_tokenizer(options.model):
+        tokenizer = options.model
+    origin = folder_identity(tokenizer) if tokenizer is not None else f"byte-level BPE {options.vocabulary}"
     identity = hashlib.sha256(f"{_FORMAT} {corpus.identity} {origin}".encode()).hexdigest()[:24]
     folder = cache / identity
     cache.mkdir(parents=True, exist_ok=True)
@@ -72,7 +75,7 @@ def prepare_tokens(options: TrainOptions, tell: Callable[[str], None]) -> TokenF
             partial = cache / f"{identity}.partial"
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-            _make(partial, corpus, options, own, tell)
+            _make(partial, corpus, options, tokenizer, tell)
             sync_folder(partial)
             put_in_place(partial, folder)
     remedy = f"remove the folder {folder}, which is made anew then"
@@ -85,9 +88,9 @@ def prepare_tokens(options: TrainOptions, tell: Callable[[str], None]) -> TokenF
     return file
 
 
-def _make(folder: Path, corpus: Corpus, options: TrainOptions, own: bool, tell: Callable[[str], None]) -> None:
-    if own:
-        tokenizer = load_tokenizer(options.model)
+def _make(folder: Path, corpus: Corpus, options: TrainOptions, given: str | None, tell: Callable[[str], None]) -> None:
+    if given is not None:
+        tokenizer = load_tokenizer(given)
         tokenizer.save_pretrained(folder / "tokenizer")
     else:
         tell(f"training a tokenizer of {options.vocabulary} tokens on {corpus.name}")
