@@ -16,20 +16,14 @@ values would move between threads, and a sum over a row would be added up in ano
 _LEAST, _SQUARE, _INVERSE_SQUARE = (tl.constexpr(each) for each in (LEAST_AMAX, LARGEST_SQUARE, 1 / LARGEST_SQUARE))
 _HALF_ONE, _SIGN = tl.constexpr(HALF_ONE), tl.constexpr(-(2**31))
 
-_SHIFT, _SHIFT_BITS = tl.constexpr(1.5 * 2**23), tl.constexpr(0x4B400000)
-"""A float32 whose last bit counts ones, and its bits. A GPU adds floats 8 times as fast as it converts them."""
+_SHIFT = tl.constexpr(1.5 * 2**23)
+"""A float32 whose last bit counts ones. A GPU adds floats 8 times as fast as it converts them to integers."""
 
 
 @triton.jit
 def to_integers(x):
     """Integers nearest to FP32 values of less than 2^22, half to even: int32, of which the low 22 bits are right."""
     return (x + _SHIFT).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def as_float(integers):
-    """Integers of less than 2^22 in FP32."""
-    return (integers.to(tl.int32) + _SHIFT_BITS).to(tl.float32, bitcast=True) - _SHIFT
 
 
 @triton.jit
@@ -49,8 +43,8 @@ def encode_roots(groups, AXIS: tl.constexpr):
 @triton.jit
 def decode_roots(codes, amaxes, AXIS: tl.constexpr):
     """`group_codes.decode_roots` of int8 codes, each group along the axis, the last."""
-    bits = as_float(codes).to(tl.int32, bitcast=True)
-    square = tl.maximum(((bits & 0x7FFFFFFF) - _HALF_ONE) * 2, 0) | (bits & _SIGN)
+    bits = codes.to(tl.float32).to(tl.int32, bitcast=True)
+    square = tl.maximum((bits - _HALF_ONE) << 1, 0) | (bits & _SIGN)  # the sign is shifted out
     return square.to(tl.float32, bitcast=True) * _INVERSE_SQUARE * tl.expand_dims(amaxes, AXIS)
 
 

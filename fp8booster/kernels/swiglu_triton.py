@@ -16,7 +16,7 @@ from fp8booster.kernels.swiglu import Activated
 PROGRAMS = 8
 """A processor."""
 
-TILE_ROWS = 2
+TILE_ROWS = 1
 TILE_COLUMNS = 1024
 
 
