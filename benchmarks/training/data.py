@@ -15,7 +15,7 @@ from benchmarks.training.job import Job
 from fp8booster.cli.train.defaults import cache_folder
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.tokenizer import folder_has_tokenizer
-from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
+from fp8booster.cli.train.tokens import TokenFile, open_tokens, prepare_tokens
 from fp8booster.training.batches import Batches, GlobalBatch, Replica
 
 RANDOM_BATCHES = 2
@@ -85,12 +85,18 @@ def _put(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
 def tokens_of(data: str, text_column: str, job: Job, tokenizer: Path | None = None) -> TokenFile:
     """The text as tokens, made once a machine, by a tokenizer with at most as many as the model has embeddings.
 
-    `data` as `fp8booster train --data` takes it, or "python", the standard library's sources, or "packages", those of
-    installed packages and their documents. `tokenizer`: a folder of one; None: it is trained on the text.
+    Args:
+        data: as `fp8booster train --data` takes it; "python", the standard library's sources; "packages", those of
+            installed packages and their documents; or a folder of tokens that this made before.
+        text_column: of tables.
+        job: whose model.
+        tokenizer: a folder of one; None: it is trained on the text.
 
     Raises:
-        ValueError: the folder has no tokenizer.
+        ValueError: the folder has no tokenizer, or its tokens are not whole.
     """
+    if Path(data, "tokens.json").is_file():
+        return open_tokens(Path(data), "copy the whole folder again")
     if tokenizer is not None and not folder_has_tokenizer(str(tokenizer)):
         raise ValueError(f"--tokenizer {tokenizer} holds no tokenizer; give a folder in Hugging Face's format")
     cache = cache_folder()

@@ -309,6 +309,7 @@ def test_a_tokenizer_that_is_there_is_taken(text, tmp_path, monkeypatch) -> None
     taken = tokens_of(str(text), "text", job, trained.tokenizer)
     assert taken.folder != trained.folder
     assert (taken.open() == trained.open()).all()
+    assert tokens_of(str(taken.folder), "text", job) == taken
 
 
 def test_packages_are_gathered_once(tmp_path, monkeypatch) -> None:

@@ -78,9 +78,16 @@ def prepare_tokens(options: TrainOptions, tell: Callable[[str], None], tokenizer
             _make(partial, corpus, options, tokenizer, tell)
             sync_folder(partial)
             put_in_place(partial, folder)
-    remedy = f"remove the folder {folder}, which is made anew then"
-    facts = read_record(folder / "tokens.json", {"vocabulary": int, "count": int}, remedy)
-    file = TokenFile(folder, corpus.name, identity, facts["vocabulary"], facts["count"])
+    return open_tokens(folder, f"remove the folder {folder}, which is made anew then")
+
+
+def open_tokens(folder: Path, remedy: str) -> TokenFile:
+    """The token file in a folder that has its identity as a name.
+
+    Raises ValueError for one that is not whole, with what the user can do.
+    """
+    facts = read_record(folder / "tokens.json", {"vocabulary": int, "count": int, "text": str}, remedy)
+    file = TokenFile(folder, facts["text"], folder.name, facts["vocabulary"], facts["count"])
     expected = file.count * np.dtype(_dtype(file.vocabulary)).itemsize
     found = file.ids.stat().st_size if file.ids.exists() else 0
     if found != expected or not file.tokenizer.is_dir():
