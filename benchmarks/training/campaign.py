@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +28,14 @@ class Place:
         """`gpus`: one for each rank, as CUDA_VISIBLE_DEVICES names them; None on the CPU."""
         place = {"GLOO_SOCKET_IFNAME": "lo"} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         # as torchrun does: many processes share the cores
-        self._environment = {"OMP_NUM_THREADS": "1"} | place
+        self.environment = {"OMP_NUM_THREADS": "1"} | place
+        """Variables of its processes."""
         self._ranks = ranks
         self._worker = worker
         self._hosts: list[Host] = []
         self._statuses: dict[int, int] = {}
         self._server: dist.TCPStore | None = None
-        self._ends_at = 0.0
+        self._ends_at = self._limit_s = 0.0
         self.run: Run | None = None
         """The one that is trained here."""
 
@@ -45,7 +47,7 @@ class Place:
         self._ends_at = time.monotonic() + self._limit_s
         if not self._hosts or not all(host.alive for host in self._hosts):
             self.close()
-            self._hosts = [start_host(self._worker, self._environment) for _ in range(self._ranks)]
+            self._hosts = [start_host(self._worker, self.environment) for _ in range(self._ranks)]
         self._server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = meeting_at("127.0.0.1", self._server.port) | {
             "WORLD_SIZE": str(self._ranks),
@@ -82,10 +84,10 @@ class Place:
             return self._failed(rank).read_text()
         return ending_of(rank, self._statuses[rank], self._log(rank))
 
-    def _failed(self, rank: int):
+    def _failed(self, rank: int) -> Path:
         return self.run.folder.path / f"rank-{rank}.failed"
 
-    def _log(self, rank: int):
+    def _log(self, rank: int) -> Path:
         return self.run.folder.path / f"rank-{rank}.log"
 
 
