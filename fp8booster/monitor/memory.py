@@ -75,6 +75,15 @@ class MemoryTracker(TorchDispatchMode):
                 block.part, block.named = part, True
 
     @contextmanager
+    def backward(self) -> Iterator[None]:
+        """What runs inside is backward also where autograd does not run it, as reductions that follow."""
+        phase, self._phase = self._phase, BACKWARD
+        try:
+            yield
+        finally:
+            self._phase = phase
+
+    @contextmanager
     def as_one(self) -> Iterator[None]:
         """Look only at what is left in the end of what runs inside, as if one kernel did it."""
         self._within_one += 1
@@ -100,6 +109,8 @@ class MemoryTracker(TorchDispatchMode):
         phase = BACKWARD if torch._C._current_graph_task_id() >= 0 else self._phase
         if phase == BACKWARD and self._last == FORWARD:
             self._name_made_in(FORWARD, ACTIVATIONS)
+        elif phase == FORWARD and self._last == BACKWARD:
+            self._name_made_in(BACKWARD, GRADIENTS)  # which wait for the next micro-batch's
         self._last = phase
         for value in tree_iter(result):
             if isinstance(value, torch.Tensor):

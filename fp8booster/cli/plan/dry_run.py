@@ -78,6 +78,7 @@ def take_steps(tracker: MemoryTracker, options: TrainOptions, precision: str, co
     plugin = build_plugin(options, precision == "fp8", network)
     optimizer = make_optimizer(options.optimizer_of(precision), network.parameters(), lr=1e-4)
     boosted = BoostedModel(options.plugin, plugin, network, optimizer)
+    boosted.booster.backward = tracker.backward()(boosted.booster.backward)
     tokens = torch.zeros(options.batch, options.sequence, dtype=torch.int64)
     for _ in range(2):
         tracker.begin_step()

@@ -14,7 +14,7 @@ from fp8booster.cli.plan.models import planned_config, shortened
 from fp8booster.cli.plan.parts import MASTERS, MOMENTS, WEIGHTS
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.kernels.operators import Operator
-from fp8booster.monitor.memory import ACTIVATIONS, FORWARD
+from fp8booster.monitor.memory import ACTIVATIONS, FORWARD, GRADIENTS
 from fp8booster.training.models import build
 from tests.distributed import run_ranks
 
@@ -53,8 +53,13 @@ def real_step(given: dict[str, object], precision: str) -> dict[str, Counter[str
 
 @pytest.mark.parametrize(
     ("given", "precision"),
-    [({}, "fp8"), ({"stage": 1, "accumulate": 2}, "bf16"), ({"plugin": "hybrid", "tp": 2}, "fp8")],
-    ids=["zero", "zero in bf16, micro-batches", "tp"],
+    [
+        ({}, "fp8"),
+        ({"stage": 1, "accumulate": 2}, "bf16"),
+        ({"accumulate": 2, "fp8_options": ("gradient_accumulation=8-bit",)}, "fp8"),
+        ({"plugin": "hybrid", "tp": 2}, "fp8"),
+    ],
+    ids=["zero", "zero in bf16, micro-batches", "zero, sums in 8 bits", "tp"],
 )
 def test_peaks_are_those_of_a_rank_that_trains(given: dict[str, object], precision: str) -> None:
     real, _ = run_ranks(real_step, 2, given, precision)
@@ -96,6 +101,16 @@ def test_what_makes_a_run_smaller_does():
     found = dry_steps(sequence=1024)
     assert peak(dry_steps(sequence=1024, checkpointing=True)) < 0.9 * peak(found)
     assert peak(dry_steps(sequence=1024, fp8_options=("saved_activations=8-bit",))) < 0.95 * peak(found)
+
+
+def test_gradients_that_wait_for_the_next_micro_batch_are_counted_by_their_kind():
+    model = build(small_config(options()), device=torch.device("meta"))
+    of_rank = sum(parameter.numel() for parameter in model.parameters()) / 2
+    once = dry_steps()
+    for kind, bytes_each in (("32-bit", 4), ("16-bit", 2), ("8-bit", 1 + 4 / 128)):
+        found = dry_steps(accumulate=3, fp8_options=(f"gradient_accumulation={kind}",))
+        assert found[FORWARD][GRADIENTS] == pytest.approx(bytes_each * of_rank, rel=0.01)
+        assert found[FORWARD][ACTIVATIONS] == pytest.approx(once[FORWARD][ACTIVATIONS], rel=0.01)
 
 
 def test_a_default_goes_by_the_memory_of_the_gpu():
