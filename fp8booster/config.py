@@ -14,6 +14,9 @@ LayerPredicate = Callable[[str, nn.Module], bool]
 
 VOCABULARY_HEADS = ("lm_head", "embed_out")
 
+GRADIENT_ACCUMULATIONS = ("32-bit", "16-bit", "8-bit")
+"""How gradients add up over micro-batches (`optim.gradient_sums`)."""
+
 
 def all_but_vocabulary_heads(name: str, module: nn.Module) -> bool:
     """True for every linear layer but the one that makes the logits, whose output is the most sensitive to rounding.
@@ -102,6 +105,12 @@ class FP8Config:
     The forward is the same, bit for bit; what was saved errs by 0.7 %. A layer of LLaMA then saves 9.3 in place of 14.2
     times its hidden states in 16 bits. What is not fused saves what it did."""
 
+    gradient_accumulation: str = "32-bit"
+    """How ZeRO keeps a rank's part of reduced gradients until the next micro-batch's are added: "32-bit", in FP32 after
+    the second; "16-bit", in BF16; or "8-bit", by groups of 128 values (`kernels.gradient_sums`), also after the first,
+    and decoded for the step. For `LowLevelZeroPlugin`, and `HybridParallelPlugin` with ZeRO and without a pipeline.
+    What `no_sync` accumulates is whole on each rank, in 16 bits."""
+
     emulate: bool = False
     """Compute the products in FP32 from the FP8 values, for GPUs without FP8 products: same rounding, no speed."""
 
@@ -174,6 +183,7 @@ _ALLOWED = {
     "weights_in_16_bits": (None, *_SWITCH),
     "keep_weight_transposes": (None, *_SWITCH),
     "saved_activations": ("16-bit", "8-bit"),
+    "gradient_accumulation": GRADIENT_ACCUMULATIONS,
     "emulate": _SWITCH,
 }
 _MULTIPLIED = (

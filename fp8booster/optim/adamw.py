@@ -11,9 +11,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from fp8booster.config import GRADIENT_ACCUMULATIONS
 from fp8booster.kernels.adam_step import AdamRates, require_rates
 from fp8booster.kernels.adamw_8bit import AMAX, master_of, split, step_rows, update_8bit
-from fp8booster.optim.gradient_sums import KINDS, GradientSum, added, value_of
+from fp8booster.optim.gradient_sums import GradientSum, added, value_of
 from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
 
 _OPTIONS_OF_TORCH = {
@@ -353,8 +354,8 @@ class AdamW(Optimizer):
 
 def _require_accumulation(update_in_backward: bool, micro_batches: int, kind: str) -> None:
     """Raise ValueError for gradients that cannot be accumulated so."""
-    if kind not in KINDS:
-        raise ValueError(f"gradient_accumulation is {kind!r}; use {' or '.join(map(repr, KINDS))}")
+    if kind not in GRADIENT_ACCUMULATIONS:
+        raise ValueError(f"gradient_accumulation is {kind!r}; use {' or '.join(map(repr, GRADIENT_ACCUMULATIONS))}")
     if micro_batches < 1:
         raise ValueError(f"micro_batches is {micro_batches}; give at least 1")
     if micro_batches > 1 and not update_in_backward:

@@ -11,9 +11,6 @@ from fp8booster.kernels.group_codes import GroupCodes
 GradientSum = Tensor | GroupCodes
 """What is kept of the gradients of one tensor so far."""
 
-KINDS = ("32-bit", "16-bit", "8-bit")
-"""FP32 from the second gradient on, the first as it was; BF16; or groups of 128 values in int8."""
-
 
 @torch.no_grad()
 def added(total: GradientSum | None, gradient: Tensor, kind: str) -> GradientSum:
@@ -22,7 +19,8 @@ def added(total: GradientSum | None, gradient: Tensor, kind: str) -> GradientSum
     Args:
         total: None where the gradient is the first.
         gradient: BF16, FP16 or FP32; it may be kept as it is.
-        kind: one of `KINDS`.
+        kind: "32-bit": FP32 from the second gradient on, the first as it is; "16-bit": BF16; "8-bit": groups of 128
+            values in int8.
     """
     if kind == "8-bit":
         codes = total if isinstance(total, GroupCodes) else zero_sums(gradient)

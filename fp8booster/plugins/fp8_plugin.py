@@ -28,6 +28,9 @@ from fp8booster.optim import AdamW
 
 _PRECISIONS = ("bf16", "fp16")
 
+WITHOUT_FP8 = "Colossal-AI adds gradients up without fp8_communication; turn it on, or leave the option out"
+"""Why `gradient_accumulation` has no effect with ZeRO."""
+
 
 class FP8Plugin(Plugin):
     """A mixin before one of Colossal-AI's plugins, which takes every argument of it with its default.
@@ -101,6 +104,10 @@ class FP8Plugin(Plugin):
         """Whose gradients are scaled by block, whatever `gradient_scaling` is; None: they are scaled as it says."""
         return None
 
+    def why_accumulates_by_itself(self) -> str | None:
+        """Why `gradient_accumulation` has no effect, and what to do; None where it has."""
+        return "this plugin's gradients add up as they are; use LowLevelZeroPlugin, or leave the option out"
+
     def _warn_of_no_effect(self, arguments: Mapping[str, Any]) -> None:
         """Warn, on rank 0, of a configuration that nothing reads, and of options in it that do nothing."""
         scaling = self.fp8_config.gradient_scaling
@@ -124,6 +131,9 @@ class FP8Plugin(Plugin):
                 )
             elif scaling != "block" and (reason := self.why_scaled_by_block()) is not None:
                 warnings.append(f"{option}: {reason} gradients are scaled by block")
+            accumulation = self.fp8_config.gradient_accumulation
+            if accumulation != "32-bit" and (reason := self.why_accumulates_by_itself()) is not None:
+                warnings.append(f'fp8_config.gradient_accumulation="{accumulation}" has no effect: {reason}')
         for warning in warnings:
             self.logger.warning(warning, ranks=[0])
 

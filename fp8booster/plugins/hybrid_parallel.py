@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import make_parameters_plain, wait_before_forward
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, zero_part_of
 from fp8booster.config import FP8Config
-from fp8booster.plugins.fp8_plugin import FP8Plugin, why_zero_gathers_16_bits
+from fp8booster.plugins.fp8_plugin import WITHOUT_FP8, FP8Plugin, why_zero_gathers_16_bits
 
 
 class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
@@ -64,6 +65,16 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
         """DDP's hook and the model's wrapper encode in one way."""
         return None if self.zero_stage > 0 else "without ZeRO,"
 
+    def why_accumulates_by_itself(self) -> str | None:
+        """ZeRO accumulates what a backward has reduced, and a pipeline's schedule reduces once."""
+        if not self.sends_fp8:
+            return WITHOUT_FP8
+        if self.zero_stage == 0:
+            return "gradients add up whole without ZeRO; give zero_stage=1 or 2, or leave the option out"
+        if self.pp_size > 1:
+            return "a pipeline adds the gradients of its micro-batches up whole; leave the option out"
+        return None
+
     def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         """As they are: layers are converted when Colossal-AI has sharded them."""
         return model, optimizer
@@ -85,7 +96,10 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
             wait_before_forward(model.module)
         if self.sends_fp8:
             if with_zero:
-                self.zero_optimizer.convert_in_place(optimizer, unwrapped, self.fp8_config.gradient_scaling)
+                config = self.fp8_config
+                if self.why_accumulates_by_itself() is not None:
+                    config = replace(config, gradient_accumulation="32-bit")
+                self.zero_optimizer.convert_in_place(optimizer, unwrapped, config)
             FP8HybridParallelModule.convert_in_place(model, optimizer)
             if isinstance(optimizer, HybridParallelAMPOptimizer):
                 FP8HybridParallelAMPOptimizer.convert_in_place(optimizer)

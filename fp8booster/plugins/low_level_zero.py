@@ -13,7 +13,7 @@ from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import wait_before_forward
 from fp8booster.colossal.zero.model import FP8ZeroModel
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, zero_part_of
-from fp8booster.plugins.fp8_plugin import FP8Plugin, why_zero_gathers_16_bits
+from fp8booster.plugins.fp8_plugin import WITHOUT_FP8, FP8Plugin, why_zero_gathers_16_bits
 
 
 class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):
@@ -38,6 +38,10 @@ class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):
         }
         return why_zero_gathers_16_bits(self, needs)
 
+    def why_accumulates_by_itself(self) -> str | None:
+        """The optimizer that sends FP8 accumulates."""
+        return None if self.sends_fp8 else WITHOUT_FP8
+
     def part_of(self, model: ModelWrapper, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
         """ZeRO's part of it."""
         return zero_part_of(optimizer, tensor)
@@ -47,7 +51,7 @@ class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):
         if self.zero_optim_kwargs["overlap_allgather"]:
             wait_before_forward(model.module)
         if self.sends_fp8 and optimizer is not None:
-            FP8ZeroOptimizer.convert_in_place(optimizer, model.module, self.fp8_config.gradient_scaling)
+            FP8ZeroOptimizer.convert_in_place(optimizer, model.module, self.fp8_config)
             FP8ZeroModel.convert_in_place(model, optimizer)
         if optimizer is not None:
             keep_one_order(optimizer, model.module)

@@ -169,6 +169,7 @@ ELSEWHERE = {
     "weights_in_16_bits": "tests/colossal/zero/test_fp8_alone.py",
     "keep_weight_transposes": "tests/nn/weights/test_memory.py",
     "saved_activations": "tests/nn/fused/test_saved_activations.py",
+    "gradient_accumulation": "tests/colossal/zero/test_gradient_accumulation.py",
 }
 """Fields that no product reads, and where their effect is tested."""
 

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.config import GRADIENT_ACCUMULATIONS as KINDS
 from fp8booster.kernels.group_codes import GROUP, GroupCodes
 from fp8booster.optim import AdamW
-from fp8booster.optim.gradient_sums import KINDS, GradientSum
+from fp8booster.optim.gradient_sums import GradientSum
 from tests.optim.test_adamw import SETTINGS, model
 
 N = 4

@@ -136,6 +136,36 @@ def test_a_size_of_buckets_is_kept_where_given_and_larger_where_not(case: tuple[
     assert size(use_fp8=True, **given) == size(**given) < size() < size(use_fp8=True)
 
 
+ACCUMULATION: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
+    ("LowLevelZeroPlugin", "FP8 on the wire"): ({}, None),
+    ("LowLevelZeroPlugin", "16 bits on the wire"): (IN_16_BITS, "without fp8_communication; turn it on"),
+    ("HybridParallelPlugin", "ZeRO"): ({"zero_stage": 1}, None),
+    ("HybridParallelPlugin", "no ZeRO"): ({}, "give zero_stage=1 or 2"),
+    ("HybridParallelPlugin", "a pipeline"): (
+        {"zero_stage": 1, "pp_size": 2, "num_microbatches": 2},
+        "a pipeline adds the gradients of its micro-batches up whole",
+    ),
+    ("MoeHybridParallelPlugin", "ZeRO"): ({"zero_stage": 1}, None),
+    ("GeminiPlugin", "FP8 on the wire"): ({}, "use LowLevelZeroPlugin"),
+    ("TorchDDPPlugin", "FP8 on the wire"): ({}, "use LowLevelZeroPlugin"),
+    ("TorchFSDPPlugin", "FP8 on the wire"): ({}, "use LowLevelZeroPlugin"),
+}
+"""By plugin and case: arguments, and what `gradient_accumulation="8-bit"` is told."""
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", ACCUMULATION, ids=str)
+def test_sums_of_gradients_in_8_bits_are_warned_of_where_others_add_them_up(case: tuple[str, str]) -> None:
+    arguments, says = ACCUMULATION[case]
+    config = FP8Config(gradient_accumulation="8-bit")
+    warnings = warnings_of(case[0], use_fp8=True, fp8_config=config, **arguments)
+    assert len(warnings) == (says is not None), warnings
+    if says is not None:
+        assert warnings[0].startswith('fp8_config.gradient_accumulation="8-bit" has no effect: ')
+        assert says in warnings[0]
+        assert not warnings_of(case[0], use_fp8=True, fp8_config=FP8Config(), **arguments)
+
+
 @ranks(2)
 @pytest.mark.parametrize("fused", [True, False])
 def test_activations_of_layers_that_are_not_fused_are_saved_as_ever(fused: bool) -> None:

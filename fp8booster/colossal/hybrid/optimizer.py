@@ -19,6 +19,7 @@ from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated
 from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
 from fp8booster.colossal.hybrid.sums import SummedGradients
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
+from fp8booster.config import FP8Config
 from fp8booster.kernels.norms import norms_of
 from fp8booster.optim.clipping import clipping_divisor
 
@@ -87,9 +88,9 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
     """As of the model, for gradients that are reduced already."""
 
     @classmethod
-    def convert_in_place(cls, optimizer: HybridParallelZeroOptimizer, model: nn.Module, gradient_scaling: str) -> None:
+    def convert_in_place(cls, optimizer: HybridParallelZeroOptimizer, model: nn.Module, config: FP8Config) -> None:
         """As in `FP8ZeroOptimizer`; `optimizer.model` is the model's wrapper."""
-        super().convert_in_place(optimizer, model, gradient_scaling)
+        super().convert_in_place(optimizer, model, config)
         optimizer.partial_sums = gradients_to_sum(optimizer.model)
         optimizer.stage_sums = shared_between_stages(optimizer.model)
         optimizer.shared_squares = SharedSquares(optimizer)

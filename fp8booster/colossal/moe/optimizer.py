@@ -28,7 +28,7 @@ class FP8MoeHybridParallelZeroOptimizer(FP8HybridParallelZeroOptimizer, MoeHybri
                 if (
                     parameter.grad is None
                     and is_moe_tensor(parameter)
-                    and self._own_gradient(group_id, parameter) is None
+                    and not self.pid_to_grad_store[id(parameter)].holds(group_id, id(parameter))
                 ):
                     parameter.grad = torch.zeros_like(parameter)
                 if parameter.grad is not None:

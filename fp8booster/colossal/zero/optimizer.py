@@ -11,6 +11,7 @@ the buckets as backward makes them, so that the blocks that share a scale, and w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
@@ -28,8 +29,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fp8booster import comm
 from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
 from fp8booster.colossal.zero.gathered_weights import GatheredWeights
+from fp8booster.colossal.zero.gradient_store import AccumulatedGradients
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.transport import gather_many
+from fp8booster.config import FP8Config
 from fp8booster.kernels.message_layout import side_by_side
 from fp8booster.kernels.norms import norms_of
 from fp8booster.optim import one_pass
@@ -59,23 +62,30 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     reduces_beside_backward: bool
     """Buckets are reduced on streams of their own."""
 
+    pg_to_grad_store: dict[dist.ProcessGroup | tuple[dist.ProcessGroup, ...], AccumulatedGradients]
+
+    _accumulates_codes: bool
+    """`FP8Config.gradient_accumulation` is "8-bit"."""
+
     _norms: WeakIdKeyDictionary
     """By gradient, its count of changes and its norm then."""
 
     _group_of: dict[nn.Parameter, int]
     """The parameter group of each working weight."""
 
+    _warned_of_no_sync: bool = False
+
     _why_by_itself: str | None = None
     """Why the optimizer inside steps by itself, in more passes over memory."""
 
     @classmethod
-    def convert_in_place(cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, gradient_scaling: str) -> None:
+    def convert_in_place(cls, optimizer: LowLevelZeroOptimizer, model: nn.Module, config: FP8Config) -> None:
         """Turn a ZeRO optimizer into this class in place.
 
         Args:
             optimizer: made by Colossal-AI's plugin; no step taken yet.
             model: what it trains, its linear layers converted.
-            gradient_scaling: `FP8Config.gradient_scaling`.
+            config: how gradients are scaled, and add up over micro-batches.
         """
         optimizer.__class__ = cls
         optimizer.gathered_weights = GatheredWeights(model, optimizer)
@@ -83,20 +93,21 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         optimizer._group_of = {
             working: group_id for group_id, group in optimizer._working_param_groups.items() for working in group
         }
-        optimizer.gradient_encoding = Encoding(block_size=None) if gradient_scaling == "tensor" else Encoding()
+        optimizer.gradient_encoding = Encoding(block_size=None) if config.gradient_scaling == "tensor" else Encoding()
         optimizer.automatic_scaling = (
             AutomaticScaling(
                 max(store.world_size for store in optimizer.pg_to_grad_store.values()),
                 get_accelerator().get_current_device(),
             )
-            if gradient_scaling == "auto"
+            if config.gradient_scaling == "auto"
             else None
         )
         # Colossal-AI's flag makes the host wait for the device after each backward; here streams wait for each other
         optimizer.reduces_beside_backward = optimizer._overlap_communication
         optimizer._overlap_communication = False
         for store in optimizer.pg_to_grad_store.values():
-            store._working_index = 0  # in stage 1 too, a rank keeps the gradients of its own part alone
+            AccumulatedGradients.convert_in_place(store, config.gradient_accumulation, widens=optimizer._master_weights)
+        optimizer._accumulates_codes = config.gradient_accumulation == "8-bit"
         if cls.reduces_during_backward and not optimizer.grad_handles:
             optimizer._attach_reduction_hook()  # Colossal-AI has none in stage 1 without overlap
 
@@ -137,9 +148,9 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             sizes = [gradient.numel() // bucket.world_size for gradient in gradients]
             groups = [self._group_of[parameter] for parameter in parameters]
             for parameter, group_id, part in zip(parameters, groups, own.split(sizes), strict=True):
-                self._widen(group_id, parameter)
-                self._add_grad(part, 1, group_id, id(parameter))
-            self._note_norms(list(map(self._own_gradient, groups, parameters)))
+                self.pid_to_grad_store[id(parameter)].add(part, group_id, id(parameter))
+            if not self._accumulates_codes:  # whose norms are those of what the step decodes
+                self._note_norms(list(map(self._own_gradient, groups, parameters)))
 
     def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> torch.Tensor:
         """This rank's parts of the means over ranks, one after the other.
@@ -165,14 +176,17 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             gradients = part.split(sizes)
         return part.to(kept)
 
-    def _widen(self, group_id: int, parameter: nn.Parameter) -> None:
-        """Make FP32 of what earlier micro-batches left of a gradient, so that sums are not rounded each time."""
-        store = self.pid_to_grad_store[id(parameter)]
-        kept = store.get_partitioned_gradients_by_param_id(group_id, id(parameter))
-        if kept and kept[0].dtype is torch.bfloat16 and self._master_weights:
-            del store.grad_to_param_mapping[id(kept[0])]
-            kept[0] = kept[0].float()
-            store.grad_to_param_mapping[id(kept[0])] = id(parameter)
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As it is; the gradients of such micro-batches add up whole, in `.grad`."""
+        (kind,) = {store.kind for store in self.pg_to_grad_store.values()}
+        if kind != "32-bit" and not self._warned_of_no_sync:
+            self._warned_of_no_sync = True
+            self._logger.warning(
+                f'fp8_config.gradient_accumulation="{kind}" has no effect within no_sync: gradients add up whole in '
+                "16 bits; leave no_sync out, or the option",
+                ranks=[0],
+            )
+        return super().no_sync()
 
     def step(self, closure: None = None) -> None:
         """Update this rank's master shards and publish the new weights to all ranks.

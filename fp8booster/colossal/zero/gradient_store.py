@@ -1,0 +1,79 @@
+"""Where ZeRO keeps this rank's parts of reduced gradients, which add up over micro-batches in 32, 16 or 8 bits."""
+
+from __future__ import annotations
+
+import torch
+from colossalai.accelerator import get_accelerator
+from colossalai.zero.low_level.bookkeeping import GradientStore
+
+from fp8booster.kernels.group_codes import GroupCodes
+from fp8booster.optim.gradient_sums import GradientSum, added, value_of
+
+
+class AccumulatedGradients(GradientStore):
+    """Colossal-AI's store, in which a rank has its own part of each gradient.
+
+    Sums of 8 bits lie here between micro-batches alone. Whoever asks for a gradient has it decoded, to the dtype of one
+    micro-batch's, and may change it in place: it stays so until the next is added.
+    """
+
+    kind: str
+    """`FP8Config.gradient_accumulation`."""
+
+    _widens: bool
+    """Sums of "32-bit" become FP32; else they keep their dtype."""
+
+    _dtype: torch.dtype
+    """Of a gradient of one micro-batch."""
+
+    @classmethod
+    def convert_in_place(cls, store: GradientStore, kind: str, *, widens: bool) -> None:
+        """Turn an empty store into this class in place."""
+        store.__class__ = cls
+        store.kind, store._widens = kind, widens
+        store._working_index = 0  # in stage 1 too, a rank keeps the gradients of its own part alone
+
+    def holds(self, group_id: int, param_id: int) -> bool:
+        """Whether there is a gradient of this parameter."""
+        return bool(self._grads_of_params.get(group_id, {}).get(param_id))
+
+    def add(self, gradient: torch.Tensor, group_id: int, param_id: int) -> None:
+        """Add a micro-batch's gradient, on the current stream, to those before it."""
+        held = self._grads_of_params.setdefault(group_id, {}).setdefault(param_id, [])
+        before = held.pop() if held else None
+        held.append(self._sum(before, gradient))
+        self._dtype = gradient.dtype
+        self.grad_to_param_mapping.pop(id(before), None)
+        self.grad_to_param_mapping[id(held[0])] = param_id
+
+    def _sum(self, before: GradientSum | None, gradient: torch.Tensor) -> GradientSum:
+        if isinstance(before, torch.Tensor):
+            if self.kind == "32-bit" and not self._widens:
+                return before.add_(gradient)
+            if before.is_cuda:
+                before.record_stream(get_accelerator().current_stream())  # it may have been decoded on another
+        return added(before, gradient, self.kind)
+
+    def _decode(self, group_id: int, param_id: int) -> None:
+        held = self._grads_of_params.get(group_id, {}).get(param_id)
+        if held and isinstance(held[0], GroupCodes):
+            self.grad_to_param_mapping.pop(id(held[0]), None)
+            held[0] = value_of(held[0], dtype=self._dtype)
+            self.grad_to_param_mapping[id(held[0])] = param_id
+
+    def get_partitioned_gradients_by_param_id(self, group_id: int, param_id: int) -> list[torch.Tensor]:
+        """As it is, decoded."""
+        self._decode(group_id, param_id)
+        return super().get_partitioned_gradients_by_param_id(group_id, param_id)
+
+    def get_working_grads_by_group_id(self, group_id: int) -> list[torch.Tensor]:
+        """As it is, decoded."""
+        for param_id in self._grads_of_params.get(group_id, {}):
+            self._decode(group_id, param_id)
+        return super().get_working_grads_by_group_id(group_id)
+
+    def get_working_grad_by_param_id(self, param_id: int) -> torch.Tensor | None:
+        """As it is, decoded."""
+        for group_id in self._grads_of_params:
+            self._decode(group_id, param_id)
+        return super().get_working_grad_by_param_id(param_id)
