@@ -270,7 +270,7 @@ class AdamW(Optimizer):
             state = self.state[parameter] = State.zeros(parameter)
         elif not isinstance(state, State):
             state = State(state)
-        state.require_for(parameter)
+        state.fit(parameter)
         state.move(parameter.device)
         if parameter.dtype is torch.bfloat16 and LOW not in state.codes:
             state.codes[LOW] = torch.zeros(parameter.numel(), dtype=torch.int16, device=parameter.device)
@@ -341,7 +341,7 @@ class AdamW(Optimizer):
             if name not in ("master", "step")
         }
         state = State({"step": int(given.get("step", 0)), **moved})
-        state.require_for(parameter)
+        state.fit(parameter)
         if "master" in given:
             master = given["master"].to(parameter.device, torch.float32)
             if parameter.dtype is torch.bfloat16:

@@ -18,7 +18,8 @@ LOW = "master_low"
 
 _SEEN = ("step", "exp_avg", "exp_avg_sq", LOW)
 
-_NEEDED = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What every state has beside its step."""
 
 
 class State(MutableMapping[str, Any]):
@@ -40,9 +41,9 @@ class State(MutableMapping[str, Any]):
     def __init__(self, given: Mapping[str, Any], show_step: Callable[[int], Any] = int) -> None:
         self.codes, self.show_step = {}, show_step
         self._shapes: dict[str, torch.Size] = {}
-        if all(isinstance(given.get(name), torch.Tensor) and not given[name].is_floating_point() for name in _NEEDED):
+        if all(isinstance(given.get(name), torch.Tensor) and not given[name].is_floating_point() for name in MOMENTS):
             self.codes.update(given)
-            self._shapes = {name: given[name].shape for name in _NEEDED}
+            self._shapes = {name: given[name].shape for name in MOMENTS}
             self._shapes[LOW] = self._shapes["exp_avg"]
         else:
             self.update(given)
@@ -52,8 +53,10 @@ class State(MutableMapping[str, Any]):
         """Of a parameter that has taken no step."""
         count, device = parameter.numel(), parameter.device
         codes = dict(zip(_FIRST + _SECOND, Moments8bit.zeros(count, device), strict=True))
+        if parameter.dtype is torch.bfloat16:
+            codes[LOW] = torch.zeros(count, dtype=torch.int16, device=device)
         state = cls({"step": 0, **codes})
-        state._shapes = dict.fromkeys((*_NEEDED, LOW), parameter.shape)
+        state.fit(parameter)
         return state
 
     @property
@@ -66,16 +69,17 @@ class State(MutableMapping[str, Any]):
         """Bytes of all tensors that are kept."""
         return sum(value.nbytes for value in self.codes.values() if isinstance(value, torch.Tensor))
 
-    def require_for(self, parameter: torch.Tensor) -> None:
-        """Raise ValueError unless it is the state of such a parameter."""
-        if missing := [name for name in _NEEDED if name not in self.codes]:
+    def fit(self, parameter: torch.Tensor) -> None:
+        """Take a parameter's shape. Raises ValueError unless it is the state of such a parameter."""
+        if missing := [name for name in MOMENTS if name not in self.codes]:
             raise ValueError(f"the state has no {' and '.join(missing)}; load the state dict of an AdamW")
-        for name in _NEEDED:
+        for name in MOMENTS:
             if self.codes[name].numel() != parameter.numel():
                 raise ValueError(
                     f"a state has {self.codes[name].numel()} values and its parameter {parameter.numel()}; load the "
                     "states of this model"
                 )
+        self._shapes = dict.fromkeys((*MOMENTS, LOW), parameter.shape)
 
     def move(self, device: torch.device) -> None:
         """Keep all tensors on this device."""
@@ -106,7 +110,7 @@ class State(MutableMapping[str, Any]):
             # engines may have passed it on in floating point
             self.codes[name] = value.float().clamp(-(2**15), 2**15 - 1).to(torch.int16).flatten()
             self._shapes[name] = value.shape
-        elif name in _NEEDED:
+        elif name in MOMENTS:
             blocks = in_blocks(value.detach().float())
             first = name == _FIRST[0]
             code, ranges = encode_roots(blocks) if first else encode_second(blocks, seed=None)
@@ -156,7 +160,7 @@ class States(defaultdict[torch.Tensor, Any]):
     def __setitem__(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
         if isinstance(state, State):
             state.show_step = self.show_step
-        elif all(name not in state or state[name].numel() == parameter.numel() for name in _NEEDED):
+        elif all(name not in state or state[name].numel() == parameter.numel() for name in MOMENTS):
             state = State(state, self.show_step)
         super().__setitem__(parameter, state)
 

@@ -14,13 +14,11 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin.plugin_base import Plugin
 from torch import nn
 
-from fp8booster.colossal.zero.master_weights import load_master_weights, save_master_weights
+from fp8booster.colossal.zero.rank_files import load_master_weights, load_moments, save_master_weights, save_moments
 from fp8booster.monitor.traffic import bytes_sent
 
 from .batches import Replica
-
-_WITH_MASTERS = ("low_level_zero", "hybrid")
-"""The plugins whose optimizers keep masters that `save_master_weights` reads."""
+from .parallel import WITH_MASTERS
 
 _CLIPPED_BY_CALLER = ("ddp", "fsdp")
 """The plugins that do not clip gradients in their optimizer's step."""
@@ -103,30 +101,39 @@ class BoostedModel:
         else:
             self.optimizer.unwrap().register_step_pre_hook(lambda *_: call())
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, codes: bool = False) -> None:
         """Write `model/`, in Hugging Face's format, `optimizer/`, as Booster does, and `masters/`; every rank calls it.
 
-        `folder` is on a disk that all ranks share. Under Gemini, DDP and FSDP `masters/` is empty.
+        Args:
+            folder: on a disk that all ranks share. Under Gemini, DDP and FSDP `masters/` is empty.
+            codes: write `moments/`, the codes of an `fp8booster.optim.AdamW`, in place of `optimizer/`; for plugins
+                that keep masters.
         """
         if dist.get_rank() == 0:
-            for name in ("model", "optimizer", "masters"):
+            for name in ("model", "moments" if codes else "optimizer", "masters"):
                 (folder / name).mkdir()
         dist.barrier()
         self.booster.save_model(self.model, str(folder / "model"), shard=True, use_safetensors=True)
-        self.booster.save_optimizer(self.optimizer, str(folder / "optimizer"), shard=True)
-        if self.name in _WITH_MASTERS:
+        if codes:
+            save_moments(self.model.unwrap(), self.optimizer, folder / "moments")
+        else:
+            self.booster.save_optimizer(self.optimizer, str(folder / "optimizer"), shard=True)
+        if self.name in WITH_MASTERS:
             save_master_weights(self.model.unwrap(), self.optimizer, folder / "masters")
 
     def load(self, folder: Path) -> None:
         """Set model and optimizer to what `save` wrote; every rank calls it."""
         self.booster.load_model(self.model, str(folder / "model"))
-        self.booster.load_optimizer(self.optimizer, str(folder / "optimizer"))
+        if (folder / "moments").is_dir():
+            load_moments(self.model.unwrap(), self.optimizer, folder / "moments")
+        else:
+            self.booster.load_optimizer(self.optimizer, str(folder / "optimizer"))
         # Colossal-AI leaves "step" where the file was read (load_states_into_optimizer, checkpoint_io/utils.py:808);
         # the fused AdamW wants it beside its parameter.
         for parameter, values in self.optimizer.unwrap().state.items():
             if isinstance(values.get("step"), torch.Tensor):
                 values["step"] = values["step"].to(parameter.device)
-        if self.name in _WITH_MASTERS:
+        if self.name in WITH_MASTERS:
             load_master_weights(self.model.unwrap(), self.optimizer, folder / "masters")
 
 

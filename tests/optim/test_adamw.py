@@ -103,6 +103,8 @@ def test_a_resumed_run_has_the_same_bits(dtype, tmp_path, device) -> None:
     second.load_state_dict(saved["model"])
     resumed = AdamW(second.parameters(), lr=1.0)
     resumed.load_state_dict(saved["optimizer"])
+    for number, parameter in enumerate(second.parameters()):
+        assert resumed.full_state_dict()["state"][number]["exp_avg"].shape == parameter.shape
     assert resumed.param_groups[0]["lr"] == SETTINGS["lr"]
     learn(second, resumed, 3, first=3)
     for one, other in zip(whole.parameters(), second.parameters(), strict=True):

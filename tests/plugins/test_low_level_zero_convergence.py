@@ -112,7 +112,7 @@ def test_a_run_resumed_from_its_middle_repeats_the_whole_one(case: str) -> None:
 
 
 def _save(run: Boosted, folder: Path) -> None:
-    from fp8booster.colossal.zero.master_weights import save_master_weights
+    from fp8booster.colossal.zero.rank_files import save_master_weights
 
     run.booster.save_model(run.model, str(folder / "model"), shard=True, use_safetensors=True)
     run.booster.save_optimizer(run.optimizer, str(folder / "optimizer"), shard=True)
@@ -121,7 +121,7 @@ def _save(run: Boosted, folder: Path) -> None:
 
 
 def _load(run: Boosted, folder: Path) -> None:
-    from fp8booster.colossal.zero.master_weights import load_master_weights
+    from fp8booster.colossal.zero.rank_files import load_master_weights
 
     run.booster.load_model(run.model, str(folder / "model"))
     run.booster.load_optimizer(run.optimizer, str(folder / "optimizer"))

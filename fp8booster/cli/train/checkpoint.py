@@ -5,7 +5,8 @@ gradients meet in other FP8 blocks.
 
 A folder `step-<step>` holds
     model/       weights, config and tokenizer in Hugging Face's format (BF16; FP32 under DDP and FSDP)
-    optimizer/   the optimizer's states, as Colossal-AI's Booster saves them
+    optimizer/   the optimizer's states, as Colossal-AI's Booster saves them; with --save-codes instead
+    moments/     the codes of moments in 8 bits, one file a rank
     masters/     FP32 master weights, one file a rank (empty under Gemini, DDP and FSDP)
     random/      random states of torch and of Colossal-AI's dropouts, one file a rank
     state.json   step, position in the data, options
@@ -85,7 +86,7 @@ def save_checkpoint(
     with new_checkpoint(root, state.step, keep=state.options.keep) as folder:
         if rank == 0:
             (folder / "random").mkdir()
-        boosted.save(folder)
+        boosted.save(folder, codes=state.options.saves_codes(state.precision))
         torch.save(_random_state(boosted.model), folder / "random" / f"rank-{rank:05d}.pt")
         if rank == 0:
             config.save_pretrained(folder / "model")

@@ -16,7 +16,7 @@ from fp8booster.training import parallel
 from fp8booster.training.batches import GlobalBatch
 from fp8booster.training.models import SIZES
 from fp8booster.training.optimizers import OPTIMIZERS
-from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, Parallel
+from fp8booster.training.parallel import MODES_OF_OWN_RANKS, MODES_OF_TENSOR_RANKS, WITH_MASTERS, Parallel
 
 PRECISIONS = {"bf16": ("bf16",), "fp8": ("fp8",), "compare": ("bf16", "fp8")}
 """The runs, in order, that each value of `--precision` stands for."""
@@ -159,6 +159,9 @@ class TrainOptions:
     out: str | None = _option(_RUN, "Folder of the run", shown="runs/<model>-<precision>-<time>")
     save: int = _option(_RUN, "Steps between checkpoints; 0: only at the end", 0, rule=at_least(0))
     keep: int = _option(_RUN, "Newest checkpoints that stay on disk; 0: all", 2, rule=at_least(0))
+    save_codes: bool = _option(
+        _RUN, "Save 8-bit moments as they are, for --resume, in place of Colossal-AI's FP32 states", False
+    )
     timeout: float | None = _option(
         _RUN,
         "Seconds without a step after which the rank that hangs is named and the run ends; 0: never",
@@ -179,6 +182,15 @@ class TrainOptions:
                 f"--level {self.level} is of runs in FP8; give --precision fp8 or compare, or leave it out."
             )
         self.parallel.check(PLUGINS)
+        if self.save_codes and not any(map(self.saves_codes, PRECISIONS[self.precision])):
+            raise ValueError(
+                "--save-codes is for moments in 8 bits that ranks save by themselves; give --optimizer adamw-8bit or a "
+                f"--level with it, and --plugin {' or '.join(WITH_MASTERS)}, or --no-save-codes."
+            )
+
+    def saves_codes(self, precision: str) -> bool:
+        """Whether the run in one precision saves codes of moments."""
+        return self.save_codes and self.optimizer_of(precision) == "adamw-8bit" and self.plugin in WITH_MASTERS
 
     def optimizer_of(self, precision: str) -> str:
         """The optimizer's name in a run in one precision; a level has one for FP8."""

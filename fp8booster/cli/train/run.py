@@ -29,7 +29,7 @@ from .summary import layer_lines, machine, read_figures, render, write_summary
 from .task import Task
 from .tokens import TokenFile, prepare_tokens
 
-_CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "nproc", "timeout"}
+_CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "nproc", "timeout", "save_codes"}
 """Options that say nothing of steps that a run has taken."""
 
 INTERRUPTED = 130

@@ -29,6 +29,8 @@ MODES: dict[str, dict[str, Any]] = {
     "ddp": {"plugin": "ddp", "batch": 1, "accumulate": 2},
     "fsdp": {"plugin": "fsdp", "batch": 2},
     "low_level_zero, 8 bits": {"batch": 2, "optimizer": "adamw-8bit"},
+    "low_level_zero, codes": {"batch": 2, "optimizer": "adamw-8bit", "save_codes": True},
+    "hybrid, TP, codes": {"plugin": "hybrid", "tp": 2, "stage": 0, "batch": 4, "level": "O2", "save_codes": True},
     "fsdp, 8 bits": {"plugin": "fsdp", "batch": 2, "optimizer": "adamw-8bit"},
 }
 """On two ranks, each with the same four sequences a step."""

@@ -5,7 +5,7 @@ import torch
 
 from fp8booster.cli.train.defaults import cache_folder, resolve
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.training.models import SIZES, MODELS
+from fp8booster.training.models import MODELS, SIZES
 
 
 @pytest.mark.parametrize("model", SIZES)

@@ -51,3 +51,16 @@ def test_a_level_has_an_optimizer_for_fp8_alone():
     assert TrainOptions(optimizer="adamw-8bit").optimizer_of("bf16") == "adamw-8bit"
     with pytest.raises(ValueError, match="--level O1 is of runs in FP8; give --precision fp8 or compare"):
         TrainOptions(level="O1", precision="bf16")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"level": "O1"}, {"optimizer": "adamw-8bit", "plugin": "fsdp"}, {"level": "O3", "optimizer": "adamw"}],
+)
+def test_codes_are_saved_only_where_there_are_some(options):
+    with pytest.raises(
+        ValueError, match="give --optimizer adamw-8bit or a --level with it, and --plugin low_level_zero"
+    ):
+        TrainOptions(save_codes=True, **options)
+    compared = TrainOptions(level="O2", save_codes=True)
+    assert [compared.saves_codes(precision) for precision in ("bf16", "fp8")] == [False, True]

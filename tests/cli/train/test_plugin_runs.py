@@ -104,6 +104,19 @@ def test_every_plugin_goes_on_from_its_checkpoint(found, name) -> None:
     assert model.config.vocab_size == VOCABULARY
 
 
+def test_saved_codes_take_a_quarter_of_saved_states(found) -> None:
+    sizes = []
+    for name, kept, absent in (
+        ("low_level_zero, 8 bits", "optimizer", "moments"),
+        ("low_level_zero, codes", "moments", "optimizer"),
+    ):
+        checkpoint = Path(run_of(found, name, "fp8")["folder"], "checkpoints", f"step-{SAVED:08d}")
+        sizes.append(sum(file.stat().st_size for file in (checkpoint / kept).iterdir()))
+        assert not (checkpoint / absent).exists()
+    assert 8 * network().num_parameters() < sizes[0]
+    assert sizes[1] < 0.4 * sizes[0]  # names weigh, of a tiny model
+
+
 def test_what_ddp_sends_in_cpp_counts(found) -> None:
     sent = column(run_of(found, "ddp", "bf16"), "wire_bytes")[-1]
     # FP32 gradients by an all-reduce between two ranks, and the few bytes of a step's loss

@@ -148,7 +148,7 @@ def test_a_loaded_run_goes_on_as_another_that_loads_the_same(mode: str) -> None:
 @ranks(2)
 @pytest.mark.parametrize("mode", ["TP2", "TP2 ZeRO 1", "PP2 1f1b ZeRO 1", "DP2 ZeRO 2"])
 def test_a_run_resumed_with_its_masters_repeats_the_whole_one(mode: str) -> None:
-    from fp8booster.colossal.zero.master_weights import load_master_weights, save_master_weights
+    from fp8booster.colossal.zero.rank_files import load_master_weights, save_master_weights
 
     whole, resumed = (start(fp8(mode)) for _ in range(2))
     learn(whole)

@@ -187,7 +187,7 @@ def test_a_pickle_or_a_copy_holds_values_and_changes_nothing(what: str) -> None:
 
 @ranks(2)
 def test_a_run_goes_on_from_its_checkpoint_bit_for_bit() -> None:
-    from fp8booster.colossal.zero.master_weights import load_master_weights, save_master_weights
+    from fp8booster.colossal.zero.rank_files import load_master_weights, save_master_weights
 
     writer, reader = alone(), alone()
     folder = shared_folder("alone resumed")

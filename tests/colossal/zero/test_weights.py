@@ -129,7 +129,7 @@ def test_a_loaded_weight_is_what_the_next_forward_uses(stage: int) -> None:
 @ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_resumed_from_its_masters_goes_on_bit_for_bit(stage: int) -> None:
-    from fp8booster.colossal.zero.master_weights import load_master_weights, save_master_weights
+    from fp8booster.colossal.zero.rank_files import load_master_weights, save_master_weights
 
     runs = [boost(wire(stage=stage, overlap_allgather=late)) for late in (False, True)]
     folder = shared_folder(f"resumed {stage}")
@@ -150,7 +150,7 @@ def test_a_run_resumed_from_its_masters_goes_on_bit_for_bit(stage: int) -> None:
 
 @ranks(2)
 def test_masters_of_another_rank_or_model_are_refused() -> None:
-    from fp8booster.colossal.zero.master_weights import load_master_weights, save_master_weights
+    from fp8booster.colossal.zero.rank_files import load_master_weights, save_master_weights
 
     run, other = boost(wire()), boost(wire(), Layers(64, 64, 64))
     folder = shared_folder("swapped masters")
@@ -176,7 +176,7 @@ def swap(first: Path, second: Path) -> None:
 
 def load_with(run: Boosted, folder: Path, change: Callable[[Path, Path], object]) -> None:
     """Load masters after rank 0 has changed the files of ranks 0 and 1."""
-    from fp8booster.colossal.zero.master_weights import load_master_weights
+    from fp8booster.colossal.zero.rank_files import load_master_weights
 
     dist.barrier()  # no rank still reads them
     if dist.get_rank() == 0:

@@ -1,0 +1,255 @@
+"""What each rank saves by itself under ZeRO and hybrid parallelism: FP32 master weights, and moments in 8 bits.
+
+Colossal-AI's own checkpoints hold the BF16 working weights and the optimizer's states, and loading them makes new
+masters from the working weights (LowLevelZeroOptimizer.update_master_params, zero/low_level/low_level_optim.py:862):
+the 16 bits below BF16 are lost and a resumed run leaves the path of the uninterrupted one. States are FP32 there, 8
+bytes a parameter. Here each rank keeps its own shards, and of moments in 8 bits their codes, 2.05 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.interface import OptimizerWrapper
+from colossalai.zero.low_level import LowLevelZeroOptimizer
+from colossalai.zero.low_level._utils import get_nd_rank, get_nd_world_size
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
+from fp8booster.optim import AdamW
+from fp8booster.optim.states_8bit import MOMENTS, State, as_tensor
+from fp8booster.reading import COPY_AGAIN, faults_named
+
+
+def save_master_weights(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) -> None:
+    """Write this rank's shards to `folder` as `rank-<rank>-of-<ranks>.safetensors`; every rank calls it.
+
+    One entry for each trained parameter that this rank holds a part of: with ZeRO its flat shard
+    [ceil(numel / ranks)], the last one padded with zeros, else all it holds of it; FP32. The file's metadata says
+    which rank wrote it.
+    """
+    _save(optimizer, folder, {name: master.detach() for name, _, master in _pairs(model, optimizer)})
+
+
+def save_moments(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) -> None:
+    """Write the codes of this rank's states, and their steps, as `save_master_weights` does masters.
+
+    Args:
+        optimizer: around an `fp8booster.optim.AdamW`.
+    """
+    states = optimizer.optim.state
+    codes = {}
+    for name, _, master in _pairs(model, optimizer):
+        for entry, value in states[master].codes.items() if master in states else ():
+            codes[_entry(name, entry)] = torch.as_tensor(value)
+    _save(optimizer, folder, codes)
+
+
+def load_master_weights(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) -> None:
+    """Set the masters to what `save_master_weights` wrote; every rank calls it, after the working weights were loaded.
+
+    Under ZeRO alone, the number of ranks may have changed since. Weights that are sent in FP8 are sent anew: they
+    are cast from the masters.
+
+    Raises:
+        FileNotFoundError: a shard is missing.
+        ValueError: the masters were sharded in another way, or a file is another rank's, of another model or damaged.
+    """
+    written = _Written.by_all(folder, optimizer, "master weights")
+    pairs = list(_pairs(model, optimizer))
+    shapes = {name: written.shape(working, master) for name, working, master in pairs}
+    with torch.no_grad(), written.opened(shapes) as files:
+        for name, working, master in pairs:
+            master.copy_(written.own_part([shards.get_tensor(name) for shards in files], working, master))
+    if isinstance(optimizer, FP8ZeroOptimizer):
+        optimizer.publish_masters()
+
+
+def load_moments(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) -> None:
+    """Give the optimizer the states that `save_moments` wrote; every rank calls it.
+
+    On as many ranks they are the same codes. Under ZeRO alone, the number of ranks may have changed since; then, or
+    where the optimizer is another AdamW, values are decoded.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_master_weights`.
+    """
+    written = _Written.by_all(folder, optimizer, "moments")
+    in_codes = isinstance(optimizer.optim, AdamW)
+    saved = written.names()
+    pairs = [pair for pair in _pairs(model, optimizer) if _entry(pair[0], "step") in saved]
+    codes = {
+        name: State.zeros(torch.empty(written.shape(working, master), dtype=master.dtype, device="meta")).codes
+        for name, working, master in pairs
+    }
+    shapes = {
+        _entry(name, entry): torch.as_tensor(value).shape
+        for name, entries in codes.items()
+        for entry, value in entries.items()
+    }
+    with torch.no_grad(), written.opened(shapes) as files:
+        for name, working, master in pairs:
+            parts = [_state(shards, name, codes[name]) for shards in files]
+            state: State | dict[str, torch.Tensor] = parts[0]
+            if in_codes and not written.resharded:
+                parts[0].fit(master)
+            else:
+                state = {"step": as_tensor(parts[0]["step"]).to(master.device)}
+                for entry in [each for each in parts[0] if each in MOMENTS or (in_codes and each != "step")]:
+                    own = written.own_part([part[entry] for part in parts], working, master)
+                    state[entry] = own.view(master.shape).to(master.device)
+            optimizer.optim.state[master] = state
+
+
+def _state(shards: Any, name: str, entries: Iterable[str]) -> State:
+    codes = {entry: shards.get_tensor(_entry(name, entry)) for entry in entries}
+    return State({**codes, "step": int(codes["step"])})
+
+
+def _entry(name: str, entry: str) -> str:
+    return f"{name}:{entry}"
+
+
+def _save(optimizer: OptimizerWrapper, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    rank, ranks = _place(optimizer)
+    metadata = {_SHARDING: _sharding(optimizer), _WRITER: _writer(rank, ranks)}
+    on_host = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    save_file(on_host, _file(folder, rank, ranks), metadata=metadata)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What ranks wrote, as this rank reads it: its own file where as many ranks wrote, else all."""
+
+    files: list[Path]
+    by: int
+    """Ranks that wrote."""
+    rank: int
+    ranks: int
+
+    @classmethod
+    def by_all(cls, folder: Path, optimizer: OptimizerWrapper, what: str) -> _Written:
+        """Errors as `load_master_weights`."""
+        rank, ranks = _place(optimizer)
+        files = sorted(folder.glob("rank-*-of-*.safetensors"))
+        by = int(files[0].stem.rpartition("-")[2]) if files else 0
+        if not files or files != [_file(folder, writer, by) for writer in range(by)]:
+            raise FileNotFoundError(f"{folder} holds {len(files)} of {by} files of {what}; copy the whole checkpoint.")
+        sharding = _metadata(files[0]).get(_SHARDING, _ZERO_ALONE)
+        if sharding != _sharding(optimizer) or (by != ranks and sharding != _ZERO_ALONE):
+            raise ValueError(
+                f"the {what} in {folder} were written by {by} ranks with {sharding}, and this run has {ranks} with "
+                f"{_sharding(optimizer)}; resume with the same, or from the model and the optimizer's states alone"
+            )
+        for writer, file in enumerate(files):
+            _require_writer(file, what, writer, by)
+        return cls([files[rank]] if by == ranks else files, by, rank, ranks)
+
+    @property
+    def resharded(self) -> bool:
+        """Whether another number of ranks wrote."""
+        return self.by != self.ranks
+
+    def names(self) -> set[str]:
+        """Of the tensors in a file."""
+        with faults_named(self.files[0]), safe_open(self.files[0], framework="pt") as shards:
+            return set(shards.keys())
+
+    def shape(self, working: torch.Tensor, master: torch.Tensor) -> torch.Size:
+        """Of the part of a parameter that a file holds."""
+        return torch.Size([-(-working.numel() // self.by)]) if self.resharded else master.shape
+
+    @contextmanager
+    def opened(self, shapes: dict[str, torch.Size]) -> Iterator[list[Any]]:
+        """The files, as `_opened`."""
+        with ExitStack() as stack:
+            yield [stack.enter_context(_opened(file, shapes)) for file in self.files]
+
+    def own_part(self, parts: list[torch.Tensor], working: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a parameter, of those in the files."""
+        if not self.resharded:
+            return parts[0]
+        whole = torch.cat(parts)[: working.numel()]
+        padded = nn.functional.pad(whole, [0, master.numel() * self.ranks - whole.numel()])
+        return padded.chunk(self.ranks)[self.rank]
+
+
+def _file(folder: Path, rank: int, ranks: int) -> Path:
+    return folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def _writer(rank: int, ranks: int) -> str:
+    return f"{rank} of {ranks}"
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    with faults_named(file), safe_open(file, framework="pt") as shards:
+        return shards.metadata() or {}
+
+
+def _require_writer(file: Path, what: str, rank: int, ranks: int) -> None:
+    """Raise ValueError for a file that another rank wrote; an old one, which does not say who did, is taken."""
+    writer = _metadata(file).get(_WRITER, _writer(rank, ranks))
+    if writer != _writer(rank, ranks):
+        raise ValueError(f"{file} holds the {what} of rank {writer}: files were renamed or mixed; {COPY_AGAIN}.")
+
+
+@contextmanager
+def _opened(file: Path, shapes: dict[str, torch.Size]) -> Iterator[Any]:
+    """A file of a rank. Raises ValueError unless it holds those of `shapes` and no others."""
+    with faults_named(file), safe_open(file, framework="pt") as shards:
+        names = set(shards.keys())
+        for name in sorted({*names, *shapes}):
+            found = tuple(shards.get_slice(name).get_shape()) if name in names else "missing"
+            expected = tuple(shapes[name]) if name in shapes else "missing"
+            if found != expected:
+                raise ValueError(
+                    f"{file} belongs to another model or run: {name} is {found} there and {expected} here; "
+                    f"{COPY_AGAIN}."
+                )
+        yield shards
+
+
+def _pairs(model: nn.Module, optimizer: OptimizerWrapper) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
+    masters = optimizer.get_working_to_master_map()
+    for name, parameter in model.named_parameters():
+        if id(parameter) in masters:
+            yield name, parameter, masters[id(parameter)]
+
+
+_SHARDING = "sharding"
+"""What a file says in its metadata of how masters are divided."""
+
+_WRITER = "rank"
+"""Which rank wrote it, as "0 of 2"."""
+
+_ZERO_ALONE = "ZeRO"
+
+
+def _sharding(optimizer: OptimizerWrapper) -> str:
+    """How the masters are divided."""
+    zero = isinstance(optimizer, LowLevelZeroOptimizer)
+    sizes = {
+        name: get_nd_world_size(group)
+        for name in ("tp", "pp")
+        if (group := getattr(optimizer, f"{name}_pg", None)) is not None
+    }
+    if zero and all(size == 1 for size in sizes.values()):
+        return _ZERO_ALONE
+    return ", ".join([f"{name}_size={size}" for name, size in sizes.items()] + ["ZeRO" if zero else "zero_stage=0"])
+
+
+def _place(optimizer: OptimizerWrapper) -> tuple[int, int]:
+    """This rank and the number of ranks that write: under ZeRO alone those of the one group that shards."""
+    if _sharding(optimizer) != _ZERO_ALONE:
+        return dist.get_rank(), dist.get_world_size()
+    (group,) = optimizer.pg_to_param_list
+    return get_nd_rank(group), get_nd_world_size(group)
