@@ -21,5 +21,6 @@ def make_optimizer(name: str, parameters: Iterable[nn.Parameter], **rates: Any) 
     One group: Colossal-AI's ZeRO sends its bucket of gradients whenever the group changes, so a second one for norms
     would cut every bucket at every norm.
     """
-    fused = {"fused": True} if name == "adamw" else {}
-    return OPTIMIZERS[name](parameters, **rates, **fused)
+    if name == "adamw":
+        rates["fused"] = True
+    return OPTIMIZERS[name](parameters, **rates)
