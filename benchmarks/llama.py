@@ -64,6 +64,9 @@ def main(
     ] = NONE,
     fp8_option: Annotated[list[str], typer.Option(help="key=value for FP8Config; repeat the option.")] = NONE,
     optimizer: Annotated[str, typer.Option(help=f"fp8booster's: {', '.join(OPTIMIZERS)}.")] = "adamw",
+    update_in_backward: Annotated[
+        bool, typer.Option("--update-in-backward", help="With adamw-8bit: keep no gradients, nor clip them.")
+    ] = False,
     one_sided: Annotated[
         int, typer.Option(help="MiB of ZeRO's largest message in FP8, read from peers of one node (default: NCCL).")
     ] = 0,

@@ -118,7 +118,7 @@ def boost(
     if name == MOE:
         parallel.replicas(dist.get_world_size())
     # Colossal-AI adds 1e-6 to the norm before it clips, which is none where gradients are as small
-    max_norm = job.max_norm if job.gradient_scale is None else 0.0
+    max_norm = job.max_norm if job.gradient_scale is None and not job.update_in_backward else 0.0
     plugin = make_plugin(plugin_class, parallel, model, max_norm, options)
     boosted = BoostedModel(name, plugin, model, _optimizer(job, plugin_class, model))
 
@@ -143,9 +143,9 @@ def _optimizer(job: Job, plugin_class: type[Plugin], model: nn.Module) -> torch.
     if not ours and plugin_class is native_plugins.GeminiPlugin:
         return HybridAdam(model.parameters(), lr=job.lr, weight_decay=WEIGHT_DECAY)
     name = job.optimizer if ours else "adamw"
-    return make_optimizer(
-        name, model.parameters(), lr=job.lr, eps=_EPS * (job.gradient_scale or 1), weight_decay=WEIGHT_DECAY
-    )
+    options = {"update_in_backward": True} if ours and job.update_in_backward else {}
+    rates = {"lr": job.lr, "eps": _EPS * (job.gradient_scale or 1), "weight_decay": WEIGHT_DECAY}
+    return make_optimizer(name, model.parameters(), **rates, **options)
 
 
 def plant_outlier(model: nn.Module, channel: int, factor: float) -> None:

@@ -62,6 +62,8 @@ class Job:
     """MiB of the largest message that ZeRO of ours sends by `comm.use_one_sided`; 0 is NCCL alone."""
     optimizer: str = "adamw"
     """One of `OPTIMIZERS`, for engines of fp8booster; peers have torch's AdamW."""
+    update_in_backward: bool = False
+    """Of fp8booster's 8-bit moments; gradients are not clipped then."""
     tokens: TokenFile | None = None
     """Text to train on; None is random tokens."""
     held_out: float = 0.0
@@ -90,6 +92,8 @@ class Job:
             )
         if self.gradient_scale is not None and not self.gradient_scale > 0:
             raise ValueError(f"--gradient-scale is {self.gradient_scale}; it must be above 0")
+        if self.update_in_backward and (self.optimizer != "adamw-8bit" or self.micro_batches > 1):
+            raise ValueError("--update-in-backward goes with --optimizer adamw-8bit and --micro-batches 1")
         if self.one_sided < 0:
             raise ValueError(f"--one-sided is {self.one_sided}; give the MiB of the largest message, or 0 for none")
         if self.warm_up < 0:

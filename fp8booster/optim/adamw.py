@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fp8booster.config import GRADIENT_ACCUMULATIONS
 from fp8booster.kernels.adam_step import AdamRates, require_rates
@@ -53,7 +54,7 @@ class AdamW(Optimizer):
         lr, betas, eps, weight_decay: as in `torch.optim.AdamW`.
         update_in_backward: update each parameter as soon as backward has its gradient, and free that: no two gradients
             are there at once. Gradients cannot be clipped by their norm then, and `step()` updates only what waits for
-            further micro-batches.
+            further micro-batches. Under LowLevelZeroPlugin ranks update their shards bucket by bucket.
         micro_batches: with `update_in_backward`, the backwards whose gradients add up to an update: divide each loss by
             it. A gradient is freed as soon as it was added; the last is added in FP32, and updates. `step()` after the
             last one updates what got fewer gradients, as the parameters of a layer that was skipped, and ends an
@@ -75,6 +76,8 @@ class AdamW(Optimizer):
     """Of each parameter that the last step updated, the largest magnitude of its new values: float32 []."""
 
     state: States
+
+    updates_in_backward: bool
 
     micro_batches: int
     """It may be set between two accumulations."""
@@ -100,7 +103,8 @@ class AdamW(Optimizer):
         self._numbers: dict[torch.Tensor, int] = {}
         self._has_engine = False
         self._skipped: dict[torch.device, torch.Tensor] = {}
-        self._update_in_backward = update_in_backward
+        self.updates_in_backward = update_in_backward
+        self._hooks: list[RemovableHandle] = []
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self.state = States()
 
@@ -113,25 +117,18 @@ class AdamW(Optimizer):
     def train_for_engine(self, places: Mapping[torch.Tensor, tuple[int, int]], *, integer_steps: bool = False) -> None:
         """Train what an engine has put in the place of the parameters, and show it states in FP32.
 
+        An engine that updates in backward calls `update_shards` with gradients that it has reduced.
+
         Args:
             places: for each tensor of `param_groups`, the number of its parameter, and of the part of it that it is.
                 Chance differs between parts, and must not between the ranks' copies of one.
             integer_steps: show `step` as an int, not as a tensor.
-
-        Raises:
-            ValueError: it updates in backward.
         """
-        self.require_steps()
+        for hook in self._hooks:  # before ranks have reduced a gradient
+            hook.remove()
         self._numbers = {each: number + _SHARD * part for each, (number, part) in places.items()}
         self._has_engine = True
         self.state = States(self.state, int if integer_steps else as_tensor)
-
-    def require_steps(self) -> None:
-        """Raise ValueError where it updates in backward, before gradients are reduced."""
-        if self._update_in_backward:
-            raise ValueError(
-                "update_in_backward=True updates before ranks have reduced their gradients; leave it out under a plugin"
-            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in `torch.optim.Optimizer`; errors as in the class."""
@@ -147,8 +144,9 @@ class AdamW(Optimizer):
             if not parameter.is_contiguous():
                 raise ValueError("a parameter's values lie apart in memory; give contiguous parameters")
             self._numbers[parameter] = len(self._numbers)
-            if self._update_in_backward and parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(partial(self._take, len(self.param_groups) - 1))
+            if self.updates_in_backward and parameter.requires_grad:
+                take = partial(self._take, len(self.param_groups) - 1)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, div_scale: float | torch.Tensor = -1) -> Any:
@@ -175,7 +173,7 @@ class AdamW(Optimizer):
                 parameter.grad = None
             given = {each: each.grad for each in group["params"] if each.grad is not None}
             amaxes.update(self._update(group, given, divisor))
-            if self._update_in_backward:
+            if self.updates_in_backward:
                 for parameter in given:
                     parameter.grad = None
         return loss

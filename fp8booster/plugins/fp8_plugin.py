@@ -108,6 +108,10 @@ class FP8Plugin(Plugin):
         """Why `gradient_accumulation` has no effect, and what to do; None where it has."""
         return "this plugin's gradients add up as they are; use LowLevelZeroPlugin, or leave the option out"
 
+    def why_no_update_in_backward(self) -> str | None:
+        """Why an optimizer cannot update in backward, and what to do; None where it can."""
+        return "this plugin updates when all gradients are reduced; use LowLevelZeroPlugin"
+
     def _warn_of_no_effect(self, arguments: Mapping[str, Any]) -> None:
         """Warn, on rank 0, of a configuration that nothing reads, and of options in it that do nothing."""
         scaling = self.fp8_config.gradient_scaling
@@ -153,8 +157,8 @@ class FP8Plugin(Plugin):
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """Wrap model and optimizer as Colossal-AI does, and turn the model's linear layers into FP8 layers in place."""
         of_user = optimizer
-        if isinstance(of_user, AdamW):
-            of_user.require_steps()
+        if isinstance(of_user, AdamW) and of_user.updates_in_backward:
+            self._require_update_in_backward(of_user)
         if self.use_fp8:
             boosted = self._configure_fp8(model, optimizer, criterion, dataloader, lr_scheduler)
         else:
@@ -162,6 +166,13 @@ class FP8Plugin(Plugin):
         if isinstance(of_user, AdamW):
             of_user.train_for_engine(self.places(*boosted[:2]), integer_steps=self.integer_steps)
         return boosted
+
+    def _require_update_in_backward(self, optimizer: AdamW) -> None:
+        reason = self.why_no_update_in_backward()
+        if reason is None and optimizer.micro_batches > 1:
+            reason = "ZeRO updates at every backward; make the optimizer with micro_batches=1"
+        if reason is not None:
+            raise ValueError(f"the optimizer was made with update_in_backward=True, and {reason}, or leave that out")
 
     def _configure_fp8(
         self,

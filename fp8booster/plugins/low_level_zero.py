@@ -42,6 +42,16 @@ class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):
         """The optimizer that sends FP8 accumulates."""
         return None if self.sends_fp8 else WITHOUT_FP8
 
+    def why_no_update_in_backward(self) -> str | None:
+        """Where ranks reduce in FP8 they may, but not by what is known of all gradients at their end alone."""
+        if not self.sends_fp8:
+            return "Colossal-AI's ZeRO updates when all gradients are reduced; give use_fp8=True and fp8_communication"
+        if self.zero_optim_kwargs["clip_grad_norm"] > 0:
+            return "the gradients' norm, by which they are clipped, is known after backward; give max_norm=0"
+        if self.precision == "fp16":
+            return 'whether an FP16 gradient overflowed is known after backward; give precision="bf16"'
+        return None
+
     def part_of(self, model: ModelWrapper, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
         """ZeRO's part of it."""
         return zero_part_of(optimizer, tensor)

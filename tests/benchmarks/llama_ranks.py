@@ -32,6 +32,10 @@ RUNS = {
     "bf16 fused": ("fp8booster-bf16-fused", JOB),
     "fp8": ("fp8booster-fp8", JOB),
     "8-bit moments": ("fp8booster-fp8", replace(JOB, optimizer="adamw-8bit")),
+    "8-bit moments, updated in backward": (
+        "fp8booster-fp8",
+        replace(JOB, micro_batches=1, micro_batch=4, optimizer="adamw-8bit", update_in_backward=True),
+    ),
     "stage 1": ("fp8booster-fp8", replace(JOB, zero=1)),
     "ddp": ("fp8booster-bf16", replace(JOB, plugin="ddp")),
     "ddp bf16 fused": ("fp8booster-bf16-fused", replace(JOB, plugin="ddp")),

@@ -216,11 +216,68 @@ def test_chance_differs_between_shards_and_not_between_copies() -> None:
         assert len(set(numbers)) == len(numbers)
 
 
+def in_backward(*args: Any, **named: Any) -> AdamW:
+    """The optimizer that updates in backward."""
+    return AdamW(*args, **named, update_in_backward=True)
+
+
 @ranks(2)
-@pytest.mark.parametrize("engine", ["ZeRO 1", "ZeRO 1, native", "Gemini", "FSDP", "DDP"])
-def test_updates_in_backward_are_refused(engine: str) -> None:
-    with pytest.raises(ValueError, match="leave it out under a plugin"):
-        start(engine, lambda *args, **named: AdamW(*args, **named, update_in_backward=True))
+@pytest.mark.parametrize(
+    ("engine", "what_to_do"),
+    [
+        ("ZeRO 1, native", "give use_fp8=True and fp8_communication, or leave that out"),
+        ("ZeRO 2, clipped", "give max_norm=0"),
+        ("TP2 ZeRO 1", "use LowLevelZeroPlugin"),
+        ("Gemini", "use LowLevelZeroPlugin"),
+        ("FSDP", "use LowLevelZeroPlugin"),
+        ("DDP", "use LowLevelZeroPlugin"),
+    ],
+)
+def test_updates_in_backward_are_refused_where_all_gradients_are_needed(engine: str, what_to_do: str) -> None:
+    with pytest.raises(ValueError, match=what_to_do):
+        start(engine, in_backward)
+
+
+@ranks(2)
+def test_updates_in_backward_are_refused_with_a_loss_scale_and_with_micro_batches() -> None:
+    plugin = training.ours(precision="fp16", **FP8)
+    with pytest.raises(ValueError, match='give precision="bf16"'):
+        training.boost(plugin, tiny_llama(), optimizer=in_backward)
+    with pytest.raises(ValueError, match="make the optimizer with micro_batches=1"):
+        start("ZeRO 2", lambda *args, **named: in_backward(*args, **named, micro_batches=2))
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("engine", "no_sync"), [("ZeRO 1", False), ("ZeRO 1", True), ("ZeRO 2", False), ("ZeRO 1, offloaded", False)]
+)
+def test_updates_in_backward_are_those_of_the_step_bit_for_bit(engine: str, no_sync: bool) -> None:
+    how = {"micro_batches": 2, "no_sync": True} if no_sync else {}
+    expected, found = start(engine), start(engine, in_backward)
+    schedules = [torch.optim.lr_scheduler.StepLR(run.optimizer.optim, 2, 0.5) for run in (expected, found)]
+    for seed in range(4):
+        assert train(found, 1, seed=seed, **how) == train(expected, 1, seed=seed, **how)
+        for schedule in schedules:
+            schedule.step()
+    masters = [
+        [each for group in run.optimizer.optim.param_groups for each in group["params"]] for run in (expected, found)
+    ]
+    for one, other in zip(*masters, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(decoded(expected), decoded(found), strict=True):
+        assert torch.equal(one, other)
+
+
+@ranks(2)
+def test_no_gradient_waits_for_a_step_that_comes_after_updates_in_backward() -> None:
+    run = start("ZeRO 2", in_backward)
+    loss = run.loss(token_batch(seed=dist.get_rank()))
+    run.booster.backward(loss, run.optimizer)
+    stores = run.optimizer.pg_to_grad_store.values()
+    assert not any(store.get_working_grads_by_group_id(0) for store in stores)
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    with pytest.raises(RuntimeError, match=r"call step\(\) after each backward"):
+        run.booster.backward(run.loss(token_batch(seed=dist.get_rank())), run.optimizer)
 
 
 @ranks(2)

@@ -35,7 +35,7 @@ from fp8booster.comm.transport import gather_many
 from fp8booster.config import FP8Config
 from fp8booster.kernels.message_layout import side_by_side
 from fp8booster.kernels.norms import norms_of
-from fp8booster.optim import one_pass
+from fp8booster.optim import AdamW, one_pass
 from fp8booster.optim.clipping import clipping_divisor
 
 Updated = list[tuple[nn.Parameter, torch.Tensor]]
@@ -66,6 +66,12 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
 
     _accumulates_codes: bool
     """`FP8Config.gradient_accumulation` is "8-bit"."""
+
+    updates_in_backward: bool
+    """The optimizer inside updates a bucket's masters when it is reduced, and no gradient is kept for the step."""
+
+    _updated_amaxes: dict[nn.Parameter, torch.Tensor]
+    """Of each working weight that this backward has updated the master of, the amax of this rank's shard."""
 
     _norms: WeakIdKeyDictionary
     """By gradient, its count of changes and its norm then."""
@@ -105,6 +111,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         # Colossal-AI's flag makes the host wait for the device after each backward; here streams wait for each other
         optimizer.reduces_beside_backward = optimizer._overlap_communication
         optimizer._overlap_communication = False
+        optimizer.updates_in_backward = isinstance(optimizer.optim, AdamW) and optimizer.optim.updates_in_backward
+        optimizer._updated_amaxes = {}
         for store in optimizer.pg_to_grad_store.values():
             AccumulatedGradients.convert_in_place(store, config.gradient_accumulation, widens=optimizer._master_weights)
         optimizer._accumulates_codes = config.gradient_accumulation == "8-bit"
@@ -136,6 +144,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     def _reduce_bucket(self, bucket: BucketStore) -> None:
         """Reduce-scatter a bucket's gradients and keep this rank's part of each."""
         parameters, gradients = _taken_out(bucket, self.gradient_encoding.block_size or 1)
+        if self.updates_in_backward:
+            self.gathered_weights.wait()  # it overwrites what they are cast from
         accelerator = get_accelerator()
         stream = accelerator.current_stream()
         if self.reduces_beside_backward and gradients[0].is_cuda:
@@ -146,11 +156,29 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         with accelerator.stream(stream):
             own = self._reduced(bucket, gradients)
             sizes = [gradient.numel() // bucket.world_size for gradient in gradients]
+            if self.updates_in_backward:
+                self._update(dict(zip(parameters, own.split(sizes), strict=True)))
+                return
             groups = [self._group_of[parameter] for parameter in parameters]
             for parameter, group_id, part in zip(parameters, groups, own.split(sizes), strict=True):
                 self.pid_to_grad_store[id(parameter)].add(part, group_id, id(parameter))
             if not self._accumulates_codes:  # whose norms are those of what the step decodes
                 self._note_norms(list(map(self._own_gradient, groups, parameters)))
+
+    def _update(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Update the masters of working weights, given this rank's parts of their gradients.
+
+        Raises:
+            RuntimeError: one has been updated since the last step.
+        """
+        if not self._updated_amaxes.keys().isdisjoint(gradients):
+            raise RuntimeError(
+                "a second backward has come before step(), and the optimizer updates in backward; call step() after "
+                "each backward, or make the optimizer without update_in_backward"
+            )
+        masters = {self.working_to_master_param[id(working)]: each for working, each in gradients.items()}
+        amaxes = self._in_one_pass({master: each.to(master.device) for master, each in masters.items()}, None)
+        self._updated_amaxes |= {self.master_to_working_param[id(master)]: amax for master, amax in amaxes.items()}
 
     def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> torch.Tensor:
         """This rank's parts of the means over ranks, one after the other.
@@ -205,6 +233,9 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 self._logger.info("Found overflow. Skip step")
             self.zero_grad()
             return
+        if self.updates_in_backward:
+            self._publish_updated()
+            return
         self.gathered_weights.wait()  # the optimizer overwrites what they are cast from
         if isinstance(self.optim, DistributedLamb):
             self.gathered_weights.restore()  # its trust ratios are of the norms of working weights
@@ -219,6 +250,19 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             release_param_grad(masters)
             self.optim.param_groups[group_id]["params"] = masters
         self._publish(updated, works, amaxes)
+
+    def _publish_updated(self) -> None:
+        """Publish the weights whose masters backward has updated."""
+        updated = [
+            (working, self.working_to_master_param[id(working)])
+            for group in self._working_param_groups.values()
+            for working in group
+            if working in self._updated_amaxes
+        ]
+        amaxes = {master: self._updated_amaxes[working] for working, master in updated}
+        self._updated_amaxes = {}
+        self._step_of_nothing()
+        self._publish(updated, self._gather(self._in_16_bits(updated)), amaxes)
 
     def _taken(self, group_id: int) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
         """(working weight, this rank's master shard, its gradient) of what a step updates, on the master's device.
@@ -287,10 +331,16 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         self._in_one_pass(first, divisor)
         works = self._gather(in_16_bits)
         amaxes = self._in_one_pass({master: gradients[master] for _, master in updated if master not in first}, divisor)
+        self._step_of_nothing()
+        return works, amaxes
+
+    def _step_of_nothing(self) -> None:
+        """Let the optimizer inside step when all masters are updated: schedules count its calls."""
         for group in self.optim.param_groups:
             group["params"] = []
-        self.optim.step()  # of nothing that is left; schedules count its calls
-        return works, amaxes
+        self.optim.step()
+        for group_id, masters in self._master_param_groups_of_current_rank.items():
+            self.optim.param_groups[group_id]["params"] = masters
 
     def _in_one_pass(
         self, gradients: Mapping[torch.Tensor, torch.Tensor], divisor: torch.Tensor | None
