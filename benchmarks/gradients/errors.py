@@ -77,15 +77,15 @@ def measure(way: Scheme, bucket: Bucket) -> Record:
     exact = bucket.values.float()
     mean = bucket.values.double().mean(0)
     by_parameter = [
-        _decibels(value, got)
+        decibels(value, got)
         for value, got in zip(mean.split(bucket.sizes, 1), sent.mean.split(bucket.sizes, 1), strict=True)
     ]
     flushed = ((sent.casts == 0) & (exact != 0)).sum() / (exact != 0).sum()
     return {
         "way": way.name,
         "step": bucket.step,
-        "cast": _decibels(exact, sent.casts),
-        "mean": _decibels(mean, sent.mean),
+        "cast": decibels(exact, sent.casts),
+        "mean": decibels(mean, sent.mean),
         "median": statistics.median(by_parameter),
         "worst": min(by_parameter),
         "worst parameter": bucket.names[by_parameter.index(min(by_parameter))],
@@ -139,7 +139,7 @@ def _automatic(bucket: Bucket, mu: float) -> Sent:
     return Sent(casts, total * inverse / ranks, clipped.item(), at_largest.item(), 1 + scale_bytes)
 
 
-def _decibels(exact: torch.Tensor, found: torch.Tensor) -> float:
+def decibels(exact: torch.Tensor, found: torch.Tensor) -> float:
     """Signal over noise; infinite where nothing is lost."""
     exact, found = exact.double(), found.double()
     noise = (exact - found).square().sum().item()
