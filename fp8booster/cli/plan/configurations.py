@@ -128,9 +128,16 @@ def _small_moments(options: TrainOptions) -> TrainOptions:
     return dataclasses.replace(options, optimizer="adamw-8bit")
 
 
+def _small_sums(options: TrainOptions) -> TrainOptions:
+    """Where each micro-batch's gradients are reduced, and wait for the next."""
+    reduced = options.plugin in ZERO_STAGES and options.parallel.zero_stage == 2
+    return _with_fp8(options, "gradient_accumulation=8-bit") if reduced and options.accumulate > 1 else options
+
+
 _SMALLER: dict[str, Callable[[TrainOptions], TrainOptions]] = {
     "no copies": _no_copies,
     "8-bit moments": _small_moments,
+    "8-bit gradient sums": _small_sums,
     "8-bit activations": lambda options: _with_fp8(options, "saved_activations=8-bit"),
     "checkpointing": lambda options: dataclasses.replace(options, checkpointing=True),
 }

@@ -57,6 +57,14 @@ def test_a_plan_as_json():
     assert "--checkpointing" in records[-1]["command"]
 
 
+def test_sums_of_gradients_in_8_bits_are_compared_where_micro_batches_are_reduced():
+    sizes = {"model": "7b", "batch": 2, "sequence": 4096, "nproc": 2}
+    for given, compared in (({}, False), ({"accumulate": 4}, True), ({"accumulate": 4, "stage": 1}, False)):
+        found = {each.name: each.options for each in configurations(TrainOptions(**sizes, **given))}
+        assert ("+ 8-bit gradient sums" in found) == compared
+    assert "gradient_accumulation=8-bit" in configurations(TrainOptions(**sizes, accumulate=4))[-1].command
+
+
 def plan(*sizes: float) -> list[Configuration]:
     """Configurations whose peaks are so many GiB, in FP8 but for the first."""
     found = configurations(TrainOptions(model="7b", batch=2, sequence=4096, nproc=2))
