@@ -27,11 +27,11 @@ _KINDS: dict[str, tuple[dict[str, Any], type[Optimizer]]] = {
     "O1": (_O1, torch.optim.AdamW),
     "O2": (_O1, AdamW),
     "O3": (_O3, AdamW),
-    "lean": ({**_O3, "saved_activations": "8-bit"}, AdamW),
+    "lean": ({**_O3, "saved_activations": "8-bit", "gradient_accumulation": "8-bit"}, AdamW),
 }
 LEVELS = tuple(_KINDS)
 """Each adds to those before it: gradients and messages in FP8, moments in 8 bits, weights in FP8 alone, saved
-activations in 8 bits. The first three are those of FP8-LM (arXiv 2310.18313)."""
+activations and gradients between micro-batches in 8 bits. The first three are those of FP8-LM (arXiv 2310.18313)."""
 
 
 def level(name: str, **fields: Any) -> Level:

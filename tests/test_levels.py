@@ -41,7 +41,7 @@ def test_each_keeps_what_the_table_says(name: str) -> None:
         run = boost(plugin, optimizer=chosen.optimizer)
     with count_traffic() as traffic:
         train(run, steps=2)
-    weights, sent, master, moments, activations, all_of_it = rows()[name]
+    weights, sent, accumulated, master, moments, activations, all_of_it = rows()[name]
 
     layers = [layer for _, layer in gathered(run)]
     assert len(layers) > 10
@@ -59,6 +59,9 @@ def test_each_keeps_what_the_table_says(name: str) -> None:
     states = [run.optimizer.optim.state[shards[id(layer.weight)]] for layer in layers]
     in_8_bits = moments == "8 bits"
     assert isinstance(run.optimizer.optim, AdamW) is in_8_bits
+
+    stores = run.optimizer.pg_to_grad_store.values()
+    assert {store.kind for store in stores} == {{"FP32": "32-bit", "8 bits": "8-bit"}[accumulated]}
 
     (line,) = [call.args[0] for call in info.call_args_list]
     assert ("moments are kept in 8 bits" in line) is in_8_bits

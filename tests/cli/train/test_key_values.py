@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster import FP8Config
+from fp8booster import level
 from fp8booster.cli.train.key_values import (
     _OWN_FLAGS,
     _constructor_arguments,
@@ -152,6 +152,7 @@ def test_pairs_reach_the_plugin_and_the_config():
 
 def test_pairs_win_over_the_level():
     config = fp8_config(("keep_weight_transposes=true",), "lean")
-    assert config == FP8Config(weights_in_16_bits=False, keep_weight_transposes=True, saved_activations="8-bit")
+    assert config == level("lean", keep_weight_transposes=True).config != level("lean").config
+    assert not config.keeps_16_bits
     with pytest.raises(ValueError, match=r"keep the transposes or use granularity"):
         check_plugin(TrainOptions(level="O3", fp8_options=("granularity=rowwise",)))
