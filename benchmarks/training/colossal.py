@@ -104,7 +104,8 @@ def boost(
     with LazyInitContext(default_device=device) if lazy else nullcontext():
         model = build(
             job.architecture.config(job.sequence),
-            dtype=torch.float32 if name == "fsdp" else torch.bfloat16,
+            # FSDP's shards are its master weights, but for an optimizer that keeps those of BF16 weights itself
+            dtype=torch.float32 if name == "fsdp" and job.optimizer == "adamw" else torch.bfloat16,
             device=torch.device("cpu") if lazy else device,
             checkpointing=job.checkpointing,
         )
