@@ -82,6 +82,7 @@ def test_layers_are_counted_from_two_models():
         {"plugin": "hybrid", "pp": 2, "accumulate": 4},
         {"plugin": "hybrid", "tp": 2, "sp_mode": "split_gather"},
         {"plugin": "hybrid", "sp": 2, "sp_mode": "all_to_all"},
+        {"plugin": "hybrid", "tp": 2, "stage": 0},
         {"plugin": "ddp"},
         {"plugin": "fsdp"},
     ],

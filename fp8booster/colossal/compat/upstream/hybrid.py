@@ -33,9 +33,11 @@ def masters_are_plain_tensors(upstream: Callable, self: Any, *args: Any, **kwarg
     Without it those of ColoParameters (made by native use_fp8) are ColoTensors, whose `mul_` is a `mul`: moments of
     AdamW never decay, and the loss is NaN by the third step.
     """
+    from colossalai.tensor.colo_tensor import ColoTensor
+
     upstream(self, *args, **kwargs)
     for master, working in self.master_to_working_map.items():
-        if master is not working:
+        if master is not working and isinstance(master, ColoTensor):
             master.__class__ = torch.Tensor
 
 
