@@ -88,8 +88,8 @@ NOTE = (
 
 def main(
     model: Annotated[str, typer.Option(help="A size that `fp8booster train --model` knows.")] = "tiny",
-    step: Annotated[list[int], typer.Option(help="Step whose gradients are added up; repeat it.")] = [1, 40],  # noqa: B006
-    micro_batches: Annotated[list[int], typer.Option(help="Gradients that are added up; repeat it.")] = [4, 16, 64],  # noqa: B006
+    step: Annotated[list[int], typer.Option(help="Step whose gradients are added up; repeat it.")] = [1, 20],  # noqa: B006
+    micro_batches: Annotated[list[int], typer.Option(help="Gradients that are added up; repeat it.")] = [4, 16],  # noqa: B006
     batch: Annotated[int, typer.Option(help="Sequences of a micro-batch.")] = 2,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 128,
     quick: command.Quick = False,
