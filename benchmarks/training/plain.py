@@ -18,23 +18,26 @@ def plain(job: Job, device: torch.device) -> BuiltEngine:
     """The job's model converted and fused; gradients are not clipped, since no two are there at once.
 
     Raises:
-        ValueError: more than one process; an accumulation; another optimizer.
+        ValueError: more than one process; another optimizer.
     """
     if dist.get_world_size() > 1:
         raise ValueError("--precision plain trains on one GPU; add --processes 1")
-    if job.micro_batches > 1 or job.optimizer != "adamw-8bit":
-        raise ValueError("--precision plain updates in backward; use --micro-batches 1 and --optimizer adamw-8bit")
+    if job.optimizer != "adamw-8bit":
+        raise ValueError("--precision plain updates in backward; use --optimizer adamw-8bit")
     torch.manual_seed(job.seed)
     model = build(
         job.architecture.config(job.sequence), dtype=torch.bfloat16, device=device, checkpointing=job.checkpointing
     )
     convert_to_fp8(model, fp8_config(job.fp8_options))
     fuse(model)
-    optimizer = AdamW(model.parameters(), lr=job.lr, update_in_backward=True)
+    optimizer = AdamW(model.parameters(), lr=job.lr, update_in_backward=True, micro_batches=job.micro_batches)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        return loss.detach()
+        losses = []
+        for part in tokens.split(job.micro_batch):
+            loss = model(input_ids=part, labels=part).loss / job.micro_batches
+            loss.backward()
+            losses.append(loss.detach())
+        return torch.stack(losses).sum()
 
     return BuiltEngine(model=model, optimizer=optimizer, step=step, replica=Replica(0, 1))

@@ -127,7 +127,7 @@ def test_a_turn_that_fails_ends_on_all_ranks_and_the_next_one_runs() -> None:
 
 
 def test_one_gpu_without_a_plugin_trains_with_8_bit_moments() -> None:
-    ((outcome, refused),) = run_ranks(measure_plain, 1, timeout=300)
-    assert outcome["losses"][-1] < 0.98 * outcome["losses"][0]
-    assert "--micro-batches 1" in refused["micro_batches"]
-    assert "--optimizer adamw-8bit" in refused["optimizer"]
+    ((outcomes, refused),) = run_ranks(measure_plain, 1, timeout=300)
+    for outcome in outcomes:
+        assert outcome["losses"][-1] < 0.98 * outcome["losses"][0]
+    assert "--optimizer adamw-8bit" in refused
