@@ -24,9 +24,9 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
+from fp8booster.nn.fused.attention import attend, attends_alike
 from fp8booster.nn.fused.families import PARTS, SILU, Part, decoder_part
 from fp8booster.nn.fused.merged_layers import Merged, MergedLayers, MergedLinears
 from fp8booster.nn.fused.pointwise import rms_norm, split_and_rotate, swiglu
@@ -125,47 +125,18 @@ class FusedAttention(FusedPart):
         """What attention gave, [B, S, H, D], as [B, S', H', D] of the tokens and heads that `o_proj` takes here."""
         return attended
 
-    def attends_alike(self, *, output_attentions: bool | None = False, **arguments: Any) -> bool:
+    def attends_alike(self, **arguments: Any) -> bool:
         """Whether `attend` computes what the unfused forward does with these arguments."""
-        return (
-            self.config._attn_implementation == "sdpa"
-            and not output_attentions
-            and all(arguments.get(name) is None for name in _READ_BY_SDPA)
-        )
+        return attends_alike(self.config._attn_implementation, arguments)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> torch.Tensor:
         """The attention of query [B, Hq, S, D] to key and value [B, Hkv, S', D]: [B, Hq, S, D]."""
-        shared = self.num_key_value_groups > 1
-        if shared and attention_mask is not None and not takes_mask_and_groups(query):
-            key, value = (each.repeat_interleave(self.num_key_value_groups, 1) for each in (key, value))
-            shared = False
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=None if attention_mask is None else attention_mask[..., : key.shape[2]],
-            dropout_p=self.attention_dropout if self.training else 0.0,
-            is_causal=attention_mask is None and query.shape[2] > 1,
-            scale=self.scaling,
-            enable_gqa=shared,
-        )
+        dropout = self.attention_dropout if self.training else 0.0
+        return attend(query, key, value, attention_mask, dropout=dropout, scale=self.scaling)
 
     def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What runs where `forward` does not cover a case."""
         return super().forward(*args, **kwargs)
-
-
-_READ_BY_SDPA = ("is_causal", "position_bias", "cache", "softcap")
-"""What transformers' `sdpa_attention_forward` reads of the arguments that a model passes on, and `attend` does not."""
-
-
-def takes_mask_and_groups(query: torch.Tensor) -> bool:
-    """Whether SDPA has a kernel for a mask and heads that share keys, but the one that holds all scores in memory.
-
-    cuDNN's is, which PyTorch prefers on Hopper and Blackwell. Flash attention takes no mask, the memory-efficient
-    kernel no shared keys.
-    """
-    return not query.is_cuda or torch.cuda.get_device_capability(query.device)[0] in (9, 10)
 
 
 class FusedMLP(FusedPart):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8, forget_weights, report
-from fp8booster.nn.fused import decoder, fuse_blocks
+from fp8booster.nn.fused import attention, fuse_blocks
 from tests.nn.fused.models import FAMILIES, batch, build
 from tests.plugins.test_low_level_zero_census import Census, products
 
@@ -270,7 +270,7 @@ def test_a_mask_where_no_kernel_takes_it_with_shared_keys(family: str, monkeypat
     mask = torch.ones_like(batch())
     mask[0, :3] = 0
     loss, gradients = step(model, attention_mask=mask)
-    monkeypatch.setattr(decoder, "takes_mask_and_groups", lambda query: False)
+    monkeypatch.setattr(attention, "takes_mask_and_groups", lambda query: False)
     again, others = step(model, attention_mask=mask)
     assert again == pytest.approx(loss, rel=1e-4)
     for name, gradient in gradients.items():
