@@ -31,7 +31,7 @@ POINTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::Binar
         ("triton_poi_fused__to_copy_clamp_mul_reciprocal_2", "casts"),
         ("triton_red_fused_abs_add_amax_mean_mul_pow_rsqrt_3", "norms and pointwise"),
         ("triton_poi_fused_mul_silu_1", "norms and pointwise"),
-        ("rms_norm_backward_kernel", "norms and pointwise"),
+        ("row_norm_backward_kernel", "norms and pointwise"),
         ("swiglu_kernel", "norms and pointwise"),
         # a conversion of types, not to FP8
         (
@@ -67,7 +67,7 @@ def test_every_moment_belongs_to_one_part() -> None:
             Kernel(NCCL, 150, 180),  # nothing runs from 140 to 150; exposed to 160 and from 170
             Kernel("cast_kernel", 160, 170),
             Kernel("nvjet_b", 200, 220),  # shares 210 to 220 with the norm
-            Kernel("rms_norm_kernel", 210, 240),
+            Kernel("row_norm_kernel", 210, 240),
         ]
     )
     assert found == dict.fromkeys(ROWS, 0.0) | {

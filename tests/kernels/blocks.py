@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import torch
 
-from fp8booster.kernels import rms_norm, rope, swiglu, token_rows
+from fp8booster.kernels import rope, row_norm, swiglu, token_rows
 from fp8booster.kernels.group_codes import encode_groups
 from fp8booster.scaling import amax_of
 
@@ -22,35 +23,48 @@ def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
     return torch.randn(shape, device=device).to(dtype)
 
 
+NORMS = {
+    "RMS norm": {},
+    "RMS norm of 1 + weight": {"unit_offset": True},
+    "layer norm": {"centered": True},
+    "layer norm with a bias": {"centered": True, "biased": True},
+}
+"""By name, what `row_norm_backward` is told of it."""
+
+
 def norm_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[Case]:
-    """RMS norm, forward and backward, with and without a residual."""
-    for (rows, columns), dtype in zip(shapes, _dtypes(len(shapes)), strict=True):
+    """Norms, forward and backward, with and without a residual."""
+    for ((rows, columns), dtype), norm in product(zip(shapes, _dtypes(len(shapes)), strict=True), NORMS):
         # in eighths, whose sums need no rounding: the interpreter rounds FP32 to BF16 otherwise than the hardware
         x, other = (torch.randint(-16, 17, (rows, columns), device=device).div(8).to(dtype) for _ in range(2))
         dy = _random(rows, columns, dtype=dtype, device=device)
-        weight = 1 + 0.1 * _random(columns, dtype=dtype, device=device)
+        biased, kind = NORMS[norm].get("biased", False), NORMS[norm]
+        weight, bias = 0.1 * _random(2, columns, dtype=dtype, device=device)
+        weight = weight if kind.get("unit_offset") else 1 + weight
+        given = {"bias": bias if biased else None} | {name: kind[name] for name in kind if name != "biased"}
         for residual in (None, other):
             name = f"{rows} x {columns} {dtype} residual {residual is not None}"
 
-            def forward(x=x, weight=weight, residual=residual):
-                made = _triton("rms_norm").rms_norm_triton(x, weight, 1e-5, residual)
+            def forward(x=x, weight=weight, residual=residual, given=given):
+                made = _triton("row_norm").row_norm_triton(x, weight, 1e-5, residual, **given)
                 return list(made[:3]), made.amax
 
-            def forward_reference(x=x, weight=weight, residual=residual):
-                return list(rms_norm.rms_norm.reference(x, weight, 1e-5, residual)[:3])
+            def forward_reference(x=x, weight=weight, residual=residual, given=given):
+                return list(row_norm.row_norm.reference(x, weight, 1e-5, residual, **given)[:3])
 
-            yield f"rms norm {name}", forward, forward_reference
-            inverse = rms_norm.rms_norm.reference(x, weight, 1e-5).inverse_rms
-            for kind, h in (("", x), (" of codes", encode_groups(x))):
+            yield f"{norm} {name}", forward, forward_reference
+            inverse = row_norm.row_norm.reference(x, weight, 1e-5, None, **given).inverse_rms
+            for codes, h in (("", x), (" of codes", encode_groups(x))):
 
-                def backward(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual):
-                    *made, amax = _triton("rms_norm").rms_norm_backward_triton(dy, h, weight, inverse, dh)
-                    return made, amax
+                def backward(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual, kind=kind):
+                    *made, amax = _triton("row_norm").row_norm_backward_triton(dy, h, weight, inverse, dh, **kind)
+                    return [each for each in made if each is not None], amax
 
-                def backward_reference(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual):
-                    return list(rms_norm.rms_norm_backward.reference(dy, h, weight, inverse, dh)[:2])
+                def backward_reference(dy=dy, h=h, weight=weight, inverse=inverse, dh=residual, kind=kind):
+                    *made, _ = row_norm.row_norm_backward.reference(dy, h, weight, inverse, dh, **kind)
+                    return [each for each in made if each is not None]
 
-                yield f"rms norm's backward{kind} {name}", backward, backward_reference
+                yield f"{norm}, backward{codes} {name}", backward, backward_reference
 
 
 def swiglu_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[Case]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from fp8booster.kernels import rms_norm, rope, swiglu, token_rows
-from tests.kernels.blocks import differences, norm_cases, rope_cases, swiglu_cases, token_cases
+from fp8booster.kernels import rope, row_norm, swiglu, token_rows
+from tests.kernels.blocks import NORMS, differences, norm_cases, rope_cases, swiglu_cases, token_cases
 from tests.kernels.interpreted import interpreted
 
 
@@ -41,20 +42,32 @@ def test_the_kernels_agree_with_their_references_every_time() -> None:
         assert list(differences(rope_cases(device, heads))) == []
 
 
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_norm_is_that_of_torch_and_its_backward_what_autograd_derives(norm: str) -> None:
+    kind = dict(NORMS[norm])
+    torch.manual_seed(0)
+    x, residual, dy, dh = (torch.randn(6, 40, dtype=torch.float64) + 0.5 for _ in range(4))
+    weight, bias = torch.randn(2, 40, dtype=torch.float64)
+    leaves = [tensor.requires_grad_() for tensor in (x, residual, weight, bias)]
+    h, factors = x + residual, 1 + weight if kind.get("unit_offset") else weight
+    if kind.get("centered"):
+        y = F.layer_norm(h, (40,), factors, bias if kind.get("biased") else None, 1e-5)
+    else:
+        y = F.rms_norm(h, (40,), factors, 1e-5)
+    dx, _, *of_parameters = torch.autograd.grad([y, h], leaves, [dy, dh], allow_unused=True)
+    x, residual, weight, bias, dy, dh = (tensor.detach().float() for tensor in (*leaves, dy, dh))
+    biased = kind.pop("biased", False)
+    made = row_norm.row_norm(x, weight, 1e-5, residual, bias if biased else None, **kind)
+    torch.testing.assert_close(made.y.double(), y.detach(), rtol=1e-5, atol=1e-5)
+    gradients = row_norm.row_norm_backward(dy, made.h, weight, made.inverse_rms, dh, biased=biased, **kind)
+    for found, right in zip(gradients[:3], (dx, *of_parameters), strict=True):
+        assert (found is None) == (right is None)
+        if right is not None:
+            torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+
+
 def test_the_references_are_what_autograd_derives() -> None:
     torch.manual_seed(0)
-    x, residual, dy, dh = (torch.randn(6, 40, dtype=torch.float64) for _ in range(4))
-    weight = torch.randn(40, dtype=torch.float64)
-    leaves = [tensor.requires_grad_() for tensor in (x, residual, weight)]
-    h = x + residual
-    y = h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
-    dx, _, dweight = torch.autograd.grad([y, h], leaves, [dy, dh])
-    made = rms_norm.rms_norm(x.detach().float(), weight.detach().float(), 1e-5, residual.detach().float())
-    torch.testing.assert_close(made.y.double(), y.detach(), rtol=1e-5, atol=1e-5)
-    gradients = rms_norm.rms_norm_backward(dy.float(), made.h, weight.detach().float(), made.inverse_rms, dh.float())
-    torch.testing.assert_close(gradients.dx.double(), dx, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradients.dweight.double(), dweight, rtol=1e-5, atol=1e-5)
-
     gate, up, dy = (torch.randn(6, 40, dtype=torch.float64) for _ in range(3))
     leaves = [gate.requires_grad_(), up.requires_grad_()]
     y = torch.nn.functional.silu(gate) * up

@@ -9,11 +9,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fp8booster.kernels import rms_norm_triton, rope_triton, swiglu_triton, token_rows_triton
+from fp8booster.kernels import rope_triton, row_norm_triton, swiglu_triton, token_rows_triton
 from tests.kernels.compiled import narrow_accesses, stages_of
 
-FLOATS = ("inverse_rms", "partials", "weights", "dweights")
-ENCODED = {"EPS": 1e-5, "RESIDUAL": True, "ENCODE": True, "BLOCK": 4096}
+FLOATS = ("inverse_rms", "partials", "weights", "dweights", "dbiases")
+PLAIN = {"BIAS": False, "CENTERED": False, "UNIT_OFFSET": False}
+LAYER_NORM = {"BIAS": True, "CENTERED": True, "UNIT_OFFSET": False, "ENCODE": False, "DECODE": False}
+ENCODED = {"EPS": 1e-5, "RESIDUAL": True, "ENCODE": True, "BLOCK": 4096, **PLAIN}
 TILE = {"TILE_ROWS": 2, "TILE_COLUMNS": 1024}
 OF_CODES = TILE | {"ENCODE": False, "DECODE": True}
 
@@ -31,20 +33,22 @@ class Types(dict):
         tensor = (
             name in FLOATS
             or len(name) <= 2
-            or name in ("residual", "weight", "gate", "out", "qkv", "cos", "sin", "dqkv")
+            or name in ("residual", "weight", "bias", "gate", "out", "qkv", "cos", "sin", "dqkv")
         )
         return ("*fp32" if name in FLOATS else "*bf16") if tensor else "i32"
 
 
 CASES = {
-    "norm": (rms_norm_triton.rms_norm_kernel, ENCODED | {"ENCODE": False}, 8),
-    "norm that encodes": (rms_norm_triton.rms_norm_kernel, ENCODED, 8),
+    "norm": (row_norm_triton.row_norm_kernel, ENCODED | {"ENCODE": False}, 8),
+    "norm that encodes": (row_norm_triton.row_norm_kernel, ENCODED, 8),
     "norm of 5120": (
-        rms_norm_triton.rms_norm_kernel,
+        row_norm_triton.row_norm_kernel,
         ENCODED | {"RESIDUAL": False, "ENCODE": False, "BLOCK": 8192},
         16,
     ),
-    "norm's backward": (rms_norm_triton.rms_norm_backward_kernel, ENCODED | {"DECODE": False}, 8),
+    "layer norm": (row_norm_triton.row_norm_kernel, ENCODED | LAYER_NORM, 8),
+    "layer norm's backward": (row_norm_triton.row_norm_backward_kernel, ENCODED | LAYER_NORM, 8),
+    "norm's backward": (row_norm_triton.row_norm_backward_kernel, ENCODED | {"DECODE": False}, 8),
     "SwiGLU": (swiglu_triton.swiglu_kernel, TILE | {"BACKWARD": False, "ENCODE": False, "DECODE": False}, 4),
     "SwiGLU that encodes": (
         swiglu_triton.swiglu_kernel,
@@ -53,7 +57,7 @@ CASES = {
     ),
     "SwiGLU of codes": (swiglu_triton.swiglu_kernel, OF_CODES | {"BACKWARD": False}, 4),
     "SwiGLU's backward of codes": (swiglu_triton.swiglu_kernel, OF_CODES | {"BACKWARD": True}, 4),
-    "norm's backward of codes": (rms_norm_triton.rms_norm_backward_kernel, ENCODED | {"DECODE": True}, 8),
+    "norm's backward of codes": (row_norm_triton.row_norm_backward_kernel, ENCODED | {"DECODE": True}, 8),
     "SwiGLU's backward": (swiglu_triton.swiglu_kernel, TILE | {"BACKWARD": True, "ENCODE": False, "DECODE": False}, 4),
     "rope": (rope_triton.rotate_kernel, {"HALF": 64, "HEADS": 32}, 4),
     "sums of tokens' rows": (

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fp8booster.kernels import rms_norm, swiglu
+from fp8booster.kernels import row_norm, swiglu
 from fp8booster.kernels.group_codes import GROUP, LEAST_AMAX, GroupCodes, decode_groups, encode_groups
 from tests.kernels.interpreted import interpreted
 
@@ -69,7 +69,7 @@ def same_bytes(ours: GroupCodes, right: GroupCodes) -> bool:
 
 def what_differs(device: str = "cpu", shapes: tuple = (*SHAPES, (3, 2200))) -> list[str]:
     """Cases whose bytes are not those of the definition."""
-    from fp8booster.kernels.rms_norm_triton import rms_norm_triton
+    from fp8booster.kernels.row_norm_triton import row_norm_triton
     from fp8booster.kernels.swiglu_triton import swiglu_triton
 
     torch.manual_seed(0)
@@ -85,8 +85,8 @@ def what_differs(device: str = "cpu", shapes: tuple = (*SHAPES, (3, 2200))) -> l
                 different.append(f"SwiGLU {dtype} {shape}")
             weight = torch.ones(shape[1], dtype=dtype, device=device)
             for residual in (None, other.nan_to_num(0, 0, 0)):
-                made = rms_norm_triton(x, weight, 1e-5, residual, encoded=True)
-                plain = rms_norm_triton(x, weight, 1e-5, residual)
+                made = row_norm_triton(x, weight, 1e-5, residual, encoded=True)
+                plain = row_norm_triton(x, weight, 1e-5, residual)
                 if not torch.equal(made.y.nan_to_num(), plain.y.nan_to_num()):
                     different.append(f"y of norm {dtype} {shape}")
                 if not same_bytes(made.encoded, encode_groups(made.h)):
@@ -109,7 +109,7 @@ def test_what_is_encoded_changes_no_result() -> None:
     x, other = (values(4, 300, torch.bfloat16, torch.device("cpu")) for _ in range(2))
     for made, plain in (
         (swiglu.swiglu(x, other, encoded=True), swiglu.swiglu(x, other)),
-        (rms_norm.rms_norm(x, other[0], 1e-5, other, encoded=True), rms_norm.rms_norm(x, other[0], 1e-5, other)),
+        (row_norm.row_norm(x, other[0], 1e-5, other, encoded=True), row_norm.row_norm(x, other[0], 1e-5, other)),
     ):
         for one, same in zip(made, plain, strict=True):
             if isinstance(one, torch.Tensor):

@@ -1,4 +1,4 @@
-"""RMS norm, rotary embedding and SwiGLU around the products, differentiable.
+"""Norms, rotary embedding and SwiGLU around the products, differentiable.
 
 Each delivers the amax of what it makes, forward and backward, to the cast that follows.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from fp8booster.kernels import rms_norm as rms_norm_kernel
 from fp8booster.kernels import rope as rope_kernel
+from fp8booster.kernels import row_norm as row_norm_kernel
 from fp8booster.kernels import swiglu as swiglu_kernel
 from fp8booster.kernels.group_codes import GroupCodes
 from fp8booster.nn.linear.delivered_amax import deliver_amax
@@ -19,17 +19,26 @@ from fp8booster.nn.linear.functional import unaliased, unsafe_view
 from fp8booster.nn.linear.made_again import Recipe, deliver_recipe
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RowNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None, encoded: bool
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        eps: float,
+        kind: dict[str, bool],
+        encoded: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         added = None if residual is None else residual.reshape(rows.shape).contiguous()
-        y, h, inverse_rms, amax, codes = rms_norm_kernel.rms_norm(rows, weight, eps, added, encoded=encoded)
+        y, h, inverse_rms, amax, codes = row_norm_kernel.row_norm(
+            rows, weight, eps, added, bias, **kind, encoded=encoded
+        )
         ctx.save_for_backward(weight, inverse_rms, *((h,) if codes is None else codes))
         ctx.set_materialize_grads(False)
-        ctx.has_residual = residual is not None
+        ctx.has_residual, ctx.kind = residual is not None, {**kind, "biased": bias is not None}
         h = x.view_as(x) if residual is None else h.view(x.shape)
         return deliver_amax(unsafe_view(y, x.shape), amax), h
 
@@ -38,41 +47,74 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor | None, dh: torch.Tensor | None) -> tuple:
         weight, inverse_rms, *saved = ctx.saved_tensors
         if dy is None:  # only the sum was used
-            return dh, None, None, dh if ctx.has_residual else None, None
+            return dh, None, None, dh if ctx.has_residual else None, None, None, None
         h = GroupCodes(*saved) if len(saved) > 1 else saved[0]
         shape = dy.shape
-        dx, dweight, amax = rms_norm_kernel.rms_norm_backward(
+        dx, dweight, dbias, amax = row_norm_kernel.row_norm_backward(
             dy.reshape(h.shape).contiguous(),
             h,
             weight,
             inverse_rms,
             None if dh is None else dh.reshape(h.shape).contiguous(),
+            **ctx.kind,
         )
         dx = deliver_amax(dx.view(shape), amax)
-        return dx, dweight, None, dx if ctx.has_residual else None, None
+        return dx, dweight, dbias, dx if ctx.has_residual else None, None, None, None
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None, *, encoded: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    unit_offset: bool = False,
+    encoded: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise `h = x + residual`; see `kernels.rms_norm`.
+    """RMS norm of `h = x + residual`; see `kernels.row_norm`.
 
     Args:
         x: [..., K], BF16, FP16 or FP32.
         weight: [K].
         eps: added to the mean square.
         residual: of x's shape; None adds nothing.
+        unit_offset: multiply by 1 + weight, as Gemma does.
         encoded: save h for backward in 8 bits.
 
     Returns:
         (y, h), of x's shape, and of the dtype that the sum has. A block that adds to h later should take this one, not
-        x: then the gradients of both meet in one rms_norm_kernel.
+        x: then the gradients of both meet in one kernel.
     """
+    return _row_norm(x, weight, None, eps, residual, encoded, centered=False, unit_offset=unit_offset)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    *,
+    encoded: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Layer norm of `h = x + residual`; arguments and results are those of `rms_norm`, and a bias [K] or None."""
+    return _row_norm(x, weight, bias, eps, residual, encoded, centered=True, unit_offset=False)
+
+
+def _row_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    residual: torch.Tensor | None,
+    encoded: bool,
+    **kind: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     if residual is not None and residual.dtype != x.dtype:
         # under autocast: a block's output has 16 bits, and what it is added to may have 32
         dtype = torch.promote_types(x.dtype, residual.dtype)
         x, residual = x.to(dtype), residual.to(dtype)
-    return _RMSNorm.apply(x, weight, eps, residual, encoded and torch.is_grad_enabled())
+    return _RowNorm.apply(x, weight, bias, residual, eps, kind, encoded and torch.is_grad_enabled())
 
 
 class _SplitAndRotate(torch.autograd.Function):

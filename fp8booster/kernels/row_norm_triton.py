@@ -1,4 +1,4 @@
-"""RMS normalisation on a GPU: a row is held in registers, so every tensor is read and written once."""
+"""Normalisation of rows on a GPU: a row is held in registers, so every tensor is read and written once."""
 
 from __future__ import annotations
 
@@ -12,18 +12,32 @@ from fp8booster.kernels.cast_triton import magnitude_bits
 from fp8booster.kernels.group_codes import GROUP, GroupCodes, new_codes
 from fp8booster.kernels.group_codes_triton import AT_ONCE, amax_place, decode_tile, encode_tile
 from fp8booster.kernels.launch import launch
-from fp8booster.kernels.rms_norm import Normalized, NormGradients
+from fp8booster.kernels.row_norm import Normalized, NormGradients
 
 FORWARD_PROGRAMS = 8
 BACKWARD_PROGRAMS = 2
-"""A processor. Backward leaves one partial sum of the weight's gradient a program, so it has fewer."""
+"""A processor. Backward leaves partial sums of the gradients of weight and bias, one a program, so it has fewer."""
 
 
 @triton.jit
-def rms_norm_kernel(
+def load_factors(weight, inside, UNIT_OFFSET: tl.constexpr):
+    """What a row is multiplied by, FP32."""
+    factors = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
+    return 1.0 + factors if UNIT_OFFSET else factors
+
+
+@triton.jit
+def center(values, inside, columns, CENTERED: tl.constexpr):
+    """Values of a row, FP32 with zeros outside, less their mean where CENTERED."""
+    return tl.where(inside, values - tl.sum(values, 0) / columns, 0.0) if CENTERED else values
+
+
+@triton.jit
+def row_norm_kernel(
     x,
     residual,
     weight,
+    bias,
     y,
     h,
     inverse_rms,
@@ -34,6 +48,9 @@ def rms_norm_kernel(
     columns,
     EPS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
     ENCODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -41,7 +58,9 @@ def rms_norm_kernel(
     at_once: tl.constexpr = AT_ONCE // x.dtype.element_ty.primitive_bitwidth
     column = tl.arange(0, BLOCK)
     inside = column < columns
-    factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    factors = load_factors(weight + column, inside, UNIT_OFFSET)
+    if BIAS:
+        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     largest = tl.zeros([BLOCK], tl.int32)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         place = tl.max_contiguous((tl.zeros([1], tl.int64) + row) * columns + column, at_once)
@@ -51,8 +70,12 @@ def rms_norm_kernel(
             rounded = total.to(h.dtype.element_ty)
             tl.store(h + place, rounded, mask=inside)
             values = rounded.to(tl.float32)
-        inverse = 1.0 / tl.sqrt_rn(tl.sum(values * values, 0) / columns + EPS)
-        out = (values * inverse * factors).to(y.dtype.element_ty)
+        centered = center(values, inside, columns, CENTERED)
+        inverse = 1.0 / tl.sqrt_rn(tl.sum(centered * centered, 0) / columns + EPS)
+        out = centered * inverse * factors
+        if BIAS:
+            out += shift
+        out = out.to(y.dtype.element_ty)
         tl.store(y + place, out, mask=inside)
         tl.store(inverse_rms + row, inverse)
         largest = tl.maximum(largest, magnitude_bits(out))
@@ -65,7 +88,7 @@ def rms_norm_kernel(
 
 
 @triton.jit
-def rms_norm_backward_kernel(
+def row_norm_backward_kernel(
     dy,
     h,  # or its codes
     amaxes,  # of the codes, where DECODE
@@ -74,19 +97,25 @@ def rms_norm_backward_kernel(
     dh,
     dx,
     dweights,  # float32 [programs, columns]
+    dbiases,  # likewise, where BIAS
     partials,
     rows,
     columns,
     RESIDUAL: tl.constexpr,
+    BIAS: tl.constexpr,
+    CENTERED: tl.constexpr,
+    UNIT_OFFSET: tl.constexpr,
     DECODE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program takes every num_programs-th row and sums the weight's gradient over them."""
+    """Each program takes every num_programs-th row and sums the gradients of weight and bias over them."""
     at_once: tl.constexpr = AT_ONCE // dy.dtype.element_ty.primitive_bitwidth
     column = tl.arange(0, BLOCK)
     inside = column < columns
-    factors = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    factors = load_factors(weight + column, inside, UNIT_OFFSET)
     dweight = tl.zeros([BLOCK], tl.float32)
+    if BIAS:
+        dbias = tl.zeros([BLOCK], tl.float32)
     largest = tl.zeros([BLOCK], tl.int32)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         place = tl.max_contiguous((tl.zeros([1], tl.int64) + row) * columns + column, at_once)
@@ -96,16 +125,22 @@ def rms_norm_backward_kernel(
         if DECODE:
             amax_at, amax_inside = amax_place(tl.zeros([1, 1], tl.int64) + row, 0, columns, BLOCK)
             values = decode_tile(values, tl.load(amaxes + amax_at, mask=amax_inside, other=0.0), 1, BLOCK)
-        normal = values.to(tl.float32) * inverse
+        normal = center(values.to(tl.float32), inside, columns, CENTERED) * inverse
         weighted = gradient * factors
         dweight += gradient * normal
-        values = inverse * (weighted - normal * (tl.sum(weighted * normal, 0) / columns))
+        if BIAS:
+            dbias += gradient
+        centered = center(weighted, inside, columns, CENTERED)
+        values = inverse * (centered - normal * (tl.sum(weighted * normal, 0) / columns))
         if RESIDUAL:
             values += tl.load(dh + place, mask=inside, other=0.0).to(tl.float32)
         out = values.to(dx.dtype.element_ty)
         tl.store(dx + place, out, mask=inside)
         largest = tl.maximum(largest, magnitude_bits(out))
-    tl.store(dweights + tl.program_id(0).to(tl.int64) * columns + column, dweight, mask=inside)
+    place = tl.program_id(0).to(tl.int64) * columns + column
+    tl.store(dweights + place, dweight, mask=inside)
+    if BIAS:
+        tl.store(dbiases + place, dbias, mask=inside)
     tl.store(partials + tl.program_id(0), tl.max(largest, 0).to(tl.float32, bitcast=True))
 
 
@@ -114,10 +149,18 @@ def _block(columns: int) -> dict[str, int]:
     return {"num_warps": min(16, max(4, block // 512)), "BLOCK": block}
 
 
-def rms_norm_triton(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, encoded: bool = False
+def row_norm_triton(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    centered: bool = False,
+    unit_offset: bool = False,
+    encoded: bool = False,
 ) -> Normalized:
-    """`rms_norm`, up to the order of the sum over a row."""
+    """`row_norm`, up to the order of sums over a row."""
     rows, columns = x.shape
     programs = min(rows, FORWARD_PROGRAMS * processors(x.device))
     partials = new_partials(programs, x)
@@ -125,36 +168,55 @@ def rms_norm_triton(
     h = x if residual is None else torch.empty_like(x)
     inverse_rms = x.new_empty(rows, dtype=torch.float32)
     written = new_codes(x) if encoded else None
+    # pointers that are not read need some tensor
+    added = x if residual is None else residual, weight, weight if bias is None else bias
     launch(
-        rms_norm_kernel,
+        row_norm_kernel,
         programs,
-        (x, x if residual is None else residual, weight, y, h, inverse_rms, partials, *(written or (y, y))),
+        (x, *added, y, h, inverse_rms, partials, *(written or (y, y))),
         (rows, columns),
         EPS=eps,
         RESIDUAL=residual is not None,
+        BIAS=bias is not None,
+        CENTERED=centered,
+        UNIT_OFFSET=unit_offset,
         ENCODE=encoded,
         **_block(columns),
     )
     return Normalized(y, h, inverse_rms, partials, written)
 
 
-def rms_norm_backward_triton(
-    dy: Tensor, h: Tensor | GroupCodes, weight: Tensor, inverse_rms: Tensor, dh: Tensor | None = None
+def row_norm_backward_triton(
+    dy: Tensor,
+    h: Tensor | GroupCodes,
+    weight: Tensor,
+    inverse_rms: Tensor,
+    dh: Tensor | None = None,
+    *,
+    centered: bool = False,
+    unit_offset: bool = False,
+    biased: bool = False,
 ) -> NormGradients:
-    """`rms_norm_backward`, up to the order of sums."""
+    """`row_norm_backward`, up to the order of sums."""
     rows, columns = h.shape
     programs = min(rows, BACKWARD_PROGRAMS * processors(dy.device))
     partials = new_partials(programs, dy)
     dx = torch.empty_like(dy, dtype=h.dtype)
     dweights = dy.new_empty((programs, columns), dtype=torch.float32)
+    dbiases = torch.empty_like(dweights) if biased else None
     codes = h if isinstance(h, GroupCodes) else (h, h)
+    summed = dweights, dweights if dbiases is None else dbiases
     launch(
-        rms_norm_backward_kernel,
+        row_norm_backward_kernel,
         programs,
-        (dy, *codes, weight, inverse_rms, dy if dh is None else dh, dx, dweights, partials),
+        (dy, *codes, weight, inverse_rms, dy if dh is None else dh, dx, *summed, partials),
         (rows, columns),
         RESIDUAL=dh is not None,
+        BIAS=biased,
+        CENTERED=centered,
+        UNIT_OFFSET=unit_offset,
         DECODE=isinstance(h, GroupCodes),
         **_block(columns),
     )
-    return NormGradients(dx, dweights.sum(0).to(weight.dtype), partials)
+    dweight, dbias = (None if each is None else each.sum(0).to(weight.dtype) for each in (dweights, dbiases))
+    return NormGradients(dx, dweight, dbias, partials)

@@ -1,0 +1,128 @@
+"""Normalisation of rows, with the residual's addition before it.
+
+    h = x + residual                     rounded to their dtype, as the next block adds to it
+    y = c / rms(c) * w + bias            rms(c) = sqrt(mean(c**2) + eps), in FP32, rounded once
+
+RMS norm (Zhang and Sennrich, arXiv 1910.07467, equation 4): c = h, without a bias. Layer norm (Ba, Kiros and Hinton,
+arXiv 1607.06450, equation 3): c = h - mean(h). w is the weight, or 1 + weight where it is kept as what it differs by
+from 1, as Gemma's is.
+
+On a GPU each way is one launch that reads and writes every tensor once and delivers the amax of what it makes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fp8booster.kernels.group_codes import GroupCodes, encode_groups, values_of
+from fp8booster.kernels.operators import operator
+from fp8booster.scaling import amax_of
+
+
+class Normalized(NamedTuple):
+    """What `row_norm` gives for M rows."""
+
+    y: Tensor
+    """[M, K]"""
+
+    h: Tensor
+    """[M, K]: x plus the residual, or x itself without one."""
+
+    inverse_rms: Tensor
+    """float32 [M]: 1 / rms(c), for the backward."""
+
+    amax: Tensor
+    """float32, whose largest entry is the amax of y."""
+
+    encoded: GroupCodes | None
+    """h in 8 bits; None where that was not asked for."""
+
+
+class NormGradients(NamedTuple):
+    """What `row_norm_backward` gives."""
+
+    dx: Tensor
+    """[M, K]: of x, and of the residual."""
+
+    dweight: Tensor
+    """[K], of the weight's dtype."""
+
+    dbias: Tensor | None
+    """As dweight; None where there is no bias."""
+
+    amax: Tensor
+    """float32, whose largest entry is the amax of dx."""
+
+
+@operator()
+def row_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    residual: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    centered: bool = False,
+    unit_offset: bool = False,
+    encoded: bool = False,
+) -> Normalized:
+    """Normalise the rows of `x + residual`.
+
+    Args:
+        x: [M, K], contiguous, BF16, FP16 or FP32.
+        weight: [K].
+        eps: added to the mean square.
+        residual: as x, or None.
+        bias: as the weight, or None.
+        centered: subtract each row's mean first.
+        unit_offset: multiply by 1 + weight.
+        encoded: give h in 8 bits too.
+    """
+    h = x if residual is None else x + residual
+    values = _centered(h.float(), centered)
+    inverse_rms = 1.0 / (values.square().mean(-1) + eps).sqrt()
+    y = values * inverse_rms[:, None] * _factors(weight, unit_offset)
+    y = (y if bias is None else y + bias.float()).to(x.dtype)
+    return Normalized(y, h, inverse_rms, amax_of(y), encode_groups(h) if encoded else None)
+
+
+@operator()
+def row_norm_backward(
+    dy: Tensor,
+    h: Tensor | GroupCodes,
+    weight: Tensor,
+    inverse_rms: Tensor,
+    dh: Tensor | None = None,
+    *,
+    centered: bool = False,
+    unit_offset: bool = False,
+    biased: bool = False,
+) -> NormGradients:
+    """Gradients of what `row_norm` was given.
+
+    Args:
+        dy: [M, K], contiguous: the gradient of y.
+        h: as there, in 8 bits or not.
+        weight, inverse_rms, centered, unit_offset: as there.
+        dh: the gradient of h from elsewhere, contiguous, or None.
+        biased: give the bias's gradient too.
+    """
+    normal = _centered(values_of(h), centered) * inverse_rms[:, None]
+    weighted = dy.float() * _factors(weight, unit_offset)
+    dx = inverse_rms[:, None] * (_centered(weighted, centered) - normal * (weighted * normal).mean(-1, keepdim=True))
+    if dh is not None:
+        dx = dx + dh.float()
+    dweight = (dy.float() * normal).sum(0).to(weight.dtype)
+    dbias = dy.float().sum(0).to(weight.dtype) if biased else None
+    dx = dx.to(h.dtype)
+    return NormGradients(dx, dweight, dbias, amax_of(dx))
+
+
+def _centered(values: Tensor, centered: bool) -> Tensor:
+    return values - values.mean(-1, keepdim=True) if centered else values
+
+
+def _factors(weight: Tensor, unit_offset: bool) -> Tensor:
+    return 1 + weight.float() if unit_offset else weight.float()
