@@ -23,8 +23,10 @@ from fp8booster.colossal.tensor.head_exchange import heads_to_sequence, sequence
 from fp8booster.colossal.tensor.linear import FP8PaddingLMHead
 from fp8booster.colossal.tensor.loss import use_sharded_loss
 from fp8booster.nn.fused import fuse
+from fp8booster.nn.fused.attention import attend_packed
 from fp8booster.nn.fused.decoder import REPLACED, FusedAttention
 from fp8booster.nn.fused.head import HEADS
+from fp8booster.nn.fused.packing import Sequences, let_pack_around
 
 _FLASH_FORWARDS = tuple(
     f"get_{family}_flash_attention_forward.<locals>.forward" for family in ("llama", "mistral", "qwen2")
@@ -52,6 +54,12 @@ class FlashAttention(FusedAttention):
     ) -> torch.Tensor:
         """As shardformer's, which repeats the heads of keys and values and drops nothing out."""
         return ColoAttention.attention(query, *self.repeated(key, value), **attention_mask)
+
+    def attend_packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
+    ) -> torch.Tensor:
+        """As `attend`: without dropout or a window."""
+        return attend_packed(query, key, value, sequences)
 
     def repeated(self, *heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Heads of keys or values, [B, Hkv, S, D], each as often as queries share it."""
@@ -99,6 +107,13 @@ class RingedAttention(FlashAttention):
             pg_mesh=config.pg_mesh,
         )
 
+    def attend_packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
+    ) -> torch.Tensor:
+        raise ValueError(
+            "ring attention does not know packed sequences; use sequence_parallelism_mode='all_to_all', or pad them"
+        )
+
 
 _MIXINS = {"all_to_all": AllToAllAttention, "ring_attn": RingedAttention}
 """By mode of sequence parallelism; in the others a rank attends to all tokens that its layers gather."""
@@ -127,4 +142,6 @@ def fuse_sharded(model: nn.Module, config: ShardConfig) -> str:
         return _MIXINS.get(config.sequence_parallelism_mode, FlashAttention)
 
     use_sharded_loss(model, config)
-    return fuse(model, replaced_attention)
+    summary = fuse(model, replaced_attention)
+    let_pack_around(model)
+    return summary

@@ -1,12 +1,15 @@
-"""The attention of a fused layer: PyTorch's SDPA, as transformers calls it."""
+"""Attention of a fused layer: PyTorch's SDPA, as transformers calls it, or one kernel for packed sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from fp8booster.nn.fused.packing import Sequences
 
 _READ_BY_SDPA = ("is_causal", "position_bias", "cache", "softcap")
 """What transformers' `sdpa_attention_forward` reads of the arguments that a model passes on, and `attend` does not."""
@@ -65,3 +68,100 @@ def takes_mask_and_groups(query: torch.Tensor) -> bool:
     kernel no shared keys.
     """
     return not query.is_cuda or torch.cuda.get_device_capability(query.device)[0] in (9, 10)
+
+
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sequences: Sequences,
+    *,
+    window: int | None = None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Causal attention of each sequence to itself.
+
+    Args:
+        query: [B, Hq, S, D].
+        key, value: [B, Hkv, S, D], Hkv a divisor of Hq.
+        sequences: of the B rows, one behind the other.
+        window: how many tokens each attends to at most, itself among them; None is all before it.
+        dropout, scale: of the scores.
+
+    Returns:
+        [B, Hq, S, D].
+    """
+    rows = query.shape[0]
+    q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    one_kernel = _one_kernel if why_one_by_one(query) is None else _one_by_one
+    attended = one_kernel(q, k, v, sequences, window, dropout, scale)
+    return attended.unflatten(0, (rows, -1)).transpose(1, 2)
+
+
+def why_one_by_one(query: torch.Tensor) -> str | None:
+    """Why no kernel attends within the sequences of a batch, but one call for each; None where one does.
+
+    Args:
+        query: [..., D].
+    """
+    if not query.is_cuda:
+        return "there is no kernel for the CPU"
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return f"flash attention does not compute in {query.dtype}"
+    if query.shape[-1] % 8 or query.shape[-1] > 256:
+        return f"flash attention has no heads of {query.shape[-1]} features"
+    if torch.cuda.get_device_capability(query.device) < (8, 0):
+        return "flash attention needs an Ampere GPU or a later one"
+    return None
+
+
+def _one_kernel(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: Sequences,
+    window: int | None,
+    dropout: float,
+    scale: float | None,
+) -> torch.Tensor:
+    """PyTorch's flash attention; q is [tokens, Hq, D], k and v are [tokens, Hkv, D]."""
+    # `torch.nn.attention.varlen.varlen_attn` calls the same, with arguments that each version of PyTorch has its own of
+    attended, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        k,
+        v,
+        sequences.boundaries,
+        sequences.boundaries,
+        sequences.longest,
+        sequences.longest,
+        dropout,
+        window is None,
+        False,
+        scale=scale,
+        window_size_left=-1 if window is None else window - 1,
+        window_size_right=-1 if window is None else 0,
+    )
+    return attended
+
+
+def _one_by_one(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: Sequences,
+    window: int | None,
+    dropout: float,
+    scale: float | None,
+) -> torch.Tensor:
+    """`_one_kernel` by `attend`: what it computes. Bit for bit what each sequence gives that is a batch of its own."""
+    attended = []
+    for begin, end in pairwise(sequences.boundaries.tolist()):
+        if begin == end:
+            continue
+        mask = None
+        if window is not None and end - begin > window:
+            mask = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        one = (each[begin:end].transpose(0, 1).unsqueeze(0) for each in (q, k, v))
+        attended.append(attend(*one, mask, dropout=dropout, scale=scale)[0].transpose(0, 1))
+    return torch.cat(attended)

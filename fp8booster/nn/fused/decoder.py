@@ -26,9 +26,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from fp8booster.nn.fused.attention import attend, attends_alike
+from fp8booster.nn.fused.attention import attend, attend_packed, attends_alike
 from fp8booster.nn.fused.families import PARTS, SILU, Part, decoder_part
 from fp8booster.nn.fused.merged_layers import Merged, MergedLayers, MergedLinears
+from fp8booster.nn.fused.packing import Sequences, let_pack, sequences_of
 from fp8booster.nn.fused.pointwise import rms_norm, split_and_rotate, swiglu
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, is_looked_at
@@ -85,18 +86,30 @@ class FusedAttention(FusedPart):
         """As transformers', with one product for q, k and v."""
         arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
         cos, sin = arguments["position_embeddings"]
-        qkv = None
-        if cos.shape[-1] == self.head_dim and self.attends_alike(**arguments):
-            qkv = self.merged_product(hidden_states)
-        if qkv is None:
+        sequences = sequences_of(arguments["position_embeddings"])
+        is_alike = cos.shape[-1] == self.head_dim and self.attends_alike(**arguments)
+        qkv = self.merged_product(hidden_states) if is_alike else None
+        if qkv is None and sequences is None:
             return self.forward_unfused(hidden_states, **arguments)
+        if not is_alike:
+            raise ValueError(
+                "attention of packed sequences is causal, with rotary embedding of whole heads, and gives no weights; "
+                "leave out output_attentions, is_causal and the like, or pad the sequences"
+            )
+        if qkv is None:  # in evaluation, or with an adapter
+            qkv = torch.cat([getattr(self, name)(hidden_states) for name in self.part.merged], -1)
         qkv = self.before_attention(qkv)
         # of the product, not of the input: ranks may hold heads, and parts of the sequence that it has gathered
         key_heads = self.key_heads_in(qkv)
         heads = split_and_rotate(qkv, cos, sin, query_heads=key_heads * self.num_key_value_groups, key_heads=key_heads)
         query, key, value = (each.transpose(1, 2) for each in heads)
         key, value = self.cached(key, value, arguments)
-        attended = self.attend(query, key, value, arguments.get("attention_mask"))
+        if sequences is None:
+            attended = self.attend(query, key, value, arguments.get("attention_mask"))
+        elif key.shape[2] == query.shape[2]:
+            attended = self.attend_packed(query, key, value, sequences)
+        else:
+            raise ValueError("packed sequences cannot go on from a cache; leave past_key_values out")
         return self.o_proj(self.after_attention(attended.transpose(1, 2)).flatten(2)), None
 
     def cached(
@@ -133,6 +146,15 @@ class FusedAttention(FusedPart):
         """The attention of query [B, Hq, S, D] to key and value [B, Hkv, S', D]: [B, Hq, S, D]."""
         dropout = self.attention_dropout if self.training else 0.0
         return attend(query, key, value, attention_mask, dropout=dropout, scale=self.scaling)
+
+    def attend_packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
+    ) -> torch.Tensor:
+        """The attention, [B, Hq, S, D], of each sequence to itself; keys and values are [B, Hkv, S, D]."""
+        dropout = self.attention_dropout if self.training else 0.0
+        # where an attention has none of its own, transformers takes the model's
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        return attend_packed(query, key, value, sequences, window=window, dropout=dropout, scale=self.scaling)
 
     def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What runs where `forward` does not cover a case."""
@@ -257,6 +279,9 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
             continue
         mix(mixin, module)
         fused += mixin is FusedDecoderLayer
+    for module in model.modules():
+        if any(isinstance(part, FusedAttention) for part in module.modules()):
+            let_pack(module)
     return fused
 
 

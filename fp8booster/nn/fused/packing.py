@@ -1,0 +1,237 @@
+"""Packed batches: rows of several sequences, each of which attends to itself alone.
+
+`DataCollatorWithFlattening` of transformers makes them. A model is told by `position_ids` that begin anew in each
+sequence, or by where sequences begin and end, `cu_seq_lens_q`. transformers reads this in FlashAttention's package
+alone (4.51) or makes a mask of tokens by tokens of it (5). Here boundaries are found once for each forward of a model,
+and reach its layers with the position embeddings, which all of them get, in whatever forward an engine runs them and
+in recomputation too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8booster.nn.fused.families import PARTS, decoder_part
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Where the sequences of a batch begin and end, its rows one behind the other."""
+
+    boundaries: torch.Tensor
+    """[sequences + 1], int32, on the batch's device: 0, where the second begins, ..., the number of tokens."""
+
+    longest: int
+    """Tokens of the longest; more are allowed, which costs time alone."""
+
+
+class PackedEmbeddings(tuple):
+    """cos and sin, as transformers makes them, of tokens of several sequences in a row."""
+
+    sequences: Sequences | None = None
+    """None: it was rebuilt by something that did not know them."""
+
+
+def sequences_of(position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> Sequences | None:
+    """The sequences that a layer's tokens belong to; None where each row is one.
+
+    Raises:
+        ValueError: they were lost on the way to the layer.
+    """
+    if not isinstance(position_embeddings, PackedEmbeddings):
+        return None
+    if position_embeddings.sequences is None:
+        raise ValueError(
+            "what layers are given was rebuilt on the way to them, and the boundaries of packed sequences were lost: "
+            "switch off the casting of layers' inputs, or pad the sequences"
+        )
+    return position_embeddings.sequences
+
+
+def find_sequences(
+    tokens: tuple[int, int], position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+) -> Sequences | None:
+    """The sequences of a batch, by positions that do not grow from one token to the next; waits for the device once.
+
+    Args:
+        tokens: rows, and tokens of each.
+        position_ids: [1 or rows, tokens].
+        attention_mask: None, or [rows, tokens], zero for padding.
+
+    Returns:
+        None where each row is one sequence, with padding or without.
+
+    Raises:
+        ValueError: several sequences in a row, and padding beside them.
+    """
+    rows, length = tokens
+    positions = position_ids.cpu().expand(rows, -1)
+    begins = torch.ones(rows, length, dtype=torch.bool)
+    begins[:, 1:] = positions.diff(dim=1) <= 0
+    if attention_mask is not None:
+        valid = attention_mask.cpu().bool()
+        if not (begins[:, 1:] & valid[:, 1:] & valid[:, :-1]).any():
+            return None
+        if not valid.all():
+            raise ValueError(
+                "position_ids begin anew within a row, which packs several sequences, and attention_mask has padding; "
+                "leave the mask out: tokens of padding need none where their labels are -100 and their position_ids 0"
+            )
+    begins = begins.flatten().nonzero().flatten().tolist()
+    return None if len(begins) == rows else _sequences([*begins, rows * length], position_ids.device)
+
+
+def checked_sequences(
+    tokens: tuple[int, int], boundaries: torch.Tensor, longest: int | None, device: torch.device
+) -> Sequences:
+    """Sequences whose boundaries a caller gives.
+
+    Args:
+        tokens: rows, and tokens of each.
+        boundaries: as `cu_seq_lens_q` of transformers.
+        longest: as `max_length_q`. If it is given, the batch is one row, and boundaries are on a GPU, they are not
+            looked at, which would wait for it.
+        device: the batch's.
+
+    Raises:
+        ValueError: boundaries that do not divide the batch's tokens into sequences, each within a row.
+    """
+    if boundaries.dim() != 1 or boundaries.is_floating_point():
+        raise ValueError(
+            f"cu_seq_lens_q is {boundaries.dtype} with {boundaries.dim()} dimensions; give the integers 0, where the "
+            "second sequence begins, ..., the number of tokens"
+        )
+    rows, length = tokens
+    if longest is not None and rows == 1 and boundaries.is_cuda:
+        return Sequences(boundaries.to(device, torch.int32), int(longest))
+    found = boundaries.tolist()
+    ordered = all(begin <= end for begin, end in pairwise(found))
+    if not ordered or not set(range(0, rows * length + 1, length)) <= set(found) or found[-1] > rows * length:
+        raise ValueError(
+            f"cu_seq_lens_q is {found} for {rows} rows of {length} tokens; give 0, where the second sequence begins, "
+            f"..., {rows * length}, with the end of each row among them"
+        )
+    return _sequences(found, device)
+
+
+def _sequences(boundaries: list[int], device: torch.device) -> Sequences:
+    longest = max(end - begin for begin, end in pairwise(boundaries))
+    return Sequences(torch.tensor(boundaries, dtype=torch.int32).to(device), longest)
+
+
+def positions_in(sequences: Sequences, tokens: tuple[int, int]) -> torch.Tensor:
+    """The position of each token in its sequence, [rows, tokens]."""
+    place = torch.arange(tokens[0] * tokens[1], device=sequences.boundaries.device, dtype=torch.int32)
+    sequence = torch.searchsorted(sequences.boundaries, place, right=True) - 1
+    return (place - sequences.boundaries[sequence]).long().view(tokens)
+
+
+class Packing:
+    """The sequences of the batch that a model computes now."""
+
+    def __init__(self) -> None:
+        self.sequences: Sequences | None = None
+
+    def before_model(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]] | None:
+        """A forward pre-hook: takes boundaries out of what the model is given; None where no row is packed."""
+        given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs if args else kwargs
+        self.sequences = _given_sequences(given)
+        if self.sequences is None:
+            return None
+        if any(decoder_part(type(module)) is PARTS["Attention"] for module in model.modules()):
+            raise ValueError(
+                "rows hold several sequences, and some attention of the model is not fused, which would let them "
+                "attend to each other; the line that fuse() returns says why; pad the sequences instead"
+            )
+        given = {name: value for name, value in given.items() if name not in _BOUNDARIES}
+        if given.get("position_ids") is None:
+            given["position_ids"] = positions_in(self.sequences, _tokens(given))
+        given["attention_mask"] = None
+        if _makes_masks(model):
+            # in place of one of tokens by tokens; no layer reads it
+            given["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.sequences.boundaries.device)
+        return (), given
+
+    def after_rotary(self, rotary: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A forward hook of what makes position embeddings."""
+        if self.sequences is None:
+            return output
+        packed = PackedEmbeddings(output)
+        packed.sequences = self.sequences
+        return packed
+
+
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What transformers calls them."""
+
+
+def _given_sequences(given: dict[str, Any]) -> Sequences | None:
+    """Of what a model is given, by name."""
+    boundaries, position_ids = given.get("cu_seq_lens_q"), given.get("position_ids")
+    mask = given.get("attention_mask")
+    if boundaries is None:
+        if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] == 1:
+            return None
+        if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+            return None  # a mask of queries by keys has the last word
+        return find_sequences((_tokens(given)[0], position_ids.shape[1]), position_ids, mask)
+    keys = given.get("cu_seq_lens_k")
+    if keys is not None and keys.shape != boundaries.shape:
+        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; queries and keys are of the same sequences here")
+    if mask is not None and (mask.dim() != 2 or not mask.all()):
+        raise ValueError("cu_seq_lens_q packs several sequences in a row, which takes no attention_mask; leave it out")
+    tokens = _tokens(given)
+    device = next(each.device for each in map(given.get, _TOKENS) if each is not None)
+    return checked_sequences(tokens, boundaries, given.get("max_length_q"), device)
+
+
+_TOKENS = ("input_ids", "inputs_embeds", "hidden_states")
+"""What a model may be given its tokens as."""
+
+
+def _tokens(given: dict[str, Any]) -> tuple[int, int]:
+    """Rows, and tokens of each."""
+    for name in _TOKENS:
+        if given.get(name) is not None:
+            rows, length = given[name].shape[:2]
+            return rows, length
+    raise ValueError("a model needs input_ids or inputs_embeds; give one of them")
+
+
+def _makes_masks(model: nn.Module) -> bool:
+    """Whether a model, in this version of transformers, makes a mask of packed sequences for its layers."""
+    is_body = hasattr(model, "rotary_emb") and "forward" not in vars(model)
+    return is_body and hasattr(sys.modules.get(type(model).__module__), "create_causal_mask")
+
+
+def let_pack(model: nn.Module) -> None:
+    """Let the layers of a model know the sequences of a batch, by hooks, if it makes position embeddings.
+
+    Args:
+        model: whose `rotary_emb` makes them for its layers, all of whose attentions read `sequences_of`.
+    """
+    rotary = getattr(model, "rotary_emb", None)
+    if isinstance(rotary, nn.Module) and _PACKING not in model.__dict__:
+        packing = model.__dict__[_PACKING] = Packing()
+        model.register_forward_pre_hook(packing.before_model, with_kwargs=True)
+        rotary.register_forward_hook(packing.after_rotary)
+
+
+def let_pack_around(model: nn.Module) -> None:
+    """Let a model that `let_pack` saw be told by a module whose forward runs it without calling it."""
+    for module in model.modules():
+        packing = vars(getattr(module, "model", module)).get(_PACKING)
+        if packing is not None and _PACKING not in module.__dict__:
+            module.register_forward_pre_hook(packing.before_model, with_kwargs=True)
+
+
+_PACKING = "_fp8booster_packing"

@@ -1,0 +1,257 @@
+"""Packed batches are computed as their sequences are apart."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DataCollatorWithFlattening
+
+from fp8booster import convert_to_fp8, fuse
+from fp8booster.nn.fused.attention import attend, attend_packed
+from fp8booster.nn.fused.packing import Sequences
+from tests.nn.fused.models import FAMILIES, VOCABULARY, build
+from tests.nn.fused.test_decoder import sqnr
+from tests.nn.fused.test_transformers import make
+
+ALL = [*FAMILIES, "mixtral"]
+LENGTHS = (5, 16, 1, 10)
+
+
+def documents(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def flat(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One row, as transformers packs it."""
+    batch = DataCollatorWithFlattening()([{"input_ids": text.tolist()} for text in texts], return_tensors="pt")
+    return {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+
+
+def cumulated(lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
+    return torch.tensor((0, *lengths)).cumsum(0).int()
+
+
+def apart(model: nn.Module, texts: list[torch.Tensor]) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+    """Hidden states one behind the other, the mean loss over all tokens, and its gradients, a sequence at a time."""
+    model.zero_grad()
+    targets = sum(len(text) - 1 for text in texts)
+    hidden, loss = [], 0.0
+    for text in texts:
+        hidden.append(model.model(text[None]).last_hidden_state[0].detach())
+        if len(text) > 1:
+            part = model(input_ids=text[None], labels=text[None]).loss * (len(text) - 1) / targets
+            part.backward()
+            loss += part.item()
+    return torch.cat(hidden), loss, gradients(model)
+
+
+def packed(model: nn.Module, **batch: Any) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+    """The same of a packed batch."""
+    model.zero_grad()
+    hidden = model.model(**{name: each for name, each in batch.items() if name != "labels"}).last_hidden_state
+    loss = model(**batch).loss
+    loss.backward()
+    return hidden.flatten(0, 1).detach(), loss.item(), gradients(model)
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def check(found: tuple, right: tuple, **tolerance: float) -> None:
+    torch.testing.assert_close(found[0], right[0], **tolerance)
+    assert found[1] == pytest.approx(right[1], rel=1e-5)
+    assert found[2].keys() == right[2].keys()
+    for name, gradient in right[2].items():
+        torch.testing.assert_close(found[2][name], gradient, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_a_packed_batch_is_its_sequences(family: str, use_cache: bool) -> None:
+    model, texts = make(family, use_cache=use_cache), documents()
+    fuse(model)
+    check(packed(model, **flat(texts)), apart(model, texts))
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_windows_slide_within_sequences(family: str) -> None:
+    changes: dict[str, Any] = {} if family == "llama" else {"sliding_window": 6}
+    if family == "qwen2":
+        changes |= {"use_sliding_window": True, "max_window_layers": 0}
+    texts = documents()
+    model = make(family, **changes)
+    fuse(model)
+    found = packed(model, **flat(texts))
+    check(found, apart(model, texts))
+    if changes:
+        unlimited = make(family)
+        fuse(unlimited)
+        assert not torch.allclose(packed(unlimited, **flat(texts))[0], found[0], atol=1e-3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_packed_batches_are_computed_again_in_backward(reentrant: bool) -> None:
+    model, texts = build("llama", torch.float32), documents()
+    fuse(model)
+    batches = [flat(texts), flat(texts[::-1])]
+    right = [packed(model, **each) for each in batches]
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.zero_grad()
+    # the second forward runs before the backward of the first, as in a pipeline
+    first, second = (model(**each).loss for each in batches)
+    first.backward()
+    assert first.item() == right[0][1]
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, right[0][2][name], rtol=0, atol=0)
+    model.zero_grad()
+    second.backward()
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(gradient, right[1][2][name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("given", ["positions", "boundaries", "boundaries alone", "both, and a mask of ones"])
+def test_how_sequences_are_told(given: str) -> None:
+    model, texts = build("llama", torch.float32), documents()
+    fuse(model)
+    right = packed(model, **flat(texts))
+    batch = flat(texts)
+    boundaries = {"cu_seq_lens_q": cumulated(), "cu_seq_lens_k": cumulated(), "max_length_q": 16, "max_length_k": 16}
+    if given == "boundaries":
+        batch |= boundaries
+    elif given == "boundaries alone":
+        del batch["position_ids"]
+        batch["cu_seq_lens_q"] = cumulated()
+    elif given == "both, and a mask of ones":
+        batch |= {**boundaries, "attention_mask": torch.ones_like(batch["input_ids"])}
+    check(packed(model, **batch), right, rtol=0, atol=0)
+
+
+def test_rows_may_hold_different_sequences() -> None:
+    model, texts = build("llama", torch.float32), documents()
+    fuse(model)
+    rows = [texts[:2], [texts[3], texts[0], texts[2], texts[0]]]
+    batches = [flat(row) for row in rows]
+    rows = {name: torch.cat([batch[name][:, :21] for batch in batches]) for name in batches[0]}
+    hidden = model.model(**{name: each for name, each in rows.items() if name != "labels"}).last_hidden_state
+    for row, batch in zip(hidden, batches, strict=True):
+        alone = model.model(batch["input_ids"][:, :21], position_ids=batch["position_ids"][:, :21]).last_hidden_state
+        torch.testing.assert_close(row, alone[0])
+    # a row of one sequence, beside one of two
+    batch = flat(texts[:2])
+    rows = {name: torch.cat((each, torch.arange(21)[None])) for name, each in batch.items() if name != "labels"}
+    one = model.model(torch.arange(21)[None]).last_hidden_state[0]
+    torch.testing.assert_close(model.model(**rows).last_hidden_state[1], one)
+
+
+def test_a_packed_batch_in_fp8_and_in_evaluation() -> None:
+    model = build("llama")
+    convert_to_fp8(model)
+    fuse(model)
+    texts = documents((16, 32))
+    for training in (True, False):
+        model.train(training)
+        found, right = packed(model, **flat(texts)), apart(model, texts)
+        assert sqnr(found[0], right[0]) > 15  # each cast has the scale of other tokens
+        assert found[1] == pytest.approx(right[1], rel=0.01)
+        for name, gradient in right[2].items():
+            assert sqnr(found[2][name], gradient) > 12, name
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_packed_attention_is_bit_for_bit_that_of_each_sequence(window: int | None) -> None:
+    q, k, v = tensors(torch.device("cpu"), torch.float32)
+    y = attend_packed(q, k, v, Sequences(cumulated(), 16), window=window)
+    for begin, end in zip(cumulated()[:-1], cumulated()[1:], strict=True):
+        mask = None
+        if window is not None and end - begin > window:
+            distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+            mask = (distance >= 0) & (distance < window)
+        alone = attend(q[:, :, begin:end], k[:, :, begin:end], v[:, :, begin:end], mask)
+        torch.testing.assert_close(y[:, :, begin:end], alone, rtol=0, atol=0)
+
+
+def tensors(device: torch.device, dtype: torch.dtype, size: int = 64) -> list[torch.Tensor]:
+    """Query of 4 heads, key and value of 2, [1, H, S, D], as layers have them."""
+    rows = torch.randn(1, sum(LENGTHS), 8, size, device=device).to(dtype)
+    return [each.transpose(1, 2).requires_grad_() for each in rows.split((4, 2, 2), 2)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("window", [None, 4])
+def test_one_kernel_attends_as_one_by_one(dtype: torch.dtype, size: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    inputs = tensors(torch.device("cuda"), dtype, size)
+    exact = [each.detach().float().requires_grad_() for each in inputs]
+    sequences = Sequences(cumulated().cuda(), 16)
+    y, reference = (attend_packed(*each, sequences, window=window) for each in (inputs, exact))
+    assert sqnr(y, reference) > 40
+    dy = torch.randn_like(y)
+    for found, right in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(reference, exact, dy.float()), strict=True
+    ):
+        assert sqnr(found, right) > 35
+
+
+def test_batches_of_one_sequence_a_row_stay_as_they_were() -> None:
+    model = build("llama", torch.float32)
+    plain = copy.deepcopy(model)
+    fuse(model)
+    ids = torch.arange(32).view(2, 16)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    skipped = torch.arange(16)[None] * 3  # positions may leave some out
+    for more in (
+        {"attention_mask": mask, "position_ids": positions},
+        {"attention_mask": mask.flip(1), "position_ids": torch.arange(16)[None]},
+        {"attention_mask": torch.ones_like(mask), "position_ids": skipped},
+    ):
+        right = plain.model(ids, **more).last_hidden_state
+        valid = more["attention_mask"].bool()
+        torch.testing.assert_close(model.model(ids, **more).last_hidden_state[valid], right[valid])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attention_mask": torch.arange(32)[None] < 30}, "attention_mask has padding; leave the mask out"),
+        ({"output_attentions": True}, "attention of packed sequences is causal"),
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 21])}, "for 1 rows of 32 tokens; give 0, where the second"),
+        ({"cu_seq_lens_q": torch.tensor([0, 21, 5, 32])}, "for 1 rows of 32 tokens; give 0, where the second"),
+        ({"cu_seq_lens_q": torch.tensor([[0, 32]])}, "with 2 dimensions; give the integers"),
+        ({"cu_seq_lens_q": cumulated(), "cu_seq_lens_k": torch.tensor([0, 32])}, "queries and keys are of the same"),
+    ],
+)
+def test_what_packing_does_not_cover_is_refused(change: dict[str, Any], message: str) -> None:
+    model = build("llama", torch.float32)
+    fuse(model)
+    with pytest.raises(ValueError, match=message):
+        model(**flat(documents()) | change)
+
+
+def test_a_model_with_an_attention_that_is_not_fused_refuses() -> None:
+    model = build("llama", torch.float32)
+    model.model.layers[1].self_attn.k_proj = nn.Sequential(model.model.layers[1].self_attn.k_proj)
+    assert "attention" in fuse(model)
+    model(torch.arange(8)[None])
+    with pytest.raises(ValueError, match="some attention of the model is not fused"):
+        model(**flat(documents()))
+
+
+def test_a_copy_knows_its_own_batches() -> None:
+    model, texts = build("llama", torch.float32), documents()
+    fuse(model)
+    fuse(model)
+    right = packed(model, **flat(texts))
+    other = copy.deepcopy(model)
+    model.model(torch.arange(8)[None])
+    check(packed(other, **flat(texts)), right)
+    assert len(other.model._forward_pre_hooks) == 1
