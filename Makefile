@@ -16,8 +16,8 @@ VENV5  ?= .venv-transformers5
 BIN   := $(VENV)/bin
 READY := $(VENV)/.fp8booster-ready
 READY5 := $(VENV5)/.fp8booster-ready
-# What concerns transformers: models and what is fused of them; of each plugin that does not shard them, and of the
-# command, that it trains, communicates, recomputes and saves these models. The rest is the same with any version.
+# What concerns transformers: models and what is fused of them; of each plugin, and of the command, that it shards,
+# trains, communicates, recomputes and saves these models. The rest is the same with any version.
 TESTS5 := tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/test_conv1d.py \
   $(addprefix tests/nn/fused/test_,causal_lm_loss.py decoder.py fuse.py transformers.py) \
   tests/plugins/test_low_level_zero_fused.py tests/plugins/test_sharding.py tests/cli/train/test_model_folder.py \
@@ -35,6 +35,11 @@ TESTS5 := tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/tes
     activations_that_are_computed_again_change_no_bit_of_a_fused_model \
     models_with_and_without_biases_learn_fused a_fused_model_evaluates_with_the_weights_that_it_trains \
     checkpoints_of_a_fused_model_cross) \
+  tests/colossal/hybrid/test_sharded_models.py tests/colossal/gemini/test_fused_tensor_parallel.py \
+  $(addprefix tests/colossal/hybrid/test_fused.py::test_, \
+    gradients_and_losses_are_those_of_unfused_layers the_other_families_train_fused \
+    checkpointed_fused_layers_give_the_same_bits a_checkpoint_has_the_names_and_values_of_an_unfused_one) \
+  tests/colossal/hybrid/test_loss.py::test_loss_and_gradients_are_those_of_whole_logits_in_fp32 \
   $(addprefix tests/cli/train/test_runs.py::test_, a_run_in_both_precisions_ends_with_a_table_and_keeps_its_files \
     a_resumed_run_equals_the_uninterrupted_one_bit_for_bit the_model_of_a_checkpoint_is_a_hugging_face_folder)
 CODE  := fp8booster tests $(wildcard benchmarks examples scripts)

@@ -1,12 +1,24 @@
-"""Whether Colossal-AI can shard the models of the transformers that is installed."""
+"""Which models Colossal-AI can shard, with the transformers that is installed."""
 
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
 SHARDED_TRANSFORMERS = "4.51.3"
-"""The version whose models Colossal-AI 0.5.0 shards: its policies replace forwards as that version writes them, and
-import names that later ones have not (shardformer/policies/llama.py, `StaticCache`)."""
+"""The version that Colossal-AI 0.5.0 was written for: all models that it has policies for are sharded."""
+
+FAMILIES_OF_5 = {"llama": "LLaMA", "mistral": "Mistral", "qwen2": "Qwen2"}
+"""Folders of `transformers.models`, and their names in messages: sharded with transformers 5 too (`tensor/body.py`)."""
+
+_OTHERS = "use LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin or GeminiPlugin without tensor parallelism"
+
+
+def installed_transformers() -> str | None:
+    """Its version; None without one."""
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return None
 
 
 def why_not_sharded(what: str, instead: str) -> str | None:
@@ -16,15 +28,30 @@ def why_not_sharded(what: str, instead: str) -> str | None:
         what: shards models; the sentence begins with it.
         instead: does what can be done without another transformers; the sentence ends with it.
     """
-    try:
-        installed = version("transformers")
-    except PackageNotFoundError:
-        return None
-    if installed.split(".")[:2] == SHARDED_TRANSFORMERS.split(".")[:2]:
+    installed = installed_transformers()
+    if installed is None or _is_4_51(installed) or _is_5(installed):
         return None
     return (
-        f"{what} shards models by Colossal-AI 0.5.0, which knows those of transformers {SHARDED_TRANSFORMERS} alone, "
-        f"and transformers {installed} is installed; pip install transformers=={SHARDED_TRANSFORMERS}, or {instead}"
+        f"{what} shards models of transformers {SHARDED_TRANSFORMERS} and 5, and transformers {installed} is "
+        f"installed; pip install transformers=={SHARDED_TRANSFORMERS}, or {instead}"
+    )
+
+
+def why_model_is_not_sharded(module: str, name: str) -> str | None:
+    """Why a model is not sharded with the transformers that is installed, in a sentence; None where it is.
+
+    Args:
+        module, name: of its class.
+    """
+    installed = installed_transformers()
+    if installed is None or not _is_5(installed):
+        return None
+    if module in {f"transformers.models.{family}.modeling_{family}" for family in FAMILIES_OF_5}:
+        return None
+    return (
+        f"Colossal-AI 0.5.0 shards {name} of transformers {SHARDED_TRANSFORMERS} alone, and transformers {installed} "
+        f"is installed, of which {', '.join(FAMILIES_OF_5.values())} are sharded; pip install "
+        f"transformers=={SHARDED_TRANSFORMERS}, or {_OTHERS}"
     )
 
 
@@ -34,8 +61,14 @@ def require_sharding(plugin: str) -> None:
     Args:
         plugin: its name, with the argument that makes it shard models.
     """
-    reason = why_not_sharded(
-        plugin, "use LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin or GeminiPlugin without tensor parallelism"
-    )
+    reason = why_not_sharded(plugin, _OTHERS)
     if reason is not None:
         raise ImportError(reason)
+
+
+def _is_4_51(installed: str) -> bool:
+    return installed.split(".")[:2] == SHARDED_TRANSFORMERS.split(".")[:2]
+
+
+def _is_5(installed: str) -> bool:
+    return int(installed.partition(".")[0]) >= 5

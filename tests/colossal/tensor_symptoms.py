@@ -163,6 +163,57 @@ def _pipe_a_ring() -> None:
         assert torch.equal(found, expected), "wrong positions"
 
 
+SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def _pipe_embeddings() -> None:
+    from colossalai.shardformer.modeling.mistral import MistralForwards
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    model, config = shard(MistralForCausalLM(MistralConfig(**SIZES, **HEADS))), sharding()
+    tokens = token_batch(0)
+    stage = SimpleNamespace(is_first_stage=lambda: True, is_last_stage=lambda: False)
+    given = {"input_ids": tokens}, {"inputs_embeds": model.model.embed_tokens(tokens)}
+    found = [
+        MistralForwards.mistral_for_causal_lm_forward(
+            model, **inputs, stage_manager=stage, stage_index=[0, 1], shard_config=config
+        )["hidden_states"]
+        for inputs in given
+    ]
+    assert torch.equal(*found)
+
+
+def _pipe_without_a_window() -> None:
+    from colossalai.shardformer.modeling.qwen2 import Qwen2PipelineForwards
+    from transformers import Qwen2Config, Qwen2Model
+
+    config = sharding()
+    stage = SimpleNamespace(is_first_stage=lambda: True, is_last_stage=lambda: True)
+    torch.manual_seed(0)
+    whole = Qwen2Config(**SIZES, **HEADS, use_sliding_window=False, sliding_window=8)
+    model, tokens = shard(Qwen2Model(whole)).eval(), token_batch(0)
+    with torch.no_grad():
+        found = Qwen2PipelineForwards.qwen2_model_forward(
+            model, tokens, torch.ones_like(tokens), stage_manager=stage, stage_index=[0, 2], shard_config=config
+        ).last_hidden_state
+        expected = model(tokens).last_hidden_state
+    assert torch.allclose(found, expected, atol=1e-5), "tokens attend in a window"
+
+
+def _refuse_gpt2() -> None:
+    from importlib.metadata import version
+
+    refusal = ""
+    try:
+        shard(tiny_gpt2())
+    except ImportError as error:
+        refusal = str(error)
+    if version("transformers").startswith("5."):
+        assert "of which LLaMA" in refusal, "it is not refused"
+
+
 def _mark(cls: str, conv: bool) -> None:
     from colossalai.shardformer import layer
     from colossalai.shardformer.layer.utils import SeqParallelUtils
@@ -265,7 +316,10 @@ SYMPTOMS: dict[str, Any] = {
     "gpt2_needs_no_labels": Symptom(
         lambda: _leave_out_the_labels(tiny_gpt2, None, "split_gather", "ring_attn"), "UnboundLocalError"
     ),
-    "llama_rings_keep_positions_in_a_pipeline": Symptom(_pipe_a_ring, "wrong positions"),
+    "llama_has_one_body": Symptom(_pipe_a_ring, "wrong positions"),
+    "mistral_has_one_body": Symptom(_pipe_embeddings, "TypeError"),
+    "qwen2_has_one_body": Symptom(_pipe_without_a_window, "tokens attend in a window"),
+    "models_that_are_not_sharded_are_refused": Symptom(_refuse_gpt2, "it is not refused"),
     "biases_along_a_sequence_are_added_up": Symptom(_mark_bias, "gradients are not added up"),
     "biases_of_fused_layers_are_added_up": Symptom(_mark_fused_biases, "gradients are not added up"),
     "ring_attention_is_refused_where_there_is_none": Symptom(_refuse_a_ring, "it is not refused"),

@@ -17,46 +17,60 @@ SHARDING = [
 ]
 
 
-@pytest.fixture(params=["4.57.1", "5.23.0"])
-def newer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["4.50.3", "4.57.1"])
+def another(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Another version of transformers is installed."""
     monkeypatch.setattr(sharding, "version", lambda package: request.param)
     return request.param
 
 
 @pytest.mark.parametrize(("plugin", "arguments"), SHARDING)
-def test_it_says_what_to_install_and_what_runs(plugin: str, arguments: dict, newer: str) -> None:
+def test_it_says_what_to_install_and_what_runs(plugin: str, arguments: dict, another: str) -> None:
     # without ranks: what would be built needs a process group, and fails by its absence
     with pytest.raises(ImportError) as raised:
         getattr(fp8booster.plugins, plugin)(**arguments)
     sentence = str(raised.value)
     assert sentence.startswith(plugin)
-    assert f"transformers {newer} is installed; pip install transformers==4.51.3, or use LowLevelZeroPlugin" in sentence
+    assert f"transformers {another} is installed; pip install transformers==4.51.3, or use LowLevelZero" in sentence
 
 
 @pytest.mark.parametrize(("plugin", "arguments"), SHARDING)
-def test_the_version_that_is_sharded_is_taken(plugin: str, arguments: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "version", lambda package: "4.51.3")
+@pytest.mark.parametrize("version", ["4.51.3", "5.23.0"])
+def test_versions_that_are_sharded_are_taken(
+    plugin: str, arguments: dict, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharding, "version", lambda package: version)
     with pytest.raises(Exception) as raised:  # there are no ranks  # noqa: PT011
         getattr(fp8booster.plugins, plugin)(**arguments)
     assert "4.51.3" not in str(raised.value)
 
 
-def test_a_policy_of_ones_own_is_taken(newer: str) -> None:
+def test_with_transformers_5_a_model_that_is_not_sharded_is_named_with_what_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharding, "version", lambda package: "5.23.0")
+    llama, gpt2 = (f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2"))
+    assert sharding.why_model_is_not_sharded(llama, "LlamaForCausalLM") is None
+    reason = sharding.why_model_is_not_sharded(gpt2, "GPT2LMHeadModel")
+    assert reason.startswith("Colossal-AI 0.5.0 shards GPT2LMHeadModel of transformers 4.51.3 alone")
+    assert "5.23.0 is installed, of which LLaMA, Mistral" in reason
+    monkeypatch.setattr(sharding, "version", lambda package: "4.51.3")
+    assert sharding.why_model_is_not_sharded(gpt2, "GPT2LMHeadModel") is None
+
+
+def test_a_policy_of_ones_own_is_taken(another: str) -> None:
     with pytest.raises(Exception) as raised:  # there are no ranks  # noqa: PT011
         fp8booster.plugins.HybridParallelPlugin(tp_size=1, pp_size=1, custom_policy=object())
-    assert newer not in str(raised.value)
+    assert another not in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("options", "what"),
     [({"plugin": "hybrid", "tp": 2}, "--plugin hybrid"), ({"plugin": "gemini", "tp": 2}, "--plugin gemini --tp 2")],
 )
-def test_training_is_refused_before_ranks_start(options: dict, what: str, newer: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{what} shards models.*{newer} is installed; pip install .*gemini without"):
+def test_training_is_refused_before_ranks_start(options: dict, what: str, another: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{what} shards models.*{another} is installed; pip .*gemini without"):
         check_plugin(TrainOptions(**options))
 
 
 @pytest.mark.parametrize("plugin", ["low_level_zero", "gemini", "ddp", "fsdp"])
-def test_what_does_not_shard_is_let_through(plugin: str, newer: str) -> None:
+def test_what_does_not_shard_is_let_through(plugin: str, another: str) -> None:
     check_plugin(TrainOptions(plugin=plugin))

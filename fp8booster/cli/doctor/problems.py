@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fp8booster.cli.doctor.environment import Colossal, Environment
 from fp8booster.cli.doctor.products import Check
 from fp8booster.cli.instructions import BEFORE_AMX, VARIABLE
-from fp8booster.colossal.sharding import SHARDED_TRANSFORMERS
+from fp8booster.colossal.sharding import FAMILIES_OF_5, SHARDED_TRANSFORMERS
 
 OLDEST_TORCH = (2, 11)
 COLOSSALAI = "0.5.0"
@@ -103,7 +103,8 @@ def _package_problems(environment: Environment) -> Iterator[Problem]:
     if transformers is not None and transformers != SHARDED_TRANSFORMERS:
         yield Problem(
             f"transformers is {transformers}; plugins that shard models (tensor, sequence and pipeline parallelism) "
-            f"need {SHARDED_TRANSFORMERS}. LowLevelZero, Gemini, DDP and FSDP train with both.",
+            f"shard those of {SHARDED_TRANSFORMERS}, and of transformers 5 {', '.join(FAMILIES_OF_5.values())}. "
+            "LowLevelZero, Gemini, DDP and FSDP train with both.",
             f"pip install transformers=={SHARDED_TRANSFORMERS}",
             False,
         )

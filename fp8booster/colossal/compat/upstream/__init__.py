@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fp8booster.colossal.compat.upstream import (  # noqa: F401 (importing a file registers its patches)
     attention,
+    bodies,
     checkpoints,
     connections,
     distributed,

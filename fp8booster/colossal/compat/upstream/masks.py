@@ -74,8 +74,8 @@ def _with_a_mask(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
 for _name, _where, _lines, _needed_when in (
     (
         "llama_rings_need_no_mask",
-        "llama:LlamaPipelineForwards.llama_model_forward LlamaPipelineForwards.llama_for_causal_lm_forward",
-        "131,153,322",
+        "llama:LlamaPipelineForwards.llama_for_causal_lm_forward",
+        "322",
         'sequence_parallelism_mode="ring_attn" and no attention_mask',
     ),
     (

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from fp8booster.colossal.compat.registry import patch, wrap
 from fp8booster.colossal.compat.replacements import Replacements
 from fp8booster.colossal.compat.upstream.attention import no_flash_attn
-from fp8booster.colossal.compat.upstream.masks import is_a_ring, mask_of_ones
 
 _ATTENTION = "shardformer.layer.attn"
 _RING = 'sequence_parallelism_mode="ring_attn"'
@@ -119,29 +118,3 @@ def ring_attention_is_refused_where_there_is_none(
             "sequence_parallelism_mode='split_gather' or 'all_to_all'"
         )
     return upstream(self, model, *args, **kwargs)
-
-
-@patch("shardformer.modeling.llama", "101,127,178", needed_when=f"{_RING} in a pipeline")
-def llama_rings_keep_positions_in_a_pipeline(module: ModuleType, replacements: Replacements) -> None:
-    """Later stages of a pipeline rotate the tokens of a ring's ranks by their places in the whole sequence.
-
-    Without it each rank of a later stage takes its tokens for the first of the sequence, so that distances between
-    tokens of different ranks are wrong.
-    """
-
-    def llama_model_forward(upstream: Callable, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(upstream).bind(*args, **kwargs)
-        stage, config = (given.arguments.get(name) for name in ("stage_manager", "shard_config"))
-        if is_a_ring(config) and stage is not None and not stage.is_first_stage():
-            mask, whole = (given.arguments.get(name) for name in ("attention_mask", "position_ids"))
-            if mask is None:
-                mask = mask_of_ones(given.arguments, config)
-            if whole is None:
-                whole = torch.arange(mask.shape[1], device=mask.device).unsqueeze(0)
-            part, *_ = module.RingAttention.prepare_varlen_batch(
-                mask, config.sequence_parallel_process_group, whole.expand(mask.shape)
-            )
-            given.arguments["position_ids"] = part
-        return upstream(*given.args, **given.kwargs)
-
-    replacements.wrap(module, "LlamaPipelineForwards.llama_model_forward", llama_model_forward)

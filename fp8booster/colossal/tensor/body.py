@@ -1,0 +1,257 @@
+"""The forward of a sharded model's body, between embedding and head: all of its layers, or those of a pipeline's stage.
+
+Colossal-AI 0.5.0 writes it once for each family, pipeline and kind of attention, in the words of transformers 4.51.
+This one is for LLaMA, Mistral and Qwen2, and for transformers 4.51 as for 5, which differ in
+
+                                  4.51                                5
+    the causal mask is made by    the body, `_update_causal_mask`     `masking_utils`, one for each kind of layer
+    a layer is checkpointed by    the body                            itself
+    a layer returns               a tuple                             the hidden states
+    its cache is called           past_key_value                      past_key_values
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from colossalai.pipeline.stage_manager import PipelineStageManager
+from colossalai.shardformer.layer import ColoAttention, RingAttention
+from colossalai.shardformer.layer._operation import gather_sp_output, split_forward_gather_backward
+from colossalai.shardformer.layer.utils import is_share_sp_tp, split_batch_zigzag
+from colossalai.shardformer.shard import ShardConfig
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from fp8booster.colossal.temporarily import temporarily
+
+Masks = list[Any]
+"""What each layer's attention is given."""
+
+
+def body_forward(
+    self: Any,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: torch.Tensor | None = None,
+    *,
+    shard_config: ShardConfig,
+    stage_manager: PipelineStageManager | None = None,
+    stage_index: list[int] | None = None,
+    hidden_states: torch.Tensor | None = None,
+    gathers_sequence: bool = True,
+    output_attentions: bool | None = None,
+    output_hidden_states: bool | None = None,
+    **_: Any,
+) -> BaseModelOutputWithPast | dict[str, torch.Tensor]:
+    """What takes the place of the forward of a body that shardformer has sharded.
+
+    Args:
+        self: the body: `embed_tokens`, `layers`, `norm` and `rotary_emb`.
+        input_ids: [B, S]; or `inputs_embeds`, [B, S, H]. A later stage reads neither.
+        attention_mask: [B, S], 0 for padding; None where there is none.
+        position_ids: [1 or B, S]; None: tokens are counted.
+        past_key_values: a cache, where neither flash attention nor a pipeline is.
+        shard_config: by which the model was sharded.
+        stage_manager: of the pipeline; None without one.
+        stage_index: this stage's layers, first and last + 1.
+        hidden_states: [B, S', H], from the stage before: this rank's part of the sequence.
+        gathers_sequence: the last stage gives whole sequences, also where a loss over their parts would do.
+        _: what changes nothing here: no cache is made for `use_cache`, and it always returns a dictionary.
+
+    Returns:
+        Of the last stage [B, S or S', H] in `last_hidden_state`; of others the message to the next.
+
+    Raises:
+        ValueError: for tokens that are not there or there twice, and for what a sharded model does not give.
+    """
+    name = type(self).__name__
+    if output_attentions or (output_hidden_states and stage_manager is not None):
+        raise ValueError(f"a sharded {name} gives no attention weights, and in a pipeline no layer's hidden states")
+    if past_key_values is not None and (shard_config.enable_flash_attention or stage_manager is not None):
+        raise ValueError(f"a sharded {name} keeps no keys and values here; give use_cache=False")
+    is_first = stage_manager is None or stage_manager.is_first_stage()
+    if is_first:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError(f"{name} takes either input_ids or inputs_embeds")
+        hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+
+    first, last = (0, len(self.layers)) if stage_manager is None else stage_index
+    layers = self.layers[first:last]
+    prepare = _ring if shard_config.sequence_parallelism_mode == "ring_attn" else _whole_sequences
+    hidden_states, position_ids, masks = prepare(
+        self, hidden_states, attention_mask, position_ids, past_key_values, shard_config, is_first
+    )
+    angles = self.rotary_emb(hidden_states, position_ids)
+    checkpointed = _checkpointed_layers(self, len(layers), shard_config, stage_manager)
+    seen: tuple[torch.Tensor, ...] = ()
+    for index, layer in enumerate(layers):
+        if output_hidden_states:
+            seen += (hidden_states,)
+        arguments = {
+            "attention_mask": masks[first + index],
+            "position_ids": position_ids,
+            "position_embeddings": angles,
+        }
+        if past_key_values is not None:
+            arguments |= _cache(self, past_key_values, position_ids)
+        hidden_states = _run(self, layer, hidden_states, arguments, checkpoint=index < checkpointed)
+
+    if stage_manager is not None and not stage_manager.is_last_stage():
+        return {"hidden_states": hidden_states}
+    hidden_states = self.norm(hidden_states)
+    along = shard_config.enable_sequence_parallelism
+    if along and (gathers_sequence or not shard_config.parallel_output or _shares_tensor_ranks(shard_config)):
+        hidden_states = gather_sp_output(hidden_states, shard_config)
+    return BaseModelOutputWithPast(
+        last_hidden_state=hidden_states,
+        past_key_values=past_key_values,
+        hidden_states=(*seen, hidden_states) if output_hidden_states else None,
+    )
+
+
+def _shares_tensor_ranks(config: ShardConfig) -> bool:
+    return is_share_sp_tp(config.sequence_parallelism_mode)
+
+
+def _ring(
+    self: Any,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    _: Any,
+    config: ShardConfig,
+    is_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, Masks]:
+    """This rank's part of a sequence, the places of its tokens in the whole one, and what `RingAttention` is given.
+
+    Each rank has a part of the sequence's beginning and one of its end, and padding lies at the end.
+    """
+    group = config.sequence_parallel_process_group
+    if attention_mask is None:
+        batch, length = hidden_states.shape[:2]
+        length *= 1 if is_first else config.sequence_parallel_size
+        attention_mask = torch.ones(batch, length, dtype=torch.bool, device=hidden_states.device)
+    if position_ids is None:
+        position_ids = torch.arange(attention_mask.shape[1], device=hidden_states.device).unsqueeze(0)
+    prepare = RingAttention.prepare_varlen_batch
+    if not is_first:
+        position_ids, mask, _ = prepare(attention_mask, group, position_ids.expand(attention_mask.shape))
+    elif attention_mask.bool().all():
+        _, mask, _ = prepare(attention_mask, group)
+        hidden_states, position_ids = split_batch_zigzag([hidden_states, position_ids], group)
+    else:
+        hidden_states, mask, position_ids = prepare(attention_mask, group, hidden_states, position_ids)
+    return hidden_states, position_ids, [mask] * len(self.layers)
+
+
+def _whole_sequences(
+    self: Any,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    past_key_values: Any,
+    config: ShardConfig,
+    is_first: bool,
+) -> tuple[torch.Tensor, torch.Tensor, Masks]:
+    """As `_ring`, where an attention sees whole sequences: positions and masks are theirs."""
+    batch, length = hidden_states.shape[:2]
+    along = config.enable_sequence_parallelism
+    if along and not is_first:
+        length *= config.sequence_parallel_size
+    if position_ids is None:
+        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        position_ids = torch.arange(past, past + length, device=hidden_states.device).unsqueeze(0)
+    if config.enable_flash_attention:
+        mask = ColoAttention.prepare_attn_kwargs(
+            (batch, 1, length, length),
+            hidden_states.dtype,
+            hidden_states.device,
+            q_padding_mask=attention_mask,
+            is_causal=True,
+        )
+        masks = [mask] * len(self.layers)
+    else:
+        masks = _masks(self, hidden_states, attention_mask, position_ids, past_key_values)
+    if along and is_first:
+        mode, group = config.sequence_parallelism_mode, config.sequence_parallel_process_group
+        # under all_to_all gradients are averaged over its ranks later
+        scale = None if is_share_sp_tp(mode) else 1 / config.sequence_parallel_size
+        hidden_states = split_forward_gather_backward(
+            hidden_states, 1, group, scale, fp8_communication=config.fp8_communication
+        )
+    return hidden_states, position_ids, masks
+
+
+def _is_of_4_51(body: Any) -> bool:
+    return hasattr(body, "_update_causal_mask")
+
+
+def _masks(
+    self: Any,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor,
+    past_key_values: Any,
+) -> Masks:
+    """Those that transformers makes for its own attentions."""
+    config, count = self.config, len(self.layers)
+    if _is_of_4_51(self):
+        places = _cache(self, past_key_values, position_ids)["cache_position"]
+        return [self._update_causal_mask(attention_mask, hidden_states, places, past_key_values, False)] * count
+    from transformers import masking_utils
+
+    makers: dict[str, Callable] = {
+        "full_attention": masking_utils.create_causal_mask,
+        "sliding_attention": masking_utils.create_sliding_window_causal_mask,
+    }
+    windowed = getattr(config, "sliding_window", None) is not None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"] * count
+    made = {
+        kind: makers[kind](config, hidden_states, attention_mask, past_key_values, position_ids=position_ids)
+        for kind in dict.fromkeys(kinds)
+    }
+    return [made[kind] for kind in kinds]
+
+
+def _cache(self: Any, past_key_values: Any, position_ids: torch.Tensor) -> dict[str, Any]:
+    """What a layer is told of a cache; in transformers 4.51 with the places of the tokens in it."""
+    if not _is_of_4_51(self):
+        return {"past_key_values": past_key_values, "use_cache": True}
+    past = 0 if past_key_values is None else past_key_values.get_seq_length()
+    places = torch.arange(past, past + position_ids.shape[-1], device=position_ids.device)
+    return {"past_key_value": past_key_values, "use_cache": True, "cache_position": places}
+
+
+def _checkpointed_layers(self: Any, layers: int, config: ShardConfig, stage: PipelineStageManager | None) -> int:
+    """How many of a stage's layers, from the first on, compute their activations again in backward."""
+    if not (self.gradient_checkpointing and self.training):
+        return 0
+    if stage is None or config.gradient_checkpoint_config is None:
+        return layers
+    return config.gradient_checkpoint_config.get_num_ckpt_layers(
+        stage=stage.stage,
+        num_stages=stage.num_stages,
+        num_layers=layers,
+        model_chunk_id=stage.model_chunk_id if stage.is_interleave else 0,
+        num_model_chunks=stage.num_model_chunks,
+    )
+
+
+def _run(
+    self: Any, layer: nn.Module, hidden_states: torch.Tensor, arguments: dict[str, Any], *, checkpoint: bool
+) -> torch.Tensor:
+    """A layer's hidden states, [B, S', H]."""
+    if not hasattr(layer, "gradient_checkpointing"):
+        call = partial(layer, **arguments)
+        made = self._gradient_checkpointing_func(call, hidden_states) if checkpoint else call(hidden_states)
+    elif checkpoint:
+        made = layer(hidden_states, **arguments)
+    else:
+        with temporarily(layer, gradient_checkpointing=False):
+            made = layer(hidden_states, **arguments)
+    return made[0] if isinstance(made, tuple) else made
