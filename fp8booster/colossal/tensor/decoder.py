@@ -27,6 +27,7 @@ from fp8booster.nn.fused.attention import attend_packed
 from fp8booster.nn.fused.decoder import REPLACED, FusedAttention
 from fp8booster.nn.fused.head import HEADS
 from fp8booster.nn.fused.packing import Sequences, let_pack_around
+from fp8booster.nn.parallel.ring_attention import ring_attention
 
 _FLASH_FORWARDS = tuple(
     f"get_{family}_flash_attention_forward.<locals>.forward" for family in ("llama", "mistral", "qwen2")
@@ -110,9 +111,9 @@ class RingedAttention(FlashAttention):
     def attend_packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
     ) -> torch.Tensor:
-        raise ValueError(
-            "ring attention does not know packed sequences; use sequence_parallelism_mode='all_to_all', or pad them"
-        )
+        group = self.fp8_sharding().sequence_parallel_process_group
+        communication = is_compressed(group)
+        return ring_attention(query, key, value, group, boundaries=sequences.on_host, communication=communication)[0]
 
 
 _MIXINS = {"all_to_all": AllToAllAttention, "ring_attn": RingedAttention}

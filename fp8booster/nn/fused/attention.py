@@ -156,12 +156,12 @@ def _one_by_one(
 ) -> torch.Tensor:
     """`_one_kernel` by `attend`: what it computes. Bit for bit what each sequence gives that is a batch of its own."""
     attended = []
-    for begin, end in pairwise(sequences.boundaries.tolist()):
+    for begin, end in pairwise(sequences.on_host):
         if begin == end:
             continue
         mask = None
         if window is not None and end - begin > window:
             mask = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-        one = (each[begin:end].transpose(0, 1).unsqueeze(0) for each in (q, k, v))
-        attended.append(attend(*one, mask, dropout=dropout, scale=scale)[0].transpose(0, 1))
+        query, key, value = (each[begin:end].transpose(0, 1).unsqueeze(0) for each in (q, k, v))
+        attended.append(attend(query, key, value, mask, dropout=dropout, scale=scale)[0].transpose(0, 1))
     return torch.cat(attended)

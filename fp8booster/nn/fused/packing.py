@@ -12,6 +12,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +31,11 @@ class Sequences:
 
     longest: int
     """Tokens of the longest; more are allowed, which costs time alone."""
+
+    @cached_property
+    def on_host(self) -> list[int]:
+        """The boundaries; the first use waits for the device."""
+        return self.boundaries.tolist()
 
 
 class PackedEmbeddings(tuple):
@@ -84,8 +90,8 @@ def find_sequences(
                 "position_ids begin anew within a row, which packs several sequences, and attention_mask has padding; "
                 "leave the mask out: tokens of padding need none where their labels are -100 and their position_ids 0"
             )
-    begins = begins.flatten().nonzero().flatten().tolist()
-    return None if len(begins) == rows else _sequences([*begins, rows * length], position_ids.device)
+    places = begins.flatten().nonzero().flatten().tolist()
+    return None if len(places) == rows else _sequences([*places, rows * length], position_ids.device)
 
 
 def checked_sequences(
@@ -147,7 +153,7 @@ class Packing:
         self.sequences = _given_sequences(given)
         if self.sequences is None:
             return None
-        if any(decoder_part(type(module)) is PARTS["Attention"] for module in model.modules()):
+        if any(_is_unfused_attention(module) for module in model.modules()):
             raise ValueError(
                 "rows hold several sequences, and some attention of the model is not fused, which would let them "
                 "attend to each other; the line that fuse() returns says why; pad the sequences instead"
@@ -189,6 +195,8 @@ def _given_sequences(given: dict[str, Any]) -> Sequences | None:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; queries and keys are of the same sequences here")
     if mask is not None and (mask.dim() != 2 or not mask.all()):
         raise ValueError("cu_seq_lens_q packs several sequences in a row, which takes no attention_mask; leave it out")
+    if given.get("hidden_states") is not None:
+        raise ValueError("a pipeline cuts batches by rows, and cu_seq_lens_q has none; give position_ids in its place")
     tokens = _tokens(given)
     device = next(each.device for each in map(given.get, _TOKENS) if each is not None)
     return checked_sequences(tokens, boundaries, given.get("max_length_q"), device)
@@ -205,6 +213,11 @@ def _tokens(given: dict[str, Any]) -> tuple[int, int]:
             rows, length = given[name].shape[:2]
             return rows, length
     raise ValueError("a model needs input_ids or inputs_embeds; give one of them")
+
+
+def _is_unfused_attention(module: nn.Module) -> bool:
+    """And one that this stage of a pipeline holds."""
+    return decoder_part(type(module)) is PARTS["Attention"] and next(module.parameters(), None) is not None
 
 
 def _makes_masks(model: nn.Module) -> bool:

@@ -3,7 +3,8 @@
 The sequence is cut into 2n chunks for n ranks, and rank r holds chunks r and 2n - 1 - r, so that all have the same work
 (zigzag, as Colossal-AI's RingAttention, shardformer/layer/attn.py:407, and ring-flash-attention have it). Each rank
 attends to the keys and values of one rank after the other, which come from its neighbour, and joins the results by
-their log-sum-exp. The blocks are PyTorch's flash attention.
+their log-sum-exp. The blocks are PyTorch's flash attention. Rows that pack several sequences are cut as they lie; of
+two different chunks only the sequence that runs from one into the other has a block.
 
 Keys and values are rounded once: the bytes are passed on as they came. Heads that several queries share are sent, and
 saved for backward, once; a block repeats them. In backward each rank sends the gradients of another's keys and values
@@ -13,6 +14,7 @@ straight to it, rounded once too, where they are added in FP32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -37,6 +39,7 @@ def ring_attention(
     group: dist.ProcessGroup,
     *,
     lengths: Sequence[int] | None = None,
+    boundaries: Sequence[int] | None = None,
     scale: float | None = None,
     communication: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,6 +50,8 @@ def ring_attention(
         k, v: [B, Hkv, S, D], Hkv a divisor of H: queries share heads of keys and values in their order.
         group: the ranks that hold the sequence.
         lengths: tokens of each sequence of the batch on this rank, where some are padded at the end; even.
+        boundaries: where sequences begin and end, of which each attends to itself alone: 0, where the second begins,
+            ..., the number of tokens, over all ranks and all rows, one behind the other. None: each row is one.
         scale: of the scores; None is D**-0.5.
         communication: send FP8; else the dtype of k, counted as uncompressed.
 
@@ -54,8 +59,10 @@ def ring_attention(
         (output [B, H, S, D], log-sum-exp of the scores [B, H, S], float32); zeros for padding.
 
     Raises:
-        ValueError: an odd number of tokens.
+        ValueError: an odd number of tokens, or `lengths` and `boundaries`.
     """
+    if lengths is not None and boundaries is not None:
+        raise ValueError("rows are padded or hold packed sequences; give lengths or boundaries, not both")
     odd = [length for length in lengths or (q.shape[2],) if length % 2]
     if odd:
         raise ValueError(
@@ -65,8 +72,19 @@ def ring_attention(
     if lengths is not None and all(length == q.shape[2] for length in lengths):
         lengths = None
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    ring = _Ring(group, communication)
+    packed = None if boundaries is None else _by_row(boundaries, q.shape[2] * dist.get_world_size(group))
+    ring = _Ring(group, communication, packed)
     return _RingAttention.apply(q, k, v, ring, None if lengths is None else tuple(lengths), scale)
+
+
+def _by_row(boundaries: Sequence[int], length: int) -> list[list[tuple[int, int]]]:
+    """Where the sequences of each row begin and end in it."""
+    rows: list[list[tuple[int, int]]] = [[] for _ in range(boundaries[-1] // length)]
+    for begin, end in pairwise(boundaries):
+        if begin < end:
+            start = begin // length * length
+            rows[begin // length].append((begin - start, end - start))
+    return rows
 
 
 Index = tuple[slice, slice, slice]
@@ -74,11 +92,14 @@ Index = tuple[slice, slice, slice]
 
 
 class _Ring:
-    """The ranks of a group, each with a neighbour."""
+    """The ranks of a group, each with a neighbour; `packed` has the sequences of each row, where rows hold several."""
 
-    def __init__(self, group: dist.ProcessGroup, communication: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, communication: bool, packed: list[list[tuple[int, int]]] | None = None
+    ) -> None:
         self.group, self.min_bytes = group, min_bytes(communication)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.packed = packed
 
     def peer(self, distance: int) -> int:
         """The global number of the rank so many places on."""
@@ -120,18 +141,49 @@ class _Ring:
         DEFAULT.decode(message, pair.view(-1), DEFAULT.even(pair.numel()))
         return pair
 
-    def blocks(self, source: int, shape: torch.Size, lengths: tuple[int, ...] | None) -> Iterator[tuple[Index, Index]]:
-        """Which queries attend to which keys of a rank: all of those that precede them.
+    def blocks(
+        self, source: int, shape: torch.Size, lengths: tuple[int, ...] | None
+    ) -> Iterator[tuple[Index, Index, bool]]:
+        """Which queries attend to which keys of a rank: all of those that precede them; and whether they are the same.
 
         Of an earlier rank's chunks the second follows all queries here; of a later one's queries those of the first
         chunk here precede all.
         """
+        if self.packed is not None:
+            for number, sequences in enumerate(self.packed):
+                of_row = slice(number, number + 1), slice(None)
+                for queries, keys, causal in self._packed_blocks(source, shape[2] // 2, sequences):
+                    yield (*of_row, queries), (*of_row, keys), causal
+            return
         rows = [slice(0, shape[0])] if lengths is None else [slice(row, row + 1) for row in range(len(lengths))]
         for row, length in zip(rows, lengths or shape[2:3], strict=True):
             if length:
                 queries = slice(length // 2 if source > self.rank else 0, length)
                 keys = slice(0, length // 2 if source < self.rank else length)
-                yield (row, slice(None), queries), (row, slice(None), keys)
+                yield (row, slice(None), queries), (row, slice(None), keys), source == self.rank
+
+    def _packed_blocks(
+        self, source: int, tokens: int, sequences: list[tuple[int, int]]
+    ) -> Iterator[tuple[slice, slice, bool]]:
+        """The same of one row, whose chunks have so many tokens."""
+        for here, query_chunk in enumerate(self._chunks(self.rank)):
+            for there, key_chunk in enumerate(self._chunks(source)):
+                if key_chunk > query_chunk:
+                    continue
+                for begin, end in sequences:
+                    queries = _overlap(begin, end, query_chunk * tokens, tokens, here * tokens)
+                    keys = _overlap(begin, end, key_chunk * tokens, tokens, there * tokens)
+                    if queries is not None and keys is not None:
+                        yield queries, keys, key_chunk == query_chunk
+
+    def _chunks(self, rank: int) -> tuple[int, int]:
+        return rank, 2 * self.ranks - 1 - rank
+
+
+def _overlap(begin: int, end: int, start: int, tokens: int, place: int) -> slice | None:
+    """What of a chunk, which lies at a place, is in a sequence."""
+    begin, end = max(begin - start, 0), min(end - start, tokens)
+    return slice(place + begin, place + end) if begin < end else None
 
 
 class _RingAttention(torch.autograd.Function):
@@ -150,8 +202,8 @@ class _RingAttention(torch.autograd.Function):
         output = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
         for source, pair in ring.rotate(k, v):
-            for queries, keys in ring.blocks(source, q.shape, lengths):
-                block, block_lse = attend(q[queries], pair[0][keys], pair[1][keys], source == ring.rank, scale)
+            for queries, keys, causal in ring.blocks(source, q.shape, lengths):
+                block, block_lse = attend(q[queries], pair[0][keys], pair[1][keys], causal, scale)
                 before, joined = lse[queries], output[queries]
                 after = torch.logaddexp(before, block_lse)
                 joined.mul_((before - after).exp().unsqueeze(-1))
@@ -176,17 +228,19 @@ class _RingAttention(torch.autograd.Function):
         for step, (source, pair) in enumerate(ring.rotate(k, v)):
             # of an earlier rank's keys only those of its first chunk are read here, but where they are padded
             half = source < ring.rank and lengths is None
-            of_source = pair.new_zeros((2, *k.shape[:2], k.shape[2] // 2 if half else k.shape[2], k.shape[3]))
-            for queries, keys in ring.blocks(source, q.shape, lengths):
+            shape = (2, *k.shape[:2], k.shape[2] // 2 if half else k.shape[2], k.shape[3])
+            # packed, a key may be read in several blocks
+            of_source = pair.new_zeros(shape, dtype=pair.dtype if ring.packed is None else torch.float32)
+            for queries, keys, causal in ring.blocks(source, q.shape, lengths):
                 of_queries = gradient[queries], q[queries], output[queries], lse[queries]
-                block = attend_backward(*of_queries, pair[0][keys], pair[1][keys], source == ring.rank, ctx.scale)
+                block = attend_backward(*of_queries, pair[0][keys], pair[1][keys], causal, ctx.scale)
                 dq[queries].add_(block[0])
                 for into, part in zip(of_source, block[1:], strict=True):
-                    into[keys].copy_(part)
+                    into[keys].add_(part)
             if step == 0:
                 own.add_(of_source)
             else:
-                sent.append(_deliver(of_source, step, ring, own, half_possible=lengths is None))
+                sent.append(_deliver(of_source.to(pair.dtype), step, ring, own, half_possible=lengths is None))
         for works, arriving, tokens in sent:
             for work in works:
                 work.wait()

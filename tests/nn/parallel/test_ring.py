@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -106,6 +108,28 @@ def test_padded_sequences_attend_to_themselves_alone() -> None:
 
 
 @ranks(2, 4)
+@pytest.mark.parametrize("lengths", [(LENGTH, 40, 24), (1, 2, 30, 31, 5, 16, 43), (3, 61, LENGTH)])
+def test_packed_sequences_attend_to_themselves_alone(lengths: tuple[int, ...]) -> None:
+    boundaries = [sum(lengths[:number]) for number in range(len(lengths) + 1)]  # over both rows
+    whole = tensors()
+    references = [torch.zeros_like(each) for each in whole]
+    for begin, end in pairwise(boundaries):
+        row, start = divmod(begin, LENGTH)
+        part = slice(row, row + 1), slice(None), slice(start, start + end - begin)
+        for reference, values in zip(references, expected(*(tensor[part] for tensor in whole)), strict=True):
+            reference[part] = values
+    *leaves, dy = (chunks(tensor, LENGTH) for tensor in whole)
+    for communication in (False, True):
+        leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+        y, _ = ring_attention(*leaves, dist.group.WORLD, boundaries=boundaries, communication=communication)
+        for reference, value in zip(references, [y.detach(), *torch.autograd.grad(y, leaves, dy)], strict=True):
+            if communication:
+                assert signal_to_noise(chunks(reference, LENGTH), value) > WIRE_DB
+            else:
+                torch.testing.assert_close(value, chunks(reference, LENGTH), rtol=1e-4, atol=1e-5)
+
+
+@ranks(2, 4)
 def test_keys_values_and_their_gradients_travel_in_bytes_of_16_bit_tensors() -> None:
     whole = [tensor.bfloat16() for tensor in tensors()]
     with count_traffic() as traffic:
@@ -126,3 +150,5 @@ def test_an_odd_number_of_tokens_is_refused() -> None:
     q = torch.randn(1, 1, 3, 8)
     with pytest.raises(ValueError, match="a rank holds 3 tokens of a sequence; pad sequences to a multiple of"):
         ring_attention(q, q, q, dist.group.WORLD)
+    with pytest.raises(ValueError, match="give lengths or boundaries, not both"):
+        ring_attention(q, q, q, dist.group.WORLD, lengths=[3], boundaries=[0, 6])
