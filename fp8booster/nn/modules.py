@@ -40,6 +40,17 @@ def must_be_called(module: nn.Module) -> bool:
     return "forward" in vars(module) or has_hooks(module)
 
 
+def run_with(forward: Callable[..., Any], module: nn.Module, parts: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """What a forward of a module gives while it finds other things in the place of some of its parts."""
+    held = vars(module)  # looked at before what is registered
+    held.update(parts)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for name in parts:
+            del held[name]
+
+
 def held_by_modules(model: nn.Module, kind: type[Held]) -> list[Held]:
     """The objects of a class that the modules of a model hold as attributes."""
     return [value for module in model.modules() for value in vars(module).values() if isinstance(value, kind)]

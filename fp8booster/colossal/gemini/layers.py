@@ -22,7 +22,7 @@ from fp8booster.colossal.gemini.chunks import FP8Chunk
 from fp8booster.colossal.gemini.weights import ChunkWeight
 from fp8booster.nn import FP8Layer, FP8Linear
 from fp8booster.nn.fused.causal_lm_loss import fused_head
-from fp8booster.nn.fused.decoder import FusedRMSNorm
+from fp8booster.nn.fused.decoder import FusedNorm
 from fp8booster.nn.fused.head import HeldHead
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
@@ -120,7 +120,7 @@ def gather_for_layers(model: nn.Module, manager: ChunkManager) -> None:
     for module in model.modules():
         if module is head:
             module.__class__ = _gathered_class(type(module), GatheredHead)
-        elif isinstance(module, (FP8Layer, FusedRMSNorm)):
+        elif isinstance(module, (FP8Layer, FusedNorm)):
             module.__class__ = _gathered_class(type(module), GatheredModule)
         if not isinstance(module, FP8Layer) or is_ddp_ignored(module.weight):
             continue  # frozen: whole on every rank, so its FP8 copy may stay too

@@ -7,17 +7,15 @@ from typing import Any
 
 from torch import nn
 
-from fp8booster.nn.fused.families import MODULES, PARTS
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, must_be_called
 
 _HUB = "transformers_modules"
 """Package of the models whose code comes from the hub, in folders of their own."""
 
-_MIXTRAL = PARTS["BlockSparseTop2MLP"]
 _GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 _GATED = {
-    (MODULES["Mixtral"], "MixtralBlockSparseTop2MLP"): (*_MIXTRAL.merged, _MIXTRAL.output),
+    ("transformers.models.mixtral.modeling_mixtral", "MixtralBlockSparseTop2MLP"): ("w1", "w3", "w2"),
     ("transformers.models.deepseek_v3.modeling_deepseek_v3", "DeepseekV3MLP"): _GATE_UP_DOWN,
     (f"{_HUB}.modeling_deepseek", "DeepseekMLP"): _GATE_UP_DOWN,
     (f"{_HUB}.modeling_deepseek", "DeepseekV3MLP"): _GATE_UP_DOWN,

@@ -57,7 +57,7 @@ def fused_summary(model: nn.Module) -> str:
         + [f"{count} groups of layers not merged: {reason}" for reason, count in apart.items()]
     )
     if layers == 0 and not left:
-        return f"nothing is fused, as there are no decoder layers of {', '.join(FAMILIES)}"
+        return f"nothing is fused, as there are no decoder layers of {', '.join(FAMILIES.values())}"
     reason = why_not_fused(model)
     if reason is None and fused_head(model) is None:
         reason = "use_fused_loss changes that"

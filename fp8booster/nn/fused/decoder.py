@@ -1,18 +1,17 @@
-"""Decoder layers of LLaMA, Mistral, Mixtral and Qwen2 with their pointwise parts fused around the products.
+"""Decoder layers with their pointwise parts fused around the products.
 
-In place, by class: parameters, their names, hooks and `isinstance` stay as they were. A fused layer computes
+In place, by class: parameters, their names, hooks and `isinstance` stay as they were. A fused layer of LLaMA's computes
 
     y, h = norm(x)                      one kernel; h is x
     q, k, v = rotate(qkv product of y)  one product, one kernel
     y, h = norm(attention, h)           one kernel: residual, norm
-    x = h + down(swiglu(gate-up product of y))   in Mixtral each expert so, on its tokens
+    x = h + down(swiglu(gate-up product of y))   in a mixture of experts each expert so, on its tokens
 
 and every kernel delivers the amax of what it makes, so that the casts before FP8 products read their input once. The
-products are those of FP8 layers, or of layers that stayed nn.Linear. Where a case is not covered (returned attention
+products are those of FP8 layers, or of layers that stayed nn.Linear. Which families there are: `nn.fused.families`.
+Each part is fused by itself, where it computes what its fused form does (`nn.fused.trials`); a layer of another
+structure is what its class makes of its parts (`nn.fused.late_sums`). Where a case is not covered (returned attention
 weights, another activation, layers of different kinds) that part runs as transformers wrote it.
-
-What a fused part takes and returns is what the forward of its own class takes and returns (`_mixed_class`), which
-depends on the version of transformers (`nn.fused.families`).
 """
 
 from __future__ import annotations
@@ -20,38 +19,53 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 
 from fp8booster.nn.fused.attention import attend, attend_packed, attends_alike
-from fp8booster.nn.fused.families import PARTS, SILU, Part, decoder_part
+from fp8booster.nn.fused.families import ATTENTION, Part, is_attention, is_known, part_of
+from fp8booster.nn.fused.late_sums import LateSum, made, parts_with_late_sums
 from fp8booster.nn.fused.merged_layers import Merged, MergedLayers, MergedLinears
 from fp8booster.nn.fused.packing import Sequences, let_pack, sequences_of
-from fp8booster.nn.fused.pointwise import rms_norm, split_and_rotate, swiglu
+from fp8booster.nn.fused.pointwise import layer_norm, rms_norm, rotate_heads, split_and_rotate, swiglu
+from fp8booster.nn.fused.trials import Norm, activation_of, attends_so, is_gated, norm_of
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import cached_by_class, is_looked_at
+from fp8booster.nn.modules import cached_by_class, is_looked_at, run_with
 
 
 class FusedPart(nn.Module):
     """Mixin of a part with linear layers of one input."""
 
-    part: ClassVar[Part]
-    fp8_merged: Merged
+    part: Part
+    fp8_merged: Merged | None
+    """None where there is one layer, whose product is that of all."""
 
     def merged_product(self, input: torch.Tensor) -> torch.Tensor | None:
         """What the merged layers make of an input; None: call the layers, which the part has now, one by one."""
         layers = [getattr(self, name) for name in self.part.merged]
+        if self.fp8_merged is None:
+            return layers[0](input) if self.training and not torch.compiler.is_compiling() else None
         return self.fp8_merged(input) if self.fp8_merged.stands_for(*layers) else None
 
+    @property
+    def saves_in_8_bits(self) -> bool:
+        """Whether what is fused behind the merged layers saves so for backward what it reads, as far as it is known."""
+        if self.fp8_merged is None:
+            return _saves_in_8_bits(getattr(self, self.part.merged[0]))
+        return self.fp8_merged.saves_in_8_bits and self.fp8_merged.why_not_merged is None
 
-class FusedRMSNorm(nn.Module):
+
+def _saves_in_8_bits(layer: nn.Module) -> bool:
+    return isinstance(layer, FP8Layer) and layer.fp8_config.saves_in_8_bits
+
+
+class FusedNorm(nn.Module):
     """Mixin of a norm."""
 
     weight: nn.Parameter
-    variance_epsilon: float
+    computes: ClassVar[Norm]
 
     def forward(
         self,
@@ -62,12 +76,43 @@ class FusedRMSNorm(nn.Module):
         encoded: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The norm of `hidden_states + residual`; with `both`, that sum too. `encoded` saves the sum in 8 bits."""
-        y, h = rms_norm(hidden_states, self.weight, self.variance_epsilon, residual, encoded=encoded)
+        centered, unit_offset, name = self.computes
+        epsilon = getattr(self, name)
+        if centered:
+            bias = getattr(self, "bias", None)
+            y, h = layer_norm(hidden_states, self.weight, bias, epsilon, residual, encoded=encoded)
+        else:
+            given = {"unit_offset": unit_offset, "encoded": encoded}
+            y, h = rms_norm(hidden_states, self.weight, epsilon, residual, **given)
         return (y, h) if both else y
 
 
-class FusedAttention(FusedPart):
-    """Mixin of a self-attention."""
+class MergedAttention(FusedPart):
+    """Mixin of a self-attention as transformers wrote it, whose layers of one input are one product."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        product = self.merged_product(hidden_states)
+        if product is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        return run_with(
+            super().forward, self, self._projections(hidden_states, product), hidden_states, *args, **kwargs
+        )
+
+    def _projections(self, input: torch.Tensor, product: torch.Tensor) -> dict[str, Callable]:
+        """What stands in for the merged layers: it gives their parts of the one product of their input."""
+        names = self.part.merged
+        layers = [getattr(self, name) for name in names]
+        # of the product, not of the layers: ranks may hold parts of these
+        whole = sum(layer.out_features for layer in layers)
+        widths = [layer.out_features * product.shape[-1] // whole for layer in layers]
+        return {
+            name: lambda x, layer=layer, part=part: part if x is input else layer(x)
+            for name, layer, part in zip(names, layers, product.split(widths, -1), strict=True)
+        }
+
+
+class FusedAttention(MergedAttention):
+    """Mixin of a self-attention that PyTorch's SDPA computes; q and k may have norms, each head's or all heads'."""
 
     config: Any
     o_proj: nn.Module
@@ -101,8 +146,7 @@ class FusedAttention(FusedPart):
         qkv = self.before_attention(qkv)
         # of the product, not of the input: ranks may hold heads, and parts of the sequence that it has gathered
         key_heads = self.key_heads_in(qkv)
-        heads = split_and_rotate(qkv, cos, sin, query_heads=key_heads * self.num_key_value_groups, key_heads=key_heads)
-        query, key, value = (each.transpose(1, 2) for each in heads)
+        query, key, value = (each.transpose(1, 2) for each in self.rotated(qkv, cos, sin, key_heads))
         key, value = self.cached(key, value, arguments)
         if sequences is None:
             attended = self.attend(query, key, value, arguments.get("attention_mask"))
@@ -111,6 +155,28 @@ class FusedAttention(FusedPart):
         else:
             raise ValueError("packed sequences cannot go on from a cache; leave past_key_values out")
         return self.o_proj(self.after_attention(attended.transpose(1, 2)).flatten(2)), None
+
+    def rotated(
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v, [B, S, H, D], of which q and k have gone through their norms and were rotated."""
+        query_heads = key_heads * self.num_key_value_groups
+        norms = self.head_norms()
+        if not norms:
+            return split_and_rotate(qkv, cos, sin, query_heads=query_heads, key_heads=key_heads)
+        widths = [heads * self.head_dim for heads in (query_heads, key_heads, key_heads)]
+        *split, value = qkv.split(widths, -1)
+        heads = [each.unflatten(-1, (-1, self.head_dim)) for each in split]
+        of_all = norms[0].weight.shape[0] != self.head_dim
+        normal = [norm(each) for norm, each in zip(norms, split if of_all else heads, strict=True)]
+        # what hooks saw is not written over
+        normal = [each.clone() if is_looked_at(norm) else each for norm, each in zip(norms, normal, strict=True)]
+        query, key = (each.view(like.shape) for each, like in zip(normal, heads, strict=True))
+        return *rotate_heads(query, key, cos, sin), value.unflatten(-1, (-1, self.head_dim))
+
+    def head_norms(self) -> list[Any]:
+        """Of q and of k, each head's or all heads'; empty where there are none."""
+        return [self._modules[name] for name in ("q_norm", "k_norm") if name in self._modules]
 
     def cached(
         self, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]
@@ -124,6 +190,8 @@ class FusedAttention(FusedPart):
             return cache.update(key, value, self.layer_idx)
         cos, sin = arguments["position_embeddings"]
         place = {"sin": sin, "cos": cos, "cache_position": arguments.get("cache_position")}
+        if getattr(self, "sliding_window", None) is not None:
+            place["sliding_window"] = self.sliding_window
         return cache.update(key, value, self.layer_idx, place)
 
     def key_heads_in(self, qkv: torch.Tensor) -> int:
@@ -162,92 +230,42 @@ class FusedAttention(FusedPart):
 
 
 class FusedMLP(FusedPart):
-    """Mixin of a feed-forward block."""
+    """Mixin of a gated feed-forward block, or of an expert that is one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As transformers', with one product for gate and up."""
+        output = getattr(self, self.part.output)
         gate_up = self.merged_product(x)
-        if gate_up is None:
-            return self.forward_unfused(x)
-        return getattr(self, self.part.output)(swiglu(gate_up, encoded=self.fp8_merged.saves_in_8_bits))
-
-    @property
-    def saves_in_8_bits(self) -> bool:
-        """Whether gate and up are saved so for backward, as far as it is known."""
-        return self.fp8_merged.saves_in_8_bits and self.fp8_merged.why_not_merged is None
-
-    def forward_unfused(self, x: torch.Tensor) -> torch.Tensor:
-        """What runs where gate and up are not merged."""
-        return super().forward(x)
-
-
-class FusedExpert(FusedMLP):
-    """Mixin of one of Mixtral's experts."""
-
-    w1: nn.Module
-    w2: nn.Module
-    w3: nn.Module
-    act_fn: nn.Module
-
-    def forward_unfused(self, x: torch.Tensor) -> torch.Tensor:
-        # w3 first: then backward gives gradients in the order of the one product, which a rank may run whose expert has
+        if gate_up is not None:
+            return output(swiglu(gate_up, encoded=self.saves_in_8_bits))
+        if self.fp8_merged is None:
+            return super().forward(x)
+        # up first: then backward gives gradients in the order of the one product, which a rank may run whose expert has
         # other tokens; ZeRO adds up gradients of ranks in the order in which they come
-        up = self.w3(x)
-        return self.w2(self.act_fn(self.w1(x)) * up)
+        gate, up = (getattr(self, name) for name in self.part.merged)
+        of_up = up(x)
+        return output(activation_of(self)(gate(x)) * of_up)
 
 
 class FusedDecoderLayer(nn.Module):
-    """Mixin of a decoder layer whose norms are fused: the second adds the residual."""
+    """Mixin of a decoder layer: its norms make the sums that they read."""
 
-    input_layernorm: nn.Module
-    self_attn: nn.Module
-    post_attention_layernorm: nn.Module
-    mlp: nn.Module
-
-    native_arguments: ClassVar[tuple[str, ...]]
-    """Names of what the class's own forward takes after the hidden states."""
-
-    returns_tuple: ClassVar[bool]
-    """Whether the class's own forward returns a tuple, or the hidden states by themselves."""
-
-    def norms(self) -> tuple[nn.Module, nn.Module]:
-        """Before attention and before the feed-forward block."""
-        return self.input_layernorm, self.post_attention_layernorm
+    def norms(self) -> list[FusedNorm]:
+        """Those that are fused."""
+        return [each for each in self.children() if isinstance(each, FusedNorm)]
 
     @property
     def saves_in_8_bits(self) -> bool:
-        """Whether its norms save so for backward what they read."""
-        merged = getattr(self.self_attn, "fp8_merged", None)
-        return merged is not None and merged.saves_in_8_bits
+        """Whether its norms save so for backward what they read: where its attention has FP8 layers that do."""
+        attention = next(each for each in self.children() if is_attention(each))
+        return any(map(_saves_in_8_bits, attention.children()))
 
-    def forward(
-        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-        arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
-        output_router_logits = arguments.pop("output_router_logits", False)
-        encoded = self.saves_in_8_bits
-        hidden_states, residual = _normed(self.input_layernorm, hidden_states, encoded=encoded)
-        hidden_states, weights = self.self_attn(hidden_states=hidden_states, **arguments)
-        hidden_states, residual = _normed(self.post_attention_layernorm, hidden_states, residual, encoded=encoded)
-        made = (getattr(self, "block_sparse_moe", None) or self.mlp)(hidden_states)
-        made, router_logits = made if isinstance(made, tuple) else (made, None)
-        hidden_states = residual + made
-        if not self.returns_tuple:
-            return hidden_states
-        outputs: tuple[torch.Tensor | None, ...] = (hidden_states,)
-        if arguments.get("output_attentions"):
-            outputs += (weights,)
-        return (*outputs, router_logits) if output_router_logits else outputs
-
-
-def _normed(
-    norm: nn.Module, hidden_states: torch.Tensor, residual: torch.Tensor | None = None, *, encoded: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of a sum, or of what is given alone, and the sum; hooks see the norm as transformers calls it."""
-    if not is_looked_at(norm):
-        return norm(hidden_states, residual, both=True, encoded=encoded)
-    total = hidden_states if residual is None else residual + hidden_states
-    return norm(total), total
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As transformers'."""
+        if torch.compiler.is_compiling():  # the compiler sees sums and norms by itself
+            return super().forward(hidden_states, *args, **kwargs)
+        parts = parts_with_late_sums(self, FusedNorm, encoded=self.saves_in_8_bits)
+        return made(run_with(super().forward, self, parts, LateSum(hidden_states), *args, **kwargs))
 
 
 ReplacedAttention = Callable[[nn.Module], type[FusedAttention] | str]
@@ -268,17 +286,17 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
         The number of decoder layers fused.
     """
     fused = 0
-    # inner modules first: a layer is fused if its norms are
+    # inner modules first: a layer is fused if it has norms that are
     for module in reversed(list(model.modules())):
-        part = decoder_part(type(module))
-        if part is None or next(module.parameters(), None) is None:
+        if not is_known(type(module)) or next(module.parameters(), None) is None:
             continue
-        mixin = _mixin(module, part, replaced_attention)
-        if isinstance(mixin, str):
-            module.__dict__[_WHY_NOT] = f"{part.name}: {mixin}"
-            continue
-        mix(mixin, module)
-        fused += mixin is FusedDecoderLayer
+        part = part_of(module)
+        if part is not None:
+            _fuse(module, part.name, _mixin(module, part, replaced_attention))
+        elif type(module).__name__.endswith("Norm"):
+            _fuse(module, "norm", _norm_mixin(module))
+        elif any(map(is_attention, module.children())):
+            fused += _fuse_layer(module)
     for module in model.modules():
         if any(isinstance(part, FusedAttention) for part in module.modules()):
             let_pack(module)
@@ -287,10 +305,12 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
 
 def mix(mixin: type[nn.Module], module: nn.Module) -> None:
     """Put a mixin before the class of a module of transformers', and merge the module's layers of one input."""
+    if issubclass(mixin, FusedPart):
+        part = cast(Part, part_of(module))
+        layers = [getattr(module, name) for name in part.merged]
+        merged = None if len(layers) == 1 else MergedLayers(layers) if _in_fp8(layers) else MergedLinears(layers)
+        vars(module).update(part=part, fp8_merged=merged)
     module.__class__ = _mixed_class(mixin, type(module))
-    if isinstance(module, FusedPart):
-        layers = [getattr(module, name) for name in module.part.merged]
-        module.__dict__["fp8_merged"] = MergedLayers(layers) if _in_fp8(layers) else MergedLinears(layers)
 
 
 def unfused_parts(model: nn.Module) -> Counter[str]:
@@ -301,36 +321,79 @@ def unfused_parts(model: nn.Module) -> Counter[str]:
 _WHY_NOT = "_fp8booster_unfused"
 
 
+def _fuse(module: nn.Module, name: str, mixin: type[nn.Module] | str) -> None:
+    """Fuse a module, or note why it is not."""
+    if isinstance(mixin, str):
+        module.__dict__[_WHY_NOT] = f"{name}: {mixin}"
+    else:
+        mix(mixin, module)
+
+
+def _fuse_layer(layer: nn.Module) -> bool:
+    """Whether a decoder layer could be fused, which now is."""
+    if "forward" in vars(layer):
+        layer.__dict__[_WHY_NOT] = f"residuals: {REPLACED}"
+        return False
+    for norm in layer.children():
+        if type(norm) is nn.LayerNorm:
+            _fuse(norm, "norm", _norm_mixin(norm))
+    if any(isinstance(each, FusedNorm) for each in layer.children()):
+        mix(FusedDecoderLayer, layer)
+        return True
+    return False
+
+
+def _norm_mixin(norm: nn.Module) -> type[nn.Module] | str:
+    """What a norm is fused by, or why it is not."""
+    if "forward" in vars(norm):
+        return REPLACED
+    weight = getattr(norm, "weight", None)
+    if weight is None or weight.dim() != 1 or norm_of(type(norm)) is None:
+        return f"{type(norm).__name__} has no fused form"
+    return FusedNorm
+
+
 def _mixin(module: nn.Module, part: Part, replaced_attention: ReplacedAttention | None) -> type[nn.Module] | str:
     """What a part of a decoder layer is fused by, or why it is not."""
     layers = [getattr(module, name) for name in part.merged]
     if not _in_fp8(layers) and not all(type(layer) is nn.Linear for layer in layers):
         return f"{', '.join(part.merged)} are neither all FP8 layers nor all nn.Linear"
-    if part is PARTS["Attention"]:
-        if "forward" in vars(module):
-            return REPLACED if replaced_attention is None else replaced_attention(module)
-        config: Any = module.config
-        kind = config._attn_implementation
-        return FusedAttention if kind == "sdpa" else f"attn_implementation={kind!r} has no fused form"
+    if part.name == ATTENTION:
+        return _attention_mixin(module, part, replaced_attention)
     if "forward" in vars(module):
         return REPLACED
-    if part is PARTS["DecoderLayer"]:
-        for norm in (module.input_layernorm, module.post_attention_layernorm):
-            if not isinstance(norm, FusedRMSNorm):
-                return f"a norm is a {type(norm).__name__} that was not fused"
-        if _returns_tuple(type(module)) is None:
-            return f"{type(module).__name__} computes something else than this version knows"
-    elif part.merged and type(module.act_fn).__name__ not in SILU:
-        return f"its activation is {type(module.act_fn).__name__}"
-    return _MIXINS[part]
+    if not is_gated(type(module), part):
+        return f"{type(module).__name__} computes something else than this version knows"
+    activation = type(activation_of(module)).__name__
+    return FusedMLP if activation in _SILU else f"its activation is {activation}"
 
 
-_MIXINS = {
-    PARTS["RMSNorm"]: FusedRMSNorm,
-    PARTS["MLP"]: FusedMLP,
-    PARTS["BlockSparseTop2MLP"]: FusedExpert,
-    PARTS["DecoderLayer"]: FusedDecoderLayer,
-}
+_SILU = ("SiLU", "SiLUActivation")
+"""Classes of the activation that is fused: torch's, and one of transformers 5."""
+
+
+def _attention_mixin(
+    attention: nn.Module, part: Part, replaced_attention: ReplacedAttention | None
+) -> type[nn.Module] | str:
+    """What an attention is fused by, or why it is not."""
+    if "forward" in vars(attention):
+        return REPLACED if replaced_attention is None else replaced_attention(attention)
+    config: Any = attention.config
+    kind = config._attn_implementation
+    if kind == "sdpa" and _attends_as_fused(attention, part):
+        return FusedAttention
+    what = type(attention).__name__ if kind == "sdpa" else f"attn_implementation={kind!r}"
+    if len(part.merged) == 1:
+        return f"{what} has no fused form"
+    vars(attention)[_WHY_NOT] = f"{part.name} but for its one product: {what} has no fused form"
+    return MergedAttention
+
+
+def _attends_as_fused(attention: nn.Module, part: Part) -> bool:
+    norms = [each for name, each in attention._modules.items() if name in ("q_norm", "k_norm")]
+    return all(isinstance(norm, FusedNorm) for norm in norms) and attends_so(
+        attention, part, _mixed_class(FusedAttention, type(attention))
+    )
 
 
 def _in_fp8(layers: list[nn.Module]) -> bool:
@@ -340,42 +403,12 @@ def _in_fp8(layers: list[nn.Module]) -> bool:
 @cached_by_class
 def _mixed_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     members: dict[str, Any] = {"__doc__": mixin.__doc__, "__reduce__": _reduce}
-    if issubclass(mixin, FusedPart):
-        members["part"] = decoder_part(original)
-    if issubclass(mixin, (FusedAttention, FusedDecoderLayer)):
+    if issubclass(mixin, FusedNorm):
+        members["computes"] = norm_of(original)
+    if issubclass(mixin, FusedAttention):
         _, _, *names = inspect.signature(original.forward).parameters
         members["native_arguments"] = tuple(names)
-    if issubclass(mixin, FusedDecoderLayer):
-        members["returns_tuple"] = _returns_tuple(original)
     return type(f"Fused{original.__name__}", (mixin, original), members)
-
-
-@cached_by_class
-def _returns_tuple(layer: type[nn.Module]) -> bool | None:
-    """Whether the forward of a class of decoder layers returns a tuple, or the hidden states by themselves.
-
-    It is run once on a number, with parts that multiply by a prime each, so that what it computes is seen as well.
-
-    Returns:
-        None: it does not compute h = x + attention(norm(x)), h + feed_forward(norm(h)).
-    """
-    forward = inspect.unwrap(layer.forward)
-    # transformers 4.51's experts return their router's logits too
-    for feed_forward in (lambda x: 7.0 * x, lambda x: (7.0 * x, None)):
-        parts = SimpleNamespace(
-            input_layernorm=lambda x: 2.0 * x,
-            self_attn=lambda hidden_states, **_: (3.0 * hidden_states, None),
-            post_attention_layernorm=lambda x: 5.0 * x,
-            mlp=feed_forward,
-            block_sparse_moe=feed_forward,
-        )
-        try:
-            output = forward(parts, 1.0)
-        except (TypeError, ValueError, AttributeError):
-            continue
-        if output in (252.0, (252.0,)):  # 7 + 7 * 5 * 7, with h = 1 + 3 * 2
-            return isinstance(output, tuple)
-    return None
 
 
 def _reduce(module: nn.Module) -> tuple:

@@ -1,16 +1,9 @@
-"""The model families whose decoder layers are fused, and what transformers 4.51.3 to 5.23 call what they consist of.
+"""The model families of transformers whose decoder layers are fused, and the names that their parts have.
 
-LLaMA, Mistral, Mixtral and Qwen2 share one structure. The versions of transformers differ in
-
-                                    4.51.3                              5.23
-    a decoder layer returns         a tuple                             the hidden states
-    its cache is called             past_key_value                      past_key_values
-    the cache is told               cos, sin, the tokens' places        nothing
-    SiLU is                         torch's                             a class of their own
-    a Mixtral's experts are         modules, in block_sparse_moe        one parameter, in mlp: not fused
-
-What a decoder layer or an attention takes is read from its forward, and what a layer returns is tried out
-(`nn.fused.decoder`), since versions between the two have some of each.
+A part is known by the layers that it has. What it computes is not written down here but tried out on small numbers, in
+the version of transformers that is installed, before it is fused (`nn.fused.trials`); decoder layers run as
+transformers wrote them (`nn.fused.late_sums`). So one list serves the versions 4.51.3 to 5.23, which differ in what
+layers take and return, in what caches are called and are told, and in whether experts are modules.
 """
 
 from __future__ import annotations
@@ -19,46 +12,86 @@ from dataclasses import dataclass
 
 from torch import nn
 
-FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2")
-"""Prefixes of the classes."""
+FAMILIES = {
+    "llama": "LLaMA 2 and 3",
+    "llama4": "LLaMA 4",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "gemma2": "Gemma 2",
+    "gemma3": "Gemma 3",
+    "phi3": "Phi-3 and 4",
+    "cohere": "Command-R",
+    "cohere2": "Command-R7B",
+    "olmo2": "OLMo 2",
+    "granite": "Granite",
+    "glm4": "GLM-4",
+    "stablelm": "StableLM",
+    "gpt_neox": "GPT-NeoX",
+    "gpt2": "GPT-2",
+    "deepseek_v2": "DeepSeek V2",
+    "deepseek_v3": "DeepSeek V3",
+    "gpt_oss": "gpt-oss",
+}
+"""Names of the families, by transformers' folder."""
 
-MODULES = {family: f"transformers.models.{family.lower()}.modeling_{family.lower()}" for family in FAMILIES}
-"""Where the classes are."""
+_MODULES = {f"transformers.models.{folder}.modeling_{folder}" for folder in FAMILIES}
 
-MODELS = {MODULES[family]: f"{family}ForCausalLM" for family in FAMILIES}
-"""Module and name of the models for causal language modelling."""
+
+def _of(*folders: str) -> dict[str, str]:
+    """Module and name of the models for causal language modelling of families with a prefix of one capital."""
+    return {f"transformers.models.{each}.modeling_{each}": f"{each.capitalize()}ForCausalLM" for each in folders}
+
+
+MODELS = _of("llama", "mistral", "mixtral", "qwen2")
+"""Module and name of the models whose loss is computed over chunks of logits."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a decoder layer."""
+    """A part of a decoder layer with linear layers of one input."""
 
     name: str
     """In messages."""
 
-    merged: tuple[str, ...] = ()
-    """Its linear layers of one input, which are multiplied as one, in their order."""
+    merged: tuple[str, ...]
+    """Its linear layers of one input, which are multiplied as one, in their order; or one layer that is their like."""
 
-    output: str = ""
+    output: str
     """The linear layer that reads what is made of theirs."""
 
 
-PARTS = {
-    "RMSNorm": Part("norm"),
-    "Attention": Part("attention", ("q_proj", "k_proj", "v_proj"), "o_proj"),
-    "MLP": Part("MLP", ("gate_proj", "up_proj"), "down_proj"),
-    "BlockSparseTop2MLP": Part("expert", ("w1", "w3"), "w2"),
-    "DecoderLayer": Part("residuals"),
-}
-"""By the names of their classes without the family's."""
+ATTENTION, MLP = "attention", "MLP"
 
-SILU = ("SiLU", "SiLUActivation")
-"""Classes of the activation that is fused."""
+PARTS = (
+    Part(ATTENTION, ("q_proj", "k_proj", "v_proj"), "o_proj"),
+    Part(ATTENTION, ("qkv_proj",), "o_proj"),
+    Part(ATTENTION, ("query_key_value",), "dense"),
+    # of latents (DeepSeek V2, arXiv 2405.04434, section 2.1), with a latent of the queries or without
+    Part(ATTENTION, ("q_a_proj", "kv_a_proj_with_mqa"), "o_proj"),
+    Part(ATTENTION, ("q_proj", "kv_a_proj_with_mqa"), "o_proj"),
+    Part(MLP, ("gate_proj", "up_proj"), "down_proj"),
+    Part(MLP, ("gate_up_proj",), "down_proj"),
+    Part("expert", ("w1", "w3"), "w2"),
+)
+"""A part is the first that has all its layers."""
 
 
-def decoder_part(cls: type[nn.Module]) -> Part | None:
-    """The part of a decoder layer that a class of transformers' is; None for all other classes."""
-    for family, module in MODULES.items():
-        if cls.__module__ == module:
-            return PARTS.get(cls.__name__.removeprefix(family))
-    return None
+def part_of(module: nn.Module) -> Part | None:
+    """The part of a decoder layer that a module is, by the layers that it has."""
+    held = module._modules
+    return next(
+        (part for part in PARTS if all(held.get(name) is not None for name in (*part.merged, part.output))), None
+    )
+
+
+def is_known(cls: type[nn.Module]) -> bool:
+    """Whether a class is one of transformers' for the language models of these families."""
+    return cls.__module__ in _MODULES and "Vision" not in cls.__name__
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module is an attention, fused or not."""
+    return "Attention" in type(module).__name__

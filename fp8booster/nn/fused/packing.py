@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8booster.nn.fused.families import PARTS, decoder_part
+from fp8booster.nn.fused.families import is_attention
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Packing:
         self.sequences = _given_sequences(given)
         if self.sequences is None:
             return None
-        if any(_is_unfused_attention(module) for module in model.modules()):
+        if any(map(_is_unfused_attention, model.modules())):
             raise ValueError(
                 "rows hold several sequences, and some attention of the model is not fused, which would let them "
                 "attend to each other; the line that fuse() returns says why; pad the sequences instead"
@@ -217,7 +217,8 @@ def _tokens(given: dict[str, Any]) -> tuple[int, int]:
 
 def _is_unfused_attention(module: nn.Module) -> bool:
     """And one that this stage of a pipeline holds."""
-    return decoder_part(type(module)) is PARTS["Attention"] and next(module.parameters(), None) is not None
+    unfused = is_attention(module) and not hasattr(module, "attend_packed")
+    return unfused and next(module.parameters(), None) is not None
 
 
 def _makes_masks(model: nn.Module) -> bool:
@@ -230,13 +231,14 @@ def let_pack(model: nn.Module) -> None:
     """Let the layers of a model know the sequences of a batch, by hooks, if it makes position embeddings.
 
     Args:
-        model: whose `rotary_emb` makes them for its layers, all of whose attentions read `sequences_of`.
+        model: whose `rotary_emb` makes them for its layers, and another of its kind for layers with a window.
     """
-    rotary = getattr(model, "rotary_emb", None)
-    if isinstance(rotary, nn.Module) and _PACKING not in model.__dict__:
+    makers = [each for name, each in model.named_children() if name.startswith("rotary_emb")]
+    if makers and _PACKING not in model.__dict__:
         packing = model.__dict__[_PACKING] = Packing()
         model.register_forward_pre_hook(packing.before_model, with_kwargs=True)
-        rotary.register_forward_hook(packing.after_rotary)
+        for rotary in makers:
+            rotary.register_forward_hook(packing.after_rotary)
 
 
 def let_pack_around(model: nn.Module) -> None:

@@ -152,6 +152,40 @@ def split_and_rotate(
     return _SplitAndRotate.apply(qkv, cos.contiguous(), sin.contiguous(), query_heads, key_heads)
 
 
+class _RotateHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos, sin)
+        rotated = [unaliased(heads) for heads in (query, key)]
+        for heads in rotated:  # in place, as in `split_and_rotate`
+            rope_kernel.rotate(heads, cos, sin, heads.shape[2])
+        return rotated[0], rotated[1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple:
+        back = []
+        for gradient in (dq, dk):
+            gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+            none = gradient[:, :, :0]
+            back.append(rope_kernel.rotate_back(gradient, none, none, *ctx.saved_tensors)[0])
+        return *back, None, None
+
+
+def rotate_heads(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys, rotated in place where they lie apart, as their norms made them.
+
+    Args:
+        query, key: [B, S, H, D], contiguous and just computed: nothing else may read them.
+        cos, sin: [1 or B, S, D].
+    """
+    return _RotateHeads.apply(query, key, cos.contiguous(), sin.contiguous())
+
+
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: torch.Tensor, encoded: bool) -> torch.Tensor:

@@ -1,0 +1,139 @@
+"""A decoder layer as transformers wrote it, whose sums are made when they are read: a norm makes its own.
+
+    h = x + attention(...)     a `LateSum`
+    y = norm(h)                both in one kernel; h is made now
+    return h + mlp(y)          made when the layer returns it
+
+So nothing is written down of where a layer has its norms, whether its blocks are parallel, what it multiplies them by,
+which masks it makes, what it takes and returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8booster.nn.modules import is_looked_at
+
+
+class LateSum:
+    """A tensor, or the sum of two that is made when it is needed.
+
+    It may be added to and multiplied; whatever else is done to it is done to the tensor that it is.
+    """
+
+    __slots__ = ("_terms",)
+
+    def __init__(self, *terms: torch.Tensor) -> None:
+        self._terms = terms
+
+    @property
+    def terms(self) -> tuple[torch.Tensor, ...]:
+        """What is to be added up, of one shape; one tensor where it was."""
+        return self._terms
+
+    def is_made(self, total: torch.Tensor) -> None:
+        """Take the sum from someone who made it."""
+        self._terms = (total,)
+
+    def made(self) -> torch.Tensor:
+        """The sum."""
+        if len(self._terms) > 1:
+            self._terms = (torch.add(*self._terms),)
+        return self._terms[0]
+
+    def __add__(self, other: Any) -> LateSum:
+        return _sum(self.made(), made(other))
+
+    def __radd__(self, other: Any) -> LateSum:
+        return _sum(made(other), self.made())
+
+    def __mul__(self, other: Any) -> LateSum:
+        return LateSum(self.made() * made(other))
+
+    __rmul__ = __mul__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if function in _ADDITIONS and len(args) == 2 and not kwargs:
+            return _sum(*map(made, args))
+        return function(*map(made, args), **{name: made(value) for name, value in (kwargs or {}).items()})
+
+
+_ADDITIONS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
+
+
+def _sum(one: Any, other: Any) -> LateSum:
+    late = all(isinstance(each, torch.Tensor) for each in (one, other)) and one.shape == other.shape
+    return LateSum(one, other) if late else LateSum(one + other)
+
+
+def made(value: Any) -> Any:
+    """A value, with what is late in it made: itself, or what is in a tuple or list."""
+    if isinstance(value, LateSum):
+        return value.made()
+    if type(value) in (tuple, list):
+        return type(value)(map(made, value))
+    return value
+
+
+def _late(output: Any) -> Any:
+    """What a part of a layer gave, whose tensor (the first, if it gave more) may be added to later."""
+    if isinstance(output, torch.Tensor):
+        return LateSum(output)
+    if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
+        return (LateSum(output[0]), *output[1:])
+    return output
+
+
+def parts_with_late_sums(layer: nn.Module, norm: type[nn.Module], *, encoded: bool) -> dict[str, Any]:
+    """What stands in for the parts of a layer while its own forward runs: they take and give late sums.
+
+    Args:
+        layer: a decoder layer.
+        norm: the class of norms that make the sums that they read.
+        encoded: whether these save them for backward in 8 bits.
+    """
+    return {
+        name: _Norm(part, encoded) if isinstance(part, norm) else _Part(part)
+        for name, part in layer._modules.items()
+        if part is not None
+    }
+
+
+class _Part:
+    """A part of a layer."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _late(self._module(*map(made, args), **{name: made(value) for name, value in kwargs.items()}))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Norm(_Part):
+    """A norm that makes the sum that it reads, and gives it to all who read it later."""
+
+    def __init__(self, module: nn.Module, encoded: bool) -> None:
+        super().__init__(module)
+        self._encoded = encoded
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # hooks see the norm as transformers calls it
+        if len(args) != 1 or kwargs or not isinstance(args[0], LateSum) or is_looked_at(self._module):
+            return super().__call__(*args, **kwargs)
+        *residual, x = args[0].terms
+        y, total = self._module(x, *residual, both=True, encoded=self._encoded)
+        args[0].is_made(total)
+        return LateSum(y)

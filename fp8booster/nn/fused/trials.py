@@ -1,0 +1,142 @@
+"""What classes of transformers compute, tried out on small numbers before they are fused.
+
+Families and versions say the same by other names, and something else by the same: here only what comes out counts. A
+trial runs the forward of a class, in FP32 on the CPU, on a module that has its attributes and small parts.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8booster.nn.fused.families import Part
+from fp8booster.nn.modules import cached_by_class
+
+FAILS = (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError, NotImplementedError)
+"""What the forward of a class that does something else may raise on a trial's numbers."""
+
+
+class Norm(NamedTuple):
+    """What a norm computes."""
+
+    centered: bool
+    """Layer norm; RMS norm else."""
+
+    unit_offset: bool
+    """It multiplies by 1 + weight."""
+
+    epsilon: str
+    """The attribute with what is added to the mean square."""
+
+
+@cached_by_class
+def norm_of(cls: type[nn.Module]) -> Norm | None:
+    """What a class of norms with a weight of one dimension computes; None: something else."""
+    x, weight, bias = _numbers(4, 8), _numbers(8), _numbers(8).flip(0)
+    for epsilon in ("variance_epsilon", "eps"):
+        probe = cls.__new__(cls)
+        nn.Module.__init__(probe)
+        vars(probe).update({epsilon: 0.25, "weight": weight, "normalized_shape": (8,)})
+        if issubclass(cls, nn.LayerNorm):
+            probe.bias = nn.Parameter(bias)
+        else:
+            bias = torch.zeros_like(bias)
+        found = _tried(cls.forward, probe, x)
+        for centered in (False, True):
+            values = x - centered * x.mean(-1, keepdim=True)
+            normal = values * (values.square().mean(-1, keepdim=True) + 0.25).rsqrt()
+            for unit_offset in (False,) if centered else (False, True):
+                if _alike(found, normal * (unit_offset + weight) + bias):
+                    return Norm(centered, unit_offset, epsilon)
+    return None
+
+
+def activation_of(block: nn.Module) -> Any:
+    """The activation among the parts of a gated feed-forward block."""
+    return next(block._modules[name] for name in _ACTIVATIONS if name in block._modules)
+
+
+_ACTIVATIONS = ("act_fn", "activation_fn", "act")
+
+
+@cached_by_class
+def is_gated(cls: type[nn.Module], part: Part) -> bool:
+    """Whether a class of feed-forward blocks computes `output(activation(gate) * up)`, gate first."""
+    probe = cls.__new__(cls)
+    nn.Module.__init__(probe)
+    x = _numbers(3, 8)
+    layers: list[Callable] = [lambda x: 2 * x, lambda x: 3 * x]
+    if len(part.merged) == 1:
+        layers = [lambda x: torch.cat([2 * x, 3 * x], -1)]
+    vars(probe).update(zip(part.merged, layers, strict=True))
+    vars(probe).update(dict.fromkeys(_ACTIVATIONS, F.silu) | {part.output: lambda x: 5 * x})
+    return _alike(_tried(cls.forward, probe, x), 5 * (F.silu(2 * x) * 3 * x))
+
+
+def attends_so(attention: nn.Module, part: Part, fused: type[nn.Module]) -> bool:
+    """Whether an attention's own forward computes what that of its fused class does.
+
+    Args:
+        attention: not fused yet, whole.
+        part: of it.
+        fused: has a `merged_product`, which the trial replaces.
+    """
+    right = _tried(_attended, attention, part, type(attention))
+    return _alike(_tried(_attended, attention, part, fused), right)
+
+
+def _attended(attention: Any, part: Part, cls: type[nn.Module]) -> torch.Tensor:
+    """What the forward of a class gives of an attention whose layers give numbers of their own."""
+    size, groups = attention.head_dim, attention.num_key_value_groups
+    query_heads = attention.config.num_attention_heads
+    widths = [query_heads * size] + 2 * [query_heads // groups * size]
+    product = _numbers(1, 5, sum(widths))
+    probe = copy.copy(attention)
+    probe.__class__ = cls
+    outputs = dict(zip(part.merged, product.split(widths if len(part.merged) > 1 else sum(widths), -1), strict=True))
+    norms = {name: _on_cpu(each) for name, each in attention._modules.items() if "norm" in name}
+    vars(probe).update(_modules=norms, training=False, part=part)
+    vars(probe).update({name: lambda _, output=output: output.clone() for name, output in outputs.items()})
+    vars(probe).update({part.output: lambda x: x, "merged_product": lambda _: product.clone()})
+    angles = _numbers(1, 5, size // 2).repeat(1, 1, 2)
+    taken = inspect.signature(type(attention).forward).parameters
+    given = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None}
+    output, weights = cls.forward(
+        probe, torch.zeros(1, 5, 4, device="cpu"), **{name: each for name, each in given.items() if name in taken}
+    )
+    return output if weights is None else output.new_full((), float("nan"))
+
+
+def _on_cpu(norm: nn.Module) -> nn.Module:
+    """A norm like this one with other numbers."""
+    made = copy.copy(norm)
+    made._parameters = {
+        name: None if each is None else nn.Parameter(_numbers(*each.shape)) for name, each in norm._parameters.items()
+    }
+    return made
+
+
+def _numbers(*shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
+
+
+def _tried(compute: Callable[..., Any], *args: Any) -> torch.Tensor | None:
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            found = compute(*args)
+    except FAILS:
+        return None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _alike(found: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if found is None or right is None or found.shape != right.shape:
+        return False
+    return torch.allclose(found, right, rtol=1e-4, atol=1e-5)

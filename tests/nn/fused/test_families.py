@@ -1,0 +1,169 @@
+"""Every family, fused: the numbers of transformers', and what of it is not fused."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from fp8booster import FP8Config, convert_to_fp8, fuse
+from fp8booster.nn.fused.decoder import FusedAttention, FusedMLP, FusedNorm
+from fp8booster.nn.fused.families import FAMILIES, PARTS
+from fp8booster.nn.fused.late_sums import LateSum
+from fp8booster.nn.fused.trials import is_gated, norm_of
+from tests.nn.fused.models import INSTALLED, MAJOR, SIZES, batch, build
+from tests.nn.fused.test_decoder import sqnr, step
+
+GELU = "MLP: its activation is " + ("PytorchGELUTanh" if MAJOR < 5 else "GELUTanh")
+EAGER = "attention but for its one product: attn_implementation='eager' has no fused form"
+
+
+def own(attention: str) -> str:
+    return f"attention but for its one product: {attention} has no fused form"
+
+
+UNFUSED = {
+    "llama4_text": [own("Llama4TextAttention")],
+    "gemma2": [GELU] if MAJOR < 5 else [EAGER, GELU],
+    "gemma3_text": [GELU],
+    "cohere": [own("CohereAttention")],
+    "cohere2": [own("Cohere2Attention")],
+    "glm4": [own("Glm4Attention")],
+    "stablelm": [own("StableLmSdpaAttention" if MAJOR < 5 else "StableLmAttention")],
+    "gpt_neox": ["attention: GPTNeoXAttention has no fused form"],
+    "deepseek_v2": [own("DeepseekV2Attention")],
+    "deepseek_v3": [own("DeepseekV3Attention")],
+    "gpt_oss": [EAGER],
+}
+"""What is not fused of a family's two layers; nothing of the others'."""
+
+
+def test_all_families_have_a_small_model() -> None:
+    assert {each.removesuffix("_text") for each in SIZES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", INSTALLED)
+def test_a_fused_family_has_the_gradients_of_transformers(family: str) -> None:
+    exact = build(family, torch.float32)
+    model = copy.deepcopy(exact)
+    state = copy.deepcopy(model.state_dict())
+    summary = fuse(model)
+    left = re.search(r"fused \((.*?)\), loss", summary)
+    assert summary.startswith("2 decoder layers fused")
+    assert ([] if left is None else left[1].split("; ")) == [f"2 not: {each}" for each in UNFUSED.get(family, [])]
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    for options in ({}, {"attention_mask": torch.ones_like(batch()).index_fill_(1, torch.arange(4), 0)}):
+        (right, expected), (loss, gradients) = (step(each, **options) for each in (exact, model))
+        assert loss == pytest.approx(right, rel=1e-6)
+        for name, gradient in expected.items():
+            if gradient is None:
+                assert gradients[name] is None, name
+            else:
+                assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", INSTALLED)
+def test_in_fp8_it_is_as_exact_as_fp8_layers_alone(family: str) -> None:
+    exact = build(family, torch.float32)
+    plain, model = (convert_to_fp8(copy.deepcopy(exact), FP8Config(emulate=True)) for _ in range(2))
+    fuse(model)
+    (_, right), (_, alone), (_, ours) = map(step, (exact, plain, model))
+    noise = [0.0, 0.0]
+    for name, gradient in right.items():
+        if gradient is not None and gradient.norm() > 1e-4:
+            assert sqnr(ours[name], gradient) > min(14, sqnr(alone[name], gradient) - 5), name
+            for number, found in enumerate((alone, ours)):
+                noise[number] += ((found[name] - gradient).norm() / gradient.norm()).item()
+    # where experts are chosen from noisy scores, some tokens go to others
+    assert noise[1] < (1.5 if hasattr(exact.config, "num_experts_per_tok") else 1.2) * noise[0]
+
+
+@pytest.mark.parametrize("family", INSTALLED)
+def test_evaluation_and_the_cache_are_those_of_transformers(family: str) -> None:
+    exact = build(family, torch.float32, initializer_range=0.2).eval()
+    model = copy.deepcopy(exact)
+    fuse(model)
+    how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "use_cache": True}
+    right, found = (each.generate(batch(), **how) for each in (exact, model))
+    assert right.shape == (2, 36)
+    assert torch.equal(found, right)
+
+
+def test_a_layer_of_another_structure_is_what_its_class_makes_of_it() -> None:
+    class Other(modeling_llama.LlamaDecoderLayer):
+        def forward(self, hidden_states: torch.Tensor, **kwargs: object) -> torch.Tensor | tuple[torch.Tensor]:
+            attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+            between = (hidden_states + 2 * attended) * 0.5
+            after = self.mlp(self.post_attention_layernorm(between)).tanh() + torch.relu(between) - attended
+            return (after,) if MAJOR < 5 else after
+
+    Other.__module__ = modeling_llama.LlamaDecoderLayer.__module__
+    exact = build(dtype=torch.float32)
+    for layer in exact.model.layers:
+        layer.__class__ = Other
+    model = copy.deepcopy(exact)
+    assert fuse(model).startswith("2 decoder layers fused, ")
+    (right, expected), (loss, gradients) = map(step, (exact, model))
+    assert loss == pytest.approx(right, rel=1e-6)
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_parts_that_compute_something_else_are_seen() -> None:
+    class Norm(modeling_llama.LlamaRMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 0.001 * x
+
+    class MLP(modeling_llama.LlamaMLP):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+    class Attention(modeling_llama.LlamaAttention):
+        def forward(self, hidden_states: torch.Tensor, position_embeddings: tuple, **kwargs: object) -> tuple:
+            cos, sin = position_embeddings
+            return super().forward(hidden_states, position_embeddings=(cos, -sin), **kwargs)
+
+    gated = PARTS[5]
+    assert gated.merged == ("gate_proj", "up_proj")
+    assert norm_of(Norm) is None
+    assert not is_gated(MLP, gated)
+    assert norm_of(modeling_llama.LlamaRMSNorm) is not None
+    assert is_gated(modeling_llama.LlamaMLP, gated)
+    model = build(dtype=torch.float32)
+    layer = model.model.layers[0]
+    for part, cls in ((layer.input_layernorm, Norm), (layer.mlp, MLP), (layer.self_attn, Attention)):
+        cls.__module__ = modeling_llama.__name__
+        part.__class__ = cls
+    exact = copy.deepcopy(model)
+    assert fuse(model).startswith(
+        "2 decoder layers fused (1 not: attention but for its one product: Attention has no fused form; 1 not: "
+        "MLP: MLP computes something else than this version knows; 1 not: norm: Norm has no fused form), "
+    )
+    kinds = [FusedNorm, FusedMLP, FusedAttention]
+    assert not any(map(isinstance, (layer.input_layernorm, layer.mlp, layer.self_attn), kinds))
+    assert step(model)[0] == pytest.approx(step(exact)[0], rel=1e-6)
+
+
+def test_a_late_sum_is_the_tensor_that_it_is() -> None:
+    x, y = torch.randn(2, 3, 4)
+    late = x + LateSum(y)
+    assert isinstance(late, LateSum)
+    assert len(late.terms) == 2
+    assert torch.equal(late.relu(), (x + y).relu())
+    assert len(late.terms) == 1
+    for found, right in (
+        (2 * LateSum(x) + y, 2 * x + y),
+        (torch.add(x, LateSum(y)), x + y),
+        (LateSum(x) + LateSum(y) + x, x + y + x),
+        (x + LateSum(y[:1]), x + y[:1]),
+        (LateSum(x) + 1, x + 1),
+        (LateSum(x, y), x + y),
+    ):
+        assert isinstance(found, LateSum)
+        assert torch.equal(found.made(), right)
+    assert torch.equal(nn.functional.gelu(LateSum(x, y)), nn.functional.gelu(x + y))
+    assert torch.equal(torch.sub(x, LateSum(y), alpha=2), x - 2 * y)
