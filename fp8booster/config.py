@@ -83,7 +83,7 @@ class FP8Config:
     fused: bool = True
     """Fuse what lies between the products of decoder layers (`nn.fused`): q, k and v as one product, gate and up as
     one, norms with residuals, rotary embedding and SwiGLU as one kernel each, which deliver amax to the casts; and the
-    loss over chunks of logits. For the LLaMA, Mistral, Mixtral and Qwen2 models of transformers, in every plugin;
+    loss over chunks of logits. For the families of transformers' models that docs/guide.md lists, in every plugin;
     and the experts of a rank as grouped products. What has no fused form stays as it is, and the line that a plugin
     logs names it."""
 
