@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 
-from fp8booster.kernels import rope, row_norm, swiglu, token_rows
+from fp8booster.kernels import activation, rope, row_norm, token_rows
 from fp8booster.kernels.group_codes import encode_groups
 from fp8booster.scaling import amax_of
 
@@ -67,9 +67,9 @@ def norm_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[
                 yield f"{norm}, backward{codes} {name}", backward, backward_reference
 
 
-def swiglu_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[Case]:
-    """SwiGLU, forward and backward, of two tensors, of two halves of one and of what was encoded of them."""
-    for (rows, columns), dtype in zip(shapes, _dtypes(len(shapes)), strict=True):
+def activation_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[Case]:
+    """Activations, forward and backward: gated by a tensor, by a half of the same, by codes, and alone."""
+    for ((rows, columns), dtype), kind in product(zip(shapes, _dtypes(len(shapes)), strict=True), activation.KINDS):
         both = 3 * _random(rows, 2 * columns, dtype=dtype, device=device)
         dy = _random(rows, columns, dtype=dtype, device=device)
         halves = both.chunk(2, 1)
@@ -77,25 +77,29 @@ def swiglu_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterato
             "halves": halves,
             "two": [half.contiguous() for half in halves],
             "codes": [encode_groups(half) for half in halves],
+            "one": halves[:1],
+            "codes of one": [encode_groups(halves[0])],
         }
-        for name, (gate, up) in sources.items():
-            name = f"{rows} x {columns} {dtype} {name}"
+        for source, parts in sources.items():
+            name = f"{rows} x {columns} {dtype} {source}"
 
-            def forward(gate=gate, up=up):
-                made = _triton("swiglu").swiglu_triton(gate, up)
+            def forward(parts=parts, kind=kind):
+                made = _triton("activation").activate_triton(*parts, kind=kind)
                 return [made.y], made.amax
 
-            yield f"SwiGLU {name}", forward, lambda gate=gate, up=up: [swiglu.swiglu.reference(gate, up)[0]]
+            def forward_reference(parts=parts, kind=kind):
+                return [activation.activate.reference(*parts, kind=kind).y]
 
-            def backward(dy=dy, gate=gate, up=up):
-                dx, amax = _triton("swiglu").swiglu_backward_triton(dy, gate, up)
+            yield f"{kind} {name}", forward, forward_reference
+
+            def backward(dy=dy, parts=parts, kind=kind):
+                dx, amax = _triton("activation").activate_backward_triton(dy, *parts, kind=kind)
                 return [dx], amax
 
-            yield (
-                f"SwiGLU's backward {name}",
-                backward,
-                lambda dy=dy, gate=gate, up=up: [swiglu.swiglu_backward.reference(dy, gate, up)[0]],
-            )
+            def backward_reference(dy=dy, parts=parts, kind=kind):
+                return [activation.activate_backward.reference(dy, *parts, kind=kind)[0]]
+
+            yield f"{kind}, backward {name}", backward, backward_reference
 
 
 def rope_cases(device: torch.device, shapes: list[tuple[int, ...]]) -> Iterator[Case]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from fp8booster.kernels import rope, row_norm, swiglu, token_rows
-from tests.kernels.blocks import NORMS, differences, norm_cases, rope_cases, swiglu_cases, token_cases
+from fp8booster.kernels import activation, rope, row_norm, token_rows
+from tests.kernels.blocks import NORMS, activation_cases, differences, norm_cases, rope_cases, token_cases
 from tests.kernels.interpreted import interpreted
 
 
@@ -17,14 +19,14 @@ def what_differs() -> dict[str, list[str]]:
     device = torch.device("cpu")
     return {
         "norm": list(differences(norm_cases(device, [(3, 16), (5, 100), (2, 1040), (1, 1)]))),
-        "swiglu": list(differences(swiglu_cases(device, [(3, 16), (5, 1100), (1, 2048), (4, 7)]))),
+        "activation": list(differences(activation_cases(device, [(3, 16), (5, 1100), (1, 2048), (4, 7)]))),
         "rope": list(differences(rope_cases(device, [(1, 3, 2, 2, 16), (2, 2, 6, 2, 8), (2, 3, 33, 1, 96)]))),
         "tokens": list(differences(token_cases(device, [(5, 2, 16), (3, 3, 100), (2, 1, 4200), (1, 4, 1)]))),
     }
 
 
 def test_the_kernels_interpreted_agree_with_their_references() -> None:
-    assert interpreted(what_differs) == {"norm": [], "swiglu": [], "rope": [], "tokens": []}
+    assert interpreted(what_differs) == {"norm": [], "activation": [], "rope": [], "tokens": []}
 
 
 @pytest.mark.gpu
@@ -38,7 +40,7 @@ def test_the_kernels_agree_with_their_references_every_time() -> None:
         assert list(differences(token_cases(device, tokens))) == []
         # of one value the norm's gradient is what rounding leaves of a difference of equals
         assert list(differences(norm_cases(device, [(1, 2), *matrices[1:]]))) == []
-        assert list(differences(swiglu_cases(device, matrices))) == []
+        assert list(differences(activation_cases(device, matrices))) == []
         assert list(differences(rope_cases(device, heads))) == []
 
 
@@ -66,16 +68,27 @@ def test_a_norm_is_that_of_torch_and_its_backward_what_autograd_derives(norm: st
             torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
 
 
-def test_the_references_are_what_autograd_derives() -> None:
-    torch.manual_seed(0)
-    gate, up, dy = (torch.randn(6, 40, dtype=torch.float64) for _ in range(3))
-    leaves = [gate.requires_grad_(), up.requires_grad_()]
-    y = torch.nn.functional.silu(gate) * up
-    expected = torch.cat(torch.autograd.grad(y, leaves, dy), 1)
-    halves = [half.detach().float() for half in leaves]
-    torch.testing.assert_close(swiglu.swiglu(*halves)[0].double(), y.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(swiglu.swiglu_backward(dy.float(), *halves)[0].double(), expected, rtol=1e-5, atol=1e-5)
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh")}
 
+
+@pytest.mark.parametrize("kind", activation.KINDS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_an_activation_is_that_of_torch_and_its_backward_what_autograd_derives(kind: str, gated: bool) -> None:
+    torch.manual_seed(0)
+    dy, *leaves = (3 * torch.randn(6, 40, dtype=torch.float64) for _ in range(2 + gated))
+    leaves[0][0, :8] = torch.tensor([0.0, 20, -20, 100, -100, 1e4, -1e4, -5])
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    y = ACTIVATIONS[kind](leaves[0]) * (leaves[1] if gated else 1)
+    expected = torch.cat(torch.autograd.grad(y, leaves, dy), 1)
+    parts = [leaf.detach().float() for leaf in leaves]
+    found = activation.activate(*parts, kind=kind).y.double()
+    torch.testing.assert_close(found, y.detach(), rtol=1e-5, atol=1e-5)
+    found, _ = activation.activate_backward(dy.float(), *parts, kind=kind)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_references_of_sums_are_what_autograd_derives() -> None:
+    torch.manual_seed(0)
     rows, weights, dy = (torch.randn(*shape, dtype=torch.float64) for shape in ((12, 40), (6, 2), (6, 40)))
     places = torch.randperm(12).view(6, 2)
     leaves = [rows.requires_grad_(), weights.requires_grad_()]

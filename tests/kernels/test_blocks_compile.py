@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fp8booster.kernels import rope_triton, row_norm_triton, swiglu_triton, token_rows_triton
+from fp8booster.kernels import activation_triton, rope_triton, row_norm_triton, token_rows_triton
 from tests.kernels.compiled import narrow_accesses, stages_of
 
 FLOATS = ("inverse_rms", "partials", "weights", "dweights", "dbiases")
 PLAIN = {"BIAS": False, "CENTERED": False, "UNIT_OFFSET": False}
 LAYER_NORM = {"BIAS": True, "CENTERED": True, "UNIT_OFFSET": False, "ENCODE": False, "DECODE": False}
 ENCODED = {"EPS": 1e-5, "RESIDUAL": True, "ENCODE": True, "BLOCK": 4096, **PLAIN}
-TILE = {"TILE_ROWS": 2, "TILE_COLUMNS": 1024}
+TILE = {"KIND": "silu", "GATED": True, "TILE_ROWS": 2, "TILE_COLUMNS": 1024}
 OF_CODES = TILE | {"ENCODE": False, "DECODE": True}
 
 
@@ -33,7 +33,7 @@ class Types(dict):
         tensor = (
             name in FLOATS
             or len(name) <= 2
-            or name in ("residual", "weight", "bias", "gate", "out", "qkv", "cos", "sin", "dqkv")
+            or name in ("residual", "weight", "bias", "out", "qkv", "cos", "sin", "dqkv")
         )
         return ("*fp32" if name in FLOATS else "*bf16") if tensor else "i32"
 
@@ -49,16 +49,30 @@ CASES = {
     "layer norm": (row_norm_triton.row_norm_kernel, ENCODED | LAYER_NORM, 8),
     "layer norm's backward": (row_norm_triton.row_norm_backward_kernel, ENCODED | LAYER_NORM, 8),
     "norm's backward": (row_norm_triton.row_norm_backward_kernel, ENCODED | {"DECODE": False}, 8),
-    "SwiGLU": (swiglu_triton.swiglu_kernel, TILE | {"BACKWARD": False, "ENCODE": False, "DECODE": False}, 4),
+    "SwiGLU": (activation_triton.activation_kernel, TILE | {"BACKWARD": False, "ENCODE": False, "DECODE": False}, 4),
     "SwiGLU that encodes": (
-        swiglu_triton.swiglu_kernel,
+        activation_triton.activation_kernel,
         TILE | {"BACKWARD": False, "ENCODE": True, "DECODE": False},
         4,
     ),
-    "SwiGLU of codes": (swiglu_triton.swiglu_kernel, OF_CODES | {"BACKWARD": False}, 4),
-    "SwiGLU's backward of codes": (swiglu_triton.swiglu_kernel, OF_CODES | {"BACKWARD": True}, 4),
+    "SwiGLU of codes": (activation_triton.activation_kernel, OF_CODES | {"BACKWARD": False}, 4),
+    "SwiGLU's backward of codes": (activation_triton.activation_kernel, OF_CODES | {"BACKWARD": True}, 4),
     "norm's backward of codes": (row_norm_triton.row_norm_backward_kernel, ENCODED | {"DECODE": True}, 8),
-    "SwiGLU's backward": (swiglu_triton.swiglu_kernel, TILE | {"BACKWARD": True, "ENCODE": False, "DECODE": False}, 4),
+    "SwiGLU's backward": (
+        activation_triton.activation_kernel,
+        TILE | {"BACKWARD": True, "ENCODE": False, "DECODE": False},
+        4,
+    ),
+    "GELU by tanh": (
+        activation_triton.activation_kernel,
+        TILE | {"KIND": "gelu_tanh", "BACKWARD": False, "ENCODE": False, "DECODE": False},
+        4,
+    ),
+    "GELU's backward, not gated": (
+        activation_triton.activation_kernel,
+        TILE | {"KIND": "gelu", "GATED": False, "BACKWARD": True, "ENCODE": False, "DECODE": False},
+        4,
+    ),
     "rope": (rope_triton.rotate_kernel, {"HALF": 64, "HEADS": 32}, 4),
     "sums of tokens' rows": (
         token_rows_triton.sum_rows_kernel,
@@ -93,7 +107,7 @@ def test_eight_codes_are_moved_at_once(case: str) -> None:
 
 def compiled(case: str) -> Mapping[str, str]:
     kernel, constants, warps = CASES[case]
-    codes = ("gate", "up", "h") if constants.get("DECODE") else ()
+    codes = ("x", "up", "h") if constants.get("DECODE") else ()
     return stages_of(kernel, Types(dict.fromkeys(codes, "*i8")), constants, num_warps=warps)
 
 

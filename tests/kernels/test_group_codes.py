@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from fp8booster.kernels import row_norm, swiglu
+from fp8booster.kernels import activation, row_norm
 from fp8booster.kernels.group_codes import GROUP, LEAST_AMAX, GroupCodes, decode_groups, encode_groups
 from tests.kernels.interpreted import interpreted
 
@@ -69,20 +69,25 @@ def same_bytes(ours: GroupCodes, right: GroupCodes) -> bool:
 
 def what_differs(device: str = "cpu", shapes: tuple = (*SHAPES, (3, 2200))) -> list[str]:
     """Cases whose bytes are not those of the definition."""
+    from fp8booster.kernels.activation_triton import activate_triton
     from fp8booster.kernels.row_norm_triton import row_norm_triton
-    from fp8booster.kernels.swiglu_triton import swiglu_triton
 
     torch.manual_seed(0)
     different = []
     for dtype in DTYPES:
         for shape in shapes:
             x, other = (values(*shape, dtype, torch.device(device)) for _ in range(2))
-            made = swiglu_triton(x, other, encoded=True)
-            plain = swiglu_triton(x, other)
+            made = activate_triton(x, other, encoded=True)
+            plain = activate_triton(x, other)
             if not torch.equal(made.y.nan_to_num(), plain.y.nan_to_num()):
                 different.append(f"y of SwiGLU {dtype} {shape}")
-            if not (same_bytes(made.gate, encode_groups(x)) and same_bytes(made.up, encode_groups(other))):
+            if not (same_bytes(made.x, encode_groups(x)) and same_bytes(made.up, encode_groups(other))):
                 different.append(f"SwiGLU {dtype} {shape}")
+            made, plain = (activate_triton(x, kind="gelu_tanh", encoded=encoded) for encoded in (True, False))
+            if not torch.equal(made.y.nan_to_num(), plain.y.nan_to_num()) or made.up is not None:
+                different.append(f"y of GELU {dtype} {shape}")
+            if not same_bytes(made.x, encode_groups(x)):
+                different.append(f"GELU {dtype} {shape}")
             weight = torch.ones(shape[1], dtype=dtype, device=device)
             for residual in (None, other.nan_to_num(0, 0, 0)):
                 made = row_norm_triton(x, weight, 1e-5, residual, encoded=True)
@@ -108,7 +113,7 @@ def test_kernels_write_the_bytes_of_the_definition_and_the_same_output() -> None
 def test_what_is_encoded_changes_no_result() -> None:
     x, other = (values(4, 300, torch.bfloat16, torch.device("cpu")) for _ in range(2))
     for made, plain in (
-        (swiglu.swiglu(x, other, encoded=True), swiglu.swiglu(x, other)),
+        (activation.activate(x, other, encoded=True), activation.activate(x, other)),
         (row_norm.row_norm(x, other[0], 1e-5, other, encoded=True), row_norm.row_norm(x, other[0], 1e-5, other)),
     ):
         for one, same in zip(made, plain, strict=True):

@@ -1,18 +1,19 @@
-"""Norms, rotary embedding and SwiGLU around the products, differentiable.
+"""Norms, rotary embedding and activations around the products, differentiable.
 
 Each delivers the amax of what it makes, forward and backward, to the cast that follows.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from fp8booster.kernels import activation as activation_kernel
 from fp8booster.kernels import rope as rope_kernel
 from fp8booster.kernels import row_norm as row_norm_kernel
-from fp8booster.kernels import swiglu as swiglu_kernel
 from fp8booster.kernels.group_codes import GroupCodes
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import unaliased, unsafe_view
@@ -186,50 +187,72 @@ def rotate_heads(
     return _RotateHeads.apply(query, key, cos.contiguous(), sin.contiguous())
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, encoded: bool) -> torch.Tensor:
-        made = swiglu_kernel.swiglu(*_halves(gate_up), encoded=encoded)
-        codes = () if made.gate is None or made.up is None else (*made.gate, *made.up)
-        ctx.save_for_backward(*(codes or (gate_up,)))
-        y = unsafe_view(made.y, (*gate_up.shape[:-1], made.y.shape[1]))
+    def forward(ctx: Any, x: torch.Tensor, kind: str, gated: bool, encoded: bool) -> torch.Tensor:
+        made = activation_kernel.activate(*_parts(x, gated), kind=kind, encoded=encoded)
+        codes = [tensor for each in (made.x, made.up) if each is not None for tensor in each]
+        ctx.save_for_backward(*(codes or (x,)))
+        ctx.kind, ctx.gated, ctx.encoded = kind, gated, bool(codes)
+        y = unsafe_view(made.y, (*x.shape[:-1], made.y.shape[1]))
         if codes:
-            deliver_recipe(y, Recipe(_swiglu_again, codes))
+            deliver_recipe(y, Recipe(partial(_activated_again, kind), tuple(codes)))
         return deliver_amax(y, made.amax)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple:
-        saved, features = ctx.saved_tensors, dy.shape[-1]
-        gate, up = _decodable(*saved) if len(saved) > 1 else _halves(saved[0])
-        dx, amax = swiglu_kernel.swiglu_backward(dy.reshape(-1, features).contiguous(), gate, up)
-        return deliver_amax(dx.view(*dy.shape[:-1], 2 * features), amax), None
+        saved = ctx.saved_tensors
+        parts = _decodable(*saved) if ctx.encoded else _parts(saved[0], ctx.gated)
+        rows = dy.reshape(-1, dy.shape[-1]).contiguous()
+        dx, amax = activation_kernel.activate_backward(rows, *parts, kind=ctx.kind)
+        return deliver_amax(dx.view(*dy.shape[:-1], dx.shape[1]), amax), None, None, None
 
 
-def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    gate, up = gate_up.reshape(-1, gate_up.shape[-1]).chunk(2, 1)
-    return gate, up
+def _parts(x: torch.Tensor, gated: bool) -> tuple[torch.Tensor, ...]:
+    """As matrices: gate and up, or what is activated alone."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows.chunk(2, 1) if gated else (rows,)
 
 
-def _decodable(*codes: torch.Tensor) -> tuple[GroupCodes, GroupCodes]:
-    """Gate and up, of what was saved of them in 8 bits."""
-    return GroupCodes(*codes[:2]), GroupCodes(*codes[2:])
+def _decodable(*codes: torch.Tensor) -> list[GroupCodes]:
+    """The same, of what was saved of them in 8 bits."""
+    return [GroupCodes(*pair) for pair in zip(codes[::2], codes[1::2], strict=True)]
 
 
-def _swiglu_again(*codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _activated_again(kind: str, *codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `Recipe.make`."""
-    return swiglu_kernel.swiglu(*_decodable(*codes))[:2]
+    return activation_kernel.activate(*_decodable(*codes), kind=kind)[:2]
 
 
-def swiglu(gate_up: torch.Tensor, *, encoded: bool = False) -> torch.Tensor:
-    """`silu(gate) * up`; see `kernels.swiglu`.
+def activate(x: torch.Tensor, kind: str, *, encoded: bool = False) -> torch.Tensor:
+    """`f(x)`; see `kernels.activation`.
 
     Args:
-        gate_up: [..., 2 F], gate first.
-        encoded: save gate and up for backward in 8 bits; the product that reads what is returned then saves nothing of
-            it, and backward makes that again.
+        x: [..., F], BF16, FP16 or FP32.
+        kind: "silu", "gelu_tanh" or "gelu".
+        encoded: save x for backward in 8 bits; the product that reads what is returned then saves nothing of it, and
+            backward makes that again.
 
     Returns:
         [..., F].
     """
-    return _SwiGLU.apply(gate_up, encoded and torch.is_grad_enabled())
+    return _Activation.apply(x, kind, False, encoded and torch.is_grad_enabled())
+
+
+def activate_gated(gate_up: torch.Tensor, kind: str = "silu", *, encoded: bool = False) -> torch.Tensor:
+    """`f(gate) * up`, as `activate`.
+
+    Args:
+        gate_up: [..., 2 F], gate first.
+        kind, encoded: as there.
+
+    Returns:
+        [..., F].
+    """
+    return _Activation.apply(gate_up, kind, True, encoded and torch.is_grad_enabled())
+
+
+def swiglu(gate_up: torch.Tensor, *, encoded: bool = False) -> torch.Tensor:
+    """`activate_gated` by SiLU."""
+    return activate_gated(gate_up, encoded=encoded)

@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
-from fp8booster.nn.fused.pointwise import layer_norm, rms_norm
+from fp8booster.nn.fused.pointwise import activate, activate_gated, layer_norm, rms_norm
 from fp8booster.nn.linear.delivered_amax import delivered_amax
+from fp8booster.nn.linear.made_again import delivered_recipe
 from fp8booster.scaling import amax_of
 
 SIZE = 48
@@ -49,3 +51,26 @@ def test_a_norm_is_that_of_its_module(name: str, added: bool, device: torch.devi
     gradients = [torch.autograd.grad(made, leaves, [dy, dh]) for made in (found, right)]
     for one, other in zip([*found, *gradients[0]], [*right, *gradients[1]], strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("encoded", [False, True])
+@pytest.mark.parametrize("gated", [True, False])
+def test_an_activation_is_that_of_torch(gated: bool, encoded: bool, device: torch.device) -> None:
+    x = torch.randn(2, 5, 2 * SIZE, device=device, requires_grad=True)
+    if gated:
+        found, right = activate_gated(x, "gelu_tanh", encoded=encoded), F.gelu(x[..., :SIZE], approximate="tanh")
+        right = right * x[..., SIZE:]
+    else:
+        found, right = activate(x, "gelu", encoded=encoded), F.gelu(x)
+    assert torch.equal(delivered_amax(found).amax(), amax_of(found))
+    torch.testing.assert_close(found, right)
+    recipe = delivered_recipe(found)
+    assert (recipe is not None) == encoded
+    near = {"rtol": 0.1, "atol": 0.05} if encoded else {}
+    if recipe is not None:
+        again, amax = recipe.make(*recipe.of)
+        torch.testing.assert_close(again, right.flatten(0, -2), **near)
+        assert torch.equal(amax.amax(), amax_of(again))
+    dy = torch.randn_like(found)
+    dx = [torch.autograd.grad(y, x, dy)[0] for y in (found, right)]
+    torch.testing.assert_close(*dx, **near)

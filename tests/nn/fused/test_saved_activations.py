@@ -10,7 +10,7 @@ from torch import nn
 
 from benchmarks.saved_activations import SETTINGS, layer_of, records_of
 from fp8booster import FP8Config, convert_to_fp8, report
-from fp8booster.kernels import row_norm, swiglu
+from fp8booster.kernels import activation, row_norm
 from fp8booster.nn.fused import fuse_blocks
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.made_again import Recipe, deliver_recipe, delivered_recipe
@@ -91,7 +91,7 @@ def test_checkpointed_layers_and_a_second_backward_give_the_same_gradients() -> 
 
 def test_nothing_is_encoded_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     _, model = pair()
-    for module in (row_norm, swiglu):
+    for module in (row_norm, activation):
         monkeypatch.setattr(module, "encode_groups", lambda _: pytest.fail("encoded"))
     with torch.no_grad():
         model(input_ids=batch())

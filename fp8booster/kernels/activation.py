@@ -1,0 +1,111 @@
+"""The activation between a feed-forward block's two products, of one tensor or gated by another.
+
+    y = f(x)             y = f(gate) * up        in FP32, rounded once
+
+    silu       f(x) = x s(x)                                        s(x) = 1 / (1 + exp(-x))
+    gelu_tanh  f(x) = x s(2 sqrt(2 / pi) (x + 0.044715 x^3))        as 1 + tanh(z) = 2 s(2 z)
+    gelu       f(x) = x / 2 (1 + erf(x / sqrt(2)))
+
+SiLU that gates is SwiGLU (Shazeer, arXiv 2002.05202, equation 6); GELU is that of Hendrycks and Gimpel
+(arXiv 1606.08415), exact or by their tanh.
+
+x and up may be halves of one tensor, as one product of both gives them. Those that `activate` was asked to encode, it
+takes in their place as well: then it makes y again, for a product of backward.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8booster.kernels.group_codes import GroupCodes, encode_groups, values_of
+from fp8booster.kernels.operators import operator
+from fp8booster.scaling import amax_of
+
+KINDS = ("silu", "gelu_tanh", "gelu")
+
+LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
+"""Of GELU by tanh."""
+
+
+class Activated(NamedTuple):
+    """What `activate` gives."""
+
+    y: Tensor
+    """[M, F]"""
+
+    amax: Tensor
+    """float32, whose largest entry is the amax of y."""
+
+    x: GroupCodes | None
+    up: GroupCodes | None
+    """What it read in 8 bits; None where that was not asked for."""
+
+
+@operator()
+def activate(
+    x: Tensor | GroupCodes, up: Tensor | GroupCodes | None = None, *, kind: str = "silu", encoded: bool = False
+) -> Activated:
+    """The activation of x, times `up`.
+
+    Args:
+        x: [M, F], each row contiguous, BF16, FP16 or FP32; or as an earlier call encoded it.
+        up: as x; None multiplies by nothing.
+        kind: one of `KINDS`.
+        encoded: give x and up in 8 bits too.
+    """
+    y = _value(values_of(x), kind)
+    y = (y if up is None else y * values_of(up)).to(x.dtype)
+    codes = [None if each is None or not encoded else encode_groups(each) for each in (x, up)]
+    return Activated(y, amax_of(y), *codes)
+
+
+@operator()
+def activate_backward(
+    dy: Tensor, x: Tensor | GroupCodes, up: Tensor | GroupCodes | None = None, *, kind: str = "silu"
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x and up, side by side.
+
+    Args:
+        dy: [M, F], contiguous.
+        x, up, kind: as in `activate`.
+
+    Returns:
+        ([M, 2 F]: of x, then of up, or [M, F] without up; float32, whose largest entry is its amax).
+    """
+    y, slope = _value_and_slope(values_of(x), kind)
+    dy = dy.float()
+    dx = dy * slope if up is None else torch.cat([dy * values_of(up) * slope, dy * y], 1)
+    dx = dx.to(x.dtype)
+    return dx, amax_of(dx)
+
+
+def _value(x: Tensor, kind: str) -> Tensor:
+    """f(x)."""
+    if kind == "gelu":
+        return x * _gaussian_share(x)
+    return x / (1 + (-_exponent(x, kind)).exp())
+
+
+def _value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """f(x) and its derivative."""
+    if kind == "gelu":
+        share = _gaussian_share(x)
+        return x * share, share + x * (x.square() / -2).exp() / math.sqrt(2 * math.pi)
+    sigmoid = 1 / (1 + (-_exponent(x, kind)).exp())
+    y = x * sigmoid
+    slope = y * (1 - sigmoid)
+    return y, sigmoid + (slope if kind == "silu" else slope * (LINEAR * (1 + 3 * CUBIC * x.square())))
+
+
+def _gaussian_share(x: Tensor) -> Tensor:
+    """Of a normal distribution, what is less than x."""
+    return (1 + (x * math.sqrt(0.5)).erf()) / 2
+
+
+def _exponent(x: Tensor, kind: str) -> Tensor:
+    """z, where f(x) = x s(z)."""
+    return x if kind == "silu" else LINEAR * (x + CUBIC * x**3)

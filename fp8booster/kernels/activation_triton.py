@@ -1,0 +1,210 @@
+"""Activations on a GPU: one launch each way, which delivers the amax of what it writes."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8booster.kernels.activation import CUBIC, LINEAR, Activated
+from fp8booster.kernels.amax_partials import new_partials, processors
+from fp8booster.kernels.cast_triton import magnitude_bits
+from fp8booster.kernels.group_codes import GroupCodes, new_codes
+from fp8booster.kernels.group_codes_triton import AT_ONCE, amax_place, decode_tile, encode_tile
+from fp8booster.kernels.launch import ceil_div, launch
+
+PROGRAMS = 8
+"""A processor."""
+
+TILE_ROWS = 1
+TILE_COLUMNS = 1024
+
+_LINEAR, _CUBIC, _SLOPE = (tl.constexpr(each) for each in (LINEAR, LINEAR * CUBIC, 3 * LINEAR * CUBIC))
+_ROOT_HALF, _DENSITY = tl.constexpr(math.sqrt(0.5)), tl.constexpr(1 / math.sqrt(2 * math.pi))
+
+
+@triton.jit
+def tile_inside(tile, rows, columns, column_tiles, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+    """(row, column, mask) of a tile's values."""
+    row = (tile // column_tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS).to(tl.int64)[:, None]
+    column = (tile % column_tiles) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
+    return row, column, (row < rows) & (column < columns)
+
+
+@triton.jit
+def load_tile(
+    values,
+    amaxes,  # of the codes, where DECODE
+    place,
+    inside,
+    amax_at,
+    amax_inside,
+    DECODE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """A tile in FP32, of values or of codes."""
+    tile = tl.load(values + place, mask=inside, other=0)
+    if DECODE:
+        tile = decode_tile(tile, tl.load(amaxes + amax_at, mask=amax_inside, other=0.0), TILE_ROWS, TILE_COLUMNS)
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def store_codes(
+    values, codes, amaxes, place, inside, amax_at, amax_inside, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr
+):
+    """Store a tile, FP32 with zeros outside, in 8 bits."""
+    tile, amax = encode_tile(values, TILE_ROWS, TILE_COLUMNS)
+    tl.store(codes + place, tile, mask=inside)
+    tl.store(amaxes + amax_at, amax.to(amaxes.dtype.element_ty), mask=amax_inside)
+
+
+@triton.jit
+def exponential(x, KIND: tl.constexpr):
+    """exp(-z), where f(x) = x / (1 + exp(-z))."""
+    if KIND == "silu":
+        return tl.exp(-x)
+    return tl.exp(-x * (_LINEAR + _CUBIC * x * x))
+
+
+@triton.jit
+def value_of(x, KIND: tl.constexpr):
+    """f(x)."""
+    if KIND == "gelu":
+        return x * (0.5 + 0.5 * tl.erf(x * _ROOT_HALF))
+    return x / (1 + exponential(x, KIND))
+
+
+@triton.jit
+def value_and_slope(x, KIND: tl.constexpr):
+    """f(x) and its derivative."""
+    if KIND == "gelu":
+        share = 0.5 + 0.5 * tl.erf(x * _ROOT_HALF)
+        return x * share, share + x * tl.exp(-0.5 * x * x) * _DENSITY
+    sigmoid = 1 / (1 + exponential(x, KIND))
+    y = x * sigmoid
+    if KIND == "silu":
+        return y, sigmoid + y * (1 - sigmoid)
+    return y, sigmoid + y * (1 - sigmoid) * (_LINEAR + _SLOPE * x * x)
+
+
+@triton.jit
+def activation_kernel(
+    dy,  # of y, where BACKWARD
+    x,
+    up,
+    x_codes,  # written where ENCODE
+    x_amaxes,  # and read where DECODE: then x and up are codes
+    up_codes,
+    up_amaxes,
+    out,  # y [rows, columns] or, where BACKWARD, the gradients of x and up, [rows, columns or twice as many]
+    partials,
+    rows,
+    columns,
+    x_stride,
+    up_stride,
+    column_tiles,
+    tile_count,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,  # else there is no up
+    BACKWARD: tl.constexpr,
+    ENCODE: tl.constexpr,
+    DECODE: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Each program takes every num_programs-th tile."""
+    at_once: tl.constexpr = AT_ONCE // out.dtype.element_ty.primitive_bitwidth
+    largest = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.int32)
+    for tile in tl.range(tl.program_id(0), tile_count, tl.num_programs(0)):
+        row, column, inside = tile_inside(tile, rows, columns, column_tiles, TILE_ROWS, TILE_COLUMNS)
+        amax_at, amax_inside = amax_place(row, (tile % column_tiles) * TILE_COLUMNS, columns, TILE_COLUMNS)
+        amax_inside &= row < rows
+        place = tl.max_contiguous(row * x_stride + column, (1, at_once))
+        values = load_tile(x, x_amaxes, place, inside, amax_at, amax_inside, DECODE, TILE_ROWS, TILE_COLUMNS)
+        if GATED:
+            place = tl.max_contiguous(row * up_stride + column, (1, at_once))
+            factors = load_tile(up, up_amaxes, place, inside, amax_at, amax_inside, DECODE, TILE_ROWS, TILE_COLUMNS)
+        if BACKWARD:
+            gradient = tl.load(dy + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+            y, slope = value_and_slope(values, KIND)
+            if GATED:
+                dx = (gradient * factors * slope).to(out.dtype.element_ty)
+                dup = (gradient * y).to(out.dtype.element_ty)
+                place = out + row * (2 * columns) + column
+                tl.store(place, dx, mask=inside)
+                tl.store(place + columns, dup, mask=inside)
+                largest = tl.maximum(largest, tl.maximum(magnitude_bits(dx), magnitude_bits(dup)))
+            else:
+                dx = (gradient * slope).to(out.dtype.element_ty)
+                tl.store(out + row * columns + column, dx, mask=inside)
+                largest = tl.maximum(largest, magnitude_bits(dx))
+        else:
+            y = value_of(values, KIND)
+            if GATED:
+                y *= factors
+            y = y.to(out.dtype.element_ty)
+            tl.store(out + row * columns + column, y, mask=inside)
+            largest = tl.maximum(largest, magnitude_bits(y))
+        if ENCODE:
+            place = tl.max_contiguous(row * columns + column, (1, at_once))
+            store_codes(values, x_codes, x_amaxes, place, inside, amax_at, amax_inside, TILE_ROWS, TILE_COLUMNS)
+            if GATED:
+                store_codes(factors, up_codes, up_amaxes, place, inside, amax_at, amax_inside, TILE_ROWS, TILE_COLUMNS)
+    tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True))
+
+
+def _launch(
+    dy: Tensor | None,
+    x: Tensor | GroupCodes,
+    up: Tensor | GroupCodes | None,
+    kind: str,
+    out: Tensor,
+    written: tuple[GroupCodes, ...] = (),
+) -> Tensor:
+    """Launch over [M, F]; the partial maxima of what is written."""
+    rows, columns = x.shape
+    column_tiles = ceil_div(columns, TILE_COLUMNS)
+    tile_count = column_tiles * ceil_div(rows, TILE_ROWS)
+    programs = min(tile_count, PROGRAMS * processors(out.device))
+    partials = new_partials(programs, out)
+    # pointers that are not read need some tensor
+    gated, encoded = up is not None, isinstance(x, GroupCodes)
+    up = up if gated else x
+    codes = (*x, *up) if encoded else (*written[0], *written[-1]) if written else (out,) * 4
+    x, up = (x.codes, up.codes) if encoded else (x, up)
+    launch(
+        activation_kernel,
+        programs,
+        (out if dy is None else dy, x, up, *codes, out, partials),
+        (rows, columns, x.stride(0), up.stride(0), column_tiles, tile_count),
+        KIND=kind,
+        GATED=gated,
+        BACKWARD=dy is not None,
+        ENCODE=bool(written),
+        DECODE=encoded,
+        TILE_ROWS=TILE_ROWS,
+        TILE_COLUMNS=TILE_COLUMNS,
+    )
+    return partials
+
+
+def activate_triton(
+    x: Tensor | GroupCodes, up: Tensor | GroupCodes | None = None, *, kind: str = "silu", encoded: bool = False
+) -> Activated:
+    """`activate`."""
+    y = (x if isinstance(x, Tensor) else x.amaxes).new_empty(x.shape)
+    written = tuple(new_codes(y) for each in (x, up) if encoded and each is not None)
+    return Activated(y, _launch(None, x, up, kind, y, written), *(*written, None, None)[:2])
+
+
+def activate_backward_triton(
+    dy: Tensor, x: Tensor | GroupCodes, up: Tensor | GroupCodes | None = None, *, kind: str = "silu"
+) -> tuple[Tensor, Tensor]:
+    """`activate_backward`."""
+    rows, columns = dy.shape
+    dx = dy.new_empty((rows, columns if up is None else 2 * columns), dtype=x.dtype)
+    return dx, _launch(dy, x, up, kind, dx)
