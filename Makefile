@@ -35,7 +35,7 @@ TESTS5 := tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/tes
     activations_that_are_computed_again_change_no_bit_of_a_fused_model \
     models_with_and_without_biases_learn_fused a_fused_model_evaluates_with_the_weights_that_it_trains \
     checkpoints_of_a_fused_model_cross) \
-  tests/colossal/hybrid/test_sharded_models.py tests/colossal/gemini/test_fused_tensor_parallel.py \
+  tests/colossal/hybrid/test_sharded_models.py tests/colossal/hybrid/test_qwen3.py tests/colossal/gemini/test_fused_tensor_parallel.py \
   $(addprefix tests/colossal/hybrid/test_fused.py::test_, \
     gradients_and_losses_are_those_of_unfused_layers the_other_families_train_fused \
     checkpointed_fused_layers_give_the_same_bits a_checkpoint_has_the_names_and_values_of_an_unfused_one) \

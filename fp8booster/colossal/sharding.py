@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 SHARDED_TRANSFORMERS = "4.51.3"
 """The version that Colossal-AI 0.5.0 was written for: all models that it has policies for are sharded."""
 
-FAMILIES_OF_5 = {"llama": "LLaMA", "mistral": "Mistral", "qwen2": "Qwen2"}
+FAMILIES_OF_5 = {"llama": "LLaMA", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Folders of `transformers.models`, and their names in messages: sharded with transformers 5 too (`tensor/body.py`)."""
 
 _OTHERS = "use LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin or GeminiPlugin without tensor parallelism"

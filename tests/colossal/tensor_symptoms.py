@@ -202,6 +202,16 @@ def _pipe_without_a_window() -> None:
     assert torch.allclose(found, expected, atol=1e-5), "tokens attend in a window"
 
 
+def _shard_qwen3() -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    whole = Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS, head_dim=16))
+    tokens = token_batch(0)
+    expected = whole(input_ids=tokens, labels=tokens).loss
+    torch.testing.assert_close(shard(whole)(input_ids=tokens, labels=tokens).loss, expected)
+
+
 def _refuse_gpt2() -> None:
     from importlib.metadata import version
 
@@ -319,6 +329,7 @@ SYMPTOMS: dict[str, Any] = {
     "llama_has_one_body": Symptom(_pipe_a_ring, "wrong positions"),
     "mistral_has_one_body": Symptom(_pipe_embeddings, "TypeError"),
     "qwen2_has_one_body": Symptom(_pipe_without_a_window, "tokens attend in a window"),
+    "qwen3_has_a_policy": Symptom(_shard_qwen3, "is not implemented"),
     "models_that_are_not_sharded_are_refused": Symptom(_refuse_gpt2, "it is not refused"),
     "biases_along_a_sequence_are_added_up": Symptom(_mark_bias, "gradients are not added up"),
     "biases_of_fused_layers_are_added_up": Symptom(_mark_fused_biases, "gradients are not added up"),

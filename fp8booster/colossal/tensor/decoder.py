@@ -30,9 +30,9 @@ from fp8booster.nn.fused.packing import Sequences, let_pack_around
 from fp8booster.nn.parallel.ring_attention import ring_attention
 
 _FLASH_FORWARDS = tuple(
-    f"get_{family}_flash_attention_forward.<locals>.forward" for family in ("llama", "mistral", "qwen2")
+    f"get_{family}_flash_attention_forward.<locals>.forward" for family in ("llama", "mistral", "qwen2", "qwen3")
 )
-"""Of shardformer/modeling/llama.py:489, mistral.py:497 and qwen2.py:489."""
+"""Of shardformer/modeling/llama.py:489, mistral.py:497 and qwen2.py:489, and of tensor/qwen3.py."""
 
 HEADS.update((PaddingLMHead, FP8PaddingLMHead))
 

@@ -65,6 +65,7 @@ def _pictures() -> dict[str, torch.Tensor]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
     "Mistral": (lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**GROUPED)), _text),
     "Qwen2": (lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**GROUPED)), _text),
+    "Qwen3": (lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED, head_dim=16)), _text),
     "Command-R": (
         lambda: transformers.CohereForCausalLM(
             transformers.CohereConfig(
@@ -245,7 +246,7 @@ def assert_both_stages_have_equal_weights(run: HybridRun, tied: bool) -> None:
 
 
 CHUNKS = {"pp_size": 2, "num_model_chunks": 2, "num_microbatches": 4}
-CUT = [name for name in ("Mistral", "Qwen2", "Command-R", "BERT") if name in MODELS]
+CUT = [name for name in ("Mistral", "Qwen2", "Qwen3", "Command-R", "BERT") if name in MODELS]
 """Families that Colossal-AI cuts into chunks, beside LLaMA."""
 
 

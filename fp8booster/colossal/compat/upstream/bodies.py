@@ -116,3 +116,25 @@ def models_that_are_not_sharded_are_refused(
     if reason is not None:
         raise ImportError(reason)
     return upstream(self, model, policy)
+
+
+@wrap(
+    "shardformer.policies.auto_policy:get_autopolicy",
+    "258",
+    needed_when="a Qwen3",
+    only_if=lambda module: not any("qwen3" in name for name in module._POLICY_LIST),
+)
+def qwen3_has_a_policy(upstream: Callable, model: Any) -> Any:
+    """A Qwen3 is sharded, by a policy that follows Qwen2's.
+
+    Without it: NotImplementedError: Auto policy for Qwen3ForCausalLM is not implemented.
+    """
+    from colossalai.shardformer.policies.auto_policy import _fullname
+
+    module, _, name = _fullname(model).rpartition(".")
+    if module == "transformers.models.qwen3.modeling_qwen3":
+        from fp8booster.colossal.tensor.qwen3 import POLICIES  # it imports modules that are patched
+
+        if name in POLICIES:
+            return POLICIES[name]()
+    return upstream(model)

@@ -237,8 +237,8 @@ def chunks_are_refused_where_there_are_none(upstream: Callable, self: Any) -> An
             raise ValueError(
                 f"{name} is not cut into chunks, as pp_style='interleaved' and 'zbv' need; use pp_style='1f1b'"
             )
-        package, _, policy = type(self.policy).__module__.rpartition(".")
-        fails = package == "colossalai.shardformer.policies" and policy in _ZERO_BUBBLE_FAILS
+        failing = {f"colossalai.shardformer.policies.{policy}" for policy in _ZERO_BUBBLE_FAILS}
+        fails = any(kind.__module__ in failing for kind in type(self.policy).__mro__)
         if stages.use_zbv and not self.shard_config.enable_tensor_parallelism and fails:
             raise ValueError(
                 f"colossalai cannot prepare {name} for pp_style='zbv' without tensor parallelism; use "
