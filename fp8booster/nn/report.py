@@ -16,7 +16,8 @@ from torch.nn.utils import parametrize
 
 from fp8booster.nn.convert import kept_reason, linear_layers, product_features, weights_outside
 from fp8booster.nn.experts.grouped import grouped_experts
-from fp8booster.nn.fused.decoder import FusedDecoderLayer, FusedMLP
+from fp8booster.nn.fused.attention import kernels
+from fp8booster.nn.fused.decoder import FusedAttention, FusedDecoderLayer, FusedMLP
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import is_looked_at
@@ -90,6 +91,9 @@ class Report:
     saved_in_8_bits: tuple[str, ...] = ()
     """What saves for backward in 8 bits what it read, counted: "4 norms", "2 SwiGLUs"."""
 
+    attention: str | None = None
+    """Which kernels fused attention runs on this GPU, and why not faster ones; None without it, or without a GPU."""
+
     @property
     def fp8(self) -> tuple[LayerRow, ...]:
         """Layers whose products run in FP8."""
@@ -130,6 +134,8 @@ class Report:
         for reason, count in sorted(ways.items(), key=lambda way: way[0] is not None):
             how = "in grouped products" if reason is None else f"one by one ({reason})"
             line += f", experts of {_counted(count, 'block')} {how}"
+        if self.attention is not None:
+            line += f", attention by {self.attention}"
         reasons = Counter((row.precision, row.notes) for row in self.other)
         for (precision, reason), count in reasons.items():
             line += f"; {count} in {precision} ({reason})"
@@ -201,6 +207,23 @@ def report(model: nn.Module) -> Report:
         tuple(GroupedRow(len(block.experts), block.why_one_by_one) for block in grouped_experts(model)),
         tuple(name for name, is_dropped in dropped.items() if is_dropped),
         tuple(_counted(count, part) for part, count in _saving_in_8_bits(model).items()),
+        _attention(model),
+    )
+
+
+def _attention(model: nn.Module) -> str | None:
+    """By the first; all have the same heads."""
+    found = next((module for module in model.modules() if isinstance(module, FusedAttention)), None)
+    weight = None if found is None else next(found.parameters(), None)
+    if found is None or weight is None or not weight.is_cuda:
+        return None
+    heads = found.config.num_attention_heads
+    return kernels(
+        weight.device,
+        weight.dtype if weight.dtype == torch.float16 else torch.bfloat16,
+        query_heads=heads,
+        key_heads=heads // found.num_key_value_groups,
+        features=found.head_dim,
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import distributed
 
 from fp8booster.cli.instructions import avoid_trapping_instructions
+from fp8booster.nn.fused.attention import kernels
 from fp8booster.version import __version__
 
 PACKAGES = ("triton", "transformers", "tokenizers", "peft", "colossalai", "datasets", "torchao")
@@ -30,6 +31,8 @@ class GPU:
     """Compute capability, as in "9.0"."""
     memory: int
     """Total, in bytes."""
+    attention: str
+    """Which kernels attend there to heads of 128 features."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,9 @@ def _driver() -> str | None:
 
 def _gpu(index: int) -> GPU:
     properties = torch.cuda.get_device_properties(index)
-    return GPU(index, properties.name, f"{properties.major}.{properties.minor}", properties.total_memory)
+    capability = f"{properties.major}.{properties.minor}"
+    attention = kernels(torch.device("cuda", index))
+    return GPU(index, properties.name, capability, properties.total_memory, attention)
 
 
 @dataclass(frozen=True)

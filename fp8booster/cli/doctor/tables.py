@@ -47,6 +47,7 @@ def _environment(environment: Environment) -> Table:
         table.add_row(
             f"GPU {gpu.index}", f"{gpu.name}, compute capability {gpu.capability}, {gpu.memory / 2**30:.0f} GiB"
         )
+        table.add_row("attention", gpu.attention)
     if not environment.gpus:
         table.add_row("GPU", "none visible")
     return table

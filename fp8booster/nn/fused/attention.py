@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
 from fp8booster.nn.fused.packing import Sequences
 
@@ -165,3 +167,47 @@ def _one_by_one(
         query, key, value = (each[begin:end].transpose(0, 1).unsqueeze(0) for each in (q, k, v))
         attended.append(attend(query, key, value, mask, dropout=dropout, scale=scale)[0].transpose(0, 1))
     return torch.cat(attended)
+
+
+def kernels(
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    query_heads: int = 32,
+    key_heads: int = 32,
+    features: int = 128,
+) -> str:
+    """Which kernels attend on a device, and why not faster ones, in a phrase.
+
+    Args:
+        device: one with `attend`'s tensors.
+        dtype: theirs.
+        query_heads, key_heads: on this rank.
+        features: of a head.
+    """
+    query = torch.empty(1, query_heads, 128, features, device=device, dtype=dtype)
+    key = query[:, :key_heads]
+    choice = torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=query_heads > key_heads)
+    flash, hint = _flash_version(device)
+    names = {
+        SDPBackend.CUDNN_ATTENTION: "cuDNN",
+        SDPBackend.FLASH_ATTENTION: flash,
+        SDPBackend.EFFICIENT_ATTENTION: "the memory-efficient kernel",
+        SDPBackend.MATH: "products that hold all scores in memory",
+    }
+    reason = why_one_by_one(query)
+    packed = flash if reason is None else f"one call for each ({reason})"
+    return f"{names[SDPBackend(choice)]}, of packed sequences {packed}{hint}"
+
+
+def _flash_version(device: torch.device) -> tuple[str, str]:
+    """What PyTorch's flash attention is now, and what stands against a faster one."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    if current is not None:
+        return f"flash attention ({current})", ""
+    usual = "flash attention"
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return usual, ""
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return usual, " (FlashAttention 3 is not installed)"
+    return usual, " (torch.nn.attention.activate_flash_attention_impl('FA3') takes FlashAttention 3)"

@@ -88,7 +88,7 @@ def find_sequences(
         if not valid.all():
             raise ValueError(
                 "position_ids begin anew within a row, which packs several sequences, and attention_mask has padding; "
-                "leave the mask out: tokens of padding need none where their labels are -100 and their position_ids 0"
+                "leave the mask out: padding needs none as one more sequence whose labels are -100"
             )
     places = begins.flatten().nonzero().flatten().tolist()
     return None if len(places) == rows else _sequences([*places, rows * length], position_ids.device)
@@ -144,6 +144,8 @@ class Packing:
 
     def __init__(self) -> None:
         self.sequences: Sequences | None = None
+        self.reaches_all = True
+        """Whether every attention of the model is fused, which alone reads `sequences_of`."""
 
     def before_model(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -153,7 +155,7 @@ class Packing:
         self.sequences = _given_sequences(given)
         if self.sequences is None:
             return None
-        if any(map(_is_unfused_attention, model.modules())):
+        if not self.reaches_all:
             raise ValueError(
                 "rows hold several sequences, and some attention of the model is not fused, which would let them "
                 "attend to each other; the line that fuse() returns says why; pad the sequences instead"
@@ -234,11 +236,15 @@ def let_pack(model: nn.Module) -> None:
         model: whose `rotary_emb` makes them for its layers, and another of its kind for layers with a window.
     """
     makers = [each for name, each in model.named_children() if name.startswith("rotary_emb")]
-    if makers and _PACKING not in model.__dict__:
+    if not makers:
+        return
+    packing = model.__dict__.get(_PACKING)
+    if packing is None:
         packing = model.__dict__[_PACKING] = Packing()
         model.register_forward_pre_hook(packing.before_model, with_kwargs=True)
         for rotary in makers:
             rotary.register_forward_hook(packing.after_rotary)
+    packing.reaches_all = not any(map(_is_unfused_attention, model.modules()))
 
 
 def let_pack_around(model: nn.Module) -> None:

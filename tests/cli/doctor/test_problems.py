@@ -27,7 +27,7 @@ HEALTHY = Environment(
     cuda="13.0",
     driver="580.1",
     nccl="2.28.9",
-    gpus=[GPU(0, "NVIDIA H200", "9.0", 150 * 10**9)],
+    gpus=[GPU(0, "NVIDIA H200", "9.0", 150 * 10**9, "cuDNN")],
     backends=["nccl", "gloo"],
 )
 RUNS = [

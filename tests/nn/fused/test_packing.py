@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend
 from transformers import DataCollatorWithFlattening
 
-from fp8booster import convert_to_fp8, fuse
-from fp8booster.nn.fused.attention import attend, attend_packed
+from fp8booster import convert_to_fp8, fuse, report
+from fp8booster.nn.fused.attention import attend, attend_packed, kernels
 from fp8booster.nn.fused.packing import Sequences
-from tests.nn.fused.models import FAMILIES, VOCABULARY, build
+from tests.nn.fused.models import FAMILIES, INSTALLED, VOCABULARY, build
 from tests.nn.fused.test_decoder import sqnr
 from tests.nn.fused.test_transformers import make
 
@@ -79,18 +80,23 @@ def test_a_packed_batch_is_its_sequences(family: str, use_cache: bool) -> None:
     check(packed(model, **flat(texts)), apart(model, texts))
 
 
-@pytest.mark.parametrize("family", ALL)
+FUSED = {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "granite", "mixtral", "qwen3_moe"}
+"""Families whose attention is fused, in each version of transformers that has them."""
+
+
+@pytest.mark.parametrize("family", sorted(FUSED & set(INSTALLED)))
 def test_windows_slide_within_sequences(family: str) -> None:
-    changes: dict[str, Any] = {} if family == "llama" else {"sliding_window": 6}
-    if family == "qwen2":
-        changes |= {"use_sliding_window": True, "max_window_layers": 0}
+    """In each family whose attention is fused; where it has no window, tokens attend to all before them."""
+    changes: dict[str, Any] = {}
+    if hasattr(build(family).config, "sliding_window"):
+        changes = {"sliding_window": 6, "use_sliding_window": True, "max_window_layers": 0}
     texts = documents()
-    model = make(family, **changes)
+    model = build(family, torch.float32, **changes)
     fuse(model)
     found = packed(model, **flat(texts))
     check(found, apart(model, texts))
     if changes:
-        unlimited = make(family)
+        unlimited = build(family, torch.float32)
         fuse(unlimited)
         assert not torch.allclose(packed(unlimited, **flat(texts))[0], found[0], atol=1e-3)
 
@@ -255,3 +261,20 @@ def test_a_copy_knows_its_own_batches() -> None:
     model.model(torch.arange(8)[None])
     check(packed(other, **flat(texts)), right)
     assert len(other.model._forward_pre_hooks) == 1
+
+
+def test_the_kernels_of_attention_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert kernels(cpu) == "flash attention, of packed sequences one call for each (there is no kernel for the CPU)"
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: SDPBackend.MATH.value)
+    assert kernels(cpu, key_heads=8).startswith("products that hold all scores in memory, of packed")
+
+
+@pytest.mark.gpu
+def test_the_report_names_the_kernels_of_attention() -> None:
+    model = build("llama").cuda()
+    assert report(model).attention is None
+    fuse(model)
+    assert report(model).attention == kernels(torch.device("cuda"), key_heads=2, query_heads=4, features=16)
+    assert ", attention by " in report(model).summary()
+    assert "of packed sequences flash attention" in report(model).attention
