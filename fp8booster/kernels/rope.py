@@ -1,8 +1,10 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864, equation 34, in the half-split form of LLaMA) on q, k and v
-that lie in one tensor, as one product of the three gives them.
+"""Rotary position embedding (Su et al., arXiv 2104.09864, equation 34) on q, k and v that lie in one tensor, as one
+product of the three gives them.
 
-    x = (x1, x2)        a head's halves
-    y = (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2)
+    y1 = x1 cos1 - x2 sin1          (x1, x2): the halves of a head, as LLaMA has them, or its even and odd places
+    y2 = x2 cos2 + x1 sin2
+
+A head that is longer than the angles is rotated in its first places alone.
 
 Forward rotates q and k where they lie. Backward takes the gradients of q, k and v, rotates the first two back and lays
 all three side by side: the gradient of the one tensor, with its amax.
@@ -18,39 +20,57 @@ from fp8booster.scaling import amax_of
 
 
 @operator(writes=("qkv",))
-def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+def rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, *, interleaved: bool = False, interleaved_angles: bool = False
+) -> None:
     """Rotate the first `heads` heads of every token, in place.
 
     Args:
         qkv: [B, S, H, D], contiguous: heads of q, then of k, then of v.
-        cos, sin: [1 or B, S, D], contiguous.
+        cos, sin: [1 or B, S, R], contiguous; R places of a head are rotated, an even number up to D.
         heads: of q and k together.
+        interleaved: pairs are neighbours, not one of each half.
+        interleaved_angles: so are those of the angles.
     """
-    part = qkv[:, :, :heads]
-    x1, x2 = part.float().chunk(2, -1)
-    (cos1, cos2), (sin1, sin2) = _halves(cos), _halves(sin)
-    part.copy_(torch.cat([x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2], -1))
+    part = qkv[:, :, :heads, : cos.shape[-1]]
+    x1, x2 = _pairs(part.float(), interleaved)
+    (cos1, cos2), (sin1, sin2) = (_pairs(each.float().unsqueeze(2), interleaved_angles) for each in (cos, sin))
+    part.copy_(_joined(x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, interleaved))
 
 
 @operator()
-def rotate_back(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_back(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    interleaved_angles: bool = False,
+) -> tuple[Tensor, Tensor]:
     """The gradient of `qkv` from those of what it was split into after `rotate`.
 
     Args:
         dq: [B, S, Hq, D], any strides with contiguous heads.
         dk, dv: [B, S, Hkv, D] likewise.
-        cos, sin: as in `rotate`.
+        cos, sin, interleaved, interleaved_angles: as in `rotate`.
 
     Returns:
         ([B, S, Hq + 2 Hkv, D]; float32, whose largest entry is its amax).
     """
-    d1, d2 = torch.cat([dq, dk], 2).float().chunk(2, -1)
-    (cos1, cos2), (sin1, sin2) = _halves(cos), _halves(sin)
-    rotated = torch.cat([d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1], -1)
-    dqkv = torch.cat([rotated.to(dq.dtype), dv], 2)
+    part, rest = torch.cat([dq, dk], 2).tensor_split([cos.shape[-1]], -1)
+    d1, d2 = _pairs(part.float(), interleaved)
+    (cos1, cos2), (sin1, sin2) = (_pairs(each.float().unsqueeze(2), interleaved_angles) for each in (cos, sin))
+    rotated = _joined(d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1, interleaved)
+    dqkv = torch.cat([torch.cat([rotated.to(dq.dtype), rest], -1), dv], 2)
     return dqkv, amax_of(dqkv)
 
 
-def _halves(angles: Tensor) -> tuple[Tensor, ...]:
-    """Cosines or sines of a head's halves, float32 [1 or B, S, 1, D / 2] each."""
-    return angles.float().unsqueeze(2).chunk(2, -1)
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    """The first and the second of all pairs along the last dimension."""
+    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+
+
+def _joined(x1: Tensor, x2: Tensor, interleaved: bool) -> Tensor:
+    return torch.stack([x1, x2], -1).flatten(-2) if interleaved else torch.cat([x1, x2], -1)

@@ -17,32 +17,73 @@ TILE_VALUES = 2048
 
 
 @triton.jit
-def angles(cos, sin, place, half, HALF: tl.constexpr):
-    """Cos and sin of both halves of a head, float32 [1, HALF] each; `place` is the token's first angle."""
-    first = place + tl.arange(0, HALF)[None, :]
-    inside = tl.arange(0, HALF)[None, :] < half
-    return (
-        tl.load(cos + first, mask=inside, other=0.0).to(tl.float32),
-        tl.load(cos + first + half, mask=inside, other=0.0).to(tl.float32),
-        tl.load(sin + first, mask=inside, other=0.0).to(tl.float32),
-        tl.load(sin + first + half, mask=inside, other=0.0).to(tl.float32),
-    )
+def load_pairs(x, inside, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    """The first and the second of the pairs of rows of 2 `half` values, FP32 [rows, HALF] each.
+
+    Args:
+        x: pointers to the rows' first values, [rows, 1].
+        inside: bool [rows, 1].
+    """
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * HALF)[None, :]
+        both = tl.load(x + column, mask=inside & (column < 2 * half), other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(both, (both.shape[0], HALF, 2)))
+    column = tl.arange(0, HALF)[None, :]
+    within = inside & (column < half)
+    x1 = tl.load(x + column, mask=within, other=0.0).to(tl.float32)
+    return x1, tl.load(x + column + half, mask=within, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def rotate_kernel(qkv, cos, sin, heads, all_heads, half, angle_tokens, HALF: tl.constexpr, HEADS: tl.constexpr):
+def store_pairs(x, x1, x2, inside, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    """Store what `load_pairs` loads, in the pointers' dtype already."""
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * HALF)[None, :]
+        both = tl.reshape(tl.join(x1, x2), (x1.shape[0], 2 * HALF))
+        tl.store(x + column, both, mask=inside & (column < 2 * half))
+    else:
+        column = tl.arange(0, HALF)[None, :]
+        tl.store(x + column, x1, mask=inside & (column < half))
+        tl.store(x + column + half, x2, mask=inside & (column < half))
+
+
+@triton.jit
+def angles(cos, sin, place, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr):
+    """Cos and sin of the pairs, float32 [1, HALF] each; `place` is the token's first angle."""
+    first = place + tl.zeros([1, 1], tl.int32)
+    inside = tl.full([1, 1], True, tl.int1)
+    cos1, cos2 = load_pairs(cos + first, inside, half, INTERLEAVED, HALF)
+    sin1, sin2 = load_pairs(sin + first, inside, half, INTERLEAVED, HALF)
+    return cos1, cos2, sin1, sin2
+
+
+@triton.jit
+def rotate_kernel(
+    qkv,
+    cos,
+    sin,
+    heads,
+    all_heads,
+    size,
+    half,  # of what is rotated of a head
+    angle_tokens,
+    INTERLEAVED: tl.constexpr,
+    INTERLEAVED_ANGLES: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
     """Each program rotates one token; angles repeat after `angle_tokens` tokens."""
     token = tl.program_id(0).to(tl.int64)
-    cos1, cos2, sin1, sin2 = angles(cos, sin, (token % angle_tokens) * (2 * half), half, HALF)
-    column = tl.arange(0, HALF)[None, :]
+    place = (token % angle_tokens) * (2 * half)
+    cos1, cos2, sin1, sin2 = angles(cos, sin, place, half, INTERLEAVED_ANGLES, HALF)
     for first in tl.range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
-        inside = (head < heads) & (column < half)
-        place = qkv + token * all_heads * (2 * half) + head * (2 * half) + column
-        x1 = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        x2 = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, (x1 * cos1 - x2 * sin1).to(qkv.dtype.element_ty), mask=inside)
-        tl.store(place + half, (x2 * cos2 + x1 * sin2).to(qkv.dtype.element_ty), mask=inside)
+        inside = head < heads
+        x = qkv + token * all_heads * size + head * size
+        x1, x2 = load_pairs(x, inside, half, INTERLEAVED, HALF)
+        y1 = (x1 * cos1 - x2 * sin1).to(qkv.dtype.element_ty)
+        y2 = (x2 * cos2 + x1 * sin2).to(qkv.dtype.element_ty)
+        store_pairs(x, y1, y2, inside, half, INTERLEAVED, HALF)
 
 
 @triton.jit
@@ -51,6 +92,7 @@ def back_heads(
     head_stride,
     target,
     heads,
+    size,
     half,
     cos1,
     cos2,
@@ -58,27 +100,67 @@ def back_heads(
     sin2,
     largest,
     ROTATE: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """Copy a token's heads to `target`, rotated back if asked; returns the magnitudes' running maximum."""
-    column = tl.arange(0, HALF)[None, :]
+    """Copy 2 `half` values of a token's heads to `target`, whose heads have `size`, rotated back if asked; returns the
+    magnitudes' running maximum.
+    """
     for first in tl.range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
-        inside = (head < heads) & (column < half)
-        place = source + head.to(tl.int64) * head_stride + column
-        d1 = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        d2 = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
+        inside = head < heads
+        x1, x2 = load_pairs(source + head.to(tl.int64) * head_stride, inside, half, INTERLEAVED, HALF)
         if ROTATE:
-            x1, x2 = d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1
-        else:
-            x1, x2 = d1, d2
+            x1, x2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
         x1, x2 = x1.to(target.dtype.element_ty), x2.to(target.dtype.element_ty)
-        out = target + head * (2 * half) + column
-        tl.store(out, x1, mask=inside)
-        tl.store(out + half, x2, mask=inside)
+        store_pairs(target + head * size, x1, x2, inside, half, INTERLEAVED, HALF)
         largest = tl.maximum(largest, tl.maximum(magnitude_bits(x1), magnitude_bits(x2)))
     return largest
+
+
+@triton.jit
+def back_rotated_heads(
+    source,
+    head_stride,
+    target,
+    heads,
+    size,
+    half,
+    cos1,
+    cos2,
+    sin1,
+    sin2,
+    largest,
+    PARTIAL: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """`back_heads` of whole heads, of which 2 `half` values were rotated."""
+    if PARTIAL:
+        rest, rest_target = source + 2 * half, target + 2 * half
+        rest_half = size // 2 - half
+        largest = back_heads(
+            rest,
+            head_stride,
+            rest_target,
+            heads,
+            size,
+            rest_half,
+            cos1,
+            cos2,
+            sin1,
+            sin2,
+            largest,
+            False,
+            False,
+            HALF,
+            HEADS,
+        )
+    return back_heads(
+        source, head_stride, target, heads, size, half, cos1, cos2, sin1, sin2, largest, True, INTERLEAVED, HALF, HEADS
+    )
 
 
 @triton.jit
@@ -94,7 +176,8 @@ def rotate_back_kernel(
     sequence,
     query_heads,
     key_heads,
-    half,
+    size,
+    half,  # of what is rotated of a head
     angle_tokens,
     q_batch,
     q_token,
@@ -105,25 +188,62 @@ def rotate_back_kernel(
     v_batch,
     v_token,
     v_head,
+    PARTIAL: tl.constexpr,  # whether heads are longer
+    INTERLEAVED: tl.constexpr,
+    INTERLEAVED_ANGLES: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Each program takes every num_programs-th token."""
     largest = tl.zeros([HEADS, HALF], tl.int32)
-    size = (query_heads + 2 * key_heads) * (2 * half)
     for index in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         token = tl.zeros([1, 1], tl.int64) + index
         batch, position = token // sequence, token % sequence
-        cos1, cos2, sin1, sin2 = angles(cos, sin, (token % angle_tokens) * (2 * half), half, HALF)
-        out = dqkv + token * size
+        place = (token % angle_tokens) * (2 * half)
+        cos1, cos2, sin1, sin2 = angles(cos, sin, place, half, INTERLEAVED_ANGLES, HALF)
+        out = dqkv + token * ((query_heads + 2 * key_heads) * size)
         source = dq + batch * q_batch + position * q_token
-        largest = back_heads(source, q_head, out, query_heads, half, cos1, cos2, sin1, sin2, largest, True, HALF, HEADS)
-        out += query_heads * (2 * half)
+        largest = back_rotated_heads(
+            source,
+            q_head,
+            out,
+            query_heads,
+            size,
+            half,
+            cos1,
+            cos2,
+            sin1,
+            sin2,
+            largest,
+            PARTIAL,
+            INTERLEAVED,
+            HALF,
+            HEADS,
+        )
+        out += query_heads * size
         source = dk + batch * k_batch + position * k_token
-        largest = back_heads(source, k_head, out, key_heads, half, cos1, cos2, sin1, sin2, largest, True, HALF, HEADS)
-        out += key_heads * (2 * half)
+        largest = back_rotated_heads(
+            source,
+            k_head,
+            out,
+            key_heads,
+            size,
+            half,
+            cos1,
+            cos2,
+            sin1,
+            sin2,
+            largest,
+            PARTIAL,
+            INTERLEAVED,
+            HALF,
+            HEADS,
+        )
+        out += key_heads * size
         source = dv + batch * v_batch + position * v_token
-        largest = back_heads(source, v_head, out, key_heads, half, cos1, cos2, sin1, sin2, largest, False, HALF, HEADS)
+        largest = back_heads(
+            source, v_head, out, key_heads, size, size // 2, cos1, cos2, sin1, sin2, largest, False, False, HALF, HEADS
+        )
     tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True))
 
 
@@ -133,22 +253,36 @@ def _tile(half: int, heads: int) -> dict[str, int]:
     return {"HALF": width, "HEADS": min(1 << (heads - 1).bit_length(), max(1, TILE_VALUES // width))}
 
 
-def rotate_triton(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int) -> None:
+def rotate_triton(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, *, interleaved: bool = False, interleaved_angles: bool = False
+) -> None:
     """`rotate`."""
     batches, sequence, all_heads, size = qkv.shape
+    half = cos.shape[-1] // 2
     launch(
         rotate_kernel,
         batches * sequence,
         (qkv, cos, sin),
-        (heads, all_heads, size // 2, cos.shape[0] * sequence),
-        **_tile(size // 2, heads),
+        (heads, all_heads, size, half, cos.shape[0] * sequence),
+        INTERLEAVED=interleaved,
+        INTERLEAVED_ANGLES=interleaved_angles,
+        **_tile(half, heads),
     )
 
 
-def rotate_back_triton(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+def rotate_back_triton(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = False,
+    interleaved_angles: bool = False,
+) -> tuple[Tensor, Tensor]:
     """`rotate_back`."""
     batches, sequence, query_heads, size = dq.shape
-    key_heads = dk.shape[2]
+    key_heads, half = dk.shape[2], cos.shape[-1] // 2
     tokens = batches * sequence
     programs = min(tokens, PROGRAMS * processors(dq.device))
     partials = new_partials(programs, dq)
@@ -158,7 +292,10 @@ def rotate_back_triton(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Ten
         rotate_back_kernel,
         programs,
         (dq, dk, dv, cos, sin, dqkv, partials),
-        (tokens, sequence, query_heads, key_heads, size // 2, cos.shape[0] * sequence, *strides),
-        **_tile(size // 2, query_heads),
+        (tokens, sequence, query_heads, key_heads, size, half, cos.shape[0] * sequence, *strides),
+        PARTIAL=2 * half < size,
+        INTERLEAVED=interleaved,
+        INTERLEAVED_ANGLES=interleaved_angles,
+        **_tile(size // 2, query_heads),  # values' heads are copied whole
     )
     return dqkv, partials

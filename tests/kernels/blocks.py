@@ -102,18 +102,27 @@ def activation_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Ite
             yield f"{kind}, backward {name}", backward, backward_reference
 
 
+PAIRS = {
+    "": {},
+    ", neighbours, angles in halves": {"interleaved": True},
+    ", neighbours": {"interleaved": True, "interleaved_angles": True},
+}
+
+
 def rope_cases(device: torch.device, shapes: list[tuple[int, ...]]) -> Iterator[Case]:
-    """Rotary embedding, forward and backward: (batch, sequence, query heads, key heads, head size)."""
-    for (batch, sequence, queries, keys, size), dtype in zip(shapes, _dtypes(len(shapes)), strict=True):
-        name = f"{batch} {sequence} {queries}+{keys} heads of {size} {dtype}"
+    """Rotary embedding, forward and backward: (batch, sequence, query heads, key heads, head size, rotated places)."""
+    for ((batch, sequence, queries, keys, size, turned), dtype), (kind, pairs) in product(
+        zip(shapes, _dtypes(len(shapes)), strict=True), PAIRS.items()
+    ):
+        name = f"{batch} {sequence} {queries}+{keys} heads of {size}, {turned} rotated {dtype}{kind}"
         for angle_batch in {1, batch}:
-            angle = _random(angle_batch, sequence, size, dtype=torch.float32, device=device)
+            angle = _random(angle_batch, sequence, turned, dtype=torch.float32, device=device)
             cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
             qkv = _random(batch, sequence, queries + 2 * keys, size, dtype=dtype, device=device)
 
-            def rotated(rotate, qkv=qkv, cos=cos, sin=sin, heads=queries + keys):
+            def rotated(rotate, qkv=qkv, cos=cos, sin=sin, heads=queries + keys, pairs=pairs):
                 out = qkv.clone()
-                rotate(out, cos, sin, heads)
+                rotate(out, cos, sin, heads, **pairs)
                 return [out]
 
             yield (
@@ -122,20 +131,19 @@ def rope_cases(device: torch.device, shapes: list[tuple[int, ...]]) -> Iterator[
                 lambda rotated=rotated: rotated(rope.rotate.reference),
             )
             # as attention gives them: [B, H, S, D] in memory
-            dq, dk, dv = (
+            gradients = [
                 _random(batch, heads, sequence, size, dtype=dtype, device=device).transpose(1, 2)
                 for heads in (queries, keys, keys)
-            )
+            ]
 
-            def back(dq=dq, dk=dk, dv=dv, cos=cos, sin=sin):
-                dqkv, amax = _triton("rope").rotate_back_triton(dq, dk, dv, cos, sin)
+            def back(gradients=gradients, cos=cos, sin=sin, pairs=pairs):
+                dqkv, amax = _triton("rope").rotate_back_triton(*gradients, cos, sin, **pairs)
                 return [dqkv], amax
 
-            yield (
-                f"rope's backward {name}",
-                back,
-                lambda dq=dq, dk=dk, dv=dv, cos=cos, sin=sin: [rope.rotate_back.reference(dq, dk, dv, cos, sin)[0]],
-            )
+            def back_reference(gradients=gradients, cos=cos, sin=sin, pairs=pairs):
+                return [rope.rotate_back.reference(*gradients, cos, sin, **pairs)[0]]
+
+            yield f"rope's backward {name}", back, back_reference
 
 
 def token_cases(device: torch.device, shapes: list[tuple[int, int, int]]) -> Iterator[Case]:

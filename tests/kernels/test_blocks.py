@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from importlib import import_module
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from fp8booster.kernels import activation, rope, row_norm, token_rows
 from tests.kernels.blocks import NORMS, activation_cases, differences, norm_cases, rope_cases, token_cases
 from tests.kernels.interpreted import interpreted
 
+ROPES = [(1, 3, 2, 2, 16, 16), (2, 2, 6, 2, 8, 4), (2, 3, 33, 1, 96, 96), (1, 2, 3, 1, 80, 20)]
+
 
 def what_differs() -> dict[str, list[str]]:
     """The small cases, by the interpreter."""
@@ -20,7 +23,7 @@ def what_differs() -> dict[str, list[str]]:
     return {
         "norm": list(differences(norm_cases(device, [(3, 16), (5, 100), (2, 1040), (1, 1)]))),
         "activation": list(differences(activation_cases(device, [(3, 16), (5, 1100), (1, 2048), (4, 7)]))),
-        "rope": list(differences(rope_cases(device, [(1, 3, 2, 2, 16), (2, 2, 6, 2, 8), (2, 3, 33, 1, 96)]))),
+        "rope": list(differences(rope_cases(device, ROPES))),
         "tokens": list(differences(token_cases(device, [(5, 2, 16), (3, 3, 100), (2, 1, 4200), (1, 4, 1)]))),
     }
 
@@ -34,14 +37,14 @@ def test_the_kernels_agree_with_their_references_every_time() -> None:
     torch.manual_seed(0)
     device = torch.device("cuda")
     matrices = [(1, 1), (7, 100), (130, 4096), (8192, 4096), (300, 5120), (64, 11008), (1000, 8192)]
-    heads = [(1, 3, 2, 2, 16), (2, 100, 32, 32, 128), (2, 64, 64, 8, 128), (2, 65, 33, 1, 96)]
+    heads = [(2, 100, 32, 32, 128, 128), (2, 64, 64, 8, 128, 128), (2, 64, 32, 2, 128, 64), (2, 65, 32, 32, 80, 20)]
     tokens = [(1, 1, 1), (7, 3, 100), (4096, 2, 2048), (300, 6, 5120)]
     for _ in range(5):
         assert list(differences(token_cases(device, tokens))) == []
         # of one value the norm's gradient is what rounding leaves of a difference of equals
         assert list(differences(norm_cases(device, [(1, 2), *matrices[1:]]))) == []
         assert list(differences(activation_cases(device, matrices))) == []
-        assert list(differences(rope_cases(device, heads))) == []
+        assert list(differences(rope_cases(device, ROPES + heads))) == []
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -100,19 +103,23 @@ def test_the_references_of_sums_are_what_autograd_derives() -> None:
         torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
 
 
-def test_rope_is_that_of_transformers_and_its_backward_what_autograd_derives() -> None:
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-
+@pytest.mark.parametrize("family", ["llama", "glm4", "cohere"])
+def test_rope_is_that_of_transformers_and_its_backward_what_autograd_derives(family: str) -> None:
+    """Whole heads in halves; half a head, as neighbours; neighbours with angles laid out so."""
+    apply = import_module(f"transformers.models.{family}.modeling_{family}").apply_rotary_pos_emb
     torch.manual_seed(0)
     qkv = torch.randn(2, 5, 8, 16)
-    angle = torch.randn(1, 5, 8).repeat(1, 1, 2)
+    turned = 8 if family == "glm4" else 16
+    angle = torch.randn(1, 5, turned // 2)
+    angle = angle.repeat_interleave(2, -1) if family == "cohere" else angle.repeat(1, 1, 2)
+    pairs = {"interleaved": family != "llama", "interleaved_angles": family == "cohere"}
     cos, sin = angle.cos(), angle.sin()
     q, k, v = (part.clone().requires_grad_() for part in qkv.split([4, 2, 2], 2))
-    right = apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2)
+    right = apply(q, k, cos, sin, unsqueeze_dim=2)
     rotated = qkv.clone()
-    rope.rotate(rotated, cos, sin, 6)
+    rope.rotate(rotated, cos, sin, 6, **pairs)
     torch.testing.assert_close(rotated, torch.cat([*right, v], 2).detach())
     gradients = [torch.randn_like(part) for part in (q, k, v)]
     expected = torch.autograd.grad([*right, v * 1], [q, k, v], gradients)
-    dqkv, _ = rope.rotate_back(*gradients, cos, sin)
+    dqkv, _ = rope.rotate_back(*gradients, cos, sin, **pairs)
     torch.testing.assert_close(dqkv, torch.cat(expected, 2))

@@ -19,6 +19,8 @@ ENCODED = {"EPS": 1e-5, "RESIDUAL": True, "ENCODE": True, "BLOCK": 4096, **PLAIN
 TILE = {"KIND": "silu", "GATED": True, "TILE_ROWS": 2, "TILE_COLUMNS": 1024}
 OF_CODES = TILE | {"ENCODE": False, "DECODE": True}
 
+ROPE = {"PARTIAL": False, "INTERLEAVED": False, "INTERLEAVED_ANGLES": False, "HALF": 64, "HEADS": 32}
+
 
 class Types(dict):
     """Sums and maxima are FP32; what else a kernel reads or writes is BF16; sizes and strides are numbers."""
@@ -73,7 +75,9 @@ CASES = {
         TILE | {"KIND": "gelu", "GATED": False, "BACKWARD": True, "ENCODE": False, "DECODE": False},
         4,
     ),
-    "rope": (rope_triton.rotate_kernel, {"HALF": 64, "HEADS": 32}, 4),
+    "rope": (rope_triton.rotate_kernel, ROPE, 4),
+    "rope of neighbours": (rope_triton.rotate_kernel, ROPE | {"INTERLEAVED": True}, 4),
+    "rope of neighbours, backward": (rope_triton.rotate_back_kernel, ROPE | {"INTERLEAVED": True, "PARTIAL": True}, 4),
     "sums of tokens' rows": (
         token_rows_triton.sum_rows_kernel,
         {"WEIGHTED": False, "OF_TOKEN": 2, "ROUNDED": False, "BLOCK": 2048},
@@ -85,7 +89,7 @@ CASES = {
         4,
     ),
     "sums' backward": (token_rows_triton.sum_rows_backward_kernel, {"OF_TOKEN": 2, "ROUNDED": False, "BLOCK": 2048}, 4),
-    "rope's backward": (rope_triton.rotate_back_kernel, {"HALF": 64, "HEADS": 32}, 4),
+    "rope's backward": (rope_triton.rotate_back_kernel, ROPE, 4),
 }
 
 

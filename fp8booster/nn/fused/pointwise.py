@@ -121,47 +121,56 @@ def _row_norm(
 class _SplitAndRotate(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, query_heads: int, key_heads: int
+        ctx: Any,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        query_heads: int,
+        key_heads: int,
+        pairs: dict[str, bool],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
+        ctx.pairs = pairs
         heads = unaliased(qkv).view(*qkv.shape[:2], query_heads + 2 * key_heads, -1)
         # in place: nothing that made qkv reads it again
-        rope_kernel.rotate(heads, cos, sin, query_heads + key_heads)
+        rope_kernel.rotate(heads, cos, sin, query_heads + key_heads, **pairs)
         return heads.split([query_heads, key_heads, key_heads], 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple:
         gradients = [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in (dq, dk, dv)]
-        dqkv, amax = rope_kernel.rotate_back(*gradients, *ctx.saved_tensors)
-        return deliver_amax(dqkv.flatten(2), amax), None, None, None, None
+        dqkv, amax = rope_kernel.rotate_back(*gradients, *ctx.saved_tensors, **ctx.pairs)
+        return deliver_amax(dqkv.flatten(2), amax), None, None, None, None, None
 
 
 def split_and_rotate(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, query_heads: int, key_heads: int
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, query_heads: int, key_heads: int, **pairs: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of q, k and v, after q and k were rotated in place.
 
     Args:
         qkv: [B, S, (query_heads + 2 key_heads) * D], just computed: nothing else may read it.
-        cos, sin: [1 or B, S, D].
+        cos, sin: [1 or B, S, R]; the first R places of D are rotated.
         query_heads, key_heads: heads of q, and of k and v each.
+        pairs: `interleaved` and `interleaved_angles` of `kernels.rope.rotate`.
 
     Returns:
         q [B, S, query_heads, D], k and v [B, S, key_heads, D].
     """
-    return _SplitAndRotate.apply(qkv, cos.contiguous(), sin.contiguous(), query_heads, key_heads)
+    return _SplitAndRotate.apply(qkv, cos.contiguous(), sin.contiguous(), query_heads, key_heads, pairs)
 
 
 class _RotateHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: dict[str, bool]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(cos, sin)
+        ctx.pairs = pairs
         rotated = [unaliased(heads) for heads in (query, key)]
         for heads in rotated:  # in place, as in `split_and_rotate`
-            rope_kernel.rotate(heads, cos, sin, heads.shape[2])
+            rope_kernel.rotate(heads, cos, sin, heads.shape[2], **pairs)
         return rotated[0], rotated[1]
 
     @staticmethod
@@ -171,20 +180,20 @@ class _RotateHeads(torch.autograd.Function):
         for gradient in (dq, dk):
             gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
             none = gradient[:, :, :0]
-            back.append(rope_kernel.rotate_back(gradient, none, none, *ctx.saved_tensors)[0])
-        return *back, None, None
+            back.append(rope_kernel.rotate_back(gradient, none, none, *ctx.saved_tensors, **ctx.pairs)[0])
+        return *back, None, None, None
 
 
 def rotate_heads(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **pairs: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys, rotated in place where they lie apart, as their norms made them.
 
     Args:
         query, key: [B, S, H, D], contiguous and just computed: nothing else may read them.
-        cos, sin: [1 or B, S, D].
+        cos, sin, pairs: as in `split_and_rotate`.
     """
-    return _RotateHeads.apply(query, key, cos.contiguous(), sin.contiguous())
+    return _RotateHeads.apply(query, key, cos.contiguous(), sin.contiguous(), pairs)
 
 
 class _Activation(torch.autograd.Function):

@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb
 
-from fp8booster.nn.fused.pointwise import activate, activate_gated, layer_norm, rms_norm
+from fp8booster.nn.fused.pointwise import activate, activate_gated, layer_norm, rms_norm, rotate_heads, split_and_rotate
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.linear.made_again import delivered_recipe
 from fp8booster.scaling import amax_of
@@ -74,3 +75,21 @@ def test_an_activation_is_that_of_torch(gated: bool, encoded: bool, device: torc
     dy = torch.randn_like(found)
     dx = [torch.autograd.grad(y, x, dy)[0] for y in (found, right)]
     torch.testing.assert_close(*dx, **near)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_part_of_a_head_is_rotated_as_neighbours(apart: bool, device: torch.device) -> None:
+    qkv = torch.randn(2, 5, 8 * 16, device=device, requires_grad=True)
+    angle = torch.randn(1, 5, 4, device=device).repeat(1, 1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    query, key, value = qkv.unflatten(-1, (8, 16)).split([4, 2, 2], 2)
+    right = [*apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2), value]
+    if apart:
+        query, key = (each.contiguous() + 0 for each in (query, key))
+        found = [*rotate_heads(query, key, cos, sin, interleaved=True), value]
+    else:
+        found = split_and_rotate(qkv + 0, cos, sin, query_heads=4, key_heads=2, interleaved=True)
+    dy = [torch.randn_like(each) for each in right]
+    gradients = [torch.autograd.grad(each, qkv, dy)[0] for each in (found, right)]
+    for one, other in zip([*found, gradients[0]], [*right, gradients[1]], strict=True):
+        torch.testing.assert_close(one, other)
