@@ -85,15 +85,6 @@ def made(value: Any) -> Any:
     return value
 
 
-def _late(output: Any) -> Any:
-    """What a part of a layer gave, whose tensor (the first, if it gave more) may be added to later."""
-    if isinstance(output, torch.Tensor):
-        return LateSum(output)
-    if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
-        return (LateSum(output[0]), *output[1:])
-    return output
-
-
 def parts_with_late_sums(layer: nn.Module, norm: type[nn.Module], *, encoded: bool) -> dict[str, Any]:
     """What stands in for the parts of a layer while its own forward runs: they take and give late sums.
 
@@ -116,7 +107,16 @@ class _Part:
         self._module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _late(self._module(*map(made, args), **{name: made(value) for name, value in kwargs.items()}))
+        for name, value in kwargs.items():
+            if type(value) is LateSum:
+                kwargs[name] = value.made()
+        output = self._module(*[each.made() if type(each) is LateSum else each for each in args], **kwargs)
+        # the tensor that it gave (the first, if it gave more) may be added to later
+        if isinstance(output, torch.Tensor):
+            return LateSum(output)
+        if type(output) is tuple and output and isinstance(output[0], torch.Tensor):
+            return (LateSum(output[0]), *output[1:])
+        return output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)

@@ -19,6 +19,8 @@ from tests.nn.fused.test_decoder import sqnr
 from tests.nn.fused.test_transformers import make
 
 ALL = [*FAMILIES, "mixtral"]
+OTHERS = ["qwen3", "qwen3_moe", "gemma3_text", "phi3", "olmo2", "granite"]
+"""Whose attention has norms, one layer for q, k and v, or another scale."""
 LENGTHS = (5, 16, 1, 10)
 
 
@@ -72,7 +74,7 @@ def check(found: tuple, right: tuple, **tolerance: float) -> None:
         torch.testing.assert_close(found[2][name], gradient, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 
 
-@pytest.mark.parametrize("family", ALL)
+@pytest.mark.parametrize("family", ALL + OTHERS)
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_a_packed_batch_is_its_sequences(family: str, use_cache: bool) -> None:
     model, texts = make(family, use_cache=use_cache), documents()
