@@ -228,14 +228,14 @@ def _attention(model: nn.Module) -> str | None:
 
 
 def _saving_in_8_bits(model: nn.Module) -> Counter[str]:
-    """How many norms and SwiGLUs save in 8 bits what they read; each expert has a SwiGLU, grouped or not."""
+    """How many norms and activations save in 8 bits what they read; each expert has a SwiGLU, grouped or not."""
     grouped = {each for block in grouped_experts(model) if block.saves_in_8_bits for each in block.experts}
     parts: Counter[str] = Counter()
     for module in model.modules():
         if isinstance(module, FusedDecoderLayer) and module.saves_in_8_bits:
             parts["norm"] += sum(not is_looked_at(norm) for norm in module.norms())
         if module in grouped or (isinstance(module, FusedMLP) and module.saves_in_8_bits):
-            parts["SwiGLU"] += 1
+            parts["SwiGLU" if getattr(module, "kind", "silu") == "silu" else "activation"] += 1
     return parts
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -29,8 +30,8 @@ from fp8booster.nn.fused.families import ATTENTION, Part, is_attention, is_known
 from fp8booster.nn.fused.late_sums import LateSum, made, parts_with_late_sums
 from fp8booster.nn.fused.merged_layers import Merged, MergedLayers, MergedLinears
 from fp8booster.nn.fused.packing import Sequences, let_pack, sequences_of
-from fp8booster.nn.fused.pointwise import layer_norm, rms_norm, rotate_heads, split_and_rotate, swiglu
-from fp8booster.nn.fused.trials import Norm, activation_of, attends_so, is_gated, norm_of
+from fp8booster.nn.fused.pointwise import activate, activate_gated, layer_norm, rms_norm, rotate_heads, split_and_rotate
+from fp8booster.nn.fused.trials import Norm, activation_kind, activation_name, attends_so, is_gated, norm_of
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, is_looked_at, run_with
 
@@ -40,7 +41,7 @@ class FusedPart(nn.Module):
 
     part: Part
     fp8_merged: Merged | None
-    """None where there is one layer, whose product is that of all."""
+    """None where there is one layer, whose product is that of all, and where they run one by one."""
 
     def merged_product(self, input: torch.Tensor) -> torch.Tensor | None:
         """What the merged layers make of an input; None: call the layers, which the part has now, one by one."""
@@ -230,6 +231,22 @@ class FusedAttention(MergedAttention):
 
 
 class FusedMLP(FusedPart):
+    """Mixin of a feed-forward block as transformers wrote it, with a kernel for its activation."""
+
+    activation: str
+    """Its name in the block."""
+
+    kind: str
+    """What it computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or not self.training:
+            return super().forward(x)
+        fused = partial(activate, kind=self.kind, encoded=self.saves_in_8_bits)
+        return run_with(super().forward, self, {self.activation: fused}, x)
+
+
+class FusedGatedMLP(FusedMLP):
     """Mixin of a gated feed-forward block, or of an expert that is one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -237,14 +254,14 @@ class FusedMLP(FusedPart):
         output = getattr(self, self.part.output)
         gate_up = self.merged_product(x)
         if gate_up is not None:
-            return output(swiglu(gate_up, encoded=self.saves_in_8_bits))
+            return output(activate_gated(gate_up, self.kind, encoded=self.saves_in_8_bits))
         if self.fp8_merged is None:
-            return super().forward(x)
+            return super(FusedMLP, self).forward(x)
         # up first: then backward gives gradients in the order of the one product, which a rank may run whose expert has
         # other tokens; ZeRO adds up gradients of ranks in the order in which they come
         gate, up = (getattr(self, name) for name in self.part.merged)
         of_up = up(x)
-        return output(activation_of(self)(gate(x)) * of_up)
+        return output(getattr(self, self.activation)(gate(x)) * of_up)
 
 
 class FusedDecoderLayer(nn.Module):
@@ -308,8 +325,13 @@ def mix(mixin: type[nn.Module], module: nn.Module) -> None:
     if issubclass(mixin, FusedPart):
         part = cast(Part, part_of(module))
         layers = [getattr(module, name) for name in part.merged]
-        merged = None if len(layers) == 1 else MergedLayers(layers) if _in_fp8(layers) else MergedLinears(layers)
+        merged = None
+        if len(layers) > 1 and mixin is not FusedMLP:
+            merged = MergedLayers(layers) if _in_fp8(layers) else MergedLinears(layers)
         vars(module).update(part=part, fp8_merged=merged)
+    if issubclass(mixin, FusedMLP):
+        name = cast(str, activation_name(module))
+        vars(module).update(activation=name, kind=activation_kind(getattr(module, name)))
     module.__class__ = _mixed_class(mixin, type(module))
 
 
@@ -356,20 +378,22 @@ def _norm_mixin(norm: nn.Module) -> type[nn.Module] | str:
 def _mixin(module: nn.Module, part: Part, replaced_attention: ReplacedAttention | None) -> type[nn.Module] | str:
     """What a part of a decoder layer is fused by, or why it is not."""
     layers = [getattr(module, name) for name in part.merged]
-    if not _in_fp8(layers) and not all(type(layer) is nn.Linear for layer in layers):
+    if len(layers) > 1 and not _in_fp8(layers) and not all(type(layer) is nn.Linear for layer in layers):
         return f"{', '.join(part.merged)} are neither all FP8 layers nor all nn.Linear"
     if part.name == ATTENTION:
         return _attention_mixin(module, part, replaced_attention)
     if "forward" in vars(module):
         return REPLACED
-    if not is_gated(type(module), part):
-        return f"{type(module).__name__} computes something else than this version knows"
-    activation = type(activation_of(module)).__name__
-    return FusedMLP if activation in _SILU else f"its activation is {activation}"
-
-
-_SILU = ("SiLU", "SiLUActivation")
-"""Classes of the activation that is fused: torch's, and one of transformers 5."""
+    name = activation_name(module)
+    activation = None if name is None else getattr(module, name)
+    if activation is None or activation_kind(activation) is None:
+        return f"its activation is {type(activation).__name__}"
+    if is_gated(type(module), part):
+        return FusedGatedMLP
+    if len(layers) > 1:
+        what = f"{type(module).__name__} computes something else than this version knows"
+        vars(module)[_WHY_NOT] = f"{part.name} but for its activation: {what}"
+    return FusedMLP
 
 
 def _attention_mixin(

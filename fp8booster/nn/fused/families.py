@@ -75,6 +75,9 @@ PARTS = (
     Part(MLP, ("gate_proj", "up_proj"), "down_proj"),
     Part(MLP, ("gate_up_proj",), "down_proj"),
     Part("expert", ("w1", "w3"), "w2"),
+    # without a gate
+    Part(MLP, ("dense_h_to_4h",), "dense_4h_to_h"),
+    Part(MLP, ("c_fc",), "c_proj"),
 )
 """A part is the first that has all its layers."""
 

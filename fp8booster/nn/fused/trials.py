@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -57,12 +58,30 @@ def norm_of(cls: type[nn.Module]) -> Norm | None:
     return None
 
 
-def activation_of(block: nn.Module) -> Any:
-    """The activation among the parts of a gated feed-forward block."""
-    return next(block._modules[name] for name in _ACTIVATIONS if name in block._modules)
+def activation_name(block: nn.Module) -> str | None:
+    """What a feed-forward block calls its activation; None: it has none under a name that is known."""
+    return next((name for name in _ACTIVATIONS if name in block._modules), None)
 
 
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
+
+
+def activation_kind(activation: nn.Module) -> str | None:
+    """What an activation computes, as `pointwise.activate` calls it; None: something else."""
+    key = type(activation), repr(activation)
+    if key not in _KINDS:
+        x = 2 * _numbers(4, 8)
+        found = _tried(activation, x)
+        _KINDS[key] = next((kind for kind, compute in _ACTIVATED.items() if _alike(found, compute(x))), None)
+    return _KINDS[key]
+
+
+_KINDS: dict[tuple[type, str], str | None] = {}
+_ACTIVATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 @cached_by_class

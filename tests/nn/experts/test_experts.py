@@ -20,7 +20,7 @@ from fp8booster.formats import E5M2
 from fp8booster.nn.experts import grouped as module
 from fp8booster.nn.experts.dispatch import run_experts
 from fp8booster.nn.experts.grouped import GroupedExperts
-from fp8booster.nn.fused.decoder import FusedMLP, mix
+from fp8booster.nn.fused.decoder import FusedGatedMLP, mix
 from fp8booster.nn.linear import speed_model
 from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
@@ -405,7 +405,7 @@ def test_the_report_counts_experts_that_save_gate_and_up_in_8_bits(fused: bool) 
     fp8 = experts(FP8Config(emulate=True, saved_activations="8-bit"))
     if fused:
         for expert in fp8:
-            mix(FusedMLP, expert)
+            mix(FusedGatedMLP, expert)
     assert report(fp8).saved_in_8_bits == ((f"{EXPERTS} SwiGLUs",) if fused else ())
     fp8.grouped = GroupedExperts(fp8)
     assert report(fp8).saved_in_8_bits == (f"{EXPERTS} SwiGLUs",)
@@ -444,7 +444,7 @@ def test_gradients_come_in_one_order_whatever_the_tokens(fused: bool) -> None:
     """ZeRO adds up what ranks give in the order in which they give it."""
     fp8 = experts()
     for expert in fp8 if fused else ():
-        mix(FusedMLP, expert)
+        mix(FusedGatedMLP, expert)
     order = []
     for name, parameter in fp8.named_parameters():
         parameter.register_post_accumulate_grad_hook(partial(lambda name, _: order.append(name), name))

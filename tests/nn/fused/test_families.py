@@ -10,15 +10,14 @@ import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
 
-from fp8booster import FP8Config, convert_to_fp8, fuse
-from fp8booster.nn.fused.decoder import FusedAttention, FusedMLP, FusedNorm
+from fp8booster import FP8Config, convert_to_fp8, fuse, report
+from fp8booster.nn.fused.decoder import FusedAttention, FusedGatedMLP, FusedNorm
 from fp8booster.nn.fused.families import FAMILIES, PARTS
 from fp8booster.nn.fused.late_sums import LateSum
 from fp8booster.nn.fused.trials import is_gated, norm_of
 from tests.nn.fused.models import INSTALLED, MAJOR, SIZES, batch, build
 from tests.nn.fused.test_decoder import sqnr, step
 
-GELU = "MLP: its activation is " + ("PytorchGELUTanh" if MAJOR < 5 else "GELUTanh")
 EAGER = "attention but for its one product: attn_implementation='eager' has no fused form"
 
 
@@ -28,8 +27,7 @@ def own(attention: str) -> str:
 
 UNFUSED = {
     "llama4_text": [own("Llama4TextAttention")],
-    "gemma2": [GELU] if MAJOR < 5 else [EAGER, GELU],
-    "gemma3_text": [GELU],
+    "gemma2": [] if MAJOR < 5 else [EAGER],
     "cohere": [own("CohereAttention")],
     "cohere2": [own("Cohere2Attention")],
     "glm4": [own("Glm4Attention")],
@@ -80,6 +78,32 @@ def test_in_fp8_it_is_as_exact_as_fp8_layers_alone(family: str) -> None:
                 noise[number] += ((found[name] - gradient).norm() / gradient.norm()).item()
     # where experts are chosen from noisy scores, some tokens go to others
     assert noise[1] < (1.5 if hasattr(exact.config, "num_experts_per_tok") else 1.2) * noise[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "saved"),
+    [
+        ("gemma2", ("8 norms", "2 activations")),
+        ("cohere", ("2 norms", "2 SwiGLUs")),
+        ("phi3", ("4 norms", "2 SwiGLUs")),
+        ("gpt_neox", ("4 norms", "2 activations")),
+        ("gpt2", ("4 norms", "2 activations")),
+    ],
+)
+def test_what_is_saved_in_8_bits(family: str, saved: tuple[str, ...]) -> None:
+    found = []
+    for kind in ("16-bit", "8-bit"):
+        model = convert_to_fp8(build(family), FP8Config(emulate=True, saved_activations=kind))
+        fuse(model)
+        found.append(step(model))
+        assert report(model).saved_in_8_bits == (saved if kind == "8-bit" else ())
+    (loss, gradients), (again, of_8_bits) = found
+    assert again == loss
+    for name, gradient in gradients.items():
+        # keys' biases change no attention: noise
+        if gradient.norm() > 1e-3 and not name.endswith(".bias"):
+            assert sqnr(of_8_bits[name], gradient) > 15, name
+    assert any(not torch.equal(of_8_bits[name], gradient) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize("family", INSTALLED)
@@ -140,10 +164,10 @@ def test_parts_that_compute_something_else_are_seen() -> None:
         part.__class__ = cls
     exact = copy.deepcopy(model)
     assert fuse(model).startswith(
-        "2 decoder layers fused (1 not: attention but for its one product: Attention has no fused form; 1 not: "
-        "MLP: MLP computes something else than this version knows; 1 not: norm: Norm has no fused form), "
+        "2 decoder layers fused (1 not: attention but for its one product: Attention has no fused form; 1 not: MLP but "
+        "for its activation: MLP computes something else than this version knows; 1 not: norm: Norm has no fused form)"
     )
-    kinds = [FusedNorm, FusedMLP, FusedAttention]
+    kinds = [FusedNorm, FusedGatedMLP, FusedAttention]
     assert not any(map(isinstance, (layer.input_layernorm, layer.mlp, layer.self_attn), kinds))
     assert step(model)[0] == pytest.approx(step(exact)[0], rel=1e-6)
 
