@@ -8,7 +8,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import accumulation, adamw, cast, energy, gemm, linear, speed_model
+from benchmarks import accumulation, adamw, attention, cast, energy, gemm, linear, speed_model
 from benchmarks.harness import power, products, timing
 from benchmarks.layers.layer import Layer
 from benchmarks.layers.records import summarize
@@ -24,7 +24,8 @@ def run(main: Callable[..., None], *arguments: str) -> object:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 @pytest.mark.parametrize(
-    "main", [gemm.main, cast.main, speed_model.main, linear.main, accumulation.main, adamw.main, energy.main]
+    "main",
+    [gemm.main, cast.main, speed_model.main, linear.main, accumulation.main, adamw.main, energy.main, attention.main],
 )
 def test_without_a_gpu_one_sentence_and_exit_code_2(main) -> None:
     result = run(main)
@@ -240,3 +241,35 @@ def test_the_speed_model_measures() -> None:
     # other processes of the suite may use the GPU meanwhile, and take their time from either layer
     records = (speed_model.measure(4096, 4096, 4096, torch.device("cuda", 0), rounds=3) for _ in range(5))
     assert any(record["speedup"] > 1 for record in records)
+
+
+def test_attention(tmp_path) -> None:
+    sizes = ["--heads", "4x2", "--features", "16", "--tokens", "64", "--mean", "32"]
+    result = run(attention.main, *FAST, *sizes, "--json", str(tmp_path / "attention.json"))
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "attention.json").read_text())
+    by_kernel = {record["kernel"]: record for record in found["tables"]["kernels"]}
+    assert by_kernel.keys() == {attention.CHOSEN, "flash attention", attention.PACKED, attention.MASKED}
+    assert found["left_out"].keys() == {"cuDNN, 4 x 2 heads", "memory-efficient, 4 x 2 heads"}
+    lengths = [32, 48, 16, 32]
+    for name, pairs in ((attention.CHOSEN, 2 * 64**2 / 2), (attention.PACKED, sum(each**2 for each in lengths) / 2)):
+        record = by_kernel[name]
+        assert record["tflops"] == pytest.approx(14 * pairs * 4 * 16 / record["ms"]["median"] / 1e9)
+    assert attention.uneven(128, 32) == [0, 32, 80, 96, 128]
+
+
+def test_what_packing_and_a_mask_attend_to_is_the_same() -> None:
+    q, k, v = torch.randn(3, 1, 4, 128, 16)
+    ways = attention.attentions(2, 64, 32, torch.device("cpu"))
+    packed, masked = (ways[name][0](q, k, v) for name in (attention.PACKED, attention.MASKED))
+    torch.testing.assert_close(packed, masked)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--heads", "32"], "write heads of queries"), (["--flash", "FA9", "--device", "cpu"], "FA9 cannot be activated")],
+)
+def test_attention_that_is_none(arguments: list[str], message: str) -> None:
+    result = run(attention.main, *arguments)
+    assert result.exit_code == 2
+    assert message in result.output
