@@ -31,7 +31,7 @@ from fp8booster.nn.fused.late_sums import LateSum, made, parts_with_late_sums
 from fp8booster.nn.fused.merged_layers import Merged, MergedLayers, MergedLinears
 from fp8booster.nn.fused.packing import Sequences, let_pack, sequences_of
 from fp8booster.nn.fused.pointwise import activate, activate_gated, layer_norm, rms_norm, rotate_heads, split_and_rotate
-from fp8booster.nn.fused.trials import Norm, activation_kind, activation_name, attends_so, is_gated, norm_of
+from fp8booster.nn.fused.trials import Norm, Rotation, activation_kind, activation_name, is_gated, norm_of, rotation_of
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, is_looked_at, run_with
 
@@ -123,6 +123,8 @@ class FusedAttention(MergedAttention):
     attention_dropout: float
     scaling: float
 
+    rotation: Rotation = Rotation()
+
     native_arguments: ClassVar[tuple[str, ...]]
     """Names of what the class's own forward takes after the hidden states."""
 
@@ -133,13 +135,13 @@ class FusedAttention(MergedAttention):
         arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
         cos, sin = arguments["position_embeddings"]
         sequences = sequences_of(arguments["position_embeddings"])
-        is_alike = cos.shape[-1] == self.head_dim and self.attends_alike(**arguments)
+        is_alike = cos.shape[-1] <= self.head_dim and self.attends_alike(**arguments)
         qkv = self.merged_product(hidden_states) if is_alike else None
         if qkv is None and sequences is None:
             return self.forward_unfused(hidden_states, **arguments)
         if not is_alike:
             raise ValueError(
-                "attention of packed sequences is causal, with rotary embedding of whole heads, and gives no weights; "
+                "attention of packed sequences is causal, and gives no weights; "
                 "leave out output_attentions, is_causal and the like, or pad the sequences"
             )
         if qkv is None:  # in evaluation, or with an adapter
@@ -162,18 +164,22 @@ class FusedAttention(MergedAttention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k and v, [B, S, H, D], of which q and k have gone through their norms and were rotated."""
         query_heads = key_heads * self.num_key_value_groups
+        rotates, interleaved, interleaved_angles = self.rotation
+        pairs = {"interleaved": interleaved, "interleaved_angles": interleaved_angles}
         norms = self.head_norms()
-        if not norms:
-            return split_and_rotate(qkv, cos, sin, query_heads=query_heads, key_heads=key_heads)
+        if rotates and not norms:
+            return split_and_rotate(qkv, cos, sin, query_heads=query_heads, key_heads=key_heads, **pairs)
         widths = [heads * self.head_dim for heads in (query_heads, key_heads, key_heads)]
         *split, value = qkv.split(widths, -1)
         heads = [each.unflatten(-1, (-1, self.head_dim)) for each in split]
-        of_all = norms[0].weight.shape[0] != self.head_dim
-        normal = [norm(each) for norm, each in zip(norms, split if of_all else heads, strict=True)]
-        # what hooks saw is not written over
-        normal = [each.clone() if is_looked_at(norm) else each for norm, each in zip(norms, normal, strict=True)]
-        query, key = (each.view(like.shape) for each, like in zip(normal, heads, strict=True))
-        return *rotate_heads(query, key, cos, sin), value.unflatten(-1, (-1, self.head_dim))
+        if norms:
+            of_all = norms[0].weight.shape[0] != self.head_dim
+            normal = [norm(each) for norm, each in zip(norms, split if of_all else heads, strict=True)]
+            # what hooks saw is not written over
+            normal = [each.clone() if is_looked_at(norm) else each for norm, each in zip(norms, normal, strict=True)]
+            heads = [each.view(like.shape) for each, like in zip(normal, heads, strict=True)]
+        query, key = rotate_heads(heads[0], heads[1], cos, sin, **pairs) if rotates else heads
+        return query, key, value.unflatten(-1, (-1, self.head_dim))
 
     def head_norms(self) -> list[Any]:
         """Of q and of k, each head's or all heads'; empty where there are none."""
@@ -404,7 +410,9 @@ def _attention_mixin(
         return REPLACED if replaced_attention is None else replaced_attention(attention)
     config: Any = attention.config
     kind = config._attn_implementation
-    if kind == "sdpa" and _attends_as_fused(attention, part):
+    rotation = _rotation_of_fused(attention, part) if kind == "sdpa" else None
+    if rotation is not None:
+        vars(attention)["rotation"] = rotation
         return FusedAttention
     what = type(attention).__name__ if kind == "sdpa" else f"attn_implementation={kind!r}"
     if len(part.merged) == 1:
@@ -413,11 +421,15 @@ def _attention_mixin(
     return MergedAttention
 
 
-def _attends_as_fused(attention: nn.Module, part: Part) -> bool:
+def _rotation_of_fused(attention: Any, part: Part) -> Rotation | None:
+    """How an attention rotates that `FusedAttention` may stand for; None: it may not."""
     norms = [each for name, each in attention._modules.items() if name in ("q_norm", "k_norm")]
-    return all(isinstance(norm, FusedNorm) for norm in norms) and attends_so(
-        attention, part, _mixed_class(FusedAttention, type(attention))
-    )
+    if hasattr(attention, "attn_temperature_tuning"):  # LLaMA 4's: of tokens that are further than a trial's
+        return None
+    numbers = [getattr(attention, name, None) for name in ("attention_dropout", "scaling")]
+    if not all(isinstance(each, float | int) for each in numbers) or not all(isinstance(n, FusedNorm) for n in norms):
+        return None
+    return rotation_of(attention, part, _mixed_class(FusedAttention, type(attention)))
 
 
 def _in_fp8(layers: list[nn.Module]) -> bool:

@@ -98,19 +98,42 @@ def is_gated(cls: type[nn.Module], part: Part) -> bool:
     return _alike(_tried(cls.forward, probe, x), 5 * (F.silu(2 * x) * 3 * x))
 
 
-def attends_so(attention: nn.Module, part: Part, fused: type[nn.Module]) -> bool:
-    """Whether an attention's own forward computes what that of its fused class does.
+class Rotation(NamedTuple):
+    """How an attention rotates heads, in the words of `kernels.rope`."""
+
+    rotates: bool = True
+    interleaved: bool = False
+    interleaved_angles: bool = False
+
+
+ROTATIONS = (Rotation(), Rotation(True, True), Rotation(True, True, True), Rotation(False))
+"""LLaMA's, GLM-4's, Command-R's, and that of layers without positions."""
+
+
+def rotation_of(attention: Any, part: Part, fused: type[nn.Module]) -> Rotation | None:
+    """How an attention rotates heads; None: its own forward computes something else than that of its fused class.
 
     Args:
         attention: not fused yet, whole.
         part: of it.
-        fused: has a `merged_product`, which the trial replaces.
+        fused: has a `merged_product` and a `rotation`, which the trial replaces.
     """
-    right = _tried(_attended, attention, part, type(attention))
-    return _alike(_tried(_attended, attention, part, fused), right)
+    size = getattr(attention, "head_dim", 0)
+    places = getattr(attention, "rotary_ndims", size)
+    # where it takes angles for parts of heads, it must rotate these alone
+    right = {each: _tried(_attended, attention, part, type(attention), each) for each in (places, size // 2)}
+    if right[places] is None:
+        return None
+    for rotation in ROTATIONS:
+        found = {each: _tried(_attended, attention, part, fused, each, rotation) for each in right}
+        if all(right[each] is None or _alike(found[each], right[each]) for each in right):
+            return rotation
+    return None
 
 
-def _attended(attention: Any, part: Part, cls: type[nn.Module]) -> torch.Tensor:
+def _attended(
+    attention: Any, part: Part, cls: type[nn.Module], places: int, rotation: Rotation | None = None
+) -> torch.Tensor:
     """What the forward of a class gives of an attention whose layers give numbers of their own."""
     size, groups = attention.head_dim, attention.num_key_value_groups
     query_heads = attention.config.num_attention_heads
@@ -120,10 +143,10 @@ def _attended(attention: Any, part: Part, cls: type[nn.Module]) -> torch.Tensor:
     probe.__class__ = cls
     outputs = dict(zip(part.merged, product.split(widths if len(part.merged) > 1 else sum(widths), -1), strict=True))
     norms = {name: _on_cpu(each) for name, each in attention._modules.items() if "norm" in name}
-    vars(probe).update(_modules=norms, training=False, part=part)
+    vars(probe).update(_modules=norms, training=False, part=part, rotation=rotation)
     vars(probe).update({name: lambda _, output=output: output.clone() for name, output in outputs.items()})
     vars(probe).update({part.output: lambda x: x, "merged_product": lambda _: product.clone()})
-    angles = _numbers(1, 5, size // 2).repeat(1, 1, 2)
+    angles = _numbers(1, 5, places // 2).repeat(1, 1, 2)
     taken = inspect.signature(type(attention).forward).parameters
     given = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None}
     output, weights = cls.forward(

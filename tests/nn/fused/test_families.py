@@ -28,10 +28,7 @@ def own(attention: str) -> str:
 UNFUSED = {
     "llama4_text": [own("Llama4TextAttention")],
     "gemma2": [] if MAJOR < 5 else [EAGER],
-    "cohere": [own("CohereAttention")],
-    "cohere2": [own("Cohere2Attention")],
-    "glm4": [own("Glm4Attention")],
-    "stablelm": [own("StableLmSdpaAttention" if MAJOR < 5 else "StableLmAttention")],
+    "stablelm": [own("StableLmSdpaAttention")] if MAJOR < 5 else [],
     "gpt_neox": ["attention: GPTNeoXAttention has no fused form"],
     "deepseek_v2": [own("DeepseekV2Attention")],
     "deepseek_v3": [own("DeepseekV3Attention")],
@@ -115,6 +112,23 @@ def test_evaluation_and_the_cache_are_those_of_transformers(family: str) -> None
     right, found = (each.generate(batch(), **how) for each in (exact, model))
     assert right.shape == (2, 36)
     assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("family", ["phi3", "glm4", "stablelm", "gpt_neox"])
+@pytest.mark.parametrize("factor", [0.25, 0.5])
+def test_parts_of_heads_are_rotated(family: str, factor: float) -> None:
+    """4.51.3 reads the factor from the configuration, 5 from the parameters of its rotary embedding."""
+    name = "rotary_pct" if family == "gpt_neox" and MAJOR < 5 else "partial_rotary_factor"
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": factor}
+    exact = build(family, torch.float32, **({name: factor} if MAJOR < 5 else {"rope_parameters": rope}))
+    cos, _ = exact.base_model.rotary_emb(torch.zeros(1, 4, 64), torch.arange(4)[None])
+    assert cos.shape[-1] == 16 * factor
+    model = copy.deepcopy(exact)
+    fuse(model)
+    (right, expected), (loss, gradients) = map(step, (exact, model))
+    assert loss == pytest.approx(right, rel=1e-6)
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
 def test_a_layer_of_another_structure_is_what_its_class_makes_of_it() -> None:

@@ -19,8 +19,8 @@ from tests.nn.fused.test_decoder import sqnr
 from tests.nn.fused.test_transformers import make
 
 ALL = [*FAMILIES, "mixtral"]
-OTHERS = ["qwen3", "qwen3_moe", "gemma3_text", "phi3", "olmo2", "granite"]
-"""Whose attention has norms, one layer for q, k and v, or another scale."""
+OTHERS = ["qwen3", "qwen3_moe", "gemma3_text", "phi3", "olmo2", "granite", "cohere", "cohere2", "glm4"]
+"""Whose attention has norms, one layer for q, k and v, another scale or another rotation."""
 LENGTHS = (5, 16, 1, 10)
 
 
