@@ -35,11 +35,20 @@ TESTS5 := tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/tes
     activations_that_are_computed_again_change_no_bit_of_a_fused_model \
     models_with_and_without_biases_learn_fused a_fused_model_evaluates_with_the_weights_that_it_trains \
     checkpoints_of_a_fused_model_cross) \
-  tests/colossal/hybrid/test_sharded_models.py tests/colossal/hybrid/test_qwen3.py tests/colossal/gemini/test_fused_tensor_parallel.py \
+  $(addprefix tests/colossal/,hybrid/test_sharded_models.py hybrid/test_qwen3.py moe/test_split_experts.py \
+    gemini/test_fused_tensor_parallel.py) \
   $(addprefix tests/colossal/hybrid/test_fused.py::test_, \
     gradients_and_losses_are_those_of_unfused_layers the_other_families_train_fused \
-    checkpointed_fused_layers_give_the_same_bits a_checkpoint_has_the_names_and_values_of_an_unfused_one) \
+    checkpointed_fused_layers_give_the_same_bits a_checkpoint_has_the_names_and_values_of_an_unfused_one \
+    experts_train_fused_where_they_lie_on_several_ranks) \
   tests/colossal/hybrid/test_loss.py::test_loss_and_gradients_are_those_of_whole_logits_in_fp32 \
+  $(addprefix tests/plugins/test_moe_hybrid_parallel.py::test_moe_, \
+    runs_all_products_but_those_of_head_and_routers_in_fp8 in_fp8_stays_near_native \
+    routers_of_all_stages_learn_to_balance_their_experts checkpoints_cross) \
+  $(patsubst %,'tests/colossal/test_compat.py::test_patch_is_missed_when_taken_out[%]', \
+    llama_has_one_body mistral_has_one_body qwen2_has_one_body qwen3_has_a_policy mixtral_has_one_body \
+    models_that_are_not_sharded_are_refused mixtral_policies_know_the_block mixtral_blocks_return_their_output \
+    hybrid_parallel_plugin_splits_experts moe_hybrid_parallel_plugin_splits_experts) \
   $(addprefix tests/cli/train/test_runs.py::test_, a_run_in_both_precisions_ends_with_a_table_and_keeps_its_files \
     a_resumed_run_equals_the_uninterrupted_one_bit_for_bit the_model_of_a_checkpoint_is_a_hugging_face_folder)
 CODE  := fp8booster tests $(wildcard benchmarks examples scripts)

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 SHARDED_TRANSFORMERS = "4.51.3"
 """The version that Colossal-AI 0.5.0 was written for: all models that it has policies for are sharded."""
 
-FAMILIES_OF_5 = {"llama": "LLaMA", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES_OF_5 = {"llama": "LLaMA", "mistral": "Mistral", "mixtral": "Mixtral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """Folders of `transformers.models`, and their names in messages: sharded with transformers 5 too (`tensor/body.py`)."""
 
 _OTHERS = "use LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin or GeminiPlugin without tensor parallelism"
@@ -21,6 +21,12 @@ def installed_transformers() -> str | None:
         return None
 
 
+def is_transformers_5() -> bool:
+    """Whether its major version is 5, or a later one."""
+    installed = installed_transformers()
+    return installed is not None and _is_major_5(installed)
+
+
 def why_not_sharded(what: str, instead: str) -> str | None:
     """Why tensor, sequence, pipeline and expert parallelism do not run here, in a sentence; None where they do.
 
@@ -29,7 +35,7 @@ def why_not_sharded(what: str, instead: str) -> str | None:
         instead: does what can be done without another transformers; the sentence ends with it.
     """
     installed = installed_transformers()
-    if installed is None or _is_4_51(installed) or _is_5(installed):
+    if installed is None or _is_4_51(installed) or _is_major_5(installed):
         return None
     return (
         f"{what} shards models of transformers {SHARDED_TRANSFORMERS} and 5, and transformers {installed} is "
@@ -43,14 +49,14 @@ def why_model_is_not_sharded(module: str, name: str) -> str | None:
     Args:
         module, name: of its class.
     """
-    installed = installed_transformers()
-    if installed is None or not _is_5(installed):
+    if not is_transformers_5():
         return None
     if module in {f"transformers.models.{family}.modeling_{family}" for family in FAMILIES_OF_5}:
         return None
+    families = ", ".join(FAMILIES_OF_5.values())
     return (
-        f"Colossal-AI 0.5.0 shards {name} of transformers {SHARDED_TRANSFORMERS} alone, and transformers {installed} "
-        f"is installed, of which {', '.join(FAMILIES_OF_5.values())} are sharded; pip install "
+        f"Colossal-AI 0.5.0 shards {name} of transformers {SHARDED_TRANSFORMERS} alone, and transformers "
+        f"{installed_transformers()} is installed, of which {families} are sharded; pip install "
         f"transformers=={SHARDED_TRANSFORMERS}, or {_OTHERS}"
     )
 
@@ -70,5 +76,5 @@ def _is_4_51(installed: str) -> bool:
     return installed.split(".")[:2] == SHARDED_TRANSFORMERS.split(".")[:2]
 
 
-def _is_5(installed: str) -> bool:
+def _is_major_5(installed: str) -> bool:
     return int(installed.partition(".")[0]) >= 5

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp8booster.colossal.moe.mixtral import split_experts
 from tests.colossal.models import token_batch
 from tests.colossal.moe.models import tiny_mixtral
 from tests.colossal.symptom import Symptom
@@ -82,7 +84,9 @@ def _save_buffers() -> None:
     booster.save_model(model, folder, shard=True)
     dist.barrier()
     written = {name for file in Path(folder).glob("*.bin") for name in torch.load(file)}
-    assert written == set(tiny_mixtral().state_dict()), "other keys"
+    expected = tiny_mixtral()
+    split_experts(expected, None)
+    assert written == set(expected.state_dict()), "other keys"
 
 
 def _share_sequences() -> None:
@@ -105,6 +109,26 @@ def _spread_without_zero() -> None:
         raise AssertionError(f"not refused, but {refusal!r}") from refusal
 
 
+def _pipe() -> None:
+    from colossalai.shardformer.modeling.mixtral import MixtralPipelineForwards
+
+    model = tiny_mixtral()
+    split_experts(model, None)
+    stage = SimpleNamespace(is_first_stage=lambda: True, is_last_stage=lambda: True)
+    tokens = token_batch(0)
+    with torch.no_grad():
+        found = MixtralPipelineForwards.mixtral_for_causal_lm_forward(
+            model, tokens, torch.ones_like(tokens), labels=tokens, stage_manager=stage, stage_index=[0, 2]
+        )
+        torch.testing.assert_close(found.loss, model(tokens, labels=tokens).loss)
+
+
+def _boost_by_hybrid_parallelism() -> None:
+    from tests.colossal.hybrid.runs import native, start
+
+    start(native({}), tiny_mixtral())
+
+
 def _unreadable(*args: object, **named: object) -> None:
     raise RuntimeError("read")
 
@@ -124,5 +148,13 @@ SYMPTOMS = {
     ),
     "moe_saves_spread_experts_in_shards": Symptom(_save_one_file, "not refused"),
     "moe_saves_what_a_state_dict_holds": Symptom(_save_buffers, "other keys"),
-    "mixtral_along_a_sequence_is_refused": Symptom(_share_sequences, "_attn_implementation"),
+    # of transformers 5 alone
+    "hybrid_parallel_plugin_splits_experts": Symptom(
+        _boost_by_hybrid_parallelism, "HybridParallelPlugin and MoeHybridParallelPlugin"
+    ),
+    "moe_hybrid_parallel_plugin_splits_experts": Symptom(_trained, "HybridParallelPlugin and MoeHybridParallelPlugin"),
+    "mixtral_policies_know_the_block": Symptom(_trained, "block_sparse_moe"),
+    "mixtral_has_one_body": Symptom(_pipe, "Error"),
+    "mixtral_blocks_return_their_output": Symptom(_trained, "'tuple'"),
+    "mixtral_along_a_sequence_is_refused": Symptom(_share_sequences, "not refused"),
 }

@@ -20,7 +20,7 @@ from fp8booster.nn.experts.grouped import grouped_experts
 from tests.colossal.hybrid.runs import HybridRun, start
 from tests.colossal.hybrid.test_learning import assert_close_over_steps, of_first_process
 from tests.colossal.models import token_batch
-from tests.colossal.moe.models import EXPERTS, tiny_mixtral
+from tests.colossal.moe.models import EXPERTS, mixtral_block, tiny_mixtral
 from tests.distributed import ranks, shared_folder
 from tests.nn.reference import count_calls
 from tests.plugins import training
@@ -143,7 +143,7 @@ def test_moe_runs_the_products_of_layers_with_hooks_one_by_one_in_fp8() -> None:
         if rows:
             expected += sum(products([layer], -(-rows // 16) * 16).values(), Counter())
     assert counted.fp8 == expected
-    routers = [layer.block_sparse_moe.gate for layer in network.model.layers]
+    routers = [mixtral_block(layer).gate for layer in network.model.layers]
     in_16_bits = sum(products([network.lm_head, *routers], batch.numel()).values(), Counter())
     assert {sizes: count for sizes, count in counted.other.items() if all(sizes)} == in_16_bits
 
@@ -177,7 +177,7 @@ def test_moe_runs_all_products_but_those_of_head_and_routers_in_fp8() -> None:
         expected += [*_of_layer(rows, hidden, 2 * features), *_of_layer(rows, features, hidden)]
     assert len(loads) == 2
     assert counted.fp8 == Counter(expected)
-    routers = [layer.block_sparse_moe.gate for layer in network.model.layers]
+    routers = [mixtral_block(layer).gate for layer in network.model.layers]
     in_16_bits = sum(products([network.lm_head, *routers], batch.numel()).values(), Counter())
     assert {sizes: count for sizes, count in counted.other.items() if all(sizes)} == in_16_bits
 
@@ -262,7 +262,7 @@ def test_moe_trains_alike_where_parameters_keep_no_value() -> None:
     runs = [boost(fp8(fp8_config=config)) for config in configs]
     losses = [train(run, micro_batches=2) for run in runs]
     assert losses[0] == losses[1]
-    layer = runs[1].model.unwrap().model.layers[0].block_sparse_moe
+    layer = mixtral_block(runs[1].model.unwrap().model.layers[0])
     held = [expert.w2.weight for expert in layer.experts if expert.w2.weight is not None]
     assert all(weight.isnan().all() for weight in held)
     assert {row.why_one_by_one for run in runs for row in report(run.model).grouped} == {None}

@@ -5,6 +5,7 @@ its checkpoints and those of LowLevelZero hold the same.
 from __future__ import annotations
 
 import inspect
+from importlib.metadata import version
 from typing import Any
 
 import pytest
@@ -135,8 +136,13 @@ def _low_level_zero() -> Any:
     return training.boost(training.ours(use_fp8=True), tiny_mixtral())
 
 
+CROSSINGS = ["EP2 to EP2, in the background"]
+if version("transformers").startswith("4."):  # later ones name experts that are not spread differently
+    CROSSINGS += ["EP2 to LowLevelZero", "LowLevelZero to EP2"]
+
+
 @ranks(2)
-@pytest.mark.parametrize("crossing", ["EP2 to LowLevelZero", "LowLevelZero to EP2", "EP2 to EP2, in the background"])
+@pytest.mark.parametrize("crossing", CROSSINGS)
 def test_moe_checkpoints_cross_to_data_parallelism(crossing: str) -> None:
     source, _, target = crossing.partition(",")[0].partition(" to ")
     makers = {"EP2": lambda: boost(fp8()), "LowLevelZero": _low_level_zero}

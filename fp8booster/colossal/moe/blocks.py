@@ -127,14 +127,18 @@ class ExpertParallel(nn.Module):
 class FP8EPMixtralSparseMoeBlock(ExpertParallel, EPMixtralSparseMoeBlock):
     """Mixtral's block."""
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens [B, S, H] to ([B, S, H], router's logits [B S, experts])."""
+    returns_logits = True
+    """Off in transformers 5 (`moe/mixtral.py`)."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Tokens [B, S, H] to ([B, S, H], router's logits [B S, experts]), or to the first alone."""
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         logits = self.gate(tokens)
         # the softmax over all experts, divided by its sum over those chosen, is the softmax over these
         likeliest, chosen = logits.topk(self.top_k, dim=-1)
         weights = F.softmax(likeliest, dim=-1, dtype=torch.float).to(tokens.dtype)
-        return self.mixture(tokens, chosen, weights).view(hidden_states.shape), logits
+        mixed = self.mixture(tokens, chosen, weights).view(hidden_states.shape)
+        return (mixed, logits) if self.returns_logits else mixed
 
 
 class _WithSharedExperts(ExpertParallel):

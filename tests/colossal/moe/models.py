@@ -29,6 +29,11 @@ def tiny_mixtral(**options: Any) -> MixtralForCausalLM:
     return MixtralForCausalLM(MixtralConfig(**sizes | options))
 
 
+def mixtral_block(layer: nn.Module) -> nn.Module:
+    """The mixture of a decoder layer, which transformers 4.51 and 5 name differently."""
+    return getattr(layer, "block_sparse_moe", None) or layer.mlp
+
+
 def deepseek_v3_block() -> DeepseekV3MoE:
     """DeepSeek-V3's block: 4 experts of which a token has 2, and one that all share."""
     torch.manual_seed(0)

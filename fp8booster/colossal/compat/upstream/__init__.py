@@ -13,6 +13,7 @@ from fp8booster.colossal.compat.upstream import (  # noqa: F401 (importing a fil
     hybrid,
     masks,
     missing_packages,
+    mixtral,
     models,
     moe,
     pipeline,

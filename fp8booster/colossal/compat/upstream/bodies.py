@@ -99,7 +99,7 @@ def qwen2_has_one_body(module: ModuleType, replacements: Replacements) -> None:
 @wrap(
     "shardformer.shard.shardformer:ShardFormer.optimize",
     "shardformer/shard/sharder.py:27; shardformer/modeling/command.py:12, vit.py:6, ...",
-    needed_when="transformers >= 5, and a model of another family than LLaMA, Mistral and Qwen2",
+    needed_when="transformers >= 5, and a model of a family that is not sharded with it",
     only_if=lambda module: why_model_is_not_sharded("", "") is not None,
 )
 def models_that_are_not_sharded_are_refused(
