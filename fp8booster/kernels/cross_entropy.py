@@ -3,6 +3,9 @@
     loss = log(sum(exp(logits))) - logits[target]            of a row, in FP32
     gradient = (softmax(logits) - onehot(target)) * factor   in FP32, rounded once to the logits' dtype
 
+The logits may be scaled and capped on the way (Gemma 2, arXiv 2408.00118, section 2); then the gradient is that of what
+lies in memory.
+
 A row whose target is `ignore_index` has a loss and a gradient of zero, whatever its logits are. A row whose target is
 no column has NaN in both: on a GPU nobody could be told otherwise without waiting for it. NaN in a row's logits makes
 its loss and gradient NaN, and so does infinity.
@@ -21,7 +24,13 @@ from fp8booster.kernels.operators import operator
 
 @operator()
 def cross_entropy(
-    logits: Tensor, targets: Tensor, *, ignore_index: int, factor: Tensor | None = None
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int,
+    factor: Tensor | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of every row; with a factor, the gradient takes the place of the logits.
 
@@ -30,6 +39,7 @@ def cross_entropy(
         targets: int64 [R], the column of each row's right token.
         ignore_index: the target of rows that do not count.
         factor: float32, one value, that multiplies the gradient; None leaves the logits as they are.
+        scale, cap: positive; the loss is that of scale * logits, or of cap * tanh(scale * logits / cap), in FP32.
 
     Returns:
         (losses, float32 [R]; the gradient's amax as float32 partial maxima, or None where it was not found on the
@@ -38,12 +48,21 @@ def cross_entropy(
     kept = targets != ignore_index
     inside = (targets >= 0) & (targets < logits.shape[1])
     place = torch.where(inside, targets, 0)[:, None]
-    values, largest, exponentials, total = _softmax_parts(logits)
+    adjusted = logits
+    if cap is not None:
+        adjusted = cap * (logits.float() * (scale / cap)).tanh()
+    elif scale != 1.0:
+        adjusted = logits.float() * scale
+    values, largest, exponentials, total = _softmax_parts(adjusted)
     losses = total.log() + (largest - values.gather(1, place))
     losses = torch.where(kept, torch.where(inside, losses[:, 0], torch.nan), 0.0)
     if factor is not None:
         gradient = exponentials.div_(total)
         gradient.scatter_(1, place, gradient.gather(1, place) - 1).mul_(factor)
+        if cap is not None:
+            gradient.mul_(scale * (1 - (values / cap).square()))
+        elif scale != 1.0:
+            gradient.mul_(scale)
         gradient.masked_fill_((kept & ~inside)[:, None], torch.nan).masked_fill_(~kept[:, None], 0.0)
         logits.copy_(gradient)
     return losses, None

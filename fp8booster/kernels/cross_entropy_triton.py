@@ -50,6 +50,28 @@ def gradient_of(values, column, target, base, inverse_total, factor):
 
 
 @triton.jit
+def adjust(values, inside, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """Logits as the loss has them; what is not inside stays minus infinity."""
+    if CAP > 0:
+        return tl.where(inside, CAP * tanh(values * (SCALE / CAP)), -float("inf"))
+    return values if SCALE == 1.0 else values * SCALE
+
+
+@triton.jit
+def slope_of(values, gradient, SCALE: tl.constexpr, CAP: tl.constexpr):
+    """The gradient of values from that of what `adjust` makes of them."""
+    if CAP > 0:
+        y = tanh(values * (SCALE / CAP))
+        return gradient * (SCALE * (1.0 - y * y))
+    return gradient if SCALE == 1.0 else gradient * SCALE
+
+
+@triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))
+
+
+@triton.jit
 def write_zeros(x, lane, blocks, columns, TAIL: tl.constexpr, BLOCK: tl.constexpr):
     """Over a row: whole blocks, and what is left where TAIL."""
     zeros = tl.zeros(lane.shape, tl.float32).to(x.dtype.element_ty)
@@ -71,6 +93,8 @@ def cross_entropy_kernel(
     columns,
     row_stride,
     ignore_index,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,  # 0 for none
     LOSS: tl.constexpr,  # else `losses` takes each row's log-sum-exp
     GRADIENT: tl.constexpr,
     TAIL: tl.constexpr,  # whether the last block is not whole
@@ -96,13 +120,15 @@ def cross_entropy_kernel(
             at_target = 0.0
             if LOSS:
                 at_target = tl.load(x + target, mask=inside, other=float("nan")).to(tl.float32)
+                at_target = adjust(at_target, True, SCALE, CAP)
             largest_of_lane = tl.full([LANES], -float("inf"), tl.float32)
             total_of_lane = tl.zeros([LANES], tl.float32)
             for block in tl.range(0, blocks):
-                values = tl.load(x + block * BLOCK + lane).to(tl.float32)
+                values = adjust(tl.load(x + block * BLOCK + lane).to(tl.float32), True, SCALE, CAP)
                 largest_of_lane, total_of_lane = add_exponentials(values, largest_of_lane, total_of_lane)
             if TAIL:
                 values = tl.load(x + tail, mask=tail < columns, other=-float("inf")).to(tl.float32)
+                values = adjust(values, tail < columns, SCALE, CAP)
                 largest_of_lane, total_of_lane = add_exponentials(values, largest_of_lane, total_of_lane)
             largest = tl.max(largest_of_lane, 0)
             base = finite_base(largest)
@@ -114,16 +140,18 @@ def cross_entropy_kernel(
                 scale = tl.load(factor)
                 if TAIL:
                     values = tl.load(x + tail, mask=tail < columns, other=-float("inf")).to(tl.float32)
-                    out = gradient_of(values, tail, place, base, inverse_total, scale)
-                    out = out.to(logits.dtype.element_ty)
+                    adjusted = adjust(values, tail < columns, SCALE, CAP)
+                    out = gradient_of(adjusted, tail, place, base, inverse_total, scale)
+                    out = slope_of(values, out, SCALE, CAP).to(logits.dtype.element_ty)
                     tl.store(x + tail, out, mask=tail < columns)
                     # beyond the last column minus infinity was read: the gradient there is zero, or NaN as in all
                     amax_bits = tl.maximum(amax_bits, tl.max(magnitude_bits(out), 1))
                 for back in tl.range(0, blocks):
                     column = (blocks - 1 - back) * BLOCK + lane
                     values = tl.load(x + column).to(tl.float32)
-                    out = gradient_of(values, column, place, base, inverse_total, scale)
-                    out = out.to(logits.dtype.element_ty)
+                    adjusted = adjust(values, True, SCALE, CAP)
+                    out = gradient_of(adjusted, column, place, base, inverse_total, scale)
+                    out = slope_of(values, out, SCALE, CAP).to(logits.dtype.element_ty)
                     tl.store(x + column, out)
                     amax_bits = tl.maximum(amax_bits, tl.max(magnitude_bits(out), 1))
     if GRADIENT:
@@ -131,14 +159,20 @@ def cross_entropy_kernel(
 
 
 def cross_entropy_triton(
-    logits: Tensor, targets: Tensor, *, ignore_index: int, factor: Tensor | None = None
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int,
+    factor: Tensor | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`cross_entropy`, up to the order of sums, with the gradient's amax."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits) == 0:
         return losses, None if factor is None else losses.new_zeros(1)
     partials = None if factor is None else new_partials(_programs(logits), logits)
-    _launch(logits, targets, losses, ignore_index, factor, partials, loss=True)
+    _launch(logits, targets, losses, ignore_index, factor, partials, loss=True, scale=scale, cap=cap)
     if factor is not None:  # whoever holds the logits, as a checkpoint may, can tell
         torch.autograd.graph.increment_version(logits)
     return losses, partials
@@ -165,6 +199,8 @@ def _launch(
     partials: Tensor | None,
     *,
     loss: bool,
+    scale: float = 1.0,
+    cap: float | None = None,
 ) -> None:
     rows, columns = logits.shape
     width = 16 // logits.element_size()
@@ -177,6 +213,8 @@ def _launch(
         (logits, targets.contiguous(), out, *of_gradient),
         (rows, columns, logits.stride(0), ignore_index),
         num_warps=min(8, max(1, lanes // 32)),
+        SCALE=float(scale),
+        CAP=0.0 if cap is None else float(cap),
         LOSS=loss,
         GRADIENT=factor is not None,
         TAIL=columns % (lanes * width) != 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from unittest import mock
 
 import pytest
@@ -23,6 +24,8 @@ SHAPES = [(3, 16), (9, 100), (2, 2048), (3, 4096), (2, 2049), (5, 5000), (1, 1),
 """Less than a block, whole blocks, a tail; fewer rows than programs and more."""
 
 IGNORED = -100
+
+ADJUSTED = ({"scale": 0.3}, {"cap": 5.0}, {"scale": 2.0, "cap": 5.0})
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -54,7 +57,11 @@ def special_logits(dtype: torch.dtype, device: torch.device) -> Iterator[tuple[s
 
 
 def both(
-    logits: torch.Tensor, targets: torch.Tensor, factor: torch.Tensor | None, ignore_index: int = IGNORED
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    factor: torch.Tensor | None,
+    ignore_index: int = IGNORED,
+    **adjusted: float,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], torch.Tensor | None]:
     """(losses, what lies in the logits' place) of kernel and reference, and the kernel's amax."""
     from fp8booster.kernels.cross_entropy_triton import cross_entropy_triton
@@ -62,7 +69,7 @@ def both(
     options_of_memory = {"dtype": logits.dtype, "device": logits.device}
     written = torch.empty_strided(logits.shape, logits.stride(), **options_of_memory).copy_(logits)
     reference = logits.clone()
-    options = {"ignore_index": ignore_index, "factor": factor}
+    options = {"ignore_index": ignore_index, "factor": factor, **adjusted}
     losses, amax = cross_entropy_triton(written, targets, **options)
     return (losses, written), (cross_entropy.reference(reference, targets, **options)[0], reference), amax
 
@@ -88,9 +95,15 @@ def kernel_differs(device: torch.device, shapes: list[tuple[int, int]], every: b
                     ours, right, amax = both(logits, targets, None, ignore_index)
                     if not within_rounding(ours[0], right[0]) or not same_values(ours[1], logits) or amax is not None:
                         yield f"{case}: losses alone"
-        for name, logits in special_logits(dtype, device):
+                    for adjusted in ADJUSTED:
+                        ours, right, amax = both(logits, targets, factor, ignore_index, **adjusted)
+                        if not all(within_rounding(*pair) for pair in zip(ours, right, strict=True)):
+                            yield f"{case} {adjusted}"
+                        if not torch.equal(amax.amax(), amax_of(ours[1])):
+                            yield f"{case} {adjusted}: amax"
+        for (name, logits), adjusted in product(special_logits(dtype, device), ({}, *ADJUSTED)):
             targets = torch.tensor([1, 2, 3], device=device)
-            ours, right, amax = both(logits, targets, factor)
+            ours, right, amax = both(logits, targets, factor, **adjusted)
             for one, other in zip(ours, right, strict=True):
                 finite = other.isfinite()
                 if (
@@ -98,9 +111,9 @@ def kernel_differs(device: torch.device, shapes: list[tuple[int, int]], every: b
                     or not torch.equal(one.isnan(), other.isnan())
                     or not within_rounding(one[finite], other[finite])
                 ):
-                    yield f"{name} {dtype}"
-            if not same(amax.amax(), amax_of(ours[1])):
-                yield f"{name} {dtype}: amax"
+                    yield f"{name} {dtype} {adjusted}"
+            if not same(amax.amax(), amax_of(ours[1]).abs()):  # of zeros it may be a negative one
+                yield f"{name} {dtype} {adjusted}: amax"
         outside = torch.tensor([3000, -1, 7, -2], device=device)
         ours, right, _ = both(logits_of(4, 3000, dtype, device), outside, factor)
         if not all(torch.equal(one.isnan(), other.isnan()) for one, other in zip(ours, right, strict=True)):
@@ -242,12 +255,15 @@ def test_rows_beyond_two_billion_values_are_reached() -> None:
 
 
 @pytest.mark.parametrize("dtype", formats.HIGH_PRECISION)
-def test_loss_and_gradient_are_those_of_torch_in_double_precision(dtype: torch.dtype, device) -> None:
+@pytest.mark.parametrize("adjusted", [{}, *ADJUSTED])
+def test_loss_and_gradient_are_those_of_torch_in_double_precision(adjusted, dtype: torch.dtype, device) -> None:
     logits, targets = logits_of(33, 130, dtype, device), targets_of(33, 130, device)
     exact = logits.double().requires_grad_()
-    losses = F.cross_entropy(exact, targets, reduction="none")
+    scaled, cap = exact * adjusted.get("scale", 1.0), adjusted.get("cap")
+    losses = F.cross_entropy(scaled if cap is None else cap * (scaled / cap).tanh(), targets, reduction="none")
     losses.sum().mul(0.25).backward()
-    ours, amax = cross_entropy(logits, targets, ignore_index=IGNORED, factor=torch.tensor(0.25, device=device))
+    factor = torch.tensor(0.25, device=device)
+    ours, amax = cross_entropy(logits, targets, ignore_index=IGNORED, factor=factor, **adjusted)
     torch.testing.assert_close(ours.double(), losses.detach(), rtol=1e-5, atol=1e-5)
     rounding = torch.finfo(dtype).eps
     torch.testing.assert_close(logits.double(), exact.grad, rtol=rounding, atol=1e-6)

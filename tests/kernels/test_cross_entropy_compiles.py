@@ -28,10 +28,12 @@ WIDTHS = {"*bf16": 8, "*fp16": 8, "*fp32": 4}
 
 
 def cross_entropy_ptx(
-    logits: str, *, tail: bool, gradient: bool = True, loss: bool = True, unspecialized: tuple = ()
+    logits: str, *, tail: bool, gradient: bool = True, loss: bool = True, cap: float = 0.0, unspecialized: tuple = ()
 ) -> str:
     width = WIDTHS[logits]
     constants = {
+        "SCALE": 1.0,
+        "CAP": cap,
         "LOSS": loss,
         "GRADIENT": gradient,
         "TAIL": tail,
@@ -49,8 +51,9 @@ def cross_entropy_ptx(
 
 @pytest.mark.parametrize("logits", WIDTHS)
 @pytest.mark.parametrize("tail", [False, True])
-def test_logits_move_in_whole_vectors_where_rows_begin_at_one(tail: bool, logits: str) -> None:
-    ptx = cross_entropy_ptx(logits, tail=tail)
+@pytest.mark.parametrize("cap", [0.0, 30.0])
+def test_logits_move_in_whole_vectors_where_rows_begin_at_one(cap: float, tail: bool, logits: str) -> None:
+    ptx = cross_entropy_ptx(logits, tail=tail, cap=cap)
     assert "ld.global.v4.b32" in ptx
     assert "st.global.v4.b32" in ptx
     alone = 0 if logits == "*fp32" else 1  # the target's logit

@@ -71,11 +71,16 @@ def use_sharded_loss(model: nn.Module, config: ShardConfig) -> None:
     """
     language_model = language_model_in(model)
     native = None if language_model is None else language_model.__dict__.get("forward")
-    if type(native) is not types.MethodType or _written(native).__qualname__ not in _FORWARDS:
+    if type(native) is not types.MethodType or not _is_known(_written(native)):
         return
     forward = types.MethodType(_forward_with(native.__func__, config), language_model)
     offer_loss(language_model, FusedLoss(native, forward, lambda model: _why_not(model, config)))
     use_fused_loss(language_model)
+
+
+def _is_known(forward: Callable) -> bool:
+    # command.py:573 has the name of Qwen2's and scales its logits
+    return forward.__qualname__ in _FORWARDS and not forward.__module__.endswith(".command")
 
 
 def _written(forward: Callable) -> Callable:

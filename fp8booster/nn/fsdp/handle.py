@@ -146,8 +146,8 @@ def _hold_head(model: nn.Module, unit_of: Mapping[nn.Module, nn.Module]) -> None
     head = fused_head(model)
     if head is None or head not in unit_of:
         return
-    inside = [module for module in unit_of[head].modules() if getattr(module, "lm_head", None) is head]
-    if inside and not isinstance(head, HeldHead):
+    is_inside = any(head in module.children() for module in unit_of[head].modules())
+    if is_inside and not isinstance(head, HeldHead):
         members = {"__module__": type(head).__module__, "head_class": type(head)}
         head.__class__ = type(type(head).__name__, (HeldHead, type(head)), members)
 

@@ -1,7 +1,8 @@
 """The loss of transformers' causal language models over chunks of logits, in place of their native forward.
 
-Written for LLaMA, Mistral, Mixtral and Qwen2 as transformers 4.51.3 to 5.23 have them: body, head, loss
-(`LlamaForCausalLM.forward`), and in a Mixtral the routers' loss (`MixtralForCausalLM.forward`).
+The forward of a model runs as transformers wrote it, and finds in the place of its head one whose logits are late
+(`nn.fused.late_logits`). So one mechanism serves the models of `MODELS`, whatever versions of transformers call their
+parts, and those that scale or cap their logits or add a loss of routers.
 """
 
 from __future__ import annotations
@@ -14,27 +15,28 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from fp8booster.nn.fused.families import MODELS
-from fp8booster.nn.fused.head import HEADS, head_loss, vocabulary_size, why_not_bypassed
-from fp8booster.nn.fused.vocabulary import VocabularyPart
+from fp8booster.config import VOCABULARY_HEADS
+from fp8booster.nn.fused.families import FAMILIES, MODELS
+from fp8booster.nn.fused.head import HEADS, vocabulary_size, why_not_bypassed
+from fp8booster.nn.fused.late_logits import LateHead
+from fp8booster.nn.modules import run_with
 
 if TYPE_CHECKING:  # seconds to import, and there where there is a model
     from transformers.modeling_outputs import ModelOutput
 
 
 class LanguageModel(nn.Module):
-    """What the models of `MODELS` have; transformers declares no types of it. The last three are a Mixtral's."""
+    """What the models of `MODELS` have; transformers declares no types of it."""
 
     config: Any
-    model: nn.Module
-    lm_head: nn.Linear
     loss_function: Callable[..., torch.Tensor]
-    num_experts: int
-    num_experts_per_tok: int
-    router_aux_loss_coef: float
+
+
+def _head_name(model: nn.Module) -> str:
+    """Of the head among a model's parts."""
+    return next(name for name in VOCABULARY_HEADS if name in model._modules)
 
 
 def use_fused_loss(model: nn.Module) -> bool:
@@ -82,7 +84,7 @@ def _fusable(model: nn.Module) -> tuple[LanguageModel, FusedLoss] | str:
     """The language model in a model and its loss over chunks of logits, or why there is none."""
     language_model = language_model_in(model)
     if language_model is None:
-        return f"{type(model).__name__} is no {', '.join(MODELS.values())} of transformers"
+        return f"{type(model).__name__} is none of transformers' language models of {', '.join(FAMILIES.values())}"
     loss = _available_loss(language_model)
     if loss is None:
         return "its forward was replaced, as Colossal-AI does it for tensor, sequence or pipeline parallelism"
@@ -103,7 +105,7 @@ def fused_head(model: nn.Module) -> nn.Module | None:
     language_model = language_model_in(model)
     if language_model is None or not _is_ours(language_model.__dict__.get("forward")):
         return None
-    return language_model.lm_head
+    return getattr(language_model, _head_name(language_model))
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def _available_loss(model: nn.Module) -> FusedLoss | None:
 
 def _why_not_through(language_model: LanguageModel) -> str | None:
     """What stands against computing the loss from the head's weight, as it is now."""
-    head = language_model.lm_head
+    head = getattr(language_model, _head_name(language_model))
     reason = why_not_bypassed(head, HEADS)
     if reason is None and vocabulary_size(head) != language_model.config.vocab_size:
         return (
@@ -174,7 +176,9 @@ def _forward_like(native: Callable) -> Callable:
         arguments = {**bound.arguments, **bound.kwargs}
         if not _computes_loss_alone(self, arguments):
             return native(self, *args, **kwargs)
-        return _forward_to_loss(self, arguments)
+        name = _head_name(self)
+        outputs = run_with(native, self, {name: LateHead(getattr(self, name))}, self, *args, **kwargs)
+        return type(outputs)(**{**outputs, "logits": None})
 
     return mark_fused(forward, native)
 
@@ -198,53 +202,3 @@ def wants_loss(model: LanguageModel, arguments: dict[str, Any]) -> bool:
         and model.config.return_dict
         and not getattr(model.config, "torchscript", False)
     )
-
-
-def _forward_to_loss(model: LanguageModel, arguments: dict[str, Any]) -> ModelOutput:
-    """Body and loss, as the native forward has them."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
-    not_for_body = ("self", "kwargs", "labels", "logits_to_keep", "num_logits_to_keep", "return_dict")
-    for_body = {name: value for name, value in arguments.items() if name not in not_for_body}
-    outputs = model.model(**for_body)
-    targets = arguments.get("shift_labels")
-    ignore_index = arguments.get("ignore_index", -100)
-    if targets is None:
-        targets = F.pad(arguments["labels"], (0, 1), value=ignore_index)[..., 1:]
-    hidden = outputs.last_hidden_state
-    items = arguments.get("num_items_in_batch")
-    tokens = vocabulary_size(model.lm_head)
-    loss = head_loss(
-        model.lm_head,
-        hidden,
-        targets,
-        vocabulary=VocabularyPart(tokens, columns=tokens),
-        ignore_index=ignore_index,
-        reduction="mean" if items is None else "sum",
-    )
-    loss = loss if items is None else loss / items
-    kept = {name: outputs[name] for name in ("past_key_values", "hidden_states", "attentions") if name in outputs}
-    if hasattr(outputs, "router_logits"):
-        return _with_routers(model, loss, outputs.router_logits, arguments.get("attention_mask"), kept)
-    return CausalLMOutputWithPast(**{"loss": loss, "logits": None, **kept})
-
-
-def _with_routers(
-    model: LanguageModel,
-    loss: torch.Tensor,
-    router_logits: tuple[Any, ...] | None,
-    attention_mask: torch.Tensor | None,
-    kept: dict[str, Any],
-) -> ModelOutput:
-    """The output of a mixture of experts, whose loss has that of its routers where their logits were asked for."""
-    from transformers.modeling_outputs import MoeCausalLMOutputWithPast
-    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-    of_routers: Any = None
-    if router_logits is not None:
-        of_routers = load_balancing_loss_func(
-            router_logits, model.num_experts, model.num_experts_per_tok, attention_mask
-        )
-        loss = loss + model.router_aux_loss_coef * of_routers.to(loss.device)
-    of_experts = {"aux_loss": of_routers, "router_logits": router_logits}
-    return MoeCausalLMOutputWithPast(**{"loss": loss, "logits": None, **of_experts, **kept})

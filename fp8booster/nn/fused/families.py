@@ -40,12 +40,20 @@ FAMILIES = {
 _MODULES = {f"transformers.models.{folder}.modeling_{folder}" for folder in FAMILIES}
 
 
-def _of(*folders: str) -> dict[str, str]:
-    """Module and name of the models for causal language modelling of families with a prefix of one capital."""
-    return {f"transformers.models.{each}.modeling_{each}": f"{each.capitalize()}ForCausalLM" for each in folders}
+_MODEL_NAMES = {
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+}
 
-
-MODELS = _of("llama", "mistral", "mixtral", "qwen2")
+MODELS = {
+    f"transformers.models.{folder}.modeling_{folder}": _MODEL_NAMES.get(folder, f"{folder.capitalize()}ForCausalLM")
+    for folder in FAMILIES
+}
 """Module and name of the models whose loss is computed over chunks of logits."""
 
 

@@ -70,6 +70,8 @@ class _How:
     ignore_index: int
     chunk: int
     mean: bool
+    scale: float
+    cap: float | None
     wanted: tuple[bool, bool, bool]
     """Which of hidden states, weight and bias need gradients."""
 
@@ -99,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             part = part.to(how.dtype)
             logits = how.products.logits(part)
             loss, amax = how.vocabulary.cross_entropy(
-                logits, part_targets, ignore_index=how.ignore_index, factor=factor
+                logits, part_targets, ignore_index=how.ignore_index, factor=factor, scale=how.scale, cap=how.cap
             )
             losses.append(loss)
             if how.wanted[2]:
@@ -165,6 +167,8 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     chunk_tokens: int | None = None,
     reduction: str = "mean",
+    scale: float = 1.0,
+    cap: float | None = None,
     config: FP8Config | None = None,
     quantized_weight: QuantizedMatrix | None = None,
     vocabulary: VocabularyPart | None = None,
@@ -186,6 +190,7 @@ def linear_cross_entropy(
         chunk_tokens: tokens a chunk; None takes `default_chunk`. More than `CHUNKS_IN_16_BITS` chunks add the weight's
             gradient up in FP32, in memory of its own.
         reduction: "mean" over the tokens that count (NaN where there are none, as in torch), or "sum".
+        scale, cap: positive; what the loss reads is scale * logits, or cap * tanh(scale * logits / cap).
         config: compute the head's three products in FP8; None computes them in the dtype of `hidden`.
         quantized_weight: with `config`, the FP8 weight and its transpose, if they are there already.
         vocabulary: which tokens the weight's rows are, where some are padding or other ranks hold the rest; None where
@@ -203,7 +208,7 @@ def linear_cross_entropy(
     """
     if torch.compiler.is_compiling():  # no decorator: the compiler takes seconds to import
         options: dict[str, Any] = {"bias": bias, "ignore_index": ignore_index, "chunk_tokens": chunk_tokens}
-        options |= {"reduction": reduction, "config": config}
+        options |= {"reduction": reduction, "scale": scale, "cap": cap, "config": config}
         options |= {"quantized_weight": quantized_weight, "vocabulary": vocabulary}
         return torch.compiler.disable(linear_cross_entropy)(hidden, weight, targets, **options)
     if vocabulary is None:
@@ -214,6 +219,8 @@ def linear_cross_entropy(
         raise ValueError(f"reduction is {reduction!r}; use 'mean' or 'sum'")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is {chunk_tokens}; give 1 or more, or None for the default")
+    if scale <= 0 or (cap is not None and cap <= 0):
+        raise ValueError(f"scale is {scale} and cap is {cap}; give positive numbers, or leave them out")
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     tokens, (rows, features) = hidden.shape[0], weight.shape
@@ -244,6 +251,6 @@ def linear_cross_entropy(
             products = FP8HeadProducts(
                 quantized_weight, (rows, features), head_bias, wanted[:2], sum_dtype, config, delivered_amax(hidden)
             )
-    how = _How(products, vocabulary, dtype, ignore_index, chunk, reduction == "mean", wanted)
+    how = _How(products, vocabulary, dtype, ignore_index, chunk, reduction == "mean", scale, cap, wanted)
     with torch.autocast(device, enabled=False):
         return _LinearCrossEntropy.apply(hidden, weight, bias, targets, how)

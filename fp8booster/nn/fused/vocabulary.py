@@ -49,7 +49,14 @@ class VocabularyPart:
     """The ranks over which the vocabulary is spread; None where this rank has all of it."""
 
     def cross_entropy(
-        self, logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, factor: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        *,
+        ignore_index: int,
+        factor: torch.Tensor | None = None,
+        scale: float = 1.0,
+        cap: float | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `kernels.cross_entropy.cross_entropy`, of whole rows.
 
@@ -58,6 +65,7 @@ class VocabularyPart:
             targets: int64 [R], tokens of the whole vocabulary, the same on all ranks of the group.
             ignore_index: the target of rows that do not count.
             factor: float32, one value.
+            scale, cap: as there, where no other ranks hold a part.
 
         Returns:
             (losses, float32 [R], the same on all ranks; the gradient's amax, or None where it was not found).
@@ -66,7 +74,12 @@ class VocabularyPart:
         if factor is not None:
             logits[:, self.columns :].zero_()
         if self.group is None:
-            return cross_entropy(own, targets, ignore_index=ignore_index, factor=factor)
+            return cross_entropy(own, targets, ignore_index=ignore_index, factor=factor, scale=scale, cap=cap)
+        if scale != 1.0 or cap is not None:
+            raise ValueError(
+                "logits that are spread over ranks are neither scaled nor capped here; compute them, and their loss, "
+                "as Colossal-AI does (fused=False)"
+            )
         return self._spread(own, targets, targets != ignore_index, factor)
 
     def _spread(

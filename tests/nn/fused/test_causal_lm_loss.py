@@ -21,7 +21,7 @@ from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.scaling import amax_of
 from tests.colossal.moe.models import tiny_mixtral
 from tests.distributed import run_ranks
-from tests.nn.fused.models import FAMILIES, VOCABULARY, batch, build
+from tests.nn.fused.models import FAMILIES, INSTALLED, VOCABULARY, batch, build
 
 
 @pytest.fixture
@@ -68,6 +68,18 @@ def assert_trains_as_natively(models: list[nn.Module], arguments: dict[str, Any]
 @pytest.mark.parametrize("tied", [False, True])
 def test_loss_and_gradients_are_the_native_ones(tied, family, small_chunks) -> None:
     assert_trains_as_natively(pair(family, tie_word_embeddings=tied), labelled())
+
+
+ADJUSTED = {
+    "cohere": {"logit_scale": 0.3},
+    "granite": {"logits_scaling": 3.0},
+    "gemma2": {"final_logit_softcapping": 0.5},
+}
+
+
+@pytest.mark.parametrize("family", INSTALLED)
+def test_loss_and_gradients_of_all_families_are_the_native_ones(family, small_chunks) -> None:
+    assert_trains_as_natively(pair(family, **ADJUSTED.get(family, {})), labelled(num_items_in_batch=17))
 
 
 @pytest.mark.parametrize("routers", [False, True])
@@ -230,7 +242,7 @@ def test_what_would_not_be_right_is_declined(change, reason) -> None:
 
 def test_other_models_are_declined() -> None:
     assert not use_fused_loss(nn.Linear(3, 4))
-    assert "Linear is no LlamaForCausalLM" in why_not_fused(nn.Linear(3, 4))
+    assert "Linear is none of transformers' language models" in why_not_fused(nn.Linear(3, 4))
     model = build()
     model.__class__ = type("Own", (type(model),), {"forward": lambda self: None})
     assert not use_fused_loss(model)

@@ -70,6 +70,21 @@ def test_value_and_gradients_are_those_in_double_precision(dtype, chunk_tokens, 
                 assert error(leaf.grad, gradient) < TOLERANCES[dtype]
 
 
+@pytest.mark.parametrize("config", [None, FP8Config(emulate=True)], ids=["FP32", "FP8"])
+@pytest.mark.parametrize(("scale", "cap"), [(0.25, None), (1.0, 3.0), (2.0, 3.0)])
+def test_logits_that_are_scaled_and_capped(scale, cap, config, device) -> None:
+    leaves, targets = operands(torch.float32, device=device)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    logits = scale * F.linear(*doubles)
+    right = F.cross_entropy(logits if cap is None else cap * (logits / cap).tanh(), targets)
+    right.backward()
+    loss = fused(leaves, targets, chunk_tokens=16, scale=scale, cap=cap, config=config)
+    loss.backward()
+    torch.testing.assert_close(loss.double(), right, rtol=1e-5 if config is None else 0.02, atol=0)
+    for leaf, other in zip(leaves, doubles, strict=True):
+        assert error(leaf.grad, other.grad) < (1e-5 if config is None else 0.15)
+
+
 def test_what_lies_between_rows_of_logits_is_not_left_to_chance(monkeypatch) -> None:
     """A product may read it, and multiply it by zero: NaN would stay."""
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, shape: self.new_full(shape, math.nan))
@@ -384,6 +399,8 @@ def test_default_chunks_fit_the_budget_and_are_of_one_size(vocabulary, tokens) -
         ({"bias": torch.zeros(99)}, ValueError, "give 100 values"),
         ({"reduction": "none"}, ValueError, "'mean' or 'sum'"),
         ({"chunk_tokens": 0}, ValueError, "give 1 or more"),
+        ({"cap": 0.0}, ValueError, "give positive numbers"),
+        ({"scale": -1.0}, ValueError, "give positive numbers"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_a_sentence(change, kind, sentence) -> None:
