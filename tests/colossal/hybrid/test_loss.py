@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from tests.colossal.hybrid.runs import LENGTH, MODES, HybridRun, fp8, parts, siz
 from tests.colossal.hybrid.test_sharded_models import MODELS
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks
+from tests.nn.fused.models import build
 from tests.nn.reference import signal_to_noise
 from tests.plugins.test_low_level_zero_census import Census
 
@@ -394,3 +396,16 @@ def test_what_stays_native_says_why() -> None:
     assert why_not_fused(model) == "its lm_head has hooks, which would not run"
     hook.remove()
     assert why_not_fused(model) is None
+
+
+def test_a_forward_that_scales_its_logits_stays_as_shardformer_wrote_it() -> None:
+    from colossalai.shardformer.modeling.command import get_lm_forward_with_dist_cross_entropy
+    from colossalai.shardformer.shard import ShardConfig
+
+    from fp8booster.colossal.tensor.loss import use_sharded_loss
+
+    model, config = build("cohere"), ShardConfig(enable_tensor_parallelism=False)
+    forward = model.forward = types.MethodType(get_lm_forward_with_dist_cross_entropy(config), model)
+    use_sharded_loss(model, config)
+    assert model.__dict__["forward"] is forward
+    assert "forward was replaced" in why_not_fused(model)
