@@ -137,9 +137,20 @@ class BoostedModel:
             load_master_weights(self.model.unwrap(), self.optimizer, folder / "masters")
 
 
-def causal(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A batch in which each token predicts the next, from `tokens`  [batch, sequence]."""
-    return {"input_ids": tokens, "labels": tokens}
+def causal(tokens: torch.Tensor, separator: int | None = None) -> dict[str, torch.Tensor]:
+    """A batch in which each token predicts the next, from `tokens`  [batch, sequence].
+
+    Args:
+        separator: the token that ends a document. Positions begin anew behind it, which packs documents
+            (`nn.fused.packing`), and it predicts none. None: each row is one.
+    """
+    if separator is None:
+        return {"input_ids": tokens, "labels": tokens}
+    begins = torch.zeros_like(tokens, dtype=torch.bool)
+    begins[:, 1:] = tokens[:, :-1] == separator
+    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    positions = place - torch.where(begins, place, 0).cummax(1).values
+    return {"input_ids": tokens, "labels": tokens.masked_fill(begins, -100), "position_ids": positions}
 
 
 def _unseen_bytes(name: str, plugin: Plugin, network: nn.Module) -> int:

@@ -21,6 +21,8 @@ from fp8booster import report
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.files import write_whole
 from fp8booster.monitor.traffic import Traffic, count_traffic
+from fp8booster.nn.fused import fuse
+from fp8booster.nn.fused.packing import why_not_packed
 from fp8booster.training.batches import Batches
 from fp8booster.training.boosted import BoostedModel, causal
 from fp8booster.training.learning_rate import WarmupCosine
@@ -35,6 +37,7 @@ from .key_values import build_plugin
 from .metrics import MetricsLog, StepMetrics
 from .model_folder import build_model, is_folder, load_config
 from .task import Task
+from .tokenizer import load_tokenizer
 from .watch import Watch
 
 _BETAS = (0.9, 0.95)
@@ -122,12 +125,17 @@ class Trainer:
         self._shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
         names = {name for name, _ in network.named_parameters()}
         self._tied = {name for name, _ in network.named_parameters(remove_duplicate=False)} - names
+        if options.packing and self._task.precision == "bf16":
+            fuse(network)
         plugin = build_plugin(options, self._task.precision == "fp8", network)
         rates = {"lr": options.lr, "betas": _BETAS, "weight_decay": options.weight_decay}
         optimizer = make_optimizer(options.optimizer_of(self._task.precision), network.parameters(), **rates)
         self._boosted = BoostedModel(options.plugin, plugin, network, optimizer)
         self._boosted.before_update(self._check_norm)
         self._norm = 0.0
+        if options.packing and (reason := why_not_packed(self._boosted.model)) is not None:
+            raise ValueError(f"--packing is done by fused attention: {reason}; leave --packing out.")
+        self._separator = load_tokenizer(str(tokens.tokenizer)).eos_token_id if options.packing else None
 
     def _take_step(self) -> bool:
         """One optimizer step; returns whether a rank was asked to stop."""
@@ -138,7 +146,7 @@ class Trainer:
         for group in self._boosted.optimizer.param_groups:
             group["lr"] = rate
         tokens = self._batches.micro_batches(self._position)
-        batches = [causal(part.to(self._device, non_blocking=True)) for part in tokens]
+        batches = [causal(part.to(self._device, non_blocking=True), self._separator) for part in tokens]
         loss, stopped = over_ranks(self._boosted.forward_backward(batches), self._stop_wanted(), self._device)
         if not math.isfinite(loss):
             raise NotFinite(f"The loss became {loss} at step {step}.")

@@ -24,6 +24,9 @@ PRECISIONS = {"bf16": ("bf16",), "fp8": ("fp8",), "compare": ("bf16", "fp8")}
 PLUGINS = tuple(name for name in parallel.PLUGINS if name != "moe")
 """The plugins whose runs can be saved and resumed."""
 
+FUSED_IN_BF16 = ("low_level_zero", "ddp")
+"""The plugins under which a model that is fused can train in BF16."""
+
 PROGRESS = ("auto", "bar", "lines", "none")
 
 _MODEL, _TRAINING, _MACHINE, _RUN = PANELS = ("Model and data", "Training", "Machine", "Run")
@@ -103,6 +106,9 @@ class TrainOptions:
         flags=("--accumulate", "--micro-batches"),
     )
     sequence: int | None = _option(_TRAINING, "Tokens of a sequence", rule=at_least(2), shown="by model")
+    packing: bool = _option(
+        _TRAINING, "Let a token attend to its own document alone, where a sequence has the ends of others", False
+    )
     lr: float | None = _option(_TRAINING, "Highest learning rate", rule=above(0), shown="by model")
     warmup: int | None = _option(_TRAINING, "Steps of linear warm-up", rule=at_least(0), shown="a tenth of the steps")
     decay: int | None = _option(_TRAINING, "Step at which the cosine decay ends", rule=at_least(1), shown="the last")
@@ -182,6 +188,11 @@ class TrainOptions:
                 f"--level {self.level} is of runs in FP8; give --precision fp8 or compare, or leave it out."
             )
         self.parallel.check(PLUGINS)
+        if self.packing and "bf16" in PRECISIONS[self.precision] and self.plugin not in FUSED_IN_BF16:
+            raise ValueError(
+                f"--packing is done by fused attention, which runs in BF16 have with --plugin "
+                f"{' and '.join(FUSED_IN_BF16)} alone; give one of them, or --precision fp8."
+            )
         if self.save_codes and not any(map(self.saves_codes, PRECISIONS[self.precision])):
             raise ValueError(
                 "--save-codes is for moments in 8 bits that ranks save by themselves; give --optimizer adamw-8bit or a "

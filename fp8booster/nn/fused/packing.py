@@ -255,4 +255,12 @@ def let_pack_around(model: nn.Module) -> None:
             module.register_forward_pre_hook(packing.before_model, with_kwargs=True)
 
 
+def why_not_packed(model: nn.Module) -> str | None:
+    """Why a model would refuse packed batches, or not see them; None where it keeps their sequences apart."""
+    found = [module.__dict__[_PACKING] for module in model.modules() if _PACKING in module.__dict__]
+    if not found:
+        return "the model's attention is not fused"
+    return None if all(packing.reaches_all for packing in found) else "some of the model's attentions are not fused"
+
+
 _PACKING = "_fp8booster_packing"

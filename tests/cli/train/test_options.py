@@ -64,3 +64,10 @@ def test_codes_are_saved_only_where_there_are_some(options):
         TrainOptions(save_codes=True, **options)
     compared = TrainOptions(level="O2", save_codes=True)
     assert [compared.saves_codes(precision) for precision in ("bf16", "fp8")] == [False, True]
+
+
+def test_documents_are_packed_where_attention_is_fused():
+    with pytest.raises(ValueError, match="have with --plugin low_level_zero and ddp alone; give one of them"):
+        TrainOptions(packing=True, plugin="fsdp")
+    assert TrainOptions(packing=True, plugin="fsdp", precision="fp8").packing
+    assert TrainOptions(packing=True, plugin="ddp").packing

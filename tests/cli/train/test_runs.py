@@ -108,6 +108,22 @@ def test_a_checkpoint_resumes_on_another_number_of_processes(compared, tmp_path)
     assert now[4] != pytest.approx(was[5], rel=1e-4)
 
 
+def test_packed_documents_are_kept_apart_in_both_precisions(tmp_path):
+    source = Path(sysconfig.get_paths()["stdlib"], "ast.py").read_text()
+    (tmp_path / "data").mkdir()
+    for start in range(0, 40000, 150):
+        (tmp_path / "data" / f"{start:05d}.txt").write_text(source[start : start + 150])
+    options = (*SMALL, "--data", tmp_path / "data", "--cache", tmp_path / "cache", "--steps", 2, "--packing")
+    succeed(*options, "--out", tmp_path / "run")
+    bf16, fp8 = (losses(tmp_path / "run" / precision) for precision in ("bf16", "fp8"))
+    assert fp8[2] == pytest.approx(bf16[2], rel=5e-3)
+    succeed(*options, "--no-packing", "--precision", "fp8", "--out", tmp_path / "joined")
+    assert losses(tmp_path / "joined" / "fp8")[1] != pytest.approx(fp8[1], rel=5e-4)
+    unfused = train(*options, "--precision", "fp8", "--fp8-option", "fused=false", "--out", tmp_path / "unfused")
+    assert unfused.returncode != 0
+    assert "--packing is done by fused attention: the model's attention is not fused; leave" in unfused.stderr
+
+
 @pytest.fixture
 def copy(compared, tmp_path) -> Path:
     """A copy of the run in both precisions, to change."""
