@@ -27,8 +27,8 @@ def fuse(model: nn.Module, replaced_attention: ReplacedAttention | None = None) 
     """Fuse what can be fused of a model, in place, in FP8 or in the precision that it has.
 
     In decoder layers of the families that docs/guide.md lists the residual's addition and the norm become one kernel,
-    so do rotary embedding and SwiGLU; in training q, k and v are one product, and gate and up. Some models for causal
-    language modelling compute their loss over chunks of logits, which are then never whole (`use_fused_loss`).
+    so do rotary embedding and SwiGLU; in training q, k and v are one product, and gate and up. Their models for causal
+    language modelling compute the loss over chunks of logits, which are then never whole (`use_fused_loss`).
     Parameters, their names and the state dict stay as they were.
 
     `use_fp8=True` fuses by itself. By hand it serves a model that was converted by `convert_to_fp8`, and one that
