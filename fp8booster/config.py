@@ -42,7 +42,11 @@ class FP8Config:
     layers: LayerPredicate = all_but_vocabulary_heads
     """`layers(name, module)` is True for each linear layer that shall compute in FP8; name is the module's path. The
     default leaves out vocabulary heads, by their names and by what a model's `get_output_embeddings()` gives, and the
-    routers of experts."""
+    routers of experts. See `vocabulary_head`."""
+
+    vocabulary_head: bool = False
+    """Compute vocabulary heads in FP8 too, whatever `layers` says of them: the three products of each chunk of tokens
+    where the loss is computed so (`fused`). Their output is the most sensitive to rounding."""
 
     input_format: torch.dtype = formats.E4M3
     """Format of a layer's input."""
@@ -168,6 +172,7 @@ _DEFAULTS_BY_GRANULARITY = {
     "rowwise": {"gradient_format": formats.E4M3, "power_of_two": True},
 }
 _ALLOWED = {
+    "vocabulary_head": _SWITCH,
     "granularity": tuple(_DEFAULTS_BY_GRANULARITY),
     "input_format": formats.FORMATS,
     "weight_format": formats.FORMATS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, cast
 
 import torch
@@ -89,10 +89,14 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
         if (is_linear(module) or type(module) in kinds) and not _is_elsewhere(module)
     ]
     by_role: dict[int, str] = {}
+    heads = heads_among(model, linears)
     if config.layers is all_but_vocabulary_heads:  # names alone do not tell what layers do in a model
-        by_role = dict.fromkeys(vocabulary_heads(model), LEFT_OUT) | dict.fromkeys(_routers(model), WHY_NOT_ROUTERS)
+        by_role = dict.fromkeys(heads, LEFT_OUT) | dict.fromkeys(_routers(model), WHY_NOT_ROUTERS)
+    if config.vocabulary_head:
+        by_role = {layer: reason for layer, reason in by_role.items() if layer not in heads}
     for name, module in linears:
-        reason = by_role.get(id(module)) or why_kept(name, module, config, kinds)
+        asked = config.vocabulary_head and id(module) in heads
+        reason = by_role.get(id(module)) or why_kept(name, module, config, kinds, asked=asked)
         if reason is None:
             module.__dict__.pop(_KEPT, None)
             kinds[_original(module)].convert_in_place(module, config)
@@ -105,6 +109,11 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
         _warn_of_nothing(sorted({kept_reason(module) for _, module in linears}))
     follow_merges()
     return model
+
+
+def heads_among(model: nn.Module, layers: Iterable[tuple[str, nn.Module]]) -> set[int]:
+    """The identities of a model's vocabulary heads, by what it says itself and by the names of layers."""
+    return vocabulary_heads(model) | {id(layer) for name, layer in layers if not all_but_vocabulary_heads(name, layer)}
 
 
 def _warn_of_nothing(reasons: list[str]) -> None:
@@ -195,14 +204,19 @@ def _is_elsewhere(module: nn.Module) -> bool:
     return "weight" in module._parameters and module._parameters["weight"] is None
 
 
-def why_kept(name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KINDS) -> str | None:
-    """Why a linear layer stays in high precision under a configuration, or None if it computes in FP8."""
+def why_kept(
+    name: str, module: nn.Module, config: FP8Config, kinds: Kinds = KINDS, *, asked: bool = False
+) -> str | None:
+    """Why a linear layer stays in high precision under a configuration, or None if it computes in FP8.
+
+    `asked`: it was asked for, whatever `config.layers` says.
+    """
     original = _original(module)
     if original not in kinds:
         if issubclass(original, nn.Linear):
             return f"{original.__name__} is a subclass of nn.Linear that may compute its product otherwise"
         return f"{original.__name__} has no FP8 form"
-    if not config.layers(name, module):
+    if not asked and not config.layers(name, module):
         return LEFT_OUT
     if (reason := kinds[original].why_not(module)) is not None:
         return reason

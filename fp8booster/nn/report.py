@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fp8booster.nn.convert import kept_reason, linear_layers, product_features, weights_outside
+from fp8booster.nn.convert import heads_among, kept_reason, linear_layers, product_features, weights_outside
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.attention import kernels
 from fp8booster.nn.fused.decoder import FusedAttention, FusedDecoderLayer, FusedMLP
@@ -91,6 +91,9 @@ class Report:
     saved_in_8_bits: tuple[str, ...] = ()
     """What saves for backward in 8 bits what it read, counted: "4 norms", "2 SwiGLUs"."""
 
+    head_in_fp8: bool = False
+    """Whether a vocabulary head is among the layers in FP8."""
+
     attention: str | None = None
     """Which kernels fused attention runs on this GPU, and why not faster ones; None without it, or without a GPU."""
 
@@ -114,6 +117,8 @@ class Report:
         line = f"FP8: {len(self.fp8)} of {len(self.rows)} linear layers"
         if len(self.fp8) < len(self.rows) or self.outside:
             line += f" ({_percent(self.share)} of the weights of matrix products)"
+        if self.head_in_fp8:
+            line += ", the vocabulary head among them"
         padded = sum("padded" in row.notes for row in self.fp8)
         if padded:
             line += f", {padded} padded to multiples of 16"
@@ -193,12 +198,13 @@ def report(model: nn.Module) -> Report:
         "16-bit copies": any(layer.fp8_weight.lacks_values for layer in layers),
         "transposes": any(not layer.fp8_config.keeps_transposes for layer in layers),
     }
-    groups = merged_layers(model)
+    groups, linears = merged_layers(model), linear_layers(model)
+    heads = heads_among(model, linears)
     apart: dict[nn.Module, MergedLayers] = {
         layer: group for group in groups if group.why_not_merged is not None for layer in group.layers
     }
     return Report(
-        tuple(_layer_row(name, module, apart.get(module)) for name, module in linear_layers(model)),
+        tuple(_layer_row(name, module, apart.get(module)) for name, module in linears),
         tuple(
             _row(f"{path}.{name}" if path else name, kept.shape, getattr(module, name), kept.reason)
             for path, module, name, kept in weights_outside(model)
@@ -207,6 +213,7 @@ def report(model: nn.Module) -> Report:
         tuple(GroupedRow(len(block.experts), block.why_one_by_one) for block in grouped_experts(model)),
         tuple(name for name, is_dropped in dropped.items() if is_dropped),
         tuple(_counted(count, part) for part, count in _saving_in_8_bits(model).items()),
+        any(id(layer) in heads for layer in layers),
         _attention(model),
     )
 

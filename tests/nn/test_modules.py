@@ -127,6 +127,15 @@ def test_a_method_of_another_meaning_names_no_head(kind) -> None:
     assert not report(convert_to_fp8(kind(nn.Linear(64, 64)))).other
 
 
+def test_a_head_is_asked_for_by_itself() -> None:
+    model = convert_to_fp8(tiny_bert(), FP8Config(vocabulary_head=True))
+    assert not report(model).other
+    convert_to_fp8(model, FP8Config(vocabulary_head=True, layers=lambda name, module: False))
+    assert [row.name for row in report(model).fp8] == ["cls.predictions.decoder"]
+    named = convert_to_fp8(nn.ModuleDict({"lm_head": nn.Linear(64, 64)}), FP8Config(vocabulary_head=True))
+    assert report(named).head_in_fp8
+
+
 def test_a_choice_of_layers_is_asked_alone() -> None:
     model = convert_to_fp8(tiny_bert(), FP8Config(layers=lambda name, module: True))
     assert type(model.cls.predictions.decoder) is FP8Linear

@@ -324,7 +324,7 @@ def test_it_trains_like_the_native_loss(mode: str) -> None:
 @ranks(2)
 @pytest.mark.parametrize("mode", ["TP2", "PP2 1f1b"])
 def test_a_head_in_fp8_has_its_three_products_in_fp8(mode: str) -> None:
-    run = boosted("LLaMA", mode, FP8Config(layers=lambda name, module: True))
+    run = boosted("LLaMA", mode, FP8Config(vocabulary_head=True))
     batch = batch_of(run)
     with Census() as counted:
         loss, _ = backward(run, batch)

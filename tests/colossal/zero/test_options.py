@@ -456,10 +456,6 @@ def test_adapters_train_over_a_frozen_base(stage: int) -> None:
     assert changed == {name for name in before if "lora_" in name}
 
 
-def _everything(**options: Any) -> FP8Config:
-    return FP8Config(layers=lambda name, module: True, **options)
-
-
 NOT_GATHERED = {
     "odd sizes": lambda: (wire(), Layers(64, 72, 64), "size no multiple of 16"),
     "rowwise": lambda: (wire(fp8_config=FP8Config(granularity="rowwise")), Layers(64, 64, 64), "rowwise scales"),
@@ -485,6 +481,14 @@ def test_weights_that_are_not_sent_in_fp8_train_and_are_counted_with_the_reason(
 
 
 @ranks(2)
+def test_a_head_in_fp8_is_gathered_in_fp8_and_its_losses_follow() -> None:
+    run = boost(wire(fp8_config=FP8Config(vocabulary_head=True)), tiny_llama())
+    assert run.model.unwrap().lm_head.weight in run.optimizer.gathered_weights
+    assert len(run.optimizer.gathered_weights) == 15
+    assert_close(train(boost(native(), tiny_llama())), train(run), 3 * CLOSE)
+
+
+@ranks(2)
 def test_a_head_in_fp8_that_an_embedding_shares_is_gathered_in_16_bits() -> None:
     from fp8booster import comm
 
@@ -492,7 +496,7 @@ def test_a_head_in_fp8_that_an_embedding_shares_is_gathered_in_16_bits() -> None
         return tiny_llama(tie_word_embeddings=True)
 
     for overlap in (False, True):
-        run = boost(wire(fp8_config=_everything(), overlap_allgather=overlap), tied())
+        run = boost(wire(fp8_config=FP8Config(vocabulary_head=True), overlap_allgather=overlap), tied())
         head = run.model.unwrap().lm_head
         assert head.weight is run.model.unwrap().model.embed_tokens.weight
         assert head.weight not in run.optimizer.gathered_weights

@@ -309,6 +309,29 @@ def test_a_head_in_fp8_takes_the_amax_that_came_with_its_input(small_chunks) -> 
     torch.testing.assert_close(model(**labelled()).loss, right, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_training_with_a_head_in_fp8_follows_that_in_high_precision(tied, small_chunks) -> None:
+    losses = {}
+    for in_fp8 in (False, True):
+        model = build(dtype=torch.float32, tie_word_embeddings=tied)
+        convert_to_fp8(model, FP8Config(emulate=True, always=True, vocabulary_head=in_fp8))
+        assert use_fused_loss(model)
+        assert report(model).head_in_fp8 == in_fp8
+        assert ("vocabulary head among them" in report(model).summary()) == in_fp8
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+        optimizer = torch.optim.AdamW(model.parameters(), 2e-3)
+        losses[in_fp8] = []
+        for _ in range(16):
+            loss = model(**labelled()).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[in_fp8].append(loss.item())
+    assert losses[True] != losses[False]
+    assert losses[True] == pytest.approx(losses[False], rel=0.01)
+    assert losses[True][-1] < 0.7 * losses[True][0]
+
+
 def _losses_under_zero(stage: int, fuse: bool) -> list[float]:
     from tests.plugins.training import boost, native, train
 
