@@ -15,7 +15,8 @@ _END = 1 << 20  # bytes of a file's beginning and end that the digest is of
 
 
 def write_manifest(folder: Path) -> None:
-    """List the files of a checkpoint that is complete."""
+    """List the files of a checkpoint that is complete; a list that is there is replaced, and not in the new one."""
+    (folder / NAME).unlink(missing_ok=True)
     files = {str(path.relative_to(folder)): _mark(path) for path in sorted(folder.rglob("*")) if path.is_file()}
     (folder / NAME).write_text(json.dumps(files, indent=1) + "\n")
 

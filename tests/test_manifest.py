@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp8booster.checkpoints import new_checkpoint
-from fp8booster.manifest import NAME, what_is_broken
+from fp8booster.manifest import NAME, what_is_broken, write_manifest
 
 SIZE = 3 << 20
 
@@ -29,6 +29,13 @@ def test_what_was_saved_is_whole(checkpoint: Path) -> None:
     assert what_is_broken(checkpoint) is None
     (checkpoint / "notes.txt").write_text("more does no harm")
     assert what_is_broken(checkpoint) is None
+
+
+def test_a_list_that_is_written_anew_is_not_in_itself(checkpoint: Path) -> None:
+    (checkpoint / "more").write_text("a file of another length of list")
+    write_manifest(checkpoint)
+    assert what_is_broken(checkpoint) is None
+    assert NAME not in json.loads((checkpoint / NAME).read_text())
 
 
 def test_a_cut_file_is_named_with_its_sizes(checkpoint: Path) -> None:

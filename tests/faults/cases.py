@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.distributed import RankError, run_ranks
 from tests.faults.commands import COMMANDS
+from tests.faults.damage import damaged, refused
 from tests.faults.disks import leave_room, read_only, small_disk
 from tests.faults.payloads import harmless, harmless_cache, harmless_model, harmless_whole, planted
 from tests.faults.ranks import Harm, soak
@@ -128,6 +129,16 @@ def payloads(subject: Subject, reference: Reference) -> Iterator[Case]:
         )
 
 
+def damages(subject: Subject, reference: Reference) -> Iterator[Case]:
+    """A file in each folder of the newest checkpoint, cut or altered."""
+
+    def check(folder: str, form: str) -> Callable[..., Found]:
+        return lambda place, subject, reference, out: refused(place, subject, reference, out, folder, form)
+
+    for folder, form in damaged(subject, reference) if subject.options is not None else ():
+        yield Case("damage", subject.name, f"{folder}/, {form}", check(folder, form))
+
+
 def command_faults(subject: Subject, reference: Reference) -> Iterator[Case]:
     """Faults of `fp8booster train` as a person starts it: what it says, and what it leaves running."""
     for what, check in COMMANDS.items() if subject.options is not None else ():
@@ -177,6 +188,7 @@ KINDS = {
     "read-only": read_only_disks,
     "payloads": payloads,
     "inputs": inputs,
+    "damage": damages,
     "commands": command_faults,
     "soak": soaks,
 }

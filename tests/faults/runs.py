@@ -8,6 +8,9 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+from safetensors import safe_open
+
 from fp8booster.checkpoints import checkpoints_in, newest_checkpoint
 from tests.distributed import RankError, run_ranks
 from tests.faults.ranks import Ended, Harm, train
@@ -34,12 +37,25 @@ def digests(checkpoint: Path) -> dict[str, str]:
 def _content(path: Path) -> bytes:
     data = path.read_bytes()
     if path.suffix == ".json":  # stages of a pipeline are listed as the disk names them
-        return json.dumps(json.loads(data), sort_keys=True).encode()
+        values = json.loads(data)
+        if path.name.endswith(".safetensors.index.json"):
+            # weights that ranks of experts share are in the files of each, and it names the one that was listed last
+            values["weight_map"] = {
+                name: _tensor(path.parent / file, name) for name, file in values["weight_map"].items()
+            }
+        return json.dumps(values, sort_keys=True).encode()
     if path.suffix != ".safetensors":
         return data
     # its header lists what it likes first
     end = 8 + int.from_bytes(data[:8], "little")
     return json.dumps(json.loads(data[8:end]), sort_keys=True).encode() + data[end:]
+
+
+def _tensor(file: Path, name: str) -> str:
+    """The digest of a tensor in a file."""
+    with safe_open(file, framework="pt") as tensors:
+        value = tensors.get_tensor(name)
+    return hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy()).hexdigest()
 
 
 def assert_same(found: End, wanted: End, why: str) -> None:

@@ -38,6 +38,7 @@ SUBJECTS = {
     subject.name: subject
     for subject in (
         Subject("zero", True, {"batch": 2}),
+        Subject("zero-codes", True, {"batch": 2, "optimizer": "adamw-8bit", "save_codes": True}),
         Subject("hybrid", True, {"plugin": "hybrid", "batch": 2}),
         Subject("tp", True, {"plugin": "hybrid", "tp": 2, "batch": 4}),
         Subject("pp", True, {"plugin": "hybrid", "pp": 2, "batch": 2, "accumulate": 2}),

@@ -50,7 +50,7 @@ class Events:
 
     def send_error(self, error: BaseException) -> None:
         """Send what ended the worker as a sentence; the traceback goes to standard error, which is the log."""
-        expected = isinstance(error, USER_ERRORS) or _disk_is_full(error)
+        expected = isinstance(error, USER_ERRORS) or _refused_write(error) is not None
         memory = _exhausted_memory(error)
         exhausted = {} if memory is None else {"gpu_memory": memory}
         self.send("error", message=describe(error), expected=expected, **exhausted)
@@ -65,10 +65,10 @@ def describe(error: BaseException) -> str:
             "A GPU ran out of memory; lower --batch or --sequence, add --checkpointing, or use more processes "
             f"({str(error).partition('. ')[0]})."
         )
-    if _disk_is_full(error):
+    if (refused := _refused_write(error)) is not None:
         return (
-            f"The disk took no more ({first_line(error)}); make room and --resume the run, whose checkpoints of before "
-            "are whole."
+            f"The disk took no more ({first_line(refused)}); make room and --resume the run, whose checkpoints of "
+            "before are whole."
         )
     if isinstance(error, USER_ERRORS):
         return str(error)
@@ -88,11 +88,26 @@ def _exhausted_memory(error: BaseException) -> int | None:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
-def _disk_is_full(error: BaseException) -> bool:
-    """Whether a write failed for want of room, by Python, by safetensors or by torch."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    return any(words in str(error) for words in _FULL)
+def _refused_write(error: BaseException | None) -> BaseException | None:
+    """What says that a write failed for want of room, by Python, by safetensors or by torch; None where nothing does.
+
+    It is the error or one that it arose from: torch fails once more as it closes a file that it could not write.
+    """
+    while error is not None:
+        if isinstance(error, OSError):
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        else:
+            full = any(words in str(error) for words in _FULL)
+        if full:
+            return error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
 
 
-_FULL = ("No space left on device", "Disk quota exceeded", "File too large", "PytorchStreamWriter failed writing")
+_FULL = (
+    "No space left on device",
+    "Disk quota exceeded",
+    "File too large",
+    "PytorchStreamWriter failed writing",
+    "iostream error",  # torch, of a file that it writes
+)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8booster.checkpoints import newest_checkpoint
+from fp8booster.checkpoints import checkpoints_in, named_step, newest_checkpoint
 from fp8booster.files import write_whole
-from fp8booster.reading import read_record
+from fp8booster.manifest import what_is_broken
+from fp8booster.reading import COPY_AGAIN, read_record
 
 from .checkpoint import is_checkpoint, read_state
 from .options import PRECISIONS, TrainOptions
@@ -64,6 +66,17 @@ def find_resume(folder: str) -> Resume:
         f"{folder} is neither a run nor a checkpoint; --resume takes a run's folder (with {RUN_FILE}) or one of its "
         "checkpoints (step-...)."
     )
+
+
+def require_whole(checkpoint: Path) -> None:
+    """Raise ValueError where a file of a checkpoint is not the one that was saved; it names the one before to take."""
+    fault = what_is_broken(checkpoint)
+    if fault is None:
+        return
+    step, others = named_step(checkpoint), checkpoints_in(checkpoint.parent)
+    before = [other for other in others if step is not None and named_step(other) < step]
+    whole = next((other for other in reversed(before) if what_is_broken(other) is None), None)
+    raise ValueError(f"{fault}; {COPY_AGAIN}" + (f": --resume {shlex.quote(str(whole))}" if whole else "") + ".")
 
 
 def read_run_file(run: Path) -> tuple[dict[str, Any], TrainOptions]:

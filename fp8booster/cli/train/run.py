@@ -24,7 +24,7 @@ from .model_folder import is_folder, load_config, require_buildable, require_sha
 from .options import PRECISIONS, TrainOptions
 from .plot import plot_losses
 from .progress import make_display, stderr_console
-from .resume import RUN_FILE, find_resume, write_run_file
+from .resume import RUN_FILE, find_resume, require_whole, write_run_file
 from .summary import layer_lines, machine, read_figures, render, write_summary
 from .task import Task
 from .tokens import TokenFile, prepare_tokens
@@ -85,6 +85,9 @@ def _held(out: Path, new: bool) -> Iterator[None]:
 def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given: list[str]) -> int:
     out = Path(options.out)
     done = _finished(checkpoints, options, given)
+    if is_main():
+        for precision in checkpoints.keys() - done:
+            require_whole(Path(checkpoints[precision]))
     display = make_display(options.progress if is_main() else "none")
     display.begin("data")
     try:

@@ -4,8 +4,10 @@ import errno
 import multiprocessing
 import os
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from safetensors import SafetensorError
 
 from fp8booster.cli.train import loop
@@ -56,6 +58,16 @@ def test_a_full_disk_is_told_by_whatever_package_writes(sent, error) -> None:
     assert event["expected"]
     assert event["message"].startswith("The disk took no more (")
     assert "\n" not in event["message"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="has no file that takes nothing")
+@pytest.mark.parametrize("numel", [10, 100_000])  # the larger is not taken while the file is open, and not as it closes
+def test_a_full_disk_is_told_of_what_torch_raises_today(sent, numel) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.save({"weight": torch.zeros(numel)}, "/dev/full")
+    event = sent(raised.value)
+    assert event["expected"]
+    assert event["message"].startswith("The disk took no more (")
 
 
 def test_other_errors_keep_their_words(sent) -> None:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from fp8booster.cli.train import kills
+from fp8booster.manifest import write_manifest
 from tests.colossal.payload import Payload
 from tests.programs import Program, run_program
 
@@ -159,6 +160,7 @@ def test_a_run_that_goes_on_from_an_earlier_checkpoint_stays_on_that_branch(copy
 def test_a_checkpoint_that_one_rank_cannot_load_leaves_the_run_as_it_was(copy):
     checkpoint = copy / "fp8" / "checkpoints" / "step-00000003"
     (checkpoint / "random" / "rank-00001.pt").unlink()
+    write_manifest(checkpoint)
 
     def contents() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and path.suffix != ".log"}
@@ -168,6 +170,25 @@ def test_a_checkpoint_that_one_rank_cannot_load_leaves_the_run_as_it_was(copy):
     assert done.returncode == 2
     assert "rank-00001.pt" in done.stderr
     assert contents() == before
+
+
+def test_a_checkpoint_with_a_changed_file_is_refused_and_the_one_before_is_named(copy):
+    before, newest = (copy / "fp8" / "checkpoints" / name for name in ("step-00000003", "step-00000006"))
+    masters = newest / "masters" / "rank-00001-of-00002.safetensors"
+    data = bytearray(masters.read_bytes())
+    data[-9] ^= 1  # a value, which any reader takes
+    masters.write_bytes(data)
+    done = train("--resume", copy, "--steps", 7)
+    assert done.returncode == 2
+    assert f"error: {newest} is broken: masters/{masters.name} is of another step, or changed; " in done.stderr
+    assert f"--resume {before}." in done.stderr
+    # of a run that is finished no checkpoint is read
+    assert "6 steps" in succeed("--resume", copy)
+    # nor is the other one, which is broken too
+    (before / "state.json").write_text((before / "state.json").read_text() + "\n")
+    done = train("--resume", copy, "--steps", 7)
+    assert done.returncode == 2
+    assert "--resume" not in done.stderr
 
 
 def test_the_model_of_a_checkpoint_is_a_hugging_face_folder(compared):
@@ -293,6 +314,7 @@ def test_code_in_a_checkpoint_does_not_run_and_is_not_recommended(copy, tmp_path
     checkpoint = copy / "fp8" / "checkpoints" / "step-00000003"
     for file in (checkpoint / "random").iterdir():
         torch.save({"torch": Payload(tmp_path / "ran")}, file)
+    write_manifest(checkpoint)
     done = train("--resume", checkpoint, "--steps", 4)
     assert done.returncode == 2
     assert "asks for posix.mkdir" in done.stderr

@@ -9,7 +9,7 @@ if _harm is not None:
         if _folder:
             from tests.faults.file_events import FileEvents
 
-            FileEvents(_folder, _first, fatal=int(_number), signal_number=int(_signal), native=False)
+            FileEvents(_folder, _first, fatal=int(_number), signal_number=int(_signal))
         else:
             from tests.faults.collective_events import CollectiveEvents
 
