@@ -32,7 +32,7 @@ POINTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::Binar
         ("triton_red_fused_abs_add_amax_mean_mul_pow_rsqrt_3", "norms and pointwise"),
         ("triton_poi_fused_mul_silu_1", "norms and pointwise"),
         ("row_norm_backward_kernel", "norms and pointwise"),
-        ("swiglu_kernel", "norms and pointwise"),
+        ("activation_kernel", "norms and pointwise"),
         # a conversion of types, not to FP8
         (
             "void at::native::unrolled_elementwise_kernel<at::native::CUDAFunctor_add<float>, "

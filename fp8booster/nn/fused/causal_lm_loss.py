@@ -36,7 +36,7 @@ class LanguageModel(nn.Module):
 
 def _head_name(model: nn.Module) -> str:
     """Of the head among a model's parts."""
-    return next(name for name in VOCABULARY_HEADS if name in model._modules)
+    return next((name for name in VOCABULARY_HEADS if name in model._modules), VOCABULARY_HEADS[0])
 
 
 def use_fused_loss(model: nn.Module) -> bool:

@@ -5,7 +5,7 @@ In place, by class: parameters, their names, hooks and `isinstance` stay as they
     y, h = norm(x)                      one kernel; h is x
     q, k, v = rotate(qkv product of y)  one product, one kernel
     y, h = norm(attention, h)           one kernel: residual, norm
-    x = h + down(swiglu(gate-up product of y))   in a mixture of experts each expert so, on its tokens
+    x = h + down(SwiGLU of the gate-up product of y)   in a mixture of experts each expert so, on its tokens
 
 and every kernel delivers the amax of what it makes, so that the casts before FP8 products read their input once. The
 products are those of FP8 layers, or of layers that stayed nn.Linear. Which families there are: `nn.fused.families`.

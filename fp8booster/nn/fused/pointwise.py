@@ -86,7 +86,9 @@ def rms_norm(
         (y, h), of x's shape, and of the dtype that the sum has. A block that adds to h later should take this one, not
         x: then the gradients of both meet in one kernel.
     """
-    return _row_norm(x, weight, None, eps, residual, encoded, centered=False, unit_offset=unit_offset)
+    x, residual = _of_one_dtype(x, residual)
+    kind = {"centered": False, "unit_offset": unit_offset}
+    return _RowNorm.apply(x, weight, None, residual, eps, kind, encoded and torch.is_grad_enabled())
 
 
 def layer_norm(
@@ -99,23 +101,17 @@ def layer_norm(
     encoded: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Layer norm of `h = x + residual`; arguments and results are those of `rms_norm`, and a bias [K] or None."""
-    return _row_norm(x, weight, bias, eps, residual, encoded, centered=True, unit_offset=False)
-
-
-def _row_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None,
-    encoded: bool,
-    **kind: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if residual is not None and residual.dtype != x.dtype:
-        # under autocast: a block's output has 16 bits, and what it is added to may have 32
-        dtype = torch.promote_types(x.dtype, residual.dtype)
-        x, residual = x.to(dtype), residual.to(dtype)
+    x, residual = _of_one_dtype(x, residual)
+    kind = {"centered": True, "unit_offset": False}
     return _RowNorm.apply(x, weight, bias, residual, eps, kind, encoded and torch.is_grad_enabled())
+
+
+def _of_one_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Under autocast a block's output has 16 bits, and what it is added to may have 32."""
+    if residual is None or residual.dtype == x.dtype:
+        return x, residual
+    dtype = torch.promote_types(x.dtype, residual.dtype)
+    return x.to(dtype), residual.to(dtype)
 
 
 class _SplitAndRotate(torch.autograd.Function):
@@ -260,8 +256,3 @@ def activate_gated(gate_up: torch.Tensor, kind: str = "silu", *, encoded: bool =
         [..., F].
     """
     return _Activation.apply(gate_up, kind, True, encoded and torch.is_grad_enabled())
-
-
-def swiglu(gate_up: torch.Tensor, *, encoded: bool = False) -> torch.Tensor:
-    """`activate_gated` by SiLU."""
-    return activate_gated(gate_up, encoded=encoded)

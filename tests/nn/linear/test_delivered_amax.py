@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear
-from fp8booster.nn.fused.pointwise import rms_norm, swiglu
+from fp8booster.nn.fused.pointwise import activate_gated, rms_norm
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 from tests.nn.reference import exact_linear, signal_to_noise
 
@@ -16,7 +16,7 @@ SIZE = 64
 
 MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "norm": lambda x: rms_norm(x, torch.ones(SIZE), 1e-6)[0],
-    "SwiGLU": lambda x: swiglu(torch.cat((x, x), -1)),
+    "SwiGLU": lambda x: activate_gated(torch.cat((x, x), -1)),
 }
 
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
