@@ -146,7 +146,7 @@ def full(place: Place, subject: Subject, reference: Reference, out: Path) -> str
         leave_room(disk, size // 2)
         process = resume(disk)
         ranks = ranks_of(process)
-        ended(process, "pace")  # "No space left on device", or a sentence with "space"
+        ended(process, "The disk took no more (")
         assert_nobody_is_left(ranks)
         leave_room(disk)
         return went_on(place, subject, reference, disk)
