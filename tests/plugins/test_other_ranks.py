@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def test_codes_of_moments_are_read_by_other_ranks_and_by_torchs_adamw(writers, o
     on_ranks(2, read_moments, folder=tmp_path, optimizer=optimizer, exact=writers == 2 or optimizer is not AdamW)
 
 
-def test_codes_of_another_model_or_of_no_rank_are_refused(tmp_path: Path) -> None:
+def test_codes_of_another_model_of_no_rank_or_cut_short_are_refused(tmp_path: Path) -> None:
     on_ranks(2, write_moments, folder=tmp_path)
     on_ranks(2, refused_moments, folder=tmp_path)
 
@@ -134,6 +135,12 @@ def refused_moments(folder: Path) -> None:
         load_moments(wider.model.unwrap(), wider.optimizer, folder)
     with pytest.raises(FileNotFoundError, match="0 of 0 files of moments; copy the whole checkpoint"):
         load_moments(wider.model.unwrap(), wider.optimizer, folder / "nowhere")
+    if dist.get_rank() == 0:
+        file = folder / "rank-00001-of-00002.safetensors"
+        os.truncate(file, file.stat().st_size // 2)
+    dist.barrier()
+    with pytest.raises(ValueError, match=r"rank-00001-of-00002.safetensors is damaged or no file of tensors; copy"):
+        load_moments(wider.model.unwrap(), wider.optimizer, folder)
 
 
 @pytest.mark.parametrize("how", [{"stage": 2}, {"stage": 1, "master_weights": False}], ids=["FP32", "BF16 and 16 bits"])
