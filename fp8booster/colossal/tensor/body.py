@@ -12,6 +12,7 @@ This one is for LLaMA, Mistral and Qwen2, and for transformers 4.51 as for 5, wh
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -200,8 +201,8 @@ def _masks(
 ) -> Masks:
     """Those that transformers makes for its own attentions."""
     config, count = self.config, len(self.layers)
+    places = _cache(self, past_key_values, position_ids)["cache_position"]
     if _is_of_4_51(self):
-        places = _cache(self, past_key_values, position_ids)["cache_position"]
         return [self._update_causal_mask(attention_mask, hidden_states, places, past_key_values, False)] * count
     from transformers import masking_utils
 
@@ -211,20 +212,28 @@ def _masks(
     }
     windowed = getattr(config, "sliding_window", None) is not None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention" if windowed else "full_attention"] * count
-    made = {
-        kind: makers[kind](config, hidden_states, attention_mask, past_key_values, position_ids=position_ids)
-        for kind in dict.fromkeys(kinds)
+    known = {
+        "config": config,
+        "input_embeds": hidden_states,  # as 5.0 calls them
+        "inputs_embeds": hidden_states,
+        "attention_mask": attention_mask,
+        "cache_position": places,  # 5.0 asks for it
+        "past_key_values": past_key_values,
+        "position_ids": position_ids,
     }
+    made = {}
+    for kind in dict.fromkeys(kinds):
+        taken = inspect.signature(makers[kind]).parameters
+        made[kind] = makers[kind](**{name: value for name, value in known.items() if name in taken})
     return [made[kind] for kind in kinds]
 
 
 def _cache(self: Any, past_key_values: Any, position_ids: torch.Tensor) -> dict[str, Any]:
-    """What a layer is told of a cache; in transformers 4.51 with the places of the tokens in it."""
-    if not _is_of_4_51(self):
-        return {"past_key_values": past_key_values, "use_cache": True}
+    """What a layer is told of a cache, with the places of the tokens in it, which the newest do not ask for."""
+    name = "past_key_value" if _is_of_4_51(self) else "past_key_values"
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
     places = torch.arange(past, past + position_ids.shape[-1], device=position_ids.device)
-    return {"past_key_value": past_key_values, "use_cache": True, "cache_position": places}
+    return {name: past_key_values, "use_cache": True, "cache_position": places}
 
 
 def _checkpointed_layers(self: Any, layers: int, config: ShardConfig, stage: PipelineStageManager | None) -> int:
