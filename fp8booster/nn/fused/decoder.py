@@ -47,15 +47,25 @@ class FusedPart(nn.Module):
         """What the merged layers make of an input; None: call the layers, which the part has now, one by one."""
         layers = [getattr(self, name) for name in self.part.merged]
         if self.fp8_merged is None:
-            return layers[0](input) if self.training and not torch.compiler.is_compiling() else None
+            if not self.training or torch.compiler.is_compiling():
+                return None
+            product = layers[0](input)
+            # what is fused behind it may write over a product, but not over what a hook saw or an adapter may keep
+            is_own = isinstance(layers[0], (nn.Linear, FP8Layer)) and not is_looked_at(layers[0])
+            return product if is_own else product.clone()
         return self.fp8_merged(input) if self.fp8_merged.stands_for(*layers) else None
 
     @property
-    def saves_in_8_bits(self) -> bool:
-        """Whether what is fused behind the merged layers saves so for backward what it reads, as far as it is known."""
+    def is_asked_to_save_in_8_bits(self) -> bool:
+        """Whether what is fused behind the product saves so for backward what it reads."""
         if self.fp8_merged is None:
             return _saves_in_8_bits(getattr(self, self.part.merged[0]))
-        return self.fp8_merged.saves_in_8_bits and self.fp8_merged.why_not_merged is None
+        return self.fp8_merged.saves_in_8_bits
+
+    @property
+    def saves_in_8_bits(self) -> bool:
+        """Whether it does, as far as it is known."""
+        return self.is_asked_to_save_in_8_bits and (self.fp8_merged is None or self.fp8_merged.why_not_merged is None)
 
 
 def _saves_in_8_bits(layer: nn.Module) -> bool:
@@ -248,7 +258,7 @@ class FusedMLP(FusedPart):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or not self.training:
             return super().forward(x)
-        fused = partial(activate, kind=self.kind, encoded=self.saves_in_8_bits)
+        fused = partial(activate, kind=self.kind, encoded=self.is_asked_to_save_in_8_bits)
         return run_with(super().forward, self, {self.activation: fused}, x)
 
 
@@ -260,7 +270,7 @@ class FusedGatedMLP(FusedMLP):
         output = getattr(self, self.part.output)
         gate_up = self.merged_product(x)
         if gate_up is not None:
-            return output(activate_gated(gate_up, self.kind, encoded=self.saves_in_8_bits))
+            return output(activate_gated(gate_up, self.kind, encoded=self.is_asked_to_save_in_8_bits))
         if self.fp8_merged is None:
             return super(FusedMLP, self).forward(x)
         # up first: then backward gives gradients in the order of the one product, which a rank may run whose expert has
