@@ -3,13 +3,24 @@
 from fp8booster.config import FP8Config
 from fp8booster.import_order import patch_colossalai_when_imported
 from fp8booster.levels import Level, level
-from fp8booster.nn import FP8Linear, Report, convert_to_fp8, forget_weights, fp8_linear, fuse, refresh_weights, report
+from fp8booster.nn import (
+    FP8Linear,
+    Report,
+    capture_layers,
+    convert_to_fp8,
+    forget_weights,
+    fp8_linear,
+    fuse,
+    refresh_weights,
+    report,
+)
 
 __all__ = [
     "FP8Config",
     "FP8Linear",
     "Level",
     "Report",
+    "capture_layers",
     "convert_to_fp8",
     "forget_weights",
     "fp8_linear",

@@ -103,6 +103,12 @@ class FP8Config:
     anyway (Gemini, FSDP), nor for GPT-2's Conv1D under ZeRO. None is False where the transposes would take more than
     1/32 of the GPU's memory. For tensorwise scales; rowwise ones keep the transposes."""
 
+    cuda_graphs: bool | None = False
+    """Replay decoder layers as CUDA graphs in training, once they ran a few times with the same shapes
+    (`nn.graphs.capture_layers`), so that a small model does not wait for Python; values stay the same, bit for bit.
+    None does so where the host takes longer for a layer than the GPU. It costs memory: two bytes for each weight, for
+    gradients that stay where they are. The report tells which layers were not captured, and why."""
+
     saved_activations: str = "16-bit"
     """How fused decoder layers keep for backward what their norms and SwiGLU read: "16-bit", in the model's dtype, or
     "8-bit", by groups of 128 values (`kernels.group_codes`), of which backward makes the down projection's input again.
@@ -187,6 +193,7 @@ _ALLOWED = {
     "fused": _SWITCH,
     "weights_in_16_bits": (None, *_SWITCH),
     "keep_weight_transposes": (None, *_SWITCH),
+    "cuda_graphs": (None, *_SWITCH),
     "saved_activations": ("16-bit", "8-bit"),
     "gradient_accumulation": GRADIENT_ACCUMULATIONS,
     "emulate": _SWITCH,

@@ -2,6 +2,7 @@
 
 from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.fused import fuse
+from fp8booster.nn.graphs import capture_layers
 from fp8booster.nn.linear.functional import fp8_linear
 from fp8booster.nn.linear.layer import FP8Layer, forget_weights
 from fp8booster.nn.linear.linear import FP8Linear
@@ -12,6 +13,7 @@ __all__ = [
     "FP8Layer",
     "FP8Linear",
     "Report",
+    "capture_layers",
     "convert_to_fp8",
     "forget_weights",
     "fp8_linear",

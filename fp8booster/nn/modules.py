@@ -17,6 +17,40 @@ def cached_by_class(function: Function) -> Function:
     return cast(Function, cache(function))
 
 
+def members_of_made(by: Callable[..., type[nn.Module]], *classes: type[nn.Module]) -> dict[str, Any]:
+    """Members of a class of modules that is made at run time, by which copies and pickles of its modules are remade.
+
+    Args:
+        by: makes the class, of `classes`; a function of a module, by whose name a pickle finds it.
+    """
+    return {_MADE_BY: (by, *classes), "__reduce__": _reduce}
+
+
+_MADE_BY = "_fp8booster_made_by"
+
+
+def _reduce(module: nn.Module) -> tuple:
+    return _remade, (_recipe(type(module)),), module.__dict__
+
+
+def _recipe(kind: type[nn.Module]) -> Any:
+    """A class that modules have, or what makes one and what of."""
+    by, *classes = vars(kind).get(_MADE_BY, (None,))
+    return kind if by is None else (by, *map(_recipe, classes))
+
+
+def _remade(recipe: Any) -> nn.Module:
+    kind = _followed(recipe)
+    return kind.__new__(kind)
+
+
+def _followed(recipe: Any) -> type[nn.Module]:
+    if not isinstance(recipe, tuple):
+        return recipe
+    by, *parts = recipe
+    return by(*map(_followed, parts))
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks of its own, forward or backward, which only a call runs."""
     return any(_hooks(module))

@@ -19,6 +19,7 @@ from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.attention import kernels
 from fp8booster.nn.fused.decoder import FusedAttention, FusedDecoderLayer, FusedMLP
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
+from fp8booster.nn.graphs import captured_layers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import is_looked_at
 
@@ -97,6 +98,9 @@ class Report:
     attention: str | None = None
     """Which kernels fused attention runs on this GPU, and why not faster ones; None without it, or without a GPU."""
 
+    captured: tuple[tuple[str | None, int], ...] = ()
+    """How many layers are replayed as CUDA graphs in training, beside None, and how many are not, beside the reason."""
+
     @property
     def fp8(self) -> tuple[LayerRow, ...]:
         """Layers whose products run in FP8."""
@@ -139,6 +143,9 @@ class Report:
         for reason, count in sorted(ways.items(), key=lambda way: way[0] is not None):
             how = "in grouped products" if reason is None else f"one by one ({reason})"
             line += f", experts of {_counted(count, 'block')} {how}"
+        for reason, count in self.captured:
+            why = "" if reason is None else f" not ({reason})"
+            line += f", {_counted(count, 'layer')}{why} replayed as CUDA graphs"
         if self.attention is not None:
             line += f", attention by {self.attention}"
         reasons = Counter((row.precision, row.notes) for row in self.other)
@@ -215,6 +222,7 @@ def report(model: nn.Module) -> Report:
         tuple(_counted(count, part) for part, count in _saving_in_8_bits(model).items()),
         any(id(layer) in heads for layer in layers),
         _attention(model),
+        tuple(captured_layers(model).items()),
     )
 
 

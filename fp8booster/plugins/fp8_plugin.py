@@ -24,6 +24,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.fused import fuse, fused_summary
+from fp8booster.nn.graphs import capture_layers
 from fp8booster.optim import AdamW
 
 _PRECISIONS = ("bf16", "fp16")
@@ -112,6 +113,10 @@ class FP8Plugin(Plugin):
         """Why an optimizer cannot update in backward, and what to do; None where it can."""
         return "this plugin updates when all gradients are reduced; use LowLevelZeroPlugin"
 
+    def why_no_cuda_graphs(self) -> str | None:
+        """Why `cuda_graphs` has no effect, and what to do; None where it has."""
+        return None
+
     def _warn_of_no_effect(self, arguments: Mapping[str, Any]) -> None:
         """Warn, on rank 0, of a configuration that nothing reads, and of options in it that do nothing."""
         scaling = self.fp8_config.gradient_scaling
@@ -135,6 +140,8 @@ class FP8Plugin(Plugin):
                 )
             elif scaling != "block" and (reason := self.why_scaled_by_block()) is not None:
                 warnings.append(f"{option}: {reason} gradients are scaled by block")
+            if self.fp8_config.cuda_graphs and (reason := self.why_no_cuda_graphs()) is not None:
+                warnings.append(f"fp8_config.cuda_graphs=True has no effect: {reason}")
             accumulation = self.fp8_config.gradient_accumulation
             if accumulation != "32-bit" and (reason := self.why_accumulates_by_itself()) is not None:
                 warnings.append(f'fp8_config.gradient_accumulation="{accumulation}" has no effect: {reason}')
@@ -188,6 +195,8 @@ class FP8Plugin(Plugin):
         with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
             boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         sent = self.extend(*boosted[:2])
+        if self.fp8_config.cuda_graphs is not False and self.why_no_cuda_graphs() is None:
+            capture_layers(boosted[0], only_where_host_limits=self.fp8_config.cuda_graphs is None)
         fused = f"; {fused_summary(boosted[0])}" if self.fp8_config.fused else ""
         self.logger.info(f"{report(boosted[0]).summary()}{fused}; {sent}{moments}", ranks=[0])
         return boosted

@@ -56,6 +56,9 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
             return "Gemini's chunks hold the weights of FP8 layers in FP8 alone by themselves; leave the option out"
         return "without fp8_communication chunks hold weights in 16 bits; turn it on, and they hold FP8 alone"
 
+    def why_no_cuda_graphs(self) -> str:
+        return "Gemini moves weights from chunk to chunk; use LowLevelZeroPlugin, or leave the option out"
+
     def why_scaled_by_block(self) -> str | None:
         """Gemini knows "tensor" too."""
         return "Gemini's" if self.fp8_config.gradient_scaling == "auto" else None

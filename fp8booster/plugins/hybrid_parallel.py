@@ -61,6 +61,11 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
         """ZeRO gathers weights."""
         return why_zero_gathers_16_bits(self, {"zero_stage=1 or 2": self.zero_stage > 0})
 
+    def why_no_cuda_graphs(self) -> str | None:
+        if self.tp_size == self.sp_size == 1:
+            return None
+        return "ranks exchange inside a layer with tp_size or sp_size above 1; leave the option out"
+
     def why_scaled_by_block(self) -> str | None:
         """DDP's hook and the model's wrapper encode in one way."""
         return None if self.zero_stage > 0 else "without ZeRO,"

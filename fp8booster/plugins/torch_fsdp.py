@@ -35,6 +35,9 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
         """FSDP's weights are gathered while layers run."""
         return "FSDP frees by itself what it gathers; leave the option out"
 
+    def why_no_cuda_graphs(self) -> str:
+        return "FSDP gathers weights elsewhere at each step; use LowLevelZeroPlugin, or leave the option out"
+
     def why_scaled_by_block(self) -> str | None:
         """FSDP knows "tensor" too."""
         return "FSDP's" if self.fp8_config.gradient_scaling == "auto" else None

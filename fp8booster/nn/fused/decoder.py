@@ -33,7 +33,7 @@ from fp8booster.nn.fused.packing import Sequences, let_pack, sequences_of
 from fp8booster.nn.fused.pointwise import activate, activate_gated, layer_norm, rms_norm, rotate_heads, split_and_rotate
 from fp8booster.nn.fused.trials import Norm, Rotation, activation_kind, activation_name, is_gated, norm_of, rotation_of
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import cached_by_class, is_looked_at, run_with
+from fp8booster.nn.modules import cached_by_class, is_looked_at, members_of_made, run_with
 
 
 class FusedPart(nn.Module):
@@ -448,20 +448,10 @@ def _in_fp8(layers: list[nn.Module]) -> bool:
 
 @cached_by_class
 def _mixed_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    members: dict[str, Any] = {"__doc__": mixin.__doc__, "__reduce__": _reduce}
+    members = {"__doc__": mixin.__doc__, **members_of_made(_mixed_class, mixin, original)}
     if issubclass(mixin, FusedNorm):
         members["computes"] = norm_of(original)
     if issubclass(mixin, FusedAttention):
         _, _, *names = inspect.signature(original.forward).parameters
         members["native_arguments"] = tuple(names)
     return type(f"Fused{original.__name__}", (mixin, original), members)
-
-
-def _reduce(module: nn.Module) -> tuple:
-    # by the two classes that are in modules: a pickle finds no mixed one there
-    return _unpickled, type(module).__bases__, module.__dict__
-
-
-def _unpickled(mixin: type[nn.Module], original: type[nn.Module]) -> nn.Module:
-    mixed = _mixed_class(mixin, original)
-    return mixed.__new__(mixed)

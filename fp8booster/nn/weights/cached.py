@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from fp8booster.config import FP8Config
 from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.freshness import FreshCopy
+from fp8booster.nn.weights.pinned import Pinned, Record, note_use
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.nn.weights.stacking import as_matrix
 from fp8booster.tensor import QuantizedMatrix
@@ -20,9 +22,11 @@ class CachedWeight(WeightSource):
     def __init__(self, is_transposed: bool = False) -> None:
         super().__init__(is_transposed)
         self._copy: FreshCopy[QuantizedMatrix] = FreshCopy()
+        self._pinned: weakref.ref[PinnedCopy] | None = None
 
     def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
         """As `WeightSource.forward`; cast now unless a fresh copy with the layouts asked for is there."""
+        note_use(self, weights, config, transpose)
         copy = self._copy.get(weights, config)
         if copy is None or (transpose and not copy.transpose.numel()):
             self.forget()  # first, so that the allocator can give the same memory again
@@ -49,3 +53,61 @@ class CachedWeight(WeightSource):
     def forget(self) -> None:
         """Free the copy."""
         self._copy.forget()
+
+    def fresh(self, weights: Sequence[torch.Tensor], config: FP8Config) -> QuantizedMatrix | None:
+        """The copy, if it is fresh."""
+        return self._copy.get(weights, config)
+
+    def pin(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, record: Record
+    ) -> Pinned | None:
+        """As `WeightSource.pin`; all graphs of one weight read one copy."""
+        pinned = None if self._pinned is None else self._pinned()
+        if pinned is None or not pinned.serves(weights, config, transpose):
+            pinned = PinnedCopy(self, weights, config, transpose, record)
+            self._pinned = weakref.ref(pinned)
+        return pinned
+
+
+class PinnedCopy:
+    """A copy that a captured cast makes anew, into the same memory.
+
+    Args:
+        source: holds the copy after each cast.
+        weights, config, transpose: what is cast, and how.
+        record: captures the cast.
+    """
+
+    def __init__(
+        self, source: CachedWeight, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool, record: Record
+    ) -> None:
+        self._source, self._weights, self._config, self._transpose = source, tuple(weights), config, transpose
+        self._places = [weight.data_ptr() for weight in weights]
+        self._cast_again, self._made = record(
+            lambda: quantize_weight(as_matrix(self._weights, source.is_transposed), config, transposed=transpose)
+        )
+
+    def serves(self, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool) -> bool:
+        """Whether it is of these weights where they are now, so cast."""
+        return (
+            len(weights) == len(self._weights)
+            and all(one is other for one, other in zip(weights, self._weights, strict=True))
+            and (config, transpose) == (self._config, self._transpose)
+            and self._are_there()
+        )
+
+    def refresh(self) -> bool:
+        """As `Pinned.refresh`."""
+        if not self._are_there():
+            return False
+        if self._source.fresh(self._weights, self._config) is not self._made:
+            self._cast_again()
+            self._source.put(self._weights, self._config, self._made)
+        return True
+
+    def version(self) -> tuple[int, ...]:
+        """As `Pinned.version`."""
+        return tuple(weight._version for weight in self._weights)
+
+    def _are_there(self) -> bool:
+        return self._places == [weight.data_ptr() for weight in self._weights]

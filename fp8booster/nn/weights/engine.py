@@ -8,6 +8,7 @@ import torch
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.weights.cached import CachedWeight
+from fp8booster.nn.weights.pinned import Pinned, Record, are_copies_held, note_use
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -43,9 +44,18 @@ class EngineWeight(CachedWeight):
         if self._filled is None or not self.is_provided(weights):
             self._drop()
             return super().forward(weights, config, transpose=transpose)
-        if self._ready is not None:
+        note_use(self, weights, config, transpose)
+        if self._ready is not None and not are_copies_held():  # a graph cannot wait for what was recorded outside it
             torch.cuda.current_stream().wait_event(self._ready)
         return self._filled
+
+    def pin(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, record: Record
+    ) -> Pinned | None:
+        """As `WeightSource.pin`; what an engine fills stays as it is."""
+        if self.is_provided(weights):
+            return _PinnedFilling(self, weights, config, transpose)
+        return super().pin(weights, config, transpose=transpose, record=record)
 
     def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether the engine filled it for the weights as they are."""
@@ -74,6 +84,29 @@ class EngineWeight(CachedWeight):
 
     def __reduce__(self) -> tuple:
         return CachedWeight, (self.is_transposed,)
+
+
+class _PinnedFilling:
+    """What an engine fills, as long as it fills the same memory."""
+
+    def __init__(
+        self, source: EngineWeight, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool
+    ) -> None:
+        self._source, self._weights, self._config, self._transpose = source, tuple(weights), config, transpose
+        self._memory = self._now()
+
+    def refresh(self) -> bool:
+        """As `Pinned.refresh`; waits for what fills it."""
+        return self._source.is_provided(self._weights) and self._now() == self._memory
+
+    def version(self) -> tuple[int, ...]:
+        """As `Pinned.version`."""
+        filled = self._source.held
+        return () if filled is None else (filled.data._version,)
+
+    def _now(self) -> tuple[int, ...]:
+        matrix = self._source.forward(self._weights, self._config, transpose=self._transpose)
+        return tuple(0 if each is None else each.data_ptr() for each in matrix)
 
 
 def _places(weights: Sequence[torch.Tensor]) -> list[tuple[int, int]]:

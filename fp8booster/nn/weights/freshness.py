@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.weights.collectives import forget_memory, watch_collectives, watch_memory
+from fp8booster.nn.weights.pinned import are_copies_held
 from fp8booster.optim.one_pass import COUNTS_STEPS
 
 
@@ -96,8 +97,8 @@ def reusable(input: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def is_captured(tensor: torch.Tensor) -> bool:
-    """Whether work on a tensor is being captured into a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether work on a tensor is being captured into a CUDA graph, which finds no copies that stay fresh."""
+    return tensor.is_cuda and not are_copies_held() and torch.cuda.is_current_stream_capturing()
 
 
 Made = TypeVar("Made")
@@ -126,7 +127,7 @@ class FreshCopy(Generic[Made]):
             and self._key == key
             and len(self._weights) == len(weights)
             and all(made_of() is weight for made_of, weight in zip(self._weights, weights, strict=True))
-            and self._states == [weight_state(weight) for weight in weights]
+            and (are_copies_held() or self._states == [weight_state(weight) for weight in weights])
         )
         return self.made if fresh else None
 

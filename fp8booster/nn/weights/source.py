@@ -10,6 +10,7 @@ import torch
 from fp8booster.config import FP8Config
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.weights.freshness import note_change
+from fp8booster.nn.weights.pinned import Pinned, Record
 from fp8booster.tensor import QuantizedMatrix
 
 BackwardWeight = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -58,6 +59,17 @@ class WeightSource:
 
     def backward(self, weights: Sequence[torch.Tensor], config: FP8Config) -> BackwardWeight | None:
         """Where dgrad gets the transpose of what `forward` gave; None: autograd saves that."""
+        return None
+
+    def pin(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, record: Record
+    ) -> Pinned | None:
+        """Let what `forward` gives stay in one place, for a CUDA graph; None: it cannot, as where it is gathered.
+
+        Args:
+            weights, config, transpose: as in `forward`.
+            record: captures a cast.
+        """
         return None
 
     def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:

@@ -1,0 +1,5 @@
+"""Layers whose forward and backward are replayed as CUDA graphs, so that the GPU does not wait for Python."""
+
+from fp8booster.nn.graphs.layer import capture_layers, captured_layers
+
+__all__ = ["capture_layers", "captured_layers"]

@@ -1,0 +1,278 @@
+"""Repeated layers of a model that are captured into CUDA graphs after a few calls, and replayed from then on."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8booster.nn.graphs import recorder
+from fp8booster.nn.graphs.arguments import Unsupported, flatten
+from fp8booster.nn.graphs.pair import GraphPair, Moved
+from fp8booster.nn.modules import ONLY_WAITS, cached_by_class, is_looked_at, members_of_made
+from fp8booster.nn.weights.pinned import Record, Use, collected_uses
+
+WARM_UP = 3
+"""Calls of a kind before it is captured: kernels are compiled, and engines have filled what they give, by then."""
+
+MOST_KINDS = 8
+"""Kinds of calls, such as lengths of sequences, that a layer captures."""
+
+MOST_PAIRS = 16
+"""Forwards of a kind that may wait for their backward, as in a pipeline."""
+
+MOST_MOVES = 3
+"""Times that a layer is captured anew because its weights have moved."""
+
+SLOW_GPU = 0.6e15
+"""Operations a second. Where a layer's forward takes the host longer than it would take a GPU at this rate, which is
+half of what an H200 reaches, the GPU waits for the host."""
+
+
+@dataclass
+class _Kind:
+    """Calls of one kind."""
+
+    calls: int = 0
+    host_seconds: float = float("inf")
+    uses: list[Use] = field(default_factory=list)
+    pairs: list[GraphPair] = field(default_factory=list)
+    moves: int = 0
+    why_not: str | None = None
+
+
+class _Shared:
+    """What the captured layers of a model have in common.
+
+    Args:
+        only_where_host_limits: leave alone what the GPU takes longer for than the host.
+    """
+
+    def __init__(self, only_where_host_limits: bool) -> None:
+        self.only_where_host_limits = only_where_host_limits
+        self._records: dict[torch.device, Record | None] = {}
+
+    def record_on(self, device: torch.device) -> Record | None:
+        """What captures work of a device."""
+        if device not in self._records:
+            self._records[device] = recorder.recorder_for(device)
+        return self._records[device]
+
+    def __reduce__(self) -> tuple:
+        return _Shared, (self.only_where_host_limits,)
+
+
+class LayerGraphs:
+    """The graphs of one layer. A copy or a pickle of it is empty.
+
+    Args:
+        shared: of all layers of a model.
+    """
+
+    def __init__(self, shared: _Shared) -> None:
+        self._shared = shared
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._modules: list[nn.Module] = []
+        self.why_not: str | None = TOO_EARLY
+        """Why the last call in training was not replayed; None: it was."""
+
+    def run(self, forward: Callable[..., Any], layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What a layer's forward gives: by a replay in training, once a call of the kind was captured."""
+        if not (torch.is_grad_enabled() and layer.training) or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        given: list[torch.Tensor] = []
+        kind: _Kind | None = None
+        self.why_not = self._why_never(layer)
+        if self.why_not is None:
+            kind, self.why_not = self._kind_of(args, kwargs, given)
+        if kind is None:
+            return forward(*args, **kwargs)
+        if kind.calls < WARM_UP:
+            self.why_not = TOO_EARLY
+            return _warm_up(kind, forward, args, kwargs)
+        pair = self._pair(kind, forward, layer, args, kwargs, given)
+        if pair is not None:
+            try:
+                return pair.run(given)
+            except Moved:
+                self._forget(kind)
+        self.why_not = kind.why_not or "its weights have moved"
+        return forward(*args, **kwargs)
+
+    def _why_never(self, layer: nn.Module) -> str | None:
+        """Why a layer as it is now cannot be captured."""
+        modules = list(layer.modules())
+        if modules != self._modules:
+            self._modules = modules
+            self._kinds.clear()
+        if any("experts" in module._modules for module in modules):
+            return "the host must know how many tokens an expert gets"
+        if any(map(is_looked_at, modules[1:])):  # those of the layer itself run around its forward
+            return "hooks of a module inside must run"
+        # within hooks of what autograd saves, or within a backward, which computes a forward again
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) or torch._C._current_graph_task_id() != -1:
+            return "what it saves for backward is recomputed or stored elsewhere"
+        for parameter in layer.parameters():
+            if type(parameter) is not nn.Parameter:
+                return f"a weight is a {type(parameter).__name__}"
+            if parameter._backward_hooks:
+                return "a hook of a weight's gradient would run twice"
+            if self._shared.record_on(parameter.device) is None:
+                return "CUDA graphs take a GPU"
+        return None
+
+    def _kind_of(
+        self, args: tuple, kwargs: dict[str, Any], given: list[torch.Tensor]
+    ) -> tuple[_Kind | None, str | None]:
+        """The kind of a call, or why it has none; appends the call's tensors."""
+        try:
+            key = flatten((args, kwargs), given), _autocast(given)
+        except Unsupported as error:
+            advice = "; set config.use_cache to False" if "Cache" in str(error) else ""
+            return None, f"it is given a {error}{advice}"
+        if key not in self._kinds:
+            if len(self._kinds) == MOST_KINDS:
+                return None, f"{MOST_KINDS} calls with other shapes were captured before"
+            self._kinds[key] = _Kind()
+        return self._kinds[key], None
+
+    def _pair(
+        self,
+        kind: _Kind,
+        forward: Callable[..., Any],
+        layer: nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        given: list[torch.Tensor],
+    ) -> GraphPair | None:
+        """The graphs for a call, captured now if need be; None: run it as it is, and `kind.why_not` has the reason."""
+        for pair in kind.pairs:
+            if pair.is_free:
+                return pair
+        if not kind.pairs and kind.why_not is None and self._shared.only_where_host_limits:
+            kind.why_not = _why_leave_alone(kind, layer, given)
+        if kind.why_not is not None:
+            return None
+        if len(kind.pairs) == MOST_PAIRS:
+            self.why_not = f"{MOST_PAIRS} forwards wait for their backward"
+            return None
+        record = self._shared.record_on(given[0].device)
+        if record is None:
+            kind.why_not = "CUDA graphs take a GPU"
+            return None
+        try:
+            for module in self._modules:
+                _wait(module)
+            pair = GraphPair(record, forward, args, kwargs, layer, kind.uses)
+        except Moved:
+            kind.why_not = "its FP8 weights have no memory of their own"
+            return None
+        except RuntimeError as error:
+            kind.why_not = f"it cannot be captured ({str(error).splitlines()[0]})"
+            return None
+        kind.pairs.append(pair)
+        return pair
+
+    def _forget(self, kind: _Kind) -> None:
+        """Start anew with a kind whose weights are elsewhere."""
+        kind.pairs.clear()
+        kind.calls, kind.moves = 0, kind.moves + 1
+        if kind.moves == MOST_MOVES:
+            kind.why_not = "its weights move"
+
+    def __reduce__(self) -> tuple:
+        return LayerGraphs, (self._shared,)
+
+
+TOO_EARLY = f"it has not run {WARM_UP + 1} times alike yet"
+
+
+def _warm_up(kind: _Kind, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    kind.calls += 1
+    with collected_uses() as uses:
+        began = time.perf_counter()
+        made = forward(*args, **kwargs)
+        kind.host_seconds = min(kind.host_seconds, time.perf_counter() - began)
+    kind.uses = list({(id(use.source), use.transpose): use for use in uses}.values())
+    return made
+
+
+def _why_leave_alone(kind: _Kind, layer: nn.Module, given: list[torch.Tensor]) -> str | None:
+    tokens = max((each.numel() // each.shape[-1] for each in given if each.is_floating_point()), default=0)
+    weights = sum(each.numel() for each in layer.parameters() if each.dim() > 1)
+    return None if kind.host_seconds > 2 * tokens * weights / SLOW_GPU else "the GPU takes longer than the host"
+
+
+def _autocast(given: list[torch.Tensor]) -> Hashable:
+    device = given[0].device.type if given else "cpu"
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def _wait(module: nn.Module) -> None:
+    """Run the hooks of a module that only wait for its parameters."""
+    for hook in module._forward_pre_hooks.values():
+        if getattr(hook, ONLY_WAITS, False):
+            hook(module, ())
+
+
+class CapturedLayer(nn.Module):
+    """Mixin of a layer that is replayed where it can be."""
+
+    fp8_graphs: LayerGraphs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As its class's, by `LayerGraphs.run`."""
+        return self.fp8_graphs.run(super().forward, self, args, kwargs)
+
+
+def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) -> int:
+    """Let the repeated layers of a model be captured into CUDA graphs, in place, when they have run a few times.
+
+    In training, each layer's forward and backward is one graph then, and Python no longer launches their kernels: a
+    small model trains as fast as the GPU computes. Values are the same, bit for bit, without dropout. Needed are calls
+    of the same shapes, of which a layer captures several; the report tells what was not captured and why. What a
+    layer saves for backward stays allocated, and gradients of its weights, two bytes a parameter.
+
+    Args:
+        model: converted, fused and sharded before. The members of each ModuleList of two or more layers of one class
+            are captured, but for lists inside these.
+        only_where_host_limits: not where the GPU takes longer for a layer than the host, as far as a count of its
+            operations tells.
+
+    Returns:
+        The number of layers.
+    """
+    shared = _Shared(only_where_host_limits)
+    layers = _repeated(model)
+    for layer in layers:
+        layer.__dict__["fp8_graphs"] = LayerGraphs(shared)
+        layer.__class__ = _captured_class(type(layer))
+    return len(layers)
+
+
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        members = list(child) if isinstance(child, nn.ModuleList) else []
+        alike = len(members) > 1 and len({type(each) for each in members}) == 1
+        if alike and not isinstance(members[0], CapturedLayer) and next(members[0].parameters(), None) is not None:
+            found += members
+        else:
+            found += _repeated(child)
+    return found
+
+
+def captured_layers(model: nn.Module) -> Counter[str | None]:
+    """How many layers were replayed when they ran last in training, under None, and how many not, by the reason."""
+    return Counter(module.fp8_graphs.why_not for module in model.modules() if isinstance(module, CapturedLayer))
+
+
+@cached_by_class
+def _captured_class(original: type[nn.Module]) -> type[nn.Module]:
+    members = {"__doc__": CapturedLayer.__doc__, **members_of_made(_captured_class, original)}
+    return type(f"Captured{original.__name__}", (CapturedLayer, original), members)

@@ -1,0 +1,195 @@
+"""One forward and its backward as two CUDA graphs, over tensors that stay where they are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from fp8booster.nn.graphs.arguments import flatten, rebuild
+from fp8booster.nn.weights.pinned import Pinned, Record, Use, copies_are_held
+
+
+class Moved(Exception):
+    """What the graphs read lies elsewhere now; they are of no use."""
+
+
+class _Ticket:
+    """Held by the autograd graph of one forward: as long as its backward may come."""
+
+    used = False
+    versions: list[Any]
+
+
+class GraphPair:
+    """A layer's forward and backward, captured for one kind of call.
+
+    What forward saves for backward stays in the graphs' memory, so a pair serves one forward at a time: it is `free`
+    again when that one's backward has run, or when no one can run it any more. The gradients of parameters lie in
+    memory of the graph too, two bytes a parameter; `.grad` is a view of it until a second one is added.
+
+    Args:
+        record: captures work.
+        forward: the layer's, by the arguments of one call.
+        args, kwargs: of a call of the kind.
+        layer: whose parameters get gradients, where they need one.
+        uses: of FP8 weights in that forward.
+
+    Raises:
+        RuntimeError: the layer cannot be captured.
+        Moved: an FP8 weight has no place of its own.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        forward: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+        layer: torch.nn.Module,
+        uses: Sequence[Use],
+    ) -> None:
+        given: list[torch.Tensor] = []
+        flatten((args, kwargs), given)
+        self._inputs = [torch.empty_like(each).copy_(each).requires_grad_(each.requires_grad) for each in given]
+        self._trained = [each for each in layer.parameters() if each.requires_grad]
+        in_fp8 = {id(weight) for use in uses for weight in use.weights}
+        self._read = [each for each in layer.parameters() if id(each) not in in_fp8]
+        self._places = [each.data_ptr() for each in self._read]
+        self._pinned: list[Pinned] = []
+        for use in uses:
+            pinned = use.pin(record)
+            if pinned is None:
+                raise Moved
+            self._pinned.append(pinned)
+        self.refresh()
+        static_args, static_kwargs = rebuild((args, kwargs), iter(self._inputs))
+
+        def run_forward() -> list[torch.Tensor]:
+            self._made = forward(*static_args, **static_kwargs)
+            outputs: list[torch.Tensor] = []
+            flatten(self._made, outputs)
+            self._live = outputs
+            return [each.detach() for each in outputs]
+
+        with copies_are_held(), torch.enable_grad():
+            self._forward, self._outputs = record(run_forward)
+        self._needs_grad = [each.requires_grad for each in self._live]
+        self._gradients_in = [
+            torch.zeros_like(each) for each, needed in zip(self._outputs, self._needs_grad, strict=True) if needed
+        ]
+        wanted = [*self._inputs, *self._trained]
+        self._gets_gradient = [each.requires_grad for each in wanted]
+
+        def run_backward() -> list[torch.Tensor | None]:
+            roots = [each for each in self._live if each.requires_grad]
+            leaves = [each for each in wanted if each.requires_grad]
+            # what was saved stays in use: the next replay writes it again
+            found = torch.autograd.grad(roots, leaves, self._gradients_in, retain_graph=True, allow_unused=True)
+            return list(found)
+
+        with copies_are_held():
+            self._backward, self._gradients = record(run_backward)
+        self._ticket: weakref.ref[_Ticket] | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no backward is awaited."""
+        ticket = None if self._ticket is None else self._ticket()
+        return ticket is None or ticket.used
+
+    def refresh(self) -> None:
+        """Make what the graphs read what it is now.
+
+        Raises:
+            Moved: it lies elsewhere.
+        """
+        if self._places != [each.data_ptr() for each in self._read]:
+            raise Moved
+        for pinned in self._pinned:
+            if not pinned.refresh():
+                raise Moved
+
+    def run(self, given: Sequence[torch.Tensor]) -> Any:
+        """What the layer gives for a call of the kind.
+
+        Args:
+            given: the tensors of the call's arguments, in the order of `flatten`.
+
+        Raises:
+            Moved: before anything was done.
+        """
+        self.refresh()
+        outputs = _Replayed.apply(self, len(given), *given, *self._trained)
+        return rebuild(self._made, iter(outputs))
+
+    def _replay_forward(self, given: Sequence[torch.Tensor], ticket: _Ticket) -> tuple[torch.Tensor, ...]:
+        with torch.no_grad():
+            torch._foreach_copy_(self._inputs, list(given))
+        ticket.versions = self._versions()
+        self._ticket = weakref.ref(ticket)
+        self._forward()
+        return tuple(each.clone() for each in self._outputs)
+
+    def _replay_backward(self, ticket: _Ticket, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        if self._ticket is None or self._ticket() is not ticket:
+            raise RuntimeError(
+                "a layer captured into a CUDA graph ran forward again before this second backward, and what it had "
+                "saved is gone; run backward once, or build the model with FP8Config(cuda_graphs=False)"
+            )
+        if ticket.versions != self._versions():
+            raise RuntimeError(
+                "a weight needed for gradient computation has been modified by an inplace operation: an optimizer "
+                "stepped between this forward and its backward; run backward before the step"
+            )
+        ticket.used = True
+        self._keep_gradients()
+        given = [each for each, needed in zip(gradients, self._needs_grad, strict=True) if needed]
+        for place, gradient in zip(self._gradients_in, given, strict=True):
+            if gradient is None:
+                place.zero_()
+            else:
+                place.copy_(gradient)
+        self._backward()
+        found = iter(self._gradients)
+        # a view that no one else has: autograd takes it for `.grad` as it is
+        each_one = (next(found) if gets else None for gets in self._gets_gradient)
+        return [None if each is None else each.detach() for each in each_one]
+
+    def _keep_gradients(self) -> None:
+        """Move gradients of earlier micro-batches out of the memory that backward writes to."""
+        of_inputs = len(self._gradients) - len(self._trained)
+        for parameter, gradient in zip(self._trained, self._gradients[of_inputs:], strict=True):
+            held = parameter.grad
+            if held is not None and gradient is not None and held.data_ptr() == gradient.data_ptr():
+                parameter.grad = held.clone()
+
+    def _versions(self) -> list[Any]:
+        return [each._version for each in self._read] + [pinned.version() for pinned in self._pinned]
+
+
+class _Replayed(torch.autograd.Function):
+    """A layer by its two graphs."""
+
+    @staticmethod
+    def forward(ctx: Any, pair: GraphPair, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.pair, ctx.ticket = pair, _Ticket()
+        ctx.leaves = [each.is_leaf for each in tensors[:count]]
+        ctx.set_materialize_grads(False)
+        outputs = pair._replay_forward(tensors[:count], ctx.ticket)
+        ctx.mark_non_differentiable(
+            *(each for each, needed in zip(outputs, pair._needs_grad, strict=True) if not needed)
+        )
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
+        found = ctx.pair._replay_backward(ctx.ticket, gradients)
+        for place, is_leaf in enumerate(ctx.leaves):  # what a user keeps must outlive the next replay
+            if is_leaf and found[place] is not None:
+                found[place] = found[place].clone()
+        return None, None, *found

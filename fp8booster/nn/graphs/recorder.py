@@ -1,0 +1,58 @@
+"""Captures work of one GPU into CUDA graphs that share memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+import torch
+
+Made = TypeVar("Made")
+
+
+class Recorder:
+    """All graphs of a model: they run one after the other, so what one needs only while it runs, all use.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, work: Callable[[], Made]) -> tuple[Callable[[], None], Made]:
+        """As `weights.pinned.Record`.
+
+        Raises:
+            RuntimeError: work that cannot be captured, as where the host reads a value from the GPU.
+        """
+        graph = torch.cuda.CUDAGraph()
+        collects = gc.isenabled()
+        gc.disable()  # what a collection frees in the midst may call what a capture forbids
+        torch.cuda.synchronize(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        try:
+            with torch.cuda.stream(self._stream):
+                # other threads, such as NCCL's watchdog, may ask for events meanwhile
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    made = work()
+                except BaseException:
+                    with suppress(RuntimeError):  # it was invalid by then
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        return graph.replay, made
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """What captures work of a device; None where it has no CUDA graphs."""
+    return Recorder(device) if device.type == "cuda" else None

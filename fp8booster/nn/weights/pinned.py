@@ -1,0 +1,94 @@
+"""FP8 weights that a CUDA graph reads: they stay where they are, and are cast again into the same memory.
+
+A layer that is captured multiplies by the FP8 copies that its sources gave when it ran last. `collected_uses` tells
+which these are, `WeightSource.pin` makes them stay, and `copies_are_held` lets the capture find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+
+from fp8booster.config import FP8Config
+
+Made = TypeVar("Made")
+
+
+class Record(Protocol):
+    """Captures work of one device."""
+
+    def __call__(self, work: Callable[[], Made]) -> tuple[Callable[[], None], Made]:
+        """Returns what does the work again, and what the work makes: it has no values before the first time."""
+
+
+class Pinned(Protocol):
+    """An FP8 weight in one place."""
+
+    def refresh(self) -> bool:
+        """Lay there what the weights are now, on the current stream; False: it is elsewhere now."""
+
+    def version(self) -> tuple[int, ...]:
+        """Changes when an optimizer's step changes the weights."""
+
+
+class _Source(Protocol):
+    def pin(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, record: Record
+    ) -> Pinned | None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """What a layer asked of a source."""
+
+    source: _Source
+    weights: tuple[torch.Tensor, ...]
+    config: FP8Config
+    transpose: bool
+
+    def pin(self, record: Record) -> Pinned | None:
+        """As `WeightSource.pin`."""
+        return self.source.pin(self.weights, self.config, transpose=self.transpose, record=record)
+
+
+class _Now:
+    """What this process does at the moment. Layers are captured on the thread that runs forward."""
+
+    uses: list[Use] | None = None
+    held = False
+
+
+def note_use(source: _Source, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool) -> None:
+    """Called by sources that are asked."""
+    if _Now.uses is not None:
+        _Now.uses.append(Use(source, tuple(weights), config, transpose))
+
+
+@contextmanager
+def collected_uses() -> Iterator[list[Use]]:
+    """The list of what sources are asked inside, each once."""
+    uses: list[Use] = []
+    _Now.uses = uses
+    try:
+        yield uses
+    finally:
+        _Now.uses = None
+
+
+@contextmanager
+def copies_are_held() -> Iterator[None]:
+    """Inside, copies that were pinned and refreshed count as fresh on every stream, also in a capture."""
+    _Now.held = True
+    try:
+        yield
+    finally:
+        _Now.held = False
+
+
+def are_copies_held() -> bool:
+    """Whether this runs inside `copies_are_held`."""
+    return _Now.held

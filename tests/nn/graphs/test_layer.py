@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fp8booster import FP8Config, convert_to_fp8, fuse
+from fp8booster.nn.graphs import capture_layers, captured_layers, recorder
+from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP
+from tests.nn.fused.models import VOCABULARY, build
+from tests.nn.graphs.rerun import Rerun
+
+LAYERS = 2
+
+
+@pytest.fixture
+def record(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Rerun | None:
+    """What stands in for graphs on the CPU."""
+    rerun = Rerun() if device.type == "cpu" else None
+    if rerun is not None:
+        monkeypatch.setattr(recorder, "recorder_for", lambda _: rerun)
+    return rerun
+
+
+def pair_of_models(device: torch.device, family: str = "llama") -> tuple[nn.Module, nn.Module]:
+    """The same small model twice, in FP8 and fused, of which the second's layers are captured."""
+    eager = build(family, torch.bfloat16).to(device).train()
+    convert_to_fp8(eager, FP8Config(always=True))
+    fuse(eager)
+    captured = copy.deepcopy(eager)
+    assert capture_layers(captured) == LAYERS
+    return eager, captured
+
+
+def tokens(step: int, device: torch.device, length: int = 32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(0, VOCABULARY, (2, length), generator=generator).to(device)
+
+
+def forward(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+Batches = Callable[[int, torch.device], list[torch.Tensor]]
+
+
+@pytest.mark.usefixtures("record")
+@pytest.mark.parametrize(
+    "batches",
+    [
+        lambda step, device: [tokens(step, device)],
+        lambda step, device: [tokens(10 * step + micro, device) for micro in range(3)],
+        lambda step, device: [tokens(10 * step + micro, device, (32, 48)[micro]) for micro in range(2)],
+    ],
+    ids=["one", "three micro-batches", "two lengths"],
+)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_captured_layers_compute_the_bits_of_eager_ones(
+    device: torch.device, batches: Batches, set_to_none: bool
+) -> None:
+    models = pair_of_models(device)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    for step in range(8):
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            of_model = []
+            for ids in batches(step, device):
+                loss = forward(model, ids)
+                loss.backward()
+                of_model.append(loss.item())
+            losses.append(of_model)
+            gradients = [parameter.grad.clone() for parameter in model.parameters()]
+            if model is models[0]:
+                right = gradients
+            else:
+                assert all(map(torch.equal, gradients, right))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+        assert losses[0] == losses[1]
+    assert captured_layers(models[1]) == {None: LAYERS}
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+def test_a_layer_is_captured_once_and_each_weight_cast_once_a_step(record: Rerun | None, device: torch.device) -> None:
+    if record is None:
+        pytest.skip("counts what stands in for graphs")
+    model = pair_of_models(device)[1]
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(WARM_UP):
+        forward(model, tokens(0, device)).backward()
+    assert captured_layers(model) == {TOO_EARLY: LAYERS}
+    forward(model, tokens(0, device)).backward()
+    assert captured_layers(model) == {None: LAYERS}
+    sources = 4  # q, k and v; o; gate and up; down
+    assert record.captured == LAYERS * (2 + sources)
+    optimizer.step()
+    before = record.replayed
+    for _ in range(3):
+        forward(model, tokens(0, device)).backward()
+    assert record.replayed - before == LAYERS * (3 * 2 + sources)
+    assert record.captured == LAYERS * (2 + sources)
+
+
+@pytest.mark.usefixtures("record")
+def test_forwards_wait_for_their_backwards_as_in_a_pipeline(device: torch.device) -> None:
+    models = pair_of_models(device)
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            losses = [forward(model, tokens(10 * step + micro, device)) for micro in range(4)]
+            for loss in losses:
+                loss.backward()
+        assert all(
+            torch.equal(one.grad, other.grad)
+            for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True)
+        )
+    assert captured_layers(models[1]) == {None: LAYERS}
+
+
+@pytest.mark.usefixtures("record")
+def test_evaluation_and_a_forward_without_backward_change_nothing(device: torch.device) -> None:
+    models = pair_of_models(device)
+    for step in range(6):
+        gradients = []
+        for model in models:
+            model.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                evaluated = forward(model, tokens(50, device)).item()
+            model.train()
+            forward(model, tokens(60 + step, device))
+            forward(model, tokens(step, device)).backward()
+            gradients.append([evaluated, *(parameter.grad.sum().item() for parameter in model.parameters())])
+        assert gradients[0] == gradients[1]
+
+
+@pytest.mark.usefixtures("record")
+def test_a_step_between_forward_and_backward_is_noticed(device: torch.device) -> None:
+    model = pair_of_models(device)[1]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(WARM_UP + 1):
+        forward(model, tokens(0, device)).backward()
+    loss = forward(model, tokens(0, device))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("record")
+def test_a_second_backward_after_another_forward_is_refused(device: torch.device) -> None:
+    model = pair_of_models(device)[1]
+    for _ in range(WARM_UP + 1):
+        forward(model, tokens(0, device)).backward()
+    loss = model(input_ids=tokens(0, device)).logits.float().square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    forward(model, tokens(1, device))
+    with pytest.raises(RuntimeError, match="run backward once"):
+        loss.backward()
+
+
+def reasons(model: nn.Module, device: torch.device) -> list[str]:
+    for _ in range(WARM_UP + 1):
+        forward(model, tokens(0, device)).backward()
+    return [str(reason) for reason in captured_layers(model)]
+
+
+@pytest.mark.usefixtures("record")
+def test_what_is_not_captured_is_named(device: torch.device) -> None:
+    model = pair_of_models(device)[1]
+    seen = []
+    handle = model.model.layers[0].mlp.register_forward_hook(lambda *_: seen.append(1))
+    assert reasons(model, device) == ["hooks of a module inside must run", "None"]
+    assert len(seen) == WARM_UP + 1
+    handle.remove()
+    assert reasons(model, device) == ["None"]
+    model.gradient_checkpointing_enable()
+    assert reasons(model, device) == ["what it saves for backward is recomputed or stored elsewhere"]
+    model.gradient_checkpointing_disable()
+    for length in range(1, MOST_KINDS):
+        forward(model, tokens(0, device, 32 + length)).backward()
+    assert list(captured_layers(model)) == [TOO_EARLY]
+    forward(model, tokens(0, device, 64)).backward()
+    assert list(captured_layers(model)) == [f"{MOST_KINDS} calls with other shapes were captured before"]
+
+
+@pytest.mark.usefixtures("record")
+def test_a_packed_batch_runs_eagerly(device: torch.device) -> None:
+    model = pair_of_models(device)[1]
+    ids = tokens(0, device).reshape(1, -1)
+    places = torch.arange(32, device=device).repeat(2)[None]
+    for _ in range(WARM_UP + 1):
+        model(input_ids=ids, labels=ids, position_ids=places).loss.backward()
+    assert list(captured_layers(model)) == ["it is given a PackedEmbeddings"]
+
+
+def test_without_a_gpu_nothing_is_captured() -> None:
+    model = pair_of_models(torch.device("cpu"))[1]
+    assert reasons(model, torch.device("cpu")) == ["CUDA graphs take a GPU"]
+
+
+@pytest.mark.usefixtures("record")
+def test_copies_and_pickles_are_captured_anew(device: torch.device) -> None:
+    model = pair_of_models(device)[1]
+    right = reasons(model, device)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert list(captured_layers(other)) == [TOO_EARLY]
+        assert reasons(other, device) == right == ["None"]
+
+
+@pytest.mark.usefixtures("record")
+def test_what_the_gpu_takes_longer_for_is_left_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama", torch.bfloat16).to(device).train()
+    capture_layers(model, only_where_host_limits=True)
+    assert reasons(model, device) == ["None"]
+    model = build("llama", torch.bfloat16).to(device).train()
+    capture_layers(model, only_where_host_limits=True)
+    monkeypatch.setattr("fp8booster.nn.graphs.layer.SLOW_GPU", 1.0)
+    assert reasons(model, device) == ["the GPU takes longer than the host"]
