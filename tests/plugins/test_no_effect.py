@@ -178,3 +178,24 @@ def test_activations_of_layers_that_are_not_fused_are_saved_as_ever(fused: bool)
             "False; turn it on, or leave the option out"
         ]
     )
+
+
+NO_GRAPHS: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
+    ("LowLevelZeroPlugin", "any"): ({}, None),
+    ("TorchDDPPlugin", "any"): ({}, None),
+    ("HybridParallelPlugin", "whole layers"): ({}, None),
+    ("HybridParallelPlugin", "tensor parallel"): ({"tp_size": 2}, "ranks exchange inside a layer"),
+    ("GeminiPlugin", "any"): ({}, "Gemini moves weights"),
+    ("TorchFSDPPlugin", "any"): ({}, "FSDP gathers weights elsewhere"),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", NO_GRAPHS, ids=str)
+def test_graphs_that_nothing_captures_are_warned_of(case: tuple[str, str]) -> None:
+    arguments, says = NO_GRAPHS[case]
+    warnings = warnings_of(case[0], use_fp8=True, fp8_config=FP8Config(cuda_graphs=True), **arguments)
+    assert len(warnings) == (says is not None), warnings
+    if says is not None:
+        assert f"fp8_config.cuda_graphs=True has no effect: {says}" in warnings[0]
+    assert not warnings_of(case[0], use_fp8=True, fp8_config=FP8Config(cuda_graphs=None), **arguments)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8booster import FP8Config, convert_to_fp8, fuse
+from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.nn.graphs import capture_layers, captured_layers, recorder
 from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP
 from tests.nn.fused.models import VOCABULARY, build
@@ -82,6 +82,7 @@ def test_captured_layers_compute_the_bits_of_eager_ones(
             optimizer.zero_grad(set_to_none)
         assert losses[0] == losses[1]
     assert captured_layers(models[1]) == {None: LAYERS}
+    assert f", {LAYERS} layers replayed as CUDA graphs" in report(models[1]).summary()
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
@@ -201,6 +202,7 @@ def test_a_packed_batch_runs_eagerly(device: torch.device) -> None:
 def test_without_a_gpu_nothing_is_captured() -> None:
     model = pair_of_models(torch.device("cpu"))[1]
     assert reasons(model, torch.device("cpu")) == ["CUDA graphs take a GPU"]
+    assert f", {LAYERS} layers not (CUDA graphs take a GPU) replayed" in report(model).summary()
 
 
 @pytest.mark.usefixtures("record")
