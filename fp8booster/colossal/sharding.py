@@ -35,10 +35,10 @@ def why_not_sharded(what: str, instead: str) -> str | None:
         instead: does what can be done without another transformers; the sentence ends with it.
     """
     installed = installed_transformers()
-    if installed is None or _is_4_51(installed) or _is_major_5(installed):
+    if installed is None or _is_4_51(installed) or _is_newer(installed):
         return None
     return (
-        f"{what} shards models of transformers {SHARDED_TRANSFORMERS} and 5, and transformers {installed} is "
+        f"{what} shards models of transformers {SHARDED_TRANSFORMERS}, 4.57 and 5, and transformers {installed} is "
         f"installed; pip install transformers=={SHARDED_TRANSFORMERS}, or {instead}"
     )
 
@@ -49,14 +49,19 @@ def why_model_is_not_sharded(module: str, name: str) -> str | None:
     Args:
         module, name: of its class.
     """
-    if not is_transformers_5():
+    installed = installed_transformers()
+    if installed is None or not _is_newer(installed):
         return None
-    if module in {f"transformers.models.{family}.modeling_{family}" for family in FAMILIES_OF_5}:
+    # 4.57 has experts in modules of its own
+    known = {
+        folder: family for folder, family in FAMILIES_OF_5.items() if _is_major_5(installed) or folder != "mixtral"
+    }
+    if module in {f"transformers.models.{folder}.modeling_{folder}" for folder in known}:
         return None
-    families = ", ".join(FAMILIES_OF_5.values())
+    families = ", ".join(known.values())
     return (
         f"Colossal-AI 0.5.0 shards {name} of transformers {SHARDED_TRANSFORMERS} alone, and transformers "
-        f"{installed_transformers()} is installed, of which {families} are sharded; pip install "
+        f"{installed} is installed, of which {families} are sharded; pip install "
         f"transformers=={SHARDED_TRANSFORMERS}, or {_OTHERS}"
     )
 
@@ -74,6 +79,11 @@ def require_sharding(plugin: str) -> None:
 
 def _is_4_51(installed: str) -> bool:
     return installed.split(".")[:2] == SHARDED_TRANSFORMERS.split(".")[:2]
+
+
+def _is_newer(installed: str) -> bool:
+    """Whether models are those of 5, as far as sharding asks: from the last 4 on."""
+    return tuple(int(part) for part in installed.split(".")[:2]) >= (4, 57)
 
 
 def _is_major_5(installed: str) -> bool:

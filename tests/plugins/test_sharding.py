@@ -17,7 +17,7 @@ SHARDING = [
 ]
 
 
-@pytest.fixture(params=["4.50.3", "4.57.1"])
+@pytest.fixture(params=["4.50.3", "4.56.2"])
 def another(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Another version of transformers is installed."""
     monkeypatch.setattr(sharding, "version", lambda package: request.param)
@@ -35,7 +35,7 @@ def test_it_says_what_to_install_and_what_runs(plugin: str, arguments: dict, ano
 
 
 @pytest.mark.parametrize(("plugin", "arguments"), SHARDING)
-@pytest.mark.parametrize("version", ["4.51.3", "5.23.0"])
+@pytest.mark.parametrize("version", ["4.51.3", "4.57.1", "5.23.0"])
 def test_versions_that_are_sharded_are_taken(
     plugin: str, arguments: dict, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,6 +52,11 @@ def test_with_transformers_5_a_model_that_is_not_sharded_is_named_with_what_is(m
     reason = sharding.why_model_is_not_sharded(gpt2, "GPT2LMHeadModel")
     assert reason.startswith("Colossal-AI 0.5.0 shards GPT2LMHeadModel of transformers 4.51.3 alone")
     assert "5.23.0 is installed, of which LLaMA, Mistral" in reason
+    mixtral = "transformers.models.mixtral.modeling_mixtral"
+    assert sharding.why_model_is_not_sharded(mixtral, "MixtralForCausalLM") is None
+    monkeypatch.setattr(sharding, "version", lambda package: "4.57.1")
+    assert sharding.why_model_is_not_sharded(llama, "LlamaForCausalLM") is None
+    assert "4.57.1 is installed" in sharding.why_model_is_not_sharded(mixtral, "MixtralForCausalLM")
     monkeypatch.setattr(sharding, "version", lambda package: "4.51.3")
     assert sharding.why_model_is_not_sharded(gpt2, "GPT2LMHeadModel") is None
 
