@@ -20,6 +20,8 @@ from tests.faults.subjects import SAVED, Place, Subject, checkpoints_of
 REPOSITORY = Path(__file__).parents[2]
 LATEST = 240.0  # seconds that the whole command may take on a busy machine
 SECOND_SAVE = f"step-{2 * SAVED:08d}"
+OF_STEPS = ("all_to_all_single", "reduce_scatter_tensor", "batch_isend_irecv")
+"""Collectives that no save has."""
 
 
 def resume(
@@ -95,15 +97,24 @@ def killed(rank: int, number: int) -> Callable[[Place, Subject, Reference, Path]
     return check
 
 
+def stopped_rank(ranks: list[psutil.Process]) -> psutil.Process:
+    """Rank 0, when it has stopped."""
+    stopped = next(rank for rank in ranks if rank.environ()["RANK"] == "0")
+    deadline = time.monotonic() + LATEST
+    while stopped.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return stopped
+
+
 def told_to_stop(place: Place, subject: Subject, reference: Reference, out: Path) -> str:
     """SIGTERM to the command while ranks train."""
     shutil.copytree(reference.begun, out)
-    process = resume(out)
+    first = 1 + next(number for number, name in enumerate(reference.events[0].collectives) if name in OF_STEPS)
+    process = resume(out, harm=(0, signal.SIGSTOP, first), at_file=False)  # so that they cannot have finished
     ranks = ranks_of(process)
-    for line in process.stdout:
-        if "step 3" in line:
-            break
+    stopped = stopped_rank(ranks)
     process.send_signal(signal.SIGTERM)
+    stopped.resume()
     ended(process, "Continue with: fp8booster train --resume", code=130)
     assert_nobody_is_left(ranks)
     return went_on(place, subject, reference, out)
@@ -112,9 +123,8 @@ def told_to_stop(place: Place, subject: Subject, reference: Reference, out: Path
 def hung(place: Place, subject: Subject, reference: Reference, out: Path) -> str:
     """SIGSTOP of rank 1 in a step: the run ends in time, and names it."""
     shutil.copytree(reference.begun, out)
-    of_steps = ("all_to_all_single", "reduce_scatter_tensor", "batch_isend_irecv")  # not of saves
     names = reference.events[1].collectives
-    last = max(number for number, name in enumerate(names, 1) if name in of_steps)
+    last = max(number for number, name in enumerate(names, 1) if name in OF_STEPS)
     process = resume(out, "--timeout", "20", harm=(1, signal.SIGSTOP, last), at_file=False)
     ranks = ranks_of(process)
     ended(process, "rank 1 does not answer")
@@ -127,10 +137,7 @@ def command_killed(place: Place, subject: Subject, reference: Reference, out: Pa
     shutil.copytree(reference.begun, out)
     process = resume(out, harm=(0, signal.SIGSTOP, 1))  # so that they cannot have finished
     ranks = ranks_of(process)
-    stopped = next(rank for rank in ranks if rank.environ()["RANK"] == "0")
-    deadline = time.monotonic() + LATEST
-    while stopped.status() != psutil.STATUS_STOPPED and time.monotonic() < deadline:
-        time.sleep(0.2)
+    stopped = stopped_rank(ranks)
     process.kill()
     process.communicate()
     stopped.resume()
