@@ -43,6 +43,9 @@ class _Kind:
     uses: list[Use] = field(default_factory=list)
     pairs: list[GraphPair] = field(default_factory=list)
     moves: int = 0
+    draws: bool = False
+    """It draws random numbers."""
+
     why_not: str | None = None
 
 
@@ -78,13 +81,22 @@ class LayerGraphs:
         self._shared = shared
         self._kinds: dict[Hashable, _Kind] = {}
         self._modules: list[nn.Module] = []
+        self._ran_without_gradients = False
         self.why_not: str | None = TOO_EARLY
         """Why the last call in training was not replayed; None: it was."""
 
     def run(self, forward: Callable[..., Any], layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         """What a layer's forward gives: by a replay in training, once a call of the kind was captured."""
-        if not (torch.is_grad_enabled() and layer.training) or torch.compiler.is_compiling():
+        if not layer.training or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._ran_without_gradients = True
+            return forward(*args, **kwargs)
+        if torch._C._current_graph_task_id() != -1:  # checkpointing of a forward that was not replayed
+            if self._ran_without_gradients:
+                self.why_not = "checkpointing computes it again within backward; use use_reentrant=False"
+            return forward(*args, **kwargs)
+        self._ran_without_gradients = False
         given: list[torch.Tensor] = []
         kind: _Kind | None = None
         self.why_not = self._why_never(layer)
@@ -94,7 +106,7 @@ class LayerGraphs:
             return forward(*args, **kwargs)
         if kind.calls < WARM_UP:
             self.why_not = TOO_EARLY
-            return _warm_up(kind, forward, args, kwargs)
+            return _warm_up(kind, forward, args, kwargs, given[0].device)
         pair = self._pair(kind, forward, layer, args, kwargs, given)
         if pair is not None:
             try:
@@ -114,9 +126,8 @@ class LayerGraphs:
             return "the host must know how many tokens an expert gets"
         if any(map(is_looked_at, modules[1:])):  # those of the layer itself run around its forward
             return "hooks of a module inside must run"
-        # within hooks of what autograd saves, or within a backward, which computes a forward again
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) or torch._C._current_graph_task_id() != -1:
-            return "what it saves for backward is recomputed or stored elsewhere"
+        if _saving() not in (None, _CHECKPOINTING):
+            return "what it saves for backward is stored elsewhere"
         for parameter in layer.parameters():
             if type(parameter) is not nn.Parameter:
                 return f"a weight is a {type(parameter).__name__}"
@@ -131,10 +142,12 @@ class LayerGraphs:
     ) -> tuple[_Kind | None, str | None]:
         """The kind of a call, or why it has none; appends the call's tensors."""
         try:
-            key = flatten((args, kwargs), given), _autocast(given)
+            key = flatten((args, kwargs), given), _autocast(given), _saving()
         except Unsupported as error:
             advice = "; set config.use_cache to False" if "Cache" in str(error) else ""
             return None, f"it is given a {error}{advice}"
+        if not given:
+            return None, "it is given no tensor"
         if key not in self._kinds:
             if len(self._kinds) == MOST_KINDS:
                 return None, f"{MOST_KINDS} calls with other shapes were captured before"
@@ -154,6 +167,9 @@ class LayerGraphs:
         for pair in kind.pairs:
             if pair.is_free:
                 return pair
+        recompute = _saving() == _CHECKPOINTING
+        if recompute and kind.draws:
+            kind.why_not = "it draws random numbers, which checkpointing must draw again"
         if not kind.pairs and kind.why_not is None and self._shared.only_where_host_limits:
             kind.why_not = _why_leave_alone(kind, layer, given)
         if kind.why_not is not None:
@@ -168,7 +184,7 @@ class LayerGraphs:
         try:
             for module in self._modules:
                 _wait(module)
-            pair = GraphPair(record, forward, args, kwargs, layer, kind.uses)
+            pair = GraphPair(record, forward, args, kwargs, layer, kind.uses, recompute=recompute)
         except Moved:
             kind.why_not = "its FP8 weights have no memory of their own"
             return None
@@ -192,12 +208,15 @@ class LayerGraphs:
 TOO_EARLY = f"it has not run {WARM_UP + 1} times alike yet"
 
 
-def _warm_up(kind: _Kind, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _warm_up(
+    kind: _Kind, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], device: torch.device
+) -> Any:
     kind.calls += 1
     with collected_uses() as uses:
-        began = time.perf_counter()
+        drawn, began = _drawn(device), time.perf_counter()
         made = forward(*args, **kwargs)
         kind.host_seconds = min(kind.host_seconds, time.perf_counter() - began)
+        kind.draws |= _drawn(device) != drawn
     kind.uses = list({(id(use.source), use.transpose): use for use in uses}.values())
     return made
 
@@ -206,6 +225,25 @@ def _why_leave_alone(kind: _Kind, layer: nn.Module, given: list[torch.Tensor]) -
     tokens = max((each.numel() // each.shape[-1] for each in given if each.is_floating_point()), default=0)
     weights = sum(each.numel() for each in layer.parameters() if each.dim() > 1)
     return None if kind.host_seconds > 2 * tokens * weights / SLOW_GPU else "the GPU takes longer than the host"
+
+
+def _drawn(device: torch.device) -> Hashable:
+    """Changes when random numbers are drawn on a device."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index].get_offset()
+    return torch.get_rng_state().numpy().tobytes()
+
+
+_CHECKPOINTING = "checkpointing"
+
+
+def _saving() -> str | None:
+    """Who takes what autograd saves for backward here; None: nobody."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return None
+    # torch.utils.checkpoint without reentrant backwards: it keeps nothing, and computes the forward again
+    return _CHECKPOINTING if "_checkpoint_hook" in hooks[0].__qualname__ else "another"
 
 
 def _autocast(given: list[torch.Tensor]) -> Hashable:

@@ -28,8 +28,10 @@ class GraphPair:
     """A layer's forward and backward, captured for one kind of call.
 
     What forward saves for backward stays in the graphs' memory, so a pair serves one forward at a time: it is `free`
-    again when that one's backward has run, or when no one can run it any more. The gradients of parameters lie in
-    memory of the graph too, two bytes a parameter; `.grad` is a view of it until a second one is added.
+    again when that one's backward has run, or when no one can run it any more. With `recompute` only the layer's inputs
+    stay, and the graph of the backward begins with the forward; what that saves, all layers have the same memory for.
+    The gradients of parameters lie in memory of the graph too, two bytes a parameter; `.grad` is a view of it until a
+    second one is added.
 
     Args:
         record: captures work.
@@ -37,6 +39,7 @@ class GraphPair:
         args, kwargs: of a call of the kind.
         layer: whose parameters get gradients, where they need one.
         uses: of FP8 weights in that forward.
+        recompute: as activation checkpointing does.
 
     Raises:
         RuntimeError: the layer cannot be captured.
@@ -51,6 +54,8 @@ class GraphPair:
         kwargs: dict[str, Any],
         layer: torch.nn.Module,
         uses: Sequence[Use],
+        *,
+        recompute: bool = False,
     ) -> None:
         given: list[torch.Tensor] = []
         flatten((args, kwargs), given)
@@ -67,31 +72,40 @@ class GraphPair:
             self._pinned.append(pinned)
         self.refresh()
         static_args, static_kwargs = rebuild((args, kwargs), iter(self._inputs))
+        live: list[torch.Tensor] = []
+
+        def run_layer() -> None:
+            made = forward(*static_args, **static_kwargs)
+            live.clear()
+            flatten(made, live)
+            self._made = rebuild(made, (each.detach() for each in live))
 
         def run_forward() -> list[torch.Tensor]:
-            self._made = forward(*static_args, **static_kwargs)
-            outputs: list[torch.Tensor] = []
-            flatten(self._made, outputs)
-            self._live = outputs
-            return [each.detach() for each in outputs]
+            with torch.set_grad_enabled(not recompute):
+                run_layer()
+            return [each.detach() for each in live]
 
-        with copies_are_held(), torch.enable_grad():
-            self._forward, self._outputs = record(run_forward)
-        self._needs_grad = [each.requires_grad for each in self._live]
-        self._gradients_in = [
-            torch.zeros_like(each) for each, needed in zip(self._outputs, self._needs_grad, strict=True) if needed
-        ]
         wanted = [*self._inputs, *self._trained]
         self._gets_gradient = [each.requires_grad for each in wanted]
 
         def run_backward() -> list[torch.Tensor | None]:
-            roots = [each for each in self._live if each.requires_grad]
+            if recompute:
+                with torch.enable_grad():
+                    run_layer()
+            self._needs_grad = [each.requires_grad for each in live]
+            ends = [(each, place) for each, place in zip(live, self._gradients_in, strict=True) if each.requires_grad]
+            roots, gradients = zip(*ends, strict=True)
             leaves = [each for each in wanted if each.requires_grad]
-            # what was saved stays in use: the next replay writes it again
-            found = torch.autograd.grad(roots, leaves, self._gradients_in, retain_graph=True, allow_unused=True)
+            # without `recompute` what was saved stays in use: the next replay of the forward writes it again
+            found = torch.autograd.grad(roots, leaves, gradients, retain_graph=not recompute, allow_unused=True)
+            if recompute:
+                live.clear()
             return list(found)
 
-        with copies_are_held():
+        # hooks of whoever calls the layer, as of checkpointing, are not for what the graphs save
+        with copies_are_held(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+            self._forward, self._outputs = record(run_forward)
+            self._gradients_in = [torch.zeros_like(each) for each in self._outputs]
             self._backward, self._gradients = record(run_backward)
         self._ticket: weakref.ref[_Ticket] | None = None
 
@@ -147,8 +161,7 @@ class GraphPair:
             )
         ticket.used = True
         self._keep_gradients()
-        given = [each for each, needed in zip(gradients, self._needs_grad, strict=True) if needed]
-        for place, gradient in zip(self._gradients_in, given, strict=True):
+        for place, gradient in zip(self._gradients_in, gradients, strict=True):
             if gradient is None:
                 place.zero_()
             else:
@@ -169,6 +182,10 @@ class GraphPair:
 
     def _versions(self) -> list[Any]:
         return [each._version for each in self._read] + [pinned.version() for pinned in self._pinned]
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _Replayed(torch.autograd.Function):

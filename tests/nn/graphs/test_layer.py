@@ -179,14 +179,48 @@ def test_what_is_not_captured_is_named(device: torch.device) -> None:
     assert len(seen) == WARM_UP + 1
     handle.remove()
     assert reasons(model, device) == ["None"]
-    model.gradient_checkpointing_enable()
-    assert reasons(model, device) == ["what it saves for backward is recomputed or stored elsewhere"]
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    assert reasons(model, device) == ["checkpointing computes it again within backward; use use_reentrant=False"]
     model.gradient_checkpointing_disable()
+    model.disable_input_require_grads()
+    with torch.autograd.graph.save_on_cpu():
+        assert reasons(model, device) == ["what it saves for backward is stored elsewhere"]
     for length in range(1, MOST_KINDS):
         forward(model, tokens(0, device, 32 + length)).backward()
     assert list(captured_layers(model)) == [TOO_EARLY]
     forward(model, tokens(0, device, 64)).backward()
     assert list(captured_layers(model)) == [f"{MOST_KINDS} calls with other shapes were captured before"]
+
+
+@pytest.mark.usefixtures("record")
+def test_checkpointed_layers_are_captured_with_their_second_forward(device: torch.device) -> None:
+    models = pair_of_models(device)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-2) for model in models]
+    for model in models:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for step in range(6):
+        losses = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            waiting = [forward(model, tokens(10 * step + micro, device)) for micro in range(2)]
+            for loss in waiting:
+                loss.backward()
+            losses.append([loss.item() for loss in waiting])
+            optimizer.step()
+        assert losses[0] == losses[1]
+    assert captured_layers(models[1]) == {None: LAYERS}
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.usefixtures("record")
+def test_dropout_is_not_captured_with_checkpointing(device: torch.device) -> None:
+    model = pair_of_models(device)[1]
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    assert reasons(model, device) == ["None"]
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert reasons(model, device) == ["it draws random numbers, which checkpointing must draw again"]
 
 
 @pytest.mark.usefixtures("record")
