@@ -7,17 +7,32 @@ trial runs the forward of a class, in FP32 on the CPU, on a module that has its 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8booster.nn.fused.families import Part
 from fp8booster.nn.modules import cached_by_class
+
+Trial = TypeVar("Trial", bound=Callable[..., Any])
+
+
+def _computes(trial: Trial) -> Trial:
+    """Let a trial compute also where a caller's tensors have shapes alone, as those of a plan have."""
+
+    @functools.wraps(trial)
+    def with_numbers(*args: Any) -> Any:
+        with _disable_current_modes():
+            return trial(*args)
+
+    return cast(Trial, with_numbers)
+
 
 FAILS = (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError, NotImplementedError)
 """What the forward of a class that does something else may raise on a trial's numbers."""
@@ -37,6 +52,7 @@ class Norm(NamedTuple):
 
 
 @cached_by_class
+@_computes
 def norm_of(cls: type[nn.Module]) -> Norm | None:
     """What a class of norms with a weight of one dimension computes; None: something else."""
     x, weight, bias = _numbers(4, 8), _numbers(8), _numbers(8).flip(0)
@@ -66,6 +82,7 @@ def activation_name(block: nn.Module) -> str | None:
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
 
 
+@_computes
 def activation_kind(activation: nn.Module) -> str | None:
     """What an activation computes, as `pointwise.activate` calls it; None: something else."""
     key = type(activation), repr(activation)
@@ -80,11 +97,12 @@ _KINDS: dict[tuple[type, str], str | None] = {}
 _ACTIVATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
 }
 
 
 @cached_by_class
+@_computes
 def is_gated(cls: type[nn.Module], part: Part) -> bool:
     """Whether a class of feed-forward blocks computes `output(activation(gate) * up)`, gate first."""
     probe = cls.__new__(cls)
@@ -110,6 +128,7 @@ ROTATIONS = (Rotation(), Rotation(True, True), Rotation(True, True, True), Rotat
 """LLaMA's, GLM-4's, Command-R's, and that of layers without positions."""
 
 
+@_computes
 def rotation_of(attention: Any, part: Part, fused: type[nn.Module]) -> Rotation | None:
     """How an attention rotates heads; None: its own forward computes something else than that of its fused class.
 
