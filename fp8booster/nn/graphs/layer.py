@@ -131,8 +131,6 @@ class LayerGraphs:
         for parameter in layer.parameters():
             if type(parameter) is not nn.Parameter:
                 return f"a weight is a {type(parameter).__name__}"
-            if parameter._backward_hooks:
-                return "a hook of a weight's gradient would run twice"
             if self._shared.record_on(parameter.device) is None:
                 return "CUDA graphs take a GPU"
         return None

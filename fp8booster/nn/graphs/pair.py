@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from fp8booster.nn.graphs.arguments import flatten, rebuild
 from fp8booster.nn.weights.pinned import Pinned, Record, Use, copies_are_held
+
+Leaves = dict[torch.nn.Parameter, torch.nn.Parameter]
+"""Parameters, and other tensors over their memory."""
 
 
 class Moved(Exception):
@@ -28,10 +32,13 @@ class GraphPair:
     """A layer's forward and backward, captured for one kind of call.
 
     What forward saves for backward stays in the graphs' memory, so a pair serves one forward at a time: it is `free`
-    again when that one's backward has run, or when no one can run it any more. With `recompute` only the layer's inputs
-    stay, and the graph of the backward begins with the forward; what that saves, all layers have the same memory for.
-    The gradients of parameters lie in memory of the graph too, two bytes a parameter; `.grad` is a view of it until a
-    second one is added.
+    again when that one's backward has run, or when no one can run it any more. The gradients of parameters lie in
+    memory of the graph too, two bytes a parameter; `.grad` is a view of it until a second one is added. With
+    `recompute` only the layer's inputs stay, and the graph of the backward begins with the forward. What that saves
+    lies in one memory for all layers, so gradients are copied out of it at once.
+
+    The parameters are given leaves of their own for the capture: autograd runs what accumulates a parameter's gradient
+    on the stream where the parameter was first used, and a capture must not touch that.
 
     Args:
         record: captures work.
@@ -63,6 +70,8 @@ class GraphPair:
         self._trained = [each for each in layer.parameters() if each.requires_grad]
         in_fp8 = {id(weight) for use in uses for weight in use.weights}
         self._read = [each for each in layer.parameters() if id(each) not in in_fp8]
+        self._passing = recompute
+        leaves = {each: _leaf_over(each) for each in layer.parameters()}
         self._places = [each.data_ptr() for each in self._read]
         self._pinned: list[Pinned] = []
         for use in uses:
@@ -71,11 +80,15 @@ class GraphPair:
                 raise Moved
             self._pinned.append(pinned)
         self.refresh()
+        device = given[0].device.type
+        casts, to = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         static_args, static_kwargs = rebuild((args, kwargs), iter(self._inputs))
         live: list[torch.Tensor] = []
 
         def run_layer() -> None:
-            made = forward(*static_args, **static_kwargs)
+            # what autocast keeps until its end would lie in memory of a graph
+            with torch.autocast(device, to, casts, cache_enabled=False), _in_place_of_parameters(layer, leaves):
+                made = forward(*static_args, **static_kwargs)
             live.clear()
             flatten(made, live)
             self._made = rebuild(made, (each.detach() for each in live))
@@ -85,7 +98,7 @@ class GraphPair:
                 run_layer()
             return [each.detach() for each in live]
 
-        wanted = [*self._inputs, *self._trained]
+        wanted = [*self._inputs, *(leaves[each] for each in self._trained)]
         self._gets_gradient = [each.requires_grad for each in wanted]
 
         def run_backward() -> list[torch.Tensor | None]:
@@ -95,18 +108,20 @@ class GraphPair:
             self._needs_grad = [each.requires_grad for each in live]
             ends = [(each, place) for each, place in zip(live, self._gradients_in, strict=True) if each.requires_grad]
             roots, gradients = zip(*ends, strict=True)
-            leaves = [each for each in wanted if each.requires_grad]
             # without `recompute` what was saved stays in use: the next replay of the forward writes it again
-            found = torch.autograd.grad(roots, leaves, gradients, retain_graph=not recompute, allow_unused=True)
+            trained = [each for each in wanted if each.requires_grad]
+            with torch.autocast(device, enabled=False):
+                found = torch.autograd.grad(roots, trained, gradients, retain_graph=not recompute, allow_unused=True)
             if recompute:
                 live.clear()
             return list(found)
 
         # hooks of whoever calls the layer, as of checkpointing, are not for what the graphs save
-        with copies_are_held(), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-            self._forward, self._outputs = record(run_forward)
+        hooks = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+        with copies_are_held(), hooks:
+            self._forward, self._outputs = record(run_forward, passing=recompute)
             self._gradients_in = [torch.zeros_like(each) for each in self._outputs]
-            self._backward, self._gradients = record(run_backward)
+            self._backward, self._gradients = record(run_backward, passing=recompute)
         self._ticket: weakref.ref[_Ticket] | None = None
 
     @property
@@ -168,9 +183,10 @@ class GraphPair:
                 place.copy_(gradient)
         self._backward()
         found = iter(self._gradients)
-        # a view that no one else has: autograd takes it for `.grad` as it is
         each_one = (next(found) if gets else None for gets in self._gets_gradient)
-        return [None if each is None else each.detach() for each in each_one]
+        # a view that no one else has: autograd takes it for `.grad` as it is
+        own = torch.clone if self._passing else torch.Tensor.detach
+        return [None if each is None else own(each) for each in each_one]
 
     def _keep_gradients(self) -> None:
         """Move gradients of earlier micro-batches out of the memory that backward writes to."""
@@ -186,6 +202,26 @@ class GraphPair:
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _leaf_over(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Another leaf over a parameter's memory, with what was noted on it."""
+    leaf = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+    leaf.__dict__.update(parameter.__dict__)
+    return leaf
+
+
+@contextmanager
+def _in_place_of_parameters(layer: torch.nn.Module, leaves: Leaves) -> Iterator[None]:
+    """Inside, a layer's modules have the leaves for parameters."""
+    own = [(module._parameters, dict(module._parameters)) for module in layer.modules()]
+    for held, parameters in own:
+        held.update({name: leaves[each] for name, each in parameters.items() if each is not None})
+    try:
+        yield
+    finally:
+        for held, parameters in own:
+            held.update(parameters)
 
 
 class _Replayed(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Captures work of one GPU into CUDA graphs that share memory."""
+"""Captures work of one GPU into CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ Made = TypeVar("Made")
 
 
 class Recorder:
-    """All graphs of a model: they run one after the other, so what one needs only while it runs, all use.
+    """Gives each graph memory of its own, but for those whose results are used up at once: these have one memory.
+
+    Graphs with one memory write their passing values where another that was captured later keeps its results.
 
     Args:
         device: a GPU.
@@ -21,10 +23,10 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = torch.cuda.graph_pool_handle()
+        self._passing = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def __call__(self, work: Callable[[], Made]) -> tuple[Callable[[], None], Made]:
+    def __call__(self, work: Callable[[], Made], *, passing: bool = False) -> tuple[Callable[[], None], Made]:
         """As `weights.pinned.Record`.
 
         Raises:
@@ -38,7 +40,7 @@ class Recorder:
         try:
             with torch.cuda.stream(self._stream):
                 # other threads, such as NCCL's watchdog, may ask for events meanwhile
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                graph.capture_begin(pool=self._passing if passing else None, capture_error_mode="thread_local")
                 try:
                     made = work()
                 except BaseException:

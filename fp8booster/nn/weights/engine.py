@@ -41,11 +41,12 @@ class EngineWeight(CachedWeight):
         self._filled, self._ready, self._filled_for = quantized, ready, _places(weights)
 
     def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
-        if self._filled is None or not self.is_provided(weights):
+        held = are_copies_held()  # a capture has other leaves for the weights
+        if self._filled is None or not (held or self.is_provided(weights)):
             self._drop()
             return super().forward(weights, config, transpose=transpose)
         note_use(self, weights, config, transpose)
-        if self._ready is not None and not are_copies_held():  # a graph cannot wait for what was recorded outside it
+        if self._ready is not None and not held:  # a graph cannot wait for what was recorded outside it
             torch.cuda.current_stream().wait_event(self._ready)
         return self._filled
 

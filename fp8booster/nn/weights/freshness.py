@@ -126,10 +126,19 @@ class FreshCopy(Generic[Made]):
             self.made is not None
             and self._key == key
             and len(self._weights) == len(weights)
-            and all(made_of() is weight for made_of, weight in zip(self._weights, weights, strict=True))
-            and (are_copies_held() or self._states == [weight_state(weight) for weight in weights])
+            and (self._lies_there(weights) if are_copies_held() else self._is_of(weights))
         )
         return self.made if fresh else None
+
+    def _is_of(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether it was made of these as they are."""
+        return all(made_of() is weight for made_of, weight in zip(self._weights, weights, strict=True)) and (
+            self._states == [weight_state(weight) for weight in weights]
+        )
+
+    def _lies_there(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether it was made of what lies where these lie: a capture has leaves of its own for the weights."""
+        return [state[0] for state in self._states] == [weight.data_ptr() for weight in weights]
 
     def put(self, weights: Sequence[torch.Tensor], key: Hashable, made: Made) -> Made:
         """Hold what was just made; the arguments are those of `get`."""

@@ -21,8 +21,13 @@ Made = TypeVar("Made")
 class Record(Protocol):
     """Captures work of one device."""
 
-    def __call__(self, work: Callable[[], Made]) -> tuple[Callable[[], None], Made]:
-        """Returns what does the work again, and what the work makes: it has no values before the first time."""
+    def __call__(self, work: Callable[[], Made], *, passing: bool = False) -> tuple[Callable[[], None], Made]:
+        """Returns what does the work again, and what the work makes: it has no values before the first time.
+
+        Args:
+            work: reads and writes tensors that stay where they are.
+            passing: what it makes is used up before any other passing work is done; all such work has one memory.
+        """
 
 
 class Pinned(Protocol):

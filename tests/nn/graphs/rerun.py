@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+
+from fp8booster.nn.weights.pinned import are_copies_held, copies_are_held
 
 
 class Rerun:
@@ -13,21 +16,32 @@ class Rerun:
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
+        self._passing: list[Any] = []
 
-    def __call__(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    def __call__(self, work: Callable[[], Any], *, passing: bool = False) -> tuple[Callable[[], None], Any]:
         self.captured += 1
+        held = copies_are_held if are_copies_held() else nullcontext
         places = work()
-        for place in _tensors(places):
-            place.copy_(torch.full(place.shape, torch.nan))  # a capture computes nothing
+        _overwrite(places)  # a capture computes nothing
+        if passing:
+            self._passing.append(places)
 
         def replay() -> None:
             self.replayed += 1
-            with torch.enable_grad():  # as it was captured
+            with torch.enable_grad(), held():  # as it was captured
                 results = work()
+            if passing:
+                for other in self._passing:  # they have one memory
+                    _overwrite(other)
             for place, made in zip(_tensors(places), _tensors(results), strict=True):
                 place.copy_(made)
 
         return replay, places
+
+
+def _overwrite(places: Any) -> None:
+    for place in _tensors(places):
+        place.copy_(torch.full(place.shape, torch.nan))
 
 
 def _tensors(made: Any) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
+from fp8booster.kernels.device import current_stream
 from fp8booster.nn.graphs import capture_layers, captured_layers, recorder
 from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP
 from tests.nn.fused.models import VOCABULARY, build
@@ -137,6 +138,48 @@ def test_evaluation_and_a_forward_without_backward_change_nothing(device: torch.
             forward(model, tokens(step, device)).backward()
             gradients.append([evaluated, *(parameter.grad.sum().item() for parameter in model.parameters())])
         assert gradients[0] == gradients[1]
+
+
+@pytest.mark.usefixtures("record")
+def test_hooks_of_weights_run_once_on_the_stream_of_backward(device: torch.device) -> None:
+    models = pair_of_models(device)
+    seen: list[list[torch.Tensor]] = [[], []]
+    streams = set()
+    for model, gradients in zip(models, seen, strict=True):
+        weight = model.model.layers[0].mlp.down_proj.weight
+        # as DDP does: it holds what accumulates the gradient, from before the first forward
+        model.accumulates = weight.expand_as(weight).grad_fn.next_functions[0][0]
+        model.accumulates.register_prehook(lambda grads, kept=gradients: kept.append(grads[0].clone()))
+        weight.register_hook(lambda gradient, kept=gradients: kept.append(gradient.clone()))
+        weight.register_post_accumulate_grad_hook(lambda weight: streams.add(current_stream(weight)))
+        for step in range(WARM_UP + 2):
+            model.zero_grad()
+            losses = [forward(model, tokens(10 * step + micro, device)) for micro in range(2)]
+            for loss in losses:
+                loss.backward()
+    assert captured_layers(models[1]) == {None: LAYERS}
+    assert len(seen[0]) == len(seen[1]) == (WARM_UP + 2) * 2 * 2
+    assert all(map(torch.equal, *seen))
+    assert streams == {current_stream(weight)}
+
+
+@pytest.mark.usefixtures("record")
+def test_under_autocast_layers_compute_the_bits_of_eager_ones(device: torch.device) -> None:
+    models = pair_of_models(device)
+    models = tuple(model.float() for model in models)
+    for checkpointed in (False, True):
+        for step in range(WARM_UP + 2):
+            gradients = []
+            for model in models:
+                model.zero_grad()
+                if checkpointed:
+                    model.gradient_checkpointing_enable({"use_reentrant": False})
+                with torch.autocast(device.type, torch.bfloat16):
+                    loss = forward(model, tokens(step, device))
+                loss.backward()
+                gradients.append([parameter.grad for parameter in model.parameters()])
+            assert all(map(torch.equal, *gradients))
+        assert captured_layers(models[1]) == {None: LAYERS}
 
 
 @pytest.mark.usefixtures("record")
