@@ -58,6 +58,9 @@ class _Shared:
 
     def __init__(self, only_where_host_limits: bool) -> None:
         self.only_where_host_limits = only_where_host_limits
+        self.failure: str | None = None
+        """Why a capture broke off. The memory that it took is lost, so no other is tried."""
+
         self._records: dict[torch.device, Record | None] = {}
 
     def record_on(self, device: torch.device) -> Record | None:
@@ -166,6 +169,8 @@ class LayerGraphs:
             if pair.is_free:
                 return pair
         recompute = _saving() == _CHECKPOINTING
+        if kind.why_not is None:
+            kind.why_not = self._shared.failure
         if recompute and kind.draws:
             kind.why_not = "it draws random numbers, which checkpointing must draw again"
         if not kind.pairs and kind.why_not is None and self._shared.only_where_host_limits:
@@ -187,7 +192,7 @@ class LayerGraphs:
             kind.why_not = "its FP8 weights have no memory of their own"
             return None
         except RuntimeError as error:
-            kind.why_not = f"it cannot be captured ({str(error).splitlines()[0]})"
+            self._shared.failure = kind.why_not = f"it cannot be captured ({str(error).splitlines()[0]})"
             return None
         kind.pairs.append(pair)
         return pair

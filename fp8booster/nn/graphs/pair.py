@@ -66,7 +66,10 @@ class GraphPair:
     ) -> None:
         given: list[torch.Tensor] = []
         flatten((args, kwargs), given)
-        self._inputs = [torch.empty_like(each).copy_(each).requires_grad_(each.requires_grad) for each in given]
+        with torch.no_grad():
+            self._inputs = [torch.empty_like(each).copy_(each) for each in given]
+        for place, each in zip(self._inputs, given, strict=True):
+            place.requires_grad_(each.requires_grad)
         self._trained = [each for each in layer.parameters() if each.requires_grad]
         in_fp8 = {id(weight) for use in uses for weight in use.weights}
         self._read = [each for each in layer.parameters() if id(each) not in in_fp8]

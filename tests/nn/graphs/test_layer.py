@@ -164,6 +164,50 @@ def test_hooks_of_weights_run_once_on_the_stream_of_backward(device: torch.devic
 
 
 @pytest.mark.usefixtures("record")
+def test_a_captured_backward_reaches_nothing_from_outside(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pair_of_models(device)[1]
+    real, others = torch.autograd.grad, []
+
+    def grad(roots: tuple[torch.Tensor, ...], leaves: list[torch.Tensor], *args: object, **options: object) -> object:
+        waiting, wanted = [root.grad_fn for root in roots], set(map(id, leaves))
+        others.append(0)
+        while waiting:
+            node = waiting.pop()
+            others[-1] += hasattr(node, "variable") and id(node.variable) not in wanted
+            waiting += [each for each, _ in node.next_functions if each is not None]
+        return real(roots, leaves, *args, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    for step in range(WARM_UP + 1):
+        forward(model, tokens(step, device)).backward()
+    assert len(others) >= LAYERS
+    assert not any(others)
+
+
+@pytest.mark.usefixtures("record")
+def test_a_capture_that_breaks_off_is_the_last(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = pair_of_models(device)
+    tries = []
+
+    def record_nothing(self: object, work: object, *, passing: bool = False) -> None:
+        tries.append(passing)
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    monkeypatch.setattr(Rerun if device.type == "cpu" else recorder.Recorder, "__call__", record_nothing)
+    for step in range(WARM_UP + 2):
+        gradients = []
+        for model in models:
+            model.zero_grad()
+            forward(model, tokens(step, device)).backward()
+            gradients.append([parameter.grad for parameter in model.parameters()])
+        assert all(map(torch.equal, *gradients))
+    assert captured_layers(models[1]) == {"it cannot be captured (operation not permitted)": LAYERS}
+    assert len(tries) == 1
+
+
+@pytest.mark.usefixtures("record")
 def test_under_autocast_layers_compute_the_bits_of_eager_ones(device: torch.device) -> None:
     models = pair_of_models(device)
     models = tuple(model.float() for model in models)
