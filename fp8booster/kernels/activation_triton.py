@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,7 +15,7 @@ from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
 from fp8booster.kernels.group_codes import GroupCodes, new_codes
 from fp8booster.kernels.group_codes_triton import AT_ONCE, amax_place, decode_tile, encode_tile
-from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, ceil_div
 
 PROGRAMS = 8
 """A processor."""
@@ -157,7 +159,7 @@ def activation_kernel(
     tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True))
 
 
-def _launch(
+def _run(
     dy: Tensor | None,
     x: Tensor | GroupCodes,
     up: Tensor | GroupCodes | None,
@@ -166,30 +168,49 @@ def _launch(
     written: tuple[GroupCodes, ...] = (),
 ) -> Tensor:
     """Launch over [M, F]; the partial maxima of what is written."""
-    rows, columns = x.shape
-    column_tiles = ceil_div(columns, TILE_COLUMNS)
-    tile_count = column_tiles * ceil_div(rows, TILE_ROWS)
-    programs = min(tile_count, PROGRAMS * processors(out.device))
-    partials = new_partials(programs, out)
     # pointers that are not read need some tensor
     gated, encoded = up is not None, isinstance(x, GroupCodes)
     up = up if gated else x
     codes = (*x, *up) if encoded else (*written[0], *written[-1]) if written else (out,) * 4
     x, up = (x.codes, up.codes) if encoded else (x, up)
-    launch(
+    launch, programs = _launch(
+        *x.shape, x.stride(0), up.stride(0), out.device, kind, gated, dy is not None, bool(written), encoded
+    )
+    partials = new_partials(programs, out)
+    launch(out if dy is None else dy, x, up, *codes, out, partials)
+    return partials
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _launch(
+    rows: int,
+    columns: int,
+    x_stride: int,
+    up_stride: int,
+    device: torch.device,
+    kind: str,
+    gated: bool,
+    backward: bool,
+    encode: bool,
+    decode: bool,
+) -> tuple[Launch, int]:
+    """Of `activation_kernel`, and how many programs it has."""
+    column_tiles = ceil_div(columns, TILE_COLUMNS)
+    tile_count = column_tiles * ceil_div(rows, TILE_ROWS)
+    programs = min(tile_count, PROGRAMS * processors(device))
+    launch = Launch(
         activation_kernel,
         programs,
-        (out if dy is None else dy, x, up, *codes, out, partials),
-        (rows, columns, x.stride(0), up.stride(0), column_tiles, tile_count),
+        (rows, columns, x_stride, up_stride, column_tiles, tile_count),
         KIND=kind,
         GATED=gated,
-        BACKWARD=dy is not None,
-        ENCODE=bool(written),
-        DECODE=encoded,
+        BACKWARD=backward,
+        ENCODE=encode,
+        DECODE=decode,
         TILE_ROWS=TILE_ROWS,
         TILE_COLUMNS=TILE_COLUMNS,
     )
-    return partials
+    return launch, programs
 
 
 def activate_triton(
@@ -197,8 +218,8 @@ def activate_triton(
 ) -> Activated:
     """`activate`."""
     y = (x if isinstance(x, Tensor) else x.amaxes).new_empty(x.shape)
-    written = tuple(new_codes(y) for each in (x, up) if encoded and each is not None)
-    return Activated(y, _launch(None, x, up, kind, y, written), *(*written, None, None)[:2])
+    written = tuple(new_codes(y) for each in (x, up) if each is not None) if encoded else ()
+    return Activated(y, _run(None, x, up, kind, y, written), *(*written, None, None)[:2])
 
 
 def activate_backward_triton(
@@ -207,4 +228,4 @@ def activate_backward_triton(
     """`activate_backward`."""
     rows, columns = dy.shape
     dx = dy.new_empty((rows, columns if up is None else 2 * columns), dtype=x.dtype)
-    return dx, _launch(dy, x, up, kind, dx)
+    return dx, _run(dy, x, up, kind, dx)

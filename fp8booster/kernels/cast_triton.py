@@ -7,6 +7,8 @@ that what the amax launch read last is still in the L2 cache.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -17,7 +19,7 @@ from fp8booster import formats, scaling
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast import cast_outputs
-from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, ceil_div
 
 MAX_SCALE = tl.constexpr(scaling.MAX_SCALE)
 INFINITY_BITS = tl.constexpr(0x7F800000)
@@ -156,26 +158,31 @@ _LARGE = 2**26
 
 def amax_partials(matrix: Tensor) -> Tensor:
     """Partial maxima of a matrix's magnitudes: float32 [P], the largest of which is its amax."""
-    rows, columns = matrix.shape
     if matrix.is_contiguous():
-        rows, columns = 1, matrix.numel()
-        tile_rows, tile_columns, strides = 1, _AMAX_COLUMNS, (columns, 1)
+        launch, programs = _amax_launch(1, matrix.numel(), None, matrix.device)
     else:
-        tile_rows, tile_columns, strides = 16, _AMAX_COLUMNS // 16, matrix.stride()
+        launch, programs = _amax_launch(*matrix.shape, matrix.stride(), matrix.device)
+    partials = new_partials(programs, matrix)
+    launch(matrix, partials)
+    return partials
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _amax_launch(rows: int, columns: int, strides: tuple[int, ...] | None, device: torch.device) -> tuple[Launch, int]:
+    """Of `amax_kernel`, and how many programs it has; no strides: one contiguous row."""
+    tile_rows, tile_columns = (1, _AMAX_COLUMNS) if strides is None else (16, _AMAX_COLUMNS // 16)
     column_tiles = ceil_div(columns, tile_columns)
     tile_count = column_tiles * ceil_div(rows, tile_rows)
-    programs = min(tile_count, processors(matrix.device) * _AMAX_PROGRAMS_PER_PROCESSOR)
-    partials = new_partials(programs, matrix)
-    launch(
+    programs = min(tile_count, processors(device) * _AMAX_PROGRAMS_PER_PROCESSOR)
+    launch = Launch(
         amax_kernel,
         programs,
-        (matrix, partials),
-        (rows, columns, *strides, column_tiles, tile_count),
+        (rows, columns, *((columns, 1) if strides is None else strides), column_tiles, tile_count),
         num_warps=_AMAX_WARPS,
         TILE_ROWS=tile_rows,
         TILE_COLUMNS=tile_columns,
     )
-    return partials
+    return launch, programs
 
 
 def rounding(dtype: torch.dtype, power_of_two: bool) -> dict[str, bool | float]:
@@ -207,25 +214,42 @@ def cast_triton(
         )
         return data, transpose, inverse_scale
     rows, columns = matrix.shape
-    out_rows, out_columns = aligned(rows), aligned(columns)
     outputs = cast_outputs(matrix, dtype, plain=plain, transposed=transposed)
-    matrix, columns = widened(matrix), max(columns, 2)
-    partials = amax_partials(matrix) if amax is None else amax.reshape(-1).contiguous()
+    if columns == 1:
+        matrix = widened(matrix)
+    partials = amax_partials(matrix) if amax is None else amax.contiguous()
+    launch = _cast_launch(rows, columns, matrix.stride(), partials.numel(), dtype, plain, transposed, power_of_two)
+    launch(matrix, partials, *outputs)
+    return outputs
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _cast_launch(
+    rows: int,
+    columns: int,
+    strides: tuple[int, ...],
+    partial_count: int,
+    dtype: torch.dtype,
+    plain: bool,
+    transposed: bool,
+    power_of_two: bool,
+) -> Launch:
+    """Of `cast_kernel`, for a matrix that is `widened`, and what is asked for of it."""
+    out_rows, out_columns = aligned(rows), aligned(columns)
+    columns = max(columns, 2)
     if transposed:
-        tile_rows, tile_columns = (64, 128) if matrix.numel() > _LARGE else (64, 64)
+        tile_rows, tile_columns = (64, 128) if rows * columns > _LARGE else (64, 64)
     else:
         tile_rows, tile_columns = 32, 256
     column_tiles = ceil_div(out_columns, tile_columns)
-    launch(
+    return Launch(
         cast_kernel,
         column_tiles * ceil_div(out_rows, tile_rows),
-        (matrix, partials, *outputs),
-        (partials.numel(), rows, columns, *matrix.stride(), out_rows, out_columns, column_tiles),
+        (partial_count, rows, columns, *strides, out_rows, out_columns, column_tiles),
         **rounding(dtype, power_of_two),
         PLAIN=plain,
         TRANSPOSED=transposed,
-        PARTIALS_BLOCK=1 << (partials.numel() - 1).bit_length(),
+        PARTIALS_BLOCK=1 << (partial_count - 1).bit_length(),
         TILE_ROWS=tile_rows,
         TILE_COLUMNS=tile_columns,
     )
-    return outputs

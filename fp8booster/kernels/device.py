@@ -14,7 +14,7 @@ MINIMUM_CAPABILITY = (8, 9)
 def why_no_fp8(device: torch.device) -> str | None:
     """Why a device cannot run FP8 products, or None where it can. The CPU always can."""
     # a compiler traces through the examination, and would warn of the cache
-    return _examine(device) if torch.compiler.is_compiling() else _examined(device)
+    return _examine(device) if torch.compiler.is_compiling() else known_why_no_fp8(device)
 
 
 def _examine(device: torch.device) -> str | None:
@@ -32,7 +32,8 @@ def _examine(device: torch.device) -> str | None:
     return None
 
 
-_examined = functools.cache(_examine)
+known_why_no_fp8 = functools.cache(_examine)
+"""`why_no_fp8` for eager code."""
 
 
 def runs_triton(tensor: Tensor) -> bool:

@@ -10,6 +10,8 @@ goes through Triton.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +28,11 @@ def ceil_div(size: int, part: int) -> int:
     return -(-size // part)
 
 
+_dtype = attrgetter("dtype")
+_beyond_16_bytes = (15).__and__
+"""By how many bytes a pointer misses the alignment that Triton tells pointers apart by."""
+
+
 def _kind(number: int | float) -> object:
     """What Triton tells numbers apart by: a one becomes a constant, a multiple of 16 moves in whole vectors."""
     if isinstance(number, float):
@@ -40,8 +47,9 @@ def calls_compiled(version: str) -> bool:
 
 _CALLS_COMPILED = calls_compiled(triton.__version__)
 
-_variants: dict[tuple, dict[tuple, triton.compiler.CompiledKernel]] = {}
-"""By all that tells variants of a kernel apart but its pointers, and then by these."""
+_variants: dict[tuple, dict[tuple, tuple[triton.compiler.CompiledKernel, Callable[..., None], tuple]]] = {}
+"""By all that tells variants of a kernel apart but its pointers, and then by these: the compiled kernel, its launcher,
+and what this takes of the kernel."""
 
 
 class Launch:
@@ -82,27 +90,30 @@ class Launch:
             tensors: what the pointers point to; all on one device, on whose current stream the kernel runs.
         """
         device = tensors[0].get_device()
-        if device >= 0 and device != torch.cuda.current_device():
+        if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 self(*tensors)
             return
         if not _CALLS_COMPILED:
             self._kernel[self._grid](*tensors, *self._numbers, **self._options)
             return
-        pointers = [tensor.data_ptr() for tensor in tensors]
+        pointers = tuple(map(Tensor.data_ptr, tensors))
         # what Triton makes variants by, beside the numbers: types and alignment of pointers
-        key = (device, *[tensor.dtype for tensor in tensors], *[pointer % 16 for pointer in pointers])
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+        key = (device, *map(_dtype, tensors), *map(_beyond_16_bytes, pointers))
+        found = self._compiled.get(key)
+        if found is None:
+            compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+            if compiled is not None:  # as Triton's interpreter gives it
+                of_kernel = (compiled.function, compiled.packed_metadata, None, None, None)
+                self._compiled[key] = compiled, compiled.run, of_kernel
             return
+        compiled, run, of_kernel = found
         stream = torch._C._cuda_getCurrentRawStream(device)
         hooks = triton.knobs.runtime
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
             compiled[self._grid](*pointers, *self._behind_pointers, stream=stream)
             return
-        of_kernel = (stream, compiled.function, compiled.packed_metadata, None, None, None)
-        compiled.run(*self._grid, *of_kernel, *pointers, *self._behind_pointers)
+        run(*self._grid, stream, *of_kernel, *pointers, *self._behind_pointers)
 
 
 MOST_LAUNCHES = 2**14

@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fp8booster.kernels.device import why_no_fp8
+from fp8booster.kernels.device import known_why_no_fp8
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +57,8 @@ class Operator(Generic[P, R]):
 
     def run(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """What eager code does, and the operator in compiled code."""
-        if not self.uses_triton(_first_tensor(args)):
+        first = args[0] if args and isinstance(args[0], Tensor) else _first_tensor(args)
+        if not self.uses_triton(first):
             return self.reference(*args, **kwargs)
         result = self.triton(*args, **kwargs)
         if self._writes:
@@ -69,7 +70,7 @@ class Operator(Generic[P, R]):
         """Whether the kernels run for arguments of which this is the first tensor."""
         if tensor is None or not tensor.is_cuda:
             return False
-        return not self._rounds_to_fp8 or why_no_fp8(tensor.device) is None
+        return not self._rounds_to_fp8 or known_why_no_fp8(tensor.device) is None
 
     @functools.cached_property
     def triton(self) -> Callable[P, R]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
-from fp8booster.kernels.launch import launch
+from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, launch
 
 PROGRAMS = 8
 """A processor, in backward."""
@@ -287,15 +290,28 @@ def rotate_back_triton(
     programs = min(tokens, PROGRAMS * processors(dq.device))
     partials = new_partials(programs, dq)
     dqkv = dq.new_empty((batches, sequence, query_heads + 2 * key_heads, size))
-    strides = [stride for gradient in (dq, dk, dv) for stride in gradient.stride()[:3]]
-    launch(
+    sizes = tokens, sequence, query_heads, key_heads, size, half, cos.shape[0] * sequence
+    strides = dq.stride()[:3], dk.stride()[:3], dv.stride()[:3]
+    _back_launch(programs, sizes, strides, interleaved, interleaved_angles)(dq, dk, dv, cos, sin, dqkv, partials)
+    return dqkv, partials
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _back_launch(
+    programs: int,
+    sizes: tuple[int, ...],
+    strides: tuple[tuple[int, ...], ...],
+    interleaved: bool,
+    interleaved_angles: bool,
+) -> Launch:
+    """Of `rotate_back_kernel`, with the sizes that it takes."""
+    _, _, query_heads, _, size, half, _ = sizes
+    return Launch(
         rotate_back_kernel,
         programs,
-        (dq, dk, dv, cos, sin, dqkv, partials),
-        (tokens, sequence, query_heads, key_heads, size, half, cos.shape[0] * sequence, *strides),
+        (*sizes, *itertools.chain(*strides)),
         PARTIAL=2 * half < size,
         INTERLEAVED=interleaved,
         INTERLEAVED_ANGLES=interleaved_angles,
         **_tile(size // 2, query_heads),  # values' heads are copied whole
     )
-    return dqkv, partials

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -11,7 +13,7 @@ from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
 from fp8booster.kernels.group_codes import GROUP, GroupCodes, new_codes
 from fp8booster.kernels.group_codes_triton import AT_ONCE, amax_place, decode_tile, encode_tile
-from fp8booster.kernels.launch import launch
+from fp8booster.kernels.launch import MOST_LAUNCHES, Launch
 from fp8booster.kernels.row_norm import Normalized, NormGradients
 
 FORWARD_PROGRAMS = 8
@@ -162,7 +164,9 @@ def row_norm_triton(
 ) -> Normalized:
     """`row_norm`, up to the order of sums over a row."""
     rows, columns = x.shape
-    programs = min(rows, FORWARD_PROGRAMS * processors(x.device))
+    launch, programs = _forward_launch(
+        rows, columns, x.device, eps, residual is not None, bias is not None, centered, unit_offset, encoded
+    )
     partials = new_partials(programs, x)
     y = torch.empty_like(x)
     h = x if residual is None else torch.empty_like(x)
@@ -170,20 +174,37 @@ def row_norm_triton(
     written = new_codes(x) if encoded else None
     # pointers that are not read need some tensor
     added = x if residual is None else residual, weight, weight if bias is None else bias
-    launch(
+    launch(x, *added, y, h, inverse_rms, partials, *(written or (y, y)))
+    return Normalized(y, h, inverse_rms, partials, written)
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _forward_launch(
+    rows: int,
+    columns: int,
+    device: torch.device,
+    eps: float,
+    residual: bool,
+    bias: bool,
+    centered: bool,
+    unit_offset: bool,
+    encoded: bool,
+) -> tuple[Launch, int]:
+    """Of `row_norm_kernel`, and how many programs it has."""
+    programs = min(rows, FORWARD_PROGRAMS * processors(device))
+    launch = Launch(
         row_norm_kernel,
         programs,
-        (x, *added, y, h, inverse_rms, partials, *(written or (y, y))),
         (rows, columns),
         EPS=eps,
-        RESIDUAL=residual is not None,
-        BIAS=bias is not None,
+        RESIDUAL=residual,
+        BIAS=bias,
         CENTERED=centered,
         UNIT_OFFSET=unit_offset,
         ENCODE=encoded,
         **_block(columns),
     )
-    return Normalized(y, h, inverse_rms, partials, written)
+    return launch, programs
 
 
 def row_norm_backward_triton(
@@ -199,24 +220,43 @@ def row_norm_backward_triton(
 ) -> NormGradients:
     """`row_norm_backward`, up to the order of sums."""
     rows, columns = h.shape
-    programs = min(rows, BACKWARD_PROGRAMS * processors(dy.device))
+    decoded = isinstance(h, GroupCodes)
+    launch, programs = _backward_launch(
+        rows, columns, dy.device, dh is not None, biased, centered, unit_offset, decoded
+    )
     partials = new_partials(programs, dy)
     dx = torch.empty_like(dy, dtype=h.dtype)
     dweights = dy.new_empty((programs, columns), dtype=torch.float32)
     dbiases = torch.empty_like(dweights) if biased else None
-    codes = h if isinstance(h, GroupCodes) else (h, h)
+    codes = h if decoded else (h, h)
     summed = dweights, dweights if dbiases is None else dbiases
-    launch(
+    launch(dy, *codes, weight, inverse_rms, dy if dh is None else dh, dx, *summed, partials)
+    dbias = None if dbiases is None else dbiases.sum(0).to(weight.dtype)
+    return NormGradients(dx, dweights.sum(0).to(weight.dtype), dbias, partials)
+
+
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _backward_launch(
+    rows: int,
+    columns: int,
+    device: torch.device,
+    residual: bool,
+    bias: bool,
+    centered: bool,
+    unit_offset: bool,
+    decoded: bool,
+) -> tuple[Launch, int]:
+    """Of `row_norm_backward_kernel`, and how many programs it has."""
+    programs = min(rows, BACKWARD_PROGRAMS * processors(device))
+    launch = Launch(
         row_norm_backward_kernel,
         programs,
-        (dy, *codes, weight, inverse_rms, dy if dh is None else dh, dx, *summed, partials),
         (rows, columns),
-        RESIDUAL=dh is not None,
-        BIAS=biased,
+        RESIDUAL=residual,
+        BIAS=bias,
         CENTERED=centered,
         UNIT_OFFSET=unit_offset,
-        DECODE=isinstance(h, GroupCodes),
+        DECODE=decoded,
         **_block(columns),
     )
-    dweight, dbias = (None if each is None else each.sum(0).to(weight.dtype) for each in (dweights, dbiases))
-    return NormGradients(dx, dweight, dbias, partials)
+    return launch, programs

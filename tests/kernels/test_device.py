@@ -16,9 +16,9 @@ def gpu_of_capability(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
         return torch.device("cuda", 0)
 
-    devices._examined.cache_clear()
+    devices.known_why_no_fp8.cache_clear()
     yield pretend
-    devices._examined.cache_clear()
+    devices.known_why_no_fp8.cache_clear()
 
 
 def test_the_cpu_needs_no_switch() -> None:
