@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,33 +41,36 @@ def product(
     Returns:
         [M, N] of out_dtype. M, N and K are multiples of 16.
     """
-    rowwise = inverse_scale_a.dim() == 1
-    if fast_accumulation and not rowwise and out_dtype is torch.bfloat16 and _is_faster_by_rows(a, b):
+    rowwise, is_cuda = inverse_scale_a.dim() == 1, a.is_cuda
+    if fast_accumulation and is_cuda and not rowwise and out_dtype is torch.bfloat16 and _is_faster_by_rows(a, b):
         inverse_scale_a, inverse_scale_b = _repeated(inverse_scale_a, a), _repeated(inverse_scale_b, b)
         rowwise = True
     if rowwise:
         inverse_scale_a, inverse_scale_b = inverse_scale_a.view(-1, 1), inverse_scale_b.view(1, -1)
-    inverse_scale_a, inverse_scale_b = _aligned(inverse_scale_a), _aligned(inverse_scale_b)
+    # compiled code makes the scales that it reads, each by itself, and cannot ask where they lie
+    if is_cuda and not torch.compiler.is_compiling():
+        if inverse_scale_a.storage_offset() % SCALE_STRIDE:
+            inverse_scale_a = inverse_scale_a.clone()
+        if inverse_scale_b.storage_offset() % SCALE_STRIDE:
+            inverse_scale_b = inverse_scale_b.clone()
     if emulate:
         with _without_autocast(a.device.type):
             # in FP64: a sum times one of the scales may be infinite in FP32 where the result is not
             exact = ((a.float() @ b.float().t()).double() * inverse_scale_a * inverse_scale_b).float()
         return (exact if bias is None else exact + bias).to(out_dtype)
-    if a.device.type == "cpu":
-        inverse_scale_a, inverse_scale_b = _decodable(a, b, inverse_scale_a, inverse_scale_b)
     # on CUDA rowwise products come in BF16 alone, and a bias is added only to 16-bit results
-    product_dtype = torch.bfloat16 if rowwise and a.is_cuda else out_dtype
+    product_dtype = torch.bfloat16 if rowwise and is_cuda else out_dtype
     epilogue = bias if bias is not None and bias.dtype is product_dtype is not torch.float32 else None
-    with _without_autocast(a.device.type), _without_slow_products(a.device.type):
-        result = torch._scaled_mm(
-            a,
-            b.t(),
-            scale_a=inverse_scale_a,
-            scale_b=inverse_scale_b,
-            bias=epilogue,
-            out_dtype=product_dtype,
-            use_fast_accum=fast_accumulation,
-        )
+    multiply = _scaled_mm_on_cpu if a.is_cpu else torch._scaled_mm
+    result = multiply(
+        a,
+        b.t(),
+        scale_a=inverse_scale_a,
+        scale_b=inverse_scale_b,
+        bias=epilogue,
+        out_dtype=product_dtype,
+        use_fast_accum=fast_accumulation,
+    )
     # a BF16 result and an FP16 bias are added in FP32: what the bias brings back into FP16's range stays finite
     return (result if bias is epilogue else result + bias).to(out_dtype)
 
@@ -83,7 +87,7 @@ def _is_faster_by_rows(a: Tensor, b: Tensor) -> bool:
     power limits both; with the kernel for one scale they were no faster (gemm-one-scale). By it a step of
     13B takes 1 % less (llama-13b-4-rows).
     """
-    if not a.is_cuda or 2.0 * len(a) * len(b) * a.shape[1] < LARGE_PRODUCT:
+    if 2.0 * a.shape[0] * b.shape[0] * a.shape[1] < LARGE_PRODUCT:
         return False
     return (_capability if torch.compiler.is_compiling() else _known_capability)(a.device) == (9, 0)
 
@@ -112,12 +116,11 @@ def _capability(device: torch.device) -> tuple[int, int]:
 _known_capability = functools.cache(_capability)
 
 
-def _aligned(scale: Tensor) -> Tensor:
-    """The scale where cuBLAS takes it, at a multiple of 16 bytes (`scaling.new_inverse_scales`)."""
-    # compiled code makes the scales that it reads, each by itself, and cannot ask where they lie
-    if torch.compiler.is_compiling() or scale.storage_offset() % SCALE_STRIDE == 0:
-        return scale
-    return scale.clone()
+def _scaled_mm_on_cpu(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, **options: Any) -> Tensor:
+    """`torch._scaled_mm` of operands that decode to finite values, with PyTorch's own kernel, and without autocast."""
+    scale_a, scale_b = _decodable(a, b, scale_a, scale_b)
+    with _without_autocast("cpu"), _without_slow_products():
+        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, **options)
 
 
 def _decodable(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,14 +141,14 @@ ONEDNN_INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"
 """The variable that holds oneDNN to some instructions."""
 
 
-def _without_slow_products(device_type: str) -> contextlib.AbstractContextManager:
+def _without_slow_products() -> contextlib.AbstractContextManager:
     """Where PyTorch multiplies FP8 on the CPU itself, if oneDNN is held to instructions before AMX.
 
     PyTorch leaves the product to oneDNN where the CPU advertises AMX. oneDNN without it takes 30 ms and more for one of
     64 x 64, hundreds of times what PyTorch takes.
     """
     held = os.environ.get(ONEDNN_INSTRUCTIONS)
-    if device_type != "cpu" or not held or "AMX" in held or torch.compiler.is_compiling():
+    if not held or "AMX" in held or torch.compiler.is_compiling():
         return contextlib.nullcontext()
     return _without_onednn()
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from fp8booster.nn.autograd import once_differentiable
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from fp8booster import comm
 from fp8booster.colossal.compressed_groups import is_compressed
+from fp8booster.nn.autograd import once_differentiable
 
 
 def sequence_to_heads(values: torch.Tensor, heads: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from colossalai.shardformer.layer import _operation
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fp8booster.comm.statistics import count_plain
+from fp8booster.nn.autograd import once_differentiable
 
 
 class _GatherFeatures(torch.autograd.Function):

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3
 from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_product
 from fp8booster.kernels.transpose import transposed
+from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.weights.casting import quantize_by, quantize_input, quantize_weight
 from fp8booster.tensor import QuantizedMatrix

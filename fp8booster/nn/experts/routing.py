@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fp8booster.kernels.token_rows import sum_rows, sum_rows_backward
+from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear_map import linear_map
 
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.multiply import multiply_
+from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.fused.head_products import FP8HeadProducts, HeadProducts
 from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.nn.linear.delivered_amax import delivered_amax

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from fp8booster.kernels import activation as activation_kernel
 from fp8booster.kernels import rope as rope_kernel
 from fp8booster.kernels import row_norm as row_norm_kernel
 from fp8booster.kernels.group_codes import GroupCodes
+from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import unaliased, unsafe_view
 from fp8booster.nn.linear.made_again import Recipe, deliver_recipe

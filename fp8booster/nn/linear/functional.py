@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from fp8booster import formats
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
+from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
 from fp8booster.nn.linear.made_again import Make, Recipe
 from fp8booster.nn.weights.casting import quantize_by, quantize_input, quantize_weight

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from fp8booster import comm
 from fp8booster.comm.encoding import DEFAULT
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.threshold import uncompressed_reason
 from fp8booster.comm.transport import new_message
+from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.parallel.tensor_parallel import min_bytes
 
 KEYS_AND_VALUES = "ring attention keys and values"
