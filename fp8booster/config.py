@@ -106,8 +106,8 @@ class FP8Config:
     cuda_graphs: bool | None = False
     """Replay decoder layers as CUDA graphs in training, once they ran a few times with the same shapes
     (`nn.graphs.capture_layers`), so that a small model does not wait for Python; values stay the same, bit for bit.
-    None does so where the host takes longer for a layer than the GPU. It costs memory: two bytes for each weight, for
-    gradients that stay where they are. The report tells which layers were not captured, and why."""
+    None does so where the host takes longer for a layer than the GPU. It costs memory, for each graph has its own:
+    what passes in it, what a layer saves, and gradients. The report tells which layers were not captured, and why."""
 
     saved_activations: str = "16-bit"
     """How fused decoder layers keep for backward what their norms and SwiGLU read: "16-bit", in the model's dtype, or
