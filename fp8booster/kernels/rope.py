@@ -6,6 +6,9 @@ product of the three gives them.
 
 A head that is longer than the angles is rotated in its first places alone.
 
+The one tensor holds all heads of q, then of k, then of v; or so for each group of heads by itself, one group behind
+the other, as GPT-NeoX has them.
+
 Forward rotates q and k where they lie. Backward takes the gradients of q, k and v, rotates the first two back and lays
 all three side by side: the gradient of the one tensor, with its amax.
 """
@@ -21,20 +24,28 @@ from fp8booster.scaling import amax_of
 
 @operator(writes=("qkv",))
 def rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, *, interleaved: bool = False, interleaved_angles: bool = False
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    *,
+    interleaved: bool = False,
+    interleaved_angles: bool = False,
+    groups: int = 1,
 ) -> None:
-    """Rotate the first `heads` heads of every token, in place.
+    """Rotate the first heads of every group of every token, `heads` of them in all, in place.
 
     Args:
-        qkv: [B, S, H, D], contiguous: heads of q, then of k, then of v.
+        qkv: [B, S, H, D], contiguous: heads of q, then of k, then of v, in each group.
         cos, sin: [1 or B, S, R], contiguous; R places of a head are rotated, an even number up to D.
         heads: of q and k together.
         interleaved: pairs are neighbours, not one of each half.
         interleaved_angles: so are those of the angles.
+        groups: of heads, a divisor of those of q and of k.
     """
-    part = qkv[:, :, :heads, : cos.shape[-1]]
+    part = qkv.unflatten(2, (groups, -1))[:, :, :, : heads // groups, : cos.shape[-1]]
     x1, x2 = _pairs(part.float(), interleaved)
-    (cos1, cos2), (sin1, sin2) = (_pairs(each.float().unsqueeze(2), interleaved_angles) for each in (cos, sin))
+    (cos1, cos2), (sin1, sin2) = (_pairs(each.float()[:, :, None, None], interleaved_angles) for each in (cos, sin))
     part.copy_(_joined(x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, interleaved))
 
 
@@ -48,22 +59,24 @@ def rotate_back(
     *,
     interleaved: bool = False,
     interleaved_angles: bool = False,
+    groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of `qkv` from those of what it was split into after `rotate`.
 
     Args:
         dq: [B, S, Hq, D], any strides with contiguous heads.
         dk, dv: [B, S, Hkv, D] likewise.
-        cos, sin, interleaved, interleaved_angles: as in `rotate`.
+        cos, sin, interleaved, interleaved_angles, groups: as in `rotate`.
 
     Returns:
         ([B, S, Hq + 2 Hkv, D]; float32, whose largest entry is its amax).
     """
-    part, rest = torch.cat([dq, dk], 2).tensor_split([cos.shape[-1]], -1)
+    dq, dk, dv = (each.unflatten(2, (groups, each.shape[2] // groups)) for each in (dq, dk, dv))
+    part, rest = torch.cat([dq, dk], 3).tensor_split([cos.shape[-1]], -1)
     d1, d2 = _pairs(part.float(), interleaved)
-    (cos1, cos2), (sin1, sin2) = (_pairs(each.float().unsqueeze(2), interleaved_angles) for each in (cos, sin))
+    (cos1, cos2), (sin1, sin2) = (_pairs(each.float()[:, :, None, None], interleaved_angles) for each in (cos, sin))
     rotated = _joined(d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1, interleaved)
-    dqkv = torch.cat([torch.cat([rotated.to(dq.dtype), rest], -1), dv], 2)
+    dqkv = torch.cat([torch.cat([rotated.to(dq.dtype), rest], -1), dv], 3).flatten(2, 3)
     return dqkv, amax_of(dqkv)
 
 

@@ -61,17 +61,26 @@ def angles(cos, sin, place, half, INTERLEAVED: tl.constexpr, HALF: tl.constexpr)
 
 
 @triton.jit
+def place_of(head, in_group, of_group, GROUPED: tl.constexpr):
+    """Where a head lies of which a group has `in_group` of its `of_group` heads."""
+    return head // in_group * of_group + head % in_group if GROUPED else head
+
+
+@triton.jit
 def rotate_kernel(
     qkv,
     cos,
     sin,
     heads,
     all_heads,
+    in_group,  # of the heads
+    of_group,  # of all heads
     size,
     half,  # of what is rotated of a head
     angle_tokens,
     INTERLEAVED: tl.constexpr,
     INTERLEAVED_ANGLES: tl.constexpr,
+    GROUPED: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
@@ -82,7 +91,7 @@ def rotate_kernel(
     for first in tl.range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)[:, None]
         inside = head < heads
-        x = qkv + token * all_heads * size + head * size
+        x = qkv + token * all_heads * size + place_of(head, in_group, of_group, GROUPED) * size
         x1, x2 = load_pairs(x, inside, half, INTERLEAVED, HALF)
         y1 = (x1 * cos1 - x2 * sin1).to(qkv.dtype.element_ty)
         y2 = (x2 * cos2 + x1 * sin2).to(qkv.dtype.element_ty)
@@ -95,6 +104,8 @@ def back_heads(
     head_stride,
     target,
     heads,
+    in_group,
+    of_group,
     size,
     half,
     cos1,
@@ -104,6 +115,7 @@ def back_heads(
     largest,
     ROTATE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    GROUPED: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
@@ -117,7 +129,8 @@ def back_heads(
         if ROTATE:
             x1, x2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
         x1, x2 = x1.to(target.dtype.element_ty), x2.to(target.dtype.element_ty)
-        store_pairs(target + head * size, x1, x2, inside, half, INTERLEAVED, HALF)
+        place = place_of(head, in_group, of_group, GROUPED)
+        store_pairs(target + place * size, x1, x2, inside, half, INTERLEAVED, HALF)
         largest = tl.maximum(largest, tl.maximum(magnitude_bits(x1), magnitude_bits(x2)))
     return largest
 
@@ -128,6 +141,8 @@ def back_rotated_heads(
     head_stride,
     target,
     heads,
+    in_group,
+    of_group,
     size,
     half,
     cos1,
@@ -137,6 +152,7 @@ def back_rotated_heads(
     largest,
     PARTIAL: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    GROUPED: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
@@ -149,6 +165,8 @@ def back_rotated_heads(
             head_stride,
             rest_target,
             heads,
+            in_group,
+            of_group,
             size,
             rest_half,
             cos1,
@@ -158,11 +176,29 @@ def back_rotated_heads(
             largest,
             False,
             False,
+            GROUPED,
             HALF,
             HEADS,
         )
     return back_heads(
-        source, head_stride, target, heads, size, half, cos1, cos2, sin1, sin2, largest, True, INTERLEAVED, HALF, HEADS
+        source,
+        head_stride,
+        target,
+        heads,
+        in_group,
+        of_group,
+        size,
+        half,
+        cos1,
+        cos2,
+        sin1,
+        sin2,
+        largest,
+        True,
+        INTERLEAVED,
+        GROUPED,
+        HALF,
+        HEADS,
     )
 
 
@@ -179,6 +215,8 @@ def rotate_back_kernel(
     sequence,
     query_heads,
     key_heads,
+    queries_in_group,
+    keys_in_group,
     size,
     half,  # of what is rotated of a head
     angle_tokens,
@@ -194,10 +232,12 @@ def rotate_back_kernel(
     PARTIAL: tl.constexpr,  # whether heads are longer
     INTERLEAVED: tl.constexpr,
     INTERLEAVED_ANGLES: tl.constexpr,
+    GROUPED: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Each program takes every num_programs-th token."""
+    of_group = queries_in_group + 2 * keys_in_group
     largest = tl.zeros([HEADS, HALF], tl.int32)
     for index in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
         token = tl.zeros([1, 1], tl.int64) + index
@@ -211,6 +251,8 @@ def rotate_back_kernel(
             q_head,
             out,
             query_heads,
+            queries_in_group,
+            of_group,
             size,
             half,
             cos1,
@@ -220,16 +262,19 @@ def rotate_back_kernel(
             largest,
             PARTIAL,
             INTERLEAVED,
+            GROUPED,
             HALF,
             HEADS,
         )
-        out += query_heads * size
+        out += queries_in_group * size
         source = dk + batch * k_batch + position * k_token
         largest = back_rotated_heads(
             source,
             k_head,
             out,
             key_heads,
+            keys_in_group,
+            of_group,
             size,
             half,
             cos1,
@@ -239,13 +284,31 @@ def rotate_back_kernel(
             largest,
             PARTIAL,
             INTERLEAVED,
+            GROUPED,
             HALF,
             HEADS,
         )
-        out += key_heads * size
+        out += keys_in_group * size
         source = dv + batch * v_batch + position * v_token
         largest = back_heads(
-            source, v_head, out, key_heads, size, size // 2, cos1, cos2, sin1, sin2, largest, False, False, HALF, HEADS
+            source,
+            v_head,
+            out,
+            key_heads,
+            keys_in_group,
+            of_group,
+            size,
+            size // 2,
+            cos1,
+            cos2,
+            sin1,
+            sin2,
+            largest,
+            False,
+            False,
+            GROUPED,
+            HALF,
+            HEADS,
         )
     tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True))
 
@@ -257,7 +320,14 @@ def _tile(half: int, heads: int) -> dict[str, int]:
 
 
 def rotate_triton(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, *, interleaved: bool = False, interleaved_angles: bool = False
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    *,
+    interleaved: bool = False,
+    interleaved_angles: bool = False,
+    groups: int = 1,
 ) -> None:
     """`rotate`."""
     batches, sequence, all_heads, size = qkv.shape
@@ -266,9 +336,10 @@ def rotate_triton(
         rotate_kernel,
         batches * sequence,
         (qkv, cos, sin),
-        (heads, all_heads, size, half, cos.shape[0] * sequence),
+        (heads, all_heads, heads // groups, all_heads // groups, size, half, cos.shape[0] * sequence),
         INTERLEAVED=interleaved,
         INTERLEAVED_ANGLES=interleaved_angles,
+        GROUPED=groups > 1,
         **_tile(half, heads),
     )
 
@@ -282,6 +353,7 @@ def rotate_back_triton(
     *,
     interleaved: bool = False,
     interleaved_angles: bool = False,
+    groups: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """`rotate_back`."""
     batches, sequence, query_heads, size = dq.shape
@@ -290,9 +362,11 @@ def rotate_back_triton(
     programs = min(tokens, PROGRAMS * processors(dq.device))
     partials = new_partials(programs, dq)
     dqkv = dq.new_empty((batches, sequence, query_heads + 2 * key_heads, size))
-    sizes = tokens, sequence, query_heads, key_heads, size, half, cos.shape[0] * sequence
+    of_heads = query_heads, key_heads, query_heads // groups, key_heads // groups
+    sizes = tokens, sequence, *of_heads, size, half, cos.shape[0] * sequence
     strides = dq.stride()[:3], dk.stride()[:3], dv.stride()[:3]
-    _back_launch(programs, sizes, strides, interleaved, interleaved_angles)(dq, dk, dv, cos, sin, dqkv, partials)
+    pairs = interleaved, interleaved_angles
+    _back_launch(programs, sizes, strides, *pairs, groups > 1)(dq, dk, dv, cos, sin, dqkv, partials)
     return dqkv, partials
 
 
@@ -303,9 +377,10 @@ def _back_launch(
     strides: tuple[tuple[int, ...], ...],
     interleaved: bool,
     interleaved_angles: bool,
+    grouped: bool,
 ) -> Launch:
     """Of `rotate_back_kernel`, with the sizes that it takes."""
-    _, _, query_heads, _, size, half, _ = sizes
+    _, _, query_heads, _, _, _, size, half, _ = sizes
     return Launch(
         rotate_back_kernel,
         programs,
@@ -313,5 +388,6 @@ def _back_launch(
         PARTIAL=2 * half < size,
         INTERLEAVED=interleaved,
         INTERLEAVED_ANGLES=interleaved_angles,
+        GROUPED=grouped,
         **_tile(size // 2, query_heads),  # values' heads are copied whole
     )

@@ -19,6 +19,7 @@ from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.fused.attention import kernels
 from fp8booster.nn.fused.decoder import FusedAttention, FusedDecoderLayer, FusedMLP
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
+from fp8booster.nn.fused.trials import head_size, heads_of_a_key
 from fp8booster.nn.graphs import captured_layers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import is_looked_at
@@ -237,8 +238,8 @@ def _attention(model: nn.Module) -> str | None:
         weight.device,
         weight.dtype if weight.dtype == torch.float16 else torch.bfloat16,
         query_heads=heads,
-        key_heads=heads // found.num_key_value_groups,
-        features=found.head_dim,
+        key_heads=heads // heads_of_a_key(found),
+        features=head_size(found),
     )
 
 

@@ -106,6 +106,7 @@ PAIRS = {
     "": {},
     ", neighbours, angles in halves": {"interleaved": True},
     ", neighbours": {"interleaved": True, "interleaved_angles": True},
+    ", a group for each head of keys": {"groups": None},
 }
 
 
@@ -114,6 +115,8 @@ def rope_cases(device: torch.device, shapes: list[tuple[int, ...]]) -> Iterator[
     for ((batch, sequence, queries, keys, size, turned), dtype), (kind, pairs) in product(
         zip(shapes, _dtypes(len(shapes)), strict=True), PAIRS.items()
     ):
+        if "groups" in pairs:
+            pairs = {"groups": keys}
         name = f"{batch} {sequence} {queries}+{keys} heads of {size}, {turned} rotated {dtype}{kind}"
         for angle_batch in {1, batch}:
             angle = _random(angle_batch, sequence, turned, dtype=torch.float32, device=device)

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend
 
 from fp8booster.nn.fused.packing import Sequences
 
-_READ_BY_SDPA = ("is_causal", "position_bias", "cache", "softcap")
-"""What transformers' `sdpa_attention_forward` reads of the arguments that a model passes on, and `attend` does not."""
+_READ_BY_SDPA = ("is_causal", "position_bias", "cache", "softcap", "head_mask")
+"""What transformers' attentions read of the arguments that a model passes on, and `attend` does not."""
 
 
 def attends_alike(implementation: str, arguments: Mapping[str, Any]) -> bool:

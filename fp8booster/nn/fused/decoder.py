@@ -31,7 +31,19 @@ from fp8booster.nn.fused.late_sums import LateSum, made, parts_with_late_sums
 from fp8booster.nn.fused.merged_layers import Merged, MergedLayers, MergedLinears
 from fp8booster.nn.fused.packing import Sequences, let_pack, sequences_of
 from fp8booster.nn.fused.pointwise import activate, activate_gated, layer_norm, rms_norm, rotate_heads, split_and_rotate
-from fp8booster.nn.fused.trials import Norm, Rotation, activation_kind, activation_name, is_gated, norm_of, rotation_of
+from fp8booster.nn.fused.trials import (
+    Form,
+    Norm,
+    activation_kind,
+    activation_name,
+    cos_and_sin,
+    dropout_of,
+    form_of,
+    head_size,
+    heads_of_a_key,
+    is_gated,
+    norm_of,
+)
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, is_looked_at, members_of_made, run_with
 
@@ -126,26 +138,20 @@ class FusedAttention(MergedAttention):
     """Mixin of a self-attention that PyTorch's SDPA computes; q and k may have norms, each head's or all heads'."""
 
     config: Any
-    o_proj: nn.Module
-    head_dim: int
-    num_key_value_groups: int
     layer_idx: int
-    attention_dropout: float
-    scaling: float
 
-    rotation: Rotation = Rotation()
+    form: Form = Form()
 
     native_arguments: ClassVar[tuple[str, ...]]
     """Names of what the class's own forward takes after the hidden states."""
 
-    def forward(
-        self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As transformers', with one product for q, k and v."""
         arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
-        cos, sin = arguments["position_embeddings"]
-        sequences = sequences_of(arguments["position_embeddings"])
-        is_alike = cos.shape[-1] <= self.head_dim and self.attends_alike(**arguments)
+        embeddings = arguments["position_embeddings"]
+        sequences = sequences_of(embeddings)
+        angles = cos_and_sin(embeddings, self.form.angles) if self.form.rotation.rotates else None
+        is_alike = self.attends_alike(**arguments) and (angles is None or angles[0].shape[-1] <= head_size(self))
         qkv = self.merged_product(hidden_states) if is_alike else None
         if qkv is None and sequences is None:
             return self.forward_unfused(hidden_states, **arguments)
@@ -159,61 +165,74 @@ class FusedAttention(MergedAttention):
         qkv = self.before_attention(qkv)
         # of the product, not of the input: ranks may hold heads, and parts of the sequence that it has gathered
         key_heads = self.key_heads_in(qkv)
-        query, key, value = (each.transpose(1, 2) for each in self.rotated(qkv, cos, sin, key_heads))
-        key, value = self.cached(key, value, arguments)
+        query, key, value = (each.transpose(1, 2) for each in self.rotated(qkv, angles, key_heads))
+        cache = self.cache_in(arguments)
+        if cache is not None:
+            key, value = self.cached(key, value, cache, arguments)
         if sequences is None:
             attended = self.attend(query, key, value, arguments.get("attention_mask"))
         elif key.shape[2] == query.shape[2]:
             attended = self.attend_packed(query, key, value, sequences)
         else:
             raise ValueError("packed sequences cannot go on from a cache; leave past_key_values out")
-        return self.o_proj(self.after_attention(attended.transpose(1, 2)).flatten(2)), None
+        output = getattr(self, self.part.output)(self.after_attention(attended.transpose(1, 2)).flatten(2))
+        return (output, None, cache)[: self.form.outputs]
 
     def rotated(
-        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_heads: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v, [B, S, H, D], of which q and k have gone through their norms and were rotated."""
-        query_heads = key_heads * self.num_key_value_groups
-        rotates, interleaved, interleaved_angles = self.rotation
+        self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None, key_heads: int
+    ) -> tuple[torch.Tensor, ...]:
+        """q, k and v, [B, S, H, D], of which q and k have gone through their norms and were rotated.
+
+        Args:
+            qkv: [B, S, features].
+            angles: cos and sin; None rotates nothing.
+            key_heads: heads of keys in qkv.
+        """
+        query_heads, size = key_heads * heads_of_a_key(self), head_size(self)
+        _, interleaved, interleaved_angles = self.form.rotation
         pairs = {"interleaved": interleaved, "interleaved_angles": interleaved_angles}
         norms = self.head_norms()
-        if rotates and not norms:
-            return split_and_rotate(qkv, cos, sin, query_heads=query_heads, key_heads=key_heads, **pairs)
-        widths = [heads * self.head_dim for heads in (query_heads, key_heads, key_heads)]
-        *split, value = qkv.split(widths, -1)
-        heads = [each.unflatten(-1, (-1, self.head_dim)) for each in split]
+        if angles is not None and not norms:
+            groups = key_heads if self.form.grouped else 1
+            return split_and_rotate(qkv, *angles, query_heads=query_heads, key_heads=key_heads, groups=groups, **pairs)
+        *split, value = qkv.split([heads * size for heads in (query_heads, key_heads, key_heads)], -1)
+        heads = [each.unflatten(-1, (-1, size)) for each in split]
         if norms:
-            of_all = norms[0].weight.shape[0] != self.head_dim
+            of_all = norms[0].weight.shape[0] != size
             normal = [norm(each) for norm, each in zip(norms, split if of_all else heads, strict=True)]
             # what hooks saw is not written over
             normal = [each.clone() if is_looked_at(norm) else each for norm, each in zip(norms, normal, strict=True)]
             heads = [each.view(like.shape) for each, like in zip(normal, heads, strict=True)]
-        query, key = rotate_heads(heads[0], heads[1], cos, sin, **pairs) if rotates else heads
-        return query, key, value.unflatten(-1, (-1, self.head_dim))
+        query, key = heads if angles is None else rotate_heads(heads[0], heads[1], *angles, **pairs)
+        return query, key, value.unflatten(-1, (-1, size))
 
     def head_norms(self) -> list[Any]:
         """Of q and of k, each head's or all heads'; empty where there are none."""
         return [self._modules[name] for name in ("q_norm", "k_norm") if name in self._modules]
 
+    def cache_in(self, arguments: dict[str, Any]) -> Any:
+        """The cache that a layer is given, if any; also in training, where `use_cache` was left on."""
+        return next((arguments.get(name) for name in _CACHES if name in self.native_arguments), None)
+
     def cached(
-        self, key: torch.Tensor, value: torch.Tensor, arguments: dict[str, Any]
+        self, key: torch.Tensor, value: torch.Tensor, cache: Any, arguments: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, [B, H, S, D], with those before them; also in training, where `use_cache` was left on."""
-        names = self.native_arguments
-        cache = arguments.get("past_key_values" if "past_key_values" in names else "past_key_value")
-        if cache is None:
-            return key, value
-        if "cache_position" not in names:  # the cache counts by itself
+        """Keys and values, [B, H, S, D], with those before them."""
+        if "cache_position" not in self.native_arguments:  # the cache counts by itself
             return cache.update(key, value, self.layer_idx)
-        cos, sin = arguments["position_embeddings"]
-        place = {"sin": sin, "cos": cos, "cache_position": arguments.get("cache_position")}
+        place = {"cache_position": arguments.get("cache_position")}
+        if self.form.angles != "complex":
+            cos, sin = arguments["position_embeddings"]
+            place |= {"sin": sin, "cos": cos}
+        if hasattr(self, "rotary_ndims"):
+            place["partial_rotation_size"] = self.rotary_ndims
         if getattr(self, "sliding_window", None) is not None:
             place["sliding_window"] = self.sliding_window
         return cache.update(key, value, self.layer_idx, place)
 
     def key_heads_in(self, qkv: torch.Tensor) -> int:
         """Heads of keys in q, k and v side by side, [..., features]."""
-        return qkv.shape[-1] // self.head_dim // (self.num_key_value_groups + 2)
+        return qkv.shape[-1] // head_size(self) // (heads_of_a_key(self) + 2)
 
     def before_attention(self, qkv: torch.Tensor) -> torch.Tensor:
         """q, k and v, [B, S, features], of the tokens and heads that attend here; nothing else may read them."""
@@ -229,21 +248,26 @@ class FusedAttention(MergedAttention):
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> torch.Tensor:
         """The attention of query [B, Hq, S, D] to key and value [B, Hkv, S', D]: [B, Hq, S, D]."""
-        dropout = self.attention_dropout if self.training else 0.0
-        return attend(query, key, value, attention_mask, dropout=dropout, scale=self.scaling)
+        dropout = dropout_of(self) if self.training else 0.0
+        return attend(query, key, value, attention_mask, dropout=dropout, scale=getattr(self, "scaling", None))
 
     def attend_packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
     ) -> torch.Tensor:
         """The attention, [B, Hq, S, D], of each sequence to itself; keys and values are [B, Hkv, S, D]."""
-        dropout = self.attention_dropout if self.training else 0.0
+        dropout = dropout_of(self) if self.training else 0.0
+        scale = getattr(self, "scaling", None)
         # where an attention has none of its own, transformers takes the model's
         window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
-        return attend_packed(query, key, value, sequences, window=window, dropout=dropout, scale=self.scaling)
+        return attend_packed(query, key, value, sequences, window=window, dropout=dropout, scale=scale)
 
     def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What runs where `forward` does not cover a case."""
         return super().forward(*args, **kwargs)
+
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""What attentions call the cache that they are given."""
 
 
 class FusedMLP(FusedPart):
@@ -420,9 +444,9 @@ def _attention_mixin(
         return REPLACED if replaced_attention is None else replaced_attention(attention)
     config: Any = attention.config
     kind = config._attn_implementation
-    rotation = _rotation_of_fused(attention, part) if kind == "sdpa" else None
-    if rotation is not None:
-        vars(attention)["rotation"] = rotation
+    form = _form_of_fused(attention, part) if kind == "sdpa" else None
+    if form is not None:
+        vars(attention)["form"] = form
         return FusedAttention
     what = type(attention).__name__ if kind == "sdpa" else f"attn_implementation={kind!r}"
     if len(part.merged) == 1:
@@ -431,15 +455,14 @@ def _attention_mixin(
     return MergedAttention
 
 
-def _rotation_of_fused(attention: Any, part: Part) -> Rotation | None:
-    """How an attention rotates that `FusedAttention` may stand for; None: it may not."""
+def _form_of_fused(attention: Any, part: Part) -> Form | None:
+    """The form of an attention that `FusedAttention` may stand for; None: it may not."""
     norms = [each for name, each in attention._modules.items() if name in ("q_norm", "k_norm")]
     if hasattr(attention, "attn_temperature_tuning"):  # LLaMA 4's: of tokens that are further than a trial's
         return None
-    numbers = [getattr(attention, name, None) for name in ("attention_dropout", "scaling")]
-    if not all(isinstance(each, float | int) for each in numbers) or not all(isinstance(n, FusedNorm) for n in norms):
+    if not hasattr(attention, "attention_dropout") or not all(isinstance(norm, FusedNorm) for norm in norms):
         return None
-    return rotation_of(attention, part, _mixed_class(FusedAttention, type(attention)))
+    return form_of(attention, part, _mixed_class(FusedAttention, type(attention)))
 
 
 def _in_fp8(layers: list[nn.Module]) -> bool:

@@ -123,38 +123,48 @@ class _SplitAndRotate(torch.autograd.Function):
         sin: torch.Tensor,
         query_heads: int,
         key_heads: int,
+        groups: int,
         pairs: dict[str, bool],
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.pairs = pairs
+        ctx.options = {**pairs, "groups": groups}
         heads = unaliased(qkv).view(*qkv.shape[:2], query_heads + 2 * key_heads, -1)
         # in place: nothing that made qkv reads it again
-        rope_kernel.rotate(heads, cos, sin, query_heads + key_heads, **pairs)
-        return heads.split([query_heads, key_heads, key_heads], 2)
+        rope_kernel.rotate(heads, cos, sin, query_heads + key_heads, **ctx.options)
+        of_group = [each // groups for each in (query_heads, key_heads, key_heads)]
+        return tuple(each.flatten(2, 3) for each in heads.unflatten(2, (groups, -1)).split(of_group, 3))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple:
         gradients = [gradient if gradient.stride(-1) == 1 else gradient.contiguous() for gradient in (dq, dk, dv)]
-        dqkv, amax = rope_kernel.rotate_back(*gradients, *ctx.saved_tensors, **ctx.pairs)
-        return deliver_amax(dqkv.flatten(2), amax), None, None, None, None, None
+        dqkv, amax = rope_kernel.rotate_back(*gradients, *ctx.saved_tensors, **ctx.options)
+        return deliver_amax(dqkv.flatten(2), amax), None, None, None, None, None, None
 
 
 def split_and_rotate(
-    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, query_heads: int, key_heads: int, **pairs: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views of q, k and v, after q and k were rotated in place.
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    query_heads: int,
+    key_heads: int,
+    groups: int = 1,
+    **pairs: bool,
+) -> tuple[torch.Tensor, ...]:
+    """q, k and v, after q and k were rotated in place: views, except where a group has several heads of one of them.
 
     Args:
         qkv: [B, S, (query_heads + 2 key_heads) * D], just computed: nothing else may read it.
         cos, sin: [1 or B, S, R]; the first R places of D are rotated.
         query_heads, key_heads: heads of q, and of k and v each.
+        groups: of heads, each of which has its q, k and v side by side.
         pairs: `interleaved` and `interleaved_angles` of `kernels.rope.rotate`.
 
     Returns:
         q [B, S, query_heads, D], k and v [B, S, key_heads, D].
     """
-    return _SplitAndRotate.apply(qkv, cos.contiguous(), sin.contiguous(), query_heads, key_heads, pairs)
+    return _SplitAndRotate.apply(qkv, cos.contiguous(), sin.contiguous(), query_heads, key_heads, groups, pairs)
 
 
 class _RotateHeads(torch.autograd.Function):
@@ -172,11 +182,12 @@ class _RotateHeads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple:
+        angles = ctx.saved_tensors  # once, as activation checkpointing asks for
         back = []
         for gradient in (dq, dk):
             gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
             none = gradient[:, :, :0]
-            back.append(rope_kernel.rotate_back(gradient, none, none, *ctx.saved_tensors, **ctx.pairs)[0])
+            back.append(rope_kernel.rotate_back(gradient, none, none, *angles, **ctx.pairs)[0])
         return *back, None, None, None
 
 

@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -128,50 +129,117 @@ ROTATIONS = (Rotation(), Rotation(True, True), Rotation(True, True, True), Rotat
 """LLaMA's, GLM-4's, Command-R's, and that of layers without positions."""
 
 
+class Form(NamedTuple):
+    """What an attention does between its products, besides to attend."""
+
+    rotation: Rotation = Rotation()
+    angles: str = "places"
+    """What position embeddings are: one of `ANGLES`."""
+
+    grouped: bool = False
+    """In the product of one layer for q, k and v, those of each head of keys lie together."""
+
+    outputs: int = 2
+    """How many things it gives: a third is the cache that it was given."""
+
+
+ANGLES = ("places", "pairs", "complex")
+"""Cos and sin for each place of a head that is rotated; for each pair of places; one complex number for each pair."""
+
+
+def cos_and_sin(position_embeddings: Any, angles: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cos and sin, [1 or B, S, R] each, for each place of a head that is rotated, pairs in halves.
+
+    Args:
+        position_embeddings: as transformers makes them.
+        angles: one of `ANGLES`.
+    """
+    if angles == "complex":
+        position_embeddings = position_embeddings.real, position_embeddings.imag
+    cos, sin = position_embeddings
+    return (cos, sin) if angles == "places" else (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1))
+
+
 @_computes
-def rotation_of(attention: Any, part: Part, fused: type[nn.Module]) -> Rotation | None:
-    """How an attention rotates heads; None: its own forward computes something else than that of its fused class.
+def form_of(attention: Any, part: Part, fused: type[nn.Module]) -> Form | None:
+    """The form of an attention; None: its own forward computes something else than that of its fused class.
 
     Args:
         attention: not fused yet, whole.
         part: of it.
-        fused: has a `merged_product` and a `rotation`, which the trial replaces.
+        fused: has a `merged_product` and a `form`, which the trial replaces.
     """
-    size = getattr(attention, "head_dim", 0)
+    size = head_size(attention)
     places = getattr(attention, "rotary_ndims", size)
-    # where it takes angles for parts of heads, it must rotate these alone
-    right = {each: _tried(_attended, attention, part, type(attention), each) for each in (places, size // 2)}
-    if right[places] is None:
+    for angles in ANGLES:
+        # where it takes angles for parts of heads, it must rotate these alone
+        right = {
+            each: _tried(_attended, attention, part, type(attention), each, angles) for each in (places, size // 2)
+        }
+        if right[places] is None:
+            continue
+        for rotation, grouped in product(ROTATIONS, (False, True) if len(part.merged) == 1 else (False,)):
+            form = Form(rotation, angles, grouped, len(right[places]))
+            found = {each: _tried(_attended, attention, part, fused, each, angles, form) for each in right}
+            if all(right[each] is None or _same(found[each], right[each]) for each in right):
+                return form
         return None
-    for rotation in ROTATIONS:
-        found = {each: _tried(_attended, attention, part, fused, each, rotation) for each in right}
-        if all(right[each] is None or _alike(found[each], right[each]) for each in right):
-            return rotation
     return None
 
 
+def _same(found: tuple | None, right: tuple) -> bool:
+    """Whether two attentions give the same, of which none gives its weights."""
+    return found is not None and found[1:] == right[1:] == (None,) * (len(right) - 1) and _alike(found[0], right[0])
+
+
+def head_size(attention: Any) -> int:
+    """Features of a head; 0: unknown."""
+    return getattr(attention, "head_dim", 0) or getattr(attention, "head_size", 0)
+
+
+def heads_of_a_key(attention: Any) -> int:
+    """How many heads of queries share one of keys."""
+    return getattr(attention, "num_key_value_groups", 1)
+
+
+def dropout_of(attention: Any) -> Any:
+    """Of the scores."""
+    dropout = attention.attention_dropout
+    return dropout.p if isinstance(dropout, nn.Dropout) else dropout
+
+
 def _attended(
-    attention: Any, part: Part, cls: type[nn.Module], places: int, rotation: Rotation | None = None
-) -> torch.Tensor:
-    """What the forward of a class gives of an attention whose layers give numbers of their own."""
-    size, groups = attention.head_dim, attention.num_key_value_groups
+    attention: Any, part: Part, cls: type[nn.Module], places: int, kind: str, form: Form | None = None
+) -> tuple:
+    """What the forward of a class gives of an attention whose layers give numbers of their own.
+
+    Args:
+        attention, part: as in `form_of`.
+        cls: whose forward.
+        places: of a head that are rotated.
+        kind: of angles.
+        form: of a fused one.
+    """
+    size, groups = head_size(attention), heads_of_a_key(attention)
     query_heads = attention.config.num_attention_heads
     widths = [query_heads * size] + 2 * [query_heads // groups * size]
-    product = _numbers(1, 5, sum(widths))
+    made = _numbers(1, 5, sum(widths))
     probe = copy.copy(attention)
     probe.__class__ = cls
-    outputs = dict(zip(part.merged, product.split(widths if len(part.merged) > 1 else sum(widths), -1), strict=True))
+    outputs = dict(zip(part.merged, made.split(widths if len(part.merged) > 1 else sum(widths), -1), strict=True))
     norms = {name: _on_cpu(each) for name, each in attention._modules.items() if "norm" in name}
-    vars(probe).update(_modules=norms, training=False, part=part, rotation=rotation)
+    vars(probe).update(_modules=norms, training=False, part=part, form=form)
     vars(probe).update({name: lambda _, output=output: output.clone() for name, output in outputs.items()})
-    vars(probe).update({part.output: lambda x: x, "merged_product": lambda _: product.clone()})
-    angles = _numbers(1, 5, places // 2).repeat(1, 1, 2)
+    vars(probe).update({part.output: lambda x: x, "merged_product": lambda _: made.clone()})
+    angles = _numbers(1, 5, places // 2)
+    if kind == "places":
+        angles = angles.repeat(1, 1, 2)
+    embeddings = torch.polar(torch.ones_like(angles), angles) if kind == "complex" else (angles.cos(), angles.sin())
     taken = inspect.signature(type(attention).forward).parameters
-    given = {"position_embeddings": (angles.cos(), angles.sin()), "attention_mask": None}
-    output, weights = cls.forward(
+    given = {"position_embeddings": embeddings, "attention_mask": None, "cache_position": torch.arange(5, device="cpu")}
+    return cls.forward(
         probe, torch.zeros(1, 5, 4, device="cpu"), **{name: each for name, each in given.items() if name in taken}
     )
-    return output if weights is None else output.new_full((), float("nan"))
 
 
 def _on_cpu(norm: nn.Module) -> nn.Module:
@@ -188,16 +256,16 @@ def _numbers(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32)
 
 
-def _tried(compute: Callable[..., Any], *args: Any) -> torch.Tensor | None:
+def _tried(compute: Callable[..., Any], *args: Any) -> Any:
+    """What is computed; None: it failed."""
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            found = compute(*args)
+            return compute(*args)
     except FAILS:
         return None
-    return found if isinstance(found, torch.Tensor) else None
 
 
-def _alike(found: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    if found is None or right is None or found.shape != right.shape:
+def _alike(found: Any, right: Any) -> bool:
+    if not (isinstance(found, torch.Tensor) and isinstance(right, torch.Tensor)) or found.shape != right.shape:
         return False
     return torch.allclose(found, right, rtol=1e-4, atol=1e-5)

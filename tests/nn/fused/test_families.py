@@ -28,8 +28,6 @@ def own(attention: str) -> str:
 UNFUSED = {
     "llama4_text": [own("Llama4TextAttention")],
     "gemma2": [] if MAJOR < 5 else [EAGER],
-    "stablelm": [own("StableLmSdpaAttention")] if MAJOR < 5 else [],
-    "gpt_neox": ["attention: GPTNeoXAttention has no fused form"],
     "deepseek_v2": [own("DeepseekV2Attention")],
     "deepseek_v3": [own("DeepseekV3Attention")],
     "gpt_oss": [EAGER],
@@ -112,6 +110,19 @@ def test_evaluation_and_the_cache_are_those_of_transformers(family: str) -> None
     right, found = (each.generate(batch(), **how) for each in (exact, model))
     assert right.shape == (2, 36)
     assert torch.equal(found, right)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("family", INSTALLED)
+def test_checkpointed_layers_have_the_same_gradients(family: str, reentrant: bool) -> None:
+    model = build(family, torch.float32)
+    fuse(model)
+    loss, right = step(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    again, gradients = step(model)
+    assert again == loss
+    for name, gradient in right.items():
+        assert gradient is None or torch.equal(gradients[name], gradient), name
 
 
 @pytest.mark.parametrize("family", ["phi3", "glm4", "stablelm", "gpt_neox"])

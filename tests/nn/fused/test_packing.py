@@ -19,7 +19,19 @@ from tests.nn.fused.test_decoder import sqnr
 from tests.nn.fused.test_transformers import make
 
 ALL = [*FAMILIES, "mixtral"]
-OTHERS = ["qwen3", "qwen3_moe", "gemma3_text", "phi3", "olmo2", "granite", "cohere", "cohere2", "glm4"]
+OTHERS = [
+    "qwen3",
+    "qwen3_moe",
+    "gemma3_text",
+    "phi3",
+    "olmo2",
+    "granite",
+    "cohere",
+    "cohere2",
+    "glm4",
+    "stablelm",
+    "gpt_neox",
+]
 """Whose attention has norms, one layer for q, k and v, another scale or another rotation."""
 LENGTHS = (5, 16, 1, 10)
 
@@ -27,6 +39,11 @@ LENGTHS = (5, 16, 1, 10)
 def documents(lengths: tuple[int, ...] = LENGTHS) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def body(model: nn.Module) -> nn.Module:
+    """Without its head."""
+    return model.gpt_neox if hasattr(model, "gpt_neox") else model.model
 
 
 def flat(texts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -45,7 +62,7 @@ def apart(model: nn.Module, texts: list[torch.Tensor]) -> tuple[torch.Tensor, fl
     targets = sum(len(text) - 1 for text in texts)
     hidden, loss = [], 0.0
     for text in texts:
-        hidden.append(model.model(text[None]).last_hidden_state[0].detach())
+        hidden.append(body(model)(text[None]).last_hidden_state[0].detach())
         if len(text) > 1:
             part = model(input_ids=text[None], labels=text[None]).loss * (len(text) - 1) / targets
             part.backward()
@@ -56,7 +73,7 @@ def apart(model: nn.Module, texts: list[torch.Tensor]) -> tuple[torch.Tensor, fl
 def packed(model: nn.Module, **batch: Any) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
     """The same of a packed batch."""
     model.zero_grad()
-    hidden = model.model(**{name: each for name, each in batch.items() if name != "labels"}).last_hidden_state
+    hidden = body(model)(**{name: each for name, each in batch.items() if name != "labels"}).last_hidden_state
     loss = model(**batch).loss
     loss.backward()
     return hidden.flatten(0, 1).detach(), loss.item(), gradients(model)

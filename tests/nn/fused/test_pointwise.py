@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partly
 
 from fp8booster.nn.fused.pointwise import activate, activate_gated, layer_norm, rms_norm, rotate_heads, split_and_rotate
 from fp8booster.nn.linear.delivered_amax import delivered_amax
@@ -93,3 +94,19 @@ def test_a_part_of_a_head_is_rotated_as_neighbours(apart: bool, device: torch.de
     gradients = [torch.autograd.grad(each, qkv, dy)[0] for each in (found, right)]
     for one, other in zip([*found, gradients[0]], [*right, gradients[1]], strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_heads_that_lie_together_by_groups_are_rotated(device: torch.device) -> None:
+    """As GPT-NeoX has them, and with two heads of queries for one of keys."""
+    angle = torch.randn(1, 5, 4, device=device).repeat(1, 1, 2)
+    cos, sin = angle.cos(), angle.sin()
+    for queries in (1, 2):
+        qkv = torch.randn(2, 5, 3 * (queries + 2) * 16, device=device, requires_grad=True)
+        query, key, value = qkv.unflatten(-1, (3, queries + 2, 16)).split([queries, 1, 1], 3)
+        heads = [each.flatten(2, 3) for each in (query, key, value)]
+        right = [*apply_partly(*heads[:2], cos, sin, unsqueeze_dim=2), heads[2]]
+        found = split_and_rotate(qkv + 0, cos, sin, query_heads=3 * queries, key_heads=3, groups=3)
+        dy = [torch.randn_like(each) for each in right]
+        gradients = [torch.autograd.grad(each, qkv, dy)[0] for each in (found, right)]
+        for one, other in zip([*found, gradients[0]], [*right, gradients[1]], strict=True):
+            torch.testing.assert_close(one, other)
