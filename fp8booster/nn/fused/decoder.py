@@ -193,8 +193,9 @@ class FusedAttention(MergedAttention):
         pairs = {"interleaved": interleaved, "interleaved_angles": interleaved_angles}
         norms = self.head_norms()
         if angles is not None and not norms:
+            cos, sin = angles
             groups = key_heads if self.form.grouped else 1
-            return split_and_rotate(qkv, *angles, query_heads=query_heads, key_heads=key_heads, groups=groups, **pairs)
+            return split_and_rotate(qkv, cos, sin, query_heads=query_heads, key_heads=key_heads, groups=groups, **pairs)
         *split, value = qkv.split([heads * size for heads in (query_heads, key_heads, key_heads)], -1)
         heads = [each.unflatten(-1, (-1, size)) for each in split]
         if norms:
@@ -203,7 +204,10 @@ class FusedAttention(MergedAttention):
             # what hooks saw is not written over
             normal = [each.clone() if is_looked_at(norm) else each for norm, each in zip(norms, normal, strict=True)]
             heads = [each.view(like.shape) for each, like in zip(normal, heads, strict=True)]
-        query, key = heads if angles is None else rotate_heads(heads[0], heads[1], *angles, **pairs)
+        query, key = heads
+        if angles is not None:
+            cos, sin = angles
+            query, key = rotate_heads(query, key, cos, sin, **pairs)
         return query, key, value.unflatten(-1, (-1, size))
 
     def head_norms(self) -> list[Any]:
