@@ -35,6 +35,7 @@ TEST_SECONDS = 900.0
 """The longest that a test may take on ranks that work: most need a second, but cores may be shared by many."""
 
 _STACK_SIGNAL = signal.SIGUSR1
+_STACK_SECONDS = 10.0  # that a rank has to write its stack
 _shared = Path()
 """On a rank, the folder that all ranks see."""
 
@@ -99,7 +100,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = TEST_SECONDS,
     initialize: bool = True,
     environment: dict[str, str] | None = None,
     preloaded: bool = True,
@@ -109,7 +110,8 @@ def run_ranks(
     `fn`, `args` and the values are pickled, so `fn` lives at the top level of a module. Ranks see the variables
     that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...) and `environment` on top of
     them, before `fn`'s module is imported. Each runs on one thread. With `initialize=False` no process group is
-    made, for a `fn` that makes its own (`launch_from_torch`). `timeout` is in seconds, start-up included.
+    made, for a `fn` that makes its own (`launch_from_torch`). `timeout` is in seconds; ranks that hang are ended sooner,
+    as under `ranks`.
     Ranks are forks of a process that has imported Colossal-AI and its plugins once for the whole session, unless a
     GPU is there; with `preloaded=False`, for a `fn` or `environment` that changes what gets imported, they import anew.
 
@@ -225,8 +227,12 @@ class RankProcesses:
         for rank, file in files.items():
             if self._processes[rank].is_alive() and file.exists():
                 os.kill(self._processes[rank].pid, _STACK_SIGNAL)
-        time.sleep(0.5)
-        return {rank: (file.read_text() if file.exists() else "") or "(its start)" for rank, file in files.items()}
+        before, found = None, dict.fromkeys(late, "")
+        deadline = time.monotonic() + _STACK_SECONDS
+        while (found != before or not all(found.values())) and time.monotonic() < deadline:
+            time.sleep(0.5)  # a stack is written line by line
+            before, found = found, {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
+        return {rank: stack or "(its start)" for rank, stack in found.items()}
 
 
 _module = ""

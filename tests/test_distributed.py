@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from pathlib import Path
@@ -20,7 +21,7 @@ def _sum_of_ranks(offset: float) -> torch.Tensor:
 def _raise_on_rank_one() -> None:
     if dist.get_rank() == 1:
         raise KeyError("only rank one")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def _die() -> None:
@@ -37,10 +38,10 @@ def test_values_come_back_in_rank_order() -> None:
 
 
 def test_failing_rank_is_named_and_the_others_are_killed() -> None:
-    start = time.monotonic()
+    before = set(multiprocessing.active_children())
     with pytest.raises(RankError, match=r"rank 1 of 2 failed(.|\n)*KeyError: 'only rank one'"):
         run_ranks(_raise_on_rank_one, 2)
-    assert time.monotonic() - start < 30
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_dead_and_late_ranks_are_reported() -> None:
@@ -108,9 +109,8 @@ def test_ranks_are_kept_until_a_test_fails() -> None:
 
 
 def test_ranks_that_hang_are_killed_and_shown() -> None:
-    on_ranks(2, _process)
-    start = time.monotonic()
-    with pytest.raises(pytest.fail.Exception, match=r"not finish within 2 s\nrank 0 was in(.|\n)*in _hang"):
-        on_ranks(2, _hang, seconds=2.0)
-    assert time.monotonic() - start < 20
+    hanging = on_ranks(2, _process)
+    with pytest.raises(pytest.fail.Exception, match=r"not finish within 5 s\nrank 0 was in(.|\n)*in _hang"):
+        on_ranks(2, _hang, seconds=5.0)
+    assert not set(hanging) & {child.pid for child in multiprocessing.active_children()}
     on_ranks(2, _process)

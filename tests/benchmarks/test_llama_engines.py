@@ -15,7 +15,7 @@ from tests.distributed import run_ranks
 @pytest.fixture(scope="module")
 def measured() -> tuple[list[dict[str, dict[str, Any]]], list[str]]:
     """The outcomes on each rank, and what is said of plugins that are not there or cannot do it."""
-    ranks = run_ranks(measure_engines, 2, timeout=300)
+    ranks = run_ranks(measure_engines, 2)
     return [outcomes for outcomes, _ in ranks], ranks[0][1]
 
 
@@ -127,7 +127,7 @@ def test_a_turn_that_fails_ends_on_all_ranks_and_the_next_one_runs() -> None:
 
 
 def test_one_gpu_without_a_plugin_trains_with_8_bit_moments() -> None:
-    ((outcomes, refused),) = run_ranks(measure_plain, 1, timeout=300)
+    ((outcomes, refused),) = run_ranks(measure_plain, 1)
     for outcome in outcomes:
         assert outcome["losses"][-1] < 0.98 * outcome["losses"][0]
     assert "--optimizer adamw-8bit" in refused

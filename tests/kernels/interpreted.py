@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed import RankError, RankProcesses
+from tests.distributed import TEST_SECONDS, RankError, RankProcesses
 
 _process: list[RankProcesses] = []
 """One for all modules: Triton decides when it is imported whether it interprets, and that takes seconds."""
@@ -18,9 +18,9 @@ def interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
     """What a function returns in a process where Triton interprets kernels; skips the test where there is no Triton."""
     pytest.importorskip("triton")
     if not _process:
-        _process.append(RankProcesses(1, None, 300, {"TRITON_INTERPRET": "1"}, preloaded=False))
+        _process.append(RankProcesses(1, None, TEST_SECONDS, {"TRITON_INTERPRET": "1"}, preloaded=False))
     try:
-        return _process[0].call(function, *arguments, seconds=300)[0]
+        return _process[0].call(function, *arguments, seconds=TEST_SECONDS)[0]
     except RankError:
         _end()
         raise

@@ -58,7 +58,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         launched=False,
     )
     tokens = prepare_tokens(options, lambda text: None)
-    return run_ranks(train_each, 2, options, tokens, str(folder / "runs"), timeout=300, initialize=False)[0]
+    return run_ranks(train_each, 2, options, tokens, str(folder / "runs"), initialize=False)[0]
 
 
 def run_of(found: dict[str, dict[str, Any]], name: str, kind: str) -> dict[str, Any]:
