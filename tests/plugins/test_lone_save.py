@@ -14,8 +14,8 @@ from tests.colossal.hybrid.runs import arguments_of
 from tests.distributed import ranks, shared_folder
 from tests.plugins.training import Boosted, boost, ours, train
 
-PATIENCE = 2.0
-"""Seconds in place of `lone_save.PATIENCE`."""
+PATIENCE = 0.5
+"""Seconds in place of `lone_save.PATIENCE`, where rank 1 does not come."""
 
 WITH_ZERO = ("LowLevelZero, stage 1", "LowLevelZero, stage 2", "hybrid, DP2 ZeRO 1")
 """Where each rank holds a part of the weights of FP8 layers."""
@@ -70,25 +70,22 @@ def test_rank_0_alone_saves_a_model_whose_weights_are_whole(plugin: str) -> None
 @pytest.mark.parametrize("plugin", WITH_ZERO)
 def test_rank_0_alone_is_told_to_call_on_every_rank(plugin: str) -> None:
     run = run_of(plugin, use_fp8=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lone_save, "PATIENCE", PATIENCE)
-        if dist.get_rank() == 0:
+    if dist.get_rank() == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lone_save, "PATIENCE", PATIENCE)
             for shard in (True, False):
-                began = time.monotonic()
                 with pytest.raises(RuntimeError, match=r"rank 1 did not join it .* on every rank"):
                     save(run, f"{plugin} refused {shard}.safetensors", shard)
-                assert time.monotonic() - began < PATIENCE + 10
-        dist.barrier()
-        # it has not lost count: all ranks together save, one of them late
-        train(run, steps=1)
-        if dist.get_rank() == 1:
-            time.sleep(PATIENCE / 4)
-        if dist.get_rank() == 0:
-            written = save(run, f"{plugin} whole", shard=True)
-        else:
-            run.booster.save_model(
-                run.model, str(shared_folder("lone") / f"{plugin} whole"), shard=True, use_safetensors=True
-            )
+    dist.barrier()
+    # it has not lost count: all ranks together save, one of them late
+    train(run, steps=1)
+    if dist.get_rank() == 0:
+        written = save(run, f"{plugin} whole", shard=True)
+    else:
+        time.sleep(0.5)
+        run.booster.save_model(
+            run.model, str(shared_folder("lone") / f"{plugin} whole"), shard=True, use_safetensors=True
+        )
     working = run.parameters()["model.layers.0.mlp.up_proj.weight"]
     if dist.get_rank() == 0:
         assert torch.equal(written, working)  # of which `parameters` has just gathered the masters' values

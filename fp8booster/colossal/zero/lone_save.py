@@ -60,8 +60,7 @@ def require_all_ranks(group: dist.ProcessGroup) -> None:
     keys = {rank: f"fp8booster/{name}/{_calls[name]}/{rank}" for rank in ranks[1:]}
     if own in keys:
         store.set(keys[own], "")
-    elif not _come(store, list(keys.values())):
-        absent = [str(rank) for rank, key in keys.items() if not store.check([key])]
+    elif absent := _absent(store, keys):
         raise RuntimeError(
             f"rank {own} saves a model and rank{'s' * (len(absent) > 1)} {first_of(absent)} did not join it within "
             f"{PATIENCE:g} s; with FP8 communication each rank holds a part of the weights, so call "
@@ -73,12 +72,12 @@ def require_all_ranks(group: dist.ProcessGroup) -> None:
     _calls[name] += 1
 
 
-def _come(store: dist.Store, keys: list[str]) -> bool:
-    """Whether all keys are set, once they are or patience is over."""
+def _absent(store: dist.Store, keys: dict[int, str]) -> list[str]:
+    """The ranks whose keys are not set when patience is over."""
     deadline = time.monotonic() + PATIENCE
     # not store.wait, which would hold the connection that other threads of this process use
-    while not store.check(keys):
+    while not store.check(list(keys.values())):
         if time.monotonic() > deadline:
-            return False
+            return [str(rank) for rank, key in keys.items() if not store.check([key])]
         time.sleep(_LOOK)
-    return True
+    return []

@@ -3,11 +3,13 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from fp8booster.cli.train import watch as watch_module
 from fp8booster.cli.train.watch import SHORTEST, Doing, Watch, describe, locate
 from fp8booster.monitor.traffic import Traffic, count_traffic
 from tests.distributed import RankError, run_ranks
@@ -47,7 +49,7 @@ def hang(folder: str) -> None:
     """Rank 1 does not come to a collective; each rank leaves what it is told in a file, and ends."""
     rank = dist.get_rank()
     with count_traffic() as traffic:
-        watch = Watch(traffic, 1.5, Path(folder, str(rank)).write_text)
+        watch = Watch(traffic, 5.0, Path(folder, str(rank)).write_text)
         watch.expect("step 1")
         if rank == 1:
             idle()
@@ -55,48 +57,70 @@ def hang(folder: str) -> None:
 
 
 def idle() -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_a_rank_that_sleeps_is_named_with_its_place_and_what_the_others_wait_in(tmp_path) -> None:
     with pytest.raises(RankError, match="died without a Python traceback"):
-        run_ranks(hang, 3, str(tmp_path), timeout=60)
-    (said,) = {file.read_text() for file in tmp_path.iterdir()}
-    assert said.startswith("Step 1 has not ended for 2 s: rank 1 is in idle (test_watch.py:")
+        run_ranks(hang, 3, str(tmp_path))
+    # all are killed once one has ended, perhaps before they wrote
+    (said,) = {sentence for file in tmp_path.iterdir() if (sentence := file.read_text())}
+    assert said.startswith("Step 1 has not ended for 5 s: rank 1 is in idle (test_watch.py:")
     assert "), in no collective, rank 0 waits in all_reduce (distributed_c10d.py:" in said
     assert "having begun all_reduce of 5 float32 values, rank 2 waits in" in said
     assert "look at the logs and machines of these ranks and --resume the run" in said
 
 
+class Clock:
+    """Stands for `time`, of which a watch asks `monotonic` alone."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def forward(self, seconds: float, watch: Watch) -> None:
+        """Time goes by, and the watch would have told of who is late."""
+        self.now += seconds
+        looks = watch._pulse
+        while watch._pulse < looks + 6:  # the look that it is in, one that finds lateness, three at all ranks, one more
+            assert watch._thread.is_alive()
+            time.sleep(0.01)
+
+
 def test_steps_that_end_in_time_end_nothing() -> None:
-    run_ranks(in_time, 2, timeout=60)
+    run_ranks(in_time, 2)
 
 
 def in_time() -> None:
-    def tell(sentence: str) -> None:
-        raise AssertionError(sentence)
-
-    watch = Watch(Traffic(), 0.5, tell)
-    for step in range(1, 5):
-        watch.expect(f"step {step}")
-        time.sleep(0.3)
-        watch.step_ended()
-    watch.expect("saving step 4", long=True)
-    time.sleep(1.5)  # a save may take longer than a step
-    watch.stop()
-    time.sleep(1.0)
+    clock = Clock()
+    with patch.object(watch_module, "time", clock):
+        watch = Watch(Traffic(), 0.5, print)  # a step that is late would end this rank
+        for step in range(1, 5):
+            watch.expect(f"step {step}")
+            clock.forward(0.3, watch)
+            watch.step_ended()
+        watch.expect("saving step 4", long=True)
+        for _ in range(3):  # a save may take longer than a step
+            clock.forward(0.5, watch)
+        watch.stop()
+        clock.now += 1e6
+        watch._thread.join()
 
 
 def test_the_limit_grows_with_the_longest_step() -> None:
-    run_ranks(limits, 1, timeout=60)
+    run_ranks(limits, 1)
 
 
 def limits() -> None:
-    watch = Watch(Traffic(), None, print)
-    assert watch._step_limit() == SHORTEST
-    watch.expect("step 1", long=True)
-    assert watch._limit == 0.9 * 1800
-    watch._began -= 100
-    watch.step_ended()
-    watch.expect("step 2")
-    assert 1000 < watch._limit < 1010
+    clock = Clock()
+    with patch.object(watch_module, "time", clock):
+        watch = Watch(Traffic(), None, print)
+        assert watch._step_limit() == SHORTEST
+        watch.expect("step 1", long=True)
+        assert watch._limit == 0.9 * 1800
+        clock.now += 100
+        watch.step_ended()
+        watch.expect("step 2")
+    assert watch._limit == 1000
