@@ -110,8 +110,8 @@ def run_ranks(
     `fn`, `args` and the values are pickled, so `fn` lives at the top level of a module. Ranks see the variables
     that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, ...) and `environment` on top of
     them, before `fn`'s module is imported. Each runs on one thread. With `initialize=False` no process group is
-    made, for a `fn` that makes its own (`launch_from_torch`). `timeout` is in seconds; ranks that hang are ended sooner,
-    as under `ranks`.
+    made, for a `fn` that makes its own (`launch_from_torch`). `timeout` is in seconds; ranks that hang are ended
+    sooner, as under `ranks`.
     Ranks are forks of a process that has imported Colossal-AI and its plugins once for the whole session, unless a
     GPU is there; with `preloaded=False`, for a `fn` or `environment` that changes what gets imported, they import anew.
 

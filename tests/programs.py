@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from tests.distributed import rank_context
+from tests.distributed import TEST_SECONDS, rank_context
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -64,14 +64,14 @@ class Program:
     def kill(self) -> None:
         self._process.kill()
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout: float = TEST_SECONDS) -> int:
         self._process.join(timeout)
         if self.returncode is None:
             self.kill()
             raise subprocess.TimeoutExpired(self.pid, timeout, stderr=self.stderr)
         return self.returncode
 
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+    def communicate(self, timeout: float = TEST_SECONDS) -> tuple[str, str]:
         """Standard output and standard error, when it has ended."""
         self.wait(timeout)
         return self._streams[0].read_text(), self.stderr
@@ -80,7 +80,7 @@ class Program:
 def run_program(module: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """What came of a `Program`."""
     program = Program(module, *arguments, **options)
-    said, errors = program.communicate(timeout=300)
+    said, errors = program.communicate()
     return subprocess.CompletedProcess([module, *arguments], program.returncode, said, errors)
 
 

@@ -14,6 +14,7 @@ import typer
 
 from fp8booster import FP8Config
 from fp8booster.cli.main import app
+from tests.distributed import TEST_SECONDS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(
@@ -115,7 +116,7 @@ def check_first_step(folder: Path) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=TEST_SECONDS,
     )
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[1]) for line in re.findall(r"^\d \d.*$", done.stdout, re.MULTILINE)]

@@ -13,6 +13,7 @@ import pytest
 
 from fp8booster.cli.train.metrics import read_metrics
 from tests.colossal.models import tiny_llama
+from tests.distributed import TEST_SECONDS
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "two_nodes.sh"
 NOT_PERMITTED = 77
@@ -28,7 +29,7 @@ def on_two_nodes(*arguments: str) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         cwd=SCRIPT.parents[1],
-        timeout=120,
+        timeout=TEST_SECONDS,
     )
     if process.returncode == NOT_PERMITTED:
         pytest.skip(process.stdout.strip())

@@ -56,7 +56,7 @@ def test_a_task_ends_with_its_host(host: Host, tmp_path) -> None:
     fork = forked(host)
     host.kill()
     assert not host.alive
-    gone, _ = psutil.wait_procs([fork], timeout=10)
+    gone, _ = psutil.wait_procs([fork], timeout=60)
     assert gone
 
 
@@ -64,9 +64,9 @@ def test_a_task_ends_with_the_process_that_gave_it(host: Host, tmp_path) -> None
     host.begin(task("hangs", tmp_path))
     fork = forked(host)
     host._process.stdin.close()  # as when that process is gone
-    gone, _ = psutil.wait_procs([fork], timeout=10)
+    gone, _ = psutil.wait_procs([fork], timeout=60)
     assert gone
-    assert host.ended(10) == 1
+    assert host.ended(60) == 1
 
 
 def test_what_is_imported_before_a_fork_leaves_native_plugins_as_they_are() -> None:
@@ -89,7 +89,7 @@ def test_where_a_fork_is_of_no_use_the_process_does_one_task_and_ends(tmp_path) 
     alone = Host("tests.benchmarks.llama_worker", ENVIRONMENT | {"MAY_FORK": "no"})
     alone.begin(task("fails on rank 1", tmp_path))
     assert alone.ended(60) == 1
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while alone.alive and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not alone.alive

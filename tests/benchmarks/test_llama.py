@@ -15,6 +15,7 @@ from benchmarks import llama
 from benchmarks.harness.environment import REPOSITORY
 from benchmarks.training import one_layer, worker
 from fp8booster import FP8Config
+from tests.distributed import TEST_SECONDS
 
 EMULATED = ["--fp8-option", "emulate=true"]  # torch multiplies FP8 slowly on the CPU
 # native FSDP asks for a GPU
@@ -59,7 +60,7 @@ def test_the_whole_command_on_two_ranks(tmp_path) -> None:
     ]
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=TEST_SECONDS, check=False
     )
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "a.json").read_text())

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from fp8booster.cli.main import app
 from fp8booster.version import __version__
+from tests.distributed import TEST_SECONDS
 from tests.programs import run_program
 
 MISSING = ("train", "--data", "no-such-file.txt")
@@ -51,5 +52,7 @@ def test_the_command_line_imports_neither_colossalai_nor_transformers_before_a_c
         "import sys, fp8booster.cli.main; "
         "print(*[name for name in ('colossalai', 'transformers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=TEST_SECONDS
+    )
     assert done.stdout.split() == []

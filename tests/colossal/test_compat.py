@@ -15,7 +15,7 @@ from torch import nn
 
 from fp8booster.colossal import compat
 from tests.colossal.symptoms import SYMPTOMS, boosted, error, train
-from tests.distributed import ranks, run_ranks
+from tests.distributed import TEST_SECONDS, ranks, run_ranks
 
 _IMPORT_PATCHES = [patch.name for patch in compat.patches() if patch.during_import]
 
@@ -44,7 +44,7 @@ print(attempt())
 )
 def test_colossalai_does_not_import_without_the_stand_ins() -> None:
     script = [sys.executable, "-W", "ignore", "-c", _IMPORT_SCRIPT]
-    result = subprocess.run(script, capture_output=True, text=True, check=True, timeout=120)
+    result = subprocess.run(script, capture_output=True, text=True, check=True, timeout=TEST_SECONDS)
     assert result.stdout.split() == ["galore_torch", "bitsandbytes", "imported"]
 
 

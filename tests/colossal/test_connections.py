@@ -13,6 +13,7 @@ import torch
 from fp8booster.colossal.compat.replacements import Replacements
 from fp8booster.colossal.compat.upstream import connections
 from fp8booster.colossal.compat.upstream.connections import VARIABLE, streams_have_queues_of_their_own
+from tests.distributed import TEST_SECONDS
 
 INITIALIZE = types.ModuleType("colossalai.initialize")
 
@@ -61,6 +62,6 @@ def test_the_environment_of_the_process_tells_once_colossalai_is_imported() -> N
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=TEST_SECONDS,
     )
     assert result.stdout.split()[-2:] == ["1", "4"]

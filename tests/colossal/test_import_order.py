@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed import TEST_SECONDS
+
 installed = bool(importlib.util.find_spec("galore_torch") or importlib.util.find_spec("bitsandbytes"))
 without_them = pytest.mark.skipif(installed, reason="galore_torch or bitsandbytes is installed")
 
@@ -21,7 +23,7 @@ def run(script: str, *paths: Path) -> str:
         "PYTHONPATH": os.pathsep.join([*map(str, paths), os.getcwd(), os.environ.get("PYTHONPATH", "")])
     }
     command = [sys.executable, "-W", "ignore", "-c", script]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=TEST_SECONDS, env=environment, check=False)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

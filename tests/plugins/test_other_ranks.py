@@ -37,6 +37,12 @@ def _steps(run: Boosted, count: int) -> list[float]:
     return [run.step(token_batch(seed=number, batch=4))[0] for number in range(count)]
 
 
+def keep(value: object, file: Path) -> None:
+    """Save what all ranks hold."""
+    if dist.get_rank() == 0:
+        torch.save(value, file)
+
+
 def written(mode: str, folder: Path) -> None:
     run = MODES[mode]()
     _steps(run, 2)
@@ -45,8 +51,8 @@ def written(mode: str, folder: Path) -> None:
         from fp8booster.colossal.zero.rank_files import save_master_weights
 
         save_master_weights(run.model.unwrap(), run.optimizer, folder)
-        torch.save(masters(run), folder / "masters.pt")
-    torch.save(_steps(run, 3), folder / "losses.pt")
+        keep(masters(run), folder / "masters.pt")
+    keep(_steps(run, 3), folder / "losses.pt")
 
 
 def read(mode: str, folder: Path) -> None:
@@ -96,7 +102,7 @@ def write_moments(folder: Path) -> None:
     run = training.boost(training.ours(stage=2, use_fp8=True), optimizer=AdamW)
     _steps(run, 2)
     save_moments(run.model.unwrap(), run.optimizer, folder)
-    torch.save(moments(run), folder / "moments.pt")
+    keep(moments(run), folder / "moments.pt")
 
 
 def read_moments(folder: Path, optimizer: type[torch.optim.Optimizer], exact: bool) -> None:

@@ -23,7 +23,7 @@ from fp8booster.nn.fused.vocabulary import NAME, UNCOMPRESSED_REASON, Vocabulary
 from tests.colossal.hybrid.runs import LENGTH, MODES, HybridRun, fp8, parts, sizes, start
 from tests.colossal.hybrid.test_sharded_models import MODELS
 from tests.colossal.models import tiny_llama
-from tests.distributed import ranks
+from tests.distributed import TEST_SECONDS, ranks
 from tests.nn.fused.models import build
 from tests.nn.reference import signal_to_noise
 from tests.plugins.test_low_level_zero_census import Census
@@ -361,7 +361,7 @@ def test_models_that_train_in_two_threads_keep_their_losses() -> None:
 
     def wait_within(*_: Any) -> None:
         first_is_within.set()
-        first_may_end.wait(60)
+        first_may_end.wait()
 
     def let_first_end(*_: Any) -> None:
         first_may_end.set()
@@ -374,7 +374,7 @@ def test_models_that_train_in_two_threads_keep_their_losses() -> None:
     for model, hook in zip(models, (wait_within, let_first_end), strict=True):
         model.model.embed_tokens.register_forward_pre_hook(hook)
     thread.start()
-    assert first_is_within.wait(60)
+    assert first_is_within.wait(TEST_SECONDS)
     forward(1)
     assert [found[number] for number in range(2)] == expected
     assert expected[0] != expected[1]
