@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 EVENTS_VARIABLE = "FP8BOOSTER_TRAIN_EVENTS"
 """Environment variable with the file descriptor that a worker writes to."""
 
+COMMAND_VARIABLE = "FP8BOOSTER_TRAIN_COMMAND"
+"""Environment variable with the process id of the command that started a worker."""
+
 USER_ERRORS = (ValueError, TypeError, OSError)
 """What the package raises when it is used wrongly, with a sentence that says what to do; others are defects."""
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .events import EVENTS_VARIABLE, OutOfMemory
+from .events import COMMAND_VARIABLE, EVENTS_VARIABLE, OutOfMemory
 from .kills import MemoryKills
 from .options import TrainOptions
 from .task import Task
@@ -63,7 +63,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=stream,
-                env={**environment, EVENTS_VARIABLE: str(writer.fileno())},
+                env={**environment, EVENTS_VARIABLE: str(writer.fileno()), COMMAND_VARIABLE: str(os.getpid())},
                 pass_fds=[writer.fileno()],
                 start_new_session=True,  # Ctrl-C reaches the workers once, from here
             )

@@ -13,7 +13,7 @@ import warnings
 
 from fp8booster.training.ranks import StopRequest
 
-from .events import Events
+from .events import COMMAND_VARIABLE, Events
 from .task import Task
 
 _LOOK = 1.0  # seconds between looks whether the command is there
@@ -21,7 +21,7 @@ _LOOK = 1.0  # seconds between looks whether the command is there
 
 def end_with_the_command() -> None:
     """End this process when the command that started it is gone: a rank that waits for another would stay for good."""
-    command = os.getppid()
+    command = int(os.environ[COMMAND_VARIABLE])  # not the parent of now: the command may have gone since
 
     def watch() -> None:
         while os.getppid() == command:
