@@ -17,7 +17,7 @@ from fp8booster.manifest import write_manifest
 from tests.colossal.payload import Payload
 from tests.distributed import RankError, run_ranks
 from tests.faults.ranks import load_planted
-from tests.faults.runs import TIMEOUT, Reference, last_line, run
+from tests.faults.runs import Reference, last_line, run
 from tests.faults.subjects import SAVED, Place, Subject, checkpoints_of
 
 FORMS = ("torch", "pickle")
@@ -84,7 +84,7 @@ def harmless_whole(place: Place, subject: Subject, folder: Path) -> str:
         (folder / form).mkdir(parents=True)
         for name in WHOLE_FILES:
             plant(folder / form / name, form, marker)
-    said = run_ranks(load_planted, 2, place, subject, str(folder), timeout=TIMEOUT, initialize=False)
+    said = run_ranks(load_planted, 2, place, subject, str(folder), initialize=False)
     assert not marker.exists(), "a payload ran"
     assert len(said[0]) == len(FORMS) * len(WHOLE_FILES)
     for sentence in said[0].values():
