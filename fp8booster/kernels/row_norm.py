@@ -5,7 +5,7 @@
 
 RMS norm (Zhang and Sennrich, arXiv 1910.07467, equation 4): c = h, without a bias. Layer norm (Ba, Kiros and Hinton,
 arXiv 1607.06450, equation 3): c = h - mean(h). w is the weight, or 1 + weight where it is kept as what it differs by
-from 1, as Gemma's is.
+from 1, as Gemma's is. Rows of several kinds that take turns, as the heads of tokens, may each have a weight of theirs.
 
 On a GPU each way is one launch that reads and writes every tensor once and delivers the amax of what it makes.
 """
@@ -47,7 +47,7 @@ class NormGradients(NamedTuple):
     """[M, K]: of x, and of the residual."""
 
     dweight: Tensor
-    """[K], of the weight's dtype."""
+    """Of the weight's shape and dtype."""
 
     dbias: Tensor | None
     """As dweight; None where there is no bias."""
@@ -72,7 +72,7 @@ def row_norm(
 
     Args:
         x: [M, K], contiguous, BF16, FP16 or FP32.
-        weight: [K].
+        weight: [K]; or [G, K], and row m is multiplied by row m % G of it, with G a divisor of M.
         eps: added to the mean square.
         residual: as x, or None.
         bias: as the weight, or None.
@@ -83,8 +83,8 @@ def row_norm(
     h = x if residual is None else x + residual
     values = _centered(h.float(), centered)
     inverse_rms = 1.0 / (values.square().mean(-1) + eps).sqrt()
-    y = values * inverse_rms[:, None] * _factors(weight, unit_offset)
-    y = (y if bias is None else y + bias.float()).to(x.dtype)
+    y = _by_kind(values * inverse_rms[:, None], weight) * _factors(weight, unit_offset)
+    y = (y if bias is None else y + bias.float()).to(x.dtype).view(x.shape)
     return Normalized(y, h, inverse_rms, amax_of(y), encode_groups(h) if encoded else None)
 
 
@@ -110,18 +110,23 @@ def row_norm_backward(
         biased: give the bias's gradient too.
     """
     normal = _centered(values_of(h), centered) * inverse_rms[:, None]
-    weighted = dy.float() * _factors(weight, unit_offset)
+    weighted = (_by_kind(dy.float(), weight) * _factors(weight, unit_offset)).view(dy.shape)
     dx = inverse_rms[:, None] * (_centered(weighted, centered) - normal * (weighted * normal).mean(-1, keepdim=True))
     if dh is not None:
         dx = dx + dh.float()
-    dweight = (dy.float() * normal).sum(0).to(weight.dtype)
-    dbias = dy.float().sum(0).to(weight.dtype) if biased else None
+    dweight = _by_kind(dy.float() * normal, weight).sum(0).to(weight.dtype)
+    dbias = _by_kind(dy.float(), weight).sum(0).to(weight.dtype) if biased else None
     dx = dx.to(h.dtype)
     return NormGradients(dx, dweight, dbias, amax_of(dx))
 
 
 def _centered(values: Tensor, centered: bool) -> Tensor:
     return values - values.mean(-1, keepdim=True) if centered else values
+
+
+def _by_kind(rows: Tensor, weight: Tensor) -> Tensor:
+    """Rows whose last dimensions are the weight's."""
+    return rows.view(-1, *weight.shape)
 
 
 def _factors(weight: Tensor, unit_offset: bool) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 import torch
 import triton
@@ -48,6 +49,7 @@ def row_norm_kernel(
     amaxes,
     rows,
     columns,
+    kinds,  # of rows, which have weights of their own; a divisor of the number of programs
     EPS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
@@ -60,9 +62,10 @@ def row_norm_kernel(
     at_once: tl.constexpr = AT_ONCE // x.dtype.element_ty.primitive_bitwidth
     column = tl.arange(0, BLOCK)
     inside = column < columns
-    factors = load_factors(weight + column, inside, UNIT_OFFSET)
+    kind = tl.program_id(0) % kinds * columns
+    factors = load_factors(weight + kind + column, inside, UNIT_OFFSET)
     if BIAS:
-        shift = tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+        shift = tl.load(bias + kind + column, mask=inside, other=0.0).to(tl.float32)
     largest = tl.zeros([BLOCK], tl.int32)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
         place = tl.max_contiguous((tl.zeros([1], tl.int64) + row) * columns + column, at_once)
@@ -103,6 +106,7 @@ def row_norm_backward_kernel(
     partials,
     rows,
     columns,
+    kinds,  # as in `row_norm_kernel`
     RESIDUAL: tl.constexpr,
     BIAS: tl.constexpr,
     CENTERED: tl.constexpr,
@@ -114,7 +118,8 @@ def row_norm_backward_kernel(
     at_once: tl.constexpr = AT_ONCE // dy.dtype.element_ty.primitive_bitwidth
     column = tl.arange(0, BLOCK)
     inside = column < columns
-    factors = load_factors(weight + column, inside, UNIT_OFFSET)
+    kind = tl.program_id(0) % kinds * columns
+    factors = load_factors(weight + kind + column, inside, UNIT_OFFSET)
     dweight = tl.zeros([BLOCK], tl.float32)
     if BIAS:
         dbias = tl.zeros([BLOCK], tl.float32)
@@ -151,6 +156,15 @@ def _block(columns: int) -> dict[str, int]:
     return {"num_warps": min(16, max(4, block // 512)), "BLOCK": block}
 
 
+def _kinds(weight: Tensor) -> int:
+    return weight.numel() // weight.shape[-1]
+
+
+def _programs(rows: int, kinds: int, most: int) -> int:
+    """So many that a program's rows are all of one kind."""
+    return min(rows, max(kinds, most // kinds * kinds))
+
+
 def row_norm_triton(
     x: Tensor,
     weight: Tensor,
@@ -165,7 +179,16 @@ def row_norm_triton(
     """`row_norm`, up to the order of sums over a row."""
     rows, columns = x.shape
     launch, programs = _forward_launch(
-        rows, columns, x.device, eps, residual is not None, bias is not None, centered, unit_offset, encoded
+        rows,
+        columns,
+        _kinds(weight),
+        x.device,
+        eps,
+        residual is not None,
+        bias is not None,
+        centered,
+        unit_offset,
+        encoded,
     )
     partials = new_partials(programs, x)
     y = torch.empty_like(x)
@@ -182,6 +205,7 @@ def row_norm_triton(
 def _forward_launch(
     rows: int,
     columns: int,
+    kinds: int,
     device: torch.device,
     eps: float,
     residual: bool,
@@ -191,11 +215,11 @@ def _forward_launch(
     encoded: bool,
 ) -> tuple[Launch, int]:
     """Of `row_norm_kernel`, and how many programs it has."""
-    programs = min(rows, FORWARD_PROGRAMS * processors(device))
+    programs = _programs(rows, kinds, FORWARD_PROGRAMS * processors(device))
     launch = Launch(
         row_norm_kernel,
         programs,
-        (rows, columns),
+        (rows, columns, kinds),
         EPS=eps,
         RESIDUAL=residual,
         BIAS=bias,
@@ -222,7 +246,7 @@ def row_norm_backward_triton(
     rows, columns = h.shape
     decoded = isinstance(h, GroupCodes)
     launch, programs = _backward_launch(
-        rows, columns, dy.device, dh is not None, biased, centered, unit_offset, decoded
+        rows, columns, _kinds(weight), dy.device, dh is not None, biased, centered, unit_offset, decoded
     )
     partials = new_partials(programs, dy)
     dx = torch.empty_like(dy, dtype=h.dtype)
@@ -231,14 +255,17 @@ def row_norm_backward_triton(
     codes = h if decoded else (h, h)
     summed = dweights, dweights if dbiases is None else dbiases
     launch(dy, *codes, weight, inverse_rms, dy if dh is None else dh, dx, *summed, partials)
-    dbias = None if dbiases is None else dbiases.sum(0).to(weight.dtype)
-    return NormGradients(dx, dweights.sum(0).to(weight.dtype), dbias, partials)
+    dweight, dbias = (
+        None if each is None else each.view(-1, *weight.shape).sum(0).to(weight.dtype) for each in (dweights, dbiases)
+    )
+    return NormGradients(dx, cast(Tensor, dweight), dbias, partials)
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _backward_launch(
     rows: int,
     columns: int,
+    kinds: int,
     device: torch.device,
     residual: bool,
     bias: bool,
@@ -247,11 +274,11 @@ def _backward_launch(
     decoded: bool,
 ) -> tuple[Launch, int]:
     """Of `row_norm_backward_kernel`, and how many programs it has."""
-    programs = min(rows, BACKWARD_PROGRAMS * processors(device))
+    programs = _programs(rows, kinds, BACKWARD_PROGRAMS * processors(device))
     launch = Launch(
         row_norm_backward_kernel,
         programs,
-        (rows, columns),
+        (rows, columns, kinds),
         RESIDUAL=residual,
         BIAS=bias,
         CENTERED=centered,

@@ -33,17 +33,20 @@ NORMS = {
 
 
 def norm_cases(device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[Case]:
-    """Norms, forward and backward, with and without a residual."""
-    for ((rows, columns), dtype), norm in product(zip(shapes, _dtypes(len(shapes)), strict=True), NORMS):
+    """Norms, forward and backward, with and without a residual, by one weight and by those of several heads."""
+    for ((rows, columns), dtype), norm, of_heads in product(
+        zip(shapes, _dtypes(len(shapes)), strict=True), NORMS, (False, True)
+    ):
+        heads = [next(number for number in (5, 4, 3, 2, 1) if rows % number == 0)] if of_heads else []
         # in eighths, whose sums need no rounding: the interpreter rounds FP32 to BF16 otherwise than the hardware
         x, other = (torch.randint(-16, 17, (rows, columns), device=device).div(8).to(dtype) for _ in range(2))
         dy = _random(rows, columns, dtype=dtype, device=device)
         biased, kind = NORMS[norm].get("biased", False), NORMS[norm]
-        weight, bias = 0.1 * _random(2, columns, dtype=dtype, device=device)
+        weight, bias = 0.1 * _random(2, *heads, columns, dtype=dtype, device=device)
         weight = weight if kind.get("unit_offset") else 1 + weight
         given = {"bias": bias if biased else None} | {name: kind[name] for name in kind if name != "biased"}
         for residual in (None, other):
-            name = f"{rows} x {columns} {dtype} residual {residual is not None}"
+            name = f"{rows} x {columns} {dtype} residual {residual is not None} heads {heads}"
 
             def forward(x=x, weight=weight, residual=residual, given=given):
                 made = _triton("row_norm").row_norm_triton(x, weight, 1e-5, residual, **given)

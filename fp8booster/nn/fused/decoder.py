@@ -87,7 +87,6 @@ def _saves_in_8_bits(layer: nn.Module) -> bool:
 class FusedNorm(nn.Module):
     """Mixin of a norm."""
 
-    weight: nn.Parameter
     computes: ClassVar[Norm]
 
     def forward(
@@ -99,14 +98,18 @@ class FusedNorm(nn.Module):
         encoded: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The norm of `hidden_states + residual`; with `both`, that sum too. `encoded` saves the sum in 8 bits."""
-        centered, unit_offset, name = self.computes
+        centered, unit_offset, name, weighted = self.computes
         epsilon = getattr(self, name)
+        weight = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
+        if weight.dim() > 1 and weight.shape != hidden_states.shape[-weight.dim() :]:
+            shape = list(hidden_states.shape)
+            raise ValueError(f"a norm with weights {list(weight.shape)} was given {shape}; give it those heads")
         if centered:
             bias = getattr(self, "bias", None)
-            y, h = layer_norm(hidden_states, self.weight, bias, epsilon, residual, encoded=encoded)
+            y, h = layer_norm(hidden_states, weight, bias, epsilon, residual, encoded=encoded)
         else:
             given = {"unit_offset": unit_offset, "encoded": encoded}
-            y, h = rms_norm(hidden_states, self.weight, epsilon, residual, **given)
+            y, h = rms_norm(hidden_states, weight, epsilon, residual, **given)
         return (y, h) if both else y
 
 
@@ -139,6 +142,8 @@ class FusedAttention(MergedAttention):
 
     config: Any
     layer_idx: int
+    floor_scale: int
+    use_rope: bool
 
     form: Form = Form()
 
@@ -152,6 +157,8 @@ class FusedAttention(MergedAttention):
         sequences = sequences_of(embeddings)
         angles = cos_and_sin(embeddings, self.form.angles) if self.form.rotation.rotates else None
         is_alike = self.attends_alike(**arguments) and (angles is None or angles[0].shape[-1] <= head_size(self))
+        if sequences is None and self.is_tempered:
+            is_alike &= hidden_states.shape[1] < self.floor_scale and self.cache_in(arguments) is None
         qkv = self.merged_product(hidden_states) if is_alike else None
         if qkv is None and sequences is None:
             return self.forward_unfused(hidden_states, **arguments)
@@ -199,7 +206,7 @@ class FusedAttention(MergedAttention):
         *split, value = qkv.split([heads * size for heads in (query_heads, key_heads, key_heads)], -1)
         heads = [each.unflatten(-1, (-1, size)) for each in split]
         if norms:
-            of_all = norms[0].weight.shape[0] != size
+            of_all = norms[0].computes.weighted and norms[0].weight.shape[-1] != size
             normal = [norm(each) for norm, each in zip(norms, split if of_all else heads, strict=True)]
             # what hooks saw is not written over
             normal = [each.clone() if is_looked_at(norm) else each for norm, each in zip(norms, normal, strict=True)]
@@ -210,9 +217,14 @@ class FusedAttention(MergedAttention):
             query, key = rotate_heads(query, key, cos, sin, **pairs)
         return query, key, value.unflatten(-1, (-1, size))
 
+    @property
+    def is_tempered(self) -> bool:
+        """Whether queries from token `floor_scale` on are scaled by their place, as in LLaMA 4 (arXiv 2501.19399)."""
+        return bool(getattr(self, "attn_temperature_tuning", False)) and not self.use_rope
+
     def head_norms(self) -> list[Any]:
         """Of q and of k, each head's or all heads'; empty where there are none."""
-        return [self._modules[name] for name in ("q_norm", "k_norm") if name in self._modules]
+        return _head_norms(self)
 
     def cache_in(self, arguments: dict[str, Any]) -> Any:
         """The cache that a layer is given, if any; also in training, where `use_cache` was left on."""
@@ -225,7 +237,7 @@ class FusedAttention(MergedAttention):
         if "cache_position" not in self.native_arguments:  # the cache counts by itself
             return cache.update(key, value, self.layer_idx)
         place = {"cache_position": arguments.get("cache_position")}
-        if self.form.angles != "complex":
+        if self.form.rotation.rotates and self.form.angles != "complex":
             cos, sin = arguments["position_embeddings"]
             place |= {"sin": sin, "cos": cos}
         if hasattr(self, "rotary_ndims"):
@@ -261,6 +273,12 @@ class FusedAttention(MergedAttention):
         """The attention, [B, Hq, S, D], of each sequence to itself; keys and values are [B, Hkv, S, D]."""
         dropout = dropout_of(self) if self.training else 0.0
         scale = getattr(self, "scaling", None)
+        limit = self.floor_scale - 1 if self.is_tempered else getattr(self.config, "attention_chunk_size", None)
+        if limit is not None and sequences.longest > limit:
+            raise ValueError(
+                f"a packed sequence has {sequences.longest} tokens, and {type(self).__name__} attends in chunks, or by "
+                f"a temperature, above {limit}; cut the sequences, or pad them"
+            )
         # where an attention has none of its own, transformers takes the model's
         window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
         return attend_packed(query, key, value, sequences, window=window, dropout=dropout, scale=scale)
@@ -268,6 +286,13 @@ class FusedAttention(MergedAttention):
     def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What runs where `forward` does not cover a case."""
         return super().forward(*args, **kwargs)
+
+
+def _head_norms(attention: nn.Module) -> list[Any]:
+    """Of queries and of keys; they may be one."""
+    both = [attention._modules.get("qk_norm")] * 2
+    norms = [attention._modules.get(name, shared) for name, shared in zip(("q_norm", "k_norm"), both, strict=True)]
+    return [norm for norm in norms if norm is not None]
 
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
@@ -349,7 +374,7 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
     fused = 0
     # inner modules first: a layer is fused if it has norms that are
     for module in reversed(list(model.modules())):
-        if not is_known(type(module)) or next(module.parameters(), None) is None:
+        if not is_known(type(module)) or not (any(True for _ in module.parameters()) or _is_whole_norm(module)):
             continue
         part = part_of(module)
         if part is not None:
@@ -409,14 +434,24 @@ def _fuse_layer(layer: nn.Module) -> bool:
     return False
 
 
+def _is_whole_norm(module: nn.Module) -> bool:
+    """Whether a module without parameters is a norm that needs none."""
+    computes = norm_of(type(module)) if type(module).__name__.endswith("Norm") else None
+    return computes is not None and not computes.weighted
+
+
 def _norm_mixin(norm: nn.Module) -> type[nn.Module] | str:
     """What a norm is fused by, or why it is not."""
     if "forward" in vars(norm):
         return REPLACED
     weight = getattr(norm, "weight", None)
-    if weight is None or weight.dim() != 1 or norm_of(type(norm)) is None:
-        return f"{type(norm).__name__} has no fused form"
-    return FusedNorm
+    heads = () if weight is None else weight.shape[:-1]
+    computes = (
+        norm_of(type(norm)) if len(heads) < 2 and norm_of(type(norm), *heads[:1]) == norm_of(type(norm)) else None
+    )
+    if computes is not None and (weight is not None or not computes.weighted):
+        return FusedNorm
+    return f"{type(norm).__name__} has no fused form"
 
 
 def _mixin(module: nn.Module, part: Part, replaced_attention: ReplacedAttention | None) -> type[nn.Module] | str:
@@ -461,9 +496,7 @@ def _attention_mixin(
 
 def _form_of_fused(attention: Any, part: Part) -> Form | None:
     """The form of an attention that `FusedAttention` may stand for; None: it may not."""
-    norms = [each for name, each in attention._modules.items() if name in ("q_norm", "k_norm")]
-    if hasattr(attention, "attn_temperature_tuning"):  # LLaMA 4's: of tokens that are further than a trial's
-        return None
+    norms = _head_norms(attention)
     if not hasattr(attention, "attention_dropout") or not all(isinstance(norm, FusedNorm) for norm in norms):
         return None
     return form_of(attention, part, _mixed_class(FusedAttention, type(attention)))

@@ -39,7 +39,7 @@ class Sequences:
 
 
 class PackedEmbeddings(tuple):
-    """cos and sin, as transformers makes them, of tokens of several sequences in a row."""
+    """cos and sin, or what there is in their place, as transformers makes them, of sequences in a row."""
 
     sequences: Sequences | None = None
     """None: it was rebuilt by something that did not know them."""
@@ -169,11 +169,11 @@ class Packing:
             given["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.sequences.boundaries.device)
         return (), given
 
-    def after_rotary(self, rotary: nn.Module, args: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+    def after_rotary(self, rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A forward hook of what makes position embeddings."""
         if self.sequences is None:
             return output
-        packed = PackedEmbeddings(output)
+        packed = PackedEmbeddings((output,) if isinstance(output, torch.Tensor) else output)
         packed.sequences = self.sequences
         return packed
 

@@ -76,7 +76,7 @@ def rms_norm(
 
     Args:
         x: [..., K], BF16, FP16 or FP32.
-        weight: [K].
+        weight: [K]; or [G, K], for x [..., G, K].
         eps: added to the mean square.
         residual: of x's shape; None adds nothing.
         unit_offset: multiply by 1 + weight, as Gemma does.

@@ -51,16 +51,24 @@ class Norm(NamedTuple):
     epsilon: str
     """The attribute with what is added to the mean square."""
 
+    weighted: bool = True
+    """It multiplies by its weight, of one dimension, or of one for each head."""
+
 
 @cached_by_class
 @_computes
-def norm_of(cls: type[nn.Module]) -> Norm | None:
-    """What a class of norms with a weight of one dimension computes; None: something else."""
-    x, weight, bias = _numbers(4, 8), _numbers(8), _numbers(8).flip(0)
+def norm_of(cls: type[nn.Module], *heads: int) -> Norm | None:
+    """What a class of norms of the last dimension computes; None: something else.
+
+    Args:
+        cls: of norms.
+        heads: how many rows its weight has, one for each head; left out, it has one dimension.
+    """
+    x, weight, bias = _numbers(4, *heads, 8), _numbers(*heads, 8), _numbers(*heads, 8).flip(0)
     for epsilon in ("variance_epsilon", "eps"):
         probe = cls.__new__(cls)
         nn.Module.__init__(probe)
-        vars(probe).update({epsilon: 0.25, "weight": weight, "normalized_shape": (8,)})
+        vars(probe).update({epsilon: 0.25, "weight": weight, "normalized_shape": (*heads, 8)})
         if issubclass(cls, nn.LayerNorm):
             probe.bias = nn.Parameter(bias)
         else:
@@ -72,6 +80,8 @@ def norm_of(cls: type[nn.Module]) -> Norm | None:
             for unit_offset in (False,) if centered else (False, True):
                 if _alike(found, normal * (unit_offset + weight) + bias):
                     return Norm(centered, unit_offset, epsilon)
+            if _alike(found, normal):
+                return Norm(centered, False, epsilon, weighted=False)
     return None
 
 
@@ -155,6 +165,8 @@ def cos_and_sin(position_embeddings: Any, angles: str) -> tuple[torch.Tensor, to
         angles: one of `ANGLES`.
     """
     if angles == "complex":
+        if isinstance(position_embeddings, tuple):
+            (position_embeddings,) = position_embeddings
         position_embeddings = position_embeddings.real, position_embeddings.imag
     cos, sin = position_embeddings
     return (cos, sin) if angles == "places" else (torch.cat([cos, cos], -1), torch.cat([sin, sin], -1))

@@ -58,6 +58,10 @@ INSTALLED = [each for each in SIZES if each in CONFIG_MAPPING]
 """Those that the installed version of transformers has."""
 
 
+FILLS_CACHES_IN_16_BITS = {"llama4_text"} if MAJOR < 5 else set()
+"""Families that cannot train in FP32 with `use_cache`, in the installed version."""
+
+
 def build(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **changes: object) -> nn.Module:
     """A model of 2 layers, 4 query and 2 key heads, in training mode; the same at every call."""
     sizes = {

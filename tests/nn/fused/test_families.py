@@ -26,7 +26,6 @@ def own(attention: str) -> str:
 
 
 UNFUSED = {
-    "llama4_text": [own("Llama4TextAttention")],
     "gemma2": [] if MAJOR < 5 else [EAGER],
     "deepseek_v2": [own("DeepseekV2Attention")],
     "deepseek_v3": [own("DeepseekV3Attention")],
@@ -140,6 +139,43 @@ def test_parts_of_heads_are_rotated(family: str, factor: float) -> None:
     assert loss == pytest.approx(right, rel=1e-6)
     for name, gradient in expected.items():
         assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def as_unfused(exact: nn.Module, ids: torch.Tensor | None = None, **options: object) -> nn.Module:
+    """A fused copy of a model, whose loss and gradients are those of the model."""
+    model = copy.deepcopy(exact)
+    assert " not: " not in fuse(model)
+    (right, expected), (loss, gradients) = (step(each, ids, **options) for each in (exact, model))
+    assert loss == pytest.approx(right, rel=1e-6)
+    for name, gradient in expected.items():
+        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    return model
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_each_head_may_have_a_norm_of_its_own(groups: int) -> None:
+    exact = build("cohere", torch.float32, use_qk_norm=True, num_key_value_heads=4 // groups)
+    for parameter in exact.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    as_unfused(exact)
+
+
+@pytest.mark.parametrize("use_cache", [False, True] if MAJOR >= 5 else [False])
+def test_llama_4_without_positions_scales_late_queries(use_cache: bool) -> None:
+    """Layer 4 has no rotation in every version; the 32 tokens are on both sides of the place from which it scales."""
+    sizes = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0], "attn_scale": 2.0, "use_cache": use_cache}
+    for floor_scale in (8192, 33, 32, 16):
+        model = as_unfused(build("llama4_text", torch.float32, floor_scale=floor_scale, **sizes))
+        attention = model.model.layers[3].self_attn
+        assert attention.is_tempered
+        assert isinstance(attention, FusedAttention)
+        assert not attention.form.rotation.rotates
+        assert model.model.layers[2].self_attn.form.angles == "complex"
+
+
+@pytest.mark.skipif(MAJOR < 5, reason="4.51.3 makes no mask of chunks where it is given none")
+def test_llama_4_attends_in_chunks() -> None:
+    as_unfused(build("llama4_text", torch.float32, attention_chunk_size=12))
 
 
 def test_a_layer_of_another_structure_is_what_its_class_makes_of_it() -> None:

@@ -14,7 +14,7 @@ from transformers import DataCollatorWithFlattening
 from fp8booster import convert_to_fp8, fuse, report
 from fp8booster.nn.fused.attention import attend, attend_packed, kernels
 from fp8booster.nn.fused.packing import Sequences
-from tests.nn.fused.models import FAMILIES, INSTALLED, VOCABULARY, build
+from tests.nn.fused.models import FAMILIES, FILLS_CACHES_IN_16_BITS, INSTALLED, MAJOR, VOCABULARY, build
 from tests.nn.fused.test_decoder import sqnr
 from tests.nn.fused.test_transformers import make
 
@@ -31,6 +31,7 @@ OTHERS = [
     "glm4",
     "stablelm",
     "gpt_neox",
+    "llama4_text",
 ]
 """Whose attention has norms, one layer for q, k and v, another scale or another rotation."""
 LENGTHS = (5, 16, 1, 10)
@@ -94,6 +95,7 @@ def check(found: tuple, right: tuple, **tolerance: float) -> None:
 @pytest.mark.parametrize("family", ALL + OTHERS)
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_a_packed_batch_is_its_sequences(family: str, use_cache: bool) -> None:
+    use_cache &= family not in FILLS_CACHES_IN_16_BITS
     model, texts = make(family, use_cache=use_cache), documents()
     fuse(model)
     check(packed(model, **flat(texts)), apart(model, texts))
@@ -260,6 +262,21 @@ def test_what_packing_does_not_cover_is_refused(change: dict[str, Any], message:
     fuse(model)
     with pytest.raises(ValueError, match=message):
         model(**flat(documents()) | change)
+
+
+@pytest.mark.parametrize("change", [{"floor_scale": 16}, *([{"attention_chunk_size": 15}] if MAJOR >= 5 else [])])
+def test_sequences_that_llama_4_would_attend_to_otherwise_are_refused(change: dict[str, int]) -> None:
+    """The longest has 16 tokens; the fourth layer has no positions in any version."""
+    model = build("llama4_text", torch.float32, num_hidden_layers=4, no_rope_layers=[1, 1, 1, 0], **change)
+    fuse(model)
+    with pytest.raises(ValueError, match="has 16 tokens, and FusedLlama4TextAttention attends in chunks, or by a temp"):
+        model(**flat(documents()))
+
+
+def test_norms_of_heads_keep_sequences_apart() -> None:
+    model, texts = build("cohere", torch.float32, use_qk_norm=True), documents()
+    fuse(model)
+    check(packed(model, **flat(texts)), apart(model, texts))
 
 
 def test_a_model_with_an_attention_that_is_not_fused_refuses() -> None:
