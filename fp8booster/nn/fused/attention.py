@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
+from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.fused.packing import Sequences
 
 _READ_BY_SDPA = ("is_causal", "position_bias", "cache", "softcap", "head_mask")
@@ -79,6 +80,7 @@ def attend_packed(
     sequences: Sequences,
     *,
     window: int | None = None,
+    sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
@@ -89,6 +91,8 @@ def attend_packed(
         key, value: [B, Hkv, S, D], Hkv a divisor of Hq.
         sequences: of the B rows, one behind the other.
         window: how many tokens each attends to at most, itself among them; None is all before it.
+        sinks: [Hq], a score for each head that takes its part of the softmax and gives nothing (gpt-oss, arXiv
+            2508.10925); None is none.
         dropout, scale: of the scores.
 
     Returns:
@@ -96,8 +100,12 @@ def attend_packed(
     """
     rows = query.shape[0]
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
-    one_kernel = _one_kernel if why_one_by_one(query) is None else _one_by_one
-    attended = one_kernel(q, k, v, sequences, window, dropout, scale)
+    if why_one_by_one(query) is not None:
+        attended = _one_by_one(q, k, v, sequences, window, sinks, dropout, scale)
+    elif sinks is None:
+        attended, *_ = _flash_forward(q, k, v, sequences, window, dropout, scale)
+    else:
+        attended = _WithSinks.apply(q, k, v, sinks, sequences, window, dropout, scale)
     return attended.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
@@ -118,7 +126,7 @@ def why_one_by_one(query: torch.Tensor) -> str | None:
     return None
 
 
-def _one_kernel(
+def _flash_forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -126,25 +134,80 @@ def _one_kernel(
     window: int | None,
     dropout: float,
     scale: float | None,
-) -> torch.Tensor:
-    """PyTorch's flash attention; q is [tokens, Hq, D], k and v are [tokens, Hkv, D]."""
+) -> tuple[torch.Tensor, ...]:
+    """PyTorch's flash attention; q is [tokens, Hq, D], k and v are [tokens, Hkv, D].
+
+    Returns:
+        As q; the logarithm of the sum of the exponentials of each token's scores, FP32 [Hq, tokens]; the generator's
+        state, in two tensors; and one for debugging.
+    """
     # `torch.nn.attention.varlen.varlen_attn` calls the same, with arguments that each version of PyTorch has its own of
-    attended, *_ = torch.ops.aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        sequences.boundaries,
-        sequences.boundaries,
-        sequences.longest,
-        sequences.longest,
-        dropout,
-        window is None,
-        False,
-        scale=scale,
-        window_size_left=-1 if window is None else window - 1,
-        window_size_right=-1 if window is None else 0,
+    return torch.ops.aten._flash_attention_forward(
+        q, k, v, *_of_kernel(sequences), dropout, window is None, False, scale=scale, **_sides(window)
     )
-    return attended
+
+
+def _flash_backward(
+    dy: torch.Tensor,
+    saved: tuple[torch.Tensor, ...],
+    state: tuple[torch.Tensor, ...],
+    sequences: Sequences,
+    window: int | None,
+    dropout: float,
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of q, k and v; `saved` is q, k, v, and what `_flash_forward` gave first, `state` the generator's."""
+    return torch.ops.aten._flash_attention_backward(
+        dy, *saved, *_of_kernel(sequences), dropout, window is None, *state, scale=scale, **_sides(window)
+    )
+
+
+def _of_kernel(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """As the kernel takes them, of queries and of keys."""
+    return sequences.boundaries, sequences.boundaries, sequences.longest, sequences.longest
+
+
+def _sides(window: int | None) -> dict[str, int]:
+    """How many tokens on each side a token attends to; -1: all."""
+    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": -1 if window is None else 0}
+
+
+class _WithSinks(torch.autograd.Function):
+    """Flash attention with a sink for each head.
+
+    With the sum L of the exponentials of a token's scores, and that of the sink's, s, softmax and output are those
+    without a sink times L / (L + s). Backward of flash attention makes the softmax again from the logarithm of its sum,
+    and what all its rows lose from the output: given those with the sink, it computes the gradients with the sink.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor,
+        sequences: Sequences,
+        window: int | None,
+        dropout: float,
+        scale: float | None,
+    ) -> torch.Tensor:
+        attended, sums, *state = _flash_forward(q, k, v, sequences, window, dropout, scale)
+        with_sinks = torch.logaddexp(sums, sinks.float()[:, None])
+        y = (attended * (sums - with_sinks).exp().t()[..., None]).to(attended.dtype)
+        ctx.save_for_backward(q, k, v, y, with_sinks, sinks, *state[:2])
+        ctx.options = sequences, window, dropout, scale
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple:
+        *saved, sinks, seed, offset = ctx.saved_tensors
+        y, with_sinks = saved[3:]
+        gradients = _flash_backward(dy, tuple(saved), (seed, offset), *ctx.options)
+        parts = (sinks.float()[:, None] - with_sinks).exp()  # of the softmax, [Hq, tokens]
+        dsinks = -(parts * (dy.float() * y.float()).sum(-1).t()).sum(1).to(sinks.dtype)
+        return *gradients, dsinks, None, None, None, None
 
 
 def _one_by_one(
@@ -153,20 +216,45 @@ def _one_by_one(
     v: torch.Tensor,
     sequences: Sequences,
     window: int | None,
+    sinks: torch.Tensor | None,
     dropout: float,
     scale: float | None,
 ) -> torch.Tensor:
-    """`_one_kernel` by `attend`: what it computes. Bit for bit what each sequence gives that is a batch of its own."""
+    """By `attend`: what the kernel computes. Bit for bit what each sequence gives that is a batch of its own."""
     attended = []
     for begin, end in pairwise(sequences.on_host):
         if begin == end:
             continue
-        mask = None
-        if window is not None and end - begin > window:
-            mask = torch.ones(end - begin, end - begin, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-        query, key, value = (each[begin:end].transpose(0, 1).unsqueeze(0) for each in (q, k, v))
-        attended.append(attend(query, key, value, mask, dropout=dropout, scale=scale)[0].transpose(0, 1))
+        mask, length = None, end - begin
+        if sinks is not None or (window is not None and length > window):
+            before = length if window is None else window
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - before)
+        heads = [each[begin:end].transpose(0, 1).unsqueeze(0) for each in (q, k, v)]
+        if sinks is None:
+            one = attend(*heads, mask, dropout=dropout, scale=scale)
+        else:
+            one = _attend_with_sinks(*heads, cast(torch.Tensor, mask), sinks, dropout, scale)
+        attended.append(one[0].transpose(0, 1))
     return torch.cat(attended)
+
+
+def _attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor,
+    dropout: float,
+    scale: float | None,
+) -> torch.Tensor:
+    """`attend` with a sink for each head, all scores in memory; `mask` is bool [S, S]."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.float().masked_fill(~mask, -torch.inf)
+    of_sinks = sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+    softmax = torch.cat([scores, of_sinks], -1).softmax(-1)[..., :-1]
+    return F.dropout(softmax, dropout).to(value.dtype) @ value
 
 
 def kernels(

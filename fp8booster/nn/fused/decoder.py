@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from fp8booster.nn.fused.attention import attend, attend_packed, attends_alike
-from fp8booster.nn.fused.families import ATTENTION, Part, is_attention, is_known, part_of
+from fp8booster.nn.fused.families import ATTENTION, WITH_SINKS, Part, has_sinks, is_attention, is_known, part_of
 from fp8booster.nn.fused.late_sums import LateSum, made, parts_with_late_sums
 from fp8booster.nn.fused.merged_layers import Merged, MergedLayers, MergedLinears
 from fp8booster.nn.fused.packing import Sequences, let_pack, sequences_of
@@ -144,6 +144,7 @@ class FusedAttention(MergedAttention):
     layer_idx: int
     floor_scale: int
     use_rope: bool
+    sinks: torch.Tensor
 
     form: Form = Form()
 
@@ -260,7 +261,11 @@ class FusedAttention(MergedAttention):
 
     def attends_alike(self, **arguments: Any) -> bool:
         """Whether `attend` computes what the unfused forward does with these arguments."""
-        return attends_alike(self.config._attn_implementation, arguments)
+        implementation = self.config._attn_implementation
+        if has_sinks(self):  # `attend_packed` alone has them
+            is_told = sequences_of(arguments["position_embeddings"]) is not None
+            implementation = "sdpa" if implementation == WITH_SINKS and is_told else "another"
+        return attends_alike(implementation, arguments)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> torch.Tensor:
         """The attention of query [B, Hq, S, D] to key and value [B, Hkv, S', D]: [B, Hq, S, D]."""
@@ -281,7 +286,8 @@ class FusedAttention(MergedAttention):
             )
         # where an attention has none of its own, transformers takes the model's
         window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
-        return attend_packed(query, key, value, sequences, window=window, dropout=dropout, scale=scale)
+        sinks = self.sinks if has_sinks(self) else None
+        return attend_packed(query, key, value, sequences, window=window, sinks=sinks, dropout=dropout, scale=scale)
 
     def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What runs where `forward` does not cover a case."""
@@ -483,7 +489,7 @@ def _attention_mixin(
         return REPLACED if replaced_attention is None else replaced_attention(attention)
     config: Any = attention.config
     kind = config._attn_implementation
-    form = _form_of_fused(attention, part) if kind == "sdpa" else None
+    form = _form_of_fused(attention, part) if kind == (WITH_SINKS if has_sinks(attention) else "sdpa") else None
     if form is not None:
         vars(attention)["form"] = form
         return FusedAttention

@@ -106,3 +106,12 @@ def is_known(cls: type[nn.Module]) -> bool:
 def is_attention(module: nn.Module) -> bool:
     """Whether a module is an attention, fused or not."""
     return "Attention" in type(module).__name__
+
+
+WITH_SINKS = "eager"
+"""The `attn_implementation` that an attention with sinks must have to be fused: transformers gives it no SDPA."""
+
+
+def has_sinks(module: nn.Module) -> bool:
+    """Whether a module is an attention with a sink for each head, as gpt-oss has them."""
+    return is_attention(module) and module._parameters.get("sinks") is not None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8booster.nn.fused.families import is_attention
+from fp8booster.nn.fused.families import WITH_SINKS, has_sinks, is_attention
 
 
 @dataclass(frozen=True)
@@ -146,13 +146,16 @@ class Packing:
         self.sequences: Sequences | None = None
         self.reaches_all = True
         """Whether every attention of the model is fused, which alone reads `sequences_of`."""
+        self.tells_rows = False
+        """Whether attentions are told that each row is a sequence, as those with sinks are, which take no mask."""
 
     def before_model(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]] | None:
         """A forward pre-hook: takes boundaries out of what the model is given; None where no row is packed."""
         given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs if args else kwargs
-        self.sequences = _given_sequences(given)
+        packed = _given_sequences(given)
+        self.sequences = _rows(model, given) if packed is None and self.tells_rows else packed
         if self.sequences is None:
             return None
         if not self.reaches_all:
@@ -161,7 +164,7 @@ class Packing:
                 "attend to each other; the line that fuse() returns says why; pad the sequences instead"
             )
         given = {name: value for name, value in given.items() if name not in _BOUNDARIES}
-        if given.get("position_ids") is None:
+        if packed is not None and given.get("position_ids") is None:
             given["position_ids"] = positions_in(self.sequences, _tokens(given))
         given["attention_mask"] = None
         if _makes_masks(model):
@@ -217,6 +220,20 @@ def _tokens(given: dict[str, Any]) -> tuple[int, int]:
     raise ValueError("a model needs input_ids or inputs_embeds; give one of them")
 
 
+def _rows(model: nn.Module, given: dict[str, Any]) -> Sequences | None:
+    """Each row of what a model is given in training, where its attentions need nothing else of it."""
+    config: Any = model.config
+    asks = given.get("output_attentions") or getattr(config, "output_attentions", False)
+    held = [given.get(name) for name in ("attention_mask", "past_key_values", "is_causal")]
+    if not model.training or asks or any(each is not None for each in held):
+        return None
+    if config._attn_implementation != WITH_SINKS:
+        return None
+    rows, length = _tokens(given)
+    device = next(each.device for each in map(given.get, _TOKENS) if each is not None)
+    return Sequences(torch.arange(rows + 1, device=device, dtype=torch.int32) * length, length)
+
+
 def _is_unfused_attention(module: nn.Module) -> bool:
     """And one that this stage of a pipeline holds."""
     unfused = is_attention(module) and not hasattr(module, "attend_packed")
@@ -245,6 +262,7 @@ def let_pack(model: nn.Module) -> None:
         for rotary in makers:
             rotary.register_forward_hook(packing.after_rotary)
     packing.reaches_all = not any(map(_is_unfused_attention, model.modules()))
+    packing.tells_rows = packing.reaches_all and any(map(has_sinks, model.modules()))
 
 
 def let_pack_around(model: nn.Module) -> None:

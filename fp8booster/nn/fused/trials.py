@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fp8booster.nn.fused.families import Part
+from fp8booster.nn.fused.families import Part, has_sinks
+from fp8booster.nn.fused.packing import PackedEmbeddings, Sequences
 from fp8booster.nn.modules import cached_by_class
 
 Trial = TypeVar("Trial", bound=Callable[..., Any])
@@ -236,7 +237,7 @@ def _attended(
     query_heads = attention.config.num_attention_heads
     widths = [query_heads * size] + 2 * [query_heads // groups * size]
     made = _numbers(1, 5, sum(widths))
-    probe = copy.copy(attention)
+    probe = _on_cpu(attention)
     probe.__class__ = cls
     outputs = dict(zip(part.merged, made.split(widths if len(part.merged) > 1 else sum(widths), -1), strict=True))
     norms = {name: _on_cpu(each) for name, each in attention._modules.items() if "norm" in name}
@@ -246,19 +247,30 @@ def _attended(
     angles = _numbers(1, 5, places // 2)
     if kind == "places":
         angles = angles.repeat(1, 1, 2)
-    embeddings = torch.polar(torch.ones_like(angles), angles) if kind == "complex" else (angles.cos(), angles.sin())
+    embeddings: Any = (angles.cos(), angles.sin())
+    if kind == "complex":
+        embeddings = torch.polar(torch.ones_like(angles), angles)
+    mask = None
+    if has_sinks(attention):
+        if form is None:
+            mask = torch.full((1, 1, 5, 5), -torch.inf, device="cpu").triu(1)
+        else:
+            embeddings = PackedEmbeddings(embeddings)
+            embeddings.sequences = Sequences(torch.tensor([0, 5], device="cpu"), 5)
     taken = inspect.signature(type(attention).forward).parameters
-    given = {"position_embeddings": embeddings, "attention_mask": None, "cache_position": torch.arange(5, device="cpu")}
-    return cls.forward(
+    given = {"position_embeddings": embeddings, "attention_mask": mask, "cache_position": torch.arange(5, device="cpu")}
+    output, weights, *rest = cls.forward(
         probe, torch.zeros(1, 5, 4, device="cpu"), **{name: each for name, each in given.items() if name in taken}
     )
+    # eager attention gives its weights also where nobody asks for them
+    return output, None if has_sinks(attention) else weights, *rest
 
 
-def _on_cpu(norm: nn.Module) -> nn.Module:
-    """A norm like this one with other numbers."""
-    made = copy.copy(norm)
+def _on_cpu(module: nn.Module) -> Any:
+    """A module like this one whose own parameters have other numbers."""
+    made = copy.copy(module)
     made._parameters = {
-        name: None if each is None else nn.Parameter(_numbers(*each.shape)) for name, each in norm._parameters.items()
+        name: None if each is None else nn.Parameter(_numbers(*each.shape)) for name, each in module._parameters.items()
     }
     return made
 

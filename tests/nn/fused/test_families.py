@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
+from fp8booster.nn.fused.attention import attend_packed
 from fp8booster.nn.fused.decoder import FusedAttention, FusedGatedMLP, FusedNorm
 from fp8booster.nn.fused.families import FAMILIES, PARTS
 from fp8booster.nn.fused.late_sums import LateSum
@@ -29,7 +31,6 @@ UNFUSED = {
     "gemma2": [] if MAJOR < 5 else [EAGER],
     "deepseek_v2": [own("DeepseekV2Attention")],
     "deepseek_v3": [own("DeepseekV3Attention")],
-    "gpt_oss": [EAGER],
 }
 """What is not fused of a family's two layers; nothing of the others'."""
 
@@ -176,6 +177,25 @@ def test_llama_4_without_positions_scales_late_queries(use_cache: bool) -> None:
 @pytest.mark.skipif(MAJOR < 5, reason="4.51.3 makes no mask of chunks where it is given none")
 def test_llama_4_attends_in_chunks() -> None:
     as_unfused(build("llama4_text", torch.float32, attention_chunk_size=12))
+
+
+@pytest.mark.skipif("gpt_oss" not in INSTALLED, reason="this transformers has no gpt-oss")
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_sinks_without_a_mask_are_those_of_transformers(use_cache: bool) -> None:
+    """The first layer has a window of 6 tokens; sinks are as large as scores."""
+    exact = build("gpt_oss", torch.float32, sliding_window=6, use_cache=use_cache)
+    for layer in exact.model.layers:
+        nn.init.normal_(layer.self_attn.sinks)
+    with mock.patch("fp8booster.nn.fused.decoder.attend_packed", wraps=attend_packed) as called:
+        model = as_unfused(exact)
+    assert [each.kwargs["window"] for each in called.call_args_list[-2:]] == [6, None]
+    assert model.model.layers[0].self_attn.sinks.grad.norm() > 0
+    mask = torch.ones_like(batch()).index_fill_(1, torch.arange(4), 0)
+    for options in ({"attention_mask": mask}, {"output_attentions": True}):
+        right, found = (each(input_ids=batch(), **options) for each in (exact, model))
+        torch.testing.assert_close(found.logits, right.logits)
+        if "output_attentions" in options:
+            torch.testing.assert_close(found.attentions, right.attentions)
 
 
 def test_a_layer_of_another_structure_is_what_its_class_makes_of_it() -> None:

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend
 from transformers import DataCollatorWithFlattening
 
 from fp8booster import convert_to_fp8, fuse, report
+from fp8booster.nn.fused import attention
 from fp8booster.nn.fused.attention import attend, attend_packed, kernels
 from fp8booster.nn.fused.packing import Sequences
 from tests.nn.fused.models import FAMILIES, FILLS_CACHES_IN_16_BITS, INSTALLED, MAJOR, VOCABULARY, build
@@ -32,6 +33,7 @@ OTHERS = [
     "stablelm",
     "gpt_neox",
     "llama4_text",
+    *(["gpt_oss"] if "gpt_oss" in INSTALLED else []),
 ]
 """Whose attention has norms, one layer for q, k and v, another scale or another rotation."""
 LENGTHS = (5, 16, 1, 10)
@@ -213,18 +215,66 @@ def tensors(device: torch.device, dtype: torch.dtype, size: int = 64) -> list[to
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("window", [None, 4])
-def test_one_kernel_attends_as_one_by_one(dtype: torch.dtype, size: int, window: int | None) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_one_kernel_attends_as_one_by_one(dtype: torch.dtype, size: int, window: int | None, with_sinks: bool) -> None:
     torch.manual_seed(0)
     inputs = tensors(torch.device("cuda"), dtype, size)
+    if with_sinks:
+        inputs.append(torch.randn(4, device="cuda").to(dtype).requires_grad_())
     exact = [each.detach().float().requires_grad_() for each in inputs]
     sequences = Sequences(cumulated().cuda(), 16)
-    y, reference = (attend_packed(*each, sequences, window=window) for each in (inputs, exact))
+    y, reference = (
+        attend_packed(*each[:3], sequences, window=window, sinks=each[3] if with_sinks else None)
+        for each in (inputs, exact)
+    )
     assert sqnr(y, reference) > 40
     dy = torch.randn_like(y)
     for found, right in zip(
         torch.autograd.grad(y, inputs, dy), torch.autograd.grad(reference, exact, dy.float()), strict=True
     ):
         assert sqnr(found, right) > 35
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_sinks_around_a_kernel_that_knows_none(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of flash attention what it computes: its backward reads its output, and the sums of its softmax."""
+
+    def scores(q, k, sequences):
+        places = torch.arange(len(q))
+        sequence = torch.searchsorted(sequences.boundaries, places, right=True)
+        distance = places[:, None] - places
+        inside = (sequence[:, None] == sequence) & (distance >= 0) & (distance < (window or len(q)))
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        return torch.einsum("ihd,jhd->hij", q, k).mul(q.shape[-1] ** -0.5).masked_fill(~inside, -torch.inf)
+
+    def forward(q, k, v, sequences, window, dropout, scale):
+        found = scores(q, k, sequences)
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+        none = torch.zeros(0)
+        return torch.einsum("hij,jhd->ihd", found.softmax(-1), v), found.logsumexp(-1), none, none, none
+
+    def backward(dy, saved, state, sequences, window, dropout, scale):
+        q, k, v, y, sums = saved
+        groups = q.shape[1] // k.shape[1]
+        softmax = (scores(q, k, sequences) - sums[..., None]).exp()
+        dv = torch.einsum("hij,ihd->jhd", softmax, dy)
+        given = torch.einsum("ihd,jhd->hij", dy, v.repeat_interleave(groups, 1))
+        back = softmax * (given - (dy * y).sum(-1).t()[..., None]) * q.shape[-1] ** -0.5
+        dq = torch.einsum("hij,jhd->ihd", back, k.repeat_interleave(groups, 1))
+        dk = torch.einsum("hij,ihd->jhd", back, q)
+        return dq, *(each.unflatten(1, (-1, groups)).sum(2) for each in (dk, dv))
+
+    leaves = [*tensors(torch.device("cpu"), torch.float32), torch.randn(4, requires_grad=True)]
+    sequences = Sequences(cumulated(), 16)
+    right = attend_packed(*leaves[:3], sequences, window=window, sinks=leaves[3])
+    monkeypatch.setattr(attention, "why_one_by_one", lambda query: None)
+    monkeypatch.setattr(attention, "_flash_forward", forward)
+    monkeypatch.setattr(attention, "_flash_backward", backward)
+    found = attend_packed(*leaves[:3], sequences, window=window, sinks=leaves[3])
+    torch.testing.assert_close(found, right)
+    dy = torch.randn_like(right)
+    gradients = [torch.autograd.grad(each, leaves, dy) for each in (found, right)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_batches_of_one_sequence_a_row_stay_as_they_were() -> None:
