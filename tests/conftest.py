@@ -15,6 +15,12 @@ if avoid_trapping_instructions() is not None or os.environ.get(VARIABLE) == BEFO
 torch.set_num_threads(1)  # the tensors are small, and two threads on a busy machine wait for each other
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Each test draws the same numbers, whatever ran before it in this process."""
+    torch.default_generator.manual_seed(0)
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device that FP8 products run on; `pytest -m gpu` asks for the GPU."""
