@@ -1,4 +1,4 @@
-"""Which linear layers of a model compute in FP8, and why the others do not."""
+"""Which linear layers and experts of a model compute in FP8, and why the others do not."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from fp8booster.config import FP8Config, all_but_vocabulary_heads
 from fp8booster.kernels.alignment import aligned
 from fp8booster.nn.adapters import follow_merges
+from fp8booster.nn.experts.held_as_one import FP8Experts, are_experts, why_not
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.modules import vocabulary_heads
@@ -63,7 +64,7 @@ def known_kinds(kinds: Kinds = KINDS) -> Kinds:
 
 
 def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: Kinds = KINDS) -> nn.Module:
-    """Turn a model's linear layers into FP8 layers, in place.
+    """Turn a model's linear layers, and experts held as one parameter, into FP8 layers, in place.
 
     Parameters, their names, state dict keys and module identities stay as they are. Layers that stay in high precision
     are remembered with the reason, which `report` shows; where that is all of them, of which some were asked for, a
@@ -104,11 +105,28 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
             if type(module) in kinds.values():
                 module.revert()
             module.__dict__[_KEPT] = Kept(reason, product_features(module, kinds))
-    _remember_outside(model)
-    if not any(isinstance(module, FP8Layer) for _, module in linears):
-        _warn_of_nothing(sorted({kept_reason(module) for _, module in linears}))
+    experts = _convert_experts(model, config)
+    _remember_outside(model, experts)
+    if not any(isinstance(module, (FP8Layer, FP8Experts)) for module in model.modules()):
+        _warn_of_nothing(sorted({kept_reason(module) for _, module in linears} | set(experts.values())))
     follow_merges()
     return model
+
+
+def _convert_experts(model: nn.Module, config: FP8Config) -> dict[nn.Module, str]:
+    """Turn experts that modules hold into FP8 ones; the modules that stay as they are, with the reason."""
+    kept = {}
+    for name, module in model.named_modules():
+        if not are_experts(module):
+            continue
+        reason = why_not(module, config) if config.layers(name, module) else LEFT_OUT
+        if reason is None:
+            FP8Experts.convert_in_place(module, config)
+            continue
+        if isinstance(module, FP8Experts):
+            module.revert()
+        kept[module] = reason
+    return kept
 
 
 def heads_among(model: nn.Module, layers: Iterable[tuple[str, nn.Module]]) -> set[int]:
@@ -173,6 +191,8 @@ def _of_no_linear_layer(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _outside(module: nn.Module, reason: str) -> dict[str, Kept]:
+    if isinstance(module, FP8Experts):
+        return {name: Kept(reason, tuple(getattr(module, name).shape)) for name in module.fp8_weights}
     name = type(module).__name__
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or "Embedding" in name or "Norm" in name:
         return {}
@@ -185,8 +205,12 @@ def _outside(module: nn.Module, reason: str) -> dict[str, Kept]:
     }
 
 
-def _remember_outside(model: nn.Module) -> None:
-    """Remember it as it is now: an engine may flatten parameters, or hold another shape between forwards."""
+def _remember_outside(model: nn.Module, experts: Mapping[nn.Module, str]) -> None:
+    """Remember it as it is now: an engine may flatten parameters, or hold another shape between forwards.
+
+    Args:
+        experts: those that stay in high precision, with the reason.
+    """
     routers = _routers(model)
     for _, module in _of_no_linear_layer(model):
         reason = f"{type(module).__name__} has no FP8 form"
@@ -194,6 +218,7 @@ def _remember_outside(model: nn.Module) -> None:
             reason = WHY_NOT_ROUTERS
         elif isinstance(module, _ConvNd):
             reason = "a convolution"
+        reason = experts.get(module, reason)
         module.__dict__.pop(_OUTSIDE, None)
         if outside := _outside(module, reason):
             module.__dict__[_OUTSIDE] = outside

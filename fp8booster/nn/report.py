@@ -14,8 +14,9 @@ from rich.table import Table
 from torch import nn
 from torch.nn.utils import parametrize
 
-from fp8booster.nn.convert import heads_among, kept_reason, linear_layers, product_features, weights_outside
+from fp8booster.nn.convert import Kept, heads_among, kept_reason, linear_layers, product_features, weights_outside
 from fp8booster.nn.experts.grouped import grouped_experts
+from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.attention import kernels
 from fp8booster.nn.fused.decoder import FusedAttention, FusedDecoderLayer, FusedMLP
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
@@ -83,7 +84,7 @@ class Report:
     """Its linear layers."""
 
     outside: tuple[LayerRow, ...] = ()
-    """Parameters of other modules that products may read, such as experts held as one, or convolutions: none in FP8."""
+    """Parameters of other modules that products may read, such as convolutions: none in FP8 but experts held as one."""
 
     merged: tuple[MergedRow, ...] = ()
     grouped: tuple[GroupedRow, ...] = ()
@@ -115,7 +116,8 @@ class Report:
     @property
     def share(self) -> float:
         """How many of the weights of matrix products are in FP8, from 0 to 1."""
-        return _share(self.fp8, (*self.rows, *self.outside))
+        every = (*self.rows, *self.outside)
+        return _share([row for row in every if row.precision == "FP8"], every)
 
     def summary(self) -> str:
         """One line: how many layers and weights are in FP8, what is padded and merged, and why the others are not."""
@@ -214,7 +216,7 @@ def report(model: nn.Module) -> Report:
     return Report(
         tuple(_layer_row(name, module, apart.get(module)) for name, module in linears),
         tuple(
-            _row(f"{path}.{name}" if path else name, kept.shape, getattr(module, name), kept.reason)
+            _outside_row(f"{path}.{name}" if path else name, module, getattr(module, name), kept)
             for path, module, name, kept in weights_outside(model)
         ),
         tuple(MergedRow(len(group.layers), group.why_not_merged) for group in groups),
@@ -265,6 +267,12 @@ def _layer_row(name: str, module: nn.Module, group: MergedLayers | None) -> Laye
     if group is not None:
         notes = "; ".join(filter(None, (notes, f"not merged: {group.why_not_merged}")))
     return _row(name, product_features(module), weight, notes, precision)
+
+
+def _outside_row(name: str, module: nn.Module, weight: torch.Tensor, kept: Kept) -> LayerRow:
+    if isinstance(module, FP8Experts):
+        return _row(name, kept.shape, weight, module.fp8_notes(), "FP8" if module.in_fp8 else None)
+    return _row(name, kept.shape, weight, kept.reason)
 
 
 def _row(name: str, shape: tuple[int, ...], weight: torch.Tensor, notes: str, precision: str | None = None) -> LayerRow:

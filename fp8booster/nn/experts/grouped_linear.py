@@ -7,6 +7,9 @@ N output features. An expert's N may consist of P layers of N / P features that 
     dgrad  dx = dy @ w      [M, N] by [G, K, N]
     wgrad  dw = dy.T @ x    [N, M] by [K, M], for each expert over its own rows: [G, N, K]
 
+Weights are stacked by rows, or lie as [G, K, N] each, as some models hold all experts' in one parameter: then fprop reads
+the transpose, dgrad what lies there, and wgrad is [K, M] by [N, M].
+
 The kernel multiplies E4M3 by E4M3 alone, so gradients are E4M3 here where one layer's are E5M2: three bits of mantissa
 instead of two, and values under 2^-18.8 of the largest of all experts' become zero. Inputs and gradients have one scale
 for all experts.
@@ -27,6 +30,7 @@ from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.weights.casting import quantize_by, quantize_input, quantize_weight
+from fp8booster.nn.weights.source import BackwardWeight
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -34,10 +38,10 @@ class GroupedWeight(NamedTuple):
     """The weights of G experts in FP8, stacked by rows."""
 
     data: torch.Tensor
-    """[G * N, K] E4M3."""
+    """[G * N, K] E4M3; of transposed weights [N, G * K]."""
 
     transpose: torch.Tensor
-    """[K, G * N] E4M3; empty: made in backward."""
+    """[K, G * N] E4M3; of transposed weights [G * K, N]; empty: made in backward."""
 
     inverse_scales: torch.Tensor
     """float32 [G, P], one for each of an expert's P layers; P is 1 where they share one."""
@@ -45,13 +49,18 @@ class GroupedWeight(NamedTuple):
     fprop_scales: torch.Tensor
     """float32 [G, N]: the same for each output feature."""
 
+    is_transposed: bool = False
+    """The weights lie as [G, K, N]."""
+
     @classmethod
-    def of(cls, data: torch.Tensor, transpose: torch.Tensor, inverse_scales: torch.Tensor) -> GroupedWeight:
+    def of(
+        cls, data: torch.Tensor, transpose: torch.Tensor, inverse_scales: torch.Tensor, is_transposed: bool = False
+    ) -> GroupedWeight:
         """From all but the scales written out."""
         experts, layers = inverse_scales.shape
-        features = len(data) // (experts * layers)
+        features = len(data) // (layers if is_transposed else experts * layers)
         written_out = inverse_scales.unsqueeze(2).expand(experts, layers, features)
-        return cls(data, transpose, inverse_scales, written_out.reshape(experts, -1).contiguous())
+        return cls(data, transpose, inverse_scales, written_out.reshape(experts, -1).contiguous(), is_transposed)
 
 
 def cast_experts(weight: torch.Tensor, experts: int, config: FP8Config) -> GroupedWeight:
@@ -62,8 +71,18 @@ def cast_experts(weight: torch.Tensor, experts: int, config: FP8Config) -> Group
         experts: G.
         config: scaling, and whether the transpose is made now.
     """
-    cast = quantize_weight(weight, config, transposed=config.keeps_transposes)
-    return GroupedWeight.of(cast.data, cast.transpose, cast.inverse_scale.expand(experts, 1))
+    return under_one_scale(quantize_weight(weight, config, transposed=config.keeps_transposes), experts)
+
+
+def under_one_scale(cast: QuantizedMatrix, experts: int, is_transposed: bool = False) -> GroupedWeight:
+    """The weights of all experts, cast as one matrix.
+
+    Args:
+        cast: [G * N, K]; of transposed weights [N, G * K].
+        experts: G.
+        is_transposed: they lie as [G, K, N].
+    """
+    return GroupedWeight.of(cast.data, cast.transpose, cast.inverse_scale.expand(experts, 1), is_transposed)
 
 
 def grouped_linear(
@@ -73,24 +92,33 @@ def grouped_linear(
     groups: Groups,
     config: FP8Config,
     weight_gradient_factors: torch.Tensor | float = 1.0,
+    backward_weight: BackwardWeight | None = None,
 ) -> torch.Tensor:
     """Each expert's linear layers on its rows.
 
     Args:
         input: [M, K] BF16; receives the input's gradient.
-        weights: matrices of K columns, in the order in which they lie in `w`; they receive gradients, and their values
-            are not read.
+        weights: [..., K], or of transposed weights [..., N], in the order in which they lie in `w`; they receive
+            gradients, and their values are not read.
         w: their FP8 copy.
         groups: of the M rows. Those that pad a group must be zeros, and get gradients of zeros.
         config: accumulation and scaling; formats are E4M3.
         weight_gradient_factors: multiply the gradients of the weights, not of the input: a number or float32 [G].
+        backward_weight: backward asks it for the transpose in `w`, and holds none itself.
 
     Returns:
         [M, N] BF16.
     """
     for_weight = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     x = quantize_input(input, config, transposed=for_weight, amax=delivered_amax(input))
-    return _GroupedLinear.apply(input, x, w, groups, config, weight_gradient_factors, *weights)
+    return _GroupedLinear.apply(input, x, w, groups, config, weight_gradient_factors, backward_weight, *weights)
+
+
+def _by_expert(matrix: torch.Tensor, experts: int, stacked_by_rows: bool) -> torch.Tensor:
+    """A matrix of each expert, [G, rows, columns], of all stacked by rows or by columns; each row is contiguous."""
+    if stacked_by_rows:
+        return matrix.view(experts, -1, matrix.shape[1])
+    return matrix.view(len(matrix), experts, -1).transpose(0, 1)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -103,22 +131,23 @@ class _GroupedLinear(torch.autograd.Function):
         groups: Groups,
         config: FP8Config,
         weight_gradient_factors: torch.Tensor | float,
+        backward_weight: BackwardWeight | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        for_input, for_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6:])
+        for_input, for_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[7:])
         late = not w.transpose.numel()
         ctx.save_for_backward(
             x.transpose if for_weight else None,
             x.inverse_scale,
-            (w.data if late else w.transpose) if for_input else None,
+            (w.data if late else w.transpose) if for_input and backward_weight is None else None,
             w.inverse_scales,
         )
         ctx.groups, ctx.config, ctx.late, ctx.factors = groups, config, late, weight_gradient_factors
-        ctx.rows_of_weights = [len(weight) for weight in weights]
-        experts, features = w.fprop_scales.shape
+        ctx.for_input, ctx.backward_weight, ctx.is_transposed = for_input, backward_weight, w.is_transposed
+        ctx.shapes = [weight.shape for weight in weights]
         return grouped_product(
             x.data,
-            w.data.view(experts, features, -1),
+            _by_expert(w.data, len(w.fprop_scales), not w.is_transposed),
             x.inverse_scale,
             w.fprop_scales,
             groups,
@@ -131,46 +160,51 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # [M, N]
         x8_transpose, x_inverse_scale, w8, w_inverse_scales = ctx.saved_tensors
         config, groups = ctx.config, ctx.groups
-        for_input, for_weight = w8 is not None, x8_transpose is not None
+        for_input, for_weight = ctx.for_input, x8_transpose is not None
         amax = delivered_amax(gradient)
         dy = quantize_by(config, gradient, E4M3, plain=for_input, transposed=for_weight, amax=amax)
-        dx, dw = None, (None,) * len(ctx.rows_of_weights)
+        dx, dw = None, (None,) * len(ctx.shapes)
         if for_input:
-            if ctx.late:
+            if ctx.backward_weight is not None:
+                w8, _ = ctx.backward_weight()
+            elif ctx.late:
                 w8 = transposed(w8)
-            dx = _dgrad(dy, w8, w_inverse_scales, groups, config)
+            transposes = _by_expert(w8, len(w_inverse_scales), ctx.is_transposed)
+            dx = _dgrad(dy, transposes, w_inverse_scales, groups, config)
         if for_weight:
-            factors = ctx.factors
-            scales = dy.inverse_scale.expand(len(groups.rows))
+            outputs, inputs = (dy.transpose, dy.inverse_scale), (x8_transpose, x_inverse_scale)
+            (rows, scale_of_rows), (columns, scale) = (inputs, outputs) if ctx.is_transposed else (outputs, inputs)
+            scales = scale_of_rows.expand(len(groups.rows))
             whole = summed_product(
-                dy.transpose,
-                x8_transpose,
-                scales * factors,
-                x_inverse_scale,
+                rows,
+                columns,
+                scales * ctx.factors,
+                scale,
                 groups,
                 fast_accumulation=config.fast_accumulation_wgrad,
                 emulate=config.emulate,
             )
-            dw = whole.view(-1, whole.shape[2]).split(ctx.rows_of_weights)
-        return dx, *(None,) * 5, *dw
+            parts = whole.view(-1, whole.shape[2]).split([shape[:-1].numel() for shape in ctx.shapes])
+            dw = [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]
+        return dx, *(None,) * 6, *dw
 
 
 def _dgrad(
     dy: QuantizedMatrix,
-    transpose: torch.Tensor,  # [K, G * N]
+    transposes: torch.Tensor,  # [G, K, N]
     inverse_scales: torch.Tensor,  # [G, P]
     groups: Groups,
     config: FP8Config,
 ) -> torch.Tensor:  # [M, K]
     experts, layers = inverse_scales.shape
-    inputs = len(transpose)
+    inputs = transposes.shape[1]
     # scales multiply what is summed already, so each layer with a scale of its own is a sum of its own
-    by_layer = transpose.view(inputs, experts, layers, -1)
+    by_layer = transposes.unflatten(2, (layers, -1))
     gradients = dy.data.view(len(dy.data), layers, -1)
     by_products = (
         grouped_product(
             gradients[:, layer],
-            by_layer[:, :, layer].transpose(0, 1),
+            by_layer[:, :, layer],
             dy.inverse_scale,
             inverse_scales[:, layer, None].expand(experts, inputs).contiguous(),
             groups,

@@ -14,6 +14,7 @@ import torch
 
 from fp8booster.kernels.token_rows import sum_rows, sum_rows_backward
 from fp8booster.nn.autograd import once_differentiable
+from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.linear_map import linear_map
 
 
@@ -48,6 +49,15 @@ def count_rows(chosen: torch.Tensor, experts: int, out: torch.Tensor) -> torch.T
     """
     numbers = torch.arange(experts, dtype=chosen.dtype, device=chosen.device)
     return torch.sum(chosen.reshape(-1, 1) == numbers, 0, out=out)
+
+
+def rows_of_experts(chosen: torch.Tensor, experts: int) -> HostCopy:
+    """How many rows each expert gets, on their way to the host.
+
+    Args:
+        chosen, experts: as in `count_rows`.
+    """
+    return HostCopy(count_rows(chosen, experts, torch.empty(experts, dtype=torch.int64, device=chosen.device)))
 
 
 def spread(tokens: torch.Tensor, routes: Routes) -> torch.Tensor:

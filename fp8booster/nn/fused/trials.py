@@ -113,6 +113,19 @@ _ACTIVATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@_computes
+def gate_kind(gate: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+    """What a function of gate and up, [M, 2 F], computes, as `pointwise.activate_gated` calls it.
+
+    Args:
+        gate: its parts may be interleaved, clamped or changed otherwise: then it is None.
+    """
+    x = torch.cat([2 * _numbers(4, 8), 1e3 * _numbers(4, 8)])  # large ones too, which may be clamped
+    first, second = x.chunk(2, -1)
+    found = _tried(gate, x)
+    return next((kind for kind, compute in _ACTIVATED.items() if _alike(found, compute(first) * second)), None)
+
+
 @cached_by_class
 @_computes
 def is_gated(cls: type[nn.Module], part: Part) -> bool:

@@ -20,7 +20,7 @@ from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts, computes_in_fp8
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import quantize_weight
-from fp8booster.nn.weights.freshness import is_captured, reusable
+from fp8booster.nn.weights.freshness import is_captured, note_change, reusable
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
@@ -216,3 +216,4 @@ def forget_weights(model: nn.Module) -> None:
         if isinstance(module, FP8Layer):
             restore_weight(module)
             forget_weight(module)
+    note_change([])  # of what holds copies besides layers, as experts do

@@ -48,8 +48,13 @@ def stacked_columns(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def as_matrix(weights: Sequence[torch.Tensor], is_transposed: bool = False) -> torch.Tensor:
-    """Weights as the matrix of [sum of N, K] that fprop reads; one of them may lie as [K, N]."""
+    """Weights as the matrix of [sum of N, K] that fprop reads; one of them may lie as [K, N].
+
+    One of [G, N, K] is a matrix of [G * N, K]; where it lies as [G, K, N], of [N, G * K].
+    """
     if len(weights) > 1:
         return stack_rows(weights)
     weight = weights[0].detach()
+    if weight.dim() > 2:
+        weight = weight.flatten(0, -2)
     return weight.t() if is_transposed else weight

@@ -1,0 +1,270 @@
+"""Experts that a module holds as two parameters, as models of transformers 5 do, in grouped FP8 products.
+
+    gate_up_proj [G, 2 I, H], down_proj [G, H, I]      of G experts; up_proj [G, I, H] without a gate
+    tokens -- laid out by expert --> up --> activation --> down -- weighted sum of a token's rows --> tokens
+
+transformers tells by attributes of the module how to compute them, whatever its implementation
+(`experts_implementation`): whether weights are transposed ([G, H, 2 I] and [G, I, H]), whether there are biases, gates
+and a norm behind, and by `_apply_gate` what lies between the products. This reads the same attributes; where FP8 is not
+right or not faster the implementation that was chosen runs. All experts of a parameter share one scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+
+from fp8booster.config import FP8Config
+from fp8booster.formats import E4M3
+from fp8booster.kernels.alignment import ALIGNMENT
+from fp8booster.kernels.device import require_fp8
+from fp8booster.kernels.grouped_product import Groups
+from fp8booster.nn.experts import routing
+from fp8booster.nn.experts.grouped import EXPERTS_THAT_PAY
+from fp8booster.nn.experts.grouped_linear import grouped_linear, under_one_scale
+from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
+from fp8booster.nn.fused.pointwise import activate, activate_gated
+from fp8booster.nn.fused.trials import activation_kind, gate_kind
+from fp8booster.nn.linear.speed_model import computes_in_fp8
+from fp8booster.nn.modules import cached_by_class, members_of_made
+from fp8booster.nn.weights.cached import CachedWeight
+from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.freshness import is_captured, reusable
+from fp8booster.nn.weights.resharded import ReshardedWeight
+from fp8booster.nn.weights.source import BackwardWeight, WeightSource
+from fp8booster.nn.weights.stacking import as_matrix
+from fp8booster.tensor import QuantizedMatrix
+
+_DOWN = "down_proj"
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts as transformers 5 does, and says how they are computed."""
+    told = vars(module)
+    return (
+        isinstance(told.get("is_transposed"), bool)
+        and isinstance(told.get("has_bias"), bool)
+        and hasattr(type(module), "_apply_gate")
+        and all(_is_stack(module._parameters.get(name)) for name in _names(module))
+    )
+
+
+def _is_stack(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and parameter.dim() == 3
+
+
+def _names(module: nn.Module) -> tuple[str, str]:
+    """What a module's two parameters are called."""
+    return ("gate_up_proj" if vars(module).get("has_gate", True) else "up_proj"), _DOWN
+
+
+def why_not(module: nn.Module, config: FP8Config) -> str | None:
+    """Why experts that a module holds cannot compute in FP8, or None where they can."""
+    if "forward" in vars(module):
+        return "a forward of its own, which must run"
+    shapes = [module._parameters[name].shape for name in _names(module)]  # type: ignore[union-attr]
+    if any(size % ALIGNMENT for _, *sizes in shapes for size in sizes):
+        return f"a size is no multiple of {ALIGNMENT}"
+    if config.rowwise:
+        return "rowwise scales"
+    if config.input_format is not E4M3 or config.weight_format is not E4M3:
+        return "grouped products multiply E4M3 alone"
+    return None
+
+
+class FP8Experts(nn.Module):
+    """A mixin before the class of a module that holds experts.
+
+    A module turns into a class of these in place (`convert_in_place`) and back (`revert`): its parameters, hooks and
+    identity stay. As in an FP8 layer the FP8 weights are made once per optimizer step in training, and at every call in
+    evaluation. A copy or a pickle of the module holds none.
+    """
+
+    original: ClassVar[type[nn.Module]]
+    """The class that the module was, and is again after `revert`."""
+
+    fp8_config: FP8Config
+    fp8_weights: dict[str, WeightSource]
+    """By name of a parameter, where its FP8 copy comes from."""
+
+    is_transposed: bool
+    has_bias: bool
+
+    @classmethod
+    def convert_in_place(cls, module: nn.Module, config: FP8Config) -> None:
+        """Turn a module for which `are_experts`, and `why_not` gives no reason, into this class in place."""
+        if not isinstance(module, FP8Experts):
+            module.__class__ = _mixed_class(type(module))
+        cast(FP8Experts, module)._start_fp8(config)
+
+    def revert(self) -> None:
+        """Turn the module into what it was, in place."""
+        del self.fp8_config, self.fp8_weights, self._fp8_kind, self._fp8_ran, self._fp8_reasons
+        self.__class__ = self.original  # type: ignore[assignment]
+
+    def _start_fp8(self, config: FP8Config) -> None:
+        self.fp8_config = config
+        self.fp8_weights = {name: CachedWeight(self.is_transposed) for name in _names(self)}
+        kind = None
+        if config.fused:
+            activation = self._modules.get("act_fn")
+            kind = gate_kind(self._apply_gate) if self._is_gated else activation and activation_kind(activation)
+        self._fp8_kind: str | None = kind
+        self._fp8_ran = False
+        self._fp8_reasons: dict[str, None] = {}
+
+    def follow_resharding(self) -> None:
+        """Keep no FP8 weight between forward and backward: the weights are whole only while the module runs."""
+        self.fp8_weights = {name: ReshardedWeight(self.is_transposed) for name in self.fp8_weights}
+
+    @property
+    def _is_gated(self) -> bool:
+        return vars(self).get("has_gate", True)
+
+    @property
+    def in_fp8(self) -> bool:
+        """Whether FP8 products run, or have run for some calls, as far as is known."""
+        return self._fp8_ran or not self._fp8_reasons
+
+    def fp8_notes(self) -> str:
+        """What the report says besides the precision."""
+        notes = ["experts held as one, in grouped products"] if self.in_fp8 else []
+        if self.fp8_config.emulate:
+            notes.append("emulated in FP32")
+        if self._fp8_reasons:
+            calls = "not in FP8 for some calls: " if self._fp8_ran else ""
+            notes.append(calls + ", ".join(self._fp8_reasons))
+        return "; ".join(notes)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What the module computes: of tokens [T, H] with their experts and these' weights, [T, k], it makes [T, H]."""
+        mixture = FP8Experts._mixture
+        if torch.compiler.is_compiling():  # the host reads how many rows an expert gets
+            mixture = torch.compiler.disable(mixture)
+        made = mixture(self, *args, **kwargs)
+        return super().forward(*args, **kwargs) if made is None else made
+
+    def _mixture(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """The same in FP8, or None where it is to be computed in high precision."""
+        reason = self._why_not_called_so(args, kwargs) or self._why_not_now(*args)
+        if reason is not None:
+            self._fp8_reasons[reason] = None
+            return None
+        self._fp8_ran = True
+        return self._in_grouped_products(*args)
+
+    def _why_not_called_so(self, args: tuple, kwargs: dict[str, Any]) -> str | None:
+        tokens, *choice = args if len(args) == 3 and not kwargs else (None,)
+        if tokens is None or any(not torch.is_tensor(each) or each.dim() != 2 for each in args):
+            return "called otherwise than with tokens, their experts and weights"
+        if choice[0].shape != choice[1].shape:
+            return "a weight for each expert, not for those of a token alone"
+        return None
+
+    def _why_not_now(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> str | None:
+        """Why not on these tokens."""
+        up, down = (getattr(self, name) for name in self.fp8_weights)
+        if vars(self).get("_is_expert_parallel"):
+            return "transformers spreads the experts over ranks"
+        autocast = torch.is_autocast_enabled(tokens.device.type)
+        dtypes = {torch.get_autocast_dtype(tokens.device.type)} if autocast else {tokens.dtype, up.dtype, down.dtype}
+        if dtypes != {torch.bfloat16}:
+            return "grouped products give BF16 alone"
+        if is_captured(tokens):
+            return "a graph that is captured, while the host must know how many tokens an expert gets"
+        experts, *sizes = up.shape
+        inputs, outputs = sizes if self.is_transposed else reversed(sizes)
+        # in evaluation all weights are cast for each call
+        if self.training and experts >= EXPERTS_THAT_PAY:
+            return None
+        if computes_in_fp8(self.fp8_config, chosen.numel(), inputs, outputs, up.device):
+            return None
+        return "too few tokens"
+
+    def _in_grouped_products(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        config = self.fp8_config
+        require_fp8(tokens.device, config.emulate)
+        up, down = self.fp8_weights
+        experts = len(getattr(self, up))
+        loads = routing.rows_of_experts(chosen, experts)
+        # the host waits for the loads alone: this is queued behind them, and keeps the GPU busy when the host goes on
+        routes = routing.Routes.of(chosen, experts)
+        rows = routing.spread(tokens.to(torch.bfloat16), routes)
+        layout = RowLayout.of([loads.tolist()], tokens.device)
+        biased = _where_biased(chosen, routes, layout, experts) if self.has_bias else None
+        x = permute(rows, layout)
+        x = self._product(up, x, layout.groups, biased)
+        x = self._activated(x)
+        x = self._product(down, x, layout.groups, biased)
+        rows = unpermute(x, layout)
+        if vars(self).get("has_post_expert_norm"):
+            rows = self.post_expert_norm(rows).to(rows.dtype)
+        return routing.weighted_sum(rows, weights, routes).to(tokens.dtype)
+
+    def _activated(self, x: torch.Tensor) -> torch.Tensor:
+        if self._fp8_kind is not None:
+            fused = activate_gated if self._is_gated else activate
+            return fused(x, self._fp8_kind, encoded=self.fp8_config.saves_in_8_bits)
+        own = self._apply_gate if self._is_gated else self.act_fn
+        return own(x).to(torch.bfloat16)
+
+    def _product(self, name: str, x: torch.Tensor, groups: Groups, biased: torch.Tensor | None) -> torch.Tensor:
+        """The product of all experts' rows by one parameter, [M, N]; `biased` is of `_where_biased`."""
+        weight = getattr(self, name)
+        cast, backward_weight = self._quantized(name, weight, x)
+        w = under_one_scale(cast, len(weight), self.is_transposed)
+        y = grouped_linear(x, [weight], w, groups, self.fp8_config, backward_weight=backward_weight)
+        if biased is None:
+            return y
+        return torch.addmm(y, biased, getattr(self, f"{name}_bias").to(y.dtype))
+
+    def _quantized(
+        self, name: str, weight: torch.Tensor, x: torch.Tensor
+    ) -> tuple[QuantizedMatrix, BackwardWeight | None]:
+        """The FP8 weight: its source's, or a cast for this call alone in evaluation and where no cast can be kept."""
+        config, source = self.fp8_config, self.fp8_weights[name]
+        again = reusable(x, weight)
+        if (not weight.is_inference() and source.is_provided([weight])) or (again and self.training):
+            matrix = source.forward([weight], config, transpose=config.keeps_transposes)
+            return matrix, source.backward([weight], config)
+        source.forget()
+        transposed = torch.is_grad_enabled() and x.requires_grad
+        return quantize_weight(as_matrix([weight], self.is_transposed), config, transposed=transposed), None
+
+    def forget(self) -> None:
+        """Make the FP8 copies stale."""
+        for name, source in self.fp8_weights.items():
+            weight = self._parameters.get(name)
+            source.invalidate([] if weight is None else [weight])
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FP8Experts:
+        self.forget()  # the parameters move to another device or dtype
+        return super()._apply(fn, recurse)
+
+    def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        super()._load_from_state_dict(*arguments, **named)
+        self.forget()  # under FSDP2 what is loaded is the shard, and the gathered weight counts no change
+
+
+@cached_by_class
+def _mixed_class(original: type[nn.Module]) -> type[nn.Module]:
+    members = {
+        "__module__": original.__module__,
+        "__doc__": FP8Experts.__doc__,
+        "original": original,
+        **members_of_made(_mixed_class, original),
+    }
+    return type(original.__name__, (FP8Experts, original), members)
+
+
+def _where_biased(chosen: torch.Tensor, routes: routing.Routes, layout: RowLayout, experts: int) -> torch.Tensor:
+    """One where a row is an expert's, else zero: [M, G] BF16, times which biases are added.
+
+    So the rows that pad stay zeros, and a bias's gradient is summed in one order.
+    """
+    ones = torch.zeros(sum(layout.groups.rows), experts, dtype=torch.bfloat16, device=chosen.device)
+    rows = layout.places[routes.places.view(-1)]
+    return ones.index_put_((rows, chosen.reshape(-1)), ones.new_ones(()))
