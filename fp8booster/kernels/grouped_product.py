@@ -2,7 +2,8 @@
 
 The CUDA kernel (ATen/native/cuda/GroupedBlas.cpp, ScaledGroupMM.cu) multiplies E4M3 by E4M3 to BF16, with a float32
 scale for each row of either operand. It refuses sizes that are no multiples of 16, and an empty sum: a group has 16
-rows or more. On the CPU, on other GPUs, and where products are emulated, `product` runs group by group on the same operands.
+rows or more. On the CPU, on other GPUs, and where products are emulated, `product` runs group by group on the same
+operands.
 """
 
 from __future__ import annotations

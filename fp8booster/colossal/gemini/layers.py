@@ -21,6 +21,7 @@ from torch import nn
 from fp8booster.colossal.gemini.chunks import FP8Chunk
 from fp8booster.colossal.gemini.weights import ChunkWeight
 from fp8booster.nn import FP8Layer, FP8Linear
+from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.causal_lm_loss import fused_head
 from fp8booster.nn.fused.decoder import FusedNorm
 from fp8booster.nn.fused.head import HeldHead
@@ -120,8 +121,11 @@ def gather_for_layers(model: nn.Module, manager: ChunkManager) -> None:
     for module in model.modules():
         if module is head:
             module.__class__ = _gathered_class(type(module), GatheredHead)
-        elif isinstance(module, (FP8Layer, FusedNorm)):
+        elif isinstance(module, (FP8Layer, FP8Experts, FusedNorm)):
             module.__class__ = _gathered_class(type(module), GatheredModule)
+        if isinstance(module, FP8Experts):
+            module.fp8_config = dataclasses.replace(module.fp8_config, always=True)  # as layers, below
+            module.follow_resharding()
         if not isinstance(module, FP8Layer) or is_ddp_ignored(module.weight):
             continue  # frozen: whole on every rank, so its FP8 copy may stay too
         # for any number of tokens: ranks with different ones must gather and reduce chunks in one order, and layers

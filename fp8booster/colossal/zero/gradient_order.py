@@ -14,6 +14,7 @@ from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
 from fp8booster.colossal.temporarily import temporarily
+from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
 
@@ -33,9 +34,9 @@ def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:
 
 
 def _sets(model: nn.Module) -> list[tuple[nn.Parameter, ...]]:
-    """The trained parameters of layers that may run as one product, and weight and bias of each other FP8 layer."""
+    """The trained parameters of layers that may run as one product, and those of each other FP8 layer or experts."""
     by_layer = [merged.layers for merged in merged_layers(model)]
-    by_layer += [(module,) for module in model.modules() if isinstance(module, FP8Layer)]
+    by_layer += [(module,) for module in model.modules() if isinstance(module, (FP8Layer, FP8Experts))]
     sets, taken = [], set()
     for layers in by_layer:
         found = (each for layer in layers for each in layer.parameters(recurse=False))

@@ -7,8 +7,8 @@ N output features. An expert's N may consist of P layers of N / P features that 
     dgrad  dx = dy @ w      [M, N] by [G, K, N]
     wgrad  dw = dy.T @ x    [N, M] by [K, M], for each expert over its own rows: [G, N, K]
 
-Weights are stacked by rows, or lie as [G, K, N] each, as some models hold all experts' in one parameter: then fprop reads
-the transpose, dgrad what lies there, and wgrad is [K, M] by [N, M].
+Weights are stacked by rows, or lie as [G, K, N], as some models hold those of all experts: then fprop reads the
+transpose, dgrad what lies there, and wgrad is [K, M] by [N, M].
 
 The kernel multiplies E4M3 by E4M3 alone, so gradients are E4M3 here where one layer's are E5M2: three bits of mantissa
 instead of two, and values under 2^-18.8 of the largest of all experts' become zero. Inputs and gradients have one scale
@@ -163,7 +163,8 @@ class _GroupedLinear(torch.autograd.Function):
         for_input, for_weight = ctx.for_input, x8_transpose is not None
         amax = delivered_amax(gradient)
         dy = quantize_by(config, gradient, E4M3, plain=for_input, transposed=for_weight, amax=amax)
-        dx, dw = None, (None,) * len(ctx.shapes)
+        dx: torch.Tensor | None = None
+        dw: Sequence[torch.Tensor | None] = (None,) * len(ctx.shapes)
         if for_input:
             if ctx.backward_weight is not None:
                 w8, _ = ctx.backward_weight()

@@ -108,11 +108,8 @@ class FP8Experts(nn.Module):
     def _start_fp8(self, config: FP8Config) -> None:
         self.fp8_config = config
         self.fp8_weights = {name: CachedWeight(self.is_transposed) for name in _names(self)}
-        kind = None
-        if config.fused:
-            activation = self._modules.get("act_fn")
-            kind = gate_kind(self._apply_gate) if self._is_gated else activation and activation_kind(activation)
-        self._fp8_kind: str | None = kind
+        find = gate_kind if self._is_gated else activation_kind
+        self._fp8_kind: str | None = find(self._own_activation) if config.fused else None
         self._fp8_ran = False
         self._fp8_reasons: dict[str, None] = {}
 
@@ -201,15 +198,20 @@ class FP8Experts(nn.Module):
         x = self._product(down, x, layout.groups, biased)
         rows = unpermute(x, layout)
         if vars(self).get("has_post_expert_norm"):
-            rows = self.post_expert_norm(rows).to(rows.dtype)
+            norm: Any = self.post_expert_norm
+            rows = norm(rows).to(rows.dtype)
         return routing.weighted_sum(rows, weights, routes).to(tokens.dtype)
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         if self._fp8_kind is not None:
             fused = activate_gated if self._is_gated else activate
             return fused(x, self._fp8_kind, encoded=self.fp8_config.saves_in_8_bits)
-        own = self._apply_gate if self._is_gated else self.act_fn
-        return own(x).to(torch.bfloat16)
+        return self._own_activation(x).to(torch.bfloat16)
+
+    @property
+    def _own_activation(self) -> Any:
+        """What the module has between the products."""
+        return self._apply_gate if self._is_gated else self.act_fn
 
     def _product(self, name: str, x: torch.Tensor, groups: Groups, biased: torch.Tensor | None) -> torch.Tensor:
         """The product of all experts' rows by one parameter, [M, N]; `biased` is of `_where_biased`."""

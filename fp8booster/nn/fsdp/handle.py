@@ -28,6 +28,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.flat_fsdp import reduce_flat_fsdp
 from fp8booster.comm.statistics import count_plain
+from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fsdp.flat_weights import NAME, FlatWeights
 from fp8booster.nn.fused.causal_lm_loss import fused_head
 from fp8booster.nn.fused.head import HeldHead
@@ -125,6 +126,8 @@ def compress_flat_fsdp(
     for module in unit_of:
         if isinstance(module, FP8Layer):
             module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
+        elif isinstance(module, FP8Experts):
+            module.follow_resharding()
     merged_in: dict[nn.Module, list[MergedLayers]] = {}
     for merged in merged_layers(model):
         of = {unit_of.get(layer) for layer in merged.layers}
