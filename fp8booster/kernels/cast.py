@@ -63,7 +63,7 @@ def cast(
         to multiples of 16. What lies beyond R and C is a zero times the scale. Both layouts are contiguous.
     """
     scale, inverse_scale = scaling.scale_of(scaling.amax_of(matrix if amax is None else amax), dtype, power_of_two)
-    data = saturate(padded(matrix) * scale, dtype)
+    data = saturate((padded(matrix) * scale).contiguous(), dtype)
     empty = data.new_empty(0)
     # through uint8: torch copies few FP8 tensors on CPU
     transpose = data.view(torch.uint8).t().contiguous().view(dtype) if transposed else empty

@@ -129,7 +129,7 @@ class FP8Experts(nn.Module):
     def fp8_notes(self) -> str:
         """What the report says besides the precision."""
         notes = ["experts held as one, in grouped products"] if self.in_fp8 else []
-        if self.fp8_config.emulate:
+        if self.in_fp8 and self.fp8_config.emulate:
             notes.append("emulated in FP32")
         if self._fp8_reasons:
             calls = "not in FP8 for some calls: " if self._fp8_ran else ""

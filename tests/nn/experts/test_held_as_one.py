@@ -1,0 +1,427 @@
+"""Experts that a module holds as two parameters, in FP8, against the same in FP32."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fp8booster import FP8Config, convert_to_fp8, forget_weights, report
+from fp8booster.formats import E5M2
+from fp8booster.nn.experts import held_as_one
+from fp8booster.nn.experts.held_as_one import FP8Experts
+from fp8booster.nn.fsdp.resharding import follow_resharding
+from fp8booster.nn.linear import speed_model
+from tests.kernels.grouped_stand_in import stand_in
+
+HIDDEN, FEATURES, EXPERTS, TOKENS, EACH = 64, 96, 4, 40, 2
+QUICK = FP8Config(emulate=True)
+
+
+class Experts(nn.Module):
+    """What transformers 5 tells of experts, computed one by one."""
+
+    def __init__(
+        self,
+        is_transposed: bool = False,
+        has_bias: bool = False,
+        has_gate: bool = True,
+        has_post_expert_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.is_transposed, self.has_bias, self.has_gate = is_transposed, has_bias, has_gate
+        self.has_post_expert_norm, self._is_expert_parallel = has_post_expert_norm, False
+        up = ("gate_up_proj", 2 * FEATURES) if has_gate else ("up_proj", FEATURES)
+        for name, outputs, inputs in ((*up, HIDDEN), ("down_proj", HIDDEN, FEATURES)):
+            weight = torch.randn(EXPERTS, outputs, inputs) / inputs**0.5
+            weight *= torch.arange(1.0, EXPERTS + 1)[:, None, None]  # of different sizes
+            setattr(self, name, nn.Parameter(weight.mT.contiguous() if is_transposed else weight))
+            if has_bias:
+                setattr(self, f"{name}_bias", nn.Parameter(torch.randn(EXPERTS, outputs)))
+        self.act_fn = nn.SiLU()
+        if has_post_expert_norm:
+            self.post_expert_norm = nn.RMSNorm(HIDDEN)
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        mixed = torch.zeros_like(hidden_states)
+        for number in range(EXPERTS):
+            tokens, places = torch.where(top_k_index == number)
+            x = self.product("gate_up_proj" if self.has_gate else "up_proj", number, hidden_states[tokens])
+            x = self.product("down_proj", number, self._apply_gate(x) if self.has_gate else self.act_fn(x))
+            if self.has_post_expert_norm:
+                x = self.post_expert_norm(x)
+            mixed = mixed.index_add(0, tokens, (x * top_k_weights[tokens, places, None]).to(mixed.dtype))
+        return mixed
+
+    def product(self, name: str, number: int, x: torch.Tensor) -> torch.Tensor:
+        weight = getattr(self, name)[number]
+        bias = getattr(self, f"{name}_bias")[number] if self.has_bias else None
+        return F.linear(x, weight.mT if self.is_transposed else weight, bias)
+
+
+class Clamped(Experts):
+    """As gpt-oss has them."""
+
+    def __init__(self) -> None:
+        super().__init__(is_transposed=True, has_bias=True)
+
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up[..., ::2].clamp(max=7), gate_up[..., 1::2].clamp(-7, 7)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+FORMS: dict[str, Callable[[], Experts]] = {
+    "gated": Experts,
+    "transposed": lambda: Experts(is_transposed=True),
+    "with biases": lambda: Experts(has_bias=True),
+    "without gates": lambda: Experts(has_gate=False),
+    "with a norm behind": lambda: Experts(has_post_expert_norm=True),
+    "transposed, with biases, clamped and interleaved": Clamped,
+}
+
+
+def made(form: str = "gated", config: FP8Config | None = QUICK, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """The same at every call; None converts nothing."""
+    torch.manual_seed(0)
+    experts = FORMS[form]().to(dtype)
+    return experts if config is None else convert_to_fp8(experts, config)
+
+
+def exact(form: str = "gated") -> nn.Module:
+    """In FP32, of the weights that BF16 has."""
+    return made(form, None).float()
+
+
+def routed(device: torch.device | str = "cpu", tokens: int = TOKENS) -> tuple[torch.Tensor, ...]:
+    """Tokens, their experts, of which the last has none, and these' weights."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    chosen = torch.rand(tokens, EXPERTS - 1, generator=generator).topk(EACH).indices
+    weights = torch.rand(tokens, EACH, generator=generator)
+    return x.to(device), chosen.to(device), weights.to(device)
+
+
+def results(experts: nn.Module, given: tuple[torch.Tensor, ...] | None = None, call: Callable | None = None) -> dict:
+    """Output and gradients of tokens, of the routers' weights and of all parameters, in FP32."""
+    x, chosen, weights = routed() if given is None else given
+    x = x.to(next(experts.parameters()).dtype).requires_grad_()
+    weights = weights.clone().requires_grad_()
+    experts.zero_grad()
+    y = (experts if call is None else call)(x, chosen, weights)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
+    y.backward(dy)
+    gradients = {name: each.grad for name, each in experts.named_parameters()}
+    return {
+        name: value.float()
+        for name, value in {"y": y.detach(), "x": x.grad, "router": weights.grad, **gradients}.items()
+    }
+
+
+def assert_near(found: dict, expected: dict, tolerance: float = 0.1) -> None:
+    """By expert, where there are several."""
+    for name, right in expected.items():
+        one, other = (each[name].flatten(1) if each[name].dim() > 1 else each[name][None] for each in (found, expected))
+        if right.dim() < 3:
+            one, other = one.reshape(1, -1), other.reshape(1, -1)
+        assert ((one - other).norm(dim=1) <= tolerance * other.norm(dim=1)).all(), name
+
+
+def assert_same(found: dict, expected: dict) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def assert_in_fp8(experts: nn.Module) -> None:
+    assert isinstance(experts, FP8Experts)
+    assert {row.precision for row in report(experts).outside} == {"FP8"}, report(experts)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("way", ["emulated", "group by group", "kernel"])
+def test_values_and_gradients_are_near_those_in_fp32(form: str, way: str, monkeypatch) -> None:
+    config = FP8Config(emulate=way == "emulated")
+    if way == "kernel":
+        stand_in(monkeypatch)  # it tells by how weights lie which product is fprop
+        if "transposed" in form:
+            config = FP8Config(fast_accumulation_fprop=False, fast_accumulation_dgrad=True)
+    experts = made(form, config)
+    found = results(experts)
+    assert_near(found, results(exact(form)))
+    assert_in_fp8(experts)
+    assert not torch.equal(found["y"], results(made(form, None))["y"])
+    for name, gradient in found.items():
+        if "proj" in name:
+            assert not gradient[-1].any()  # the expert without tokens
+            assert gradient[0].any()
+
+
+@pytest.mark.parametrize("form", ["gated", "transposed, with biases, clamped and interleaved"])
+def test_values_and_gradients_are_near_those_in_fp32_on_each_device(form: str, device: torch.device) -> None:
+    experts = made(form, FP8Config()).to(device)
+    found = results(experts, routed(device))
+    assert_near({name: value.cpu() for name, value in found.items()}, results(exact(form)))
+    assert_in_fp8(experts)
+
+
+def test_weights_that_lie_transposed_give_the_same_bits() -> None:
+    plain, transposed = results(made("gated")), results(made("transposed"))
+    for name in ("y", "x", "router"):
+        assert torch.equal(plain[name], transposed[name])
+    for name in ("gate_up_proj", "down_proj"):
+        torch.testing.assert_close(transposed[name].mT, plain[name], rtol=1e-2, atol=1e-3)
+
+
+def test_without_any_token_every_gradient_is_zero() -> None:
+    experts = made("with biases")
+    found = results(experts, routed(tokens=0))
+    assert found["y"].shape == (0, HIDDEN)
+    assert all(not value.any() for value in found.values())
+    assert len(found) == 3 + len(list(experts.parameters()))
+    assert_in_fp8(experts)
+
+
+@pytest.mark.parametrize("form", ["gated", "transposed"])
+def test_how_weights_and_activations_are_kept_changes_little_or_nothing(form: str) -> None:
+    expected = results(made(form))
+    assert_same(results(made(form, FP8Config(emulate=True, keep_weight_transposes=False))), expected)
+    resharded = made(form)
+    follow_resharding(resharded)
+    assert_same(results(resharded), expected)
+    assert all(source.held is None for source in resharded.fp8_weights.values())
+    saved = results(made(form, FP8Config(emulate=True, saved_activations="8-bit")))
+    assert torch.equal(saved["y"], expected["y"])
+    assert_near(saved, expected, 0.03)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_forward_gives_the_same_bits(reentrant: bool) -> None:
+    experts, expected = made(), results(made())
+
+    def recomputed(*given: torch.Tensor) -> torch.Tensor:
+        return checkpoint(experts, *given, use_reentrant=reentrant)
+
+    assert_same(results(experts, call=recomputed), expected)
+
+
+def test_what_compiled_code_calls_gives_the_same_bits() -> None:
+    experts, expected = made(), results(made())
+    assert_same(results(experts, call=torch.compile(experts, backend="eager")), expected)
+    assert_in_fp8(experts)
+
+
+def test_unfused_activations_are_near_fused_ones() -> None:
+    found, expected = results(made(config=FP8Config(emulate=True, fused=False))), results(made())
+    assert not torch.equal(found["y"], expected["y"])
+    assert_near(found, expected, 0.03)
+
+
+def test_evaluation_computes_what_training_does_and_keeps_nothing(casts: list) -> None:
+    experts, given = made(), routed()
+    trained = experts(*given)
+    experts.eval()
+    for context in (torch.no_grad, torch.inference_mode):
+        casts.clear()
+        with context():
+            assert torch.equal(experts(*given), trained)
+        assert len(casts) == 4  # the weights too
+    assert all(source.held is None for source in experts.fp8_weights.values())
+
+
+def write_past_torchs_count(experts: nn.Module) -> None:
+    """As optimizers over shards do."""
+    other = nn.Parameter(torch.zeros(1))
+    other.grad = torch.ones(1)
+    experts.gate_up_proj.data.mul_(2)
+    torch.optim.SGD([other]).step()
+
+
+def write_and_forget(experts: nn.Module) -> None:
+    experts.gate_up_proj.data.mul_(2)
+    forget_weights(experts)
+
+
+def load(experts: nn.Module) -> None:
+    experts.load_state_dict({name: 2 * value for name, value in experts.state_dict().items()})
+
+
+def replace_a_weight(experts: nn.Module) -> None:
+    experts.gate_up_proj = nn.Parameter(2 * experts.gate_up_proj.detach())
+
+
+def reconfigure(experts: nn.Module) -> None:
+    convert_to_fp8(experts, FP8Config(emulate=True, power_of_two=True))
+
+
+@pytest.mark.parametrize(
+    "change", [write_past_torchs_count, write_and_forget, load, replace_a_weight, reconfigure], ids=lambda c: c.__name__
+)
+def test_weights_are_cast_once_until_they_change(change: Callable[[nn.Module], None], casts: list) -> None:
+    experts = made()
+    counted = []
+    for _ in range(2):
+        casts.clear()
+        before = results(experts)
+        counted.append(len(casts))
+    assert counted == [6, 4]  # tokens, activations and their gradients; at first two weights more
+    change(experts)
+    after = results(experts)
+    assert not torch.equal(before["y"], after["y"])
+    fresh = copy.deepcopy(experts)
+    assert fresh.fp8_weights["down_proj"].held is None
+    assert_same(after, results(fresh))
+
+
+def test_names_stay_and_copies_compute_the_same() -> None:
+    plain, experts = made(config=None), made()
+    assert experts.state_dict().keys() == plain.state_dict().keys()
+    assert isinstance(experts, type(plain))
+    expected = results(experts)
+    for each in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert type(each) is type(experts)
+        assert_same(results(each), expected)
+
+
+def test_fp32_weights_compute_under_autocast() -> None:
+    experts = made(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = results(experts)
+    assert_near(found, results(made(config=None, dtype=torch.float32)))
+    assert_in_fp8(experts)
+    assert experts.gate_up_proj.grad.dtype is torch.float32
+
+
+# ---- what stays in high precision ----
+
+
+def test_experts_that_are_left_out_become_what_they_were() -> None:
+    model = nn.ModuleDict({"experts": made(), "layer": nn.Linear(16, 16)})
+    convert_to_fp8(model, FP8Config(layers=lambda name, module: name == "layer"))
+    assert type(model["experts"]) is Experts
+    assert "fp8_weights" not in vars(model["experts"])
+    assert {row.notes for row in report(model).outside} == {"FP8Config.layers leaves it out"}
+    assert_same(results(model["experts"]), results(made(config=None)))
+    with pytest.raises(ValueError, match="leaves it out"):
+        convert_to_fp8(model, FP8Config(layers=lambda *_: False))
+
+
+class Narrow(Experts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(EXPERTS, 2 * 24, HIDDEN))
+        self.down_proj = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 24))
+
+
+NEVER: dict[str, tuple[Callable[[], nn.Module], FP8Config]] = {
+    "a size is no multiple of 16": (Narrow, QUICK),
+    "rowwise scales": (Experts, FP8Config(granularity="rowwise")),
+    "grouped products multiply E4M3 alone": (
+        Experts,
+        FP8Config(input_format=E5M2, gradient_format=torch.float8_e4m3fn),
+    ),
+    "a forward of its own, which must run": (lambda: with_own_forward(Experts()), QUICK),
+    "Untold has no FP8 form": (lambda: type("Untold", (nn.Bilinear,), {})(8, 8, 8), QUICK),
+}
+
+
+def with_own_forward(experts: nn.Module) -> nn.Module:
+    experts.forward = lambda *_: None
+    return experts
+
+
+@pytest.mark.parametrize("reason", NEVER)
+def test_what_cannot_be_in_fp8_stays_as_it_is_with_the_reason(reason: str) -> None:
+    make, config = NEVER[reason]
+    model = nn.Sequential(make(), nn.Linear(16, 16))
+    kind = type(model[0])
+    convert_to_fp8(model, config)
+    assert type(model[0]) is kind
+    assert {row.notes for row in report(model).outside} == {reason}
+    assert {row.precision for row in report(model).outside} == {"FP32"}
+
+
+def test_a_model_of_nothing_else_is_told_of() -> None:
+    with pytest.warns(UserWarning, match="rowwise scales"):
+        convert_to_fp8(Experts(), FP8Config(granularity="rowwise"))
+
+
+SOMETIMES: dict[str, Callable] = {
+    "grouped products give BF16 alone": lambda experts, given, _: (experts.half(), (given[0].half(), *given[1:])),
+    "transformers spreads the experts over ranks": lambda experts, given, _: (
+        vars(experts).update(_is_expert_parallel=True) or experts,
+        given,
+    ),
+    "a weight for each expert, not for those of a token alone": lambda experts, given, _: (
+        experts,
+        (*given[:2], torch.rand(TOKENS, EXPERTS)),
+    ),
+    "called otherwise than with tokens, their experts and weights": lambda experts, given, _: (experts, given),
+    "a graph that is captured, while the host must know how many tokens an expert gets": lambda experts, given, patch: (
+        patch.setattr(held_as_one, "is_captured", lambda _: True) or experts,
+        given,
+    ),
+    "too few tokens": lambda experts, given, patch: (
+        patch.setattr(speed_model, "_looked_up", lambda _: speed_model.MEASURED[9, 0])
+        or convert_to_fp8(experts, FP8Config()),
+        given,
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", SOMETIMES)
+def test_calls_that_are_not_in_fp8_compute_as_before_with_the_reason(reason: str, monkeypatch) -> None:
+    experts, given = SOMETIMES[reason](made(), routed(), monkeypatch)
+    by_name = reason.startswith("called otherwise")
+    names = ("hidden_states", "top_k_index", "top_k_weights")
+    call = (lambda *given: experts(**dict(zip(names, given, strict=True)))) if by_name else experts
+    plain = made(config=None).to(next(experts.parameters()).dtype)
+    assert torch.equal(call(*given), plain(*given))
+    rows = report(experts).outside
+    assert {row.notes for row in rows} == {reason}
+    assert {row.precision for row in rows} == {{torch.float16: "FP16"}.get(given[0].dtype, "BF16")}
+    monkeypatch.undo()
+    if reason in (
+        "too few tokens",
+        "a graph that is captured, while the host must know how many tokens an expert gets",
+    ):
+        experts(*given)
+        notes = (
+            f"experts held as one, in grouped products; {'' if reason == 'too few tokens' else 'emulated in FP32; '}"
+        )
+        assert {row.notes for row in report(experts).outside} == {f"{notes}not in FP8 for some calls: {reason}"}
+
+
+def test_many_experts_are_in_fp8_in_training_and_for_many_tokens_in_evaluation(monkeypatch) -> None:
+    monkeypatch.setattr(speed_model, "_looked_up", lambda _: speed_model.MEASURED[9, 0])
+    monkeypatch.setattr(held_as_one, "EXPERTS_THAT_PAY", EXPERTS)
+    experts, given = made(config=FP8Config()), routed()
+    experts(*given)
+    assert_in_fp8(experts)
+    assert torch.equal(experts.eval()(*given), made(config=None)(*given))
+    always = made(config=FP8Config(always=True)).eval()
+    assert not torch.equal(always(*given), made(config=None)(*given))
+
+
+def test_the_report_counts_weights_in_fp8() -> None:
+    model = nn.Sequential(made(), nn.Linear(16, 16, dtype=torch.bfloat16))
+    convert_to_fp8(model, QUICK)
+    assert report(model).share == 1.0
+    assert (
+        "2 parameters of no linear layer in FP8, 99 % of the weights (experts held as one, in grouped products; "
+        "emulated in FP32)" in report(model).summary()
+    )
+    assert [(row.name, row.shape, row.passes) for row in report(model).outside] == [
+        ("0.gate_up_proj", (EXPERTS, 2 * FEATURES, HIDDEN), ("FP8", "FP8", "FP8")),
+        ("0.down_proj", (EXPERTS, HIDDEN, FEATURES), ("FP8", "FP8", "FP8")),
+    ]
