@@ -20,7 +20,8 @@ READY5 := $(VENV5)/.fp8booster-ready
 # trains, communicates, recomputes and saves these models. The rest is the same with any version.
 TESTS5 := tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/test_conv1d.py \
   $(addprefix tests/nn/fused/test_,causal_lm_loss.py decoder.py fuse.py transformers.py) \
-  tests/plugins/test_low_level_zero_fused.py tests/plugins/test_sharding.py tests/cli/train/test_model_folder.py \
+  tests/plugins/test_low_level_zero_fused.py tests/plugins/test_sharding.py \
+  tests/nn/experts/test_held_as_one.py tests/plugins/test_experts_held_as_one.py tests/cli/train/test_model_folder.py \
   $(addprefix tests/plugins/test_low_level_zero_checkpoints.py::test_, \
     checkpoints_cross keys_are_those_of_the_native_plugin transformers_loads_a_checkpoint_of_an_fp8_run) \
   $(addprefix tests/plugins/test_torch_ddp.py::test_ddp_, \

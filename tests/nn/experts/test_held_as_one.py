@@ -356,50 +356,62 @@ def test_a_model_of_nothing_else_is_told_of() -> None:
         convert_to_fp8(Experts(), FP8Config(granularity="rowwise"))
 
 
-SOMETIMES: dict[str, Callable] = {
-    "grouped products give BF16 alone": lambda experts, given, _: (experts.half(), (given[0].half(), *given[1:])),
-    "transformers spreads the experts over ranks": lambda experts, given, _: (
-        vars(experts).update(_is_expert_parallel=True) or experts,
-        given,
-    ),
-    "a weight for each expert, not for those of a token alone": lambda experts, given, _: (
-        experts,
-        (*given[:2], torch.rand(TOKENS, EXPERTS)),
-    ),
-    "called otherwise than with tokens, their experts and weights": lambda experts, given, _: (experts, given),
-    "a graph that is captured, while the host must know how many tokens an expert gets": lambda experts, given, patch: (
-        patch.setattr(held_as_one, "is_captured", lambda _: True) or experts,
-        given,
-    ),
-    "too few tokens": lambda experts, given, patch: (
-        patch.setattr(speed_model, "_looked_up", lambda _: speed_model.MEASURED[9, 0])
-        or convert_to_fp8(experts, FP8Config()),
-        given,
-    ),
+Given = tuple[torch.Tensor, ...]
+
+
+def halve(experts: nn.Module, given: Given, _: pytest.MonkeyPatch) -> Given:
+    experts.half()
+    return given[0].half(), *given[1:]
+
+
+def spread_over_ranks(experts: nn.Module, given: Given, _: pytest.MonkeyPatch) -> Given:
+    experts._is_expert_parallel = True
+    return given
+
+
+def weigh_all(_: nn.Module, given: Given, __: pytest.MonkeyPatch) -> Given:
+    return *given[:2], torch.rand(TOKENS, EXPERTS)
+
+
+def capture(_: nn.Module, given: Given, patch: pytest.MonkeyPatch) -> Given:
+    patch.setattr(held_as_one, "is_captured", lambda _: True)
+    return given
+
+
+def compute_on_a_gpu(experts: nn.Module, given: Given, patch: pytest.MonkeyPatch) -> Given:
+    patch.setattr(speed_model, "_looked_up", lambda _: speed_model.MEASURED[9, 0])
+    experts.fp8_config = FP8Config()
+    return given
+
+
+SOMETIMES = {
+    "grouped products give BF16 alone": halve,
+    "transformers spreads the experts over ranks": spread_over_ranks,
+    "a weight for each expert, not for those of a token alone": weigh_all,
+    "a graph that is captured, while the host must know how many tokens an expert gets": capture,
+    "too few tokens": compute_on_a_gpu,
 }
 
 
 @pytest.mark.parametrize("reason", SOMETIMES)
 def test_calls_that_are_not_in_fp8_compute_as_before_with_the_reason(reason: str, monkeypatch) -> None:
-    experts, given = SOMETIMES[reason](made(), routed(), monkeypatch)
-    by_name = reason.startswith("called otherwise")
-    names = ("hidden_states", "top_k_index", "top_k_weights")
-    call = (lambda *given: experts(**dict(zip(names, given, strict=True)))) if by_name else experts
-    plain = made(config=None).to(next(experts.parameters()).dtype)
-    assert torch.equal(call(*given), plain(*given))
-    rows = report(experts).outside
-    assert {row.notes for row in rows} == {reason}
-    assert {row.precision for row in rows} == {{torch.float16: "FP16"}.get(given[0].dtype, "BF16")}
-    monkeypatch.undo()
-    if reason in (
-        "too few tokens",
-        "a graph that is captured, while the host must know how many tokens an expert gets",
-    ):
-        experts(*given)
-        notes = (
-            f"experts held as one, in grouped products; {'' if reason == 'too few tokens' else 'emulated in FP32; '}"
-        )
-        assert {row.notes for row in report(experts).outside} == {f"{notes}not in FP8 for some calls: {reason}"}
+    experts = made()
+    given = SOMETIMES[reason](experts, routed(), monkeypatch)
+    dtype = given[0].dtype
+    assert torch.equal(experts(*given), made(config=None).to(dtype)(*given))
+    precision = "FP16" if dtype is torch.float16 else "BF16"
+    assert {(row.precision, row.notes) for row in report(experts).outside} == {(precision, reason)}
+
+
+def test_calls_by_other_names_compute_as_before_and_the_report_tells_of_both() -> None:
+    experts, given = made(), routed()
+    named = dict(zip(("hidden_states", "top_k_index", "top_k_weights"), given, strict=True))
+    assert torch.equal(experts(**named), made(config=None)(**named))
+    reason = "called otherwise than with tokens, their experts and weights"
+    assert {(row.precision, row.notes) for row in report(experts).outside} == {("BF16", reason)}
+    experts(*given)
+    notes = f"experts held as one, in grouped products; emulated in FP32; not in FP8 for some calls: {reason}"
+    assert {(row.precision, row.notes) for row in report(experts).outside} == {("FP8", notes)}
 
 
 def test_many_experts_are_in_fp8_in_training_and_for_many_tokens_in_evaluation(monkeypatch) -> None:

@@ -1,0 +1,141 @@
+"""Models of transformers 5 whose experts are two parameters, in FP8 under the plugins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from fp8booster import FP8Config, convert_to_fp8, report
+from fp8booster.nn.convert import WHY_NOT_ROUTERS
+from tests.distributed import ranks, run_ranks, shared_folder
+from tests.nn.fused.models import MAJOR, VOCABULARY, build
+from tests.plugins.training import STAGES, Boosted, assert_equal, boost, ours
+
+pytestmark = pytest.mark.skipif(MAJOR < 5, reason="experts are modules")
+
+FAMILIES = ("mixtral", "gpt_oss")
+"""Whose experts lie as [out, in] each, and whose lie as [in, out], with biases and a gate of their own."""
+PLUGINS: dict[str, dict[str, object]] = {
+    "LowLevelZeroPlugin": {"stage": 2, "precision": "bf16"},
+    "TorchDDPPlugin": {},
+    "TorchFSDPPlugin": {},
+    "GeminiPlugin": {"precision": "bf16"},
+}
+
+
+def tokens(seed: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (2, 32), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_in_fp8(model: nn.Module) -> None:
+    rows = [row for row in report(model).outside if row.notes != WHY_NOT_ROUTERS]
+    assert len(rows) == 4
+    assert {(row.precision, row.notes) for row in rows} == {("FP8", "experts held as one, in grouped products")}
+
+
+@ranks(2)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_experts_train_in_fp8_as_in_bf16(plugin: str, family: str) -> None:
+    import fp8booster.plugins
+
+    made = getattr(fp8booster.plugins, plugin)(use_fp8=True, **PLUGINS[plugin])
+    boosted, plain = boost(made, build(family)), build(family)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    losses: list[list[float]] = [[], []]
+    for _ in range(4):
+        losses[0] += boosted.step(tokens(dist.get_rank()))
+        of_ranks = [plain(input_ids=each, labels=each).loss for each in map(tokens, range(2))]
+        (sum(of_ranks) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[1].append(of_ranks[dist.get_rank()].item())
+    assert_in_fp8(boosted.model)
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-3)
+    assert losses[0] == pytest.approx(losses[1], rel=4e-2)
+    assert losses[0][-1] < losses[0][0] - 0.1
+
+
+def steps_on_one_batch(stage: int, family: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    run = boost(ours(use_fp8=True, fp8_communication=False, stage=stage), build(family))
+    losses = [run.step(tokens(0))[0] for _ in range(3)]
+    assert_in_fp8(run.model)
+    return losses, run.parameters()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_two_ranks_train_on_one_batch_as_one_does(stage: int, family: str) -> None:
+    (losses, parameters), (others, found) = (run_ranks(steps_on_one_batch, size, stage, family)[0] for size in (1, 2))
+    assert losses == others
+    assert_equal(parameters, found)
+
+
+@ranks(2)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_has_the_names_and_values_of_a_model_without_fp8(family: str) -> None:
+    run = boost(ours(use_fp8=True, stage=1), build(family))
+    run.step(tokens(dist.get_rank()))
+    folder = shared_folder("model")
+    run.booster.save_model(run.model, str(folder), shard=True, use_safetensors=True)
+    dist.barrier()
+    other = boost(ours(use_fp8=False, stage=1), build(family))
+    other.booster.load_model(other.model, str(folder))
+    plain = build(family)
+    assert other.parameters().keys() == {name for name, _ in plain.named_parameters()}
+    assert moved(other, plain) > 0.9
+    again = boost(ours(use_fp8=True, stage=1), build(family))
+    again.booster.load_model(again.model, str(folder))
+    losses = [each.loss(tokens(0)).item() for each in (run, again, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0] == pytest.approx(losses[2], rel=1e-2)
+
+
+def moved(run: Boosted, plain: nn.Module) -> float:
+    """How many of the experts' values differ."""
+    found, before = run.parameters(), dict(plain.named_parameters())
+    names = [name for name in before if "experts" in name and name.endswith("proj")]
+    return min((found[name] != before[name]).float().mean().item() for name in names)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_in_fp8_are_the_same_by_whatever_implementation(family: str) -> None:
+    ids, gradients = tokens(0), []
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        model = build(family)
+        model.set_experts_implementation(implementation)
+        plain = model(input_ids=ids, labels=ids).loss
+        convert_to_fp8(model)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert loss.item() == pytest.approx(plain.item(), rel=2e-3)
+        assert loss.item() != plain.item()
+        assert_in_fp8(model)
+        gradients.append({name: each.grad for name, each in model.named_parameters()})
+    assert_equal(gradients[0], gradients[1])
+    assert_equal(gradients[0], gradients[2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_checkpointing_and_evaluation_give_the_same_bits(family: str) -> None:
+    ids, gradients = tokens(0), []
+    for checkpointing in (False, True):
+        model = convert_to_fp8(build(family), FP8Config(emulate=True))
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        gradients.append({name: each.grad for name, each in model.named_parameters()})
+        with torch.no_grad():
+            assert model.eval()(input_ids=ids, labels=ids).loss == loss
+    assert_equal(*gradients)
+
+
+def test_transformers_saves_and_loads_a_model_in_fp8(tmp_path) -> None:
+    model = convert_to_fp8(build("mixtral"))
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert_equal(dict(model.named_parameters()), dict(loaded.named_parameters()))
