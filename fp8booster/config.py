@@ -41,8 +41,9 @@ class FP8Config:
 
     layers: LayerPredicate = all_but_vocabulary_heads
     """`layers(name, module)` is True for each linear layer that shall compute in FP8, and for each module that holds
-    experts as one parameter (transformers 5: it has no `in_features`); name is the module's path. The default leaves out vocabulary heads, by their names and by what a model's `get_output_embeddings()` gives, and the
-    routers of experts. See `vocabulary_head`."""
+    experts as one parameter (transformers 5: it has no `in_features`); name is the module's path. The default leaves
+    out vocabulary heads, by their names and by what a model's `get_output_embeddings()` gives, and the routers of
+    experts. See `vocabulary_head`."""
 
     vocabulary_head: bool = False
     """Compute vocabulary heads in FP8 too, whatever `layers` says of them: the three products of each chunk of tokens
