@@ -114,4 +114,5 @@ WITH_SINKS = "eager"
 
 def has_sinks(module: nn.Module) -> bool:
     """Whether a module is an attention with a sink for each head, as gpt-oss has them."""
-    return is_attention(module) and module._parameters.get("sinks") is not None
+    # FSDP makes a view of its flat parameter of it, which is none
+    return is_attention(module) and getattr(module, "sinks", None) is not None
