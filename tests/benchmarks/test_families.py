@@ -26,7 +26,7 @@ def test_a_family_is_a_row(tmp_path) -> None:
     result = run(families.main, *arguments, "--gpu-layers", "0", "--json", str(tmp_path / "found.json"))
     assert result.exit_code == 0, result.output
     neox, deepseek, oss = json.loads((tmp_path / "found.json").read_text())["tables"]["families"]
-    # in units of 128^2: attention has 4 and the feed-forward block 4 in each of two layers, the head 2; angles hardly any
+    # in units of 128^2: attention and feed-forward block have 4 in each of two layers, the head 2; angles hardly any
     assert neox["share"] == pytest.approx(16 / 18, rel=1e-4)
     assert (neox["converted"], neox["layers"], neox["unfused"]) == (8, 9, {})
     assert len(deepseek["unfused"]) == 1
