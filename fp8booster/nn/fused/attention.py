@@ -229,11 +229,11 @@ def _one_by_one(
         if sinks is not None or (window is not None and length > window):
             before = length if window is None else window
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - before)
-        heads = [each[begin:end].transpose(0, 1).unsqueeze(0) for each in (q, k, v)]
+        query, key, value = (each[begin:end].transpose(0, 1).unsqueeze(0) for each in (q, k, v))
         if sinks is None:
-            one = attend(*heads, mask, dropout=dropout, scale=scale)
+            one = attend(query, key, value, mask, dropout=dropout, scale=scale)
         else:
-            one = _attend_with_sinks(*heads, cast(torch.Tensor, mask), sinks, dropout, scale)
+            one = _attend_with_sinks(query, key, value, cast(torch.Tensor, mask), sinks, dropout, scale)
         attended.append(one[0].transpose(0, 1))
     return torch.cat(attended)
 

@@ -87,6 +87,7 @@ def _saves_in_8_bits(layer: nn.Module) -> bool:
 class FusedNorm(nn.Module):
     """Mixin of a norm."""
 
+    weight: nn.Parameter
     computes: ClassVar[Norm]
 
     def forward(
@@ -100,7 +101,7 @@ class FusedNorm(nn.Module):
         """The norm of `hidden_states + residual`; with `both`, that sum too. `encoded` saves the sum in 8 bits."""
         centered, unit_offset, name, weighted = self.computes
         epsilon = getattr(self, name)
-        weight = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
+        weight: torch.Tensor = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
         if weight.dim() > 1 and weight.shape != hidden_states.shape[-weight.dim() :]:
             shape = list(hidden_states.shape)
             raise ValueError(f"a norm with weights {list(weight.shape)} was given {shape}; give it those heads")

@@ -158,7 +158,9 @@ def test_each_head_may_have_a_norm_of_its_own(groups: int) -> None:
     exact = build("cohere", torch.float32, use_qk_norm=True, num_key_value_heads=4 // groups)
     for parameter in exact.parameters():
         nn.init.normal_(parameter, std=0.2)
-    as_unfused(exact)
+    model = as_unfused(exact)
+    with pytest.raises(ValueError, match=r"weights \[4, 16\] was given \[1, 5, 2, 16\]; give it those heads"):
+        model.model.layers[0].self_attn.q_norm(torch.zeros(1, 5, 2, 16))
 
 
 @pytest.mark.parametrize("use_cache", [False, True] if MAJOR >= 5 else [False])
