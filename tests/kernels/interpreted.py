@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed import TEST_SECONDS, RankError, RankProcesses
 
@@ -20,10 +21,15 @@ def interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
     if not _process:
         _process.append(RankProcesses(1, None, TEST_SECONDS, {"TRITON_INTERPRET": "1"}, preloaded=False))
     try:
-        return _process[0].call(function, *arguments, seconds=TEST_SECONDS)[0]
+        return _process[0].call(_call, function, *arguments, seconds=TEST_SECONDS)[0]
     except RankError:
         _end()
         raise
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    torch.manual_seed(0)  # whatever the process did before
+    return function(*arguments)
 
 
 @atexit.register
