@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -152,22 +153,22 @@ class FP8Config:
                     f"only by E4M3; use torch.float8_e4m3fn for {other}"
                 )
 
-    @property
+    @cached_property
     def rowwise(self) -> bool:
         """Whether each row has a scale of its own."""
         return self.granularity == "rowwise"
 
-    @property
+    @cached_property
     def saves_in_8_bits(self) -> bool:
         """Whether fused layers save activations in 8 bits."""
         return self.saved_activations == "8-bit"
 
-    @property
+    @cached_property
     def keeps_16_bits(self) -> bool:
         """Whether FP8 weights have a 16-bit copy; they have one as long as `weights_in_16_bits` is undecided."""
         return self.weights_in_16_bits is not False
 
-    @property
+    @cached_property
     def keeps_transposes(self) -> bool:
         """Whether FP8 weights have their transpose; they have it as long as `keep_weight_transposes` is undecided."""
         return self.keep_weight_transposes is not False

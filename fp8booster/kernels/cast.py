@@ -30,12 +30,18 @@ def cast_outputs(
     matrix: Tensor, dtype: torch.dtype, *, plain: bool = True, transposed: bool = False, **_: object
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Memory for what `cast` gives."""
-    rows, columns = aligned(matrix.shape[0]), aligned(matrix.shape[1])
+    plain_shape, transposed_shape = output_shapes(*matrix.shape, plain, transposed)
     return (
-        matrix.new_empty((rows, columns) if plain else 0, dtype=dtype),
-        matrix.new_empty((columns, rows) if transposed else 0, dtype=dtype),
+        matrix.new_empty(plain_shape, dtype=dtype),
+        matrix.new_empty(transposed_shape, dtype=dtype),
         matrix.new_empty((), dtype=torch.float32),
     )
+
+
+def output_shapes(rows: int, columns: int, plain: bool, transposed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of both layouts of a matrix."""
+    rows, columns = aligned(rows), aligned(columns)
+    return (rows, columns) if plain else (0,), (columns, rows) if transposed else (0,)
 
 
 @operator(rounds_to_fp8=True, fake=cast_outputs)

@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8booster import formats, scaling
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.amax_partials import new_partials, processors
-from fp8booster.kernels.cast import cast_outputs
+from fp8booster.kernels.cast import output_shapes
 from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, ceil_div
 
 MAX_SCALE = tl.constexpr(scaling.MAX_SCALE)
@@ -214,13 +214,17 @@ def cast_triton(
         )
         return data, transpose, inverse_scale
     rows, columns = matrix.shape
-    outputs = cast_outputs(matrix, dtype, plain=plain, transposed=transposed)
     if columns == 1:
         matrix = widened(matrix)
     partials = amax_partials(matrix) if amax is None else amax.contiguous()
-    launch = _cast_launch(rows, columns, matrix.stride(), partials.numel(), dtype, plain, transposed, power_of_two)
-    launch(matrix, partials, *outputs)
-    return outputs
+    launch, plain_shape, transposed_shape = _cast_launch(
+        rows, columns, matrix.stride(), partials.numel(), dtype, plain, transposed, power_of_two
+    )
+    data = matrix.new_empty(plain_shape, dtype=dtype)
+    transpose = matrix.new_empty(transposed_shape, dtype=dtype)
+    inverse_scale = matrix.new_empty((), dtype=torch.float32)
+    launch(matrix, partials, data, transpose, inverse_scale)
+    return data, transpose, inverse_scale
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
@@ -233,8 +237,9 @@ def _cast_launch(
     plain: bool,
     transposed: bool,
     power_of_two: bool,
-) -> Launch:
-    """Of `cast_kernel`, for a matrix that is `widened`, and what is asked for of it."""
+) -> tuple[Launch, tuple[int, ...], tuple[int, ...]]:
+    """Of `cast_kernel`, for a matrix that is `widened` if it has one column; the shapes of what it writes."""
+    shapes = output_shapes(rows, columns, plain, transposed)
     out_rows, out_columns = aligned(rows), aligned(columns)
     columns = max(columns, 2)
     if transposed:
@@ -242,7 +247,7 @@ def _cast_launch(
     else:
         tile_rows, tile_columns = 32, 256
     column_tiles = ceil_div(out_columns, tile_columns)
-    return Launch(
+    launch = Launch(
         cast_kernel,
         column_tiles * ceil_div(out_rows, tile_rows),
         (partial_count, rows, columns, *strides, out_rows, out_columns, column_tiles),
@@ -253,3 +258,4 @@ def _cast_launch(
         TILE_ROWS=tile_rows,
         TILE_COLUMNS=tile_columns,
     )
+    return launch, *shapes

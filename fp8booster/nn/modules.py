@@ -53,12 +53,16 @@ def _followed(recipe: Any) -> type[nn.Module]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks of its own, forward or backward, which only a call runs."""
-    return any(_hooks(module))
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
 
 
 def is_looked_at(module: nn.Module) -> bool:
     """Whether a module has hooks that may read what it is given or gives: all but those marked to only wait."""
-    return any(not getattr(hook, ONLY_WAITS, False) for of_kind in _hooks(module) for hook in of_kind.values())
+    return has_hooks(module) and any(
+        not getattr(hook, ONLY_WAITS, False) for of_kind in _hooks(module) for hook in of_kind.values()
+    )
 
 
 def _hooks(module: nn.Module) -> tuple[dict[int, Callable], ...]:
@@ -71,7 +75,7 @@ ONLY_WAITS = "fp8_only_waits"
 
 def must_be_called(module: nn.Module) -> bool:
     """Whether a module has hooks, or a forward of its own in place of its class's."""
-    return "forward" in vars(module) or has_hooks(module)
+    return "forward" in module.__dict__ or has_hooks(module)
 
 
 def run_with(forward: Callable[..., Any], module: nn.Module, parts: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -106,8 +106,9 @@ class GatheredMergedLayers(MergedLayers):
         with torch._C.DisableTorchFunction():  # to look at a parameter is to read it, for Gemini
             return super().__call__(input)
 
-    def _product(self, input: torch.Tensor) -> torch.Tensor | None:
-        return while_gathered(self.layers, functools.partial(super()._product, input))
+    def _product(self, input: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        product = super()._product  # of the weights as they are gathered then
+        return while_gathered(self.layers, lambda: product(input, self.weights))
 
 
 def gather_for_layers(model: nn.Module, manager: ChunkManager) -> None:

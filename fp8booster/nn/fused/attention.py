@@ -20,11 +20,10 @@ _READ_BY_SDPA = ("is_causal", "position_bias", "cache", "softcap", "head_mask")
 
 def attends_alike(implementation: str, arguments: Mapping[str, Any]) -> bool:
     """Whether `attend` computes what transformers' attention of this name does with a layer's arguments."""
-    return (
-        implementation == "sdpa"
-        and not arguments.get("output_attentions")
-        and all(arguments.get(name) is None for name in _READ_BY_SDPA)
-    )
+    for name in _READ_BY_SDPA:
+        if arguments.get(name) is not None:
+            return False
+    return implementation == "sdpa" and not arguments.get("output_attentions")
 
 
 def attend(

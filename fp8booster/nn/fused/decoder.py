@@ -44,7 +44,7 @@ from fp8booster.nn.fused.trials import (
     is_gated,
     norm_of,
 )
-from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits
 from fp8booster.nn.modules import cached_by_class, is_looked_at, members_of_made, run_with
 
 
@@ -57,7 +57,7 @@ class FusedPart(nn.Module):
 
     def merged_product(self, input: torch.Tensor) -> torch.Tensor | None:
         """What the merged layers make of an input; None: call the layers, which the part has now, one by one."""
-        layers = [getattr(self, name) for name in self.part.merged]
+        layers = list(map(self._modules.get, self.part.merged))
         if self.fp8_merged is None:
             if not self.training or torch.compiler.is_compiling():
                 return None
@@ -71,17 +71,13 @@ class FusedPart(nn.Module):
     def is_asked_to_save_in_8_bits(self) -> bool:
         """Whether what is fused behind the product saves so for backward what it reads."""
         if self.fp8_merged is None:
-            return _saves_in_8_bits(getattr(self, self.part.merged[0]))
+            return saves_in_8_bits([getattr(self, self.part.merged[0])])
         return self.fp8_merged.saves_in_8_bits
 
     @property
     def saves_in_8_bits(self) -> bool:
         """Whether it does, as far as it is known."""
         return self.is_asked_to_save_in_8_bits and (self.fp8_merged is None or self.fp8_merged.why_not_merged is None)
-
-
-def _saves_in_8_bits(layer: nn.Module) -> bool:
-    return isinstance(layer, FP8Layer) and layer.fp8_config.saves_in_8_bits
 
 
 class FusedNorm(nn.Module):
@@ -174,7 +170,8 @@ class FusedAttention(MergedAttention):
         qkv = self.before_attention(qkv)
         # of the product, not of the input: ranks may hold heads, and parts of the sequence that it has gathered
         key_heads = self.key_heads_in(qkv)
-        query, key, value = (each.transpose(1, 2) for each in self.rotated(qkv, angles, key_heads))
+        query, key, value = self.rotated(qkv, angles, key_heads)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         cache = self.cache_in(arguments)
         if cache is not None:
             key, value = self.cached(key, value, cache, arguments)
@@ -350,8 +347,8 @@ class FusedDecoderLayer(nn.Module):
     @property
     def saves_in_8_bits(self) -> bool:
         """Whether its norms save so for backward what they read: where its attention has FP8 layers that do."""
-        attention = next(each for each in self.children() if is_attention(each))
-        return any(map(_saves_in_8_bits, attention.children()))
+        attention = next(filter(is_attention, self._modules.values()))
+        return saves_in_8_bits(attention._modules.values())
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As transformers'."""

@@ -72,7 +72,7 @@ _ADDITIONS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__
 
 
 def _sum(one: Any, other: Any) -> LateSum:
-    late = all(isinstance(each, torch.Tensor) for each in (one, other)) and one.shape == other.shape
+    late = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.shape == other.shape
     return LateSum(one, other) if late else LateSum(one + other)
 
 
@@ -126,8 +126,7 @@ class _Norm(_Part):
     """A norm that makes the sum that it reads, and gives it to all who read it later."""
 
     def __init__(self, module: nn.Module, encoded: bool) -> None:
-        super().__init__(module)
-        self._encoded = encoded
+        self._module, self._encoded = module, encoded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # hooks see the norm as transformers calls it

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
-from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import computes_in_fp8
@@ -26,6 +27,8 @@ from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.nn.weights.stacking import are_stacked, stacked_view
+
+_in_training = attrgetter("training")
 
 
 class Merged:
@@ -76,8 +79,9 @@ class Merged:
         return why is None
 
     def _bias(self) -> torch.Tensor | None:
-        biases: list[torch.Tensor] = [layer.bias for layer in self.layers]
-        return None if biases[0] is None else torch.cat(biases)
+        if self.layers[0].bias is None:
+            return None
+        return torch.cat([layer.bias for layer in self.layers])
 
     def _why_never(self) -> str | None:
         """Why the layers, as they are, cannot run as one on any input."""
@@ -87,7 +91,7 @@ class Merged:
         for layer in self.layers:
             if (reason := self._why_unlike(layer, first)) is not None:
                 return reason
-            if (layer.bias is None) != (first.bias is None):
+            if layer is not first and (layer.bias is None) != (first.bias is None):
                 return "only some of the layers have a bias"
             if must_be_called(layer):
                 return "a layer has hooks or a forward of its own, which must run"
@@ -124,34 +128,39 @@ class MergedLayers(Merged):
     @property
     def saves_in_8_bits(self) -> bool:
         """As `Merged.saves_in_8_bits`; a layer may have been taken out of FP8 since."""
-        return any(isinstance(each, FP8Layer) and each.fp8_config.saves_in_8_bits for each in self.layers)
+        return saves_in_8_bits(self.layers)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """As `Merged.__call__`; None too where BF16 is faster."""
-        training = all(layer.training for layer in self.layers)
-        if not (training and input.numel() and reusable(input, self.layers[0].weight)):
+        if not (all(map(_in_training, self.layers)) and input.numel()):
             return None
-        reason = self._why_never() or self._why_not(input)
+        weights = self.weights
+        if not reusable(input, weights[0]):
+            return None
+        reason = self._why_never() or self._why_not(input, weights)
         if reason is not None:
             self._reasons[reason] = None
             return None
-        return self._product(input)
+        return self._product(input, weights)
 
-    def _product(self, input: torch.Tensor) -> torch.Tensor | None:
-        first, weights = self.layers[0], self.weights
+    def _product(self, input: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        first = self.layers[0]
         config, exchange = first.fp8_config, first.fp8_exchange()
         rows = input.numel() // input.shape[-1] * exchange.growth
-        if not computes_in_fp8(config, rows, input.shape[-1], sum(map(len, weights)), input.device):
+        outputs, for_weight = 0, False
+        for weight in weights:
+            outputs += weight.shape[0]
+            for_weight |= weight.requires_grad
+        if not computes_in_fp8(config, rows, input.shape[-1], outputs, input.device):
             return None
         for layer in self.layers:
-            layer.in_fp8[rows] = True
-        require_fp8(input.device, config.emulate)
-        for_weight = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-        # stands for the weights without their values: what it is for is to hand on their gradients
-        shape = weights[0].new_zeros(()).expand(sum(map(len, weights)), weights[0].shape[1])
+            if not layer.in_fp8.get(rows):
+                require_fp8(input.device, config.emulate)
+                layer.in_fp8[rows] = True
+        for_weight &= torch.is_grad_enabled()
         return linear_from_quantized(
             input,
-            _Stacked.apply(shape, *weights),
+            weights,
             self._bias(),
             share_input(input, config, transposed=for_weight, exchange=exchange),
             self.fp8_weight.forward(weights, config, transpose=config.keeps_transposes),
@@ -163,9 +172,11 @@ class MergedLayers(Merged):
 
     def _defer(self) -> Defer | None:
         """What hands each layer its rows of the one gradient, later."""
-        by_layer = [give for layer in self.layers if (give := layer.fp8_defer()) is not None]
-        if len(by_layer) < len(self.layers):
-            return None
+        by_layer: list[Defer] = []
+        for layer in self.layers:
+            if (give := layer.fp8_defer()) is None:
+                return None
+            by_layer.append(give)
 
         def defer(compute: Callable[[], torch.Tensor]) -> None:
             late = _LateRows(compute, [len(weight) for weight in self.weights])
@@ -175,15 +186,15 @@ class MergedLayers(Merged):
 
         return defer
 
-    def _why_not(self, input: torch.Tensor) -> str | None:
+    def _why_not(self, input: torch.Tensor, weights: Sequence[torch.Tensor]) -> str | None:
         """Why the layers, which can run as one in training, cannot on this input."""
         if torch.is_autocast_enabled(input.device.type):
             return "under autocast"
-        together = self.fp8_weight.is_provided(self.weights)
-        for layer in self.layers:
-            if layer.weight.dtype != input.dtype:
+        together = self.fp8_weight.is_provided(weights)
+        for layer, weight in zip(self.layers, weights, strict=True):
+            if weight.dtype != input.dtype:
                 return "the input's dtype is not the weight's"
-            if not together and layer.fp8_weight.is_provided([layer.weight]):
+            if not together and layer.fp8_weight.is_provided([weight]):
                 return "the FP8 weights do not lie together"
         return None
 
@@ -194,11 +205,15 @@ class MergedLayers(Merged):
     def _why_unlike(self, layer: nn.Module, first: nn.Module) -> str | None:
         if not (isinstance(layer, FP8Layer) and isinstance(first, FP8Layer)):
             return "a layer was taken out of FP8"
-        if layer.fp8_merges_by() is None:
+        merges_by = layer.fp8_merges_by()
+        if merges_by is None:
             return f"{type(layer).__name__} has no merged form here"
-        if layer.fp8_merges_by() != first.fp8_merges_by():
+        if layer is first:
+            return None
+        if merges_by != first.fp8_merges_by():
             return "the layers are sharded in different ways"
-        return None if layer.fp8_config == first.fp8_config else "the layers' FP8Configs differ"
+        alike = layer.fp8_config is first.fp8_config or layer.fp8_config == first.fp8_config
+        return None if alike else "the layers' FP8Configs differ"
 
     def __reduce__(self) -> tuple:
         return type(self), (self.layers,)
@@ -219,7 +234,7 @@ class MergedLinears(Merged):
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         if (
             torch.compiler.is_compiling()
-            or not all(layer.training for layer in self.layers)
+            or not all(map(_in_training, self.layers))
             or input.numel() == 0
             or input.dtype != self.layers[0].weight.dtype
             or torch.is_autocast_enabled(input.device.type)

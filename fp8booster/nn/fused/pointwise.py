@@ -86,7 +86,8 @@ def rms_norm(
         (y, h), of x's shape, and of the dtype that the sum has. A block that adds to h later should take this one, not
         x: then the gradients of both meet in one kernel.
     """
-    x, residual = _of_one_dtype(x, residual)
+    if residual is not None and residual.dtype != x.dtype:
+        x, residual = _of_one_dtype(x, residual)
     kind = {"centered": False, "unit_offset": unit_offset}
     return _RowNorm.apply(x, weight, None, residual, eps, kind, encoded and torch.is_grad_enabled())
 
@@ -101,15 +102,14 @@ def layer_norm(
     encoded: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Layer norm of `h = x + residual`; arguments and results are those of `rms_norm`, and a bias [K] or None."""
-    x, residual = _of_one_dtype(x, residual)
+    if residual is not None and residual.dtype != x.dtype:
+        x, residual = _of_one_dtype(x, residual)
     kind = {"centered": True, "unit_offset": False}
     return _RowNorm.apply(x, weight, bias, residual, eps, kind, encoded and torch.is_grad_enabled())
 
 
-def _of_one_dtype(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _of_one_dtype(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Under autocast a block's output has 16 bits, and what it is added to may have 32."""
-    if residual is None or residual.dtype == x.dtype:
-        return x, residual
     dtype = torch.promote_types(x.dtype, residual.dtype)
     return x.to(dtype), residual.to(dtype)
 

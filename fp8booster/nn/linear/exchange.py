@@ -8,7 +8,7 @@ import torch
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.linear.delivered_amax import delivered_amax
-from fp8booster.nn.weights.casting import quantize_by, quantize_input
+from fp8booster.nn.weights.casting import quantize_by
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -19,15 +19,11 @@ class Exchange:
     `output_gradient` gives; `input_gradient` begins before wgrad runs, and is waited for after it.
     """
 
-    @property
-    def growth(self) -> int:
-        """How many times more tokens the products have than the layer's input."""
-        return 1
+    growth: int = 1
+    """How many times more tokens the products have than the layer's input."""
 
-    @property
-    def input_key(self) -> Hashable:
-        """What tells the FP8 inputs of two exchanges apart, or None where it is the layer's input as it is."""
-        return None
+    input_key: Hashable = None
+    """What tells the FP8 inputs of two exchanges apart, or None where it is the layer's input as it is."""
 
     def shape(self, input_shape: torch.Size) -> tuple[int, ...]:
         """Shape of the input as the products read it."""
@@ -35,7 +31,8 @@ class Exchange:
 
     def input(self, input: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
         """The FP8 input that the products read."""
-        return quantize_input(input, config, transposed=transposed, amax=delivered_amax(input))
+        amax = delivered_amax(input)
+        return quantize_by(config, input, config.input_format, transposed=transposed, amax=amax)
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """The layer's output, from that of fprop, which nothing else holds."""

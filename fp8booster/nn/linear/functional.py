@@ -12,7 +12,7 @@ and backward live the FP8 transposes of x and w: one byte a value. A recipe that
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -49,9 +49,13 @@ def multiply(
     config: FP8Config,
     fast_accumulation: bool,
     bias: torch.Tensor | None = None,
+    shape: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """`a @ b.T + bias`, as `kernels.product.product` has it: [rows of a, rows of b]."""
-    return product(
+    """`a @ b.T + bias`, as `kernels.product.product` has it: [rows of a, rows of b].
+
+    With a shape these are so many of the first rows and columns, contiguous as callers of F.linear expect it.
+    """
+    whole = product(
         a[0],
         b[0],
         a[1],
@@ -61,11 +65,15 @@ def multiply(
         fast_accumulation=fast_accumulation,
         emulate=config.emulate,
     )
+    return whole if shape is None or whole.shape == shape else whole[: shape[0], : shape[1]].contiguous()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: such a one takes longer to make
 class _How:
     """What the products of one call are computed by, besides its operands."""
+
+    weights: int
+    """How many there are, stacked by rows."""
 
     out_dtype: torch.dtype
     config: FP8Config
@@ -78,34 +86,38 @@ class _How:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x @ w.T + bias from FP8 copies of x and w; gradients go to the high-precision x, w and bias."""
+    """y = x @ w.T + bias from FP8 copies of x and w; gradients go to the high-precision x, weights and bias."""
 
     @staticmethod
     def forward(
         ctx: Any,
         input: torch.Tensor,  # [..., K], M rows in all
-        weight: torch.Tensor,  # [N, K], or [K, N] where it is transposed
         bias: torch.Tensor | None,  # [N]
         x: QuantizedMatrix,  # [M16, K16]
         w: QuantizedMatrix,  # [N16, K16]
         how: _How,
-        *source: torch.Tensor,  # `Recipe.of`
+        *tensors: torch.Tensor,  # weights of N rows in all, [N, K], or [K, N] where it is transposed; `Recipe.of`
     ) -> torch.Tensor:  # [..., N]
-        for_input, for_weight = ctx.needs_input_grad[:2]
+        weights, source = tensors[: how.weights], tensors[how.weights :]
+        for_input = ctx.needs_input_grad[0]
         save_w = for_input and how.backward_weight is None
-        if not source and for_weight:
+        saved_w = (w.transpose, w.scale_of_transpose()) if save_w else (None, None)
+        if not source and any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + how.weights]):
             source = x.transpose, x.scale_of_transpose()
-        ctx.save_for_backward(w.transpose if save_w else None, w.scale_of_transpose() if save_w else None, *source)
-        ctx.how, ctx.input_dtype, ctx.weight_dtype, ctx.weight_shape = how, input.dtype, weight.dtype, weight.shape
+        ctx.save_for_backward(*saved_w, *source)
+        weight = weights[0]
+        ctx.how, ctx.input_dtype, ctx.weight_dtype = how, input.dtype, weight.dtype
+        ctx.rows = [weight.shape[0] for weight in weights]
+        ctx.weight_shape = (sum(ctx.rows), weight.shape[1])
         ctx.bias_dtype = None if bias is None else bias.dtype
-        outputs = weight.shape[1] if how.weight_is_transposed else weight.shape[0]
+        outputs = ctx.weight_shape[1 if how.weight_is_transposed else 0]
         ctx.shape = shape = how.exchange.shape(input.shape)
         if bias is not None:
             bias = F.pad(bias.detach().to(how.out_dtype), (0, w.data.shape[0] - outputs))
         operands = (x.data, x.inverse_scale), (w.data, w.inverse_scale)
-        y = multiply(*operands, how.out_dtype, how.config, how.config.fast_accumulation_fprop, bias)
-        y = unsafe_view(_crop(y, prod(shape[:-1]), outputs), (*shape[:-1], outputs))
-        return how.exchange.output(y)
+        sizes = prod(shape[:-1]), outputs
+        y = multiply(*operands, how.out_dtype, how.config, how.config.fast_accumulation_fprop, bias, sizes)
+        return how.exchange.output(unsafe_view(y, (*shape[:-1], outputs)))
 
     @staticmethod
     @once_differentiable
@@ -113,30 +125,38 @@ class _Linear(torch.autograd.Function):
         w_transpose, w_scale, *source = ctx.saved_tensors
         how, config = ctx.how, ctx.how.config
         rows, outputs, inputs = prod(ctx.shape[:-1]), gradient.shape[-1], ctx.shape[-1]
-        for_input, for_weight, for_bias = ctx.needs_input_grad[:3]
-        dx = dw = db = None
+        for_input, for_bias = ctx.needs_input_grad[:2]
+        for_weight = any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + how.weights])
+        dx = db = None
+        dws: tuple[torch.Tensor | None, ...] = (None,) * how.weights
         if for_input or for_weight:
             dy = how.exchange.output_gradient(gradient, config, plain=for_input, transposed=for_weight)
         if for_input:
             if how.backward_weight is not None:
                 w_transpose, w_scale = how.backward_weight()
             operands = (dy.data, dy.inverse_scale), (w_transpose, w_scale)
-            dx = multiply(*operands, ctx.input_dtype, config, config.fast_accumulation_dgrad)
-            dx_arrives = how.exchange.input_gradient(_crop(dx, rows, inputs).view(ctx.shape))
+            fast = config.fast_accumulation_dgrad
+            dx = multiply(*operands, ctx.input_dtype, config, fast, shape=(rows, inputs))
+            dx_arrives = how.exchange.input_gradient(dx.view(ctx.shape))
         if for_weight:
             x_transpose, x_scale = source if how.recipe is None else _made_again(how.recipe, source, config)
             operands = (dy.transpose, dy.scale_of_transpose()), (x_transpose, x_scale)
             operands = operands[::-1] if how.weight_is_transposed else operands
-            wgrad = partial(_wgrad, *operands, ctx.weight_dtype, config, ctx.weight_shape)
-            if how.defer is None:
-                dw = wgrad()
-            else:
+            fast = config.fast_accumulation_wgrad
+            wgrad = partial(multiply, *operands, ctx.weight_dtype, config, fast, shape=ctx.weight_shape)
+            if how.defer is not None:
                 how.defer(wgrad)
+            else:
+                dws = (wgrad(),) if how.weights == 1 else wgrad().split_with_sizes(ctx.rows)
         if for_bias:
             db = gradient.reshape(-1, outputs).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if for_input:
             dx = dx_arrives()
-        return dx, dw, db, *(None,) * (len(ctx.needs_input_grad) - 3)
+        return dx, db, None, None, None, *dws, *(None,) * (len(ctx.needs_input_grad) - _WEIGHTS - how.weights)
+
+
+_WEIGHTS = 5
+"""Where the weights begin among the arguments of `_Linear`."""
 
 
 def _made_again(recipe: Make, source: list[torch.Tensor], config: FP8Config) -> Operand:
@@ -144,15 +164,6 @@ def _made_again(recipe: Make, source: list[torch.Tensor], config: FP8Config) -> 
     matrix, amax = recipe(*source)
     x = quantize_by(config, matrix, config.input_format, plain=False, transposed=True, amax=amax)
     return x.transpose, x.scale_of_transpose()
-
-
-def _wgrad(a: Operand, b: Operand, out_dtype: torch.dtype, config: FP8Config, shape: torch.Size) -> torch.Tensor:
-    return _crop(multiply(a, b, out_dtype, config, config.fast_accumulation_wgrad), *shape)
-
-
-def _crop(padded: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The first rows and columns, contiguous as callers of F.linear expect it."""
-    return padded if padded.shape == (rows, columns) else padded[:rows, :columns].contiguous()
 
 
 def unsafe_view(made: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
@@ -197,10 +208,9 @@ def check_operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
         raise ValueError(
             f"bias has shape {tuple(bias.shape)}; give {weight.shape[0]} values, one for each output feature"
         )
-    formats.require_high_precision(input, "input")
-    formats.require_high_precision(weight, "weight")
-    if bias is not None:
-        formats.require_high_precision(bias, "bias")
+    for tensor, what in ((input, "input"), (weight, "weight"), (bias, "bias")):
+        if tensor is not None and tensor.dtype not in formats.HIGH_PRECISION:
+            formats.require_high_precision(tensor, what)
     if input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
         raise TypeError(
             f"input is {input.dtype} and weight is {weight.dtype}; cast one to the other's dtype or run under "
@@ -210,7 +220,7 @@ def check_operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 def linear_from_quantized(
     input: torch.Tensor,
-    weight: torch.Tensor,
+    weight: torch.Tensor | Sequence[torch.Tensor],
     bias: torch.Tensor | None,
     x: QuantizedMatrix,
     w: QuantizedMatrix,
@@ -226,7 +236,7 @@ def linear_from_quantized(
 
     Args:
         input: [..., K], not empty; receives the input's gradient.
-        weight: [N, K]; receives the weight's gradient.
+        weight: [N, K], or several that are stacked by rows; receives the weight's gradient.
         bias: [N] or None.
         x: the input as a matrix of K columns, with its transpose if the weight needs a gradient and there is no recipe.
         w: the weight, with or without its transpose.
@@ -248,8 +258,9 @@ def linear_from_quantized(
     if wants_transpose and not w.transpose.numel():
         backward_weight = transposed_in_backward(w)
     make, source = (None, ()) if recipe is None else recipe
-    how = _How(out_dtype, config, defer, exchange, weight_is_transposed, backward_weight, make)
-    return _Linear.apply(input, weight, bias, x, w, how, *source)
+    weights = (weight,) if isinstance(weight, torch.Tensor) else weight
+    how = _How(len(weights), out_dtype, config, defer, exchange, weight_is_transposed, backward_weight, make)
+    return _Linear.apply(input, bias, x, w, how, *weights, *source)
 
 
 def fp8_linear(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, ClassVar
 
@@ -108,7 +108,7 @@ class FP8Layer(nn.Module):
         """
         if input.numel() == 0:
             return None
-        if torch.compiler.is_compiling() and self.fp8_weight.lacks_values:
+        if self.fp8_weight.lacks_values and torch.compiler.is_compiling():
             # compiled code casts the weight, which has no values where an engine keeps its FP8 copy alone
             return torch.compiler.disable(FP8Layer.fp8_product)(self, input, bias)
         config, weight, exchange = self.fp8_config, self.weight, self.fp8_exchange()
@@ -117,7 +117,6 @@ class FP8Layer(nn.Module):
         if not self._computes_in_fp8(input.numel() // input.shape[-1] * exchange.growth, matrix, again):
             return None
         check_operands(input, matrix, bias)
-        require_fp8(input.device, config.emulate)
         for_weight = torch.is_grad_enabled() and weight.requires_grad
         # what ranks gather is not made again from one rank's part
         recipe = delivered_recipe(input) if for_weight and exchange.input_key is None else None
@@ -142,6 +141,8 @@ class FP8Layer(nn.Module):
             return self.in_fp8[rows]
         outputs, inputs = matrix.shape
         in_fp8 = computes_in_fp8(self.fp8_config, rows, inputs, outputs, matrix.device)
+        if in_fp8:
+            require_fp8(matrix.device, self.fp8_config.emulate)
         if again:
             self.in_fp8[rows] = in_fp8
         return in_fp8
@@ -152,10 +153,10 @@ class FP8Layer(nn.Module):
         """The FP8 weight: its source's, or a cast for this call alone in evaluation and where no cast can be kept."""
         config = self.fp8_config
         # what an engine provides may be all that there is of the weight, in inference mode too
-        provided = not (
-            torch.compiler.is_compiling() or weight.is_inference() or is_captured(input)
-        ) and self.fp8_weight.is_provided([weight])
-        if provided or (again and self.training):
+        if (again and self.training) or (
+            not (torch.compiler.is_compiling() or weight.is_inference() or is_captured(input))
+            and self.fp8_weight.is_provided([weight])
+        ):
             # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
             return self.fp8_weight.forward([weight], config, transpose=config.keeps_transposes)
         if again:
@@ -194,6 +195,12 @@ class FP8Layer(nn.Module):
             why = "where it would take longer; FP8Config(always=True) does it"
             notes.append(f"not in FP8 for {counts}, {why}")
         return "; ".join(notes)
+
+
+def saves_in_8_bits(layers: Iterable[nn.Module | None]) -> bool:
+    """Whether what is fused around some layers saves what it read in 8 bits, by `FP8Config.saved_activations`."""
+    # no generator, which takes its time: layers ask at each call
+    return any([isinstance(layer, FP8Layer) and layer.fp8_config.saves_in_8_bits for layer in layers])  # noqa: C419
 
 
 def restore_weight(layer: FP8Layer, *_: Any) -> None:

@@ -21,7 +21,7 @@ rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -160,15 +160,10 @@ def _waited_for(made: torch.Tensor, work: dist.Work | None) -> torch.Tensor:
 class SequenceColumn(_SequenceParallel):
     """The weight's output features are spread; each rank has a part of the input's sequence."""
 
-    @property
-    def growth(self) -> int:
-        """The products read the whole sequence."""
-        return self.ranks
-
-    @property
-    def input_key(self) -> Hashable:
-        """Layers of one group share what they gather."""
-        return self.group, self.dimension, self.communication
+    def __init__(self, group: dist.ProcessGroup, dimension: int = 1, *, communication: bool = True) -> None:
+        super().__init__(group, dimension, communication=communication)
+        self.growth = self.ranks  # the products read the whole sequence
+        self.input_key = group, dimension, communication  # layers of one group share what they gather
 
     def shape(self, input_shape: torch.Size) -> tuple[int, ...]:
         """That of the gathered input."""

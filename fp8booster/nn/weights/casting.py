@@ -23,8 +23,9 @@ def quantize_by(
         config: the scaling.
         tensor, dtype, plain, transposed, amax: as in `tensor.quantize`; no gradient flows to the tensor.
     """
+    values = tensor.detach() if tensor.requires_grad else tensor
     return quantize(
-        tensor.detach().reshape(-1, tensor.shape[-1]),
+        values.reshape(-1, tensor.shape[-1]),
         dtype,
         plain=plain,
         transposed=transposed,
