@@ -141,6 +141,8 @@ class FP8Config:
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
                 choices = " or ".join(repr(choice) for choice in allowed)
                 raise ValueError(f"FP8Config.{name} is {value!r}; use {choices}")
+        for name in _DERIVED:  # now, for a compiler does not trace the first time that one is asked for
+            getattr(self, name)
         if self.rowwise and self.keep_weight_transposes is False:
             raise ValueError(
                 "FP8Config.keep_weight_transposes is False, and with rowwise scales a transpose has scales of its own "
@@ -174,6 +176,7 @@ class FP8Config:
         return self.keep_weight_transposes is not False
 
 
+_DERIVED = ("rowwise", "saves_in_8_bits", "keeps_16_bits", "keeps_transposes")
 _SWITCH = (True, False)
 _DEFAULTS_BY_GRANULARITY = {
     "tensorwise": {"gradient_format": formats.E5M2, "power_of_two": False},

@@ -25,6 +25,7 @@ def product(
     bias: Tensor | None = None,
     fast_accumulation: bool = False,
     emulate: bool = False,
+    shape: tuple[int, int] | None = None,
 ) -> Tensor:
     """`(a @ b.T) * inverse_scale_a[:, None] * inverse_scale_b + bias`, summed in FP32 or what the hardware has for it.
 
@@ -37,9 +38,10 @@ def product(
         bias: [N] of out_dtype.
         fast_accumulation: do not promote partial sums to FP32 on the way.
         emulate: multiply in FP32 instead.
+        shape: give so many of the first rows and columns, contiguous as callers of F.linear expect it.
 
     Returns:
-        [M, N] of out_dtype. M, N and K are multiples of 16.
+        [M, N] of out_dtype, or what `shape` says. M, N and K are multiples of 16.
     """
     rowwise, is_cuda = inverse_scale_a.dim() == 1, a.is_cuda
     if fast_accumulation and is_cuda and not rowwise and out_dtype is torch.bfloat16 and _is_faster_by_rows(a, b):
@@ -57,7 +59,8 @@ def product(
         with _without_autocast(a.device.type):
             # in FP64: a sum times one of the scales may be infinite in FP32 where the result is not
             exact = ((a.float() @ b.float().t()).double() * inverse_scale_a * inverse_scale_b).float()
-        return (exact if bias is None else exact + bias).to(out_dtype)
+        result = (exact if bias is None else exact + bias).to(out_dtype)
+        return result if shape is None else _cropped(result, *shape)
     # on CUDA rowwise products come in BF16 alone, and a bias is added only to 16-bit results
     product_dtype = torch.bfloat16 if rowwise and is_cuda else out_dtype
     epilogue = bias if bias is not None and bias.dtype is product_dtype is not torch.float32 else None
@@ -72,7 +75,12 @@ def product(
         use_fast_accum=fast_accumulation,
     )
     # a BF16 result and an FP16 bias are added in FP32: what the bias brings back into FP16's range stays finite
-    return (result if bias is epilogue else result + bias).to(out_dtype)
+    result = (result if bias is epilogue else result + bias).to(out_dtype)
+    return result if shape is None or result.shape == shape else _cropped(result, *shape)
+
+
+def _cropped(result: Tensor, rows: int, columns: int) -> Tensor:
+    return result[:rows, :columns].contiguous()
 
 
 LARGE_PRODUCT = 2e11

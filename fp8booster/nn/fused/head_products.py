@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import aligned
-from fp8booster.nn.linear.functional import multiply
+from fp8booster.kernels.product import product
 from fp8booster.nn.weights.casting import quantize_by, quantize_input
 from fp8booster.tensor import QuantizedMatrix
 
@@ -103,8 +103,16 @@ class FP8HeadProducts:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The chunk's logits, [m, V]."""
         x = self._x = quantize_input(hidden, self._config, transposed=self._wanted[1], amax=self._hidden_amax)
-        operands = (x.data, x.inverse_scale), (self._w.data, self._w.inverse_scale)
-        logits = multiply(*operands, hidden.dtype, self._config, self._config.fast_accumulation_fprop, self._bias)
+        logits = product(
+            x.data,
+            self._w.data,
+            x.inverse_scale,
+            self._w.inverse_scale,
+            out_dtype=hidden.dtype,
+            bias=self._bias,
+            fast_accumulation=self._config.fast_accumulation_fprop,
+            emulate=self._config.emulate,
+        )
         return logits[: hidden.shape[0], : self._shape[0]]
 
     def gradients(
@@ -116,12 +124,26 @@ class FP8HeadProducts:
         dy = quantize_by(config, gradient, config.gradient_format, plain=for_hidden, transposed=for_weight, amax=amax)
         dx = None
         if for_weight:
-            operands = (dy.transpose, dy.scale_of_transpose()), (x.transpose, x.scale_of_transpose())
-            dw = multiply(*operands, self._sum_dtype, config, config.fast_accumulation_wgrad)
+            dw = product(
+                dy.transpose,
+                x.transpose,
+                dy.scale_of_transpose(),
+                x.scale_of_transpose(),
+                out_dtype=self._sum_dtype,
+                fast_accumulation=config.fast_accumulation_wgrad,
+                emulate=config.emulate,
+            )
             dw = dw[: self._shape[0], : self._shape[1]]
             total = dw.contiguous() if total is None else total.add_(dw)
         if for_hidden:
-            operands = (dy.data, dy.inverse_scale), (w.transpose, w.scale_of_transpose())
-            dx = multiply(*operands, hidden.dtype, config, config.fast_accumulation_dgrad)
+            dx = product(
+                dy.data,
+                w.transpose,
+                dy.inverse_scale,
+                w.scale_of_transpose(),
+                out_dtype=hidden.dtype,
+                fast_accumulation=config.fast_accumulation_dgrad,
+                emulate=config.emulate,
+            )
             dx = dx[: hidden.shape[0], : self._shape[1]]
         return dx, total

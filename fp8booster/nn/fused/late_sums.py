@@ -25,25 +25,19 @@ class LateSum:
     It may be added to and multiplied; whatever else is done to it is done to the tensor that it is.
     """
 
-    __slots__ = ("_terms",)
+    __slots__ = ("terms",)
+
+    terms: tuple[torch.Tensor, ...]
+    """What is to be added up, of one shape; one tensor where it was. Who makes the sum leaves it here."""
 
     def __init__(self, *terms: torch.Tensor) -> None:
-        self._terms = terms
-
-    @property
-    def terms(self) -> tuple[torch.Tensor, ...]:
-        """What is to be added up, of one shape; one tensor where it was."""
-        return self._terms
-
-    def is_made(self, total: torch.Tensor) -> None:
-        """Take the sum from someone who made it."""
-        self._terms = (total,)
+        self.terms = terms
 
     def made(self) -> torch.Tensor:
         """The sum."""
-        if len(self._terms) > 1:
-            self._terms = (torch.add(*self._terms),)
-        return self._terms[0]
+        if len(self.terms) > 1:
+            self.terms = (torch.add(*self.terms),)
+        return self.terms[0]
 
     def __add__(self, other: Any) -> LateSum:
         return _sum(self.made(), made(other))
@@ -134,5 +128,5 @@ class _Norm(_Part):
             return super().__call__(*args, **kwargs)
         *residual, x = args[0].terms
         y, total = self._module(x, *residual, both=True, encoded=self._encoded)
-        args[0].is_made(total)
+        args[0].terms = (total,)
         return LateSum(y)

@@ -131,6 +131,8 @@ class _SplitAndRotate(torch.autograd.Function):
         heads = unaliased(qkv).view(*qkv.shape[:2], query_heads + 2 * key_heads, -1)
         # in place: nothing that made qkv reads it again
         rope_kernel.rotate(heads, cos, sin, query_heads + key_heads, **ctx.options)
+        if groups == 1:
+            return heads.split([query_heads, key_heads, key_heads], 2)
         of_group = [each // groups for each in (query_heads, key_heads, key_heads)]
         return tuple(each.flatten(2, 3) for each in heads.unflatten(2, (groups, -1)).split(of_group, 3))
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -36,36 +37,6 @@ DEFAULT_CONFIG = FP8Config()
 
 Defer = Callable[[Callable[[], torch.Tensor]], None]
 """Takes what computes a weight's gradient, to call it once, later, and add what it returns to the gradient."""
-
-
-Operand = tuple[torch.Tensor, torch.Tensor]
-"""FP8 values, [R16, C16], and their inverse scale: of shape [], or [R16]."""
-
-
-def multiply(
-    a: Operand,
-    b: Operand,
-    out_dtype: torch.dtype,
-    config: FP8Config,
-    fast_accumulation: bool,
-    bias: torch.Tensor | None = None,
-    shape: tuple[int, int] | None = None,
-) -> torch.Tensor:
-    """`a @ b.T + bias`, as `kernels.product.product` has it: [rows of a, rows of b].
-
-    With a shape these are so many of the first rows and columns, contiguous as callers of F.linear expect it.
-    """
-    whole = product(
-        a[0],
-        b[0],
-        a[1],
-        b[1],
-        out_dtype=out_dtype,
-        bias=bias,
-        fast_accumulation=fast_accumulation,
-        emulate=config.emulate,
-    )
-    return whole if shape is None or whole.shape == shape else whole[: shape[0], : shape[1]].contiguous()
 
 
 @dataclass(eq=False)  # not frozen: such a one takes longer to make
@@ -107,16 +78,24 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*saved_w, *source)
         weight = weights[0]
         ctx.how, ctx.input_dtype, ctx.weight_dtype = how, input.dtype, weight.dtype
-        ctx.rows = [weight.shape[0] for weight in weights]
+        ctx.rows = list(map(_rows, weights))
         ctx.weight_shape = (sum(ctx.rows), weight.shape[1])
         ctx.bias_dtype = None if bias is None else bias.dtype
         outputs = ctx.weight_shape[1 if how.weight_is_transposed else 0]
         ctx.shape = shape = how.exchange.shape(input.shape)
         if bias is not None:
             bias = F.pad(bias.detach().to(how.out_dtype), (0, w.data.shape[0] - outputs))
-        operands = (x.data, x.inverse_scale), (w.data, w.inverse_scale)
-        sizes = prod(shape[:-1]), outputs
-        y = multiply(*operands, how.out_dtype, how.config, how.config.fast_accumulation_fprop, bias, sizes)
+        y = product(
+            x.data,
+            w.data,
+            x.inverse_scale,
+            w.inverse_scale,
+            out_dtype=how.out_dtype,
+            bias=bias,
+            fast_accumulation=how.config.fast_accumulation_fprop,
+            emulate=how.config.emulate,
+            shape=(prod(shape[:-1]), outputs),
+        )
         return how.exchange.output(unsafe_view(y, (*shape[:-1], outputs)))
 
     @staticmethod
@@ -124,7 +103,6 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # [..., N]
         w_transpose, w_scale, *source = ctx.saved_tensors
         how, config = ctx.how, ctx.how.config
-        rows, outputs, inputs = prod(ctx.shape[:-1]), gradient.shape[-1], ctx.shape[-1]
         for_input, for_bias = ctx.needs_input_grad[:2]
         for_weight = any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + how.weights])
         dx = db = None
@@ -134,33 +112,49 @@ class _Linear(torch.autograd.Function):
         if for_input:
             if how.backward_weight is not None:
                 w_transpose, w_scale = how.backward_weight()
-            operands = (dy.data, dy.inverse_scale), (w_transpose, w_scale)
-            fast = config.fast_accumulation_dgrad
-            dx = multiply(*operands, ctx.input_dtype, config, fast, shape=(rows, inputs))
+            dx = product(
+                dy.data,
+                w_transpose,
+                dy.inverse_scale,
+                w_scale,
+                out_dtype=ctx.input_dtype,
+                fast_accumulation=config.fast_accumulation_dgrad,
+                emulate=config.emulate,
+                shape=(prod(ctx.shape[:-1]), ctx.shape[-1]),
+            )
             dx_arrives = how.exchange.input_gradient(dx.view(ctx.shape))
         if for_weight:
             x_transpose, x_scale = source if how.recipe is None else _made_again(how.recipe, source, config)
-            operands = (dy.transpose, dy.scale_of_transpose()), (x_transpose, x_scale)
-            operands = operands[::-1] if how.weight_is_transposed else operands
-            fast = config.fast_accumulation_wgrad
-            wgrad = partial(multiply, *operands, ctx.weight_dtype, config, fast, shape=ctx.weight_shape)
+            matrices, scales = (dy.transpose, x_transpose), (dy.scale_of_transpose(), x_scale)
+            if how.weight_is_transposed:
+                matrices, scales = matrices[::-1], scales[::-1]
+            wgrad = partial(
+                product,
+                *matrices,
+                *scales,
+                out_dtype=ctx.weight_dtype,
+                fast_accumulation=config.fast_accumulation_wgrad,
+                emulate=config.emulate,
+                shape=ctx.weight_shape,
+            )
             if how.defer is not None:
                 how.defer(wgrad)
             else:
                 dws = (wgrad(),) if how.weights == 1 else wgrad().split_with_sizes(ctx.rows)
         if for_bias:
-            db = gradient.reshape(-1, outputs).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+            db = gradient.reshape(-1, gradient.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if for_input:
             dx = dx_arrives()
         return dx, db, None, None, None, *dws, *(None,) * (len(ctx.needs_input_grad) - _WEIGHTS - how.weights)
 
 
+_rows = methodcaller("size", 0)
 _WEIGHTS = 5
 """Where the weights begin among the arguments of `_Linear`."""
 
 
-def _made_again(recipe: Make, source: list[torch.Tensor], config: FP8Config) -> Operand:
-    """The transpose of x in FP8, by its recipe."""
+def _made_again(recipe: Make, source: list[torch.Tensor], config: FP8Config) -> tuple[torch.Tensor, torch.Tensor]:
+    """The transpose of x in FP8, by its recipe, and its inverse scale."""
     matrix, amax = recipe(*source)
     x = quantize_by(config, matrix, config.input_format, plain=False, transposed=True, amax=amax)
     return x.transpose, x.scale_of_transpose()
