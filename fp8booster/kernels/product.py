@@ -44,7 +44,14 @@ def product(
         [M, N] of out_dtype, or what `shape` says. M, N and K are multiples of 16.
     """
     rowwise, is_cuda = inverse_scale_a.dim() == 1, a.is_cuda
-    if fast_accumulation and is_cuda and not rowwise and out_dtype is torch.bfloat16 and _is_faster_by_rows(a, b):
+    if (
+        fast_accumulation
+        and is_cuda
+        and not rowwise
+        and out_dtype is torch.bfloat16
+        and 2.0 * a.shape[0] * b.shape[0] * a.shape[1] >= LARGE_PRODUCT
+        and _is_faster_by_rows(a.device)
+    ):
         inverse_scale_a, inverse_scale_b = _repeated(inverse_scale_a, a), _repeated(inverse_scale_b, b)
         rowwise = True
     if rowwise:
@@ -87,17 +94,15 @@ LARGE_PRODUCT = 2e11
 """Operations of a product from which on Hopper's kernel for one scale a row pays, its vectors of scales included."""
 
 
-def _is_faster_by_rows(a: Tensor, b: Tensor) -> bool:
-    """Whether the product with fast accumulation is faster if each row is given the tensor's scale.
+def _is_faster_by_rows(device: torch.device) -> bool:
+    """Whether a large product with fast accumulation is faster if each row is given the tensor's scale.
 
     cuBLAS takes another kernel for it, whose sums have as few bits. With it fast products of an H200 are 6 % faster
     than exact ones in the median over the fprops in benchmarks/results/h200/gemm (from 1 % slower to 10 %), where
     power limits both; with the kernel for one scale they were no faster (gemm-one-scale). By it a step of
     13B takes 1 % less (llama-13b-4-rows).
     """
-    if 2.0 * a.shape[0] * b.shape[0] * a.shape[1] < LARGE_PRODUCT:
-        return False
-    return (_capability if torch.compiler.is_compiling() else _known_capability)(a.device) == (9, 0)
+    return (_capability if torch.compiler.is_compiling() else _known_capability)(device) == (9, 0)
 
 
 def _repeated(scale: Tensor, operand: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from fp8booster.nn.weights.freshness import reusable
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.nn.weights.stacking import are_stacked, stacked_view
 
-_in_training = attrgetter("training")
+_in_training, _weight = attrgetter("training"), attrgetter("weight")
 
 
 class Merged:
@@ -47,7 +47,7 @@ class Merged:
     @property
     def weights(self) -> list[torch.Tensor]:
         """The layers' weights, in the order of their outputs."""
-        return [layer.weight for layer in self.layers]
+        return list(map(_weight, self.layers))
 
     @property
     def why_not_merged(self) -> str | None:

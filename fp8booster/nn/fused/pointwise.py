@@ -28,10 +28,9 @@ class _RowNorm(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
-        eps: float,
-        kind: dict[str, bool],
-        encoded: bool,
+        how: tuple[float, dict[str, bool], bool],  # epsilon, kind, encoded: one argument, as autograd looks at each
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        eps, kind, encoded = how
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         added = None if residual is None else residual.reshape(rows.shape).contiguous()
         y, h, inverse_rms, amax, codes = row_norm_kernel.row_norm(
@@ -48,7 +47,7 @@ class _RowNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor | None, dh: torch.Tensor | None) -> tuple:
         weight, inverse_rms, *saved = ctx.saved_tensors
         if dy is None:  # only the sum was used
-            return dh, None, None, dh if ctx.has_residual else None, None, None, None
+            return dh, None, None, dh if ctx.has_residual else None, None
         h = GroupCodes(*saved) if len(saved) > 1 else saved[0]
         shape = dy.shape
         dx, dweight, dbias, amax = row_norm_kernel.row_norm_backward(
@@ -60,7 +59,7 @@ class _RowNorm(torch.autograd.Function):
             **ctx.kind,
         )
         dx = deliver_amax(dx.view(shape), amax)
-        return dx, dweight, dbias, dx if ctx.has_residual else None, None, None, None
+        return dx, dweight, dbias, dx if ctx.has_residual else None, None
 
 
 def rms_norm(
@@ -89,7 +88,7 @@ def rms_norm(
     if residual is not None and residual.dtype != x.dtype:
         x, residual = _of_one_dtype(x, residual)
     kind = {"centered": False, "unit_offset": unit_offset}
-    return _RowNorm.apply(x, weight, None, residual, eps, kind, encoded and torch.is_grad_enabled())
+    return _RowNorm.apply(x, weight, None, residual, (eps, kind, encoded and torch.is_grad_enabled()))
 
 
 def layer_norm(
@@ -105,7 +104,7 @@ def layer_norm(
     if residual is not None and residual.dtype != x.dtype:
         x, residual = _of_one_dtype(x, residual)
     kind = {"centered": True, "unit_offset": False}
-    return _RowNorm.apply(x, weight, bias, residual, eps, kind, encoded and torch.is_grad_enabled())
+    return _RowNorm.apply(x, weight, bias, residual, (eps, kind, encoded and torch.is_grad_enabled()))
 
 
 def _of_one_dtype(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -41,7 +40,11 @@ Defer = Callable[[Callable[[], torch.Tensor]], None]
 
 @dataclass(eq=False)  # not frozen: such a one takes longer to make
 class _How:
-    """What the products of one call are computed by, besides its operands."""
+    """What one call computes, and how."""
+
+    x: QuantizedMatrix | None
+    w: QuantizedMatrix | None
+    """The operands of fprop, [M16, K16] and [N16, K16]; None behind it, for backward finds what autograd saved."""
 
     weights: int
     """How many there are, stacked by rows."""
@@ -64,12 +67,11 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         input: torch.Tensor,  # [..., K], M rows in all
         bias: torch.Tensor | None,  # [N]
-        x: QuantizedMatrix,  # [M16, K16]
-        w: QuantizedMatrix,  # [N16, K16]
         how: _How,
         *tensors: torch.Tensor,  # weights of N rows in all, [N, K], or [K, N] where it is transposed; `Recipe.of`
     ) -> torch.Tensor:  # [..., N]
         weights, source = tensors[: how.weights], tensors[how.weights :]
+        x, w, how.x, how.w = how.x, how.w, None, None
         for_input = ctx.needs_input_grad[0]
         save_w = for_input and how.backward_weight is None
         saved_w = (w.transpose, w.scale_of_transpose()) if save_w else (None, None)
@@ -78,7 +80,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*saved_w, *source)
         weight = weights[0]
         ctx.how, ctx.input_dtype, ctx.weight_dtype = how, input.dtype, weight.dtype
-        ctx.rows = list(map(_rows, weights))
+        ctx.rows = [weight.shape[0] for weight in weights]
         ctx.weight_shape = (sum(ctx.rows), weight.shape[1])
         ctx.bias_dtype = None if bias is None else bias.dtype
         outputs = ctx.weight_shape[1 if how.weight_is_transposed else 0]
@@ -145,11 +147,10 @@ class _Linear(torch.autograd.Function):
             db = gradient.reshape(-1, gradient.shape[-1]).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         if for_input:
             dx = dx_arrives()
-        return dx, db, None, None, None, *dws, *(None,) * (len(ctx.needs_input_grad) - _WEIGHTS - how.weights)
+        return dx, db, None, *dws, *(None,) * (len(ctx.needs_input_grad) - _WEIGHTS - how.weights)
 
 
-_rows = methodcaller("size", 0)
-_WEIGHTS = 5
+_WEIGHTS = 3
 """Where the weights begin among the arguments of `_Linear`."""
 
 
@@ -253,8 +254,8 @@ def linear_from_quantized(
         backward_weight = transposed_in_backward(w)
     make, source = (None, ()) if recipe is None else recipe
     weights = (weight,) if isinstance(weight, torch.Tensor) else weight
-    how = _How(len(weights), out_dtype, config, defer, exchange, weight_is_transposed, backward_weight, make)
-    return _Linear.apply(input, bias, x, w, how, *weights, *source)
+    how = _How(x, w, len(weights), out_dtype, config, defer, exchange, weight_is_transposed, backward_weight, make)
+    return _Linear.apply(input, bias, how, *weights, *source)
 
 
 def fp8_linear(
