@@ -6,6 +6,7 @@
     python -m benchmarks.llama --model mixtral-1b --plugin moe --ep 2 --processes 2
     python -m benchmarks.llama --model 7b --precision plain --optimizer adamw-8bit --processes 1
     python -m benchmarks.llama --one-layer
+    python -m benchmarks.llama --one-layer --host-alone --model micro --micro-batch 1 --sequence 32
     python -m benchmarks.llama scaling 1.json 2.json 4.json 8.json
 
 Started without torchrun, it starts itself under it on the GPUs of this machine.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -23,6 +25,7 @@ import typer
 from rich.console import Console
 
 from benchmarks.harness import command, environment
+from benchmarks.harness.calls import idle_gpu
 from benchmarks.harness.results import Result
 from benchmarks.training.data import tokens_of
 from benchmarks.training.engines import ENGINES, PEERS, PRECISIONS, chosen
@@ -95,6 +98,9 @@ def main(
     one_layer: Annotated[
         bool, typer.Option("--one-layer", help="One decoder layer on one GPU instead of training.")
     ] = False,
+    host_alone: Annotated[
+        bool, typer.Option("--host-alone", help="With --one-layer: time the host, without a GPU; launches do nothing.")
+    ] = False,
     sample_ms: Annotated[float, typer.Option(help="With --one-layer: what a sample lasts at least.")] = 200.0,
     # torchrun would take --nproc and --logs, though they come after the module, for short forms of its own options
     processes: Annotated[
@@ -109,6 +115,9 @@ def main(
     """Time training steps of fp8booster and its peers, interleaved."""
     if context.invoked_subcommand is not None:
         return
+    if host_alone and not one_layer:
+        command.refuse("--host-alone is about one decoder layer; add --one-layer")
+    device = context.params["device"] = "cpu" if host_alone else device
     command.require_gpus(device)
     try:
         job = Job.from_options(context.params)
@@ -120,7 +129,7 @@ def main(
         command.refuse(str(error))
     output = Output(out, json, commit)
     if one_layer:
-        measure_one_layer(job, rounds=rounds, sample_ms=sample_ms, output=output)
+        measure_one_layer(job, rounds=rounds, sample_ms=sample_ms, host_alone=host_alone, output=output)
         return
     if not is_launched():
         raise typer.Exit(start_torchrun("benchmarks.llama", sys.argv[1:], processes=processes, device=device))
@@ -170,21 +179,24 @@ def compare(
     )
 
 
-def measure_one_layer(job: Job, *, rounds: int, sample_ms: float, output: Output) -> None:
+def measure_one_layer(job: Job, *, rounds: int, sample_ms: float, host_alone: bool, output: Output) -> None:
     """Time one decoder layer and write the result."""
-    from benchmarks.training.one_layer import layer_table, measure_layers
+    from benchmarks.training.one_layer import CALLED_FROM_PYTHON, layer_table, measure_layers
 
     target, gpu = command.measured_device(job.device)
-    records, left_out = measure_layers(
-        job.architecture,
-        fp8_config(job.fp8_options),
-        batch=job.micro_batch,
-        sequence=job.sequence,
-        device=target,
-        rounds=rounds,
-        sample_ms=sample_ms,
-    )
+    with idle_gpu() if host_alone else nullcontext():
+        records, left_out = measure_layers(
+            job.architecture,
+            fp8_config(job.fp8_options),
+            batch=job.micro_batch,
+            sequence=job.sequence,
+            device=target,
+            rounds=rounds,
+            sample_ms=sample_ms,
+            names=CALLED_FROM_PYTHON if host_alone else None,
+        )
     title = f"One decoder layer of {job.architecture.label}, {job.micro_batch} x {job.sequence} tokens"
+    title += ", the host alone" if host_alone else ""
     result = Result(
         f"layer-{job.model}",
         title,

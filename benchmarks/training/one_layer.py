@@ -1,8 +1,8 @@
-"""Forward and backward of one decoder layer on one GPU, engines interleaved."""
+"""Forward and backward of one decoder layer on one GPU, or what the host does for it, engines interleaved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.harness.calls import python_calls
 from benchmarks.harness.results import Column, Record, Table, spread
 from benchmarks.harness.timing import Timing, Variant, time_interleaved
 from fp8booster import FP8Config, convert_to_fp8
@@ -146,6 +147,9 @@ LAYERS: Mapping[str, tuple[str, Make]] = {
 }
 """Name: label, and how it is built."""
 
+CALLED_FROM_PYTHON = [name for name, (_, make) in LAYERS.items() if make not in (compiled, torchao)]
+"""Those whose operations Python calls one by one."""
+
 
 def measure_layers(
     architecture: Architecture,
@@ -156,8 +160,9 @@ def measure_layers(
     device: torch.device,
     rounds: int,
     sample_ms: float,
+    names: Iterable[str] | None = None,
 ) -> tuple[list[Record], dict[str, str]]:
-    """Time every layer that can be built, interleaved.
+    """Time every layer that can be built, interleaved, of those named, or of all `LAYERS`.
 
     Returns:
         records, and label: reason of those that could not.
@@ -168,14 +173,16 @@ def measure_layers(
     ]
     variants: list[Variant] = []
     left_out: dict[str, str] = {}
-    for name, (label, make) in LAYERS.items():
+    for name in LAYERS if names is None else names:
+        label, make = LAYERS[name]
         found = _variant_or_reason(name, make, config, architecture, sequence, inputs, device)
         if isinstance(found, Variant):
             variants.append(found)
         else:
             left_out[label] = found
     timings = time_interleaved(variants, device=device, rounds=rounds, sample_ms=sample_ms)
-    return layer_records(timings), left_out
+    calls = {variant.name: python_calls(lambda step=variant.call: step(0)) for variant in variants}
+    return layer_records(timings, calls), left_out
 
 
 def _variant_or_reason(name: str, make: Make, *how: Any) -> Variant | str:
@@ -199,9 +206,10 @@ def _variant(
 ) -> Variant:
     decoder = Decoder.of(architecture, sequence, device)
     forward = make(decoder, config)
+    parameters = list(decoder.model.parameters())
 
     def step(index: int) -> None:
-        for parameter in decoder.model.parameters():
+        for parameter in parameters:
             parameter.grad = None
         x, dy = inputs[index]
         # a new tensor object each time, so that no layer can keep a cast of it
@@ -211,8 +219,13 @@ def _variant(
     return Variant(name, step, INPUT_SETS)
 
 
-def layer_records(timings: Mapping[str, Timing]) -> list[Record]:
-    """One record for each layer; "speed" is the baseline's time over its own, round by round."""
+def layer_records(timings: Mapping[str, Timing], calls: Mapping[str, int]) -> list[Record]:
+    """One record for each layer; "speed" is the baseline's time over its own, round by round.
+
+    Args:
+        timings: by the layers' names.
+        calls: how many Python functions a step calls.
+    """
     baseline = timings.get(BASELINE)
     return [
         {
@@ -220,6 +233,7 @@ def layer_records(timings: Mapping[str, Timing]) -> list[Record]:
             "label": LAYERS[name][0],
             "ms": timing.ms.as_record(),
             "host_ms": timing.host_ms.as_record(),
+            "python_calls": calls[name],
             "speed": None if baseline is None else baseline.ms.over(timing.ms).as_record(),
         }
         for name, timing in timings.items()
@@ -235,9 +249,11 @@ def layer_table(records: list[Record], title: str) -> Table:
             Column("layer", lambda r: r["label"]),
             Column("ms", lambda r: spread(r["ms"], 3)),
             Column("host ms", lambda r: f"{r['host_ms']['median']:.3f}"),
+            Column("Python calls", lambda r: str(r["python_calls"])),
             Column(f"speed over {LAYERS[BASELINE][0]}", lambda r: "-" if r["speed"] is None else spread(r["speed"], 2)),
         ],
         records,
         "Forward and backward through autograd, called from Python: median [10th-90th percentile] of the rounds, "
-        "the layers interleaved. No optimizer steps, so weights cast once stay cast, except where it says otherwise.",
+        "the layers interleaved. No optimizer steps, so weights cast once stay cast, except where it says otherwise. "
+        "Python calls are those of functions in one step, forward and backward.",
     )

@@ -58,9 +58,10 @@ def test_only_the_fp8_transposes_are_kept(device) -> None:
     tensors, later = leaves(device, 64, 96, 32), Computations()
     y = linear(*tensors, defer=later.append)
     y.backward(torch.ones_like(y))
-    kept = [value for operand in later[0].args[:2] for value in operand if value.numel() > 1]
-    assert not any(isinstance(argument, torch.Tensor) for argument in later[0].args)
-    assert [(value.dtype, *value.shape) for value in kept] == [(formats.E5M2, 32, 64), (formats.E4M3, 96, 64)]
+    *matrices, one_scale, other_scale = later[0].args
+    assert one_scale.numel() == other_scale.numel() == 1
+    assert not any(isinstance(argument, torch.Tensor) for argument in later[0].keywords.values())
+    assert [(value.dtype, *value.shape) for value in matrices] == [(formats.E5M2, 32, 64), (formats.E4M3, 96, 64)]
 
 
 def test_a_frozen_weight_defers_nothing(device) -> None:
