@@ -11,7 +11,7 @@ from fp8booster import FP8Config
 from fp8booster.training.models import MODELS
 
 MOST = 680
-"""Calls of Python functions in one step, more than those of the plain layer. 615 were counted with Python 3.11, torch 2.13 and transformers 4.51."""
+"""Calls of Python functions in one step, more than those of the plain layer: 627 with Python 3.11 and torch 2.13."""
 
 
 def calls_of_a_step(name: str) -> int:
