@@ -8,7 +8,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from fp8booster import FP8Config, convert_to_fp8, report
+from fp8booster import FP8Config, comm, convert_to_fp8, report
 from fp8booster.nn.convert import WHY_NOT_ROUTERS
 from tests.distributed import ranks, run_ranks, shared_folder
 from tests.nn.fused.models import MAJOR, VOCABULARY, build
@@ -72,6 +72,15 @@ def test_two_ranks_train_on_one_batch_as_one_does(stage: int, family: str) -> No
     (losses, parameters), (others, found) = (run_ranks(steps_on_one_batch, size, stage, family)[0] for size in (1, 2))
     assert losses == others
     assert_equal(parameters, found)
+
+
+@ranks(2)
+def test_statistics_tell_that_experts_are_gathered_in_16_bits() -> None:
+    run = boost(ours(use_fp8=True, stage=1), build("mixtral"))
+    comm.reset_statistics()
+    run.step(tokens(dist.get_rank()))
+    # two parameters a layer, of two layers
+    assert comm.statistics()["weight gather"].uncompressed["experts held as one parameter"] == 4
 
 
 @ranks(2)

@@ -30,6 +30,7 @@ from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.transport import gather_many
 from fp8booster.kernels.shard_cast import cast_shard, unpack
 from fp8booster.nn.experts.grouped import grouped_experts
+from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.layer import FP8Layer, restore_weight
 from fp8booster.nn.weights.engine import EngineWeight
@@ -155,6 +156,10 @@ class GatheredWeights:
                 layer.fp8_config = without_large_copies(layer.fp8_config, copies_fit)
             else:
                 self._reasons[weight] = reason
+        for module in model.modules():
+            if isinstance(module, FP8Experts):
+                reason = "experts held as one parameter"
+                self._reasons.update((getattr(module, name), reason) for name in module.fp8_weights)
         self._first_of_scale: dict[tuple[nn.Parameter, ...], torch.Tensor] = {}
         sent = {weight: layer for weight, layer in layers.items() if weight not in self._reasons}
         self._buffers = self._buffers_of_experts(model, sent)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from transformers import PretrainedConfig
+import transformers
+from transformers import MixtralConfig, PretrainedConfig
 
 from fp8booster.cli.plan import dry_run
 from fp8booster.cli.plan.models import planned_config, shortened
-from fp8booster.cli.plan.parts import MASTERS, MOMENTS, WEIGHTS
+from fp8booster.cli.plan.parts import KEPT, MASTERS, MOMENTS, WEIGHTS
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.kernels.operators import Operator
 from fp8booster.monitor.memory import ACTIVATIONS, FORWARD, GRADIENTS
@@ -96,6 +98,20 @@ def test_each_plugin_shares_the_states_as_it_does(given: dict[str, object]) -> N
     assert parts[MOMENTS] == pytest.approx(8 * parameters / shared, rel=0.02)
     masters = 0 if given["plugin"] in ("ddp", "fsdp") else 4 * parameters / shared
     assert parts[MASTERS] == pytest.approx(masters, rel=0.02)
+
+
+@pytest.mark.skipif(transformers.__version__.startswith("4."), reason="experts are modules")
+def test_experts_held_as_one_are_planned_in_grouped_products(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = MixtralConfig(
+        **sizes, num_key_value_heads=4, num_local_experts=4, vocab_size=128, max_position_embeddings=64
+    )
+    config.save_pretrained(tmp_path)
+    in_bf16, in_fp8 = (dry_steps(precision, model=str(tmp_path)) for precision in ("bf16", "fp8"))
+    values = 4 * 3 * 256 * 512
+    more = in_fp8[FORWARD][KEPT] - in_bf16[FORWARD][KEPT]
+    assert 2 * values < more < 2.5 * values  # FP8 weights and their transposes; attention has some too
+    assert in_fp8[FORWARD][MOMENTS] == in_bf16[FORWARD][MOMENTS]
 
 
 def test_what_makes_a_run_smaller_does():
