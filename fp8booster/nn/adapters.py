@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.linear.layer import FP8Layer, forget_weight, restore_weight
 
 _CHANGES = ("merge", "unmerge")
@@ -49,6 +50,8 @@ def _followed(change: Callable[..., None]) -> Callable[..., None]:
             base = self.get_base_layer()
             if isinstance(base, FP8Layer):
                 forget_weight(base)
+            elif isinstance(base, FP8Experts):
+                base.forget()
 
     setattr(followed, _FOLLOWED, True)
     return followed

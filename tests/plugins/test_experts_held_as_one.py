@@ -148,3 +148,41 @@ def test_transformers_saves_and_loads_a_model_in_fp8(tmp_path) -> None:
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert_equal(dict(model.named_parameters()), dict(loaded.named_parameters()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_experts_train_and_merge(family: str) -> None:
+    peft = pytest.importorskip("peft")
+    ids, results = tokens(0), []
+    for in_fp8 in (True, False):
+        adapters = peft.LoraConfig(
+            r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"], init_lora_weights=False
+        )
+        model = peft.get_peft_model(build(family), adapters).bfloat16().train()
+        torch.manual_seed(1)
+        for name, each in model.named_parameters():
+            if "lora" in name:
+                nn.init.normal_(each, std=0.05)
+        if in_fp8:
+            convert_to_fp8(model, FP8Config(emulate=True))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        results.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+        before, after = logits_around_merge(model, ids)
+        assert (after - before).norm() < 0.05 * before.norm()
+    assert results[0].keys() == results[1].keys()
+    assert len(results[0]) == 4
+    for name, gradient in results[0].items():
+        assert (gradient - results[1][name]).norm() < 0.3 * results[1][name].norm(), name
+
+
+def logits_around_merge(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """In training, where FP8 copies are kept; before adapters are merged, and after."""
+    found = []
+    with torch.no_grad():
+        found.append(model(input_ids=ids).logits.float())
+        with model.disable_adapter():
+            model(input_ids=ids)  # keeps copies of the weights alone
+        model.merge_adapter()
+        found.append(model(input_ids=ids).logits.float())
+    return found[0], found[1]
