@@ -66,6 +66,7 @@ def idle_gpu() -> Iterator[None]:
         (torch._C, "_cuda_getCurrentRawStream"): lambda device: 0,
     }
     with ExitStack() as stack:
+        stack.enter_context(product._without_onednn())  # slow where its instructions are emulated
         for (owner, name), value in places.items():
             stack.enter_context(patch.object(owner, name, value, create=True))
         yield

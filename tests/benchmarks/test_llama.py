@@ -126,6 +126,25 @@ def test_one_layer(tmp_path, monkeypatch) -> None:
         assert record["speed"]["values"] == pytest.approx(ratios)
 
 
+def test_the_host_alone(tmp_path) -> None:
+    pytest.importorskip("triton")
+    file = tmp_path / "layer.json"
+    sizes = ("--model", "micro", "--micro-batch", "1", "--sequence", "32", "--rounds", "1", "--sample-ms", "0.01")
+    result = run("--one-layer", "--host-alone", *sizes, "--json", str(file))
+    assert result.exit_code == 0, result.output
+    records = {record["layer"]: record for record in json.loads(file.read_text())["tables"]["layers"]}
+    assert list(records) == one_layer.CALLED_FROM_PYTHON
+    cached, cold = (records[name]["python_calls"] for name in ("fp8booster-fused", "fp8booster-fused-cold"))
+    assert records[one_layer.BASELINE]["python_calls"] < cached < cold
+    assert not torch.empty(1).is_cuda
+
+
+def test_the_host_alone_is_that_of_one_layer() -> None:
+    result = run("--host-alone")
+    assert result.exit_code == 2
+    assert "--one-layer" in result.output
+
+
 def test_a_layer_that_fails_is_left_out(monkeypatch) -> None:
     def fails(decoder: one_layer.Decoder, config: FP8Config) -> None:
         raise RuntimeError("no kernel\nmore")
