@@ -57,7 +57,7 @@ class FusedPart(nn.Module):
 
     def merged_product(self, input: torch.Tensor) -> torch.Tensor | None:
         """What the merged layers make of an input; None: call the layers, which the part has now, one by one."""
-        layers = list(map(self._modules.get, self.part.merged))
+        layers: list[Any] = list(map(self._modules.get, self.part.merged))
         if self.fp8_merged is None:
             if not self.training or torch.compiler.is_compiling():
                 return None
@@ -347,7 +347,8 @@ class FusedDecoderLayer(nn.Module):
     @property
     def saves_in_8_bits(self) -> bool:
         """Whether its norms save so for backward what they read: where its attention has FP8 layers that do."""
-        attention = next(filter(is_attention, self._modules.values()))
+        parts: Any = self._modules.values()
+        attention = next(filter(is_attention, parts))
         return saves_in_8_bits(attention._modules.values())
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

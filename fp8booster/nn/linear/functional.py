@@ -42,9 +42,8 @@ Defer = Callable[[Callable[[], torch.Tensor]], None]
 class _How:
     """What one call computes, and how."""
 
-    x: QuantizedMatrix | None
-    w: QuantizedMatrix | None
-    """The operands of fprop, [M16, K16] and [N16, K16]; None behind it, for backward finds what autograd saved."""
+    operands: tuple[QuantizedMatrix, ...]
+    """Of fprop: x, [M16, K16], and w, [N16, K16]; none behind it, for backward finds what autograd saved."""
 
     weights: int
     """How many there are, stacked by rows."""
@@ -71,7 +70,8 @@ class _Linear(torch.autograd.Function):
         *tensors: torch.Tensor,  # weights of N rows in all, [N, K], or [K, N] where it is transposed; `Recipe.of`
     ) -> torch.Tensor:  # [..., N]
         weights, source = tensors[: how.weights], tensors[how.weights :]
-        x, w, how.x, how.w = how.x, how.w, None, None
+        x, w = how.operands
+        how.operands = ()
         for_input = ctx.needs_input_grad[0]
         save_w = for_input and how.backward_weight is None
         saved_w = (w.transpose, w.scale_of_transpose()) if save_w else (None, None)
@@ -254,7 +254,7 @@ def linear_from_quantized(
         backward_weight = transposed_in_backward(w)
     make, source = (None, ()) if recipe is None else recipe
     weights = (weight,) if isinstance(weight, torch.Tensor) else weight
-    how = _How(x, w, len(weights), out_dtype, config, defer, exchange, weight_is_transposed, backward_weight, make)
+    how = _How((x, w), len(weights), out_dtype, config, defer, exchange, weight_is_transposed, backward_weight, make)
     return _Linear.apply(input, bias, how, *weights, *source)
 
 
