@@ -125,17 +125,20 @@ class LayerGraphs:
         if modules != self._modules:
             self._modules = modules
             self._kinds.clear()
-        if any("experts" in module._modules for module in modules):
-            return "the host must know how many tokens an expert gets"
-        if any(map(is_looked_at, modules[1:])):  # those of the layer itself run around its forward
-            return "hooks of a module inside must run"
         if _saving() not in (None, _CHECKPOINTING):
             return "what it saves for backward is stored elsewhere"
-        for parameter in layer.parameters():
-            if type(parameter) is not nn.Parameter:
-                return f"a weight is a {type(parameter).__name__}"
-            if self._shared.record_on(parameter.device) is None:
-                return "CUDA graphs take a GPU"
+        for module in modules:
+            if "experts" in module._modules:
+                return "the host must know how many tokens an expert gets"
+            if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
+                return "hooks of a module inside must run"
+            for parameter in module._parameters.values():
+                if parameter is None:
+                    continue
+                if type(parameter) is not nn.Parameter:
+                    return f"a weight is a {type(parameter).__name__}"
+                if self._shared.record_on(parameter.device) is None:
+                    return "CUDA graphs take a GPU"
         return None
 
     def _kind_of(

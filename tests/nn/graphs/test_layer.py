@@ -344,3 +344,36 @@ def test_what_the_gpu_takes_longer_for_is_left_alone(device: torch.device, monke
     capture_layers(model, only_where_host_limits=True)
     monkeypatch.setattr("fp8booster.nn.graphs.layer.SLOW_GPU", 1.0)
     assert reasons(model, device) == ["the GPU takes longer than the host"]
+
+
+class TwoOutputs(nn.Module):
+    """A layer of which a model may use one output alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x), self.other(x)
+
+
+@pytest.mark.usefixtures("record")
+def test_an_output_that_is_not_used_has_no_gradient(device: torch.device) -> None:
+    models = [nn.ModuleList([TwoOutputs().to(device) for _ in range(LAYERS)])]
+    models.append(copy.deepcopy(models[0]))
+    capture_layers(nn.ModuleDict({"layers": models[1]}))
+    for step in range(WARM_UP + 3):
+        x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).to(device)
+        gradients = []
+        for model in models:
+            model.zero_grad(set_to_none=False)
+            made = x
+            for layer in model:
+                first, second = layer(made)
+                made = first if step % 2 else first + second
+            made.square().sum().backward()
+            gradients.append(
+                [torch.zeros(()) if each.grad is None else each.grad.clone() for each in model.parameters()]
+            )
+        assert all(map(torch.equal, *gradients))
+    assert captured_layers(models[1]) == {None: LAYERS}
