@@ -110,13 +110,13 @@ class LayerGraphs:
         if kind.calls < WARM_UP:
             self.why_not = TOO_EARLY
             return _warm_up(kind, forward, args, kwargs, given[0].device)
-        pair = self._pair(kind, forward, layer, args, kwargs, given)
+        pair, self.why_not = self._pair(kind, forward, layer, args, kwargs, given)
         if pair is not None:
             try:
                 return pair.run(given)
             except Moved:
                 self._forget(kind)
-        self.why_not = kind.why_not or "its weights have moved"
+                self.why_not = kind.why_not or "its weights have moved"
         return forward(*args, **kwargs)
 
     def _why_never(self, layer: nn.Module) -> str | None:
@@ -166,11 +166,13 @@ class LayerGraphs:
         args: tuple,
         kwargs: dict[str, Any],
         given: list[torch.Tensor],
-    ) -> GraphPair | None:
-        """The graphs for a call, captured now if need be; None: run it as it is, and `kind.why_not` has the reason."""
+    ) -> tuple[GraphPair | None, str | None]:
+        """The graphs for a call, captured now if need be, or why there are none."""
+        for module in self._modules:  # a replay calls none of them
+            _wait(module)
         for pair in kind.pairs:
             if pair.is_free:
-                return pair
+                return pair, None
         recompute = _saving() == _CHECKPOINTING
         if kind.why_not is None:
             kind.why_not = self._shared.failure
@@ -178,27 +180,23 @@ class LayerGraphs:
             kind.why_not = "it draws random numbers, which checkpointing must draw again"
         if not kind.pairs and kind.why_not is None and self._shared.only_where_host_limits:
             kind.why_not = _why_leave_alone(kind, layer, given)
-        if kind.why_not is not None:
-            return None
-        if len(kind.pairs) == MOST_PAIRS:
-            self.why_not = f"{MOST_PAIRS} forwards wait for their backward"
-            return None
         record = self._shared.record_on(given[0].device)
         if record is None:
             kind.why_not = "CUDA graphs take a GPU"
-            return None
+        if kind.why_not is not None or record is None:
+            return None, kind.why_not
+        if len(kind.pairs) == MOST_PAIRS:
+            return None, f"{MOST_PAIRS} forwards wait for their backward"
         try:
-            for module in self._modules:
-                _wait(module)
             pair = GraphPair(record, forward, args, kwargs, layer, kind.uses, recompute=recompute)
         except Moved:
             kind.why_not = "its FP8 weights have no memory of their own"
-            return None
         except RuntimeError as error:
             self._shared.failure = kind.why_not = f"it cannot be captured ({str(error).splitlines()[0]})"
-            return None
-        kind.pairs.append(pair)
-        return pair
+        else:
+            kind.pairs.append(pair)
+            return pair, None
+        return None, kind.why_not
 
     def _forget(self, kind: _Kind) -> None:
         """Start anew with a kind whose weights are elsewhere."""

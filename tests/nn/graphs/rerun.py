@@ -21,6 +21,7 @@ class Rerun:
     def __call__(self, work: Callable[[], Any], *, passing: bool = False) -> tuple[Callable[[], None], Any]:
         self.captured += 1
         held = copies_are_held if are_copies_held() else nullcontext
+        casts = torch.is_autocast_enabled("cpu")
         places = work()
         _overwrite(places)  # a capture computes nothing
         if passing:
@@ -28,7 +29,7 @@ class Rerun:
 
         def replay() -> None:
             self.replayed += 1
-            with torch.enable_grad(), held():  # as it was captured
+            with torch.enable_grad(), held(), torch.autocast("cpu", enabled=casts):  # as it was captured
                 results = work()
             if passing:
                 for other in self._passing:  # they have one memory
