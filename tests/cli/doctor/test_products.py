@@ -36,11 +36,11 @@ def test_a_product_that_raises_is_reported(monkeypatch):
 def test_a_gpu_without_fp8_is_named_and_pointed_to_emulation(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
-    capability._examined.cache_clear()
+    capability.known_why_no_fp8.cache_clear()
     try:
         reason = products.check(torch.device("cuda", 0), products.FPROP).reason
     finally:
-        capability._examined.cache_clear()
+        capability.known_why_no_fp8.cache_clear()
     assert "NVIDIA A100-SXM4-80GB" in reason
     assert "8.9" in reason
     assert "FP8Config(emulate=True)" in reason
