@@ -269,6 +269,7 @@ def small_record(family: str, steps: int) -> Record:
         "converted": len(found.fp8),
         "layers": len(found.rows),
         "outside": len(found.outside),
+        "outside_in_fp8": sum(row.precision == "FP8" for row in found.outside),
         "unfused": dict(unfused_parts(model)),
         "share": products.share,
     }
@@ -321,9 +322,9 @@ def timed(family: str, layers: int, rows: int, tokens: int, device: torch.device
 
 
 def show_converted(record: Record) -> str:
-    """How many linear layers are FP8 layers, and how many weights of products are of no linear layer."""
-    of_all = f"{record['converted']} of {record['layers']}"
-    return of_all + (f"; not {record['outside']} weights of experts held as one" if record["outside"] else "")
+    """How many linear layers are FP8 layers, and how many other weights of products are in FP8."""
+    of_all, others = f"{record['converted']} of {record['layers']}", record["outside"]
+    return of_all + (f"; {record['outside_in_fp8']} of {others} weights of routers and experts" if others else "")
 
 
 def show_unfused(record: Record) -> str:
