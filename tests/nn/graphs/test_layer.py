@@ -547,3 +547,17 @@ def test_hooks_that_wait_for_weights_run_before_each_replay(device: torch.device
         same_gradients(models, step)
         assert not arriving
     assert replayed(models)
+
+
+@pytest.mark.usefixtures("record")
+def test_a_gradient_of_an_input_outlives_the_next_replay(device: torch.device) -> None:
+    models = layers(device)
+    kept: list[list[torch.Tensor]] = [[], []]
+    for step in range(WARM_UP + 3):
+        for model, gradients in zip(models, kept, strict=True):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(step)).to(device).requires_grad_()
+            model[0](x)[0].square().sum().backward()
+            assert x.grad is not None
+            gradients.append(x.grad)
+    assert all(map(torch.equal, *kept))
+    assert captured_layers(models[1])[None] == 1
