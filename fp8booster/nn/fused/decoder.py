@@ -197,7 +197,7 @@ class FusedAttention(MergedAttention):
         query_heads, size = key_heads * heads_of_a_key(self), head_size(self)
         _, interleaved, interleaved_angles = self.form.rotation
         pairs = {"interleaved": interleaved, "interleaved_angles": interleaved_angles}
-        norms = self.head_norms()
+        norms = _head_norms(self)
         if angles is not None and not norms:
             cos, sin = angles
             groups = key_heads if self.form.grouped else 1
@@ -220,10 +220,6 @@ class FusedAttention(MergedAttention):
     def is_tempered(self) -> bool:
         """Whether queries from token `floor_scale` on are scaled by their place, as in LLaMA 4 (arXiv 2501.19399)."""
         return bool(getattr(self, "attn_temperature_tuning", False)) and not self.use_rope
-
-    def head_norms(self) -> list[Any]:
-        """Of q and of k, each head's or all heads'; empty where there are none."""
-        return _head_norms(self)
 
     def cache_in(self, arguments: dict[str, Any]) -> Any:
         """The cache that a layer is given, if any; also in training, where `use_cache` was left on."""
@@ -293,7 +289,7 @@ class FusedAttention(MergedAttention):
 
 
 def _head_norms(attention: nn.Module) -> list[Any]:
-    """Of queries and of keys; they may be one."""
+    """The norms of queries and of keys, each head's or all heads'; they may be one. Empty where there are none."""
     both = [attention._modules.get("qk_norm")] * 2
     norms = [attention._modules.get(name, shared) for name, shared in zip(("q_norm", "k_norm"), both, strict=True)]
     return [norm for norm in norms if norm is not None]
