@@ -1,8 +1,17 @@
-"""The multiple in which `torch._scaled_mm` takes rows and columns on CUDA."""
+"""Multiples in which products take rows and columns."""
 
 ALIGNMENT = 16
+"""Of `torch._scaled_mm` on CUDA."""
+
+BLOCK = 128
+"""Of products with blockwise scales: the values of a group, and the side of a block."""
 
 
-def aligned(size: int) -> int:
-    """`size`, rounded up to the next multiple of `ALIGNMENT`."""
-    return (size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+def multiple_for(granularity: str) -> int:
+    """The multiple for scales of `FP8Config.granularity`."""
+    return BLOCK if granularity == "blockwise" else ALIGNMENT
+
+
+def aligned(size: int, multiple: int = ALIGNMENT) -> int:
+    """`size`, rounded up to the next multiple."""
+    return (size + multiple - 1) // multiple * multiple

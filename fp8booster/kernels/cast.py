@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8booster import formats, scaling
-from fp8booster.kernels.alignment import aligned
+from fp8booster.kernels.alignment import ALIGNMENT, aligned
 from fp8booster.kernels.operators import operator
 
 
@@ -20,10 +20,10 @@ def saturate(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.clamp(-limit, limit).to(dtype)
 
 
-def padded(matrix: Tensor) -> Tensor:
-    """A matrix, [R, C], in FP32 with zeros up to [R16, C16]."""
+def padded(matrix: Tensor, multiple: int = ALIGNMENT) -> Tensor:
+    """A matrix, [R, C], in FP32 with zeros up to multiples of 16, or of another number."""
     rows, columns = matrix.shape
-    return F.pad(matrix.float(), (0, aligned(columns) - columns, 0, aligned(rows) - rows))
+    return F.pad(matrix.float(), (0, aligned(columns, multiple) - columns, 0, aligned(rows, multiple) - rows))
 
 
 def cast_outputs(

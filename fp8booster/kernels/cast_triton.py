@@ -8,6 +8,7 @@ that what the amax launch read last is still in the L2 cache.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from fp8booster.kernels.cast import output_shapes
 from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, ceil_div
 
 MAX_SCALE = tl.constexpr(scaling.MAX_SCALE)
+MAX_EXPONENT = tl.constexpr(127 + int(math.log2(scaling.MAX_SCALE)))  # its exponent's bits in a float32
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -59,13 +61,21 @@ def amax_kernel(
 @triton.jit
 def scale_from_bits(bits, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """`scaling.scale_of` of the amax whose bits these are: (scale, inverse scale)."""
-    amax = bits.to(tl.float32, bitcast=True)
-    scale = tl.minimum(LIMIT / amax.to(tl.float64), MAX_SCALE).to(tl.float32)
     if POWER_OF_TWO:
-        scale = (scale.to(tl.int32, bitcast=True) & INFINITY_BITS).to(tl.float32, bitcast=True)
-    scale = tl.where(bits == 0, 1.0, scale)
-    scale = tl.where(bits >= INFINITY_BITS, float("nan"), scale)
-    return scale, (1.0 / scale.to(tl.float64)).to(tl.float32)
+        # by the exponents alone, for a division in FP64 takes long where many values have a scale of their own. Both
+        # formats end at 1.75 times a power of two, so an amax with a larger mantissa takes one power of two less.
+        limit_exponent: tl.constexpr = 8 if LIMIT == 448.0 else 15
+        above = ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        exponent = tl.minimum(254 + limit_exponent - (bits >> 23) - above, MAX_EXPONENT)
+        scale = (exponent << 23).to(tl.float32, bitcast=True)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    else:
+        amax = bits.to(tl.float32, bitcast=True)
+        scale = tl.minimum(LIMIT / amax.to(tl.float64), MAX_SCALE).to(tl.float32)
+        inverse = (1.0 / scale.to(tl.float64)).to(tl.float32)
+    scale, inverse = tl.where(bits == 0, 1.0, scale), tl.where(bits == 0, 1.0, inverse)
+    is_bad = bits >= INFINITY_BITS
+    return tl.where(is_bad, float("nan"), scale), tl.where(is_bad, float("nan"), inverse)
 
 
 @triton.jit
@@ -75,10 +85,13 @@ def largest_partial(partials, count, BLOCK: tl.constexpr):
     return tl.max(magnitude_bits(tl.load(partials + index, mask=index < count, other=0.0)), 0)
 
 
+# Not `mov.b32 $0, {low, high}`: where the values are constants, as zeros of a tile that lies outside, ptxas 12.8 then
+# takes the lower half from the register that holds the stack's address.
 _E4M3_ASSEMBLY = tl.constexpr(
-    "{ .reg .b16 low, high;"
+    "{ .reg .b16 low, high; .reg .b32 first, second;"
     " cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;"
-    " mov.b32 $0, {low, high}; }"
+    " cvt.u32.u16 first, low; cvt.u32.u16 second, high;"
+    " shl.b32 second, second, 16; or.b32 $0, first, second; }"
 )
 _E5M2_ASSEMBLY = tl.constexpr(_E4M3_ASSEMBLY.value.replace("e4m3x2", "e5m2x2"))
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -113,6 +126,7 @@ def cast_kernel(
     plain,  # FP8 [out_rows, out_columns]
     transpose,  # FP8 [out_columns, out_rows]
     inverse_scale,
+    amaxes,  # float32, one for each program
     partial_count,
     rows,
     columns,
@@ -126,6 +140,7 @@ def cast_kernel(
     POWER_OF_TWO: tl.constexpr,
     PLAIN: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    FINDS_AMAXES: tl.constexpr,
     PARTIALS_BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
@@ -147,6 +162,9 @@ def cast_kernel(
         tl.store(place, tl.trans(bits), mask=tl.trans(writable))
     if tl.program_id(0) == 0:
         tl.store(inverse_scale, inverse)
+    if FINDS_AMAXES:
+        amax = tl.max(tl.max(magnitude_bits(values), 1), 0).to(tl.float32, bitcast=True)
+        tl.store(amaxes + tl.program_id(0), amax)
 
 
 # Chosen among 27 amax and 30 cast shapes by time on an H200 over [8192, 4096] to [16384, 8192].
@@ -206,25 +224,36 @@ def cast_triton(
     transposed: bool = False,
     power_of_two: bool = False,
     amax: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`cast`, byte for byte."""
+    finds_amaxes: bool = False,
+) -> tuple[Tensor, ...]:
+    """`cast`, byte for byte; with `finds_amaxes` that of each tile too, float32 [tiles]."""
     if matrix.stride(1) != 1 and matrix.stride(0) == 1:  # a transposed view: cast what it is a view of
-        transpose, data, inverse_scale = cast_triton(
-            matrix.t(), dtype, plain=transposed, transposed=plain, power_of_two=power_of_two, amax=amax
+        transpose, data, *others = cast_triton(
+            matrix.t(),
+            dtype,
+            plain=transposed,
+            transposed=plain,
+            power_of_two=power_of_two,
+            amax=amax,
+            finds_amaxes=finds_amaxes,
         )
-        return data, transpose, inverse_scale
+        return data, transpose, *others
     rows, columns = matrix.shape
     if columns == 1:
         matrix = widened(matrix)
     partials = amax_partials(matrix) if amax is None else amax.contiguous()
-    launch, plain_shape, transposed_shape = _cast_launch(
-        rows, columns, matrix.stride(), partials.numel(), dtype, plain, transposed, power_of_two
+    launch, plain_shape, transposed_shape, tiles = _cast_launch(
+        rows, columns, matrix.stride(), partials.numel(), dtype, plain, transposed, power_of_two, finds_amaxes
     )
     data = matrix.new_empty(plain_shape, dtype=dtype)
     transpose = matrix.new_empty(transposed_shape, dtype=dtype)
     inverse_scale = matrix.new_empty((), dtype=torch.float32)
-    launch(matrix, partials, data, transpose, inverse_scale)
-    return data, transpose, inverse_scale
+    if not finds_amaxes:
+        launch(matrix, partials, data, transpose, inverse_scale, inverse_scale)
+        return data, transpose, inverse_scale
+    amaxes = new_partials(tiles, matrix)
+    launch(matrix, partials, data, transpose, inverse_scale, amaxes)
+    return data, transpose, inverse_scale, amaxes
 
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
@@ -237,8 +266,9 @@ def _cast_launch(
     plain: bool,
     transposed: bool,
     power_of_two: bool,
-) -> tuple[Launch, tuple[int, ...], tuple[int, ...]]:
-    """Of `cast_kernel`, for a matrix that is `widened` if it has one column; the shapes of what it writes."""
+    finds_amaxes: bool,
+) -> tuple[Launch, tuple[int, ...], tuple[int, ...], int]:
+    """Of `cast_kernel`, for a matrix that is `widened` if it has one column; the shapes of what it writes; tiles."""
     shapes = output_shapes(rows, columns, plain, transposed)
     out_rows, out_columns = aligned(rows), aligned(columns)
     columns = max(columns, 2)
@@ -247,15 +277,17 @@ def _cast_launch(
     else:
         tile_rows, tile_columns = 32, 256
     column_tiles = ceil_div(out_columns, tile_columns)
+    tiles = column_tiles * ceil_div(out_rows, tile_rows)
     launch = Launch(
         cast_kernel,
-        column_tiles * ceil_div(out_rows, tile_rows),
+        tiles,
         (partial_count, rows, columns, *strides, out_rows, out_columns, column_tiles),
         **rounding(dtype, power_of_two),
         PLAIN=plain,
         TRANSPOSED=transposed,
+        FINDS_AMAXES=finds_amaxes,
         PARTIALS_BLOCK=1 << (partial_count - 1).bit_length(),
         TILE_ROWS=tile_rows,
         TILE_COLUMNS=tile_columns,
     )
-    return launch, *shapes
+    return launch, *shapes, tiles

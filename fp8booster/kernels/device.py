@@ -46,12 +46,32 @@ def current_stream(tensor: Tensor) -> int | None:
     return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else None
 
 
-def require_fp8(device: torch.device, emulate: bool) -> None:
+def why_no_blockwise(device: torch.device) -> str | None:
+    """Why a device has FP8 products, but none of blockwise scales; None where it has them."""
+    if device.type == "cpu":
+        return None
+    instead = 'use FP8Config(granularity="rowwise"), or emulate=True to have the rounding without the speed'
+    if torch.version.cuda is None or torch.cuda.get_device_capability(device)[0] != 9:
+        return f"products with blockwise scales need a Hopper GPU; {instead}"
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        return f"torch {torch.__version__} has no products with blockwise scales; install 2.11 or newer, or {instead}"
+    if tuple(map(int, torch.version.cuda.split("."))) < (12, 9):
+        return f"products with blockwise scales need CUDA 12.9 and this torch has {torch.version.cuda}; {instead}"
+    return None
+
+
+def require_fp8(device: torch.device, emulate: bool, granularity: str = "tensorwise") -> None:
     """Check that FP8 products can run on a device.
+
+    Args:
+        device: on which they are to run.
+        emulate, granularity: those of `FP8Config`.
 
     Raises:
         ValueError: they cannot, and `emulate` is off.
     """
     reason = None if emulate else why_no_fp8(device)
+    if reason is None and not emulate and granularity == "blockwise":
+        reason = why_no_blockwise(device)
     if reason is not None:
         raise ValueError(reason)

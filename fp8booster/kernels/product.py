@@ -1,4 +1,4 @@
-"""The FP8 product: one place calls `torch._scaled_mm`."""
+"""The FP8 product: one place calls `torch._scaled_mm`; blockwise scales have a place of their own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8booster import formats
+from fp8booster.kernels.blockwise_product import blockwise_product
 from fp8booster.scaling import SCALE_STRIDE
 
 
@@ -32,18 +33,26 @@ def product(
     Args:
         a: [M, K] FP8, contiguous.
         b: [N, K] FP8, contiguous: the layout in which Hopper reads its second operand.
-        inverse_scale_a, inverse_scale_b: float32, both of shape [], or [M] and [N]; copied where they begin at no
-            multiple of 16 bytes of their memory.
+        inverse_scale_a, inverse_scale_b: float32, of shape [], or [M] and [N], copied where they begin at no
+            multiple of 16 bytes of their memory; or both of two dimensions, as in `kernels.blockwise_product`.
         out_dtype: BF16, FP16 or FP32.
         bias: [N] of out_dtype.
-        fast_accumulation: do not promote partial sums to FP32 on the way.
+        fast_accumulation: do not promote partial sums to FP32 on the way; blockwise scales need that they are.
         emulate: multiply in FP32 instead.
         shape: give so many of the first rows and columns, contiguous as callers of F.linear expect it.
 
     Returns:
-        [M, N] of out_dtype, or what `shape` says. M, N and K are multiples of 16.
+        [M, N] of out_dtype, or what `shape` says. M, N and K are multiples of 16, and of 128 with blockwise scales.
     """
-    rowwise, is_cuda = inverse_scale_a.dim() == 1, a.is_cuda
+    if inverse_scale_a.dim() == 2:
+        dtype = out_dtype if bias is None else torch.float32  # which the sum with the bias is rounded from, once
+        result = blockwise_product(a, b, inverse_scale_a, inverse_scale_b, out_dtype=dtype, emulate=emulate)
+        result = result if bias is None else (result + bias).to(out_dtype)
+        return result if shape is None or result.shape == shape else _cropped(result, *shape)
+    rowwise, is_cuda = inverse_scale_a.dim() + inverse_scale_b.dim() > 0, a.is_cuda
+    if rowwise:
+        inverse_scale_a = inverse_scale_a.expand(len(a)).contiguous()
+        inverse_scale_b = inverse_scale_b.expand(len(b)).contiguous()
     if (
         fast_accumulation
         and is_cuda

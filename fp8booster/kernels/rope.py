@@ -4,7 +4,7 @@ product of the three gives them.
     y1 = x1 cos1 - x2 sin1          (x1, x2): the halves of a head, as LLaMA has them, or its even and odd places
     y2 = x2 cos2 + x1 sin2
 
-A head that is longer than the angles is rotated in its first places alone.
+A head that is longer than the angles is rotated in its first places alone, or in its last, as in DeepSeek's.
 
 The one tensor holds all heads of q, then of k, then of v; or so for each group of heads by itself, one group behind
 the other, as GPT-NeoX has them.
@@ -32,6 +32,7 @@ def rotate(
     interleaved: bool = False,
     interleaved_angles: bool = False,
     groups: int = 1,
+    last: bool = False,
 ) -> None:
     """Rotate the first heads of every group of every token, `heads` of them in all, in place.
 
@@ -42,8 +43,10 @@ def rotate(
         interleaved: pairs are neighbours, not one of each half.
         interleaved_angles: so are those of the angles.
         groups: of heads, a divisor of those of q and of k.
+        last: the last R places of a head are rotated, not the first.
     """
-    part = qkv.unflatten(2, (groups, -1))[:, :, :, : heads // groups, : cos.shape[-1]]
+    first = qkv.shape[-1] - cos.shape[-1] if last else 0
+    part = qkv.unflatten(2, (groups, -1))[:, :, :, : heads // groups, first : first + cos.shape[-1]]
     x1, x2 = _pairs(part.float(), interleaved)
     (cos1, cos2), (sin1, sin2) = (_pairs(each.float()[:, :, None, None], interleaved_angles) for each in (cos, sin))
     part.copy_(_joined(x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2, interleaved))
@@ -60,23 +63,25 @@ def rotate_back(
     interleaved: bool = False,
     interleaved_angles: bool = False,
     groups: int = 1,
+    last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of `qkv` from those of what it was split into after `rotate`.
 
     Args:
         dq: [B, S, Hq, D], any strides with contiguous heads.
         dk, dv: [B, S, Hkv, D] likewise.
-        cos, sin, interleaved, interleaved_angles, groups: as in `rotate`.
+        cos, sin, interleaved, interleaved_angles, groups, last: as in `rotate`.
 
     Returns:
         ([B, S, Hq + 2 Hkv, D]; float32, whose largest entry is its amax).
     """
     dq, dk, dv = (each.unflatten(2, (groups, each.shape[2] // groups)) for each in (dq, dk, dv))
-    part, rest = torch.cat([dq, dk], 3).tensor_split([cos.shape[-1]], -1)
+    first = dq.shape[-1] - cos.shape[-1] if last else 0
+    before, part, behind = torch.cat([dq, dk], 3).tensor_split([first, first + cos.shape[-1]], -1)
     d1, d2 = _pairs(part.float(), interleaved)
     (cos1, cos2), (sin1, sin2) = (_pairs(each.float()[:, :, None, None], interleaved_angles) for each in (cos, sin))
     rotated = _joined(d1 * cos1 + d2 * sin2, d2 * cos2 - d1 * sin1, interleaved)
-    dqkv = torch.cat([torch.cat([rotated.to(dq.dtype), rest], -1), dv], 3).flatten(2, 3)
+    dqkv = torch.cat([torch.cat([before, rotated.to(dq.dtype), behind], -1), dv], 3).flatten(2, 3)
     return dqkv, amax_of(dqkv)
 
 

@@ -81,10 +81,13 @@ def rotate_kernel(
     INTERLEAVED: tl.constexpr,
     INTERLEAVED_ANGLES: tl.constexpr,
     GROUPED: tl.constexpr,
+    LAST: tl.constexpr,  # whether the last of a head's places are rotated
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """Each program rotates one token; angles repeat after `angle_tokens` tokens."""
+    if LAST:
+        qkv += size - 2 * half
     token = tl.program_id(0).to(tl.int64)
     place = (token % angle_tokens) * (2 * half)
     cos1, cos2, sin1, sin2 = angles(cos, sin, place, half, INTERLEAVED_ANGLES, HALF)
@@ -153,12 +156,19 @@ def back_rotated_heads(
     PARTIAL: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     GROUPED: tl.constexpr,
+    LAST: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """`back_heads` of whole heads, of which 2 `half` values were rotated."""
     if PARTIAL:
-        rest, rest_target = source + 2 * half, target + 2 * half
+        rest, rest_target = source, target
+        if LAST:
+            source += size - 2 * half
+            target += size - 2 * half
+        else:
+            rest += 2 * half
+            rest_target += 2 * half
         rest_half = size // 2 - half
         largest = back_heads(
             rest,
@@ -233,6 +243,7 @@ def rotate_back_kernel(
     INTERLEAVED: tl.constexpr,
     INTERLEAVED_ANGLES: tl.constexpr,
     GROUPED: tl.constexpr,
+    LAST: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
@@ -263,6 +274,7 @@ def rotate_back_kernel(
             PARTIAL,
             INTERLEAVED,
             GROUPED,
+            LAST,
             HALF,
             HEADS,
         )
@@ -285,6 +297,7 @@ def rotate_back_kernel(
             PARTIAL,
             INTERLEAVED,
             GROUPED,
+            LAST,
             HALF,
             HEADS,
         )
@@ -328,6 +341,7 @@ def rotate_triton(
     interleaved: bool = False,
     interleaved_angles: bool = False,
     groups: int = 1,
+    last: bool = False,
 ) -> None:
     """`rotate`."""
     batches, sequence, all_heads, size = qkv.shape
@@ -340,6 +354,7 @@ def rotate_triton(
         INTERLEAVED=interleaved,
         INTERLEAVED_ANGLES=interleaved_angles,
         GROUPED=groups > 1,
+        LAST=last,
         **_tile(half, heads),
     )
 
@@ -354,6 +369,7 @@ def rotate_back_triton(
     interleaved: bool = False,
     interleaved_angles: bool = False,
     groups: int = 1,
+    last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`rotate_back`."""
     batches, sequence, query_heads, size = dq.shape
@@ -366,7 +382,7 @@ def rotate_back_triton(
     sizes = tokens, sequence, *of_heads, size, half, cos.shape[0] * sequence
     strides = dq.stride()[:3], dk.stride()[:3], dv.stride()[:3]
     pairs = interleaved, interleaved_angles
-    _back_launch(programs, sizes, strides, *pairs, groups > 1)(dq, dk, dv, cos, sin, dqkv, partials)
+    _back_launch(programs, sizes, strides, *pairs, groups > 1, last)(dq, dk, dv, cos, sin, dqkv, partials)
     return dqkv, partials
 
 
@@ -378,6 +394,7 @@ def _back_launch(
     interleaved: bool,
     interleaved_angles: bool,
     grouped: bool,
+    last: bool,
 ) -> Launch:
     """Of `rotate_back_kernel`, with the sizes that it takes."""
     _, _, query_heads, _, _, _, size, half, _ = sizes
@@ -389,5 +406,6 @@ def _back_launch(
         INTERLEAVED=interleaved,
         INTERLEAVED_ANGLES=interleaved_angles,
         GROUPED=grouped,
+        LAST=last,
         **_tile(size // 2, query_heads),  # values' heads are copied whole
     )

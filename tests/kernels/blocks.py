@@ -110,6 +110,8 @@ PAIRS = {
     ", neighbours, angles in halves": {"interleaved": True},
     ", neighbours": {"interleaved": True, "interleaved_angles": True},
     ", a group for each head of keys": {"groups": None},
+    ", the last places": {"last": True},
+    ", neighbours of the last places": {"interleaved": True, "last": True},
 }
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import tempfile
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -52,3 +54,13 @@ def stages_of(
 def narrow_accesses(ptx: str) -> list[str]:
     """Loads and stores of global memory that move one value of 8 or 16 bits."""
     return re.findall(r"\b(?:ld|st)\.global\.b(?:8|16)\b", ptx)
+
+
+def sass_of(kernel: Any, types: Mapping[str, str], constants: Mapping[str, object], **options: object) -> str:
+    """What the GPU runs, for sm_90; arguments as in `stages_of`."""
+    cubin = stages_of(kernel, types, constants, **options)["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = str(triton.knobs.nvidia.nvdisasm.path)
+        return subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout

@@ -19,7 +19,8 @@ ENCODED = {"EPS": 1e-5, "RESIDUAL": True, "ENCODE": True, "BLOCK": 4096, **PLAIN
 TILE = {"KIND": "silu", "GATED": True, "TILE_ROWS": 2, "TILE_COLUMNS": 1024}
 OF_CODES = TILE | {"ENCODE": False, "DECODE": True}
 
-ROPE = {"PARTIAL": False, "INTERLEAVED": False, "INTERLEAVED_ANGLES": False, "GROUPED": False, "HALF": 64, "HEADS": 32}
+PAIRS = {"INTERLEAVED": False, "INTERLEAVED_ANGLES": False}
+ROPE = {"PARTIAL": False, **PAIRS, "GROUPED": False, "LAST": False, "HALF": 64, "HEADS": 32}
 
 
 class Types(dict):
@@ -80,6 +81,8 @@ CASES = {
     "rope of neighbours, backward": (rope_triton.rotate_back_kernel, ROPE | {"INTERLEAVED": True, "PARTIAL": True}, 4),
     "rope of groups": (rope_triton.rotate_kernel, ROPE | {"GROUPED": True}, 4),
     "rope of groups, backward": (rope_triton.rotate_back_kernel, ROPE | {"GROUPED": True, "PARTIAL": True}, 4),
+    "rope of the last places": (rope_triton.rotate_kernel, ROPE | {"INTERLEAVED": True, "LAST": True}, 4),
+    "rope of the last places, backward": (rope_triton.rotate_back_kernel, ROPE | {"LAST": True, "PARTIAL": True}, 4),
     "sums of tokens' rows": (
         token_rows_triton.sum_rows_kernel,
         {"WEIGHTED": False, "OF_TOKEN": 2, "ROUNDED": False, "BLOCK": 2048},

@@ -95,7 +95,7 @@ def kernel_differs(device: torch.device, shapes: list[tuple[int, int]], every: b
                     ours, right, amax = both(logits, targets, None, ignore_index)
                     if not within_rounding(ours[0], right[0]) or not same_values(ours[1], logits) or amax is not None:
                         yield f"{case}: losses alone"
-                    for adjusted in ADJUSTED:
+                    for adjusted in ADJUSTED if columns > 1 else ():  # of one, rounding of a difference of equals
                         ours, right, amax = both(logits, targets, factor, ignore_index, **adjusted)
                         if not all(within_rounding(*pair) for pair in zip(ours, right, strict=True)):
                             yield f"{case} {adjusted}"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 import torch
 
 from fp8booster import formats
 from fp8booster.kernels import block_cast
+from fp8booster.kernels.blockwise_cast import blockwise_cast
 from fp8booster.kernels.cast import cast, saturate
+from fp8booster.kernels.delayed_cast import cast_by, note_amax
 from fp8booster.kernels.many_cast import ManyCast
 from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.kernels.rowwise_cast import rowwise_cast
@@ -25,10 +28,17 @@ DEVICE = torch.device("cuda")
 REPEATS = 50
 LAYOUTS = [(True, False), (False, True), (True, True)]
 
-formats_and_scales = pytest.mark.parametrize(
-    ("dtype", "power_of_two"), [(dtype, exact) for dtype in formats.FORMATS for exact in (False, True)]
-)
+formats_and_scales = pytest.mark.parametrize(("dtype", "power_of_two"), list(product(formats.FORMATS, (False, True))))
 sources = pytest.mark.parametrize("source", formats.HIGH_PRECISION)
+# each pair of a source, a format with its kind of scale, and layouts; each triple would be compiled for thrice as long
+casts = pytest.mark.parametrize(
+    ("source", "dtype", "power_of_two", "plain", "transposed"),
+    [
+        (source, dtype, exact, *LAYOUTS[(first + second) % 3])
+        for first, source in enumerate(formats.HIGH_PRECISION)
+        for second, (dtype, exact) in enumerate(product(formats.FORMATS, (False, True)))
+    ],
+)
 
 
 @functools.cache
@@ -56,10 +66,8 @@ def assert_same_every_time(
             assert same(one, other), f"{case}: output {index} of another run"
 
 
-@sources
-@formats_and_scales
-@pytest.mark.parametrize(("plain", "transposed"), LAYOUTS)
-def test_a_cast_is_its_reference(plain, transposed, dtype, power_of_two, source) -> None:
+@casts
+def test_a_cast_is_its_reference(source, dtype, power_of_two, plain, transposed) -> None:
     options = {"plain": plain, "transposed": transposed, "power_of_two": power_of_two}
     for case, matrix in matrices(source).items():
         for amax in (None, 0.5 * amax_of(matrix).expand(3)):
@@ -70,9 +78,36 @@ def test_a_cast_is_its_reference(plain, transposed, dtype, power_of_two, source)
             )
 
 
-@sources
-@formats_and_scales
-@pytest.mark.parametrize(("plain", "transposed"), LAYOUTS)
+@casts
+def test_a_cast_by_the_past_is_its_reference(plain, transposed, dtype, power_of_two, source) -> None:
+    options = {"plain": plain, "transposed": transposed, "power_of_two": power_of_two}
+    past = torch.tensor([1.0, 7.0, 3.0], device=DEVICE)
+
+    def cast_it(matrix: torch.Tensor, implementation=cast_by) -> tuple[torch.Tensor, ...]:
+        *cast, amaxes = implementation(matrix, dtype, past, **options)
+        return *cast, amaxes.max()
+
+    for case, matrix in matrices(source).items():
+        assert_same_every_time(case, functools.partial(cast_it, matrix), cast_it(matrix, cast_by.reference))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, 3e38, float("inf"), float("nan")])
+@pytest.mark.parametrize("new_step", [False, True])
+def test_noting_an_amax_is_its_reference(new_step, value) -> None:
+    for steps in (1, 3, 16, 1000):
+        for count in (1, 5, 9000, 150_000):
+
+            def note_it(implementation=note_amax, steps=steps, count=count) -> tuple[torch.Tensor, ...]:
+                history, amaxes = (torch.arange(1.0 + size, device=DEVICE) for size in (steps, count))
+                amaxes.fill_(0.25)[-1] = value
+                inverse_scale = torch.full((), 0.25, device=DEVICE)
+                implementation(history, amaxes, inverse_scale, new_step=new_step, factor=2.0)
+                return history, inverse_scale
+
+            assert_same_every_time(f"{steps} {count}", note_it, note_it(note_amax.reference))
+
+
+@casts
 def test_a_rowwise_cast_is_its_reference(plain, transposed, dtype, power_of_two, source) -> None:
     options = {"plain": plain, "transposed": transposed, "power_of_two": power_of_two}
     for case, matrix in matrices(source).items():
@@ -80,6 +115,18 @@ def test_a_rowwise_cast_is_its_reference(plain, transposed, dtype, power_of_two,
             case,
             lambda matrix=matrix: rowwise_cast(matrix, dtype, **options),
             rowwise_cast.reference(matrix, dtype, **options),
+        )
+
+
+@casts
+@pytest.mark.parametrize("square", [False, True])
+def test_a_blockwise_cast_is_its_reference(square, plain, transposed, dtype, power_of_two, source) -> None:
+    options = {"square": square, "plain": plain, "transposed": transposed, "power_of_two": power_of_two}
+    for case, matrix in matrices(source).items():
+        assert_same_every_time(
+            case,
+            lambda matrix=matrix: blockwise_cast(matrix, dtype, **options),
+            blockwise_cast.reference(matrix, dtype, **options),
         )
 
 

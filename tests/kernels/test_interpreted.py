@@ -15,11 +15,13 @@ import torch
 
 from fp8booster import formats
 from fp8booster.kernels.adamw import update
+from fp8booster.kernels.blockwise_cast import blockwise_cast
 from fp8booster.kernels.cast import cast
+from fp8booster.kernels.delayed_cast import cast_by, note_amax
 from fp8booster.kernels.norms import norms_of
 from fp8booster.kernels.rowwise_cast import rowwise_cast
 from fp8booster.kernels.shard_cast import cast_shard, unpack
-from fp8booster.scaling import amax_of
+from fp8booster.scaling import amax_of, scale_of
 from tests.kernels.adam_shards import RATES, copied, far_apart, shards
 from tests.kernels.interpreted import interpreted
 from tests.kernels.matrices import VIEWS, exact, same, special, spread
@@ -45,6 +47,7 @@ def compare(case: str, ours: tuple, reference: tuple) -> Iterator[str]:
 
 
 def matrix_casts_differ() -> Iterator[str]:
+    from fp8booster.kernels.blockwise_cast_triton import blockwise_cast_triton
     from fp8booster.kernels.cast_triton import cast_triton
     from fp8booster.kernels.rowwise_cast_triton import rowwise_cast_triton
 
@@ -55,6 +58,10 @@ def matrix_casts_differ() -> Iterator[str]:
         options["power_of_two"] = True
         ours, reference = (f(matrix, dtype, **options) for f in (rowwise_cast_triton, rowwise_cast.reference))
         yield "rowwise cast " + case, ours, reference
+        for square in (False, True):
+            options["square"] = square
+            ours, reference = (f(matrix, dtype, **options) for f in (blockwise_cast_triton, blockwise_cast.reference))
+            yield f"blockwise cast {square} {case}", ours, reference
 
     for (dtype, power_of_two, source), shape in product(SETTINGS, SHAPES):
         for (name, view), (plain, transposed) in product(VIEWS.items(), LAYOUTS):
@@ -77,6 +84,19 @@ def matrix_casts_differ() -> Iterator[str]:
     yield from compare("cast by a given amax", ours, reference)
 
 
+def powers_of_two_differ() -> Iterator[str]:
+    """The kernels find them by exponents, the definition by a division: at every power of two and where one follows."""
+    from fp8booster.kernels.blockwise_cast_triton import blockwise_cast_triton
+
+    powers = torch.arange(0, 255, dtype=torch.int32) << 23
+    mantissas = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x600002, 0x7FFFFF], dtype=torch.int32)
+    amaxes = (powers[:, None] + mantissas).view(torch.float32).flatten()
+    for dtype in formats.FORMATS:
+        *_, inverse_scale, _ = blockwise_cast_triton(amaxes[:, None], dtype, square=False)
+        if not torch.equal(inverse_scale[0, : len(amaxes)], scale_of(amaxes, dtype, power_of_two=True)[1]):
+            yield f"{dtype}"
+
+
 def amaxes_differ() -> Iterator[str]:
     from fp8booster.kernels.cast_triton import amax_partials
 
@@ -84,6 +104,29 @@ def amaxes_differ() -> Iterator[str]:
         matrix = view(spread(shape, source))
         if not torch.equal(amax_partials(matrix).amax(), amax_of(matrix)):
             yield f"amax {name} {shape} {source}"
+
+
+def delayed_casts_differ() -> Iterator[str]:
+    from fp8booster.kernels.delayed_cast_triton import cast_by_triton, note_amax_triton
+
+    past = torch.tensor([3.0, 448.0, 7.0, 1e9])[:3]
+    for (dtype, power_of_two, source), shape, (name, view) in product(SETTINGS, SHAPES, VIEWS.items()):
+        matrix = view(exact(shape, formats.MAX[dtype], source))
+        options = {"transposed": True, "power_of_two": power_of_two}
+        found = [
+            (*given, amaxes.max())
+            for *given, amaxes in (f(matrix, dtype, past, **options) for f in (cast_by_triton, cast_by.reference))
+        ]
+        yield from compare(f"cast by the past {name} {shape} {dtype} {source}", *found)
+    values = (0.0, 1.5, 3e38, math.inf, math.nan)
+    for steps, count, new_step, value in product((1, 3, 64), (1, 5, 9000), (False, True), values):
+        results = []
+        for function in (note_amax_triton, note_amax.reference):
+            history, amaxes, inverse_scale = torch.arange(2.0, 3.0 + steps), torch.zeros(count), torch.tensor(0.25)
+            amaxes[-1] = value
+            function(history, amaxes, inverse_scale, new_step=new_step, factor=2.0)
+            results.append((history, inverse_scale))
+        yield from compare(f"note {steps} {count} {new_step} {value}", *results)
 
 
 def shard_casts_differ() -> Iterator[str]:
@@ -187,7 +230,9 @@ def norms_differ() -> Iterator[str]:
 
 CHECKS: tuple[Callable[[], Iterator[str]], ...] = (
     amaxes_differ,
+    powers_of_two_differ,
     matrix_casts_differ,
+    delayed_casts_differ,
     shard_casts_differ,
     many_casts_differ,
     adam_updates_differ,
