@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8booster.cli.train.metrics import read_metrics
+from fp8booster.cli.metrics import read_metrics
 from tests.colossal.models import tiny_llama
 from tests.distributed import TEST_SECONDS
 

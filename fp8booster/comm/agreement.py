@@ -16,9 +16,10 @@ gives the others `PATIENCE` before it sends, so that all of them raise the same 
 when it is waited for, as its caller may have to do something first that another rank needs. On a GPU an unsettled
 arrival makes the host wait for the stream, once for each new call, but not while a graph is being captured.
 
-With TORCH_DISTRIBUTED_DEBUG at INFO or DETAIL every call is compared; without it, ranks that make two calls which all
-know in another order are not seen. Never compared: sizes of uneven parts, which differ by design; point-to-point
-messages; a `broadcast` on its arrival, which proves that its source has come and no other.
+With TORCH_DISTRIBUTED_DEBUG at INFO or DETAIL every call is compared, but those that a CUDA graph holds; without it,
+ranks that make two calls which all know in another order are not seen. Never compared: sizes of uneven parts, which
+differ by design; point-to-point messages; a `broadcast` on its arrival, which proves that its source has come and no
+other.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
+
+from fp8booster.comm.replays import note
 
 PATIENCE = timedelta(seconds=10)
 """How long a blocking call that is new waits for the other ranks before it sends."""
@@ -50,6 +53,10 @@ class _Calls:
         self.store: dist.Store = dist.PrefixStore("fp8booster", _get_process_group_store(group))
         self.always = dist.get_debug_level() != dist.DebugLevel.OFF
         self.compares = True
+
+    def enter(self) -> None:
+        """Count a call."""
+        self.count += 1
 
 
 class Claim:
@@ -156,8 +163,9 @@ def claim(
         return None
     signature = (name, *what.values())
     with calls.lock:
-        number, calls.count = calls.count, calls.count + 1
-        if signature in calls.known and not calls.always:
+        number = calls.count
+        is_called = note(calls.enter)
+        if signature in calls.known and not (calls.always and is_called):
             return None
         calls.known.add(signature)
     text = f"{name}({', '.join(f'{key}={value}' for key, value in what.items())})"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.agreement import claim
-from fp8booster.comm.encoding import Options, settings
+from fp8booster.comm.encoding import Options, purpose, settings
 from fp8booster.comm.one_sided import Mailbox, mailbox_of, queued_transfer
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.threshold import Op, ReduceOp, group_or_all, ranks_of, uncompressed_reason
@@ -115,11 +116,17 @@ class Call:
         """
         count_encoded(self.name, self.ranks, self.given, sent)
         mailbox = self.mailbox
-        if mailbox is None or one_sided is None:
+        if mailbox is not None and one_sided is not None:
+            begin = partial(_read_from_peers, one_sided, mailbox, outputs)
+        before, purpose.name = purpose.name, self.name
+        try:
             return run(begin, inputs, outputs, self.group, self.async_op, self.claimed)
+        finally:
+            purpose.name = before
 
-        def read_from_peers(asynchronous: bool) -> Transfer:
-            one_sided(mailbox)
-            return queued_transfer(asynchronous, outputs)
 
-        return run(read_from_peers, inputs, outputs, self.group, self.async_op, self.claimed)
+def _read_from_peers(
+    one_sided: Callable[[Mailbox], None], mailbox: Mailbox, outputs: Sequence[Tensor], asynchronous: bool
+) -> Transfer:
+    one_sided(mailbox)
+    return queued_transfer(asynchronous, outputs)

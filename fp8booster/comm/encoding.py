@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -15,6 +16,22 @@ from fp8booster.kernels.message_layout import Message, MessageLayout
 
 SMALLEST_BLOCK = 32
 LARGEST_BLOCK = 4096
+
+
+Observer = Callable[[str, Tensor | Sequence[Tensor], Tensor, MessageLayout, torch.dtype], None]
+"""Sees what was cast for a message: what it is for, the values, the message, its layout and format."""
+
+observers: list[Observer] = []
+"""Called after each cast to a message."""
+
+
+class _Purpose(threading.local):
+    """What this thread encodes messages for."""
+
+    name = "send"
+
+
+purpose = _Purpose()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +73,8 @@ class Encoding:
     def encode(self, values: Tensor | Sequence[Tensor], message: Tensor, layout: MessageLayout) -> None:
         """Cast values and write them with their scales to a message (`block_cast.encode`)."""
         block_cast.encode(values, message, layout, self.format, self.power_of_two)
+        for observe in observers:
+            observe(purpose.name, values, message, layout, self.format)
 
     def decode(self, message: Message, values: Tensor, layout: MessageLayout) -> None:
         """Write the values of a message to a tensor (`block_cast.decode`)."""

@@ -120,7 +120,16 @@ class Mailbox:
         self._stream, self._stream_handle = stream, handle
 
     def _next_region(self) -> Tensor:
-        """This rank's memory for the next message."""
+        """This rank's memory for the next message.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured, which would write the same region at every replay.
+        """
+        if self._memory.own.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph cannot hold collectives that read from peers, which alternate between two regions of "
+                "memory; call fp8booster.comm.stop_one_sided(group), or capture less"
+            )
         self._written = 1 - self._written
         return self._regions[self._written]
 

@@ -6,10 +6,12 @@ import copy
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
+from fp8booster.comm.replays import note
 from fp8booster.monitor.traffic import bytes_sent
 
 
@@ -97,13 +99,13 @@ def count_encoded(
         collective: the plain one, where the row has another name.
     """
     wire = sum([bytes_sent(transport, given, ranks) for transport, given in transports.items()])
-    _count(name, bytes_sent(collective or name, payload, ranks), wire, None)
+    note(partial(_count, name, bytes_sent(collective or name, payload, ranks), wire, None))
 
 
 def count_plain(name: str, ranks: int, payload: int, reason: str, collective: str | None = None) -> None:
     """Count a call that goes uncompressed; arguments as in `count_encoded`."""
     sent = bytes_sent(collective or name, payload, max(ranks, 1))
-    _count(name, sent, sent, reason)
+    note(partial(_count, name, sent, sent, reason))
 
 
 def _count(name: str, raw: int, wire: int, reason: str | None) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from enum import Enum
 from typing import Any
 
 import torch
 
-_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
 
 
 class Unsupported(Exception):

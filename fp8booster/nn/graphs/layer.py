@@ -14,7 +14,8 @@ from torch import nn
 from fp8booster.nn.graphs import recorder
 from fp8booster.nn.graphs.arguments import Unsupported, flatten
 from fp8booster.nn.graphs.pair import GraphPair, Moved
-from fp8booster.nn.modules import ONLY_WAITS, cached_by_class, is_looked_at, members_of_made
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import cached_by_class, is_looked_at, members_of_made, wait_for_parameters
 from fp8booster.nn.weights.pinned import Record, Use, collected_uses
 
 WARM_UP = 3
@@ -61,6 +62,9 @@ class _Shared:
         self.failure: str | None = None
         """Why a capture broke off. The memory that it took is lost, so no other is tried."""
 
+        self.is_looked_inside: Callable[[], bool] = lambda: False
+        """Whether layers run eagerly now, for somebody looks at what passes in them."""
+
         self._records: dict[torch.device, Record | None] = {}
 
     def record_on(self, device: torch.device) -> Record | None:
@@ -100,6 +104,9 @@ class LayerGraphs:
                 self.why_not = "checkpointing computes it again within backward; use use_reentrant=False"
             return forward(*args, **kwargs)
         self._ran_without_gradients = False
+        if self._shared.is_looked_inside():
+            self.why_not = "a recording samples this step"
+            return forward(*args, **kwargs)
         given: list[torch.Tensor] = []
         kind: _Kind | None = None
         self.why_not = self._why_never(layer)
@@ -130,6 +137,8 @@ class LayerGraphs:
         for module in modules:
             if "experts" in module._modules:
                 return "the host must know how many tokens an expert gets"
+            if isinstance(module, FP8Layer) and module.fp8_config.remembers_amaxes:
+                return f"{module.fp8_config.scaling} scales, of which a graph cannot tell when a step begins"
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
                 return "hooks of a module inside must run"
             for parameter in module._parameters.values():
@@ -169,7 +178,7 @@ class LayerGraphs:
     ) -> tuple[GraphPair | None, str | None]:
         """The graphs for a call, captured now if need be, or why there are none."""
         for module in self._modules:  # a replay calls none of them
-            _wait(module)
+            wait_for_parameters(module)
         for pair in kind.pairs:
             if pair.is_free:
                 return pair, None
@@ -255,13 +264,6 @@ def _autocast(given: list[torch.Tensor]) -> Hashable:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _wait(module: nn.Module) -> None:
-    """Run the hooks of a module that only wait for its parameters."""
-    for hook in module._forward_pre_hooks.values():
-        if getattr(hook, ONLY_WAITS, False):
-            hook(module, ())
-
-
 class CapturedLayer(nn.Module):
     """Mixin of a layer that is replayed where it can be."""
 
@@ -295,6 +297,20 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
         layer.__dict__["fp8_graphs"] = LayerGraphs(shared)
         layer.__class__ = _captured_class(type(layer))
     return len(layers)
+
+
+def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None]:
+    """Let captured layers of a model run eagerly where `when()` is true; returns what ends it."""
+    shared = {module.fp8_graphs._shared for module in model.modules() if isinstance(module, CapturedLayer)}
+    before = {each: each.is_looked_inside for each in shared}
+    for each in shared:
+        each.is_looked_inside = when
+
+    def end() -> None:
+        for each, was in before.items():
+            each.is_looked_inside = was
+
+    return end
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 import torch
 
+from fp8booster.comm.replays import noted_at_replays
+
 Made = TypeVar("Made")
 
 
@@ -42,7 +44,8 @@ class Recorder:
                 # other threads, such as NCCL's watchdog, may ask for events meanwhile
                 graph.capture_begin(pool=self._passing if passing else None, capture_error_mode="thread_local")
                 try:
-                    made = work()
+                    with noted_at_replays() as note_calls:
+                        made = work()
                 except BaseException:
                     with suppress(RuntimeError):  # it was invalid by then
                         graph.capture_end()
@@ -52,7 +55,12 @@ class Recorder:
             if collects:
                 gc.enable()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        return graph.replay, made
+
+        def replay() -> None:
+            graph.replay()
+            note_calls()
+
+        return replay, made
 
 
 def recorder_for(device: torch.device) -> Recorder | None:

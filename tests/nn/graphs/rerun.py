@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fp8booster.comm.replays import noted_at_replays
 from fp8booster.nn.weights.pinned import are_copies_held, copies_are_held
 
 
@@ -22,15 +23,18 @@ class Rerun:
         self.captured += 1
         held = copies_are_held if are_copies_held() else nullcontext
         casts = torch.is_autocast_enabled("cpu")
-        places = work()
+        with noted_at_replays() as note_calls:
+            places = work()
         _overwrite(places)  # a capture computes nothing
         if passing:
             self._passing.append(places)
 
         def replay() -> None:
             self.replayed += 1
-            with torch.enable_grad(), held(), torch.autocast("cpu", enabled=casts):  # as it was captured
+            as_captured = torch.autocast("cpu", enabled=casts)
+            with torch.enable_grad(), held(), as_captured, noted_at_replays():  # a graph runs no Python
                 results = work()
+            note_calls()
             if passing:
                 for other in self._passing:  # they have one memory
                     _overwrite(other)

@@ -1,0 +1,54 @@
+"""Calls that a CUDA graph holds are counted when it is replayed, on the CPU in the place of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8booster import comm
+from fp8booster.comm import one_sided
+from fp8booster.comm.replays import noted_at_replays
+from tests.distributed import run_ranks
+
+
+def calls() -> int:
+    return comm.statistics()["all_reduce"].calls
+
+
+def one_rank_replays() -> list[int]:
+    """How often the rank has counted its calls; then all ranks make one that is new to them."""
+    comm.reset_statistics()
+    values = torch.ones(3000)
+    comm.all_reduce(values)
+    counted = [calls()]
+    if dist.get_rank():
+        for _ in range(2):
+            comm.all_reduce(values)
+        counted += [1, calls()]
+    else:
+        with noted_at_replays() as note_calls:
+            comm.all_reduce(values)
+        counted.append(calls())
+        with noted_at_replays():  # what a replay does, without its Python
+            comm.all_reduce(values)
+        note_calls()
+        note_calls()
+        counted.append(calls())
+    comm.all_reduce(torch.ones(5000))  # compared under its number among the calls
+    return counted
+
+
+def test_a_rank_that_replays_counts_as_one_that_does_not() -> None:
+    assert run_ranks(one_rank_replays, 2) == [[1, 1, 3]] * 2
+
+
+def test_a_graph_holds_no_message_that_alternates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    gpu = torch.device("cuda", 0)
+    with FakeTensorMode():
+        own = torch.zeros(64, dtype=torch.uint8, device=gpu)
+        mailbox = one_sided.Mailbox(0, gpu, one_sided.PeerMemory(own, torch.zeros(1, dtype=torch.int64), lambda: None))
+    with pytest.raises(RuntimeError, match="alternate between two regions"):
+        mailbox._next_region()
