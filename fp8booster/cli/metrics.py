@@ -31,6 +31,9 @@ class StepMetrics:
     """Bytes sent in this step (monitor.traffic)."""
 
 
+_FIELDS = get_type_hints(StepMetrics)
+
+
 class MetricsLog:
     """Writes `metrics.jsonl` and `tensorboard/` in a folder."""
 
@@ -63,8 +66,8 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 
 def _metrics(line: str, name: str) -> StepMetrics:
     remedy = "put it right, or move the file away: the run's curve begins anew then"
-    values = parse_record(line, name, get_type_hints(StepMetrics), remedy)
-    require_known(values, name, get_type_hints(StepMetrics))
+    values = parse_record(line, name, _FIELDS, remedy)
+    require_known(values, name, _FIELDS)
     return StepMetrics(**values)
 
 

@@ -1,0 +1,34 @@
+"""`fp8booster plot` on the command line: a run as one HTML page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def plot(
+    run: Annotated[Path, typer.Argument(help="Folder of a run, as `fp8booster train --out` names it.")],
+    against: Annotated[Path | None, typer.Option(help="Folder of a run to compare the loss with.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The page's file (default: page.html in the run's folder).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead, without a page.")] = False,
+) -> None:
+    """Show a run as one HTML page: losses, what FP8 does to each tensor, worst layers first, and what to change.
+
+    The page needs no network.
+    """
+    from .run import PAGE, read_run  # imports numpy
+
+    found = read_run(run)
+    if as_json:
+        typer.echo(json.dumps(found.as_record(), indent=2))
+        return
+    from .page import write_page  # imports matplotlib
+
+    path = out or run / PAGE
+    write_page(path, found, None if against is None else read_run(against))
+    for each in found.advice:
+        typer.echo(f"--fp8-option {each.option}: {each.reason}" if each.option else each.reason)
+    typer.echo(f"The page is in {path}.")

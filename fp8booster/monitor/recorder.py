@@ -1,0 +1,295 @@
+"""Samples what casts do to tensors, on the device, and brings it to rank 0 when the host has to wait for nothing.
+
+    a sampled step        each cast leaves sums of its tensor on the device (`kernels.cast_statistics`)
+    when it ends          they are copied to the host, which goes on
+    when the next ends    they have arrived: other ranks leave theirs in the process group's store, and rank 0 writes
+                          the tensors of all
+
+In each step, the scales of inputs and gradients are remembered, which exist anyway: one that is no number tells where a
+step went bad, when somebody asks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
+
+from fp8booster.kernels.alignment import BLOCK
+from fp8booster.kernels.blockwise_cast import scales_of_groups
+from fp8booster.kernels.cast_statistics import cast_statistics
+from fp8booster.kernels.message_layout import MessageLayout, side_by_side
+from fp8booster.listing import first_of
+from fp8booster.monitor.scales import FORMAT_NAMES, Key, Totals, merged, row_of
+from fp8booster.monitor.sinks import Sink
+from fp8booster.monitor.watchdog import Warnings, Watchdog
+from fp8booster.tensor import QuantizedMatrix
+
+PATIENCE = timedelta(seconds=120)
+"""How long rank 0 waits for what another rank has sampled in a step that it has taken."""
+
+_made = itertools.count()
+
+
+class _Sampled(NamedTuple):
+    """One cast of a sampled step."""
+
+    key: Key
+    values: int
+    parts: torch.Tensor
+    inverse_scale: torch.Tensor
+    """[], the largest."""
+    stream: torch.cuda.Stream | None
+
+
+class _Copied(NamedTuple):
+    """A sampled step on its way to the host."""
+
+    step: int
+    keys: list[tuple[Key, int]]
+    tables: list[torch.Tensor]
+    """Of each device, on the host: float64 [casts, figures]."""
+    arrived: list[torch.cuda.Event]
+
+
+class Seen(NamedTuple):
+    """A cast of the step that is being taken."""
+
+    layer: str
+    role: str
+    inverse_scale: torch.Tensor
+
+
+class Recorder:
+    """What a rank records. All ranks make one alike, and end their steps alike.
+
+    Args:
+        every: steps from one that is sampled to the next; the first is sampled too.
+        sinks: where rank 0 writes.
+        header: their first line.
+        done: steps that are taken already.
+        rules: what is warned of.
+        warn: takes the sentences, on rank 0.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        sinks: Sequence[Sink],
+        header: Mapping[str, Any],
+        done: int,
+        rules: Watchdog,
+        warn: Callable[[str], object],
+    ) -> None:
+        self.step = done + 1
+        """The one that is being taken."""
+        self.seen: list[Seen] = []
+        """Casts of inputs and gradients in this step, in their order."""
+        self._every, self._sinks, self._warn = every, list(sinks), warn
+        self._warnings = Warnings(rules)
+        self._sampled: list[_Sampled] = []
+        self._copied: _Copied | None = None
+        self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._number = next(_made)
+        if self.rank == 0:
+            for sink in self._sinks:
+                sink.begin(dict(header), done)
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether this step is sampled."""
+        return self.step == 1 or self.step % self._every == 0
+
+    def note(self, layer: str, role: str, values: torch.Tensor, quantized: QuantizedMatrix, remember: bool) -> None:
+        """A tensor was cast.
+
+        Args:
+            layer, role: whose, and what it is there.
+            values: [..., C].
+            quantized: what was made of it.
+            remember: in each step, for `seen`.
+        """
+        if remember:
+            self.seen.append(Seen(layer, role, quantized.inverse_scale))
+        if self.is_sampling:
+            matrix = values.detach().reshape(-1, values.shape[-1])
+            if quantized.data.numel() and quantized.has_factors:
+                matrix, data, inverse_scale = matrix.t(), quantized.data.t(), quantized.scale_of_transpose()
+            elif quantized.data.numel():
+                data, inverse_scale = quantized.data, quantized.inverse_scale
+            else:
+                matrix, data, inverse_scale = matrix.t(), quantized.transpose, quantized.scale_of_transpose()
+            if inverse_scale.dim() == 2:
+                inverse_scale = scales_of_groups(data, inverse_scale)
+            self.sample(layer, role, matrix, data, inverse_scale)
+
+    def sample(
+        self, layer: str, role: str, matrix: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor
+    ) -> None:
+        """Leave on the device what a cast did; arguments as in `cast_statistics`."""
+        stream = torch.cuda.current_stream(matrix.device) if matrix.is_cuda else None
+        if inverse_scale.dim():
+            inverse_scale = inverse_scale[: matrix.shape[0]]
+        parts = cast_statistics(matrix, data, inverse_scale)
+        key = layer, role, FORMAT_NAMES[str(data.dtype)]
+        self._sampled.append(_Sampled(key, matrix.numel(), parts, _largest(data, inverse_scale), stream))
+
+    def note_message(
+        self,
+        name: str,
+        values: torch.Tensor | Sequence[torch.Tensor],
+        message: torch.Tensor,
+        layout: MessageLayout,
+        dtype: torch.dtype,
+    ) -> None:
+        """Values were cast for a message; arguments as in `comm.encoding.Observer`."""
+        if not self.is_sampling or (message.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+        flat = values if isinstance(values, torch.Tensor) else side_by_side(values, len(layout.counts))
+        for start, count, offset, size in zip(layout.starts, layout.counts, layout.offsets, layout.sizes, strict=True):
+            behind = offset + layout.payload_bytes(count)
+            data, scales = message[offset:behind].view(dtype), message[behind : offset + size].view(torch.float32)
+            part = flat[start : start + count]
+            block = layout.block_size or max(1, count)
+            whole = len(part) // block * block
+            for first, last, columns in ((0, whole, block), (whole, len(part), len(part) - whole)):
+                if first < last:
+                    rows, cast = part[first:last].view(-1, columns), data[first:last].view(-1, columns)
+                    of_rows = scales[first // block :][: len(rows)]
+                    self.sample(name, "message", rows, cast, of_rows)
+
+    def end_step(self) -> None:
+        """The step is taken: write the sample before, and begin to copy that of this step to the host."""
+        self._write_copied(PATIENCE)
+        if self.is_sampling:
+            self._copied = self._copy()
+        self._sampled = []
+        self.seen = []
+        self.step += 1
+
+    def close(self, patience: timedelta = PATIENCE) -> None:
+        """Write what is on its way; a step that is not over is left out."""
+        self._write_copied(patience)
+        self._sampled, self.seen = [], []
+        if self.rank == 0:
+            for sink in self._sinks:
+                sink.close()
+
+    def _copy(self) -> _Copied:
+        by_device: dict[torch.device, list[_Sampled]] = {}
+        for sampled in self._sampled:
+            by_device.setdefault(sampled.parts.device, []).append(sampled)
+        copied = _Copied(self.step, [], [], [])
+        for device, casts in by_device.items():
+            if device.type == "cuda":
+                _let_read(device, casts)
+            table = _table(casts)
+            copied.keys.extend((each.key, each.values) for each in casts)
+            if device.type == "cuda":
+                host = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+                host.copy_(table, non_blocking=True)
+                copied.arrived.append(torch.cuda.current_stream(device).record_event())
+                table = host
+            copied.tables.append(table)
+        return copied
+
+    def _write_copied(self, patience: timedelta) -> None:
+        copied, self._copied = self._copied, None
+        if copied is None:
+            return
+        for event in copied.arrived:
+            event.synchronize()  # long over: the host is a step ahead at most
+        rows = itertools.chain.from_iterable(table.numpy() for table in copied.tables)
+        own: dict[Key, Totals] = {}
+        for (key, count), (amax, *sums, inverse_scale) in zip(copied.keys, rows, strict=True):
+            totals = Totals._make((float(amax), float(inverse_scale), count, *map(float, sums), 1))
+            own[key] = own[key].merged(totals) if key in own else totals
+        everyone = self._of_all_ranks(copied.step, own, patience)
+        if self.rank == 0:
+            written = [row_of(copied.step, key, totals) for key, totals in merged(everyone).items()]
+            for sink in self._sinks:
+                sink.write(written)
+            for sentence in self._warnings.of(written):
+                self._warn(sentence)
+
+    def _of_all_ranks(self, step: int, own: dict[Key, Totals], patience: timedelta) -> list[Mapping[Key, Totals]]:
+        """What each rank sampled, on rank 0."""
+        if self.ranks == 1:
+            return [own]
+        store, key = self.store(), f"step{step}/"
+        if self.rank:
+            put(store, f"{key}{self.rank}", {name: tuple(totals) for name, totals in own.items()})
+            return []
+        everyone: list[Mapping[Key, Totals]] = [own]
+        late = []
+        for rank in range(1, self.ranks):
+            try:
+                store.wait([f"{key}{rank}"], patience)
+            except RuntimeError:  # each store has another for it
+                late.append(str(rank))
+                patience = timedelta(seconds=1)
+                continue
+            everyone.append({name: Totals(*values) for name, values in take(store, f"{key}{rank}").items()})
+            store.delete_key(f"{key}{rank}")
+        if late:
+            self._warn(f"The records of step {step} lack what rank {first_of(late)} sampled, which did not come.")
+        return everyone
+
+    def store(self) -> dist.Store:
+        """Where ranks leave what others read."""
+        # not a group's collective: GPU ranks have none for objects that leaves the device alone
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return dist.PrefixStore(f"fp8booster/scales{self._number}", _get_default_store())
+
+
+def put(store: dist.Store, key: str, value: object) -> None:
+    """Leave a value for other ranks."""
+    store.set(key, pickle.dumps(value))  # type: ignore[arg-type] # the annotation knows text alone
+
+
+def take(store: dist.Store, key: str) -> Any:
+    """What another rank left by `put`."""
+    return pickle.loads(store.get(key))
+
+
+def _largest(data: torch.Tensor, inverse_scale: torch.Tensor) -> torch.Tensor:
+    """The largest inverse scale of values that are not zero, []; the scale of zeros is 1, and tells nothing."""
+    if inverse_scale.dim() == 0:
+        return inverse_scale
+    codes = data[: len(inverse_scale)].view(torch.uint8).bitwise_and(0x7F)
+    if inverse_scale.dim() == 2:
+        codes = codes.unflatten(1, (-1, BLOCK))
+    return torch.where(codes.any(-1), inverse_scale, 0.0).amax()
+
+
+def _let_read(device: torch.device, casts: Sequence[_Sampled]) -> None:
+    """Let the current stream read what casts on other streams left."""
+    current = torch.cuda.current_stream(device)
+    for stream in {each.stream for each in casts if each.stream is not None} - {current}:
+        current.wait_stream(stream)
+    for each in casts:
+        if each.stream != current:
+            each.parts.record_stream(current)
+            each.inverse_scale.record_stream(current)
+
+
+def _table(casts: Sequence[_Sampled]) -> torch.Tensor:
+    """A row for each cast: amax, sums, inverse scale."""
+    every = [each.parts for each in casts]
+    alike = len({len(parts) for parts in every}) == 1
+    parts = torch.stack(every) if alike else pad_sequence(every, batch_first=True)
+    scales = [each.inverse_scale for each in casts]
+    return torch.cat([parts[:, :, :1].amax(1), parts[:, :, 1:].sum(1), torch.stack(scales).double()[:, None]], dim=1)
+
+
+def warn(sentence: str) -> None:
+    """A Python warning."""
+    warnings.warn(sentence, stacklevel=2)

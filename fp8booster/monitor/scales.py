@@ -1,0 +1,107 @@
+"""What FP8 did to one tensor in one step: sums that ranks and micro-batches add up, and the line that they become."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+Key = tuple[str, str, str]
+"""(layer, role, format)"""
+
+FORMAT_NAMES = {"torch.float8_e4m3fn": "e4m3", "torch.float8_e5m2": "e5m2"}
+
+
+class Totals(NamedTuple):
+    """Of all parts of a tensor: those of ranks, of micro-batches, of rows."""
+
+    amax: float
+    """Of the finite values."""
+    inverse_scale: float
+    """The largest, that of the tensor's amax; NaN where one is."""
+    values: int
+    nonzero: float
+    """Finite values that are not zero."""
+    flushed: float
+    """Of these, those that became zero."""
+    saturated: float
+    """Finite values beyond the format's largest one at their scale."""
+    non_finite: float
+    signal: float
+    """Sum of squares of the finite values."""
+    noise: float
+    """Sum of squares of what the cast changed them by."""
+    ranks: int = 1
+
+    def merged(self, other: Totals, of_other_rank: bool = False) -> Totals:
+        """Those of two parts."""
+        inverse_scales = self.inverse_scale, other.inverse_scale
+        return Totals._make(
+            (
+                max(self.amax, other.amax),
+                math.nan if any(map(math.isnan, inverse_scales)) else max(inverse_scales),
+                *(one + another for one, another in zip(self[2:9], other[2:9], strict=True)),
+                self.ranks + other.ranks if of_other_rank else max(self.ranks, other.ranks),
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleRow:
+    """One tensor in one sampled step, of all ranks and micro-batches together."""
+
+    step: int
+    layer: str
+    """Path in the model, as `named_modules` has it; of layers that share a cast, the last parts joined by "+"."""
+    role: str
+    """"weight", "input", "output gradient" or "message"."""
+    format: str
+    """"e4m3" or "e5m2"."""
+    amax: float
+    """Of the finite values."""
+    scale: float | None
+    """What values were multiplied by, the smallest of several; None: no number, as for a tensor that is not finite."""
+    flushed: float
+    """Share of the nonzero values that became zero."""
+    saturated: float
+    """Share of the values beyond the largest that the format holds at this scale, which were clipped."""
+    snr_db: float | None
+    """10 log10 (sum of squares of values / sum of squares of the cast's errors); None: no number, as without errors."""
+    non_finite: int
+    """Values that are NaN or infinite."""
+    outlier: float | None
+    """amax / root mean square of the values; None: no number, as where all are zero."""
+    ranks: int
+    """Ranks that hold a part of the tensor, or a copy."""
+
+
+def row_of(step: int, key: Key, totals: Totals) -> ScaleRow:
+    """The line of a tensor."""
+    layer, role, format = key
+    finite = totals.values - totals.non_finite
+    measured = totals.signal > 0 and totals.noise > 0
+    scale = 1 / totals.inverse_scale if totals.inverse_scale > 0 else math.nan
+    return ScaleRow(
+        step=step,
+        layer=layer,
+        role=role,
+        format=format,
+        amax=totals.amax,
+        scale=scale if math.isfinite(scale) else None,
+        flushed=totals.flushed / max(1, totals.nonzero),
+        saturated=totals.saturated / max(1, totals.values),
+        snr_db=10 * math.log10(totals.signal / totals.noise) if measured else None,
+        non_finite=int(totals.non_finite),
+        outlier=totals.amax / math.sqrt(totals.signal / finite) if totals.signal > 0 else None,
+        ranks=totals.ranks,
+    )
+
+
+def merged(parts: Iterable[Mapping[Key, Totals]]) -> dict[Key, Totals]:
+    """The totals of several ranks as one."""
+    whole: dict[Key, Totals] = {}
+    for part in parts:
+        for key, totals in part.items():
+            whole[key] = whole[key].merged(totals, of_other_rank=True) if key in whole else totals
+    return whole

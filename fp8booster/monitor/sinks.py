@@ -1,0 +1,149 @@
+"""Where lines of what FP8 did to tensors go: a file of JSON lines, TensorBoard, or what a user writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast, get_type_hints
+
+from fp8booster.files import write_whole
+from fp8booster.monitor.scales import ScaleRow
+from fp8booster.reading import parse_record, require_known
+
+KIND = "scales"
+FILE = "scales.jsonl"
+
+_REMEDY = "put it right, or move the file away: what is recorded begins anew then"
+
+
+class Sink(Protocol):
+    """Takes lines on rank 0."""
+
+    def begin(self, header: dict[str, Any], done: int) -> None:
+        """Once, before anything is written.
+
+        Args:
+            header: {"fp8booster": version, "kind": "scales", "every": N, "config": {...}, "layers": {"fp8": n, ...}}.
+            done: steps that are taken already; lines of later ones are of a branch that was left.
+        """
+
+    def write(self, rows: Sequence[ScaleRow]) -> None:
+        """All tensors of one sampled step."""
+
+    def close(self) -> None:
+        """Once, after everything is written."""
+
+
+class JsonLines:
+    """A file with the header in its first line and then one line for each tensor and sampled step.
+
+    Args:
+        path: continued where it is there, without the lines of steps that are not done.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    def begin(self, header: dict[str, Any], done: int) -> None:
+        """As `Sink.begin`; the header is that of the last run that wrote here.
+
+        Raises:
+            ValueError: the file that is there is another.
+            OSError: it cannot be written.
+        """
+        rows = read_scales(self.path)[1] if self.path.exists() and done else []
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [_line(dataclasses.asdict(row)) for row in rows if row.step <= done]
+        write_whole(self.path, "".join([_line(header), *kept]))
+        self._stream = self.path.open("a", encoding="utf-8")
+
+    def write(self, rows: Sequence[ScaleRow]) -> None:
+        """As `Sink.write`; the step is on its way to the disk when it returns."""
+        self._stream.write("".join(_line(dataclasses.asdict(row)) for row in rows))
+        self._stream.flush()
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class TensorBoard:
+    """Scalars named role/figure/layer.
+
+    Args:
+        folder: of the event files.
+    """
+
+    FIGURES = ("amax", "scale", "flushed", "saturated", "snr_db", "non_finite", "outlier")
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def begin(self, header: dict[str, Any], done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(str(self.folder), purge_step=done + 1)
+        self._board.add_text(KIND, json.dumps(header))
+
+    def write(self, rows: Sequence[ScaleRow]) -> None:
+        for row in rows:
+            for figure in self.FIGURES:
+                value = getattr(row, figure)
+                if value is not None:
+                    self._board.add_scalar(f"{row.role}/{figure}/{row.layer}", value, row.step)
+
+    def close(self) -> None:
+        self._board.close()
+
+
+def sinks_of(given: str | Path | Sink | Sequence[Sink] | None) -> list[Sink]:
+    """What a user gave, where a path is a file of JSON lines.
+
+    Raises:
+        TypeError: it is no sink.
+    """
+    if given is None:
+        return []
+    if isinstance(given, str | Path):
+        return [JsonLines(given)]
+    sinks: list[Sink] = [*cast(Sequence[Sink], given)] if isinstance(given, Sequence) else [given]
+    for sink in sinks:
+        if not all(callable(getattr(sink, name, None)) for name in ("begin", "write", "close")):
+            raise TypeError(
+                f"{sink!r} is no sink: give a path for JSON lines, or objects with begin, write and close "
+                "(fp8booster.monitor.sinks.Sink)"
+            )
+    return sinks
+
+
+def read_scales(path: str | Path) -> tuple[dict[str, Any], list[ScaleRow]]:
+    """The header and the lines of a file, a last line that a kill cut short left out.
+
+    Raises:
+        ValueError: a line is none of them; the sentence names it.
+        OSError: the file cannot be read.
+    """
+    lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
+    if not lines:
+        raise ValueError(f"{path} is empty, without the line that tells what it is; {_REMEDY}.")
+    name = f"Line 1 of {path}"
+    header = parse_record(lines[0], name, {"kind": str, "every": int, "config": dict, "layers": dict}, _REMEDY)
+    if header["kind"] != KIND:
+        raise ValueError(f"{path} is a file of {header['kind']!r} and not of {KIND!r}; give {FILE} of a run.")
+    return header, [_row(line, f"Line {number} of {path}") for number, line in enumerate(lines[1:], 2)]
+
+
+_FIELDS = {
+    name: (float, type(None)) if hint == float | None else hint for name, hint in get_type_hints(ScaleRow).items()
+}
+
+
+def _row(line: str, name: str) -> ScaleRow:
+    values = parse_record(line, name, _FIELDS, _REMEDY)
+    require_known(values, name, _FIELDS)
+    return ScaleRow(**values)
+
+
+def _line(values: dict[str, Any]) -> str:
+    return json.dumps(values, allow_nan=False) + "\n"

@@ -1,0 +1,109 @@
+"""Rules by which what was recorded is worth a warning, before the loss shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from fp8booster.monitor.scales import ScaleRow
+
+ON_NONFINITE = ("raise", "skip", "warn")
+
+_MOST = 5
+"""Warnings of a step that are given in full."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watchdog:
+    """What is warned of, and what happens to a step whose gradients are not finite.
+
+    Raises:
+        ValueError: a field has a value that is not allowed.
+    """
+
+    on_nonfinite: str = "raise"
+    """What `Monitor.allows_step` does with such a step on all ranks: "raise", "skip" it, or "warn" and take it."""
+
+    saturated: float | None = 0.001
+    """Warn where a larger share of a tensor's values is clipped; None: never. Real-time scales clip none."""
+
+    flushed: float | None = 0.25
+    """Warn where a larger share of a tensor's nonzero values becomes zero; None: never."""
+
+    outlier_growth: float | None = 8.0
+    """Warn where amax over root mean square has grown by more than this factor since the tensor's first sample; None:
+    never."""
+
+    def __post_init__(self) -> None:
+        if self.on_nonfinite not in ON_NONFINITE:
+            choices = " or ".join(map(repr, ON_NONFINITE))
+            raise ValueError(f"Watchdog.on_nonfinite is {self.on_nonfinite!r}; use {choices}")
+        for name, least, most in (("saturated", 0, 1), ("flushed", 0, 1), ("outlier_growth", 1, float("inf"))):
+            value = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f"Watchdog.{name} is {value!r}; use a number from {least} to {most}, or None")
+
+
+class Warnings:
+    """Finds what is worth a warning, each but once for a tensor.
+
+    Args:
+        rules: the thresholds.
+    """
+
+    def __init__(self, rules: Watchdog) -> None:
+        self._rules = rules
+        self._first: dict[tuple[str, str], float] = {}
+        self._given: set[tuple[str, str, str]] = set()
+
+    def of(self, rows: Iterable[ScaleRow]) -> list[str]:
+        """Sentences about the tensors of a sampled step."""
+        found = []
+        for row in rows:
+            for kind, sentence in self._of_tensor(row):
+                if (row.layer, row.role, kind) not in self._given:
+                    self._given.add((row.layer, row.role, kind))
+                    found.append(f"Step {row.step}, {row.role} of {row.layer}: {sentence}.")
+        if len(found) > _MOST:
+            found[_MOST:] = [f"{len(found) - _MOST} other tensors of this step are as bad; the records have them."]
+        return found
+
+    def _of_tensor(self, row: ScaleRow) -> Iterator[tuple[str, str]]:
+        rules = self._rules
+        if row.non_finite:
+            yield "non-finite", f"{row.non_finite} values are NaN or infinite; {remedy_of_nonfinite(row.role)}"
+        if rules.saturated is not None and row.saturated > rules.saturated:
+            yield (
+                "saturated",
+                f"{row.saturated:.2%} of its values are clipped at the largest of {row.format}; real-time scales "
+                "(the default) clip none",
+            )
+        if rules.flushed is not None and row.flushed > rules.flushed:
+            yield "flushed", f"{row.flushed:.0%} of its nonzero values become zero in {row.format}; {_wider(row)}"
+        if row.outlier is not None:
+            first = self._first.setdefault((row.layer, row.role), row.outlier)
+            if rules.outlier_growth is not None and row.outlier > rules.outlier_growth * first:
+                yield (
+                    "outlier",
+                    f"its largest value is {row.outlier:.0f} times its root mean square, {first:.0f} times at first, "
+                    f"and the scale follows it; {_wider(row)}",
+                )
+
+
+def _wider(row: ScaleRow) -> str:
+    """What gives small values of a tensor more room."""
+    apart = 'give each row its scale (FP8Config(granularity="rowwise")), or leave this layer in 16 bits (layers=...)'
+    if row.role == "output gradient" and row.format == "e4m3":
+        return f"take gradient_format=torch.float8_e5m2, {apart}"
+    if row.role == "message":
+        return 'scale by blocks (FP8Config(gradient_scaling="block"))'
+    return apart
+
+
+def remedy_of_nonfinite(role: str) -> str:
+    """What to do about a tensor that is not finite. A cast makes none of what was finite."""
+    if role == "weight":
+        return "the weight itself is broken, and stays so: resume from a checkpoint of before, with a lower lr"
+    if role == "input":
+        return "what computes it overflowed or read such a value: lower lr, clip gradients (max_norm), or use BF16"
+    return "it overflowed in backward: lower lr or the loss scale, or clip gradients (max_norm)"

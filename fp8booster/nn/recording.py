@@ -1,0 +1,406 @@
+"""`record`: what FP8 does to each tensor of a model, sampled while it trains, and a watchdog over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fp8booster.comm.encoding import observers
+from fp8booster.config import FP8Config
+from fp8booster.kernels.blockwise_cast import scales_of_groups
+from fp8booster.monitor.recorder import PATIENCE, Recorder, put, take, warn
+from fp8booster.monitor.sinks import KIND, Sink, sinks_of
+from fp8booster.monitor.watchdog import Watchdog, remedy_of_nonfinite
+from fp8booster.nn.convert import linear_layers
+from fp8booster.nn.experts.grouped import GroupedExperts
+from fp8booster.nn.experts.held_as_one import FP8Experts
+from fp8booster.nn.fused.merged_layers import MergedLayers
+from fp8booster.nn.graphs.layer import captured_layers, look_inside
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.weights.casting import INPUT, WEIGHT, Casts
+from fp8booster.optim.one_pass import COUNTS_STEPS
+from fp8booster.tensor import QuantizedMatrix
+from fp8booster.version import __version__
+
+_WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)(?=\.|$)")
+"""Parts of names that wrappers add."""
+
+
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
+
+
+class NonFiniteStep(ValueError):
+    """A step's loss or gradients are NaN or infinite; the sentence names the first tensor that is."""
+
+
+class _Recorded(Casts):
+    """Casts by others, and tells a recorder of each.
+
+    Args:
+        casts: in whose place it is.
+        name: of the layer, or of those that run as one.
+        weights: names of layers whose weights are stacked, with the rows of each; empty for one weight.
+    """
+
+    def __init__(self, casts: Casts, recorder: Recorder, name: str, weights: Sequence[tuple[str, int]] = ()) -> None:
+        self.casts, self._recorder, self._name, self._weights = casts, recorder, name, weights
+        self.by_channel = casts.by_channel
+
+    def quantize(
+        self,
+        role: str,
+        config: FP8Config,
+        tensor: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        plain: bool = True,
+        transposed: bool = False,
+        amax: torch.Tensor | None = None,
+    ) -> QuantizedMatrix:
+        made = self.casts.quantize(role, config, tensor, dtype, plain=plain, transposed=transposed, amax=amax)
+        if torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return made
+        again = role in (INPUT, WEIGHT) and torch._C._current_graph_task_id() != -1  # what forward has cast before
+        if again:
+            return made
+        if role != WEIGHT:
+            self._recorder.note(self._name, role, tensor, made, remember=True)
+        elif not self._weights or not made.data.numel():
+            self._recorder.note(self._name, role, tensor, made, remember=False)
+        elif self._recorder.is_sampling:
+            first, scales = 0, made.inverse_scale
+            if scales.dim() == 2:
+                scales = scales_of_groups(made.data, scales)
+            for name, rows in self._weights:
+                scale = scales[first : first + rows] if scales.dim() else scales
+                part = slice(first, first + rows)
+                self._recorder.sample(name, role, tensor.detach()[part], made.data[part], scale)
+                first += rows
+        return made
+
+    def note_weight(self, values: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+        """As `Casts.note_weight`."""
+        if self._recorder.is_sampling and values.numel():
+            device = data.device  # of an engine that offloads, which waits for copies anyway
+            values, inverse_scale = values.to(device), inverse_scale.to(device)
+            self._recorder.sample(self._name, WEIGHT, values.view(1, -1), data.view(1, -1), inverse_scale)
+
+    def __reduce__(self) -> tuple:
+        return self.casts.__reduce__()
+
+
+class Recording:
+    """What `record` began; a context that ends it. `close` does, too."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder, rules: Watchdog, warn: Callable[[str], object]) -> None:
+        self._model, self._recorder, self._rules, self._warn = model, recorder, rules, warn
+        self._replaced = list(_replace(model, recorder))
+        observers.append(recorder.note_message)
+        self._release = look_inside(model, lambda: recorder.is_sampling)
+
+        def end_step(*_: object) -> None:
+            self.end_step()
+
+        setattr(end_step, COUNTS_STEPS, True)
+        self._hook = register_optimizer_step_post_hook(end_step)
+        self._closed = False
+
+    @property
+    def step(self) -> int:
+        """The step that is being taken, from 1."""
+        return self._recorder.step
+
+    def end_step(self) -> None:
+        """A step was taken. Every optimizer step in the process calls it."""
+        self._recorder.end_step()
+
+    def allows_step(self, value: float | torch.Tensor, agreed: bool = False) -> bool:
+        """Whether the optimizer shall step, given the norm of the gradients, or the loss. Every rank calls it.
+
+        It is the number that the host waits for. Clipping gives the norm anyway.
+
+        Args:
+            value: one number.
+            agreed: all ranks give the same; otherwise one reduction tells whether all are finite.
+
+        Returns:
+            True where all are finite, and where `Watchdog.on_nonfinite` is "warn"; False where it is "skip": set the
+            gradients to zero and go on.
+
+        Raises:
+            NonFiniteStep: it is "raise"; on all ranks.
+        """
+        finite = self._all_finite(value, agreed)
+        if finite:
+            return True
+        sentence = self.blame()
+        if self._rules.on_nonfinite == "raise":
+            raise NonFiniteStep(sentence)
+        skips = self._rules.on_nonfinite == "skip"
+        if self._recorder.rank == 0:
+            self._warn(f"{sentence} The step is {'skipped' if skips else 'taken all the same'}.")
+        if skips:
+            self.end_step()
+        return not skips
+
+    def blame(self) -> str:
+        """A sentence that names the first tensor of this step that is not finite; every rank calls it.
+
+        First weights and other parameters, then inputs in forward order, then gradients in backward order.
+        """
+        found = self._first_of_ranks()
+        step = self._recorder.step
+        if found is None:
+            replayed = captured_layers(self._model)[None]
+            unseen = (
+                f", or in the {replayed} layers replayed as CUDA graphs, which only samples see" if replayed else ""
+            )
+            return (
+                f"Step {step} is not finite, and no parameter and no FP8 tensor is NaN or infinite: it arose outside "
+                f"FP8 layers, as in the loss or in what follows the last one{unseen}."
+            )
+        where, remedy = f"{found.role} of {found.layer} on rank {found.rank}", remedy_of_nonfinite(found.role)
+        return f"Step {step} is not finite, and {where} is the first tensor that is not: {remedy}."
+
+    def close(self) -> None:
+        """Write what is on its way, and leave the model as it was. The step that is not over is not recorded."""
+        self._end(PATIENCE)
+
+    def _end(self, patience: timedelta) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._hook.remove()
+        observers.remove(self._recorder.note_message)
+        self._release()
+        for put_back in self._replaced:
+            put_back()
+        self._recorder.close(patience)
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # after an error others may never come
+        self._end(PATIENCE if kind is None else timedelta(seconds=5))
+
+    def _all_finite(self, value: float | torch.Tensor, agreed: bool) -> bool:
+        if agreed or self._recorder.ranks == 1:
+            return math.isfinite(value.item() if isinstance(value, torch.Tensor) else value)
+        device = value.device if isinstance(value, torch.Tensor) else None
+        if device is None:
+            device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        finite = torch.as_tensor(value, device=device).detach().isfinite().all().float()
+        dist.all_reduce(finite, dist.ReduceOp.MIN)
+        return bool(finite)
+
+    def _first_of_ranks(self) -> _Finding | None:
+        own = self._first()
+        if self._recorder.ranks == 1:
+            return own
+        store, rank, step = self._recorder.store(), self._recorder.rank, self._recorder.step
+        verdict, key = f"bad{step}/verdict", f"bad{step}/"
+        if rank:
+            put(store, f"{key}{rank}", own)
+            store.wait([verdict], PATIENCE)
+            return take(store, verdict)
+        store.wait([f"{key}{other}" for other in range(1, self._recorder.ranks)], PATIENCE)
+        every = [own, *(take(store, f"{key}{other}") for other in range(1, self._recorder.ranks))]
+        first = min((each for each in every if each is not None), default=None)
+        put(store, verdict, first)
+        return first
+
+    def _first(self) -> _Finding | None:
+        """The first tensor of this rank that is not finite. The host waits for the device."""
+        rank = self._recorder.rank
+        for layer, role in _broken_parameters(self._model):
+            return _Finding(0, False, (), 0, rank, layer, role)
+        seen = self._recorder.seen
+        if not seen:
+            return None
+        devices = {each.inverse_scale.device for each in seen}
+        broken: dict[int, bool] = {}
+        for device in devices:
+            places = [place for place, each in enumerate(seen) if each.inverse_scale.device == device]
+            flags = torch.stack([seen[place].inverse_scale.isnan().any() for place in places])
+            broken |= dict(zip(places, flags.tolist(), strict=True))
+        for phase, sign in ((1, 1), (2, -1)):
+            of_phase = [place for place, each in enumerate(seen) if (each.role == INPUT) is (phase == 1)]
+            for number, place in enumerate(of_phase):
+                if broken[place]:
+                    each = seen[place]
+                    numbers = tuple(sign * int(number) for number in _NUMBERS.findall(each.layer))
+                    return _Finding(phase, number == 0, numbers, place, rank, each.layer, each.role)
+        return None
+
+
+class _Finding(NamedTuple):
+    """A tensor that is not finite; the least of several came first."""
+
+    phase: int
+    """0 parameters, 1 forward, 2 backward."""
+    was_given: bool
+    """It is the first tensor of its rank and phase, which another pipeline stage may have sent."""
+    numbers: tuple[int, ...]
+    """In the layer's name, which tell its place in the whole model; negative in backward."""
+    place: int
+    rank: int
+    layer: str
+    role: str
+
+
+def record(
+    model: nn.Module,
+    *,
+    every: int = 50,
+    sink: str | Path | Sink | Sequence[Sink] | None = None,
+    watchdog: Watchdog | None = None,
+    done: int = 0,
+    on_warning: Callable[[str], object] = warn,
+) -> Recording:
+    """Record what FP8 does to each tensor of a model, and watch over it.
+
+    Inputs, weights and output gradients of FP8 layers, in training, in eager code: amax, scale, the shares of values
+    that became zero or were clipped, signal to noise, values that are not finite, outliers. Each optimizer step in
+    this process counts. Sampled are the first and each one that `every` divides; nothing in a step waits for the
+    device. Every rank calls it, at the same time and alike; rank 0 writes one line a tensor for all ranks.
+
+    Args:
+        model: converted and, where it is, boosted.
+        every: steps from a sample to the next.
+        sink: a path for JSON lines (`monitor.sinks.JsonLines`), or one or several sinks; None: warnings alone.
+        watchdog: thresholds, and what happens to steps that are not finite; None is `Watchdog()`.
+        done: steps taken before, as by a run that is resumed; lines of later ones are dropped.
+        on_warning: takes the watchdog's sentences, on rank 0.
+
+    Raises:
+        ValueError: `every` is less than 1, or the model has no FP8 layers.
+        TypeError: `sink` is none.
+    """
+    if every < 1:
+        raise ValueError(f"every is {every}; give the number of steps from a sample to the next, at least 1")
+    unwrap = getattr(model, "unwrap", None)
+    inner = model if unwrap is None else unwrap()
+    if not isinstance(inner, nn.Module):  # Colossal-AI's view of a model with adapters
+        inner = inner.base_model
+    configs = [module.fp8_config for module in inner.modules() if isinstance(module, (FP8Layer, FP8Experts))]
+    if not configs and not (dist.is_initialized() and dist.get_world_size() > 1):  # another stage may have some
+        raise ValueError(
+            "no layer of the model computes in FP8, so there is nothing to record; call convert_to_fp8 first"
+        )
+    every_layer = [module for _, module in linear_layers(inner)]
+    in_fp8 = sum(isinstance(module, FP8Layer) for module in every_layer)
+    header = {
+        "fp8booster": __version__,
+        "kind": KIND,
+        "every": every,
+        "config": _plain(configs[0]) if configs else {},
+        "layers": {"fp8": in_fp8, "16-bit": len(every_layer) - in_fp8},
+    }
+    rules = Watchdog() if watchdog is None else watchdog
+    recorder = Recorder(every, sinks_of(sink), header, done, rules, on_warning)
+    return Recording(inner, recorder, rules, on_warning)
+
+
+def plain_name(name: str) -> str:
+    """A module's name without what wrappers add to it."""
+    return _WRAPPERS.sub("", name).lstrip(".")
+
+
+def _plain(config: FP8Config) -> dict[str, Any]:
+    """A configuration as JSON holds it."""
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {
+        name: value if isinstance(value, bool | int | float | str | None) else _word(value)
+        for name, value in values.items()
+    }
+
+
+def _word(value: Any) -> str:
+    return getattr(value, "__name__", str(value).removeprefix("torch."))
+
+
+def _replace(model: nn.Module, recorder: Recorder) -> Iterator[Callable[[], None]]:
+    """Put recorded casts in the place of those that layers hold; gives what puts each back."""
+    names = {module: plain_name(name) for name, module in model.named_modules()}
+    for module, name in names.items():
+        if isinstance(module, FP8Layer):
+            yield _put(module, _Recorded(module.fp8_casts, recorder, name))
+        if isinstance(module, FP8Experts):
+            for part in module.fp8_casts:
+                yield _put_part(module.fp8_casts, part, recorder, f"{name}.{part}")
+        for held in vars(module).values():
+            if isinstance(held, MergedLayers):
+                parts = [names.get(layer, "") for layer in held.layers]
+                weights = [(part, layer.product_features[1]) for part, layer in zip(parts, held.layers, strict=True)]
+                yield _put(held, _Recorded(held.fp8_casts, recorder, joined(parts), weights))
+            if isinstance(held, GroupedExperts):
+                for part in held.fp8_casts:
+                    yield _put_part(held.fp8_casts, part, recorder, f"{name}.experts.{part}")
+
+
+def joined(names: Sequence[str]) -> str:
+    """One name for layers that share a cast: model.layers.0.self_attn.q_proj+k_proj+v_proj."""
+    parent = names[0].rpartition(".")[0]
+    if all(name.rpartition(".")[0] == parent for name in names):
+        return names[0] + "".join("+" + name.rpartition(".")[2] for name in names[1:])
+    return "+".join(names)
+
+
+def _put(holder: Any, recorded: _Recorded) -> Callable[[], None]:
+    holder.fp8_casts = recorded
+
+    def put_back() -> None:
+        if getattr(holder, "fp8_casts", None) is recorded:
+            holder.fp8_casts = recorded.casts
+
+    return put_back
+
+
+def _put_part(holder: dict[str, Casts], part: str, recorder: Recorder, name: str) -> Callable[[], None]:
+    recorded = holder[part] = _Recorded(holder[part], recorder, name)
+
+    def put_back() -> None:
+        if holder.get(part) is recorded:
+            holder[part] = recorded.casts
+
+    return put_back
+
+
+@torch.no_grad()
+def _broken_parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Layers and roles of parameters that are not finite. The host waits for the device."""
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.is_meta or parameter.numel() == 0:
+                continue
+            broken = False
+            if _has_values(parameter):
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                broken = local.is_floating_point() and not bool(local.isfinite().all())
+            elif name == "weight" and isinstance(module, FP8Layer):
+                scale = module.fp8_weight.inverse_scale
+                broken = scale is not None and bool(scale.isnan().any())
+            if broken:
+                yield plain_name(path), name
+
+
+def _has_values(parameter: torch.Tensor) -> bool:
+    """Whether a parameter's memory holds its values: engines show one NaN through its shape where there is an FP8 copy
+    alone, and Gemini, whose parameters are of a class of their own, has gradients there after a backward.
+    """
+    own = type(parameter) is nn.Parameter or hasattr(parameter, "to_local")
+    return own and (parameter.numel() == 1 or any(parameter.stride()))

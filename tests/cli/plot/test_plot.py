@@ -1,0 +1,256 @@
+"""`fp8booster plot`: what it reads, what it finds worst, what it advises, and the page."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fp8booster.cli.main import app
+from fp8booster.cli.plot import advice
+from fp8booster.cli.plot.pictures import save_losses
+from fp8booster.cli.plot.run import read_run
+from fp8booster.cli.train.key_values import fp8_config
+from fp8booster.cli.train.run import drawn_page
+from tests.cli.plot.synthetic import HEADER, write_metrics, write_scales
+
+DOWN = "model.layers.2.mlp.down_proj"
+
+
+def plant(**changed: float) -> Any:
+    """A change of one tensor at one step."""
+
+    def change(record: dict[str, Any]) -> None:
+        if (record["layer"], record["role"], record["step"]) == (DOWN, "input", 150):
+            record.update(changed)
+
+    return change
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run in both precisions, with a small record in which one tensor at one step is far above its limit."""
+    folder = tmp_path / "run <b>&"
+    for precision, factor in (("bf16", 1.0), ("fp8", 1.01)):
+        write_metrics(folder / precision, 40, factor)
+    write_scales(folder / "fp8" / "scales.jsonl", 4, 5, plant(flushed=0.2, snr_db=12.5, outlier=321.0))
+    layers = [
+        {"name": DOWN, "shape": [1, 1], "precision": "FP8", "notes": ""},
+        {"name": "lm_head", "shape": [1, 1], "precision": "BF16", "notes": "FP8Config.layers leaves it out"},
+    ]
+    (folder / "fp8" / "result.json").write_text(json.dumps({"layers": layers}))
+    return folder
+
+
+def page_of(folder: Path, *options: object) -> str:
+    done = CliRunner().invoke(app, ["plot", str(folder), *map(str, options)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return (folder / "page.html").read_text(encoding="utf-8")
+
+
+def data_of(page: str) -> list[dict[str, Any]]:
+    return json.loads(unescape(re.search(r'<script type="application/json" id="data">(.*?)</script>', page)[1]))
+
+
+def test_the_worst_tensor_comes_first_with_its_numbers(run: Path) -> None:
+    page = page_of(run)
+    rows = re.findall(r"<tr><td>(.*?)</td></tr>", page)
+    cells = [re.sub("<.*?>", "", cell) for cell in rows[0].split("</td>")]
+    assert cells == [DOWN, "input", "25", "0", "0", "20 %", "12.5 dB", "321", "150", "e4m3"]
+    record = json.loads(CliRunner().invoke(app, ["plot", str(run), "--json"]).stdout)
+    assert [record["worst"][0][name] for name in ("layer", "step", "flushed")] == [DOWN, 150, 0.2]
+    assert record["not_in_fp8"] == ["lm_head: FP8Config.layers leaves it out"]
+    assert record["in_fp8"] == "1 of 2"
+
+
+def test_the_numbers_of_the_page_are_those_of_the_files(run: Path) -> None:
+    loss, *roles = data_of(page_of(run))
+    assert loss["names"] == ["BF16", "FP8"]
+    losses = [json.loads(line)["loss"] for line in (run / "fp8" / "metrics.jsonl").read_text().splitlines()]
+    assert loss["loss"][1] == pytest.approx(losses, rel=1e-4)
+    weights, inputs, gradients = roles
+    assert inputs["steps"] == [50, 100, 150, 200, 250]
+    assert inputs["flushed"][inputs["names"].index(DOWN)][2] == 20
+    for line in (run / "fp8" / "scales.jsonl").read_text().splitlines()[1:]:
+        record = json.loads(line)
+        found = {"weight": weights, "input": inputs, "output gradient": gradients}[record["role"]]
+        row, column = found["names"].index(record["layer"]), found["steps"].index(record["step"])
+        assert found["flushed"][row][column] == pytest.approx(100 * record["flushed"], rel=0.06)
+        assert 2 ** found["scale"][row][column] == pytest.approx(record["scale"], rel=0.004)
+        assert found["snr"][row][column] == pytest.approx(record["snr_db"], abs=0.051)
+
+
+def test_the_page_stands_alone_and_escapes_names(run: Path) -> None:
+    def rename(record: dict[str, Any]) -> None:
+        if record["layer"] == DOWN:
+            record["layer"] = "</script><i>$x_1$ \"'&"
+
+    write_scales(run / "fp8" / "scales.jsonl", 2, 3)
+    write_scales(run / "fp8" / "scales.jsonl", 3, 3, rename)
+    page = page_of(run)
+    assert "http" not in page
+    assert not re.search(r"(src|href)=\"(?!#|data:)", page)
+    assert "<i>" not in page
+    assert "<b>" not in page
+    assert "</script><i>$x_1$ \"'&" in data_of(page)[1]["names"]
+    assert len(re.findall(r'\bid="([^"]*)"', page)) > 10
+    for figure in re.findall(r"<figure.*?</figure>", page, re.DOTALL):
+        assert re.search(r'data-text="[^"]{20,}"', figure)
+
+
+def test_another_run_is_what_the_loss_is_compared_with(run: Path, tmp_path: Path) -> None:
+    write_metrics(tmp_path / "other", 40, 0.5)
+    page = page_of(run, "--against", tmp_path / "other")
+    assert data_of(page)[0]["names"] == ["other", "BF16", "FP8"]
+    assert "from other, %" in page
+
+
+def test_a_run_that_recorded_no_scales_has_a_page_of_its_loss(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 5000)
+    page = page_of(tmp_path)
+    (loss,) = data_of(page)
+    assert loss["names"] == [tmp_path.name]
+    assert len(loss["steps"]) < 700
+    written = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [max(loss["loss"][0]), min(loss["loss"][0])] == pytest.approx([max(written), min(written)], rel=1e-4)
+    assert "--record" in page
+
+
+def test_losses_as_a_png(tmp_path: Path) -> None:
+    save_losses(tmp_path / "loss.png", {"BF16": {1: 2.0, 2: 1.0}, "FP8": {2: 1.1}}, "title")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_of_many_layers_and_samples_is_small(tmp_path: Path) -> None:
+    write_scales(tmp_path / "scales.jsonl", 32, 110)
+    page = page_of(tmp_path)
+    assert len(page) < 2.2e6
+    weights = data_of(page)[0]
+    assert len(weights["names"]) == 224
+    assert len(weights["steps"]) == 100
+    assert (weights["steps"][0], weights["steps"][-1]) == (50, 5500)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("", "is empty"),
+        ("[]\n", "Line 1"),
+        (json.dumps(HEADER) + "\n{\n", "Line 2"),
+        (json.dumps(HEADER) + '\n{"step": 1, "layer": "a", "role": "input", "format": 3}\n', "'format' in Line 2"),
+    ],
+)
+def test_a_damaged_record_is_named_in_a_sentence(tmp_path: Path, text: str, named: str) -> None:
+    (tmp_path / "scales.jsonl").write_text(text)
+    done = CliRunner().invoke(app, ["plot", str(tmp_path)])
+    assert done.exit_code == 2
+    assert named in done.output
+    assert "put it right, or move the file away" in done.output.replace("\n", " ")
+
+
+def test_a_folder_that_holds_no_run_is_refused(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["plot", str(tmp_path)])
+    assert done.exit_code == 2
+    assert "give the folder of a run" in done.output
+
+
+def test_a_line_that_a_kill_cut_short_and_nulls_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "scales.jsonl"
+    write_scales(path, 3, 2, lambda record: record.update(snr_db=None, scale=None, outlier=None))
+    with path.open("a") as stream:
+        stream.write('{"step": 3')
+    assert len(read_run(tmp_path).worst) == 63
+    assert page_of(tmp_path).count("– dB") > 10
+
+
+def advised(path: Path, change: Any, layers: int = 6, samples: int = 8) -> dict[str | None, str]:
+    write_scales(path / "scales.jsonl", layers, samples, change)
+    return {each.option: each.reason for each in read_run(path).advice}
+
+
+def test_nothing_is_advised_within_the_limits(tmp_path: Path) -> None:
+    assert advised(tmp_path, plant()) == {}
+
+
+def test_values_that_are_not_finite_come_first_and_no_recipe_is_for_them(tmp_path: Path) -> None:
+    found = advised(tmp_path, plant(non_finite=2, flushed=0.9))
+    assert list(found) == [None]
+    assert f"the input of {DOWN} at step 150" in found[None]
+    assert read_run(tmp_path).worst[0].non_finite == 2
+
+
+def outliers_of_swiglu_grow(record: dict[str, Any]) -> None:
+    if record["layer"] == DOWN and record["role"] == "input":
+        record.update(outlier=record["outlier"] * record["step"] / 10, flushed=0.1)
+
+
+def outliers_grow(record: dict[str, Any]) -> None:
+    if record["layer"] == "model.layers.2.mlp.up_proj" and record["role"] == "input":
+        record["outlier"] *= record["step"] / 10
+
+
+def weights_are_clipped(record: dict[str, Any]) -> None:
+    if record["role"] == "weight":
+        record["saturated"] = 0.01
+
+
+def ends_are_noisy(record: dict[str, Any]) -> None:
+    if re.search(r"\.[05]\.", record["layer"]):
+        record["snr_db"] -= 8
+
+
+def inputs_are_flushed(record: dict[str, Any]) -> None:
+    if record["role"] == "input":
+        record["flushed"] += 0.1
+
+
+def gradients_are_flushed(record: dict[str, Any]) -> None:
+    if record["role"] == "output gradient":
+        record.update(flushed=0.1, format="e4m3", snr_db=31)
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        (weights_are_clipped, "scaling=real-time"),
+        (outliers_of_swiglu_grow, "smooth_swiglu=true"),
+        (outliers_grow, "granularity=blockwise"),
+        (ends_are_noisy, "first_last_layers_in_16_bits=1"),
+        (inputs_are_flushed, "granularity=blockwise"),
+        (gradients_are_flushed, "gradient_format=e5m2"),
+    ],
+)
+def test_a_recipe_is_advised_for_what_it_is_for(tmp_path: Path, change: Any, option: str) -> None:
+    assert list(advised(tmp_path, change)) == [option]
+    fp8_config([option])  # it takes such an option
+
+
+def test_what_a_granularity_excludes_is_not_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_of_it(record: dict[str, Any]) -> None:
+        outliers_of_swiglu_grow(record)
+        gradients_are_flushed(record)
+
+    assert list(advised(tmp_path, all_of_it)) == ["smooth_swiglu=true", "gradient_format=e5m2"]
+    monkeypatch.setitem(HEADER, "config", {"granularity": "blockwise"})
+    assert list(advised(tmp_path, all_of_it)) == []
+
+
+def test_the_limits_lie_a_bit_below_what_a_format_gives() -> None:
+    assert advice.least_snr("e4m3") == pytest.approx(32.5 - 6, abs=0.1)
+    assert advice.least_snr("float8_e5m2") == pytest.approx(26.5 - 6, abs=0.1)
+    assert advice.least_snr("8-bit codes") == -float("inf")
+
+
+def test_a_run_ends_well_without_a_page_that_cannot_be_drawn(run: Path) -> None:
+    assert drawn_page(run) == f"What FP8 did to each tensor: {run / 'page.html'}."
+    assert (run / "page.html").exists()
+    (run / "fp8" / "scales.jsonl").write_text("{\n")
+    told = drawn_page(run)
+    assert "was not drawn" in told
+    assert "is not JSON" in told
+    assert f"fp8booster plot '{run}'" in told

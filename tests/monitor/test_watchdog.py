@@ -1,0 +1,58 @@
+"""What is worth a warning is warned of once, with the tensor and a remedy."""
+
+from __future__ import annotations
+
+import pytest
+
+from fp8booster.monitor.watchdog import Warnings, Watchdog
+from tests.monitor.test_sinks import row
+
+
+def test_a_sound_tensor_is_not_warned_of() -> None:
+    assert Warnings(Watchdog()).of([row(1), row(50)]) == []
+
+
+@pytest.mark.parametrize(
+    ("figures", "says"),
+    [
+        ({"saturated": 0.02}, "2.00% of its values are clipped at the largest of e4m3"),
+        ({"flushed": 0.4}, 'granularity="rowwise"'),
+        ({"flushed": 0.4, "role": "output gradient"}, "gradient_format=torch.float8_e5m2"),
+        ({"flushed": 0.4, "role": "message"}, 'gradient_scaling="block"'),
+        ({"non_finite": 7}, "7 values are NaN or infinite; the weight itself"),
+        ({"non_finite": 7, "role": "input"}, "what computes it overflowed"),
+    ],
+)
+def test_a_figure_beyond_its_threshold_is_warned_of_once(figures, says) -> None:
+    warnings = Warnings(Watchdog())
+    (sentence,) = warnings.of([row(50, **figures)])
+    assert sentence.startswith(f"Step 50, {figures.get('role', 'weight')} of layers.0: ")
+    assert says in sentence
+    assert warnings.of([row(100, **figures)]) == []
+
+
+def test_an_outlier_that_grows_is_warned_of() -> None:
+    warnings = Warnings(Watchdog(outlier_growth=8.0))
+    assert warnings.of([row(1, outlier=5.0)]) == []
+    assert warnings.of([row(50, outlier=40.0)]) == []
+    (sentence,) = warnings.of([row(100, outlier=1000.0)])
+    assert "1000 times its root mean square, 5 times at first" in sentence
+
+
+def test_a_threshold_of_none_is_never_reached() -> None:
+    rules = Watchdog(saturated=None, flushed=None, outlier_growth=None)
+    assert Warnings(rules).of([row(1), row(2, saturated=1.0, flushed=1.0, outlier=1e9)]) == []
+
+
+def test_of_many_tensors_the_first_are_named_and_the_others_counted() -> None:
+    sentences = Warnings(Watchdog()).of([row(1, layer=f"layers.{number}", flushed=0.9) for number in range(40)])
+    assert len(sentences) == 6
+    assert sentences[-1].startswith("35 other tensors")
+
+
+@pytest.mark.parametrize(
+    "options", [{"on_nonfinite": "stop"}, {"saturated": 2.0}, {"flushed": -1}, {"outlier_growth": 0.5}]
+)
+def test_a_rule_that_is_none_is_refused(options) -> None:
+    with pytest.raises(ValueError, match=f"Watchdog.{next(iter(options))} is .*; use "):
+        Watchdog(**options)

@@ -1,0 +1,323 @@
+"""What is recorded of a model's tensors is what a plain count of them finds; faults are named exactly."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fuse, record
+from fp8booster.monitor.scales import ScaleRow
+from fp8booster.monitor.sinks import read_scales
+from fp8booster.monitor.watchdog import Watchdog
+from fp8booster.nn.fused.merged_layers import MergedLayers
+from fp8booster.nn.recording import NonFiniteStep, joined, plain_name
+from fp8booster.tensor import quantize
+from tests.nn.models import tiny_llama
+
+CONFIG = FP8Config(always=True)
+
+
+class Kept:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[ScaleRow] = []
+
+    def begin(self, header, done) -> None:
+        self.header, self.done = header, done
+
+    def write(self, rows) -> None:
+        self.rows += rows
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Blocks(nn.Module):
+    """Linear layers one after the other."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False, dtype=torch.bfloat16) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def blocks(config: FP8Config = CONFIG) -> Blocks:
+    torch.manual_seed(0)
+    return convert_to_fp8(Blocks(), config)
+
+
+def steps(model: nn.Module, count: int, before: Callable[[int], object] = lambda step: None) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(1, count + 1):
+        torch.manual_seed(step)
+        before(step)
+        model(torch.randn(16, 32, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def plain(values: torch.Tensor, dtype: torch.dtype) -> dict[str, float]:
+    """The figures of one tensor by their definitions, in FP64."""
+    exact = values.detach().double()
+    limit = torch.finfo(dtype).max
+    scale = float(torch.tensor(limit / float(exact.abs().max()), dtype=torch.float32))
+    rounded = (values.detach().float() * scale).clamp(-limit, limit).to(dtype).double() / scale
+    nonzero = exact != 0
+    return {
+        "amax": float(exact.abs().max()),
+        "scale": scale,
+        "flushed": float((nonzero & (rounded == 0)).sum() / nonzero.sum()),
+        "snr_db": float(10 * torch.log10(exact.square().sum() / (exact - rounded).square().sum())),
+        "outlier": float(exact.abs().max() / exact.square().mean().sqrt()),
+    }
+
+
+def test_figures_are_those_of_their_definitions() -> None:
+    model, sink = blocks(), Kept()
+    given: dict[tuple[str, str], torch.Tensor] = {}
+    for number, layer in enumerate(model.layers):
+        name = f"layers.{number}"
+        given[name, "weight"] = layer.weight.detach().clone()
+        layer.register_forward_pre_hook(lambda _, args, name=name: given.update({(name, "input"): args[0].detach()}))
+        layer.register_full_backward_pre_hook(
+            lambda _, gradients, name=name: given.update({(name, "output gradient"): gradients[0].clone()})
+        )
+    with record(model, every=50, sink=sink):
+        steps(model, 1)
+    assert {(row.layer, row.role) for row in sink.rows} == given.keys()
+    for row in sink.rows:
+        dtype = torch.float8_e5m2 if row.role == "output gradient" else torch.float8_e4m3fn
+        assert (row.step, row.saturated, row.non_finite, row.ranks) == (1, 0.0, 0, 1)
+        assert row.format == {torch.float8_e5m2: "e5m2", torch.float8_e4m3fn: "e4m3"}[dtype]
+        for figure, expected in plain(given[row.layer, row.role], dtype).items():
+            assert getattr(row, figure) == pytest.approx(expected, rel=1e-6), (row, figure)
+
+
+def test_the_first_step_and_each_nth_are_sampled() -> None:
+    model, sink = blocks(), Kept()
+    with record(model, every=3, sink=sink):
+        steps(model, 7)
+    assert sorted({row.step for row in sink.rows}) == [1, 3, 6]
+    assert all(sum(row.step == step for row in sink.rows) == 9 for step in (1, 3, 6))
+    assert sink.header["every"] == 3
+    assert sink.header["layers"] == {"fp8": 3, "16-bit": 0}
+    assert sink.header["config"]["gradient_format"] == "float8_e5m2"
+    assert sink.closed
+
+
+def test_recording_changes_no_bits_and_leaves_no_trace() -> None:
+    plain_model, recorded = blocks(), blocks()
+    casts = [layer.fp8_casts for layer in recorded.layers]
+    with record(recorded, every=2):
+        copied = copy.deepcopy(recorded)
+        steps(recorded, 4)
+    steps(plain_model, 4)
+    assert all(map(torch.equal, plain_model.parameters(), recorded.parameters()))
+    assert [layer.fp8_casts for layer in recorded.layers] == casts
+    assert type(copied.layers[0].fp8_casts) is type(casts[0])
+
+
+def test_micro_batches_and_rowwise_scales_add_up() -> None:
+    model, sink = blocks(FP8Config(always=True, granularity="rowwise")), Kept()
+    inputs = [torch.randn(16, 32, dtype=torch.bfloat16), 4 * torch.randn(24, 32, dtype=torch.bfloat16)]
+    with record(model, sink=sink) as recording:
+        for each in inputs:
+            model(each).float().sum().backward()
+        recording.end_step()
+    (row,) = [row for row in sink.rows if (row.layer, row.role) == ("layers.0", "input")]
+    exact = torch.cat(inputs).double()
+    assert row.amax == float(exact.abs().max())
+    assert row.outlier == pytest.approx(float(exact.abs().max() / exact.square().mean().sqrt()))
+    assert row.snr_db is not None
+
+
+def test_blockwise_scales_are_those_of_their_values() -> None:
+    torch.manual_seed(0)
+    config = FP8Config(always=True, granularity="blockwise")
+    layers = [FP8Linear(200, 140, bias=False, dtype=torch.bfloat16, config=config) for _ in range(2)]
+    model, sink = nn.ModuleList(layers), Kept()
+    x = torch.randn(20, 200, dtype=torch.bfloat16)
+    x[:, 128:] *= 2.0**20  # of which one scale would leave nothing of the others
+    merged = MergedLayers(layers)
+    merged_holder = nn.Module()
+    merged_holder.merged = merged
+    model.append(merged_holder)
+    with record(model, sink=sink) as recording:
+        layers[0](x).float().sum().backward()
+        merged(x).float().sum().backward()
+        recording.end_step()
+    rows = {(row.layer, row.role): row for row in sink.rows}
+    assert {role for _, role in rows} == {"input", "weight", "output gradient"}
+    assert all(row.flushed == 0 and row.saturated == 0 and (row.snr_db or 40) > 28 for row in rows.values())
+    scales = quantize(x, torch.float8_e4m3fn, scale_for="group", power_of_two=True).inverse_scale
+    assert rows["0", "input"].scale == 1 / float(scales[:, :20].max())
+
+
+def test_checkpointing_counts_an_input_once() -> None:
+    model, sinks = blocks(), (Kept(), Kept())
+    for reentrant, sink in zip((False, True), sinks, strict=True):
+        x = torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)
+        with record(model, sink=sink) as recording:
+            torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant).float().sum().backward()
+            recording.end_step()
+        assert sum(row.role == "input" for row in sink.rows) == 3
+    assert {row.layer for row in sinks[0].rows} == {"layers.0", "layers.1", "layers.2"}
+
+
+def test_merged_layers_share_the_line_of_their_input_and_have_one_each_for_weights() -> None:
+    model, sink = convert_to_fp8(tiny_llama().bfloat16(), CONFIG), Kept()
+    fuse(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 128, (2, 32))
+    with record(model, sink=sink):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    names = {(row.layer, row.role) for row in sink.rows}
+    attention = "model.layers.1.self_attn."
+    assert (attention + "q_proj+k_proj+v_proj", "input") in names
+    assert (attention + "q_proj+k_proj+v_proj", "output gradient") in names
+    for part in "qkv":
+        weight = model.get_submodule(f"{attention}{part}_proj").weight
+        (row,) = [row for row in sink.rows if (row.layer, row.role) == (f"{attention}{part}_proj", "weight")]
+        assert row.amax == pytest.approx(float(weight.detach().abs().max()), rel=0.01)
+    assert ("model.layers.0.mlp.gate_proj+up_proj", "input") in names
+    assert ("model.layers.0.mlp.down_proj", "input") in names
+
+
+def test_nothing_waits_for_the_device_within_a_step(monkeypatch) -> None:
+    model, sink = blocks(), Kept()
+    read = []
+    for name in ("item", "tolist", "__float__", "__bool__", "__int__", "numpy", "cpu"):
+        original = getattr(torch.Tensor, name)
+
+        def counted(self, *args, original=original, name=name, **kwargs):
+            read.append(name)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with record(model, every=1, sink=sink):
+        for _ in range(2):
+            loss = model(torch.randn(16, 32, dtype=torch.bfloat16)).float().square().mean()
+            loss.backward()
+            assert read == []
+            optimizer.step()
+            # what the host has by then: the sample of the step before
+            assert set(read) <= {"numpy"}
+            read.clear()
+
+
+@pytest.mark.gpu
+def test_no_sampled_step_waits_for_the_gpu() -> None:
+    model, sink = blocks().cuda(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(64, 32, dtype=torch.bfloat16, device="cuda")
+    with record(model, every=1, sink=sink):
+        for step in range(6):
+            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
+            try:
+                model(x).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    assert sorted({row.step for row in sink.rows}) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_file_goes_on_where_a_run_does(tmp_path) -> None:
+    path = tmp_path / "scales.jsonl"
+    with record(blocks(), every=2, sink=path):
+        steps(blocks(), 6)
+    with record(model := blocks(), every=2, sink=path, done=3) as recording:
+        assert recording.step == 4
+        steps(model, 2)
+    assert sorted({row.step for row in read_scales(path)[1]}) == [4]
+
+
+def test_a_broken_weight_is_named() -> None:
+    model = blocks()
+    model.layers[1].weight.data[3, 4] = math.nan
+    recording = record(model)
+    loss = model(torch.randn(16, 32, dtype=torch.bfloat16)).float().sum()
+    with pytest.raises(
+        NonFiniteStep, match=r"weight of layers\.1 on rank 0 is the first tensor that is not.*checkpoint"
+    ):
+        recording.allows_step(loss)
+    recording.close()
+
+
+@pytest.mark.parametrize("every", [1, 1000])
+def test_an_activation_that_overflows_is_named_in_any_step(every) -> None:
+    model = blocks()
+    with record(model, every=every) as recording:
+        steps(model, 1)
+        model.layers[2].register_forward_pre_hook(lambda _, args: (args[0] * math.inf,))
+        norm = model(torch.randn(16, 32, dtype=torch.bfloat16)).float().sum()
+        with pytest.raises(NonFiniteStep, match=r"Step 2 is not finite, and input of layers\.2"):
+            recording.allows_step(norm)
+
+
+def test_a_gradient_that_overflows_is_named() -> None:
+    model = blocks()
+    model.layers[1].register_full_backward_hook(lambda *_: (torch.full((16, 32), math.inf, dtype=torch.bfloat16),))
+    with record(model) as recording:
+        model(torch.randn(16, 32, dtype=torch.bfloat16, requires_grad=True)).float().sum().backward()
+        with pytest.raises(NonFiniteStep, match=r"output gradient of layers\.0"):
+            recording.allows_step(math.nan)
+
+
+def test_what_is_not_finite_outside_fp8_is_said_so() -> None:
+    with record(blocks()) as recording:
+        steps(blocks(), 1)
+        with pytest.raises(NonFiniteStep, match="outside FP8 layers"):
+            recording.allows_step(math.inf)
+
+
+def test_a_bad_step_is_skipped_or_only_warned_of() -> None:
+    for rule, allowed in (("skip", False), ("warn", True)):
+        said: list[str] = []
+        with record(blocks(), watchdog=Watchdog(on_nonfinite=rule), on_warning=said.append) as recording:
+            assert recording.allows_step(1.0)
+            assert recording.allows_step(torch.tensor(math.nan)) is allowed
+            assert recording.step == (1 if allowed else 2)
+        (sentence,) = said
+        assert sentence.endswith("skipped." if rule == "skip" else "taken all the same.")
+
+
+def test_an_outlier_channel_is_named_before_the_loss_moves() -> None:
+    model, said = blocks(), []
+
+    def grow(step: int) -> None:
+        if step == 6:
+            with torch.no_grad():
+                model.layers[1].weight[:, 7] *= 200
+
+    # one channel of 32, so that the root mean square grows with it
+    with record(model, every=2, watchdog=Watchdog(outlier_growth=4.0), on_warning=said.append):
+        steps(model, 8, grow)
+    assert [sentence.partition(":")[0] for sentence in said] == ["Step 6, weight of layers.1"]
+    assert "times its root mean square" in said[0]
+
+
+def test_what_is_no_model_in_fp8_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to record"):
+        record(nn.Linear(16, 16))
+    with pytest.raises(ValueError, match="at least 1"):
+        record(blocks(), every=0)
+
+
+def test_names_are_those_of_the_model() -> None:
+    assert plain_name("module._fsdp_wrapped_module.layers.0._checkpoint_wrapped_module.mlp") == "layers.0.mlp"
+    assert plain_name("modules.0.module_list") == "modules.0.module_list"
+    assert joined(["a.q", "a.k"]) == "a.q+k"
+    assert joined(["a.q", "b.k"]) == "a.q+b.k"
