@@ -1,0 +1,1 @@
+"""`fp8booster export`: a run's model as engines load it."""

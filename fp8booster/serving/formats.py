@@ -1,0 +1,167 @@
+"""How checkpoints hold weights in FP8: their tensors, and what `config.json` says of them.
+
+fine-grained        `FineGrainedFP8Config` of transformers, as DeepSeek-V3 (arXiv 2412.19437) and Qwen3-FP8 ship
+compressed-tensors  `float-quantized` of the compressed-tensors package, which vLLM and SGLang read
+tensorwise          `FineGrainedFP8Config` without blocks
+
+In all of them a scale is what the FP8 values are multiplied by: the inverse scale of the cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8booster.config import FP8Config
+from fp8booster.formats import E4M3, FORMATS
+from fp8booster.kernels.alignment import BLOCK
+from fp8booster.tensor import quantize, stored_scale
+
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """One form in which a checkpoint holds the weights of linear layers in E4M3."""
+
+    granularity: str
+    """As in `FP8Config`: what of a weight has a scale of its own."""
+    scale_name: str
+    """Of the scale's tensor, which lies beside `weight`."""
+    settings: Callable[[Sequence[str]], dict[str, Any]]
+    """The `quantization_config` of a checkpoint, from the names of the linear layers that stay in 16 bits."""
+
+    def power_of_two(self, config: FP8Config) -> bool:
+        """Whether scales are powers of two: as in training where that has these scales, else the default."""
+        same = config.granularity == self.granularity
+        return (config if same else FP8Config(granularity=self.granularity)).power_of_two
+
+    def cast(
+        self, weight: torch.Tensor, *, power_of_two: bool, amax: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cast a weight as training casts it.
+
+        Args:
+            weight: [N, K], BF16, FP16 or FP32.
+            power_of_two: round scales down to powers of two.
+            amax: float32, for one scale a tensor: that of the weights that share it.
+
+        Returns:
+            its FP8 values, [N, K], and what undoes the cast, float32: [] tensorwise, [N, 1] rowwise,
+            [ceil(N / 128), ceil(K / 128)] blockwise.
+        """
+        rows, columns = weight.shape
+        scale_for = FP8Config(granularity=self.granularity).weight_scale_for
+        made = quantize(weight, E4M3, scale_for=scale_for, power_of_two=power_of_two, amax=amax)
+        return made.data[:rows, :columns].contiguous(), stored_scale(made.inverse_scale, rows, columns)
+
+
+def _finegrained(block: list[int] | None) -> Callable[[Sequence[str]], dict[str, Any]]:
+    def settings(kept: Sequence[str]) -> dict[str, Any]:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": block,
+            "modules_to_not_convert": list(kept),
+        }
+
+    return settings
+
+
+def _compressed_tensors(strategy: str) -> Callable[[Sequence[str]], dict[str, Any]]:
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+    def settings(kept: Sequence[str]) -> dict[str, Any]:
+        group = {
+            "targets": ["Linear"],
+            "weights": {**fp8, "strategy": strategy, "dynamic": False},
+            "input_activations": {**fp8, "strategy": "token", "dynamic": True},
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": list(kept),
+        }
+
+    return settings
+
+
+CHECKPOINT_FORMATS = {
+    "fine-grained": CheckpointFormat("blockwise", "weight_scale_inv", _finegrained([BLOCK, BLOCK])),
+    "compressed-tensors": CheckpointFormat("rowwise", "weight_scale", _compressed_tensors("channel")),
+    "compressed-tensors-tensorwise": CheckpointFormat("tensorwise", "weight_scale", _compressed_tensors("tensor")),
+    "tensorwise": CheckpointFormat("tensorwise", "weight_scale_inv", _finegrained(None)),
+}
+"""By the name that `fp8booster export --format` takes."""
+
+SCALES = ("_scale_inv", "_scale")
+"""What a scale's name has behind that of its weight."""
+
+_READ = "fp8booster reads FP8 of quant_method fp8 and of compressed-tensors' float-quantized"
+
+
+def block_of(settings: Any, file: str) -> tuple[int, int] | None:
+    """The rows and columns that share a scale, by the `quantization_config` in a file; None: there are no blocks.
+
+    Raises:
+        ValueError: its weights are not in FP8, or are in FP8 in a form that is not known.
+    """
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
+    if method == "fp8":
+        return _block(settings.get("weight_block_size"), file)
+    if method != "compressed-tensors":
+        raise ValueError(f"{file} says quant_method {method!r}; {_READ}: give a model in one of them, or in 16 bits.")
+    groups = settings.get("config_groups")
+    weights: list[Any] = [
+        group.get("weights") if isinstance(group, dict) else None for group in (groups or {}).values()
+    ]
+    for each in weights:
+        if not isinstance(each, dict) or (each.get("num_bits"), each.get("type")) != (8, "float"):
+            raise ValueError(f"{file} has weights that are not in FP8 ({each}); {_READ}: give such a model.")
+    blocks = {_block(each.get("block_structure"), file) for each in weights}
+    if len(blocks) != 1:
+        raise ValueError(f"{file} has {len(blocks)} sizes of blocks; give a model whose weights have blocks of one.")
+    return blocks.pop()
+
+
+def _block(value: Any, file: str) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not (isinstance(value, list) and len(value) == 2 and all(type(size) is int and size > 0 for size in value)):
+        raise ValueError(f"{file} has blocks of {value!r}; they must be two whole numbers above 0, as [128, 128].")
+    return value[0], value[1]
+
+
+def decode(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, name: str) -> torch.Tensor:
+    """The values of a weight, in FP32.
+
+    Args:
+        data: [..., N, K] FP8.
+        scale: one value; [..., N, 1] or [N]; or, of blocks, [..., ceil(N / block[0]), ceil(K / block[1])].
+        block: from `block_of`.
+        name: of the weight, for errors.
+
+    Raises:
+        ValueError: the scale has another shape or type, or `data` is not in FP8.
+    """
+    if data.dtype not in FORMATS or not scale.is_floating_point():
+        raise ValueError(f"{name} is {data.dtype} with scales of {scale.dtype}; copy the model again, or give another.")
+    values, scale = data.float(), scale.float()
+    *_, rows, columns = data.shape
+    if scale.numel() == 1:
+        return values * scale.reshape(())
+    if scale.shape == (rows,):
+        scale = scale[:, None]
+    if block is not None and scale.shape == (*data.shape[:-2], -(-rows // block[0]), -(-columns // block[1])):
+        scale = scale.repeat_interleave(block[0], -2)[..., :rows, :]
+        scale = scale.repeat_interleave(block[1], -1)[..., :columns]
+    elif scale.shape != (*data.shape[:-1], 1):
+        raise ValueError(
+            f"{name} is {list(data.shape)} and its scales are {list(scale.shape)}, which do not fit the blocks that "
+            f"config.json has ({block}); copy the model again, or give another."
+        )
+    return values * scale

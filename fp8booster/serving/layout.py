@@ -1,0 +1,109 @@
+"""What of a model is exported in FP8: the layers that train in FP8, under the scales that training has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8booster.config import FP8Config
+from fp8booster.kernels.alignment import ALIGNMENT
+from fp8booster.nn.convert import convert_to_fp8
+from fp8booster.nn.experts.held_as_one import FP8Experts, are_experts
+from fp8booster.nn.fused import fuse
+from fp8booster.nn.fused.merged_layers import merged_layers
+from fp8booster.nn.linear.layer import FP8Layer
+
+
+@dataclass(frozen=True)
+class Layout:
+    """By name in the state dict, what a model's tensors are."""
+
+    shapes: dict[str, torch.Size]
+    first_name: dict[str, str]
+    """By each name of a parameter, its first: tied weights have several."""
+    parameters: frozenset[str]
+    """The rest are buffers."""
+    groups: dict[str, tuple[str, ...]]
+    """By the name of a weight that is exported in FP8, those that share its scale where a tensor has one."""
+    cast_by_layers: frozenset[str]
+    """Those among them that no engine casts, from its masters, but each layer from its 16-bit value."""
+    kept: tuple[str, ...]
+    """Linear layers that stay in 16 bits, by their paths."""
+
+
+def layout_of_config(config: Any, fp8_config: FP8Config) -> Layout:
+    """Of the model that transformers builds from a config, trained under an `FP8Config`; it is built without memory.
+
+    Raises:
+        ValueError: no layer would be in FP8, or experts cannot be exported.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # typed as None where transformers is lazy
+    kind = kinds[type(config)]
+    with torch.device("meta"):
+        model = kind._from_config(config, attn_implementation="sdpa")
+    model.tie_weights()
+    convert_to_fp8(model, fp8_config)
+    if fp8_config.fused:
+        fuse(model)
+    return layout_of(model)
+
+
+def layout_of(model: nn.Module) -> Layout:
+    """Of a converted model.
+
+    Raises:
+        ValueError: no layer is in FP8, a rank holds a part of one, or experts cannot be exported.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    layers = list(_exported(model))
+    weights = {id(layer): f"{names[id(layer)]}.weight" for layer in layers}
+    groups: dict[str, tuple[str, ...]] = {name: (name,) for name in weights.values()}
+    for merged in merged_layers(model):
+        together = tuple(weights[id(layer)] for layer in merged.layers if id(layer) in weights)
+        if merged.why_not_merged is None and len(together) == len(merged.layers):
+            groups.update(dict.fromkeys(together, together))
+    first: dict[int, str] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    first_name = {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return Layout(
+        {name: value.shape for name, value in model.state_dict().items()},
+        first_name,
+        frozenset(parameters),
+        groups,
+        frozenset(
+            weights[id(layer)]
+            for layer in layers
+            if layer.why_cast_by_itself is not None or any(size % ALIGNMENT for size in layer.weight.shape)
+        ),
+        tuple(name for name in linears if f"{name}.weight" not in groups),
+    )
+
+
+def _exported(model: nn.Module) -> Iterator[FP8Layer]:
+    """The FP8 layers that are nn.Linear, which is what engines put their own layers in the place of."""
+    found = False
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Experts) or are_experts(module):
+            raise ValueError(
+                f"{name} holds its experts as one parameter, of which engines know no FP8 form by this name; export "
+                "with transformers 4.51, whose experts are linear layers"
+            )
+        if not isinstance(module, FP8Layer):
+            continue
+        if module.original is nn.Linear:
+            found = True
+            yield module
+        elif not module.weight_is_transposed:
+            raise ValueError(
+                f"{name} is a {module.original.__name__}, of which a rank holds a part; save the model with "
+                "booster.save_model, and export that folder"
+            )
+    if not found:
+        raise ValueError("no nn.Linear of the model is in FP8; export a model with layers that FP8Config.layers names")

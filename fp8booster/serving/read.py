@@ -1,0 +1,117 @@
+"""Reads checkpoints whose weights are in FP8, in the formats of `CHECKPOINT_FORMATS`, into 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fp8booster.config import FP8Config
+from fp8booster.formats import FORMATS
+from fp8booster.reading import read_record
+from fp8booster.serving.formats import SCALES, block_of, decode
+from fp8booster.serving.frozen import load_frozen
+from fp8booster.serving.shards import Shards
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")
+"""Scales of what the weights are multiplied by: training makes its own."""
+
+
+def require_loadable(folder: Path) -> bool:
+    """Whether the weights of a folder are in FP8, by its config.json.
+
+    Raises:
+        ValueError: they are quantized otherwise, or in a form that is not known.
+    """
+    file = folder / "config.json"
+    settings = read_record(file, {}, "give the folder of a model").get("quantization_config")
+    if settings is None:
+        return False
+    block_of(settings, str(file))
+    return True
+
+
+def dequantized(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a folder one by one, by name, FP8 weights as their values, rounded once to `dtype`.
+
+    Tensors that have no scale are given as they are.
+
+    Raises:
+        ValueError: a scale is missing, or does not fit its weight, or a file is damaged.
+    """
+    folder = Path(folder)
+    file = folder / "config.json"
+    settings = read_record(file, {"quantization_config": dict}, "give a model in FP8")["quantization_config"]
+    block = block_of(settings, str(file))
+    shards = Shards(folder)
+    scale_of = {name: next((name + end for end in SCALES if name + end in shards), None) for name in shards.names}
+    scales = set(scale_of.values())
+    for name in shards.names:
+        if name in scales or name.endswith(_UNUSED):
+            continue
+        tensor, scale = shards.tensor(name), scale_of[name]
+        if scale is not None:
+            tensor = decode(tensor, shards.tensor(scale), block, name).to(dtype)
+        elif tensor.dtype in FORMATS:
+            raise ValueError(f"{name} in {folder} is in FP8 and has no scale; copy the model again, or give another.")
+        yield name, tensor
+
+
+def load_fp8(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    config: PretrainedConfig | None = None,
+    frozen: bool = False,
+    fp8_config: FP8Config | None = None,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """A causal language model in `dtype`, of the values that a folder's FP8 weights have: a start of training.
+
+    Args:
+        folder: as `export` writes it, or another engine: with `quant_method` "fp8" (DeepSeek-V3, Qwen3-FP8) or
+            "compressed-tensors" of the form `float-quantized`.
+        dtype: of the model's parameters.
+        config: in place of the folder's.
+        frozen: keep the FP8 weights as they are, one byte a value, for adapters to train on; they do not train.
+        fp8_config: with `frozen`, how layers compute; the granularity is the folder's. None is `FP8Config()`.
+        device: of the model.
+
+    Raises:
+        ValueError: the folder's weights are not in FP8, or not all there, or, with `frozen`, in a form that products
+            cannot read.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    if not require_loadable(Path(folder)):
+        raise ValueError(f"{folder} has no quantization_config; load it with transformers' from_pretrained.")
+    if frozen:
+        return load_frozen(folder, fp8_config or FP8Config(), dtype=dtype, device=device, config=config)
+    if config is None:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    forget_quantization(config)
+    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # typed as None where transformers is lazy
+    kind = kinds[type(config)]
+    model, found = kind.from_pretrained(
+        None,
+        config=config,
+        state_dict=dict(dequantized(folder, dtype)),
+        torch_dtype=dtype,
+        attn_implementation="sdpa",
+        output_loading_info=True,
+    )
+    if found["missing_keys"]:
+        missing = sorted(found["missing_keys"])
+        raise ValueError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more; copy the model again.")
+    return model.to(device)
+
+
+def forget_quantization(config: PretrainedConfig) -> None:
+    """Make it the config of the model in 16 bits."""
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config

@@ -1,0 +1,336 @@
+"""Models written in FP8, and read again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from fp8booster import FP8Config, convert_to_fp8, export, fuse, load_fp8
+from fp8booster.nn.fused.merged_layers import merged_layers
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.serving import write
+from fp8booster.serving.formats import CHECKPOINT_FORMATS
+from fp8booster.serving.layout import layout_of_config
+from fp8booster.serving.read import dequantized
+from tests.colossal.models import VOCABULARY, tiny_llama, token_batch
+
+FORMATS = list(CHECKPOINT_FORMATS)
+TRANSFORMERS_5 = transformers.__version__.startswith("5.")
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 144,  # no multiple of 128
+    "intermediate_size": 200,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def llama(**options):
+    return tiny_llama(**options).bfloat16()
+
+
+def qwen():
+    """With biases of q, k and v, and tied embeddings."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)).bfloat16()
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.q_proj.bias)
+    return model
+
+
+def phi():
+    """With q, k and v, and gate and up, in one layer each."""
+    torch.manual_seed(0)
+    return Phi3ForCausalLM(Phi3Config(**SIZES)).bfloat16()
+
+
+MODELS = {"llama": llama, "qwen": qwen, "phi": phi}
+
+
+def files(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_comes_back_with_the_values_that_were_written(tmp_path, model, format):
+    written = MODELS[model]()
+    done = export(written, tmp_path / "out", format=format)
+    expected, there = written.state_dict(), files(tmp_path / "out")
+    scale_name = CHECKPOINT_FORMATS[format].scale_name
+    in_fp8 = {name for name, value in there.items() if value.dtype is torch.float8_e4m3fn}
+    assert len(in_fp8) == done.layers == {"llama": 14, "qwen": 14, "phi": 8}[model]
+    assert done.kept == ("lm_head",)
+    again = load_fp8(tmp_path / "out")
+    assert {value.dtype for value in again.state_dict().values()} == {torch.bfloat16}
+    for name, value in again.state_dict().items():
+        if name not in in_fp8:
+            assert torch.equal(value, expected[name]), name
+            continue
+        scale = there[name.removesuffix("weight") + scale_name]
+        error = (value.float() - expected[name].float()).abs()
+        # half a step of E4M3: 2^-4 of a value, and below its normal range 2^-10 of a scale
+        assert (error <= expected[name].float().abs() / 15 + scale.max() * 2**-9).all(), name
+    assert (again.lm_head.weight is again.model.embed_tokens.weight) == (model == "qwen")
+    assert ("lm_head.weight" in there) == (model != "qwen")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_exported_again_a_loaded_model_has_the_same_weights(tmp_path, format):
+    export(qwen(), tmp_path / "first", format=format)
+    export(load_fp8(tmp_path / "first"), tmp_path / "again", format=format)
+    if not format.endswith("tensorwise"):  # scales are powers of two: BF16 holds what they multiply
+        first, again = (dict(dequantized(tmp_path / name, torch.float32)) for name in ("first", "again"))
+        assert first.keys() == again.keys()
+        assert all(torch.equal(again[name], value) for name, value in first.items())
+        return
+    first, again = files(tmp_path / "first"), files(tmp_path / "again")
+    assert first.keys() == again.keys()
+    for name, value in first.items():
+        if "scale" in name:
+            torch.testing.assert_close(again[name], value, rtol=2**-8, atol=0)
+        else:
+            assert torch.equal(bits(again[name]), bits(value)), name
+
+
+@pytest.mark.parametrize("format", ["tensorwise", "compressed-tensors-tensorwise"])
+def test_the_bytes_are_those_that_a_fused_model_multiplies_by(tmp_path, format):
+    model = llama().train()
+    export(model, tmp_path / "plain", format=format)
+    convert_to_fp8(model, FP8Config(always=True))
+    fuse(model)
+    tokens = token_batch(0)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    export(model, tmp_path / "converted", format=format)
+    plain, converted = files(tmp_path / "plain"), files(tmp_path / "converted")
+    assert plain.keys() == converted.keys()
+    assert all(torch.equal(bits(plain[name]), bits(value)) for name, value in converted.items())
+    names = {id(module): name for name, module in model.named_modules()}
+    compared = 0
+    for merged in merged_layers(model):
+        held = merged.fp8_weight.held  # q, k and v, gate and up under one scale
+        made = torch.cat([plain[f"{names[id(layer)]}.weight"] for layer in merged.layers])
+        assert torch.equal(bits(held.data[: len(made)]), bits(made))
+        for layer in merged.layers:
+            scale = plain[f"{names[id(layer)]}.{CHECKPOINT_FORMATS[format].scale_name}"]
+            assert scale == held.inverse_scale
+        compared += 1
+    for name, layer in model.named_modules():
+        if isinstance(layer, FP8Layer) and layer.fp8_weight.held is not None:
+            assert torch.equal(bits(layer.fp8_weight.held.data), bits(plain[f"{name}.weight"]))
+            compared += 1
+    assert compared == 8
+
+
+@pytest.mark.parametrize(("granularity", "format"), [("blockwise", "fine-grained"), ("rowwise", "compressed-tensors")])
+def test_finer_scales_are_those_of_training(tmp_path, granularity, format):
+    model = llama(hidden_size=128, intermediate_size=256, head_dim=64).train()
+    convert_to_fp8(model, FP8Config(granularity=granularity, always=True, power_of_two=False))
+    tokens = token_batch(0)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    export(model, tmp_path / "out", format=format)
+    there = files(tmp_path / "out")
+    for name, layer in model.named_modules():
+        if isinstance(layer, FP8Layer):
+            held = layer.fp8_weight.held
+            assert torch.equal(bits(held.data), bits(there[f"{name}.weight"]))
+            scale = there[f"{name}.{CHECKPOINT_FORMATS[format].scale_name}"]
+            assert torch.equal(scale.flatten(), held.inverse_scale.view(len(scale), -1)[:, : scale.shape[1]].flatten())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_folder_gives_the_same_files_as_its_model(tmp_path, model):
+    written = MODELS[model]()
+    written.save_pretrained(tmp_path / "model", max_shard_size="50KB")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    live = export(written, tmp_path / "live", shard_bytes=40_000)
+    stored = export(str(tmp_path / "model"), tmp_path / "stored")
+    assert (live.layers, live.kept, live.bytes) == (stored.layers, stored.kept, stored.bytes)
+    one, many = files(tmp_path / "stored"), files(tmp_path / "live")
+    assert one.keys() == many.keys()
+    assert all(torch.equal(bits(one[name]), bits(value)) for name, value in many.items())
+    assert (tmp_path / "stored" / "tokenizer.json").is_file()
+    assert (tmp_path / "stored" / "generation_config.json").is_file()
+    assert [file.name for file in (tmp_path / "stored").glob("*.safetensors")] == ["model.safetensors"]
+
+
+def test_shards_are_no_larger_than_asked_and_indexed(tmp_path):
+    done = export(llama(), tmp_path / "out", shard_bytes=20_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    names = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
+    assert names == [f"model-{number:05d}-of-{len(names):05d}.safetensors" for number in range(1, len(names) + 1)]
+    assert len(names) > 3
+    assert index["metadata"]["total_size"] == done.bytes
+    for name in names:
+        with safe_open(tmp_path / "out" / name, framework="pt") as shard:
+            assert all(index["weight_map"][tensor] == name for tensor in shard.keys())  # noqa: SIM118
+            assert sum(shard.get_tensor(tensor).nbytes for tensor in shard.keys()) <= 20_000  # noqa: SIM118
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_tensors_are_those_that_transformers_fp8_layers_have(tmp_path, model):
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+
+    written = MODELS[model]()
+    export(written, tmp_path / "out")
+    settings = AutoConfig.from_pretrained(tmp_path / "out").quantization_config
+    kept = settings["modules_to_not_convert"]
+    replaced = replace_with_fp8_linear(
+        written, modules_to_not_convert=list(kept), quantization_config=FineGrainedFP8Config(**settings)
+    )
+    there = files(tmp_path / "out")
+    expected = {
+        name: value for name, value in replaced.state_dict().items() if name in there or name != "lm_head.weight"
+    }
+    assert {name: value.shape for name, value in expected.items()} == {
+        name: value.shape for name, value in there.items()
+    }
+    for name, value in there.items():
+        if "scale" in name or value.dtype is torch.float8_e4m3fn:
+            assert expected[name].dtype is value.dtype, name
+
+
+@pytest.mark.skipif(not TRANSFORMERS_5, reason="transformers 4 loads FP8 on a GPU alone")
+@pytest.mark.parametrize("format", ["fine-grained", "tensorwise"])
+def test_transformers_dequantizes_to_the_same_model(tmp_path, format):
+    model = llama(hidden_size=256, intermediate_size=384, num_attention_heads=4, num_key_value_heads=2)
+    export(model, tmp_path / "out", format=format)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    ours = load_fp8(tmp_path / "out")
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value, ours.state_dict()[name]), name
+    tokens = token_batch(0)
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, ours(tokens).logits)
+        exact = model(tokens).logits
+    assert 0 < (ours(tokens).logits - exact).norm() < 0.1 * exact.norm()
+
+
+def test_the_config_says_how_compressed_tensors_are_multiplied(tmp_path):
+    export(llama(), tmp_path / "out", format="compressed-tensors")
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    group = settings["config_groups"]["group_0"]
+    assert settings["format"] == "float-quantized"
+    assert settings["ignore"] == ["lm_head"]
+    assert group["weights"]["strategy"] == "channel"
+    assert group["input_activations"] == {
+        "num_bits": 8,
+        "type": "float",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    }
+
+
+def test_layers_that_train_in_16_bits_are_exported_so(tmp_path):
+    config = FP8Config(first_last_layers_in_16_bits=1)
+    done = export(llama(num_hidden_layers=3), tmp_path / "out", config=config)
+    assert done.layers == 7
+    assert len(done.kept) == 15
+    assert files(tmp_path / "out")[UP].dtype is torch.bfloat16
+
+
+def test_weights_that_layers_cast_in_training_are_told_from_those_that_engines_cast():
+    down = {f"model.layers.{number}.mlp.down_proj.weight" for number in range(2)}
+    config = tiny_llama().config
+    assert layout_of_config(config, FP8Config()).cast_by_layers == set()
+    assert layout_of_config(config, FP8Config(smooth_swiglu=True)).cast_by_layers == down
+    assert len(layout_of_config(config, FP8Config(granularity="rowwise")).cast_by_layers) == 14
+    assert len(layout_of_config(phi().config, FP8Config()).cast_by_layers) == 2  # down reads 200, no multiple of 16
+
+
+def test_scales_that_others_made_are_read(tmp_path):
+    """Blocks of another size, one scale a row without a second dimension, one for all; and scales of inputs."""
+    export(llama(), tmp_path / "out")
+    file, config = tmp_path / "out" / "model.safetensors", tmp_path / "out" / "config.json"
+    tensors = load_file(file)
+    name = UP.removesuffix("weight")
+    record = json.loads(config.read_text())
+    record["quantization_config"]["weight_block_size"] = [32, 32]
+    config.write_text(json.dumps(record))
+    for scale in (torch.full((4, 2), 0.5), torch.full((128,), 0.5), torch.full((1,), 0.5)):
+        scales = {name + "weight_scale_inv": scale, name + "input_scale": torch.ones(())}
+        save_file({UP: tensors[UP], **scales}, file)
+        read = dict(dequantized(tmp_path / "out", torch.float32))
+        assert read.keys() == {UP}
+        assert torch.equal(read[UP], tensors[UP].float() / 2)
+
+
+def test_what_cannot_be_exported_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch):
+    model = llama()
+    out = tmp_path / "out"
+    for arguments, words in (
+        ({"format": "gguf"}, "no format 'gguf'"),
+        ({"config": FP8Config(weight_format=torch.float8_e5m2, gradient_format=torch.float8_e4m3fn)}, "e5m2"),
+        ({"masters": tmp_path}, "masters go with"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            export(model, out, **arguments)
+    with pytest.raises(TypeError, match="no model of transformers"):
+        export(torch.nn.Linear(16, 16), out)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.inf
+    with pytest.raises(ValueError, match="not finite"):
+        export(model, out)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(write, "sync_folder", full)
+    with pytest.raises(OSError, match="no space"):
+        export(llama(), out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folders_that_cannot_be_exported_are_named(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="there already"):
+        export(model, tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "fp8")
+    with pytest.raises(ValueError, match="quantized already"):
+        export(tmp_path / "fp8", tmp_path / "out")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({name: value for name, value in tensors.items() if name != UP}, file)
+    with pytest.raises(ValueError, match=r"up_proj.weight is none in"):
+        export(tmp_path / "model", tmp_path / "out")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(ValueError, match="damaged"):
+        export(tmp_path / "model", tmp_path / "out")
+    file.unlink()
+    with pytest.raises(ValueError, match=r"no model\.safetensors"):
+        export(tmp_path / "model", tmp_path / "out")
+
+
+def test_folders_that_cannot_be_loaded_are_named(tmp_path):
+    llama().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="no quantization_config"):
+        load_fp8(tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "fp8")
+    file = tmp_path / "fp8" / "model.safetensors"
+    tensors = load_file(file)
+    scale = UP + "_scale_inv"
+    save_file({name: value for name, value in tensors.items() if name != scale}, file)
+    with pytest.raises(ValueError, match="has no scale"):
+        load_fp8(tmp_path / "fp8")
+    save_file({name: value for name, value in tensors.items() if name not in (UP, scale)}, file)
+    with pytest.raises(ValueError, match=f"lacks {UP}"):
+        load_fp8(tmp_path / "fp8")
+    shutil.rmtree(tmp_path / "fp8")

@@ -1,0 +1,118 @@
+"""Models whose frozen weights are in FP8 from the first: from FP8 checkpoints, from 16-bit ones, and at random."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, LlamaForCausalLM
+
+from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.nn import FrozenFP8Linear
+from fp8booster.serving import export, frozen, load_fp8
+from fp8booster.serving.formats import CHECKPOINT_FORMATS
+from fp8booster.serving.frozen import fill, load_frozen, random_frozen
+from tests.colossal.models import tiny_llama, token_batch
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in 16 bits."""
+    folder = tmp_path_factory.mktemp("model") / "bf16"
+    torch.manual_seed(0)
+    tiny_llama().bfloat16().save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+def bytes_of(model: nn.Module) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in {*model.parameters(), *model.buffers()})
+
+
+def frozen_layers(model: nn.Module) -> dict[str, FrozenFP8Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, FrozenFP8Linear)}
+
+
+@pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
+def test_an_fp8_checkpoint_stays_as_it_is(folder, tmp_path, format) -> None:
+    export(folder, tmp_path / "fp8", format=format)
+    decoded, kept = load_fp8(tmp_path / "fp8"), load_fp8(tmp_path / "fp8", frozen=True)
+    layers = frozen_layers(kept)
+    assert len(layers) == 14
+    assert {layer.fp8_config.granularity for layer in layers.values()} == {CHECKPOINT_FORMATS[format].granularity}
+    saved: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "fp8").glob("*.safetensors"):
+        saved |= load_file(file)
+    state = kept.state_dict()
+    for name in layers:
+        assert torch.equal(state[f"{name}.weight"].view(torch.uint8), saved[f"{name}.weight"].view(torch.uint8)), name
+    for (name, value), other in zip(decoded.named_modules(), kept.modules(), strict=True):
+        if "weight" in value._parameters:
+            assert torch.equal(value.weight, other.weight), name
+    assert not any(tensor.is_meta for tensor in [*kept.parameters(), *kept.buffers()])
+    (batch,) = (token_batch(2, 16),)
+    expected = decoded(batch).logits
+    assert (kept(batch).logits - expected).norm() < 0.05 * expected.norm()
+
+
+def test_a_16_bit_checkpoint_is_cast_as_the_whole_model_would_be(folder) -> None:
+    kept = load_frozen(folder, FP8Config())
+    whole = convert_to_fp8(LlamaForCausalLM.from_pretrained(folder, torch_dtype=torch.bfloat16), FP8Config())
+    before = bytes_of(whole)
+    layers = frozen_layers(kept)
+    for name, layer in layers.items():
+        FrozenFP8Linear.convert_in_place(whole.get_submodule(name), FP8Config())
+        assert torch.equal(whole.get_submodule(name).fp8_data, layer.fp8_data), name
+    values = sum(layer.fp8_shape[0] * layer.fp8_shape[1] for layer in layers.values())
+    assert bytes_of(kept) == bytes_of(whole) == before - values + 4 * len(layers)
+
+
+def test_random_weights_are_in_fp8_from_the_first(folder, monkeypatch) -> None:
+    without_memory: list[int] = []
+
+    def filled(model: nn.Module, *arguments: Any) -> None:
+        matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+        assert all(parameter.is_meta for parameter in matrices)
+        without_memory.append(len(matrices))
+        fill(model, *arguments)
+
+    monkeypatch.setattr(frozen, "fill", filled)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(random_frozen(AutoConfig.from_pretrained(folder), FP8Config(), device=torch.device("cpu")))
+    assert without_memory == [16, 16]
+    states = [model.state_dict() for model in models]
+    assert all(torch.equal(states[0][name].float(), states[1][name].float()) for name in states[0])
+    assert len(frozen_layers(models[0])) == 14
+    assert models[0].model.norm.weight.eq(1).all()
+    width = models[0].model.layers[1].mlp.up_proj.weight.float().std().item()
+    assert width == pytest.approx(models[0].config.initializer_range, rel=0.05)
+    batch = token_batch(2, 16)
+    assert torch.isfinite(models[0].train()(input_ids=batch, labels=batch).loss)
+
+
+def test_what_cannot_be_kept_is_told(folder, tmp_path) -> None:
+    export(folder, tmp_path / "fp8", format="fine-grained", shard_bytes=2**30)
+    file = tmp_path / "fp8" / "config.json"
+    record = json.loads(file.read_text())
+    record["quantization_config"]["weight_block_size"] = [64, 64]
+    file.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"for blocks of \(64, 64\).*load it without frozen"):
+        load_fp8(tmp_path / "fp8", frozen=True)
+    record["quantization_config"]["weight_block_size"] = [128, 128]
+    file.write_text(json.dumps(record))
+    weights = tmp_path / "fp8" / "model.safetensors"
+    tensors = load_file(weights)
+    gone = tensors.pop("model.layers.0.mlp.up_proj.weight_scale_inv")
+    save_file(tensors, weights)
+    with pytest.raises(ValueError, match=r"up_proj\.weight in .* has no scale"):
+        load_fp8(tmp_path / "fp8", frozen=True)
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"model.layers.0.mlp.up_proj.weight_scale_inv": gone}, weights)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight and 0 more weights are missing"):
+        load_fp8(tmp_path / "fp8", frozen=True)
