@@ -3,6 +3,7 @@
 from fp8booster.config import FP8Config
 from fp8booster.import_order import patch_colossalai_when_imported
 from fp8booster.levels import Level, level
+from fp8booster.monitor.watchdog import Watchdog
 from fp8booster.nn import (
     FP8Linear,
     Report,
@@ -11,21 +12,29 @@ from fp8booster.nn import (
     forget_weights,
     fp8_linear,
     fuse,
+    quantize,
+    record,
     refresh_weights,
     report,
 )
+from fp8booster.serving import export, load_fp8
 
 __all__ = [
     "FP8Config",
     "FP8Linear",
     "Level",
     "Report",
+    "Watchdog",
     "capture_layers",
     "convert_to_fp8",
+    "export",
     "forget_weights",
     "fp8_linear",
     "fuse",
     "level",
+    "load_fp8",
+    "quantize",
+    "record",
     "refresh_weights",
     "report",
 ]

@@ -50,6 +50,10 @@ class FP8Config:
     """Compute vocabulary heads in FP8 too, whatever `layers` says of them: the three products of each chunk of tokens
     where the loss is computed so (`fused`). Their output is the most sensitive to rounding."""
 
+    first_last_layers_in_16_bits: int = 0
+    """Leave so many of the first and of the last decoder layers in the model's precision, vocabulary heads aside: the
+    members of each outermost `nn.ModuleList`, counted over all pipeline stages."""
+
     input_format: torch.dtype = formats.E4M3
     """Format of a layer's input."""
 
@@ -57,7 +61,7 @@ class FP8Config:
     """Format of a layer's weight."""
 
     gradient_format: torch.dtype = None  # type: ignore[assignment] # see __post_init__
-    """Format of the gradient of a layer's output; None is E5M2 for tensorwise and E4M3 for rowwise scales."""
+    """Format of the gradient of a layer's output; None is E5M2 for tensorwise scales and E4M3 for finer ones."""
 
     fast_accumulation_fprop: bool = True
     """Let the forward product skip the promotion of partial sums to FP32: 6 % faster on an H200, fewer bits."""
@@ -70,11 +74,40 @@ class FP8Config:
 
     power_of_two: bool = None  # type: ignore[assignment] # see __post_init__
     """Round scales down to powers of two: exact to apply and undo, at a cost of up to one bit of range; None is False
-    for tensorwise and True for rowwise scales."""
+    for tensorwise scales and True for finer ones, and with "amax" and "constant" scaling."""
+
+    scaling: str = "real-time"
+    """Where a scale comes from: "real-time", from the tensor as it is; "amax", the same, rounded down to a power of
+    two (FP8-AMAX of Perez et al., arXiv 2309.17224); "delayed", from the amaxes of earlier steps (Transformer Engine);
+    or "constant", one power of two for weights and inputs and one for gradients (their FP8-CSCALE). With the last two
+    what is larger than expected saturates; evaluation, and weights that an engine casts, stay real-time."""
+
+    delayed_history: int = 16
+    """Steps of the optimizer whose amaxes delayed scaling keeps."""
+
+    delayed_amax: str = "max"
+    """Which of them it takes: "max", the largest, or "most recent", the last step's."""
+
+    delayed_margin: int = 0
+    """Powers of two that it leaves free above that amax."""
+
+    forward_bias: int = 3
+    """The constant scale of weights and inputs is two to this power: with E4M3 what is above 56 saturates."""
+
+    gradient_bias: int = 16
+    """The same of gradients: with E5M2 what is above 0.9 saturates, and below 2e-10 becomes zero. For a mean over
+    tokens; a loss scale that multiplies the loss multiplies these too."""
 
     granularity: str = "tensorwise"
-    """How many values share a scale: "tensorwise", one scale a tensor, or "rowwise", one for each token and for each
-    output feature (and, for the transposes that backward reads, for each feature)."""
+    """How many values share a scale: "tensorwise", one scale a tensor; "rowwise", one for each token and for each
+    output feature (and, for the transposes that backward reads, for each feature); or "blockwise", one for each 128
+    values of a token and for each block of 128 x 128 values of a weight (and, for the transposes, for 128 tokens of a
+    feature), on Hopper GPUs. Blockwise products have no fast accumulation, and sizes are padded to multiples of 128."""
+
+    smooth_swiglu: bool = False
+    """Multiply each channel of SwiGLU's output by a power of two before the cast, and divide the columns of the down
+    projection's weight by it (`nn.weights.channels`), so that a few large channels leave the others their bits. For
+    fused feed-forward blocks with tensorwise real-time scales; these weights are gathered in 16 bits."""
 
     always: bool = False
     """Compute in FP8 also where a layer is so small that BF16 is faster on this GPU, by `nn.linear.speed_model`."""
@@ -103,7 +136,7 @@ class FP8Config:
     """Keep the transpose of each FP8 weight, which backward reads, from step to step. False makes it in backward, at
     each micro-batch: one byte a value less for a pass over the FP8 weights. Nothing changes where an engine keeps none
     anyway (Gemini, FSDP), nor for GPT-2's Conv1D under ZeRO. None is False where the transposes would take more than
-    1/32 of the GPU's memory. For tensorwise scales; rowwise ones keep the transposes."""
+    1/32 of the GPU's memory. For tensorwise and blockwise scales; rowwise ones keep the transposes."""
 
     cuda_graphs: bool | None = False
     """Replay decoder layers as CUDA graphs in training, once they ran a few times with the same shapes
@@ -132,7 +165,12 @@ class FP8Config:
                 f"FP8Config.layers is {self.layers!r}; give a function of a layer's name and module that returns True "
                 "where the layer shall compute in FP8"
             )
-        defaults = _DEFAULTS_BY_GRANULARITY.get(self.granularity, {})
+        count = self.first_last_layers_in_16_bits
+        if type(count) is not int or count < 0:
+            raise ValueError(
+                f"FP8Config.first_last_layers_in_16_bits is {count!r}; give a whole number of layers, 0 or more"
+            )
+        defaults = _DEFAULTS_BY_GRANULARITY.get(self.granularity, {}) | _DEFAULTS_BY_SCALING.get(self.scaling, {})
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -141,6 +179,10 @@ class FP8Config:
             if not any(type(value) is type(choice) and value == choice for choice in allowed):
                 choices = " or ".join(repr(choice) for choice in allowed)
                 raise ValueError(f"FP8Config.{name} is {value!r}; use {choices}")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"FP8Config.{name} is {value!r}; use a whole number from {least} to {most}")
         for name in _DERIVED:  # now, for a compiler does not trace the first time that one is asked for
             getattr(self, name)
         if self.rowwise and self.keep_weight_transposes is False:
@@ -148,6 +190,14 @@ class FP8Config:
                 "FP8Config.keep_weight_transposes is False, and with rowwise scales a transpose has scales of its own "
                 'that its FP8 values do not tell; keep the transposes or use granularity="tensorwise"'
             )
+        self._check_scaling()
+        if self.granularity == "blockwise":
+            for name in ("input_format", "weight_format", "gradient_format"):
+                if getattr(self, name) is not formats.E4M3:
+                    raise ValueError(
+                        f"FP8Config.{name} is float8_e5m2, and with blockwise scales the hardware multiplies E4M3 "
+                        "alone; use torch.float8_e4m3fn"
+                    )
         for one, other in _MULTIPLIED:
             if getattr(self, one) is formats.E5M2 and getattr(self, other) is formats.E5M2:
                 raise ValueError(
@@ -155,10 +205,61 @@ class FP8Config:
                     f"only by E4M3; use torch.float8_e4m3fn for {other}"
                 )
 
+    def _check_scaling(self) -> None:
+        what = f"FP8Config.scaling is {self.scaling!r}"
+        if "power_of_two" in _DEFAULTS_BY_SCALING.get(self.scaling, {}) and not self.power_of_two:
+            raise ValueError(f"{what}, whose scales are powers of two, and power_of_two is False; leave it out")
+        for scaling, names in _OPTIONS_OF_SCALING.items():
+            for name in names:
+                if scaling != self.scaling and getattr(self, name) != getattr(type(self), name):
+                    raise ValueError(
+                        f'{what}, and FP8Config.{name} is an option of scaling="{scaling}"; leave one of them out'
+                    )
+        if self.smooth_swiglu:
+            needs = {"fused": True, "granularity": "tensorwise", "cuda_graphs": False}
+            for name, value in {**needs, "scaling": "amax" if self.scaling == "amax" else "real-time"}.items():
+                if getattr(self, name) != value:
+                    raise ValueError(
+                        f"FP8Config.smooth_swiglu is True, and FP8Config.{name} is {getattr(self, name)!r}; use "
+                        f"{name}={value!r}, or leave smooth_swiglu out"
+                    )
+        if not self.remembers_amaxes:
+            return
+        if self.granularity != "tensorwise":
+            raise ValueError(
+                f"{what}, which keeps one amax a tensor, and granularity is {self.granularity!r}; "
+                'use granularity="tensorwise" or scaling="real-time"'
+            )
+        if self.cuda_graphs is not False:
+            raise ValueError(
+                f"{what}, and cuda_graphs is {self.cuda_graphs}: a captured layer cannot tell when a step begins; "
+                'use cuda_graphs=False or scaling="real-time"'
+            )
+
+    @cached_property
+    def remembers_amaxes(self) -> bool:
+        """Whether scales come from other amaxes than those of the tensors that are cast."""
+        return self.scaling in ("delayed", "constant")
+
     @cached_property
     def rowwise(self) -> bool:
         """Whether each row has a scale of its own."""
         return self.granularity == "rowwise"
+
+    @cached_property
+    def finer_scales(self) -> str | None:
+        """What to call scales that are finer than one a tensor, where that is a reason; None: one a tensor."""
+        return None if self.granularity == "tensorwise" else f"{self.granularity} scales"
+
+    @cached_property
+    def scale_for(self) -> str:
+        """What has a scale of its own in an input or a gradient, as in `tensor.quantize`."""
+        return _SCALES[self.granularity][0]
+
+    @cached_property
+    def weight_scale_for(self) -> str:
+        """The same of a weight."""
+        return _SCALES[self.granularity][1]
 
     @cached_property
     def saves_in_8_bits(self) -> bool:
@@ -176,14 +277,43 @@ class FP8Config:
         return self.keep_weight_transposes is not False
 
 
-_DERIVED = ("rowwise", "saves_in_8_bits", "keeps_16_bits", "keeps_transposes")
+_DERIVED = (
+    "remembers_amaxes",
+    "rowwise",
+    "finer_scales",
+    "scale_for",
+    "weight_scale_for",
+    "saves_in_8_bits",
+    "keeps_16_bits",
+    "keeps_transposes",
+)
 _SWITCH = (True, False)
 _DEFAULTS_BY_GRANULARITY = {
     "tensorwise": {"gradient_format": formats.E5M2, "power_of_two": False},
     "rowwise": {"gradient_format": formats.E4M3, "power_of_two": True},
+    "blockwise": {"gradient_format": formats.E4M3, "power_of_two": True},
+}
+_SCALES = {"tensorwise": ("tensor", "tensor"), "rowwise": ("row", "row"), "blockwise": ("group", "block")}
+_DEFAULTS_BY_SCALING: dict[str, dict[str, bool]] = {
+    "real-time": {},
+    "delayed": {},
+    "amax": {"power_of_two": True},
+    "constant": {"power_of_two": True},
+}
+_OPTIONS_OF_SCALING = {
+    "delayed": ("delayed_history", "delayed_amax", "delayed_margin"),
+    "constant": ("forward_bias", "gradient_bias"),
+}
+_RANGES = {
+    "delayed_history": (1, 1024),
+    "delayed_margin": (0, 16),
+    "forward_bias": (-64, 64),
+    "gradient_bias": (-64, 64),
 }
 _ALLOWED = {
     "vocabulary_head": _SWITCH,
+    "scaling": tuple(_DEFAULTS_BY_SCALING),
+    "delayed_amax": ("max", "most recent"),
     "granularity": tuple(_DEFAULTS_BY_GRANULARITY),
     "input_format": formats.FORMATS,
     "weight_format": formats.FORMATS,
@@ -192,6 +322,7 @@ _ALLOWED = {
     "fast_accumulation_dgrad": _SWITCH,
     "fast_accumulation_wgrad": _SWITCH,
     "power_of_two": _SWITCH,
+    "smooth_swiglu": _SWITCH,
     "always": _SWITCH,
     "communication": _SWITCH,
     "gradient_scaling": ("block", "tensor", "auto"),

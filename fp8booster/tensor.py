@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import torch
 
+from fp8booster.kernels.alignment import BLOCK
+from fp8booster.kernels.blockwise_cast import blockwise_cast, decoded
 from fp8booster.kernels.cast import cast
 from fp8booster.kernels.rowwise_cast import rowwise_cast
 
@@ -13,7 +15,8 @@ from fp8booster.kernels.rowwise_cast import rowwise_cast
 class QuantizedMatrix(NamedTuple):
     """A matrix of R rows and C columns in FP8.
 
-    R16 and C16 are R and C rounded up to multiples of 16; what lies beyond R and C is zero.
+    R16 and C16 are R and C rounded up to multiples of 16, or of 128 with blockwise scales; what lies beyond R and C is
+    zero.
     """
 
     data: torch.Tensor
@@ -23,22 +26,54 @@ class QuantizedMatrix(NamedTuple):
     """[C16, R16] FP8, or empty where only the plain layout was asked for."""
 
     inverse_scale: torch.Tensor
-    """Undoes the scale of `data`: float32, shape [] for one scale, [R16] for one a row."""
+    """Undoes the scale of `data`: float32, shape [] for one scale, [R16] for one a row, of two dimensions for blockwise
+    scales, as `kernels.blockwise_cast` has them."""
 
     transpose_inverse_scale: torch.Tensor | None
-    """Undoes the scale of `transpose` where it has its own, one a row: float32 [C16]; None: `inverse_scale` does."""
+    """Undoes the scale of `transpose` where it has its own: float32 [C16], or of two dimensions; None: `inverse_scale`
+    does. Where it is [C16] and `inverse_scale` is [], the columns were multiplied by factors before the cast, which
+    this undoes and `inverse_scale` does not (`kernels.channel_cast`)."""
 
     def scale_of_transpose(self) -> torch.Tensor:
         """The inverse scale of `transpose`, its own or the one that serves both layouts."""
         return self.inverse_scale if self.transpose_inverse_scale is None else self.transpose_inverse_scale
 
+    @property
+    def has_factors(self) -> bool:
+        """Whether columns were multiplied by factors before the cast."""
+        return self.inverse_scale.dim() == 0 and self.transpose_inverse_scale is not None
+
+    @property
+    def has_row_scales(self) -> bool:
+        """Whether each row of `data` has a scale."""
+        return self.inverse_scale.dim() == 1
+
     def dequantize(self, rows: int, columns: int) -> torch.Tensor:
         """The values in FP32, [rows, columns], from `data`, or from the transpose where only that was asked for."""
-        if self.data.numel():
-            values = self.data.float() * self.inverse_scale.view(-1, 1)
+        if self.data.numel() and self.has_factors:
+            values = self.data.float() * self.scale_of_transpose()
+        elif self.data.numel():
+            values = _dequantized(self.data, self.inverse_scale)
         else:
-            values = (self.transpose.float() * self.scale_of_transpose().view(-1, 1)).t()
+            values = _dequantized(self.transpose, self.scale_of_transpose()).t()
         return values[:rows, :columns]
+
+
+def stored_scale(inverse_scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The inverse scale of a plain layout, as checkpoints hold that of a weight of [rows, columns].
+
+    Returns:
+        float32: [] for one scale, [rows, 1], or [ceil(rows / 128), ceil(columns / 128)]; a copy.
+    """
+    if inverse_scale.dim() == 1:
+        return inverse_scale[:rows, None].clone()
+    if inverse_scale.dim() == 2:
+        return inverse_scale[: -(-rows // BLOCK), : -(-columns // BLOCK)].clone()
+    return inverse_scale.clone()  # one for the memory of several weights
+
+
+def _dequantized(data: torch.Tensor, inverse_scale: torch.Tensor) -> torch.Tensor:
+    return decoded(data, inverse_scale) if inverse_scale.dim() == 2 else data.float() * inverse_scale.view(-1, 1)
 
 
 def quantize(
@@ -47,23 +82,22 @@ def quantize(
     *,
     plain: bool = True,
     transposed: bool = False,
-    rowwise: bool = False,
+    scale_for: str = "tensor",
     power_of_two: bool = False,
     amax: torch.Tensor | None = None,
 ) -> QuantizedMatrix:
-    """Cast a matrix to FP8 with real-time scales: one, or one for each row of each layout.
+    """Cast a matrix to FP8 with real-time scales.
 
     Args:
         matrix: [R, C], BF16, FP16 or FP32.
         dtype, plain, transposed, power_of_two: as in `kernels.cast.cast`.
-        rowwise: one scale a row instead of one.
-        amax: as in `kernels.cast.cast`, for one scale.
+        scale_for: what has a scale of its own: the "tensor"; each "row" of each layout; each "group" of 128 values of a
+            row; each "block" of 128 x 128.
+        amax: as in `kernels.cast.cast`, for one scale; finer ones find their own.
     """
-    if rowwise:
-        return QuantizedMatrix(
-            *rowwise_cast(matrix, dtype, plain=plain, transposed=transposed, power_of_two=power_of_two)
-        )
-    data, transpose, inverse_scale = cast(
-        matrix, dtype, plain=plain, transposed=transposed, power_of_two=power_of_two, amax=amax
-    )
-    return QuantizedMatrix(data, transpose, inverse_scale, None)
+    layouts = {"plain": plain, "transposed": transposed, "power_of_two": power_of_two}
+    if scale_for == "tensor":
+        return QuantizedMatrix(*cast(matrix, dtype, amax=amax, **layouts), None)
+    if scale_for == "row":
+        return QuantizedMatrix(*rowwise_cast(matrix, dtype, **layouts))
+    return QuantizedMatrix(*blockwise_cast(matrix, dtype, square=scale_for == "block", **layouts))

@@ -45,10 +45,16 @@ def test_a_switch_takes_only_true_or_false(field, value) -> None:
         assert getattr(FP8Config(**{field: allowed}), field) is allowed
 
 
-@pytest.mark.parametrize("value", ["blockwise", "TENSORWISE", None, 128])
+@pytest.mark.parametrize("value", ["blocks", "TENSORWISE", None, 128])
 def test_a_wrong_granularity_names_the_allowed(value) -> None:
     with pytest.raises(ValueError, match=r"FP8Config.granularity is .*; use 'tensorwise'"):
         FP8Config(granularity=value)
+
+
+@pytest.mark.parametrize("value", [-1, 1.0, True, None, "2"])
+def test_layers_at_the_ends_are_counted(value) -> None:
+    with pytest.raises(ValueError, match=r"first_last_layers_in_16_bits is .*; give a whole number of layers"):
+        FP8Config(first_last_layers_in_16_bits=value)
 
 
 @pytest.mark.parametrize("value", ["8", 8, True, None, "fp8"])
@@ -73,6 +79,12 @@ def test_two_e5m2_operands_of_one_product_are_refused(one, other) -> None:
     formats = dict.fromkeys(("input_format", "weight_format", "gradient_format"), torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=f"FP8Config.{one} and FP8Config.{other} are both float8_e5m2"):
         FP8Config(**formats | {one: torch.float8_e5m2, other: torch.float8_e5m2})
+
+
+@pytest.mark.parametrize("field", ["input_format", "weight_format", "gradient_format"])
+def test_blockwise_scales_take_e4m3_alone(field) -> None:
+    with pytest.raises(ValueError, match=f"FP8Config.{field} is float8_e5m2, and .* multiplies E4M3 alone; use"):
+        FP8Config(granularity="blockwise", **{field: torch.float8_e5m2})
 
 
 def test_it_is_frozen_and_keyword_only() -> None:

@@ -32,8 +32,8 @@ def uncompressed_reason(
         return of_engine
     if readers > 1:
         return "shared with another module"
-    if layer.fp8_config.rowwise:
-        return "rowwise scales"
+    if layer.why_cast_by_itself is not None:
+        return layer.why_cast_by_itself
     if any(size % ALIGNMENT for size in layer.weight.shape):
         return f"size no multiple of {ALIGNMENT}"
     return None

@@ -3,21 +3,28 @@
 from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.graphs import capture_layers
+from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.linear.functional import fp8_linear
 from fp8booster.nn.linear.layer import FP8Layer, forget_weights
 from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.quantize import quantize
+from fp8booster.nn.recording import Recording, record
 from fp8booster.nn.refresh import refresh_weights
 from fp8booster.nn.report import Report, report
 
 __all__ = [
     "FP8Layer",
     "FP8Linear",
+    "FrozenFP8Linear",
+    "Recording",
     "Report",
     "capture_layers",
     "convert_to_fp8",
     "forget_weights",
     "fp8_linear",
     "fuse",
+    "quantize",
+    "record",
     "refresh_weights",
     "report",
 ]

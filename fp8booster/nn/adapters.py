@@ -1,21 +1,31 @@
-"""Merging of peft's adapters into FP8 layers.
+"""peft's adapters on FP8 layers: what it changes unseen, and what it would do with a weight that is kept in FP8 alone.
 
 peft adds an adapter's product to the base weight through `.data`, which torch does not count as a change, and reads the
-adapter's weights itself, which may have no values in 16 bits between two steps (`FP8Config.weights_in_16_bits`).
+adapter's weights itself, which may have no values in 16 bits between two steps (`FP8Config.weights_in_16_bits`). A
+weight of `FrozenLayer` is decoded at each look, so that what is added to it would be lost.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import nn
+
 from fp8booster.nn.experts.held_as_one import FP8Experts
+from fp8booster.nn.linear.frozen import FrozenLayer, before_decoding
 from fp8booster.nn.linear.layer import FP8Layer, forget_weight, restore_weight
 
 _CHANGES = ("merge", "unmerge")
 _FOLLOWED = "_fp8booster_followed"
+
+_UNMERGED = "_fp8booster_unmerged"
+"""Attribute of adapters that are merged into a frozen weight: its FP8 matrix before."""
 
 
 def follow_merges() -> None:
@@ -25,9 +35,45 @@ def follow_merges() -> None:
         return
     for adapters in set(_subclasses(tuners.BaseTunerLayer)):
         for name in _CHANGES:
-            change = vars(adapters).get(name)
-            if change is not None and not hasattr(change, _FOLLOWED):
-                setattr(adapters, name, _followed(change))
+            _replace(adapters, name, _followed)
+    if (dora := sys.modules.get("peft.tuners.lora.dora")) is not None:
+        _replace(dora.DoraLinearLayer, "forward", _with_frozen_base)
+
+
+before_decoding.append(follow_merges)  # peft may be imported later than this, and looks at a weight when it adapts it
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is peft's around a layer."""
+    tuners = sys.modules.get("peft.tuners.tuners_utils")
+    return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
+
+
+def merged_weight(adapters: nn.Module) -> torch.Tensor:
+    """The value of a layer's weight with its active adapters, FP32, as it lies; model and adapters stay as they are.
+
+    Args:
+        adapters: for which `is_adapted`.
+
+    Raises:
+        ValueError: the value is not finite.
+    """
+    alone: Any = copy.deepcopy(adapters)
+    base = alone.get_base_layer()
+    alone.float()  # for one rounding, by who casts the value
+    if isinstance(base, FP8Layer):
+        base.revert()
+    if not alone.merged:
+        alone.merge(safe_merge=True)
+    return base.weight.detach()
+
+
+def _replace(owner: type, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    method = vars(owner).get(name)
+    if method is not None and not hasattr(method, _FOLLOWED):
+        replaced = wrapper(method)
+        setattr(replaced, _FOLLOWED, True)
+        setattr(owner, name, replaced)
 
 
 def _subclasses(base: type[Any]) -> Iterator[type]:
@@ -41,17 +87,84 @@ def _followed(change: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(change)
     def followed(self: Any, *args: Any, **kwargs: Any) -> None:
+        base = self.get_base_layer()
+        if isinstance(base, FrozenLayer):
+            with _thawed(base, self):
+                change(self, *args, **kwargs)
+            return
         for module in self.modules():
             if isinstance(module, FP8Layer):
                 restore_weight(module)
         try:
             change(self, *args, **kwargs)
         finally:
-            base = self.get_base_layer()
             if isinstance(base, FP8Layer):
                 forget_weight(base)
             elif isinstance(base, FP8Experts):
                 base.forget()
 
-    setattr(followed, _FOLLOWED, True)
     return followed
+
+
+@contextmanager
+def _thawed(base: FrozenLayer, adapters: Any) -> Iterator[None]:
+    """A frozen layer is one with an FP32 weight in the block; the cast of what that is then is its weight after it.
+
+    The bytes before the first merge are kept, and come back when all is unmerged: to cast a decoded weight again may
+    round it again.
+    """
+    kind, config, dtype, shape = type(base), base.fp8_config, base.weight_dtype, base.fp8_shape
+    before = vars(adapters).get(_UNMERGED) or base.quantized
+    input_amax = base.input_amax
+    base.weight_dtype = torch.float32
+    base.revert()
+    try:
+        yield
+    finally:
+        kind.convert_in_place(base, config)
+        base.weight_dtype = dtype
+        if input_amax is not None:
+            base.scale_inputs_by(input_amax.detach())
+        if adapters.merged:
+            vars(adapters)[_UNMERGED] = before
+        else:
+            vars(adapters).pop(_UNMERGED, None)
+            base.hold(before, shape)
+
+
+def _with_frozen_base(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The forward of a DoRA layer (Liu et al., arXiv 2402.09353) that multiplies by a frozen weight in FP8.
+
+    peft multiplies by `weight` itself, which autograd would keep decoded.
+    """
+
+    @functools.wraps(forward)
+    def with_frozen_base(
+        self: Any,
+        x: torch.Tensor,  # [..., K]
+        *,
+        lora_A: Any,
+        lora_B: Any,
+        scaling: float,
+        base_layer: nn.Module,
+        base_result: torch.Tensor | None = None,  # [..., N], bias included; newer versions of peft give it
+        **more: Any,
+    ) -> torch.Tensor:
+        if not isinstance(base_layer, FrozenLayer):
+            if base_result is not None:
+                more["base_result"] = base_result
+            return forward(self, x, lora_A=lora_A, lora_B=lora_B, scaling=scaling, base_layer=base_layer, **more)
+        if base_result is None:
+            product = base_layer.fp8_product(x, None)
+        else:
+            product = base_result if (bias := base_layer._parameters["bias"]) is None else base_result - bias
+        delta = lora_B(lora_A(x)) * scaling
+        if product is None:  # no tokens
+            return delta
+        with torch.no_grad():
+            update = lora_B.weight.float() @ lora_A.weight.float()
+            norm = self.get_weight_norm(base_layer.weight.float(), update, scaling)
+        factor = (self.weight / norm).to(delta.dtype)
+        return (factor - 1) * product + factor * delta
+
+    return with_frozen_base

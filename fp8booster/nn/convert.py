@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import torch
@@ -12,16 +13,17 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from fp8booster.config import FP8Config, all_but_vocabulary_heads
-from fp8booster.kernels.alignment import aligned
+from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.nn.adapters import follow_merges
 from fp8booster.nn.experts.held_as_one import FP8Experts, are_experts, why_not
+from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.modules import vocabulary_heads
 from fp8booster.nn.weights.memory import without_large_transposes
 
 PADDING_LIMIT = 1.125
-"""A layer whose features, rounded up to multiples of 16, make its products larger than this stays in BF16."""
+"""A layer whose features, rounded up to multiples of 16 or 128, make its products larger than this stays in BF16."""
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names, besides `experts`, of layers that choose a token's experts."""
@@ -63,23 +65,31 @@ def known_kinds(kinds: Kinds = KINDS) -> Kinds:
     return {FP8Conv1D.original: FP8Conv1D, **kinds}
 
 
-def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: Kinds = KINDS) -> nn.Module:
+def convert_to_fp8(
+    model: nn.Module,
+    config: FP8Config | None = None,
+    *,
+    kinds: Kinds = KINDS,
+    kept: Mapping[int, str] = MappingProxyType({}),
+) -> nn.Module:
     """Turn a model's linear layers, and experts held as one parameter, into FP8 layers, in place.
 
     Parameters, their names, state dict keys and module identities stay as they are. Layers that stay in high precision
     are remembered with the reason, which `report` shows; where that is all of them, of which some were asked for, a
-    warning reports it. Calling it again applies the new configuration.
+    warning reports it. Calling it again applies the new configuration, but to layers whose weight is kept in FP8 alone.
 
     Args:
         model: any module.
         config: which layers, and how; None is `FP8Config()`.
         kinds: which classes of layers, and what they turn into.
+        kept: by their identities, layers and modules with experts that stay in high precision besides, and why.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: the model has no linear layers, or `config.layers` leaves out all of them.
+        ValueError: the model has no linear layers, or the configuration leaves out all of them, or asks for layers at
+            the ends of a model that has no list of layers.
     """
     config = FP8Config() if config is None else config
     config = without_large_transposes(config, model)
@@ -95,9 +105,13 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
         by_role = dict.fromkeys(heads, LEFT_OUT) | dict.fromkeys(_routers(model), WHY_NOT_ROUTERS)
     if config.vocabulary_head:
         by_role = {layer: reason for layer, reason in by_role.items() if layer not in heads}
+    at_the_ends = _at_the_ends(model, config.first_last_layers_in_16_bits)
+    by_role |= at_the_ends
     for name, module in linears:
+        if isinstance(module, FrozenLayer):
+            continue
         asked = config.vocabulary_head and id(module) in heads
-        reason = by_role.get(id(module)) or why_kept(name, module, config, kinds, asked=asked)
+        reason = by_role.get(id(module)) or kept.get(id(module)) or why_kept(name, module, config, kinds, asked=asked)
         if reason is None:
             module.__dict__.pop(_KEPT, None)
             kinds[_original(module)].convert_in_place(module, config)
@@ -105,21 +119,52 @@ def convert_to_fp8(model: nn.Module, config: FP8Config | None = None, *, kinds: 
             if type(module) in kinds.values():
                 module.revert()
             module.__dict__[_KEPT] = Kept(reason, product_features(module, kinds))
-    experts = _convert_experts(model, config)
+    experts = _convert_experts(model, config, {**kept, **at_the_ends})
     _remember_outside(model, experts)
     if not any(isinstance(module, (FP8Layer, FP8Experts)) for module in model.modules()):
-        _warn_of_nothing(sorted({kept_reason(module) for _, module in linears} | set(experts.values())))
+        reasons = {kept_reason(module) for _, module in linears} | set(experts.values())
+        _warn_of_nothing(sorted(reasons), {LEFT_OUT, WHY_NOT_ROUTERS, *at_the_ends.values()})
     follow_merges()
     return model
 
 
-def _convert_experts(model: nn.Module, config: FP8Config) -> dict[nn.Module, str]:
+def _at_the_ends(model: nn.Module, count: int) -> dict[int, str]:
+    """The identities of all modules in the first and last `count` layers of a model, with the reason."""
+    if count == 0:
+        return {}
+    lists = list(_lists_of_layers(model))
+    if not lists:
+        raise ValueError(
+            f"FP8Config.first_last_layers_in_16_bits is {count}, and the model holds no nn.ModuleList of layers; "
+            "choose layers with FP8Config(layers=...)"
+        )
+    reason = f"one of the first or last {count} decoder layers" if count > 1 else "the first or last decoder layer"
+    # a pipeline stage has the layers of other stages as shells, so all are counted
+    return {
+        id(module): f"{reason}, by FP8Config.first_last_layers_in_16_bits"
+        for layers in lists
+        for layer in [*layers[:count], *layers[-count:]]
+        for module in layer.modules()
+    }
+
+
+def _lists_of_layers(module: nn.Module) -> Iterator[nn.ModuleList]:
+    """Those that hold linear layers, and are in no other such list, as lists of experts are."""
+    if isinstance(module, nn.ModuleList) and len(module) > 1 and any(map(is_linear, module.modules())):
+        yield module
+        return
+    for child in module.children():
+        yield from _lists_of_layers(child)
+
+
+def _convert_experts(model: nn.Module, config: FP8Config, by_role: Mapping[int, str]) -> dict[nn.Module, str]:
     """Turn experts that modules hold into FP8 ones; the modules that stay as they are, with the reason."""
     kept = {}
     for name, module in model.named_modules():
         if not are_experts(module):
             continue
-        reason = why_not(module, config) if config.layers(name, module) else LEFT_OUT
+        reason = by_role.get(id(module))
+        reason = reason or (why_not(module, config) if config.layers(name, module) else LEFT_OUT)
         if reason is None:
             FP8Experts.convert_in_place(module, config)
             continue
@@ -134,10 +179,15 @@ def heads_among(model: nn.Module, layers: Iterable[tuple[str, nn.Module]]) -> se
     return vocabulary_heads(model) | {id(layer) for name, layer in layers if not all_but_vocabulary_heads(name, layer)}
 
 
-def _warn_of_nothing(reasons: list[str]) -> None:
-    """Tell that no layer computes in FP8: by a warning if no choice of layers would help, else by a ValueError."""
+def _warn_of_nothing(reasons: list[str], chosen: set[str]) -> None:
+    """Tell that no layer computes in FP8: by a warning if no choice of layers would help, else by a ValueError.
+
+    Args:
+        reasons: why the layers do not.
+        chosen: those among them that a configuration chose.
+    """
     nothing = f"no layer of the model would compute in FP8: {'; '.join(reasons) or 'it has no linear layers'}. "
-    if set(reasons) <= {LEFT_OUT, WHY_NOT_ROUTERS}:
+    if set(reasons) <= chosen:
         raise ValueError(f"{nothing}Train it without use_fp8, or choose layers with FP8Config(layers=...)")
     warnings.warn(f"{nothing}They compute as without use_fp8", stacklevel=3)
 
@@ -248,11 +298,12 @@ def why_kept(
     inputs, outputs = product_features(module, kinds)
     if inputs * outputs == 0:
         return "it has no weights"
-    growth = aligned(inputs) * aligned(outputs) / (inputs * outputs)
+    multiple = multiple_for(config.granularity)
+    growth = aligned(inputs, multiple) * aligned(outputs, multiple) / (inputs * outputs)
     if growth > PADDING_LIMIT:
         return (
-            f"{inputs} x {outputs} features, rounded up to multiples of 16, would make its products {growth:.2f} times "
-            "larger"
+            f"{inputs} x {outputs} features, rounded up to multiples of {multiple}, would make its products "
+            f"{growth:.2f} times larger"
         )
     return None
 

@@ -73,6 +73,13 @@ ONLY_WAITS = "fp8_only_waits"
 """Attribute of a hook that does nothing but wait for parameters."""
 
 
+def wait_for_parameters(module: nn.Module) -> None:
+    """Run the hooks of a module, which is not called, that only wait."""
+    for hook in module._forward_pre_hooks.values():
+        if getattr(hook, ONLY_WAITS, False):
+            hook(module, ())
+
+
 def must_be_called(module: nn.Module) -> bool:
     """Whether a module has hooks, or a forward of its own in place of its class's."""
     return "forward" in module.__dict__ or has_hooks(module)

@@ -71,9 +71,9 @@ def refresh_weights(model: nn.Module) -> int:
     that an engine still gathers when the step returns, as ZeRO does with `overlap_allgather`.
 
     Args:
-        model: holds FP8 layers. Left out, and so cast when they run, are layers with rowwise scales or whose
-            transposes are not kept, sizes that are no multiple of 16, and weights that are parametrized, sharded or
-            scattered in memory, begin at no multiple of 16 bytes, or are cast by an engine.
+        model: holds FP8 layers. Left out, and so cast when they run, are layers with other scales than real-time
+            tensorwise ones, or whose transposes are not kept, sizes that are no multiple of 16, and weights that are
+            parametrized, sharded or scattered in memory, begin at no multiple of 16 bytes, or are cast by an engine.
 
     Returns:
         The number of layers served.
@@ -108,7 +108,8 @@ def _can_be_served(layer: FP8Layer) -> bool:
     weight = layer.weight
     return (
         type(weight) is nn.Parameter  # no shard, and not computed anew at each look
-        and not layer.fp8_config.rowwise
+        and layer.why_cast_by_itself is None
+        and not layer.fp8_config.remembers_amaxes
         and layer.fp8_config.keeps_transposes
         and not weight.is_inference()
         and weight.device.type in ("cpu", "cuda")

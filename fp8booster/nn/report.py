@@ -18,10 +18,13 @@ from fp8booster.nn.convert import Kept, heads_among, kept_reason, linear_layers,
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.attention import kernels
-from fp8booster.nn.fused.decoder import FusedAttention, FusedDecoderLayer, FusedMLP
+from fp8booster.nn.fused.decoder import FusedDecoderLayer
+from fp8booster.nn.fused.feed_forward import FusedMLP
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
-from fp8booster.nn.fused.trials import head_size, heads_of_a_key
+from fp8booster.nn.fused.self_attention import FusedAttention, unfused_calls
+from fp8booster.nn.fused.trials import head_size, heads_of_a_key, value_size
 from fp8booster.nn.graphs import captured_layers
+from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import is_looked_at
 
@@ -100,6 +103,9 @@ class Report:
     attention: str | None = None
     """Which kernels fused attention runs on this GPU, and why not faster ones; None without it, or without a GPU."""
 
+    unfused_calls: tuple[tuple[str, int], ...] = ()
+    """Why fused attention ran as transformers wrote it for some calls in training, and how many layers' did."""
+
     captured: tuple[tuple[str | None, int], ...] = ()
     """How many layers are replayed as CUDA graphs in training, beside None, and how many are not, beside the reason."""
 
@@ -149,6 +155,8 @@ class Report:
         for reason, count in self.captured:
             why = "" if reason is None else f" not ({reason})"
             line += f", {_counted(count, 'layer')}{why} replayed as CUDA graphs"
+        for reason, count in self.unfused_calls:
+            line += f", attention of {_counted(count, 'layer')} unfused for some calls ({reason})"
         if self.attention is not None:
             line += f", attention by {self.attention}"
         reasons = Counter((row.precision, row.notes) for row in self.other)
@@ -200,8 +208,8 @@ def report(model: nn.Module) -> Report:
 
     Args:
         model: any module, boosted or not. Rows padded for the token count, token counts for which a layer chose BF16,
-            and what only a batch shows to keep layers from being merged, appear once such a batch has run outside
-            compiled code, which serves many layers with one graph and so cannot tell which.
+            and what only a batch shows to keep layers from being merged or fused, appear once such a batch has run
+            outside compiled code, which serves many layers with one graph and so cannot tell which.
     """
     layers = [module for module in model.modules() if isinstance(module, FP8Layer)]
     dropped = {
@@ -225,7 +233,8 @@ def report(model: nn.Module) -> Report:
         tuple(_counted(count, part) for part, count in _saving_in_8_bits(model).items()),
         any(id(layer) in heads for layer in layers),
         _attention(model),
-        tuple(captured_layers(model).items()),
+        unfused_calls=tuple(unfused_calls(model).items()),
+        captured=tuple(captured_layers(model).items()),
     )
 
 
@@ -242,6 +251,7 @@ def _attention(model: nn.Module) -> str | None:
         query_heads=heads,
         key_heads=heads // heads_of_a_key(found),
         features=head_size(found),
+        value_features=value_size(found),
     )
 
 
@@ -286,9 +296,11 @@ def _row(name: str, shape: tuple[int, ...], weight: torch.Tensor, notes: str, pr
 def _stored_weight(module: nn.Module) -> torch.Tensor:
     """What tells dtype and training of a layer's weight: that, or what a parametrization computes it from.
 
-    To look at a parametrized weight is to compute it, which may change it (spectral norm) and cannot be done between
-    forwards where an engine shards what it is made of.
+    To look at a weight that is kept in FP8 is to decode it. To look at a parametrized one is to compute it, which may
+    change it (spectral norm) and cannot be done between forwards where an engine shards what it is made of.
     """
+    if isinstance(module, FrozenLayer):
+        return module.fp8_data
     if not parametrize.is_parametrized(module, "weight"):
         return cast(torch.Tensor, module.weight)
     originals = cast(nn.ModuleDict, module.parametrizations)["weight"]

@@ -189,7 +189,7 @@ class FP8Plugin(Plugin):
         dataloader: DataLoader | None,
         lr_scheduler: LRScheduler | None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
-        require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate)
+        require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate, self.fp8_config.granularity)
         moments = "; moments are kept in 8 bits" if isinstance(optimizer, AdamW) else ""
         model, optimizer = self.convert(model, optimizer)
         with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
@@ -258,8 +258,12 @@ def why_zero_gathers_16_bits(plugin: FP8Plugin, needs: Mapping[str, bool]) -> st
     """
     if not plugin.sends_fp8:
         return "weights are gathered in 16 bits without fp8_communication; turn it on, or leave the option out"
-    if plugin.fp8_config.rowwise:
-        return 'weights are gathered in 16 bits with granularity="rowwise"; use "tensorwise", or leave the option out'
+    if plugin.fp8_config.finer_scales is not None:
+        granularity = plugin.fp8_config.granularity
+        return (
+            f'weights are gathered in 16 bits with granularity="{granularity}"; use "tensorwise", or leave the option '
+            "out"
+        )
     lacking = next((argument for argument, given in needs.items() if not given), None)
     if lacking is None:
         return None

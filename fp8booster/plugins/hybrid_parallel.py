@@ -62,9 +62,10 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
         return why_zero_gathers_16_bits(self, {"zero_stage=1 or 2": self.zero_stage > 0})
 
     def why_no_cuda_graphs(self) -> str | None:
-        if self.tp_size == self.sp_size == 1:
+        mode = self.shard_config.sequence_parallelism_mode if self.enable_sequence_parallelism else None
+        if mode in (None, "split_gather", "all_to_all"):
             return None
-        return "ranks exchange inside a layer with tp_size or sp_size above 1; leave the option out"
+        return f'sequence_parallelism_mode="{mode}" sends piece by piece; use "split_gather", or leave the option out'
 
     def why_scaled_by_block(self) -> str | None:
         """DDP's hook and the model's wrapper encode in one way."""

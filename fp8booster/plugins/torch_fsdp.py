@@ -7,12 +7,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from colossalai.accelerator import get_accelerator
 from colossalai.booster import plugin
 from colossalai.interface import ModelWrapper, OptimizerWrapper
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.optim import Optimizer
 
 from fp8booster.comm import Encoding
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp, why_not_gathered
+from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.plugins.fp8_plugin import FP8Plugin
 
 
@@ -42,6 +46,19 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
         """FSDP knows "tensor" too."""
         return "FSDP's" if self.fp8_config.gradient_scaling == "auto" else None
 
+    def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
+        """Where weights are kept in FP8 alone, leave all that does not train out of what FSDP shards.
+
+        It flattens no bytes, and adapters are of another type than the frozen weights around them.
+        """
+        model, optimizer = super().convert(model, optimizer)
+        if any(isinstance(module, FrozenLayer) for module in model.modules()):
+            arguments: dict[str, Any] = vars(self)["fsdp_kwargs"]
+            frozen = [module for module in model.modules() if _does_not_train(module)]
+            arguments["ignored_modules"] = [*(arguments["ignored_modules"] or ()), *frozen]
+            model.to(get_accelerator().get_current_device())
+        return model, optimizer
+
     def part_of(self, model: ModelWrapper, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
         """The rank's among those that its unit is spread over."""
         for unit in FullyShardedDataParallel.fsdp_modules(model.module):
@@ -53,11 +70,13 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
         """Gather the weights of FP8 layers, and reduce gradients, in FP8."""
         encoding = Encoding(block_size=None) if self.fp8_config.gradient_scaling == "tensor" else Encoding()
         compress_flat_fsdp(model, gather=self.sends_fp8, reduce=self.sends_fp8, encoding=encoding)
+        frozen = any(isinstance(module, FrozenLayer) for module in model.modules())
+        whole = "; frozen weights are whole on each rank" if frozen else ""
         if not self.sends_fp8:
-            return "gradients and weights are sent uncompressed"
+            return f"gradients and weights are sent uncompressed{whole}"
         reason = why_not_gathered()
         weights = "and FP8 layers' weights" if reason is None else f"weights uncompressed ({reason})"
-        return f"gradients are sent in FP8, {weights}"
+        return f"gradients are sent in FP8, {weights}{whole}"
 
     def support_no_sync(self) -> bool:
         """With `use_fp8`; Colossal-AI's plugin has no `no_sync`."""
@@ -66,3 +85,9 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
     def no_sync(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> AbstractContextManager:
         """Gradients of backwards in it are added up whole on each rank, and reduced with the next one outside it."""
         return model.module.no_sync() if self.use_fp8 else super().no_sync(model, optimizer)
+
+
+def _does_not_train(module: nn.Module) -> bool:
+    """Whether a module holds parameters, itself and no other, of which none trains."""
+    own = list(module.parameters())
+    return bool(own) and next(module.children(), None) is None and not any(each.requires_grad for each in own)

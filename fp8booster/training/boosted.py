@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai before it is imported)
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch import nn
 from fp8booster.colossal.zero.rank_files import load_master_weights, load_moments, save_master_weights, save_moments
 from fp8booster.monitor.traffic import bytes_sent
 
+from .adapters import adapters_of, load_adapters
 from .batches import Replica
 from .parallel import WITH_MASTERS
 
@@ -33,7 +36,8 @@ class BoostedModel:
         self.unseen_bytes = _unseen_bytes(name, plugin, network)
         """Bytes that this rank sends in a step past `torch.distributed`'s Python functions."""
         # DDP leaves the 16-bit type of FP32 weights to Booster; the other plugins were told
-        mixed = name == "ddp" and next(network.parameters()).dtype == torch.float32
+        trained = next(parameter for parameter in network.parameters() if parameter.requires_grad)
+        mixed = name == "ddp" and trained.dtype == torch.float32
         self.booster = Booster(plugin=plugin, mixed_precision="bf16" if mixed else None)
         self.model, self.optimizer, *_ = self.booster.boost(network, optimizer)
         self._norm: torch.Tensor | None = None
@@ -104,6 +108,8 @@ class BoostedModel:
     def save(self, folder: Path, codes: bool = False) -> None:
         """Write `model/`, in Hugging Face's format, `optimizer/`, as Booster does, and `masters/`; every rank calls it.
 
+        Of a model with adapters `model/` holds these alone, as peft writes them.
+
         Args:
             folder: on a disk that all ranks share. Under Gemini, DDP and FSDP `masters/` is empty.
             codes: write `moments/`, the codes of an `fp8booster.optim.AdamW`, in place of `optimizer/`; for plugins
@@ -113,7 +119,15 @@ class BoostedModel:
             for name in ("model", "moments" if codes else "optimizer", "masters"):
                 (folder / name).mkdir()
         dist.barrier()
-        self.booster.save_model(self.model, str(folder / "model"), shard=True, use_safetensors=True)
+        if (peft_model := self.adapted) is not None:
+            # Colossal-AI copies the whole model to the host for it, and finds no adapters in mixed precision under DDP
+            if hasattr(self.model, "_force_wait_all_gather"):
+                self.model._force_wait_all_gather()
+            state = adapters_of(peft_model)
+            if dist.get_rank() == 0:
+                peft_model.save_pretrained(str(folder / "model"), safe_serialization=True, state_dict=state)
+        else:
+            self.booster.save_model(self.model, str(folder / "model"), shard=True, use_safetensors=True)
         if codes:
             save_moments(self.model.unwrap(), self.optimizer, folder / "moments")
         else:
@@ -121,9 +135,19 @@ class BoostedModel:
         if self.name in WITH_MASTERS:
             save_master_weights(self.model.unwrap(), self.optimizer, folder / "masters")
 
+    @property
+    def adapted(self) -> Any:
+        """The model of peft's; None for a model that trains all its weights."""
+        peft = sys.modules.get("peft")
+        within = () if peft is None else (each for each in self.model.modules() if isinstance(each, peft.PeftModel))
+        return next(iter(within), None)
+
     def load(self, folder: Path) -> None:
         """Set model and optimizer to what `save` wrote; every rank calls it."""
-        self.booster.load_model(self.model, str(folder / "model"))
+        if (peft_model := self.adapted) is not None:
+            load_adapters(peft_model, folder / "model")
+        else:
+            self.booster.load_model(self.model, str(folder / "model"))
         if (folder / "moments").is_dir():
             load_moments(self.model.unwrap(), self.optimizer, folder / "moments")
         else:
@@ -157,5 +181,6 @@ def _unseen_bytes(name: str, plugin: Plugin, network: nn.Module) -> int:
     """What DDP's reducer in C++ sends where no hook of Python reduces gradients."""
     if name != "ddp" or getattr(plugin, "sends_fp8", plugin.fp8_communication):
         return 0
-    payload = sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
+    trained = (parameter for parameter in network.parameters() if parameter.requires_grad)
+    payload = sum(parameter.numel() * parameter.element_size() for parameter in trained)
     return bytes_sent("all_reduce", payload, dist.get_world_size())

@@ -9,6 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
+from fp8booster.nn.experts.held_as_one import FP8Experts
+from tests.nn.experts.test_held_as_one import Experts
 from tests.nn.models import tiny_llama
 
 
@@ -55,6 +57,49 @@ def test_every_projection_of_a_llama_is_converted_and_the_head_is_not() -> None:
     assert kinds.pop("lm_head") is nn.Linear
     assert len(kinds) == 2 * 7
     assert set(kinds.values()) == {FP8Linear}
+
+
+def test_layers_at_both_ends_stay_in_high_precision() -> None:
+    for count, left in ((1, {1, 2, 3}), (2, {2})):
+        model = convert_to_fp8(tiny_llama(num_hidden_layers=5), FP8Config(first_last_layers_in_16_bits=count))
+        found = {name.split(".")[2] for name, module in model.named_modules() if isinstance(module, FP8Linear)}
+        assert found == {str(layer) for layer in left}
+    rows = {row.name: row for row in report(model).rows}
+    assert rows["model.layers.3.mlp.down_proj"].notes.startswith("one of the first or last 2 decoder layers")
+    assert rows["model.layers.2.mlp.down_proj"].precision == "FP8"
+    convert_to_fp8(model)
+    assert all(row.precision == "FP8" for row in report(model).rows if row.name != "lm_head")
+
+
+def test_lists_inside_layers_have_no_ends_of_their_own() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    model = nn.ModuleDict({side: nn.ModuleList(Layer() for _ in range(3)) for side in ("encoder", "decoder")})
+    convert_to_fp8(model, FP8Config(first_last_layers_in_16_bits=1))
+    found = {name for name, module in model.named_modules() if isinstance(module, FP8Linear)}
+    assert found == {f"{side}.1.parts.{part}" for side in ("encoder", "decoder") for part in range(3)}
+
+
+def test_experts_held_as_one_stay_in_high_precision_at_both_ends() -> None:
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.experts = nn.Linear(32, 32), Experts()
+
+    model = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(3))})
+    convert_to_fp8(model, FP8Config(first_last_layers_in_16_bits=1))
+    assert [isinstance(layer.experts, FP8Experts) for layer in model["layers"]] == [False, True, False]
+    assert "the first or last decoder layer" in str(report(model))
+
+
+def test_ends_of_a_model_without_layers_between_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"holds no nn.ModuleList of layers; choose"):
+        convert_to_fp8(nn.Sequential(nn.Linear(32, 32)), FP8Config(first_last_layers_in_16_bits=1))
+    with pytest.raises(ValueError, match=r"no layer of the model would compute in FP8: .*first or last decoder layer"):
+        convert_to_fp8(tiny_llama(), FP8Config(first_last_layers_in_16_bits=1))
 
 
 def test_a_router_stays_in_high_precision_unless_asked_for() -> None:

@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise"])
 def test_a_captured_layer_follows_its_input_gradient_and_weight(granularity, bias) -> None:
     torch.manual_seed(0)
     config = FP8Config(granularity=granularity)
@@ -54,7 +54,7 @@ def test_a_captured_layer_follows_its_input_gradient_and_weight(granularity, bia
 
 
 @pytest.mark.parametrize("refreshed", [False, True])
-@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise"])
 def test_memory_does_not_grow_over_200_steps(granularity, refreshed) -> None:
     torch.manual_seed(0)
     config = FP8Config(granularity=granularity)

@@ -172,6 +172,14 @@ ELSEWHERE = {
     "cuda_graphs": "tests/plugins/test_cuda_graphs.py",
     "vocabulary_head": "tests/nn/fused/test_causal_lm_loss.py",
     "gradient_accumulation": "tests/colossal/zero/test_gradient_accumulation.py",
+    "scaling": "tests/nn/weights/test_history.py",
+    "delayed_history": "tests/nn/weights/test_history.py",
+    "delayed_amax": "tests/nn/weights/test_history.py",
+    "delayed_margin": "tests/nn/weights/test_history.py",
+    "forward_bias": "tests/nn/weights/test_history.py",
+    "gradient_bias": "tests/nn/weights/test_history.py",
+    "first_last_layers_in_16_bits": "tests/nn/test_convert.py",
+    "smooth_swiglu": "tests/nn/fused/test_smooth_swiglu.py",
 }
 """Fields that no product reads, and where their effect is tested."""
 

@@ -24,7 +24,13 @@ CASES = (
     ("gpt2", "GeminiPlugin"),
     ("gpt2", "TorchFSDPPlugin"),
     ("cohere", "TorchDDPPlugin"),
+    ("deepseek_v3", "LowLevelZeroPlugin"),
+    ("stablelm", "LowLevelZeroPlugin"),
+    ("stablelm", "GeminiPlugin"),
+    ("stablelm", "TorchFSDPPlugin"),
 )
+CHANGES: dict[str, dict[str, object]] = {"stablelm": {"qk_layernorm": True}}
+"""Of the small models."""
 
 
 @ranks(2)
@@ -38,7 +44,7 @@ def test_a_fused_family_trains_as_without_what_is_fused(family: str, plugin: str
     for fused in (False, True):
         config = FP8Config(fused=fused, emulate=True)
         made = getattr(fp8booster.plugins, plugin)(use_fp8=True, fp8_config=config, **PLUGINS[plugin])
-        boosted = boost(made, build(family))
+        boosted = boost(made, build(family, **CHANGES.get(family, {})))
         losses.append([boosted.step(tokens)[0] for _ in range(4)])
         assert fused_summary(boosted.model.unwrap()).startswith("2 decoder layers fused") == fused
     assert losses[1][0] == pytest.approx(losses[0][0], rel=2e-3)

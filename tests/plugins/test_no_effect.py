@@ -184,7 +184,11 @@ NO_GRAPHS: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
     ("LowLevelZeroPlugin", "any"): ({}, None),
     ("TorchDDPPlugin", "any"): ({}, None),
     ("HybridParallelPlugin", "whole layers"): ({}, None),
-    ("HybridParallelPlugin", "tensor parallel"): ({"tp_size": 2}, "ranks exchange inside a layer"),
+    ("HybridParallelPlugin", "tensor parallel"): ({"tp_size": 2}, None),
+    ("HybridParallelPlugin", "sequence parallel"): (
+        {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"},
+        'sequence_parallelism_mode="ring_attn" sends piece by piece',
+    ),
     ("GeminiPlugin", "any"): ({}, "Gemini moves weights"),
     ("TorchFSDPPlugin", "any"): ({}, "FSDP gathers weights elsewhere"),
 }

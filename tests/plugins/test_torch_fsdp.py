@@ -278,9 +278,10 @@ def test_fsdp_sends_at_most_0_52_of_the_bytes(wrapping: str) -> None:
 def test_fsdp_says_why_a_weight_is_sent_in_16_bits() -> None:
     for config, reason in (
         (FP8Config(granularity="rowwise", emulate=True), "rowwise scales"),
+        (FP8Config(granularity="blockwise", emulate=True), "blockwise scales"),
         (QUICK, "size no multiple of 16"),
     ):
-        model = tiny_llama(intermediate_size=250 if config is QUICK else 128)
+        model = tiny_llama(hidden_size=128, intermediate_size=250 if config is QUICK else 128)
         comm.reset_statistics()
         losses = train(boost(fp8(fp8_config=config, auto_wrap_policy=BLOCKS), model), steps=1)
         assert any(reason in text for text in comm.statistics()[NAME].uncompressed), reason

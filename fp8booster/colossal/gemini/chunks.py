@@ -23,6 +23,7 @@ from fp8booster.comm import Encoding
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.transport import gather_bytes
 from fp8booster.kernels.transpose import transposed
+from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "chunk gather"
@@ -129,6 +130,9 @@ class FP8Chunk(ReducedChunk):
     scale_of: list[int]
     """For each tensor, in the order of `tensors_info`, the place of the first of those that share its scale."""
 
+    layers: dict[torch.nn.Parameter, FP8Layer]
+    """By weight, who multiplies by it, as far as they told."""
+
     _quantized: dict[tuple[torch.nn.Parameter, ...], QuantizedMatrix]
     _decoded: dict[torch.nn.Parameter, torch.Tensor]
     _nothing: torch.Tensor
@@ -165,7 +169,7 @@ class FP8Chunk(ReducedChunk):
             chunk.cpu_shard = torch.zeros(chunk.shard_size, dtype=dtype, pin_memory=chunk.pin_memory)
         chunk.inverse_scales = scaling.new_inverse_scales(len(chunk.tensors_info), device).fill_(1.0)
         nothing = torch.full((), torch.nan, dtype=chunk.gradient_dtype, device=device)
-        chunk._quantized, chunk._decoded = {}, {}
+        chunk._quantized, chunk._decoded, chunk.layers = {}, {}, {}
         parameters = list(chunk.tensors_info)
         scale_of = list(range(len(parameters)))
         for number, parameter in enumerate(parameters):

@@ -23,9 +23,9 @@ from fp8booster.colossal.gemini.weights import ChunkWeight
 from fp8booster.nn import FP8Layer, FP8Linear
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.causal_lm_loss import fused_head
-from fp8booster.nn.fused.decoder import FusedNorm
 from fp8booster.nn.fused.head import HeldHead
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
+from fp8booster.nn.fused.norm import FusedNorm
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.weights.resharded import ReshardedWeight
 
@@ -137,6 +137,7 @@ def gather_for_layers(model: nn.Module, manager: ChunkManager) -> None:
         chunk = manager.get_chunk(module.weight)
         if isinstance(chunk, FP8Chunk):
             module.fp8_weight = ChunkWeight(chunk, [module.weight], module.weight_is_transposed)
+            chunk.layers[module.weight] = module
         else:
             module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
     for merged in merged_layers(model):

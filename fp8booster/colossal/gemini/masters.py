@@ -86,10 +86,11 @@ class Masters:
             amaxes = largest_of_each(amaxes, self._first)
         _, inverse_scales = scaling.scale_of(amaxes, chunk.weight_format, chunk.power_of_two)
         torch._foreach_copy_([chunk.inverse_scales for chunk in self._chunks], inverse_scales.split(self._sizes))
-        for chunk, payload, own, runs in zip(
-            self._chunks, payloads, amaxes.split(self._sizes), self._runs, strict=True
+        for chunk, payload, own, runs, ranges in zip(
+            self._chunks, payloads, amaxes.split(self._sizes), self._runs, self._ranges, strict=True
         ):
             _cast(chunk, payload, own, runs)
+            _note(chunk, payload, ranges)
             chunk.publish()
 
 
@@ -117,6 +118,15 @@ def _cast(chunk: FP8Chunk, payload: torch.Tensor, amaxes: torch.Tensor, runs: Se
         if part.device != values.device:
             part = part.to(values.device, non_blocking=values.is_cuda)
         cast_shard(part, amaxes[first], values[begin:end], unused, chunk.power_of_two)
+
+
+def _note(chunk: FP8Chunk, payload: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
+    """Show layers what was cast of their weights."""
+    values = chunk.own_values().view(chunk.weight_format)
+    for parameter, (begin, end), inverse_scale in zip(chunk.tensors_info, ranges, chunk.inverse_scales, strict=True):
+        layer = chunk.layers.get(parameter)
+        if layer is not None:
+            layer.fp8_casts.note_weight(payload[begin:end], values[begin:end], inverse_scale)
 
 
 def _on(device: torch.device, parts: list[torch.Tensor]) -> list[torch.Tensor]:

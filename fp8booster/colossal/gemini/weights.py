@@ -12,6 +12,7 @@ import torch
 
 from fp8booster.colossal.gemini.chunks import FP8Chunk
 from fp8booster.config import FP8Config
+from fp8booster.nn.weights.casting import REAL_TIME, Casts
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import BackwardWeight, WeightSource
 from fp8booster.tensor import QuantizedMatrix
@@ -29,19 +30,29 @@ class ChunkWeight(WeightSource):
     """
 
     is_transient = True
+    may_be_filled = True
 
     def __init__(self, chunk: FP8Chunk, parameters: Sequence[torch.nn.Parameter], is_transposed: bool = False) -> None:
         super().__init__(is_transposed)
         self._chunk, self._parameters = chunk, tuple(parameters)
 
-    def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
+    @property
+    def inverse_scale(self) -> torch.Tensor:
+        """As `WeightSource.inverse_scale`; there while the chunk is not."""
+        return self._chunk.quantized(self._parameters).inverse_scale
+
+    def forward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
+    ) -> QuantizedMatrix:
         """As `WeightSource.forward`, without the transpose."""
         stored = self._chunk.quantized(self._parameters)
         if not self.is_transposed:
             return stored
         return stored._replace(data=self._chunk.transpose(self._parameters))
 
-    def backward(self, weights: Sequence[torch.Tensor], config: FP8Config) -> BackwardWeight:
+    def backward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, casts: Casts = REAL_TIME
+    ) -> BackwardWeight:
         """The transpose of the weights as they are gathered then, which must be those that the forward read."""
         chunk, parameters, changes = self._chunk, self._parameters, self._chunk.changes
 

@@ -142,8 +142,8 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
             for parameter in parameters
             if (gradient := self._own_gradient(group_id, parameter)) is not None
         ]
-        self._note_norms([gradient for _, gradient in pairs if self._noted_norm(gradient) is None])
-        squares = self.shared_squares.own((parameter, self._noted_norm(gradient)) for parameter, gradient in pairs)
+        norms = self._norms_of([gradient for _, gradient in pairs])
+        squares = self.shared_squares.own(zip((parameter for parameter, _ in pairs), norms, strict=True))
         # in the widest group no two ranks hold a part of the same: those of experts lie within it
         ranks = max(self.pg_to_grad_store, key=dist.get_world_size)
         if dist.get_world_size(ranks) > 1:

@@ -24,9 +24,10 @@ from fp8booster.colossal.tensor.linear import FP8PaddingLMHead
 from fp8booster.colossal.tensor.loss import use_sharded_loss
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.attention import attend_packed
-from fp8booster.nn.fused.decoder import REPLACED, FusedAttention
+from fp8booster.nn.fused.decoder import REPLACED
 from fp8booster.nn.fused.head import HEADS
 from fp8booster.nn.fused.packing import Sequences, let_pack_around
+from fp8booster.nn.fused.self_attention import FusedAttention
 from fp8booster.nn.parallel.ring_attention import ring_attention
 
 _FLASH_FORWARDS = tuple(
@@ -46,9 +47,9 @@ class FlashAttention(FusedAttention):
     fp8_sharding: Callable[[], ShardConfig]
     """With sequence parallelism. A function: copies of a model copy what modules hold, and groups cannot be copied."""
 
-    def attends_alike(self, *, attention_mask: Any = None, **_: Any) -> bool:
+    def why_unlike(self, *, attention_mask: Any = None, **_: Any) -> str | None:
         """What the model makes for `ColoAttention` is a dictionary."""
-        return isinstance(attention_mask, dict)
+        return None if isinstance(attention_mask, dict) else "its attention_mask is not one for ColoAttention"
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: dict[str, Any]

@@ -92,6 +92,15 @@ class GatheredWeight:
     released: bool = False
     """The weight has no values in 16 bits now."""
 
+    _parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def parts(self, ranks: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(a rank's shard, FP8; all shards and its own as bytes, as they are gathered); views made once."""
+        if self._parts is None:
+            own = self.flat.chunk(ranks)[rank]
+            self._parts = own, self.flat.view(torch.uint8), own.view(torch.uint8)
+        return self._parts
+
 
 class _Batch(NamedTuple):
     """Weights on their way."""
@@ -396,12 +405,14 @@ class GatheredWeights:
         messages = []
         for gathered, amax in zip(batch, amaxes, strict=True):
             weight = gathered.layer.weight
-            own, master = gathered.flat.chunk(ranks)[rank], masters[weight]
-            inverse_scale = gathered.quantized.inverse_scale
+            own, *message = gathered.parts(ranks, rank)
+            master, inverse_scale = masters[weight], gathered.quantized.inverse_scale
             cast_shard(master, amax, own, inverse_scale, gathered.layer.fp8_config.power_of_two)
+            values = max(0, weight.numel() - rank * master.numel())  # without the padding of the last shard
+            gathered.layer.fp8_casts.note_weight(master[:values], own[:values], inverse_scale)
             sent = {_GATHER: own.nbytes, "all_reduce": amax.nbytes}
             count_encoded(NAME, ranks, master.numel() * weight.element_size(), sent, _GATHER)
-            messages.append((gathered.flat.view(torch.uint8), own.view(torch.uint8)))
+            messages.append(tuple(message))
         return messages
 
     def _unpack(self, batch: _Batch) -> None:

@@ -377,13 +377,21 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 for gradient in store.get_working_grads_by_group_id(group_id)
             ]
             of_group = torch.zeros_like(squares)
-            self._note_norms([gradient for gradient in gradients if self._noted_norm(gradient) is None])
             if gradients:
-                of_group += torch.stack([self._noted_norm(gradient) for gradient in gradients]).square().sum()
+                of_group += torch.stack(self._norms_of(gradients)).square().sum()
             for ranks in group if isinstance(group, tuple) else (group,):
                 dist.all_reduce(of_group, group=ranks)
             squares += of_group
         return squares.sqrt()
+
+    def _norms_of(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The norm of each gradient, computed now where none is remembered."""
+        noted = list(map(self._noted_norm, gradients))
+        unknown = [gradient for gradient, norm in zip(gradients, noted, strict=True) if norm is None]
+        if not unknown:
+            return noted
+        self._note_norms(unknown)
+        return list(map(self._noted_norm, gradients))
 
     def _note_norms(self, gradients: list[torch.Tensor]) -> None:
         """Remember the norms of gradients, as they are now."""

@@ -28,6 +28,7 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import held_by_modules, must_be_called
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import FreshCopy, reusable
 from fp8booster.nn.weights.stacking import are_stacked, stack_rows, stacked_columns, stacked_view
 
@@ -41,7 +42,7 @@ EXPERTS_THAT_PAY = 8
 grouped where `speed_model.fp8_pays` for their rows as for one product."""
 
 
-def _grouped_weight(layers: Sequence[FP8Layer], experts: int, provided: bool) -> GroupedWeight:
+def _grouped_weight(layers: Sequence[FP8Layer], experts: int, provided: bool, casts: Casts) -> GroupedWeight:
     """The FP8 weight of the same layers of every expert, such as gate and up, stacked by rows.
 
     Those that an engine provides stay as they are, with their scales; the parameters may hold no values then. Where
@@ -52,10 +53,11 @@ def _grouped_weight(layers: Sequence[FP8Layer], experts: int, provided: bool) ->
         layers: by expert, as many of each.
         experts: how many.
         provided: by an engine.
+        casts: of the layers as one.
     """
     config = layers[0].fp8_config
     if not provided:
-        return cast_experts(stack_rows([layer.weight for layer in layers]), experts, config)
+        return cast_experts(stack_rows([layer.weight for layer in layers]), experts, config, casts)
     matrices = [layer.fp8_weight.forward([layer.weight], config, transpose=False) for layer in layers]
     parts = [matrix.data for matrix in matrices]
     if are_stacked(parts):
@@ -89,6 +91,7 @@ class GroupedExperts:
         self._reasons: dict[str, None] = {}
         self._gate_up: FreshCopy[GroupedWeight] = FreshCopy()
         self._down: FreshCopy[GroupedWeight] = FreshCopy()
+        self.fp8_casts = {"gate_up": Casts(), "down": Casts()}
 
     def __reduce__(self) -> tuple:
         return type(self), (self.experts, self._always)
@@ -139,16 +142,19 @@ class GroupedExperts:
         factors = _joined(weight_gradient_factors, tokens.device)
         layout = RowLayout.of(counts, tokens.device)
         x = permute(tokens, layout)
-        for copy, layers in ((self._gate_up, gates_ups), (self._down, downs)):
+        for copy, layers, casts in (
+            (self._gate_up, gates_ups, self.fp8_casts["gate_up"]),
+            (self._down, downs, self.fp8_casts["down"]),
+        ):
             if copy is self._down:
                 x = activate_gated(x, encoded=config.saves_in_8_bits)
             weights = [_weight(layer) for layer in layers]
             quantized = copy.get(weights, (config, provided))
             if quantized is None:
                 copy.forget()  # first, so that the allocator can give the same memory again
-                grouped = _grouped_weight(layers, len(self.experts), provided)
+                grouped = _grouped_weight(layers, len(self.experts), provided, casts)
                 quantized = copy.put(weights, (config, provided), grouped)
-            x = grouped_linear(x, weights, quantized, layout.groups, config, factors)
+            x = grouped_linear(x, weights, quantized, layout.groups, config, factors, casts=casts)
         return unpermute(x, layout)
 
     def _why_not(self, tokens: torch.Tensor, rows: float) -> str | None:
@@ -204,8 +210,8 @@ class GroupedExperts:
             return "the layers' FP8Configs differ"
         if any(size % ALIGNMENT for layer in first for size in layer.weight.shape):
             return f"a size is no multiple of {ALIGNMENT}"
-        if config.rowwise:
-            return "rowwise scales"
+        if down.why_cast_by_itself is not None:
+            return down.why_cast_by_itself
         if config.input_format is not E4M3 or config.weight_format is not E4M3:
             return "grouped products multiply E4M3 alone"
         return why_no_grouped_product(down.weight.device, config.emulate)

@@ -29,7 +29,7 @@ from fp8booster.kernels.grouped_product import Groups, grouped_product, summed_p
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.delivered_amax import delivered_amax
-from fp8booster.nn.weights.casting import quantize_by, quantize_input, quantize_weight
+from fp8booster.nn.weights.casting import OUTPUT_GRADIENT, REAL_TIME, Casts, quantize_input, quantize_weight
 from fp8booster.nn.weights.source import BackwardWeight
 from fp8booster.tensor import QuantizedMatrix
 
@@ -63,15 +63,17 @@ class GroupedWeight(NamedTuple):
         return cls(data, transpose, inverse_scales, written_out.reshape(experts, -1).contiguous(), is_transposed)
 
 
-def cast_experts(weight: torch.Tensor, experts: int, config: FP8Config) -> GroupedWeight:
+def cast_experts(weight: torch.Tensor, experts: int, config: FP8Config, casts: Casts = REAL_TIME) -> GroupedWeight:
     """Cast the weights of all experts under one scale.
 
     Args:
         weight: [G * N, K], BF16, FP16 or FP32; N and K are multiples of 16.
         experts: G.
         config: scaling, and whether the transpose is made now.
+        casts: of the layers that are one product.
     """
-    return under_one_scale(quantize_weight(weight, config, transposed=config.keeps_transposes), experts)
+    cast = quantize_weight(weight, config, transposed=config.keeps_transposes, casts=casts)
+    return under_one_scale(cast, experts)
 
 
 def under_one_scale(cast: QuantizedMatrix, experts: int, is_transposed: bool = False) -> GroupedWeight:
@@ -93,6 +95,7 @@ def grouped_linear(
     config: FP8Config,
     weight_gradient_factors: torch.Tensor | float = 1.0,
     backward_weight: BackwardWeight | None = None,
+    casts: Casts = REAL_TIME,
 ) -> torch.Tensor:
     """Each expert's linear layers on its rows.
 
@@ -105,13 +108,14 @@ def grouped_linear(
         config: accumulation and scaling; formats are E4M3.
         weight_gradient_factors: multiply the gradients of the weights, not of the input: a number or float32 [G].
         backward_weight: backward asks it for the transpose in `w`, and holds none itself.
+        casts: of the layers that are one product.
 
     Returns:
         [M, N] BF16.
     """
     for_weight = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    x = quantize_input(input, config, transposed=for_weight, amax=delivered_amax(input))
-    return _GroupedLinear.apply(input, x, w, groups, config, weight_gradient_factors, backward_weight, *weights)
+    x = quantize_input(input, config, transposed=for_weight, amax=delivered_amax(input), casts=casts)
+    return _GroupedLinear.apply(input, x, w, groups, config, weight_gradient_factors, backward_weight, casts, *weights)
 
 
 def _by_expert(matrix: torch.Tensor, experts: int, stacked_by_rows: bool) -> torch.Tensor:
@@ -132,9 +136,10 @@ class _GroupedLinear(torch.autograd.Function):
         config: FP8Config,
         weight_gradient_factors: torch.Tensor | float,
         backward_weight: BackwardWeight | None,
+        casts: Casts,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        for_input, for_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[7:])
+        for_input, for_weight = ctx.needs_input_grad[0], any(ctx.needs_input_grad[8:])
         late = not w.transpose.numel()
         ctx.save_for_backward(
             x.transpose if for_weight else None,
@@ -142,7 +147,7 @@ class _GroupedLinear(torch.autograd.Function):
             (w.data if late else w.transpose) if for_input and backward_weight is None else None,
             w.inverse_scales,
         )
-        ctx.groups, ctx.config, ctx.late, ctx.factors = groups, config, late, weight_gradient_factors
+        ctx.groups, ctx.config, ctx.casts, ctx.late, ctx.factors = groups, config, casts, late, weight_gradient_factors
         ctx.for_input, ctx.backward_weight, ctx.is_transposed = for_input, backward_weight, w.is_transposed
         ctx.shapes = [weight.shape for weight in weights]
         return grouped_product(
@@ -162,7 +167,9 @@ class _GroupedLinear(torch.autograd.Function):
         config, groups = ctx.config, ctx.groups
         for_input, for_weight = ctx.for_input, x8_transpose is not None
         amax = delivered_amax(gradient)
-        dy = quantize_by(config, gradient, E4M3, plain=for_input, transposed=for_weight, amax=amax)
+        dy = ctx.casts.quantize(
+            OUTPUT_GRADIENT, config, gradient, E4M3, plain=for_input, transposed=for_weight, amax=amax
+        )
         dx: torch.Tensor | None = None
         dw: Sequence[torch.Tensor | None] = (None,) * len(ctx.shapes)
         if for_input:
@@ -187,7 +194,7 @@ class _GroupedLinear(torch.autograd.Function):
             )
             parts = whole.view(-1, whole.shape[2]).split([shape[:-1].numel() for shape in ctx.shapes])
             dw = [part.view(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]
-        return dx, *(None,) * 6, *dw
+        return dx, *(None,) * 7, *dw
 
 
 def _dgrad(

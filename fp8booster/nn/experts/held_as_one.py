@@ -31,12 +31,10 @@ from fp8booster.nn.fused.trials import activation_kind, gate_kind
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import cached_by_class, members_of_made
 from fp8booster.nn.weights.cached import CachedWeight
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.casting import REAL_TIME, Casts
 from fp8booster.nn.weights.freshness import is_captured, reusable
 from fp8booster.nn.weights.resharded import ReshardedWeight
-from fp8booster.nn.weights.source import BackwardWeight, WeightSource
-from fp8booster.nn.weights.stacking import as_matrix
-from fp8booster.tensor import QuantizedMatrix
+from fp8booster.nn.weights.source import WeightSource
 
 _DOWN = "down_proj"
 
@@ -68,8 +66,8 @@ def why_not(module: nn.Module, config: FP8Config) -> str | None:
     shapes = [module._parameters[name].shape for name in _names(module)]  # type: ignore[union-attr]
     if any(size % ALIGNMENT for _, *sizes in shapes for size in sizes):
         return f"a size is no multiple of {ALIGNMENT}"
-    if config.rowwise:
-        return "rowwise scales"
+    if config.finer_scales is not None:
+        return config.finer_scales
     if config.input_format is not E4M3 or config.weight_format is not E4M3:
         return "grouped products multiply E4M3 alone"
     return None
@@ -90,6 +88,9 @@ class FP8Experts(nn.Module):
     fp8_weights: dict[str, WeightSource]
     """By name of a parameter, where its FP8 copy comes from."""
 
+    fp8_casts: dict[str, Casts]
+    """By name of a parameter, what casts the operands of its products in training."""
+
     is_transposed: bool
     has_bias: bool
 
@@ -102,12 +103,13 @@ class FP8Experts(nn.Module):
 
     def revert(self) -> None:
         """Turn the module into what it was, in place."""
-        del self.fp8_config, self.fp8_weights, self._fp8_kind, self._fp8_ran, self._fp8_reasons
+        del self.fp8_config, self.fp8_weights, self.fp8_casts, self._fp8_kind, self._fp8_ran, self._fp8_reasons
         self.__class__ = self.original  # type: ignore[assignment]
 
     def _start_fp8(self, config: FP8Config) -> None:
         self.fp8_config = config
         self.fp8_weights = {name: CachedWeight(self.is_transposed) for name in _names(self)}
+        self.fp8_casts = {name: Casts() for name in self.fp8_weights}
         find = gate_kind if self._is_gated else activation_kind
         self._fp8_kind: str | None = find(self._own_activation) if config.fused else None
         self._fp8_ran = False
@@ -131,6 +133,8 @@ class FP8Experts(nn.Module):
         notes = ["experts held as one, in grouped products"] if self.in_fp8 else []
         if self.in_fp8 and self.fp8_config.emulate:
             notes.append("emulated in FP32")
+        if self.in_fp8:
+            notes += self.fp8_weights[_DOWN].notes_of_scaling(self.fp8_config)
         if self._fp8_reasons:
             calls = "not in FP8 for some calls: " if self._fp8_ran else ""
             notes.append(calls + ", ".join(self._fp8_reasons))
@@ -215,26 +219,15 @@ class FP8Experts(nn.Module):
 
     def _product(self, name: str, x: torch.Tensor, groups: Groups, biased: torch.Tensor | None) -> torch.Tensor:
         """The product of all experts' rows by one parameter, [M, N]; `biased` is of `_where_biased`."""
-        weight = getattr(self, name)
-        cast, backward_weight = self._quantized(name, weight, x)
+        weight, source, config = getattr(self, name), self.fp8_weights[name], self.fp8_config
+        casts = self.fp8_casts[name] if self.training else REAL_TIME
+        cast = source.for_call(weight, config, x, training=self.training, again=reusable(x, weight), casts=casts)
         w = under_one_scale(cast, len(weight), self.is_transposed)
-        y = grouped_linear(x, [weight], w, groups, self.fp8_config, backward_weight=backward_weight)
+        backward_weight = source.backward([weight], config, casts=casts)
+        y = grouped_linear(x, [weight], w, groups, config, backward_weight=backward_weight, casts=casts)
         if biased is None:
             return y
         return torch.addmm(y, biased, getattr(self, f"{name}_bias").to(y.dtype))
-
-    def _quantized(
-        self, name: str, weight: torch.Tensor, x: torch.Tensor
-    ) -> tuple[QuantizedMatrix, BackwardWeight | None]:
-        """The FP8 weight: its source's, or a cast for this call alone in evaluation and where no cast can be kept."""
-        config, source = self.fp8_config, self.fp8_weights[name]
-        again = reusable(x, weight)
-        if (not weight.is_inference() and source.is_provided([weight])) or (again and self.training):
-            matrix = source.forward([weight], config, transpose=config.keeps_transposes)
-            return matrix, source.backward([weight], config)
-        source.forget()
-        transposed = torch.is_grad_enabled() and x.requires_grad
-        return quantize_weight(as_matrix([weight], self.is_transposed), config, transposed=transposed), None
 
     def forget(self) -> None:
         """Make the FP8 copies stale."""

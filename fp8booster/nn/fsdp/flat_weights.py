@@ -114,8 +114,8 @@ class FlatWeights:
             reason = None
             if (layer, "weight") in shared:
                 reason = "shared with another module"
-            elif layer.fp8_config.rowwise:
-                reason = "rowwise scales"
+            elif layer.why_cast_by_itself is not None:
+                reason = layer.why_cast_by_itself
             elif any(size % ALIGNMENT for size in shape):
                 reason = f"size no multiple of {ALIGNMENT}"
             elif not contiguous or extension is not None:
@@ -193,11 +193,13 @@ class FlatWeights:
         inverse_scales = scaling.new_inverse_scales(len(fp8_parts), amaxes.device)
         inverse_scales.copy_(scaling.scale_of(amaxes, config.weight_format, config.power_of_two)[1])
         values = own[: self._fp8_counts[self._rank]].view(config.weight_format)
-        for part, out, amax, inverse_scale in zip(
-            fp8_parts, values.split([part.numel() for part in fp8_parts]), amaxes, inverse_scales, strict=True
+        outs = values.split([part.numel() for part in fp8_parts])
+        for place, part, out, amax, inverse_scale in zip(
+            self._fp8, fp8_parts, outs, amaxes, inverse_scales, strict=True
         ):
             if part.numel():
                 cast_shard(part, amax, out, inverse_scale, config.power_of_two)  # writes the same scale again
+                place.layer.fp8_casts.note_weight(part, out, inverse_scale)
         if any(part.numel() for part in plain_parts):
             self._plain_values(own, self._rank, shard).copy_(torch.cat(plain_parts))
         self._count(shard, size, amaxes.nbytes)

@@ -18,12 +18,14 @@ _READ_BY_SDPA = ("is_causal", "position_bias", "cache", "softcap", "head_mask")
 """What transformers' attentions read of the arguments that a model passes on, and `attend` does not."""
 
 
-def attends_alike(implementation: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether `attend` computes what transformers' attention of this name does with a layer's arguments."""
+def why_unlike(implementation: str, arguments: Mapping[str, Any]) -> str | None:
+    """Why `attend` does not compute what transformers' attention of this name does with a layer's arguments, if so."""
+    if implementation != "sdpa":
+        return f"attn_implementation={implementation!r}"
     for name in _READ_BY_SDPA:
         if arguments.get(name) is not None:
-            return False
-    return implementation == "sdpa" and not arguments.get("output_attentions")
+            return f"it is given {name}"
+    return "its weights are asked for" if arguments.get("output_attentions") else None
 
 
 def attend(
@@ -39,13 +41,14 @@ def attend(
 
     Args:
         query: [B, Hq, S, D].
-        key, value: [B, Hkv, S', D], Hkv a divisor of Hq: queries share heads of keys and values in their order.
+        key: [B, Hkv, S', D], Hkv a divisor of Hq: queries share heads of keys and values in their order.
+        value: [B, Hkv, S', V].
         mask: [B, 1, S, at least S'], as transformers makes it.
         dropout: of the scores.
         scale: of the scores; None is D**-0.5.
 
     Returns:
-        [B, Hq, S, D].
+        [B, Hq, S, V].
     """
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and mask is not None and not takes_mask_and_groups(query):
@@ -87,7 +90,8 @@ def attend_packed(
 
     Args:
         query: [B, Hq, S, D].
-        key, value: [B, Hkv, S, D], Hkv a divisor of Hq.
+        key: [B, Hkv, S, D], Hkv a divisor of Hq.
+        value: [B, Hkv, S, V], V at most D.
         sequences: of the B rows, one behind the other.
         window: how many tokens each attends to at most, itself among them; None is all before it.
         sinks: [Hq], a score for each head that takes its part of the softmax and gives nothing (gpt-oss, arXiv
@@ -95,16 +99,20 @@ def attend_packed(
         dropout, scale: of the scores.
 
     Returns:
-        [B, Hq, S, D].
+        [B, Hq, S, V].
     """
     rows = query.shape[0]
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
     if why_one_by_one(query) is not None:
         attended = _one_by_one(q, k, v, sequences, window, sinks, dropout, scale)
-    elif sinks is None:
-        attended, *_ = _flash_forward(q, k, v, sequences, window, dropout, scale)
     else:
-        attended = _WithSinks.apply(q, k, v, sinks, sequences, window, dropout, scale)
+        size = v.shape[-1]
+        v = F.pad(v, (0, q.shape[-1] - size))  # the kernel's heads have one size
+        if sinks is None:
+            attended, *_ = _flash_forward(q, k, v, sequences, window, dropout, scale)
+        else:
+            attended = _WithSinks.apply(q, k, v, sinks, sequences, window, dropout, scale)
+        attended = attended[..., :size]
     return attended.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
@@ -263,6 +271,7 @@ def kernels(
     query_heads: int = 32,
     key_heads: int = 32,
     features: int = 128,
+    value_features: int | None = None,
 ) -> str:
     """Which kernels attend on a device, and why not faster ones, in a phrase.
 
@@ -270,11 +279,12 @@ def kernels(
         device: one with `attend`'s tensors.
         dtype: theirs.
         query_heads, key_heads: on this rank.
-        features: of a head.
+        features: of a head of queries and keys.
+        value_features: of a head of values, where they are others.
     """
     query = torch.empty(1, query_heads, 128, features, device=device, dtype=dtype)
-    key = query[:, :key_heads]
-    choice = torch._fused_sdp_choice(query, key, key, is_causal=True, enable_gqa=query_heads > key_heads)
+    key, value = query[:, :key_heads], query[:, :key_heads, :, :value_features]
+    choice = torch._fused_sdp_choice(query, key, value, is_causal=True, enable_gqa=query_heads > key_heads)
     flash, hint = _flash_version(device)
     names = {
         SDPBackend.CUDNN_ATTENTION: "cuDNN",

@@ -17,320 +17,26 @@ weights, another activation, layers of different kinds) that part runs as transf
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from fp8booster.nn.fused.attention import attend, attend_packed, attends_alike
 from fp8booster.nn.fused.families import ATTENTION, WITH_SINKS, Part, has_sinks, is_attention, is_known, part_of
+from fp8booster.nn.fused.feed_forward import FusedGatedMLP, FusedMLP
 from fp8booster.nn.fused.late_sums import LateSum, made, parts_with_late_sums
-from fp8booster.nn.fused.merged_layers import Merged, MergedLayers, MergedLinears
-from fp8booster.nn.fused.packing import Sequences, let_pack, sequences_of
-from fp8booster.nn.fused.pointwise import activate, activate_gated, layer_norm, rms_norm, rotate_heads, split_and_rotate
-from fp8booster.nn.fused.trials import (
-    Form,
-    Norm,
-    activation_kind,
-    activation_name,
-    cos_and_sin,
-    dropout_of,
-    form_of,
-    head_size,
-    heads_of_a_key,
-    is_gated,
-    norm_of,
-)
+from fp8booster.nn.fused.merged_layers import MergedLayers, MergedLinears
+from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
+from fp8booster.nn.fused.packing import let_pack
+from fp8booster.nn.fused.part import FusedPart
+from fp8booster.nn.fused.self_attention import FusedAttention, LatentAttention, MergedAttention, head_norms
+from fp8booster.nn.fused.trials import Form, activation_kind, activation_name, form_of, is_gated, norm_of
 from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits
-from fp8booster.nn.modules import cached_by_class, is_looked_at, members_of_made, run_with
-
-
-class FusedPart(nn.Module):
-    """Mixin of a part with linear layers of one input."""
-
-    part: Part
-    fp8_merged: Merged | None
-    """None where there is one layer, whose product is that of all, and where they run one by one."""
-
-    def merged_product(self, input: torch.Tensor) -> torch.Tensor | None:
-        """What the merged layers make of an input; None: call the layers, which the part has now, one by one."""
-        layers: list[Any] = list(map(self._modules.get, self.part.merged))
-        if self.fp8_merged is None:
-            if not self.training or torch.compiler.is_compiling():
-                return None
-            product = layers[0](input)
-            # what is fused behind it may write over a product, but not over what a hook saw or an adapter may keep
-            is_own = isinstance(layers[0], (nn.Linear, FP8Layer)) and not is_looked_at(layers[0])
-            return product if is_own else product.clone()
-        return self.fp8_merged(input) if self.fp8_merged.stands_for(*layers) else None
-
-    @property
-    def is_asked_to_save_in_8_bits(self) -> bool:
-        """Whether what is fused behind the product saves so for backward what it reads."""
-        if self.fp8_merged is None:
-            return saves_in_8_bits([getattr(self, self.part.merged[0])])
-        return self.fp8_merged.saves_in_8_bits
-
-    @property
-    def saves_in_8_bits(self) -> bool:
-        """Whether it does, as far as it is known."""
-        return self.is_asked_to_save_in_8_bits and (self.fp8_merged is None or self.fp8_merged.why_not_merged is None)
-
-
-class FusedNorm(nn.Module):
-    """Mixin of a norm."""
-
-    weight: nn.Parameter
-    computes: ClassVar[Norm]
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        residual: torch.Tensor | None = None,
-        *,
-        both: bool = False,
-        encoded: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `hidden_states + residual`; with `both`, that sum too. `encoded` saves the sum in 8 bits."""
-        centered, unit_offset, name, weighted = self.computes
-        epsilon = getattr(self, name)
-        weight: torch.Tensor = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
-        if weight.dim() > 1 and weight.shape != hidden_states.shape[-weight.dim() :]:
-            shape = list(hidden_states.shape)
-            raise ValueError(f"a norm with weights {list(weight.shape)} was given {shape}; give it those heads")
-        if centered:
-            bias = getattr(self, "bias", None)
-            y, h = layer_norm(hidden_states, weight, bias, epsilon, residual, encoded=encoded)
-        else:
-            given = {"unit_offset": unit_offset, "encoded": encoded}
-            y, h = rms_norm(hidden_states, weight, epsilon, residual, **given)
-        return (y, h) if both else y
-
-
-class MergedAttention(FusedPart):
-    """Mixin of a self-attention as transformers wrote it, whose layers of one input are one product."""
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
-        product = self.merged_product(hidden_states)
-        if product is None:
-            return super().forward(hidden_states, *args, **kwargs)
-        return run_with(
-            super().forward, self, self._projections(hidden_states, product), hidden_states, *args, **kwargs
-        )
-
-    def _projections(self, input: torch.Tensor, product: torch.Tensor) -> dict[str, Callable]:
-        """What stands in for the merged layers: it gives their parts of the one product of their input."""
-        names = self.part.merged
-        layers = [getattr(self, name) for name in names]
-        # of the product, not of the layers: ranks may hold parts of these
-        whole = sum(layer.out_features for layer in layers)
-        widths = [layer.out_features * product.shape[-1] // whole for layer in layers]
-        return {
-            name: lambda x, layer=layer, part=part: part if x is input else layer(x)
-            for name, layer, part in zip(names, layers, product.split(widths, -1), strict=True)
-        }
-
-
-class FusedAttention(MergedAttention):
-    """Mixin of a self-attention that PyTorch's SDPA computes; q and k may have norms, each head's or all heads'."""
-
-    config: Any
-    layer_idx: int
-    floor_scale: int
-    use_rope: bool
-    sinks: torch.Tensor
-
-    form: Form = Form()
-
-    native_arguments: ClassVar[tuple[str, ...]]
-    """Names of what the class's own forward takes after the hidden states."""
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """As transformers', with one product for q, k and v."""
-        arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
-        embeddings = arguments["position_embeddings"]
-        sequences = sequences_of(embeddings)
-        angles = cos_and_sin(embeddings, self.form.angles) if self.form.rotation.rotates else None
-        is_alike = self.attends_alike(**arguments) and (angles is None or angles[0].shape[-1] <= head_size(self))
-        if sequences is None and self.is_tempered:
-            is_alike &= hidden_states.shape[1] < self.floor_scale and self.cache_in(arguments) is None
-        qkv = self.merged_product(hidden_states) if is_alike else None
-        if qkv is None and sequences is None:
-            return self.forward_unfused(hidden_states, **arguments)
-        if not is_alike:
-            raise ValueError(
-                "attention of packed sequences is causal, and gives no weights; "
-                "leave out output_attentions, is_causal and the like, or pad the sequences"
-            )
-        if qkv is None:  # in evaluation, or with an adapter
-            qkv = torch.cat([getattr(self, name)(hidden_states) for name in self.part.merged], -1)
-        qkv = self.before_attention(qkv)
-        # of the product, not of the input: ranks may hold heads, and parts of the sequence that it has gathered
-        key_heads = self.key_heads_in(qkv)
-        query, key, value = self.rotated(qkv, angles, key_heads)
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        cache = self.cache_in(arguments)
-        if cache is not None:
-            key, value = self.cached(key, value, cache, arguments)
-        if sequences is None:
-            attended = self.attend(query, key, value, arguments.get("attention_mask"))
-        elif key.shape[2] == query.shape[2]:
-            attended = self.attend_packed(query, key, value, sequences)
-        else:
-            raise ValueError("packed sequences cannot go on from a cache; leave past_key_values out")
-        output = getattr(self, self.part.output)(self.after_attention(attended.transpose(1, 2)).flatten(2))
-        return (output, None, cache)[: self.form.outputs]
-
-    def rotated(
-        self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None, key_heads: int
-    ) -> tuple[torch.Tensor, ...]:
-        """q, k and v, [B, S, H, D], of which q and k have gone through their norms and were rotated.
-
-        Args:
-            qkv: [B, S, features].
-            angles: cos and sin; None rotates nothing.
-            key_heads: heads of keys in qkv.
-        """
-        query_heads, size = key_heads * heads_of_a_key(self), head_size(self)
-        _, interleaved, interleaved_angles = self.form.rotation
-        pairs = {"interleaved": interleaved, "interleaved_angles": interleaved_angles}
-        norms = _head_norms(self)
-        if angles is not None and not norms:
-            cos, sin = angles
-            groups = key_heads if self.form.grouped else 1
-            return split_and_rotate(qkv, cos, sin, query_heads=query_heads, key_heads=key_heads, groups=groups, **pairs)
-        *split, value = qkv.split([heads * size for heads in (query_heads, key_heads, key_heads)], -1)
-        heads = [each.unflatten(-1, (-1, size)) for each in split]
-        if norms:
-            of_all = norms[0].computes.weighted and norms[0].weight.shape[-1] != size
-            normal = [norm(each) for norm, each in zip(norms, split if of_all else heads, strict=True)]
-            # what hooks saw is not written over
-            normal = [each.clone() if is_looked_at(norm) else each for norm, each in zip(norms, normal, strict=True)]
-            heads = [each.view(like.shape) for each, like in zip(normal, heads, strict=True)]
-        query, key = heads
-        if angles is not None:
-            cos, sin = angles
-            query, key = rotate_heads(query, key, cos, sin, **pairs)
-        return query, key, value.unflatten(-1, (-1, size))
-
-    @property
-    def is_tempered(self) -> bool:
-        """Whether queries from token `floor_scale` on are scaled by their place, as in LLaMA 4 (arXiv 2501.19399)."""
-        return bool(getattr(self, "attn_temperature_tuning", False)) and not self.use_rope
-
-    def cache_in(self, arguments: dict[str, Any]) -> Any:
-        """The cache that a layer is given, if any; also in training, where `use_cache` was left on."""
-        return next((arguments.get(name) for name in _CACHES if name in self.native_arguments), None)
-
-    def cached(
-        self, key: torch.Tensor, value: torch.Tensor, cache: Any, arguments: dict[str, Any]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, [B, H, S, D], with those before them."""
-        if "cache_position" not in self.native_arguments:  # the cache counts by itself
-            return cache.update(key, value, self.layer_idx)
-        place = {"cache_position": arguments.get("cache_position")}
-        if self.form.rotation.rotates and self.form.angles != "complex":
-            cos, sin = arguments["position_embeddings"]
-            place |= {"sin": sin, "cos": cos}
-        if hasattr(self, "rotary_ndims"):
-            place["partial_rotation_size"] = self.rotary_ndims
-        if getattr(self, "sliding_window", None) is not None:
-            place["sliding_window"] = self.sliding_window
-        return cache.update(key, value, self.layer_idx, place)
-
-    def key_heads_in(self, qkv: torch.Tensor) -> int:
-        """Heads of keys in q, k and v side by side, [..., features]."""
-        return qkv.shape[-1] // head_size(self) // (heads_of_a_key(self) + 2)
-
-    def before_attention(self, qkv: torch.Tensor) -> torch.Tensor:
-        """q, k and v, [B, S, features], of the tokens and heads that attend here; nothing else may read them."""
-        return qkv
-
-    def after_attention(self, attended: torch.Tensor) -> torch.Tensor:
-        """What attention gave, [B, S, H, D], as [B, S', H', D] of the tokens and heads that `o_proj` takes here."""
-        return attended
-
-    def attends_alike(self, **arguments: Any) -> bool:
-        """Whether `attend` computes what the unfused forward does with these arguments."""
-        implementation = self.config._attn_implementation
-        if has_sinks(self):  # `attend_packed` alone has them
-            is_told = sequences_of(arguments["position_embeddings"]) is not None
-            implementation = "sdpa" if implementation == WITH_SINKS and is_told else "another"
-        return attends_alike(implementation, arguments)
-
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> torch.Tensor:
-        """The attention of query [B, Hq, S, D] to key and value [B, Hkv, S', D]: [B, Hq, S, D]."""
-        dropout = dropout_of(self) if self.training else 0.0
-        return attend(query, key, value, attention_mask, dropout=dropout, scale=getattr(self, "scaling", None))
-
-    def attend_packed(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
-    ) -> torch.Tensor:
-        """The attention, [B, Hq, S, D], of each sequence to itself; keys and values are [B, Hkv, S, D]."""
-        dropout = dropout_of(self) if self.training else 0.0
-        scale = getattr(self, "scaling", None)
-        limit = self.floor_scale - 1 if self.is_tempered else getattr(self.config, "attention_chunk_size", None)
-        if limit is not None and sequences.longest > limit:
-            raise ValueError(
-                f"a packed sequence has {sequences.longest} tokens, and {type(self).__name__} attends in chunks, or by "
-                f"a temperature, above {limit}; cut the sequences, or pad them"
-            )
-        # where an attention has none of its own, transformers takes the model's
-        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
-        sinks = self.sinks if has_sinks(self) else None
-        return attend_packed(query, key, value, sequences, window=window, sinks=sinks, dropout=dropout, scale=scale)
-
-    def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What runs where `forward` does not cover a case."""
-        return super().forward(*args, **kwargs)
-
-
-def _head_norms(attention: nn.Module) -> list[Any]:
-    """The norms of queries and of keys, each head's or all heads'; they may be one. Empty where there are none."""
-    both = [attention._modules.get("qk_norm")] * 2
-    norms = [attention._modules.get(name, shared) for name, shared in zip(("q_norm", "k_norm"), both, strict=True)]
-    return [norm for norm in norms if norm is not None]
-
-
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""What attentions call the cache that they are given."""
-
-
-class FusedMLP(FusedPart):
-    """Mixin of a feed-forward block as transformers wrote it, with a kernel for its activation."""
-
-    activation: str
-    """Its name in the block."""
-
-    kind: str
-    """What it computes."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not self.training:
-            return super().forward(x)
-        fused = partial(activate, kind=self.kind, encoded=self.is_asked_to_save_in_8_bits)
-        return run_with(super().forward, self, {self.activation: fused}, x)
-
-
-class FusedGatedMLP(FusedMLP):
-    """Mixin of a gated feed-forward block, or of an expert that is one."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As transformers', with one product for gate and up."""
-        output = getattr(self, self.part.output)
-        gate_up = self.merged_product(x)
-        if gate_up is not None:
-            return output(activate_gated(gate_up, self.kind, encoded=self.is_asked_to_save_in_8_bits))
-        if self.fp8_merged is None:
-            return super(FusedMLP, self).forward(x)
-        # up first: then backward gives gradients in the order of the one product, which a rank may run whose expert has
-        # other tokens; ZeRO adds up gradients of ranks in the order in which they come
-        gate, up = (getattr(self, name) for name in self.part.merged)
-        of_up = up(x)
-        return output(getattr(self, self.activation)(gate(x)) * of_up)
+from fp8booster.nn.modules import cached_by_class, members_of_made, run_with
+from fp8booster.nn.weights.channels import ChannelCasts
 
 
 class FusedDecoderLayer(nn.Module):
@@ -384,10 +90,29 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
             _fuse(module, "norm", _norm_mixin(module))
         elif any(map(is_attention, module.children())):
             fused += _fuse_layer(module)
+    _smooth(model)
     for module in model.modules():
         if any(isinstance(part, FusedAttention) for part in module.modules()):
             let_pack(module)
     return fused
+
+
+def _smooth(model: nn.Module) -> None:
+    """Give layers that read SwiGLU's output casts by channel, where their configuration asks for it."""
+    asked = smoothed = False
+    for module in model.modules():
+        asked |= isinstance(module, FP8Layer) and module.fp8_config.smooth_swiglu
+        if not (isinstance(module, FusedGatedMLP) and module.kind == "silu"):
+            continue
+        output = getattr(module, module.part.output)
+        if isinstance(output, FP8Layer) and output.fp8_config.smooth_swiglu:
+            output.fp8_casts, smoothed = ChannelCasts(), True
+    if asked and not smoothed:
+        warnings.warn(
+            "FP8Config.smooth_swiglu has no effect: no fused feed-forward block has SwiGLU before a layer in FP8; "
+            "leave it out",
+            stacklevel=3,
+        )
 
 
 def mix(mixin: type[nn.Module], module: nn.Module) -> None:
@@ -399,6 +124,8 @@ def mix(mixin: type[nn.Module], module: nn.Module) -> None:
         if len(layers) > 1 and mixin is not FusedMLP:
             merged = MergedLayers(layers) if _in_fp8(layers) else MergedLinears(layers)
         vars(module).update(part=part, fp8_merged=merged)
+    if issubclass(mixin, FusedAttention):
+        vars(module)["unfused_calls"] = {}
     if issubclass(mixin, FusedMLP):
         name = cast(str, activation_name(module))
         vars(module).update(activation=name, kind=activation_kind(getattr(module, name)))
@@ -487,7 +214,7 @@ def _attention_mixin(
     form = _form_of_fused(attention, part) if kind == (WITH_SINKS if has_sinks(attention) else "sdpa") else None
     if form is not None:
         vars(attention)["form"] = form
-        return FusedAttention
+        return _attention_class(part)
     what = type(attention).__name__ if kind == "sdpa" else f"attn_implementation={kind!r}"
     if len(part.merged) == 1:
         return f"{what} has no fused form"
@@ -497,10 +224,16 @@ def _attention_mixin(
 
 def _form_of_fused(attention: Any, part: Part) -> Form | None:
     """The form of an attention that `FusedAttention` may stand for; None: it may not."""
-    norms = _head_norms(attention)
-    if not hasattr(attention, "attention_dropout") or not all(isinstance(norm, FusedNorm) for norm in norms):
+    norms = head_norms(attention)
+    if not hasattr(attention, "attention_dropout") or not all(
+        isinstance(norm, (FusedNorm, HeadNorms)) for norm in norms
+    ):
         return None
-    return form_of(attention, part, _mixed_class(FusedAttention, type(attention)))
+    return form_of(attention, part, _mixed_class(_attention_class(part), type(attention)))
+
+
+def _attention_class(part: Part) -> type[FusedAttention]:
+    return LatentAttention if part.of_latents else FusedAttention
 
 
 def _in_fp8(layers: list[nn.Module]) -> bool:

@@ -70,6 +70,9 @@ class Part:
     output: str
     """The linear layer that reads what is made of theirs."""
 
+    of_latents: tuple[str, ...] = ()
+    """Linear layers between, which make heads of the latents that the first ones make, as far as it has them."""
+
 
 ATTENTION, MLP = "attention", "MLP"
 
@@ -78,8 +81,8 @@ PARTS = (
     Part(ATTENTION, ("qkv_proj",), "o_proj"),
     Part(ATTENTION, ("query_key_value",), "dense"),
     # of latents (DeepSeek V2, arXiv 2405.04434, section 2.1), with a latent of the queries or without
-    Part(ATTENTION, ("q_a_proj", "kv_a_proj_with_mqa"), "o_proj"),
-    Part(ATTENTION, ("q_proj", "kv_a_proj_with_mqa"), "o_proj"),
+    Part(ATTENTION, ("q_a_proj", "kv_a_proj_with_mqa"), "o_proj", ("q_b_proj", "kv_b_proj")),
+    Part(ATTENTION, ("q_proj", "kv_a_proj_with_mqa"), "o_proj", ("kv_b_proj",)),
     Part(MLP, ("gate_proj", "up_proj"), "down_proj"),
     Part(MLP, ("gate_up_proj",), "down_proj"),
     Part("expert", ("w1", "w3"), "w2"),

@@ -21,6 +21,7 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import has_hooks
+from fp8booster.nn.weights.casting import REAL_TIME, Casts
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.tensor import QuantizedMatrix
 
@@ -88,9 +89,10 @@ def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tenso
         in_fp8 = computes_in_fp8(config, tokens, *head.product_features, hidden.device)
         head.in_fp8[tokens] = in_fp8
         if in_fp8:
-            fp8["config"] = config
+            casts = head.fp8_casts if head.training else REAL_TIME
+            fp8 |= {"config": config, "casts": casts}
             if reusable(hidden, head.weight):
-                fp8["quantized_weight"] = _with_transpose(head)
+                fp8["quantized_weight"] = _with_transpose(head, casts)
     return linear_cross_entropy(
         deliver_amax(hidden.flatten(0, -2), delivered_amax(hidden)),
         head.weight,
@@ -101,11 +103,11 @@ def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tenso
     )
 
 
-def _with_transpose(head: FP8Layer) -> QuantizedMatrix:
+def _with_transpose(head: FP8Layer, casts: Casts) -> QuantizedMatrix:
     """The head's FP8 weight in both layouts, wherever it keeps them."""
     weight, config = head.weight, head.fp8_config
-    quantized = head.fp8_weight.forward([weight], config, transpose=True)
-    backward_weight = head.fp8_weight.backward([weight], config)
+    quantized = head.fp8_weight.forward([weight], config, transpose=True, casts=casts)
+    backward_weight = head.fp8_weight.backward([weight], config, casts=casts)
     if quantized.transpose.numel():
         return quantized
     if backward_weight is None:

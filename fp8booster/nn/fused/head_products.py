@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.product import product
-from fp8booster.nn.weights.casting import quantize_by, quantize_input
+from fp8booster.nn.weights.casting import OUTPUT_GRADIENT, REAL_TIME, Casts, quantize_input
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -83,6 +83,7 @@ class FP8HeadProducts:
         bias, wanted, sum_dtype: as in `HeadProducts`.
         config: formats, scales and accumulation.
         hidden_amax: of all hidden states, if it is known, as `kernels.cast.cast` takes it; None finds each chunk's.
+        casts: the head's.
     """
 
     def __init__(
@@ -94,15 +95,18 @@ class FP8HeadProducts:
         sum_dtype: torch.dtype,
         config: FP8Config,
         hidden_amax: torch.Tensor | None = None,
+        casts: Casts = REAL_TIME,
     ) -> None:
         self._w, self._shape, self._wanted, self._sum_dtype = weight, shape, wanted, sum_dtype
-        self._config, self._hidden_amax = config, hidden_amax
+        self._config, self._hidden_amax, self._casts = config, hidden_amax, casts
         padding = weight.data.shape[0] - shape[0]
         self._bias = None if bias is None else F.pad(bias, (0, padding))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The chunk's logits, [m, V]."""
-        x = self._x = quantize_input(hidden, self._config, transposed=self._wanted[1], amax=self._hidden_amax)
+        x = self._x = quantize_input(
+            hidden, self._config, transposed=self._wanted[1], amax=self._hidden_amax, casts=self._casts
+        )
         logits = product(
             x.data,
             self._w.data,
@@ -121,7 +125,8 @@ class FP8HeadProducts:
         """As `HeadProducts.gradients`."""
         for_hidden, for_weight = self._wanted
         x, w, config = self._x, self._w, self._config
-        dy = quantize_by(config, gradient, config.gradient_format, plain=for_hidden, transposed=for_weight, amax=amax)
+        dtype, layouts = config.gradient_format, {"plain": for_hidden, "transposed": for_weight}
+        dy = self._casts.quantize(OUTPUT_GRADIENT, config, gradient, dtype, amax=amax, **layouts)
         dx = None
         if for_weight:
             dw = product(

@@ -27,7 +27,7 @@ from fp8booster.nn.fused.head_products import FP8HeadProducts, HeadProducts
 from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.linear.functional import check_operands
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
 from fp8booster.tensor import QuantizedMatrix
 
 CHUNK_BYTES = 512 * 2**20
@@ -47,15 +47,19 @@ SPENT = (
 )
 
 
-def default_chunk(tokens: int, vocabulary: int, bytes_each: int) -> int:
-    """Tokens a chunk: chunks of one size whose logits stay within `CHUNK_BYTES`, or of `ROWS` tokens if those do not.
+def default_chunk(tokens: int, vocabulary: int, features: int, bytes_each: int) -> int:
+    """Tokens a chunk: chunks of one size whose logits stay within `CHUNK_BYTES`, or within half of the head's weight.
+
+    Each chunk reads and writes the weight's gradient. Of Command-R's head, 256000 x 8192, 1024 tokens a chunk made
+    that product take 61 ms for 8192 tokens, in place of 44 (benchmarks/results/h200/one-gpu.md).
 
     Args:
         tokens: in all.
         vocabulary: logits a token.
+        features: of a hidden state.
         bytes_each: of a logit.
     """
-    most = max(ROWS, CHUNK_BYTES // (aligned(vocabulary) * bytes_each) // ROWS * ROWS)
+    most = max(ROWS, features // 2 // ROWS * ROWS, CHUNK_BYTES // (aligned(vocabulary) * bytes_each) // ROWS * ROWS)
     chunks = max(1, -(-tokens // most))
     return -(-tokens // (chunks * ROWS)) * ROWS
 
@@ -171,6 +175,7 @@ def linear_cross_entropy(
     cap: float | None = None,
     config: FP8Config | None = None,
     quantized_weight: QuantizedMatrix | None = None,
+    casts: Casts = REAL_TIME,
     vocabulary: VocabularyPart | None = None,
 ) -> torch.Tensor:
     """`F.cross_entropy(F.linear(hidden, weight, bias).float(), targets)` with one chunk's logits alive at a time.
@@ -193,6 +198,7 @@ def linear_cross_entropy(
         scale, cap: positive; what the loss reads is scale * logits, or cap * tanh(scale * logits / cap).
         config: compute the head's three products in FP8; None computes them in the dtype of `hidden`.
         quantized_weight: with `config`, the FP8 weight and its transpose, if they are there already.
+        casts: with `config`, the head's.
         vocabulary: which tokens the weight's rows are, where some are padding or other ranks hold the rest; None where
             each is a token. The ranks of its group call this with the same hidden states and targets. Each gets the
             whole loss, the gradients of its own rows, and its own part of the hidden states' gradient, which is the sum
@@ -209,7 +215,7 @@ def linear_cross_entropy(
     if torch.compiler.is_compiling():  # no decorator: the compiler takes seconds to import
         options: dict[str, Any] = {"bias": bias, "ignore_index": ignore_index, "chunk_tokens": chunk_tokens}
         options |= {"reduction": reduction, "scale": scale, "cap": cap, "config": config}
-        options |= {"quantized_weight": quantized_weight, "vocabulary": vocabulary}
+        options |= {"quantized_weight": quantized_weight, "casts": casts, "vocabulary": vocabulary}
         return torch.compiler.disable(linear_cross_entropy)(hidden, weight, targets, **options)
     if vocabulary is None:
         vocabulary = VocabularyPart(tokens=weight.shape[0], columns=weight.shape[0])
@@ -224,7 +230,7 @@ def linear_cross_entropy(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     tokens, (rows, features) = hidden.shape[0], weight.shape
-    chunk = default_chunk(tokens, rows, dtype.itemsize) if chunk_tokens is None else chunk_tokens
+    chunk = default_chunk(tokens, rows, features, dtype.itemsize) if chunk_tokens is None else chunk_tokens
     gradients = torch.is_grad_enabled()
     wanted = (
         gradients and hidden.requires_grad,
@@ -243,13 +249,20 @@ def linear_cross_entropy(
         if config is None:
             products = HeadProducts(weight.to(dtype), head_bias, wanted[:2], sum_dtype)
         else:
-            require_fp8(hidden.device, config.emulate)
+            require_fp8(hidden.device, config.emulate, config.granularity)
             if quantized_weight is None:
-                quantized_weight = quantize_weight(weight, config, transposed=wanted[0])
+                quantized_weight = quantize_weight(weight, config, transposed=wanted[0], casts=casts)
             elif wanted[0] and not quantized_weight.transpose.numel():
                 raise ValueError("quantized_weight has no transpose, which the gradient of hidden needs")
             products = FP8HeadProducts(
-                quantized_weight, (rows, features), head_bias, wanted[:2], sum_dtype, config, delivered_amax(hidden)
+                quantized_weight,
+                (rows, features),
+                head_bias,
+                wanted[:2],
+                sum_dtype,
+                config,
+                delivered_amax(hidden),
+                casts,
             )
     how = _How(products, vocabulary, dtype, ignore_index, chunk, reduction == "mean", scale, cap, wanted)
     with torch.autocast(device, enabled=False):

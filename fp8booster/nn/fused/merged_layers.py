@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.kernels.device import require_fp8
+from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
 from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits
 from fp8booster.nn.linear.linear import FP8Linear
@@ -24,6 +25,7 @@ from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import held_by_modules, must_be_called
 from fp8booster.nn.weights.cached import CachedWeight
+from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.nn.weights.stacking import are_stacked, stacked_view
@@ -115,10 +117,14 @@ class MergedLayers(Merged):
     fp8_weight: WeightSource
     """Of all the weights, stacked by rows; each layer keeps one of its own, for when they run one by one."""
 
+    fp8_casts: Casts
+    """Casts the operands of the one product."""
+
     def __init__(self, layers: Sequence[FP8Linear]) -> None:
         super().__init__(layers)
         self._reasons: dict[str, None] = {}
         self.fp8_weight = CachedWeight()
+        self.fp8_casts = Casts()
 
     @property
     def why_not_merged(self) -> str | None:
@@ -134,6 +140,8 @@ class MergedLayers(Merged):
         """As `Merged.__call__`; None too where BF16 is faster."""
         if not (all(map(_in_training, self.layers)) and input.numel()):
             return None
+        if FrozenFP8Linear in map(type, self.layers):  # it has no merged form, and to look at its weight decodes it
+            return None
         weights = self.weights
         if not reusable(input, weights[0]):
             return None
@@ -145,7 +153,7 @@ class MergedLayers(Merged):
 
     def _product(self, input: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         first = self.layers[0]
-        config, exchange = first.fp8_config, first.fp8_exchange()
+        config, exchange, casts = first.fp8_config, first.fp8_exchange(), self.fp8_casts
         rows = input.numel() // input.shape[-1] * exchange.growth
         outputs, for_weight = 0, False
         for weight in weights:
@@ -155,19 +163,20 @@ class MergedLayers(Merged):
             return None
         for layer in self.layers:
             if not layer.in_fp8.get(rows):
-                require_fp8(input.device, config.emulate)
+                require_fp8(input.device, config.emulate, config.granularity)
                 layer.in_fp8[rows] = True
         for_weight &= torch.is_grad_enabled()
         return linear_from_quantized(
             input,
             weights,
             self._bias(),
-            share_input(input, config, transposed=for_weight, exchange=exchange),
-            self.fp8_weight.forward(weights, config, transpose=config.keeps_transposes),
+            share_input(input, config, transposed=for_weight, exchange=exchange, casts=casts),
+            self.fp8_weight.forward(weights, config, transpose=config.keeps_transposes, casts=casts),
             config,
             defer=self._defer(),
             exchange=exchange,
-            backward_weight=self.fp8_weight.backward(weights, config),
+            backward_weight=self.fp8_weight.backward(weights, config, casts=casts),
+            casts=casts,
         )
 
     def _defer(self) -> Defer | None:

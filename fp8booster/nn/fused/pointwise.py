@@ -204,6 +204,68 @@ def rotate_heads(
     return _RotateHeads.apply(query, key, cos.contiguous(), sin.contiguous(), pairs)
 
 
+class _LatentHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        k_rotated: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        heads: int,
+        pairs: dict[str, bool],
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(cos, sin)
+        ctx.pairs = pairs
+        query = unaliased(q).view(*q.shape[:2], heads, -1)
+        rope_kernel.rotate(query, cos, sin, heads, last=True, **pairs)  # in place, as in `split_and_rotate`
+        shared = k_rotated.unsqueeze(2).clone(memory_format=torch.contiguous_format)
+        rope_kernel.rotate(shared, cos, sin, 1, **pairs)
+        own, value = unaliased(kv).view(*kv.shape[:2], heads, -1).tensor_split([query.shape[-1] - cos.shape[-1]], -1)
+        return query, torch.cat([own, shared.expand(-1, -1, heads, -1)], -1), value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple:
+        cos, sin = ctx.saved_tensors
+        own, shared = dk.tensor_split([dk.shape[-1] - cos.shape[-1]], -1)
+        dkv = torch.cat([own, dv], -1).flatten(2)
+        none = dq[:, :, :0]
+        dq = dq if dq.stride(-1) == 1 else dq.contiguous()
+        dq, amax = rope_kernel.rotate_back(dq, none, none, cos, sin, last=True, **ctx.pairs)
+        shared = shared.sum(2, keepdim=True)
+        none = shared[:, :, :0]
+        dk_rotated = rope_kernel.rotate_back(shared, none, none, cos, sin, **ctx.pairs)[0]
+        return deliver_amax(dq.flatten(2), amax), dkv, dk_rotated.squeeze(2), None, None, None, None
+
+
+def latent_heads(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    k_rotated: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    heads: int,
+    **pairs: bool,
+) -> tuple[torch.Tensor, ...]:
+    """q, k and v of attention with latents, whose keys share what is rotated of them.
+
+    Args:
+        q: [B, S, heads * D], contiguous and just computed: nothing else may read it. It is rotated in place.
+        kv: [B, S, heads * (D - R + V)], likewise: of each head its part of the key, and its value.
+        k_rotated: [B, S, R], the other part of all keys.
+        cos, sin: [1 or B, S, R]; the last R places of D are rotated.
+        heads: of q, k and v each.
+        pairs: `interleaved` and `interleaved_angles` of `kernels.rope.rotate`.
+
+    Returns:
+        q and k [B, S, heads, D], v [B, S, heads, V].
+    """
+    return _LatentHeads.apply(q, kv, k_rotated, cos.contiguous(), sin.contiguous(), heads, pairs)
+
+
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kind: str, gated: bool, encoded: bool) -> torch.Tensor:

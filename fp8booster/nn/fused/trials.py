@@ -166,6 +166,11 @@ class Form(NamedTuple):
     outputs: int = 2
     """How many things it gives: a third is the cache that it was given."""
 
+    @property
+    def pairs(self) -> dict[str, bool]:
+        """The rotation, as functions of `nn.fused.pointwise` take it."""
+        return {"interleaved": self.rotation.interleaved, "interleaved_angles": self.rotation.interleaved_angles}
+
 
 ANGLES = ("places", "pairs", "complex")
 """Cos and sin for each place of a head that is rotated; for each pair of places; one complex number for each pair."""
@@ -196,7 +201,7 @@ def form_of(attention: Any, part: Part, fused: type[nn.Module]) -> Form | None:
         fused: has a `merged_product` and a `form`, which the trial replaces.
     """
     size = head_size(attention)
-    places = getattr(attention, "rotary_ndims", size)
+    places = getattr(attention, "qk_rope_head_dim", getattr(attention, "rotary_ndims", size))
     for angles in ANGLES:
         # where it takes angles for parts of heads, it must rotate these alone
         right = {
@@ -219,8 +224,16 @@ def _same(found: tuple | None, right: tuple) -> bool:
 
 
 def head_size(attention: Any) -> int:
-    """Features of a head; 0: unknown."""
-    return getattr(attention, "head_dim", 0) or getattr(attention, "head_size", 0)
+    """Features of a head of queries and keys; 0: unknown."""
+    return next((size for name in _HEAD_SIZES if (size := getattr(attention, name, 0))), 0)
+
+
+_HEAD_SIZES = ("head_dim", "head_size", "qk_head_dim")
+
+
+def value_size(attention: Any) -> int:
+    """Features of a head of values."""
+    return getattr(attention, "v_head_dim", head_size(attention))
 
 
 def heads_of_a_key(attention: Any) -> int:
@@ -249,13 +262,21 @@ def _attended(
     size, groups = head_size(attention), heads_of_a_key(attention)
     query_heads = attention.config.num_attention_heads
     widths = [query_heads * size] + 2 * [query_heads // groups * size]
+    if part.of_latents:
+        widths = [getattr(attention, name).out_features for name in part.merged]
     made = _numbers(1, 5, sum(widths))
     probe = _on_cpu(attention)
     probe.__class__ = cls
     outputs = dict(zip(part.merged, made.split(widths if len(part.merged) > 1 else sum(widths), -1), strict=True))
-    norms = {name: _on_cpu(each) for name, each in attention._modules.items() if "norm" in name}
+    norms = {
+        name: _whole_on_cpu(each) for name, each in attention._modules.items() if each is not None and "norm" in name
+    }
     vars(probe).update(_modules=norms, training=False, part=part, form=form)
     vars(probe).update({name: lambda _, output=output: output.clone() for name, output in outputs.items()})
+    for name in part.of_latents:
+        if (layer := attention._modules.get(name)) is not None:
+            heads = _numbers(1, 5, layer.out_features)  # of the latent too, as far as its mean tells
+            vars(probe)[name] = lambda x, heads=heads: heads + (x * _numbers(x.shape[-1])).mean(-1, keepdim=True)
     vars(probe).update({part.output: lambda x: x, "merged_product": lambda _: made.clone()})
     angles = _numbers(1, 5, places // 2)
     if kind == "places":
@@ -285,6 +306,13 @@ def _on_cpu(module: nn.Module) -> Any:
     made._parameters = {
         name: None if each is None else nn.Parameter(_numbers(*each.shape)) for name, each in module._parameters.items()
     }
+    return made
+
+
+def _whole_on_cpu(module: nn.Module) -> Any:
+    """The same, with all that is inside."""
+    made = _on_cpu(module)
+    made._modules = {name: _whole_on_cpu(each) for name, each in module._modules.items() if each is not None}
     return made
 
 

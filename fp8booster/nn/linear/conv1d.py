@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 
 
@@ -24,3 +25,9 @@ class FP8Conv1D(FP8Layer, Conv1D):  # type: ignore[misc]
         """[..., input features] to [..., output features]; errors as in `fp8_linear`."""
         output = self.fp8_product(x, self.bias)
         return super().forward(x) if output is None else output
+
+
+class FrozenFP8Conv1D(FrozenLayer, FP8Conv1D):  # type: ignore[misc]
+    """A Conv1D whose weight is kept in FP8 alone, as [output, input features], also in the state dict."""
+
+    original = Conv1D

@@ -8,7 +8,7 @@ import torch
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.linear.delivered_amax import delivered_amax
-from fp8booster.nn.weights.casting import quantize_by
+from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, REAL_TIME, Casts
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -29,21 +29,23 @@ class Exchange:
         """Shape of the input as the products read it."""
         return tuple(input_shape)
 
-    def input(self, input: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
+    def input(
+        self, input: torch.Tensor, config: FP8Config, *, transposed: bool, casts: Casts = REAL_TIME
+    ) -> QuantizedMatrix:
         """The FP8 input that the products read."""
         amax = delivered_amax(input)
-        return quantize_by(config, input, config.input_format, transposed=transposed, amax=amax)
+        return casts.quantize(INPUT, config, input, config.input_format, transposed=transposed, amax=amax)
 
     def output(self, output: torch.Tensor) -> torch.Tensor:
         """The layer's output, from that of fprop, which nothing else holds."""
         return output
 
     def output_gradient(
-        self, gradient: torch.Tensor, config: FP8Config, *, plain: bool, transposed: bool
+        self, gradient: torch.Tensor, config: FP8Config, *, plain: bool, transposed: bool, casts: Casts = REAL_TIME
     ) -> QuantizedMatrix:
         """The FP8 gradient of fprop's output, from that of the layer's."""
-        amax = delivered_amax(gradient)
-        return quantize_by(config, gradient, config.gradient_format, plain=plain, transposed=transposed, amax=amax)
+        dtype, amax = config.gradient_format, delivered_amax(gradient)
+        return casts.quantize(OUTPUT_GRADIENT, config, gradient, dtype, plain=plain, transposed=transposed, amax=amax)
 
     def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to make the gradient of the layer's input from that of what fprop read, which nothing else holds.

@@ -28,7 +28,7 @@ from fp8booster.kernels.product import product
 from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
 from fp8booster.nn.linear.made_again import Make, Recipe
-from fp8booster.nn.weights.casting import quantize_by, quantize_input, quantize_weight
+from fp8booster.nn.weights.casting import INPUT, REAL_TIME, Casts, quantize_input, quantize_weight
 from fp8booster.nn.weights.source import BackwardWeight, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix
 
@@ -54,8 +54,13 @@ class _How:
     exchange: Exchange
     weight_is_transposed: bool
     backward_weight: BackwardWeight | None
+    casts: Casts
     recipe: Make | None
     """What makes x again; None: backward finds its FP8 transpose."""
+
+    row_scales: torch.Tensor | None
+    """[N, ...]: what backward multiplies the output's gradient by before its cast, for a transpose made of rows with a
+    scale each; None: nothing."""
 
 
 class _Linear(torch.autograd.Function):
@@ -109,8 +114,10 @@ class _Linear(torch.autograd.Function):
         for_weight = any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + how.weights])
         dx = db = None
         dws: tuple[torch.Tensor | None, ...] = (None,) * how.weights
+        if how.row_scales is not None:  # in FP32: FP16 would lose the product's small values
+            gradient = gradient.float() * how.row_scales[: gradient.shape[-1]]
         if for_input or for_weight:
-            dy = how.exchange.output_gradient(gradient, config, plain=for_input, transposed=for_weight)
+            dy = how.exchange.output_gradient(gradient, config, plain=for_input, transposed=for_weight, casts=how.casts)
         if for_input:
             if how.backward_weight is not None:
                 w_transpose, w_scale = how.backward_weight()
@@ -126,7 +133,7 @@ class _Linear(torch.autograd.Function):
             )
             dx_arrives = how.exchange.input_gradient(dx.view(ctx.shape))
         if for_weight:
-            x_transpose, x_scale = source if how.recipe is None else _made_again(how.recipe, source, config)
+            x_transpose, x_scale = source if how.recipe is None else _made_again(how.recipe, source, how)
             matrices, scales = (dy.transpose, x_transpose), (dy.scale_of_transpose(), x_scale)
             if how.weight_is_transposed:
                 matrices, scales = matrices[::-1], scales[::-1]
@@ -154,10 +161,11 @@ _WEIGHTS = 3
 """Where the weights begin among the arguments of `_Linear`."""
 
 
-def _made_again(recipe: Make, source: list[torch.Tensor], config: FP8Config) -> tuple[torch.Tensor, torch.Tensor]:
+def _made_again(recipe: Make, source: list[torch.Tensor], how: _How) -> tuple[torch.Tensor, torch.Tensor]:
     """The transpose of x in FP8, by its recipe, and its inverse scale."""
     matrix, amax = recipe(*source)
-    x = quantize_by(config, matrix, config.input_format, plain=False, transposed=True, amax=amax)
+    dtype = how.config.input_format
+    x = how.casts.quantize(INPUT, how.config, matrix, dtype, plain=False, transposed=True, amax=amax)
     return x.transpose, x.scale_of_transpose()
 
 
@@ -225,6 +233,7 @@ def linear_from_quantized(
     exchange: Exchange = NO_EXCHANGE,
     weight_is_transposed: bool = False,
     backward_weight: BackwardWeight | None = None,
+    casts: Casts = REAL_TIME,
     recipe: Recipe | None = None,
 ) -> torch.Tensor:
     """The linear layer, its input and weight already cast.
@@ -241,7 +250,8 @@ def linear_from_quantized(
         exchange: what ranks exchange around the products; its `input` made x.
         weight_is_transposed: the weight, and so its gradient, lies as [K, N]; w is a matrix of [N, K] all the same.
         backward_weight: backward asks it for the weight's transpose, and holds none itself; None keeps that of `w`, or
-            makes it in backward where `w` has none.
+            makes it in backward where `w` has none, with rowwise scales for a weight without a gradient.
+        casts: the layer's; casts the output's gradient.
         recipe: backward makes the input's transpose by it, with a scale of its own, and holds none itself.
 
     Returns:
@@ -250,11 +260,25 @@ def linear_from_quantized(
     device = input.device.type
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
     wants_transpose = backward_weight is None and torch.is_grad_enabled() and input.requires_grad
+    row_scales = None
     if wants_transpose and not w.transpose.numel():
         backward_weight = transposed_in_backward(w)
+        row_scales = w.inverse_scale if w.has_row_scales else None
     make, source = (None, ()) if recipe is None else recipe
     weights = (weight,) if isinstance(weight, torch.Tensor) else weight
-    how = _How((x, w), len(weights), out_dtype, config, defer, exchange, weight_is_transposed, backward_weight, make)
+    how = _How(
+        (x, w),
+        len(weights),
+        out_dtype,
+        config,
+        defer,
+        exchange,
+        weight_is_transposed,
+        backward_weight,
+        casts,
+        make,
+        row_scales,
+    )
     return _Linear.apply(input, bias, how, *weights, *source)
 
 
@@ -282,7 +306,7 @@ def fp8_linear(
     """
     config = DEFAULT_CONFIG if config is None else config
     check_operands(input, weight, bias)
-    require_fp8(input.device, config.emulate)
+    require_fp8(input.device, config.emulate, config.granularity)
     if input.numel() == 0:
         return F.linear(input, weight, bias)
     gradients = torch.is_grad_enabled()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fp8booster.config import FP8Config
-from fp8booster.kernels.alignment import ALIGNMENT, aligned
+from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.kernels.device import require_fp8
 from fp8booster.listing import first_of
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
@@ -19,8 +19,8 @@ from fp8booster.nn.linear.made_again import delivered_recipe
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts, computes_in_fp8
 from fp8booster.nn.weights.cached import CachedWeight
-from fp8booster.nn.weights.casting import quantize_weight
-from fp8booster.nn.weights.freshness import is_captured, note_change, reusable
+from fp8booster.nn.weights.casting import REAL_TIME, Casts
+from fp8booster.nn.weights.freshness import note_change, reusable
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
@@ -44,6 +44,9 @@ class FP8Layer(nn.Module):
     weight: torch.Tensor
     fp8_config: FP8Config
     fp8_weight: WeightSource
+    fp8_casts: Casts
+    """Casts the layer's operands in training, where it runs by itself."""
+
     in_fp8: TokenCounts
     """For the token counts seen so far, whether the products run in FP8."""
 
@@ -55,7 +58,7 @@ class FP8Layer(nn.Module):
 
     def revert(self) -> None:
         """Turn the layer into what it was, in place."""
-        del self.fp8_config, self.fp8_weight, self.in_fp8, self._whole_shape
+        del self.fp8_config, self.fp8_weight, self.fp8_casts, self.in_fp8, self._whole_shape
         self.__class__ = self.original  # type: ignore[assignment]
 
     def _start_fp8(self, config: FP8Config) -> None:
@@ -64,6 +67,7 @@ class FP8Layer(nn.Module):
         self.fp8_config = config
         self._whole_shape = self.weight.shape
         self.fp8_weight = CachedWeight(self.weight_is_transposed)
+        self.fp8_casts = Casts()
         self.in_fp8 = TokenCounts()
 
     @classmethod
@@ -90,6 +94,11 @@ class FP8Layer(nn.Module):
         rows, columns = self.weight.shape if self.weight.dim() == 2 else self._whole_shape
         return (rows, columns) if self.weight_is_transposed else (columns, rows)
 
+    @property
+    def why_cast_by_itself(self) -> str | None:
+        """Why no engine casts the layer's weight, under one scale; None where it may."""
+        return self.fp8_config.finer_scales or ("scales by channel" if self.fp8_casts.by_channel else None)
+
     def in_product_layout(self, stored: QuantizedMatrix) -> QuantizedMatrix:
         """The FP8 weight as the products read it, [output, input features], from a cast of the weight as it lies."""
         if not self.weight_is_transposed:
@@ -108,8 +117,10 @@ class FP8Layer(nn.Module):
         """
         if input.numel() == 0:
             return None
-        if self.fp8_weight.lacks_values and torch.compiler.is_compiling():
-            # compiled code casts the weight, which has no values where an engine keeps its FP8 copy alone
+        remembers = self.fp8_config.remembers_amaxes or self.fp8_casts.by_channel
+        if torch.compiler.is_compiling() and (self.fp8_weight.lacks_values or (self.training and remembers)):
+            # compiled code casts the weight, which has no values where an engine keeps its FP8 copy alone; and it notes
+            # no amaxes
             return torch.compiler.disable(FP8Layer.fp8_product)(self, input, bias)
         config, weight, exchange = self.fp8_config, self.weight, self.fp8_exchange()
         matrix = weight.t() if self.weight_is_transposed else weight
@@ -120,18 +131,25 @@ class FP8Layer(nn.Module):
         for_weight = torch.is_grad_enabled() and weight.requires_grad
         # what ranks gather is not made again from one rank's part
         recipe = delivered_recipe(input) if for_weight and exchange.input_key is None else None
-        cast = partial(share_input, exchange=exchange) if again else exchange.input
+        casts = self.fp8_casts if self.training else REAL_TIME
+        quantized_weight = partial(
+            self.fp8_weight.for_call, weight, config, input, training=self.training, again=again, casts=casts
+        )
+        w = quantized_weight() if casts.by_channel else None  # its cast finds what the input is multiplied by
+        cast = partial(share_input, exchange=exchange) if again and w is None else exchange.input
+        x = cast(input, config, transposed=for_weight and recipe is None, casts=casts)
         return linear_from_quantized(
             input,
             weight,
             bias,
-            cast(input, config, transposed=for_weight and recipe is None),
-            self._quantized_weight(input, weight, matrix, again),
+            x,
+            quantized_weight() if w is None else w,
             config,
             defer=self.fp8_defer(),
             exchange=exchange,
             weight_is_transposed=self.weight_is_transposed,
-            backward_weight=self.fp8_weight.backward([weight], config),
+            backward_weight=self.fp8_weight.backward([weight], config, casts=casts),
+            casts=casts,
             recipe=recipe,
         )
 
@@ -142,26 +160,10 @@ class FP8Layer(nn.Module):
         outputs, inputs = matrix.shape
         in_fp8 = computes_in_fp8(self.fp8_config, rows, inputs, outputs, matrix.device)
         if in_fp8:
-            require_fp8(matrix.device, self.fp8_config.emulate)
+            require_fp8(matrix.device, self.fp8_config.emulate, self.fp8_config.granularity)
         if again:
             self.in_fp8[rows] = in_fp8
         return in_fp8
-
-    def _quantized_weight(
-        self, input: torch.Tensor, weight: torch.Tensor, matrix: torch.Tensor, again: bool
-    ) -> QuantizedMatrix:
-        """The FP8 weight: its source's, or a cast for this call alone in evaluation and where no cast can be kept."""
-        config = self.fp8_config
-        # what an engine provides may be all that there is of the weight, in inference mode too
-        if (again and self.training) or (
-            not (torch.compiler.is_compiling() or weight.is_inference() or is_captured(input))
-            and self.fp8_weight.is_provided([weight])
-        ):
-            # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
-            return self.fp8_weight.forward([weight], config, transpose=config.keeps_transposes)
-        if again:
-            self.fp8_weight.forget()
-        return quantize_weight(matrix, config, transposed=torch.is_grad_enabled() and input.requires_grad)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FP8Layer:
         # the parameters move to another device or dtype: the copy goes, and what was found to pay there
@@ -182,12 +184,16 @@ class FP8Layer(nn.Module):
     def fp8_notes(self) -> str:
         """What the report says besides the precision: emulation, sizes padded as "from->to", token counts in BF16."""
         notes = ["emulated in FP32"] if self.fp8_config.emulate else []
+        notes += self.fp8_weight.notes_of_scaling(self.fp8_config)
+        if self.fp8_casts.by_channel:
+            notes.append("scales by channel (smooth SwiGLU)")
         tokens = {
             in_fp8: sorted(rows for rows, each in self.in_fp8.items() if each is in_fp8) for in_fp8 in (True, False)
         }
         inputs, outputs = self.product_features
         sizes = [("in", inputs), ("out", outputs), *(("tokens", rows) for rows in tokens[True])]
-        padded = [f"{what} {size}->{aligned(size)}" for what, size in sizes if size % ALIGNMENT]
+        multiple = multiple_for(self.fp8_config.granularity)
+        padded = [f"{what} {size}->{aligned(size, multiple)}" for what, size in sizes if size % multiple]
         if padded:
             notes.append("padded: " + first_of(padded) + self.in_fp8.note)
         if tokens[False]:

@@ -15,6 +15,7 @@ import torch
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
+from fp8booster.nn.weights.casting import REAL_TIME, Casts
 from fp8booster.tensor import QuantizedMatrix
 
 
@@ -41,7 +42,12 @@ _thread = _Thread()
 
 
 def share_input(
-    input: torch.Tensor, config: FP8Config, *, transposed: bool, exchange: Exchange = NO_EXCHANGE
+    input: torch.Tensor,
+    config: FP8Config,
+    *,
+    transposed: bool,
+    exchange: Exchange = NO_EXCHANGE,
+    casts: Casts = REAL_TIME,
 ) -> QuantizedMatrix:
     """The FP8 copy of a layer's input, the newest one if it was made from this very tensor, unchanged.
 
@@ -50,12 +56,14 @@ def share_input(
         config: the input's format and scaling.
         transposed: the transpose is needed too.
         exchange: what ranks exchange around the layer; it may gather the input.
+        casts: the layer's, asked where no copy is there.
     """
     made_from = (
         input._version,
         config.input_format,
         config.granularity,
         config.power_of_two,
+        config.scaling,
         current_stream(input),
         exchange.input_key,
     )
@@ -68,7 +76,7 @@ def share_input(
         and (newest.quantized.transpose.numel() or not transposed)
     ):
         return newest.quantized
-    quantized = exchange.input(input, config, transposed=transposed)
+    quantized = exchange.input(input, config, transposed=transposed, casts=casts)
     newest.source = None  # its death, at any time, must not take the new copy
     newest.made_from, newest.quantized = made_from, quantized
     newest.source = weakref.ref(input, newest.forget)

@@ -35,12 +35,14 @@ from fp8booster.kernels.transpose import gathered_layouts
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.linear.exchange import Exchange
 from fp8booster.nn.linear.functional import unaliased
-from fp8booster.nn.weights.casting import quantize_by
+from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, REAL_TIME, Casts
 from fp8booster.tensor import QuantizedMatrix
 
 INPUT_GATHER = "sequence gather of inputs"
 GRADIENT_GATHER = "sequence gather of gradients"
 """Rows of `fp8booster.comm.statistics`."""
+
+_ROWS = {INPUT: INPUT_GATHER, OUTPUT_GRADIENT: GRADIENT_GATHER}
 
 _GATHER = "all_gather_into_tensor"
 
@@ -105,22 +107,31 @@ class _SequenceParallel(_Parallel):
         return sequence
 
     def _gather(
-        self, part: torch.Tensor, dtype: torch.dtype, config: FP8Config, row: str, *, plain: bool, transposed: bool
+        self,
+        role: str,
+        part: torch.Tensor,
+        dtype: torch.dtype,
+        config: FP8Config,
+        casts: Casts,
+        *,
+        plain: bool,
+        transposed: bool,
     ) -> QuantizedMatrix:
         """A tensor of which each rank has a part of the sequence, in FP8, as a matrix of its last dimension."""
         matrix = part.detach().reshape(-1, part.shape[-1])
-        if config.rowwise or not self.communication:
-            # each layout of a matrix with rowwise scales is a cast of its own, which needs all of the matrix
-            return quantize_by(config, self._gather_values(part), dtype, plain=plain, transposed=transposed)
+        if config.finer_scales is not None or not self.communication:
+            # each layout of a matrix with finer scales is a cast of its own, which needs all of the matrix
+            whole = self._gather_values(part)
+            return casts.quantize(role, config, whole, dtype, plain=plain, transposed=transposed)
         amax = delivered_amax(part)
         amax = scaling.amax_of(matrix) if amax is None else amax.max()
         amax = amax.nan_to_num(nan=float("inf"), posinf=float("inf"))  # a MAX reduction drops NaN
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
-        data, _, inverse_scale, _ = quantize_by(config, matrix, dtype, amax=amax)
+        data, _, inverse_scale, _ = casts.quantize(role, config, matrix, dtype, amax=amax)
         own = data[: matrix.shape[0]].view(torch.uint8)  # without the rows that fill up to 16
         gathered = own.new_empty((self.ranks, *own.shape))
         sent = {_GATHER: own.nbytes, "all_reduce": amax.nbytes}
-        count_encoded(row, self.ranks, part.nbytes, sent, _GATHER)
+        count_encoded(_ROWS[role], self.ranks, part.nbytes, sent, _GATHER)
         gather_bytes(gathered.view(-1), own.reshape(-1), self.group)
         outer = part.shape[: self._sequence(part.dim())].numel()  # 1 where ranks' parts follow each other
         layouts = gathered_layouts(gathered, outer, plain=plain, transposed=transposed)
@@ -170,9 +181,11 @@ class SequenceColumn(_SequenceParallel):
         sequence = self._sequence(len(input_shape))
         return (*input_shape[:sequence], input_shape[sequence] * self.ranks, *input_shape[sequence + 1 :])
 
-    def input(self, input: torch.Tensor, config: FP8Config, *, transposed: bool) -> QuantizedMatrix:
+    def input(
+        self, input: torch.Tensor, config: FP8Config, *, transposed: bool, casts: Casts = REAL_TIME
+    ) -> QuantizedMatrix:
         """Cast this rank's part of the sequence and gather those of all ranks."""
-        return self._gather(input, config.input_format, config, INPUT_GATHER, plain=True, transposed=transposed)
+        return self._gather(INPUT, input, config.input_format, config, casts, plain=True, transposed=transposed)
 
     def input_gradient(self, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:
         """This rank's part of the sum over ranks."""
@@ -190,9 +203,8 @@ class SequenceRow(_SequenceParallel):
         return self._reduce_scatter(unaliased(output), asynchronous=False)()
 
     def output_gradient(
-        self, gradient: torch.Tensor, config: FP8Config, *, plain: bool, transposed: bool
+        self, gradient: torch.Tensor, config: FP8Config, *, plain: bool, transposed: bool, casts: Casts = REAL_TIME
     ) -> QuantizedMatrix:
         """Cast the gradient of this rank's part of the sequence and gather those of all ranks."""
-        return self._gather(
-            gradient, config.gradient_format, config, GRADIENT_GATHER, plain=plain, transposed=transposed
-        )
+        dtype = config.gradient_format
+        return self._gather(OUTPUT_GRADIENT, gradient, dtype, config, casts, plain=plain, transposed=transposed)

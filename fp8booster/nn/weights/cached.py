@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8booster.config import FP8Config
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
 from fp8booster.nn.weights.freshness import FreshCopy
 from fp8booster.nn.weights.pinned import Pinned, Record, note_use
 from fp8booster.nn.weights.source import WeightSource
@@ -24,14 +24,16 @@ class CachedWeight(WeightSource):
         self._copy: FreshCopy[QuantizedMatrix] = FreshCopy()
         self._pinned: weakref.ref[PinnedCopy] | None = None
 
-    def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
+    def forward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
+    ) -> QuantizedMatrix:
         """As `WeightSource.forward`; cast now unless a fresh copy with the layouts asked for is there."""
-        note_use(self, weights, config, transpose)
+        note_use(self, weights, config, transpose, casts)
         copy = self._copy.get(weights, config)
         if copy is None or (transpose and not copy.transpose.numel()):
             self.forget()  # first, so that the allocator can give the same memory again
             matrix = as_matrix(weights, self.is_transposed)
-            copy = quantize_weight(matrix, config, transposed=transpose)
+            copy = quantize_weight(matrix, config, transposed=transpose, casts=casts)
             self.put(weights, config, copy)
         return copy
 
@@ -59,12 +61,18 @@ class CachedWeight(WeightSource):
         return self._copy.get(weights, config)
 
     def pin(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, record: Record
+        self,
+        weights: Sequence[torch.Tensor],
+        config: FP8Config,
+        *,
+        transpose: bool,
+        record: Record,
+        casts: Casts = REAL_TIME,
     ) -> Pinned | None:
         """As `WeightSource.pin`; all graphs of one weight read one copy."""
         pinned = None if self._pinned is None else self._pinned()
         if pinned is None or not pinned.serves(weights, config, transpose):
-            pinned = PinnedCopy(self, weights, config, transpose, record)
+            pinned = PinnedCopy(self, weights, config, transpose, record, casts)
             self._pinned = weakref.ref(pinned)
         return pinned
 
@@ -74,17 +82,25 @@ class PinnedCopy:
 
     Args:
         source: holds the copy after each cast.
-        weights, config, transpose: what is cast, and how.
+        weights, config, transpose, casts: what is cast, and how.
         record: captures the cast.
     """
 
     def __init__(
-        self, source: CachedWeight, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool, record: Record
+        self,
+        source: CachedWeight,
+        weights: Sequence[torch.Tensor],
+        config: FP8Config,
+        transpose: bool,
+        record: Record,
+        casts: Casts,
     ) -> None:
         self._source, self._weights, self._config, self._transpose = source, tuple(weights), config, transpose
         self._places = [weight.data_ptr() for weight in weights]
         self._cast_again, self._made = record(
-            lambda: quantize_weight(as_matrix(self._weights, source.is_transposed), config, transposed=transpose)
+            lambda: quantize_weight(
+                as_matrix(self._weights, source.is_transposed), config, transposed=transpose, casts=casts
+            )
         )
 
     def serves(self, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.weights.cached import CachedWeight
+from fp8booster.nn.weights.casting import REAL_TIME, Casts
 from fp8booster.nn.weights.pinned import Pinned, Record, are_copies_held, note_use
 from fp8booster.tensor import QuantizedMatrix
 
@@ -21,6 +22,8 @@ class EngineWeight(CachedWeight):
         is_transposed: as in `WeightSource`.
         restore: gives the weights their values in 16 bits again, where the engine keeps none.
     """
+
+    may_be_filled = True
 
     def __init__(self, is_transposed: bool = False, restore: Callable[[], None] | None = None) -> None:
         super().__init__(is_transposed)
@@ -40,23 +43,31 @@ class EngineWeight(CachedWeight):
         self.forget()
         self._filled, self._ready, self._filled_for = quantized, ready, _places(weights)
 
-    def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
+    def forward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
+    ) -> QuantizedMatrix:
         held = are_copies_held()  # a capture has other leaves for the weights
         if self._filled is None or not (held or self.is_provided(weights)):
             self._drop()
-            return super().forward(weights, config, transpose=transpose)
-        note_use(self, weights, config, transpose)
+            return super().forward(weights, config, transpose=transpose, casts=casts)
+        note_use(self, weights, config, transpose, casts)
         if self._ready is not None and not held:  # a graph cannot wait for what was recorded outside it
             torch.cuda.current_stream().wait_event(self._ready)
         return self._filled
 
     def pin(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, record: Record
+        self,
+        weights: Sequence[torch.Tensor],
+        config: FP8Config,
+        *,
+        transpose: bool,
+        record: Record,
+        casts: Casts = REAL_TIME,
     ) -> Pinned | None:
         """As `WeightSource.pin`; what an engine fills stays as it is."""
         if self.is_provided(weights):
             return _PinnedFilling(self, weights, config, transpose)
-        return super().pin(weights, config, transpose=transpose, record=record)
+        return super().pin(weights, config, transpose=transpose, record=record, casts=casts)
 
     def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether the engine filled it for the weights as they are."""

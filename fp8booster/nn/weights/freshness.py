@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.weights.collectives import forget_memory, watch_collectives, watch_memory
 from fp8booster.nn.weights.pinned import are_copies_held
+from fp8booster.nn.weights.steps import note_step
 from fp8booster.optim.one_pass import COUNTS_STEPS
 
 
@@ -41,6 +42,7 @@ class _Changes:
 def _count_step(*_: object) -> None:
     """Runs after the step of every optimizer in this process."""
     _Changes.add()
+    note_step()
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         _count_replays(torch.cuda.CUDAGraph)
 
@@ -55,6 +57,7 @@ def _count_replays(graph: type[torch.cuda.CUDAGraph]) -> None:
     def counted(self: torch.cuda.CUDAGraph) -> None:
         replay(self)
         _Changes.add()
+        note_step()
 
     setattr(counted, _COUNTED, True)
     graph.replay = counted  # type: ignore[method-assign]

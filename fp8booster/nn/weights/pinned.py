@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from fp8booster.config import FP8Config
+from fp8booster.nn.weights.casting import Casts
 
 Made = TypeVar("Made")
 
@@ -42,7 +43,7 @@ class Pinned(Protocol):
 
 class _Source(Protocol):
     def pin(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, record: Record
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, record: Record, casts: Casts
     ) -> Pinned | None: ...
 
 
@@ -54,10 +55,11 @@ class Use:
     weights: tuple[torch.Tensor, ...]
     config: FP8Config
     transpose: bool
+    casts: Casts
 
     def pin(self, record: Record) -> Pinned | None:
         """As `WeightSource.pin`."""
-        return self.source.pin(self.weights, self.config, transpose=self.transpose, record=record)
+        return self.source.pin(self.weights, self.config, transpose=self.transpose, record=record, casts=self.casts)
 
 
 class _Now:
@@ -67,10 +69,12 @@ class _Now:
     held = False
 
 
-def note_use(source: _Source, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool) -> None:
+def note_use(
+    source: _Source, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool, casts: Casts
+) -> None:
     """Called by sources that are asked."""
     if _Now.uses is not None:
-        _Now.uses.append(Use(source, tuple(weights), config, transpose))
+        _Now.uses.append(Use(source, tuple(weights), config, transpose, casts))
 
 
 @contextmanager

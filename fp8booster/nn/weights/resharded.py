@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8booster.config import FP8Config
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
 from fp8booster.nn.weights.source import BackwardWeight, WeightSource
 from fp8booster.nn.weights.stacking import as_matrix
 from fp8booster.tensor import QuantizedMatrix
@@ -22,17 +22,22 @@ class ReshardedWeight(WeightSource):
     """Holds an FP8 weight only while an engine that gathers in FP8 provides one; else casts at each call."""
 
     is_transient = True
+    may_be_filled = True
 
     held: QuantizedMatrix | None = None
     """The weights as they were gathered in FP8, [sum of N, K] with the transpose, until they are shards again."""
 
-    def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
+    def forward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
+    ) -> QuantizedMatrix:
         """What was gathered, or a cast made now, without its transpose."""
         if self.held is not None:
             return self.held
-        return quantize_weight(as_matrix(weights, self.is_transposed), config, transposed=False)
+        return quantize_weight(as_matrix(weights, self.is_transposed), config, transposed=False, casts=casts)
 
-    def backward(self, weights: Sequence[torch.Tensor], config: FP8Config) -> BackwardWeight:
+    def backward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, casts: Casts = REAL_TIME
+    ) -> BackwardWeight:
         """The transpose of the weights as they are when backward asks."""
         # their memory is freed and filled again, and the tensors still say where they lie
         weights = [weight.detach() for weight in weights]
@@ -41,7 +46,7 @@ class ReshardedWeight(WeightSource):
             w = self.held
             if w is None:
                 matrix = as_matrix(weights, self.is_transposed)
-                w = quantize_weight(matrix, config, plain=False, transposed=True)
+                w = quantize_weight(matrix, config, plain=False, transposed=True, casts=casts)
             return w.transpose, w.scale_of_transpose()
 
         return backward_weight

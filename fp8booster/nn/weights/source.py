@@ -8,9 +8,12 @@ from typing import ClassVar
 import torch
 
 from fp8booster.config import FP8Config
+from fp8booster.kernels.blockwise_cast import transposed_blocks
 from fp8booster.kernels.transpose import transposed
-from fp8booster.nn.weights.freshness import note_change
+from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
+from fp8booster.nn.weights.freshness import is_captured, note_change
 from fp8booster.nn.weights.pinned import Pinned, Record
+from fp8booster.nn.weights.stacking import as_matrix
 from fp8booster.tensor import QuantizedMatrix
 
 BackwardWeight = Callable[[], tuple[torch.Tensor, torch.Tensor]]
@@ -36,6 +39,9 @@ class WeightSource:
     lacks_values: bool = False
     """The weights may have no values in 16 bits until `restore_values`."""
 
+    may_be_filled: ClassVar[bool] = False
+    """An engine may cast the weights."""
+
     refusal: str | None = None
     """Why the weights cannot be stacked, as an engine found; their layers run one by one."""
 
@@ -47,27 +53,83 @@ class WeightSource:
         """The FP8 matrix that takes memory now, fresh or not."""
         return None
 
-    def forward(self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool) -> QuantizedMatrix:
+    @property
+    def inverse_scale(self) -> torch.Tensor | None:
+        """Undoes the scale of the weights that layers multiply by now, float32; None where none are held."""
+        return None if self.held is None else self.held.inverse_scale
+
+    def forward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
+    ) -> QuantizedMatrix:
         """The matrix of [sum of N, K] that fprop reads; the current stream waits for what fills it.
 
         Args:
             weights: [N, K] each.
             config: the weights' format and scaling.
             transpose: wanted too; one that `backward` gives is left out.
+            casts: the layer's, where the source casts.
         """
         raise NotImplementedError
 
-    def backward(self, weights: Sequence[torch.Tensor], config: FP8Config) -> BackwardWeight | None:
+    def backward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, casts: Casts = REAL_TIME
+    ) -> BackwardWeight | None:
         """Where dgrad gets the transpose of what `forward` gave; None: autograd saves that."""
         return None
 
+    def for_call(
+        self,
+        weight: torch.Tensor,
+        config: FP8Config,
+        input: torch.Tensor,
+        *,
+        training: bool,
+        again: bool,
+        casts: Casts = REAL_TIME,
+    ) -> QuantizedMatrix:
+        """The matrix for one call: `forward`'s, or a cast for it alone in evaluation and where none can be kept.
+
+        Args:
+            weight: the only one.
+            config: its format and scaling.
+            input: what the matrix will be multiplied by.
+            training: the mode of the module that calls.
+            again: whether `freshness.reusable` casts of both.
+            casts: as in `forward`.
+        """
+        # what an engine provides may be all that there is of the weight, in inference mode too
+        if (again and training) or (
+            not (torch.compiler.is_compiling() or weight.is_inference() or is_captured(input))
+            and self.is_provided([weight])
+        ):
+            # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
+            return self.forward([weight], config, transpose=config.keeps_transposes, casts=casts)
+        if again:
+            self.forget()
+        matrix = as_matrix([weight], self.is_transposed)
+        for_backward = torch.is_grad_enabled() and input.requires_grad
+        return quantize_weight(matrix, config, transposed=for_backward, casts=casts)
+
+    def notes_of_scaling(self, config: FP8Config) -> list[str]:
+        """What the report says of scales that do not come from the tensors that are cast."""
+        if not config.remembers_amaxes:
+            return []
+        note = f"{config.scaling} scales"
+        return [f"{note}, real-time ones of a weight that an engine casts" if self.may_be_filled else note]
+
     def pin(
-        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, record: Record
+        self,
+        weights: Sequence[torch.Tensor],
+        config: FP8Config,
+        *,
+        transpose: bool,
+        record: Record,
+        casts: Casts = REAL_TIME,
     ) -> Pinned | None:
         """Let what `forward` gives stay in one place, for a CUDA graph; None: it cannot, as where it is gathered.
 
         Args:
-            weights, config, transpose: as in `forward`.
+            weights, config, transpose, casts: as in `forward`.
             record: captures a cast.
         """
         return None
@@ -99,7 +161,8 @@ def transposed_in_backward(quantized: QuantizedMatrix) -> BackwardWeight:
     """The transpose of a weight that forward multiplies by, made when backward asks.
 
     Args:
-        quantized: under one scale, without its transpose; an engine may write later values to the same memory.
+        quantized: without its transpose; an engine may write later values to the same memory. Scales of rows are left
+            to who multiplies by it.
 
     Raises:
         RuntimeError, when the transpose is asked for: the weight has changed since.
@@ -112,6 +175,10 @@ def transposed_in_backward(quantized: QuantizedMatrix) -> BackwardWeight:
                 "a weight needed for gradient computation has been modified by an inplace operation: an optimizer "
                 "stepped between this forward and its backward; run backward before the step"
             )
-        return transposed(data), quantized.inverse_scale
+        if quantized.inverse_scale.dim() == 2:
+            return transposed(data), transposed_blocks(quantized.inverse_scale, *data.shape)
+        if quantized.has_row_scales:
+            return transposed(data), quantized.inverse_scale.new_ones(())
+        return transposed(data), quantized.scale_of_transpose()
 
     return backward_weight

@@ -44,7 +44,16 @@ def test_evaluation_with_prefetch_leaves_training_as_it_is() -> None:
 @ranks(2)
 @pytest.mark.parametrize(
     "option",
-    ["defaults", "16 bits on the wire", "no masters", "rowwise", "fp16", "one scale a message", "all on the host"],
+    [
+        "defaults",
+        "16 bits on the wire",
+        "no masters",
+        "rowwise",
+        "smooth SwiGLU",
+        "fp16",
+        "one scale a message",
+        "all on the host",
+    ],
 )
 def test_it_trains_near_native(option: str) -> None:
     options = {
@@ -52,6 +61,7 @@ def test_it_trains_near_native(option: str) -> None:
         "16 bits on the wire": {"fp8_communication": False},
         "no masters": {"master_weights": False},
         "rowwise": {"fp8_config": config(granularity="rowwise")},
+        "smooth SwiGLU": {"fp8_config": config(smooth_swiglu=True)},
         "fp16": FP16,
         "one scale a message": {"fp8_config": config(gradient_scaling="tensor")},
         "all on the host": OFFLOADED,

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import FP8Config
-from fp8booster.nn.fused.decoder import FusedAttention, FusedDecoderLayer
+from fp8booster.nn.fused.decoder import FusedDecoderLayer
+from fp8booster.nn.fused.self_attention import FusedAttention
 from tests.colossal.hybrid.runs import MAKERS, batches, fp8, learn, native, ours, sizes, start
 from tests.colossal.hybrid.test_census import assert_all_products_in_fp8
 from tests.colossal.hybrid.test_learning import alone, assert_close_over_steps, assert_follows

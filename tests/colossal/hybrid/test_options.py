@@ -179,6 +179,35 @@ def test_gradient_checkpointing_changes_no_bit(mode: str) -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize(("mode", "layers"), [("PP2 1f1b", 2), ("PP2 1f1b ZeRO 1", 4), ("PP2 interleaved", 5)])
+def test_layers_at_both_ends_of_a_pipeline_stay_in_16_bits(mode: str, layers: int) -> None:
+    config = FP8Config(first_last_layers_in_16_bits=1)
+    if layers == 2:  # one stage for each
+        with pytest.raises(ValueError, match="no layer of the model would compute in FP8"):
+            start(fp8(mode, fp8_config=config), tiny_llama(num_hidden_layers=layers))
+        return
+    run = start(fp8(mode, fp8_config=config), tiny_llama(num_hidden_layers=layers))
+    here = {name.split("layers.")[1][0] for name, layer in run.model.named_modules() if isinstance(layer, FP8Layer)}
+    all_ranks: list[Any] = [None, None]
+    dist.all_gather_object(all_ranks, here)
+    assert set.union(*all_ranks) == {str(layer) for layer in range(1, layers - 1)}
+    losses = learn(run)
+    assert losses[-1] < losses[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("mode", ["TP2 ZeRO 1", "TP2 split_gather", "PP2 1f1b"])
+@pytest.mark.parametrize("options", [{"smooth_swiglu": True}, {"granularity": "blockwise"}], ids=["smooth", "blocks"])
+def test_other_scales_train_as_those_of_tensors(mode: str, options: dict[str, Any]) -> None:
+    large = {"hidden_size": 256, "intermediate_size": 512}
+    expected, losses = (
+        learn(start(fp8(mode, fp8_config=FP8Config(**given)), tiny_llama(**large)), last=4) for given in ({}, options)
+    )
+    assert_close(expected, losses, CLOSE)
+    assert losses != expected
+
+
+@ranks(2)
 @pytest.mark.parametrize("case", ["no layer", "a stage without layers"])
 def test_a_model_without_layers_for_fp8_is_refused_unless_another_stage_has_some(case: str) -> None:
     first = dist.get_rank() == 0

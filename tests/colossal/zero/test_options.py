@@ -136,6 +136,16 @@ def test_a_reduced_gradient_is_fp32_where_it_is_yet_to_be_divided_by_a_loss_scal
 
 
 @ranks(2)
+def test_backward_runs_in_the_thread_that_calls_it() -> None:
+    run = boost(wire())
+    loss, found = run.model(input_ids=batch(), labels=batch()).loss, []
+    loss.register_hook(lambda gradient: found.append(torch.autograd.is_multithreading_enabled()))
+    run.booster.backward(loss, run.optimizer)
+    assert found == [False]
+    assert torch.autograd.is_multithreading_enabled()
+
+
+@ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_that_come_after_boost_are_refused(stage: int) -> None:
     run = boost(wire(stage=stage))
@@ -456,9 +466,11 @@ def test_adapters_train_over_a_frozen_base(stage: int) -> None:
     assert changed == {name for name in before if "lora_" in name}
 
 
+BLOCKWISE = FP8Config(granularity="blockwise")
 NOT_GATHERED = {
     "odd sizes": lambda: (wire(), Layers(64, 72, 64), "size no multiple of 16"),
     "rowwise": lambda: (wire(fp8_config=FP8Config(granularity="rowwise")), Layers(64, 64, 64), "rowwise scales"),
+    "blockwise": lambda: (wire(fp8_config=BLOCKWISE), Layers(128, 256, 128), "blockwise scales"),
     "no masters": lambda: (wire(master_weights=False), Layers(64, 64, 64), "no master weights"),
 }
 
@@ -473,11 +485,24 @@ def test_weights_that_are_not_sent_in_fp8_train_and_are_counted_with_the_reason(
     assert len(report(run.model).fp8) == 2
     assert len(run.optimizer.gathered_weights) == 0
     comm.reset_statistics()
-    losses = [step(run, features()) for _ in range(4)]
+    losses = [step(run, features(model.layers[0].in_features)) for _ in range(4)]
     row = comm.statistics()["weight gather"]
     assert row.uncompressed == {reason: 8, "not the weight of an FP8 layer": 8}
     assert row.wire_bytes == row.raw_bytes
     assert losses[-1] < losses[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_layers_with_scales_by_channel_are_gathered_in_16_bits_and_losses_follow(stage: int) -> None:
+    from fp8booster import comm
+
+    run = boost(wire(stage=stage, fp8_config=FP8Config(smooth_swiglu=True)), tiny_llama())
+    assert len(run.optimizer.gathered_weights) == 12
+    comm.reset_statistics()
+    losses = train(run)
+    assert comm.statistics()["weight gather"].uncompressed["scales by channel"] == 2 * len(losses)
+    assert_close(train(boost(native(stage=stage), tiny_llama())), losses, 3 * CLOSE)
 
 
 @ranks(2)

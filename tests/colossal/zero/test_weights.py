@@ -13,8 +13,7 @@ from torch import nn
 
 from fp8booster import FP8Config
 from fp8booster.kernels.cast import cast
-from fp8booster.nn.linear import layer as fp8_layer
-from fp8booster.nn.weights import cached
+from fp8booster.nn.weights import cached, source
 from tests.colossal.zero.runs import Layers, assert_same_on_all_ranks, batch, features, gathered, masters, step, wire
 from tests.distributed import ranks, shared_folder
 from tests.nn.reference import count_calls
@@ -61,7 +60,7 @@ def test_no_weight_is_cast_after_the_first_step(stage: int) -> None:
     run = boost(wire(stage=stage))
     with pytest.MonkeyPatch.context() as monkeypatch:
         casts = count_calls(monkeypatch, cached, "quantize_weight")
-        evaluation_casts = count_calls(monkeypatch, fp8_layer, "quantize_weight")
+        evaluation_casts = count_calls(monkeypatch, source, "quantize_weight")
         products = count_calls(monkeypatch, torch, "_scaled_mm")
         run.step(batch())
         assert len(casts) == LAYERS

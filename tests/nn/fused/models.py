@@ -25,7 +25,7 @@ _LATENT = _EXPERTS | {
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
     "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
+    "qk_nope_head_dim": 32,
     "v_head_dim": 16,
 }
 SIZES = {

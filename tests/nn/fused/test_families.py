@@ -13,9 +13,11 @@ from transformers.models.llama import modeling_llama
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.nn.fused.attention import attend_packed
-from fp8booster.nn.fused.decoder import FusedAttention, FusedGatedMLP, FusedNorm
 from fp8booster.nn.fused.families import FAMILIES, PARTS
+from fp8booster.nn.fused.feed_forward import FusedGatedMLP
 from fp8booster.nn.fused.late_sums import LateSum
+from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
+from fp8booster.nn.fused.self_attention import FusedAttention, LatentAttention
 from fp8booster.nn.fused.trials import is_gated, norm_of
 from tests.nn.fused.models import INSTALLED, MAJOR, SIZES, batch, build
 from tests.nn.fused.test_decoder import sqnr, step
@@ -23,15 +25,7 @@ from tests.nn.fused.test_decoder import sqnr, step
 EAGER = "attention but for its one product: attn_implementation='eager' has no fused form"
 
 
-def own(attention: str) -> str:
-    return f"attention but for its one product: {attention} has no fused form"
-
-
-UNFUSED = {
-    "gemma2": [] if MAJOR < 5 else [EAGER],
-    "deepseek_v2": [own("DeepseekV2Attention")],
-    "deepseek_v3": [own("DeepseekV3Attention")],
-}
+UNFUSED = {"gemma2": [] if MAJOR < 5 else [EAGER]}
 """What is not fused of a family's two layers; nothing of the others'."""
 
 
@@ -163,6 +157,51 @@ def test_each_head_may_have_a_norm_of_its_own(groups: int) -> None:
         model.model.layers[0].self_attn.q_norm(torch.zeros(1, 5, 2, 16))
 
 
+LATENTS = [each for each in ("deepseek_v2", "deepseek_v3") if each in INSTALLED]
+"""Families whose heads are made of latents."""
+
+
+@pytest.mark.parametrize("family", LATENTS)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"q_lora_rank": None},
+        {"qk_nope_head_dim": 48, "v_head_dim": 24},
+        {"qk_rope_head_dim": 8, "v_head_dim": 32, "rope_interleave": False},
+    ],
+)
+def test_heads_are_made_of_latents_of_any_size(family: str, sizes: dict[str, object]) -> None:
+    if MAJOR < 5 and "q_lora_rank" in sizes:
+        pytest.skip("4.51.3 always has a latent of queries")
+    attention = as_unfused(build(family, torch.float32, **sizes)).model.layers[0].self_attn
+    assert isinstance(attention, LatentAttention)
+    assert attention.form.rotation.interleaved == (family == "deepseek_v2" or "rope_interleave" not in sizes)
+
+
+@pytest.mark.parametrize("family", LATENTS)
+def test_a_cache_of_latents_is_that_of_transformers_and_reported(family: str) -> None:
+    exact = build(family, torch.float32, use_cache=True)
+    model = as_unfused(exact)
+    assert report(model).unfused_calls == (("a cache holds latents; set config.use_cache to False", 2),)
+    right, found = (each(input_ids=batch()) for each in (exact, model))
+    torch.testing.assert_close(found.logits, right.logits)
+    with pytest.raises(ValueError, match=r"packed sequences .* set config\.use_cache to False"):
+        model(input_ids=batch()[:1], position_ids=torch.arange(32)[None] % 16)
+
+
+def test_norms_of_heads_that_are_modules_are_one() -> None:
+    exact = build("stablelm", torch.float32, qk_layernorm=True)
+    for parameter in exact.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    attention = as_unfused(exact).model.layers[0].self_attn
+    norm = attention.k_layernorm.norms[1]
+    x, seen = torch.randn(2, 3, 2, 16), []
+    right = HeadNorms.of(attention.k_layernorm)(x)
+    norm.register_forward_hook(lambda module, args, output: seen.append(output))
+    torch.testing.assert_close(HeadNorms.of(attention.k_layernorm)(x), right)
+    torch.testing.assert_close(seen[0], right[..., 1:, :])
+
+
 @pytest.mark.parametrize("use_cache", [False, True] if MAJOR >= 5 else [False])
 def test_llama_4_without_positions_scales_late_queries(use_cache: bool) -> None:
     """Layer 4 has no rotation in every version; the 32 tokens are on both sides of the place from which it scales."""
@@ -171,6 +210,8 @@ def test_llama_4_without_positions_scales_late_queries(use_cache: bool) -> None:
         model = as_unfused(build("llama4_text", torch.float32, floor_scale=floor_scale, **sizes))
         attention = model.model.layers[3].self_attn
         assert attention.is_tempered
+        why = f"queries are scaled from token {floor_scale} on, or behind a cache"
+        assert report(model).unfused_calls == (((why, 1),) if use_cache or floor_scale <= 32 else ())
         assert isinstance(attention, FusedAttention)
         assert not attention.form.rotation.rotates
         assert model.model.layers[2].self_attn.form.angles == "complex"
@@ -188,7 +229,7 @@ def test_sinks_without_a_mask_are_those_of_transformers(use_cache: bool) -> None
     exact = build("gpt_oss", torch.float32, sliding_window=6, use_cache=use_cache)
     for layer in exact.model.layers:
         nn.init.normal_(layer.self_attn.sinks)
-    with mock.patch("fp8booster.nn.fused.decoder.attend_packed", wraps=attend_packed) as called:
+    with mock.patch("fp8booster.nn.fused.self_attention.attend_packed", wraps=attend_packed) as called:
         model = as_unfused(exact)
     assert [each.kwargs["window"] for each in called.call_args_list[-2:]] == [6, None]
     assert model.model.layers[0].self_attn.sinks.grad.norm() > 0
@@ -196,6 +237,8 @@ def test_sinks_without_a_mask_are_those_of_transformers(use_cache: bool) -> None
     for options in ({"attention_mask": mask}, {"output_attentions": True}):
         right, found = (each(input_ids=batch(), **options) for each in (exact, model))
         torch.testing.assert_close(found.logits, right.logits)
+        why = "attention with sinks takes no attention_mask, no cache, and gives no weights"
+        assert f", attention of 2 layers unfused for some calls ({why})" in report(model).summary()
         if "output_attentions" in options:
             torch.testing.assert_close(found.attentions, right.attentions)
 

@@ -376,13 +376,14 @@ def test_in_compiled_code() -> None:
 @pytest.mark.parametrize("tokens", [1, 100, 8192, 8193, 16384, 100_000])
 @pytest.mark.parametrize("vocabulary", [100, 32000, 128256, 300_000_000])
 def test_default_chunks_fit_the_budget_and_are_of_one_size(vocabulary, tokens) -> None:
-    chunk = default_chunk(tokens, vocabulary, 2)
+    chunk = default_chunk(tokens, vocabulary, 256, 2)
     assert chunk % loss_module.ROWS == 0
     assert chunk == loss_module.ROWS or chunk * vocabulary * 2 <= loss_module.CHUNK_BYTES
     count = -(-tokens // chunk)
     assert tokens > chunk * count - loss_module.ROWS * count
-    assert default_chunk(8192, 32000, 2) == 8192
-    assert default_chunk(16384, 128256, 2) == 2048
+    assert default_chunk(8192, 32000, 4096, 2) == 8192
+    assert default_chunk(16384, 128256, 4096, 2) == 2048
+    assert default_chunk(8192, 256000, 8192, 2) == 4096  # half of the weight
 
 
 @pytest.mark.parametrize(

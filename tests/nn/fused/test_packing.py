@@ -103,6 +103,13 @@ def test_a_packed_batch_is_its_sequences(family: str, use_cache: bool) -> None:
     check(packed(model, **flat(texts)), apart(model, texts))
 
 
+@pytest.mark.parametrize("family", [each for each in ("deepseek_v2", "deepseek_v3") if each in INSTALLED])
+def test_packed_heads_may_be_made_of_latents(family: str) -> None:
+    model, texts = build(family, torch.float32), documents()
+    fuse(model)
+    check(packed(model, **flat(texts)), apart(model, texts))
+
+
 FUSED = {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "phi3", "olmo2", "granite", "mixtral", "qwen3_moe"}
 """Families whose attention is fused, in each version of transformers that has them."""
 
@@ -227,6 +234,23 @@ def test_one_kernel_attends_as_one_by_one(dtype: torch.dtype, size: int, window:
         attend_packed(*each[:3], sequences, window=window, sinks=each[3] if with_sinks else None)
         for each in (inputs, exact)
     )
+    assert sqnr(y, reference) > 40
+    dy = torch.randn_like(y)
+    for found, right in zip(
+        torch.autograd.grad(y, inputs, dy), torch.autograd.grad(reference, exact, dy.float()), strict=True
+    ):
+        assert sqnr(found, right) > 35
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "value_size"), [(192, 128), (64, 24)])
+def test_one_kernel_attends_to_values_narrower_than_keys(size: int, value_size: int) -> None:
+    torch.manual_seed(0)
+    query, key, _ = tensors(torch.device("cuda"), torch.bfloat16, size)
+    inputs = [query, key, tensors(torch.device("cuda"), torch.bfloat16, value_size)[2]]
+    exact = [each.detach().float().requires_grad_() for each in inputs]
+    y, reference = (attend_packed(*each, Sequences(cumulated().cuda(), 16)) for each in (inputs, exact))
+    assert y.shape[-1] == value_size
     assert sqnr(y, reference) > 40
     dy = torch.randn_like(y)
     for found, right in zip(

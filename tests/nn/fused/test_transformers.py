@@ -134,5 +134,5 @@ def test_evaluation_attends_to_what_the_cache_holds(family: str, in_fp8: bool) -
 def test_what_attention_would_read_is_not_ignored(argument: str) -> None:
     _, model = pair("llama")
     attention = model.model.layers[0].self_attn
-    assert attention.attends_alike(attention_mask=None, position_ids=None)
-    assert not attention.attends_alike(**{argument: SimpleNamespace()})
+    assert attention.why_unlike(attention_mask=None, position_ids=None) is None
+    assert attention.why_unlike(**{argument: SimpleNamespace()}) == f"it is given {argument}"

@@ -32,8 +32,8 @@ def leaves(device: torch.device, rows: int = 40, inputs: int = 72, outputs: int 
 
 @pytest.mark.parametrize(
     "config",
-    [FP8Config(), FP8Config(granularity="rowwise"), FP8Config(emulate=True)],
-    ids=["tensorwise", "rowwise", "emulated"],
+    [FP8Config(), FP8Config(granularity="rowwise"), FP8Config(granularity="blockwise"), FP8Config(emulate=True)],
+    ids=["tensorwise", "rowwise", "blockwise", "emulated"],
 )
 def test_the_bits_are_those_of_the_immediate_gradient(config, device) -> None:
     tensors, later = leaves(device), Computations()

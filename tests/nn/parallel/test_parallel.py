@@ -103,7 +103,12 @@ def assert_near(expected: torch.Tensor, found: torch.Tensor, decibels: float) ->
     assert ratio > decibels, ratio
 
 
-CONFIGS = (FP8Config(), FP8Config(granularity="rowwise"), FP8Config(power_of_two=True))
+CONFIGS = (
+    FP8Config(),
+    FP8Config(granularity="rowwise"),
+    FP8Config(granularity="blockwise"),
+    FP8Config(power_of_two=True),
+)
 
 
 def cases() -> list[tuple]:
@@ -132,7 +137,7 @@ def test_row_parallel_layers_compute_what_one_layer_does() -> None:
         y, dx, dw = whole.expected(config, bias=False)
         exchange = RowParallel(dist.group.WORLD, communication=wire)
         found = run_layer(exchange, part(whole.x, -1), part(whole.w, 1), None, whole.dy, config, transposed)
-        if config.rowwise:  # each rank's row has an amax of its own
+        if config.finer_scales is not None:  # each rank's row has an amax of its own
             assert_near(y, found[0], 20)
             continue
         assert_near(y, found[0], WIRE_DB if wire else SUMS_DB)
@@ -165,7 +170,7 @@ def test_sequence_parallel_columns_compute_what_one_layer_does() -> None:
         exchange = SequenceColumn(dist.group.WORLD, sequence, communication=wire)
         x = part(whole.x, sequence)
         found = run_layer(exchange, x, part(whole.w, 0), part(whole.b, 0), part(whole.dy, -1), config, transposed)
-        rounded_on_the_wire = wire and config.rowwise  # else x is what one process casts, bit for bit
+        rounded_on_the_wire = wire and config.finer_scales is not None  # else x is what one process casts, bit for bit
         assert_near(part(y, -1), found[0], WIRE_DB if rounded_on_the_wire else SUMS_DB)
         assert_near(part(dx, sequence), found[1], WIRE_DB if wire else SUMS_DB)
         assert_near(part(dw, 0), found[2], WIRE_DB if rounded_on_the_wire else SUMS_DB)
@@ -175,7 +180,7 @@ def test_sequence_parallel_columns_compute_what_one_layer_does() -> None:
 @ranks(2)
 def test_sequence_parallel_rows_compute_what_one_layer_does() -> None:
     for (config, wire, shape, transposed), sequence in itertools.product(cases(), (0, 1)):
-        if config.rowwise:
+        if config.finer_scales is not None:
             continue
         whole = Whole.of(shape, sequence)
         y, dx, dw = whole.expected(config, bias=False)

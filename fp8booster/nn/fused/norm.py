@@ -1,0 +1,73 @@
+"""Norms in one kernel: one that adds the residual before it, and those of heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from fp8booster.nn.fused.pointwise import layer_norm, rms_norm
+from fp8booster.nn.fused.trials import Norm
+from fp8booster.nn.modules import is_looked_at, wait_for_parameters
+
+
+class FusedNorm(nn.Module):
+    """Mixin of a norm."""
+
+    weight: nn.Parameter
+    computes: ClassVar[Norm]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        both: bool = False,
+        encoded: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The norm of `hidden_states + residual`; with `both`, that sum too. `encoded` saves the sum in 8 bits."""
+        centered, unit_offset, name, weighted = self.computes
+        epsilon = getattr(self, name)
+        weight: torch.Tensor = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
+        if weight.dim() > 1 and weight.shape != hidden_states.shape[-weight.dim() :]:
+            shape = list(hidden_states.shape)
+            raise ValueError(f"a norm with weights {list(weight.shape)} was given {shape}; give it those heads")
+        if centered:
+            bias = getattr(self, "bias", None)
+            y, h = layer_norm(hidden_states, weight, bias, epsilon, residual, encoded=encoded)
+        else:
+            given = {"unit_offset": unit_offset, "encoded": encoded}
+            y, h = rms_norm(hidden_states, weight, epsilon, residual, **given)
+        return (y, h) if both else y
+
+
+class HeadNorms:
+    """Layer norms of heads, each of which is a module, as one.
+
+    Args:
+        norms: of one size and epsilon, without biases.
+    """
+
+    def __init__(self, norms: Sequence[nn.LayerNorm]) -> None:
+        self.norms = norms
+
+    @classmethod
+    def of(cls, module: nn.Module) -> HeadNorms | None:
+        """Those that a module holds in a list, and nothing else; None: it does not."""
+        inside = list(module.modules())
+        norms = [each for each in inside if type(each) is nn.LayerNorm]
+        if not norms or len(norms) != len(inside) - 2 or any(each.bias is not None for each in norms):
+            return None
+        alike = len({(each.normalized_shape, each.eps) for each in norms}) == 1
+        return cls(norms) if alike and norms[0].weight is not None else None
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        """The norms of heads, [..., H, D]."""
+        if any(is_looked_at(norm) or "forward" in vars(norm) for norm in self.norms):
+            return torch.cat([norm(each) for norm, each in zip(self.norms, heads.split(1, -2), strict=True)], -2)
+        for norm in self.norms:
+            wait_for_parameters(norm)
+        weight = torch.stack([norm.weight for norm in self.norms])
+        return layer_norm(heads, weight, None, self.norms[0].eps)[0]

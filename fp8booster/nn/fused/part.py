@@ -1,0 +1,51 @@
+"""What the parts of a decoder layer that have linear layers of one input share: these layers as one product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8booster.nn.fused.families import Part
+from fp8booster.nn.fused.merged_layers import Merged
+from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits
+from fp8booster.nn.modules import is_looked_at
+
+
+class FusedPart(nn.Module):
+    """Mixin of a part with linear layers of one input."""
+
+    part: Part
+    fp8_merged: Merged | None
+    """None where there is one layer, whose product is that of all, and where they run one by one."""
+
+    def merged_product(self, input: torch.Tensor) -> torch.Tensor | None:
+        """What the merged layers make of an input; None: call the layers, which the part has now, one by one."""
+        layers: list[Any] = list(map(self._modules.get, self.part.merged))
+        if self.fp8_merged is None:
+            if not self.training or torch.compiler.is_compiling():
+                return None
+            return own_product(layers[0], input)
+        return self.fp8_merged(input) if self.fp8_merged.stands_for(*layers) else None
+
+    @property
+    def is_asked_to_save_in_8_bits(self) -> bool:
+        """Whether what is fused behind the product saves so for backward what it reads."""
+        if self.fp8_merged is None:
+            return saves_in_8_bits([getattr(self, self.part.merged[0])])
+        return self.fp8_merged.saves_in_8_bits
+
+    @property
+    def saves_in_8_bits(self) -> bool:
+        """Whether it does, as far as it is known."""
+        return self.is_asked_to_save_in_8_bits and (self.fp8_merged is None or self.fp8_merged.why_not_merged is None)
+
+
+def own_product(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
+    """What a linear layer makes of an input, to be written over; a copy of it where a hook saw it, or an adapter may
+    keep it.
+    """
+    product = layer(input)
+    is_own = isinstance(layer, (nn.Linear, FP8Layer)) and not is_looked_at(layer)
+    return product if is_own else product.clone()

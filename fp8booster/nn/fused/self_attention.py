@@ -1,0 +1,267 @@
+"""Self-attention of a decoder layer, from the product of q, k and v to that of its output."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+
+from fp8booster.nn.fused.attention import attend, attend_packed, why_unlike
+from fp8booster.nn.fused.families import WITH_SINKS, has_sinks
+from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
+from fp8booster.nn.fused.packing import Sequences, sequences_of
+from fp8booster.nn.fused.part import FusedPart, own_product
+from fp8booster.nn.fused.pointwise import latent_heads, rotate_heads, split_and_rotate
+from fp8booster.nn.fused.trials import Form, cos_and_sin, dropout_of, head_size, heads_of_a_key
+from fp8booster.nn.modules import is_looked_at, run_with
+
+
+class MergedAttention(FusedPart):
+    """Mixin of a self-attention as transformers wrote it, whose layers of one input are one product."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        product = self.merged_product(hidden_states)
+        if product is None:
+            return super().forward(hidden_states, *args, **kwargs)
+        return run_with(
+            super().forward, self, self._projections(hidden_states, product), hidden_states, *args, **kwargs
+        )
+
+    def _projections(self, input: torch.Tensor, product: torch.Tensor) -> dict[str, Callable]:
+        """What stands in for the merged layers: it gives their parts of the one product of their input."""
+        names = self.part.merged
+        layers = [getattr(self, name) for name in names]
+        # of the product, not of the layers: ranks may hold parts of these
+        whole = sum(layer.out_features for layer in layers)
+        widths = [layer.out_features * product.shape[-1] // whole for layer in layers]
+        return {
+            name: lambda x, layer=layer, part=part: part if x is input else layer(x)
+            for name, layer, part in zip(names, layers, product.split(widths, -1), strict=True)
+        }
+
+
+class FusedAttention(MergedAttention):
+    """Mixin of a self-attention that PyTorch's SDPA computes; q and k may have norms, each head's or all heads'."""
+
+    config: Any
+    layer_idx: int
+    floor_scale: int
+    use_rope: bool
+    sinks: torch.Tensor
+
+    form: Form = Form()
+
+    unfused_calls: dict[str, None]
+    """Why some calls in training ran as transformers wrote them."""
+
+    native_arguments: ClassVar[tuple[str, ...]]
+    """Names of what the class's own forward takes after the hidden states."""
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """As transformers', with one product for q, k and v."""
+        arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
+        embeddings = arguments["position_embeddings"]
+        sequences = sequences_of(embeddings)
+        angles = cos_and_sin(embeddings, self.form.angles) if self.form.rotation.rotates else None
+        reason = self.why_unlike(**arguments)
+        if angles is not None and not self.takes_places(angles[0].shape[-1]):
+            reason = "there are angles for more places than a head has"
+        is_one = sequences is None and self.is_tempered
+        if is_one and (hidden_states.shape[1] >= self.floor_scale or self.cache_in(arguments) is not None):
+            reason = f"queries are scaled from token {self.floor_scale} on, or behind a cache"
+        qkv = self.merged_product(hidden_states) if reason is None else None
+        if qkv is None and sequences is None:
+            if self.training and not torch.compiler.is_compiling():
+                self.unfused_calls[reason or "its layers of one input ran one by one"] = None
+            return self.forward_unfused(hidden_states, **arguments)
+        if reason is not None:
+            raise ValueError(
+                f"attention of packed sequences is causal, and gives no weights ({reason}); "
+                "leave out output_attentions, is_causal and the like, or pad the sequences"
+            )
+        if qkv is None:  # in evaluation, or with an adapter
+            qkv = torch.cat([getattr(self, name)(hidden_states) for name in self.part.merged], -1)
+        qkv = self.before_attention(qkv)
+        query, key, value = (heads.transpose(1, 2) for heads in self.rotated(qkv, angles))
+        cache = self.cache_in(arguments)
+        if cache is not None:
+            key, value = self.cached(key, value, cache, arguments)
+        if sequences is None:
+            attended = self.attend(query, key, value, arguments.get("attention_mask"))
+        elif key.shape[2] == query.shape[2]:
+            attended = self.attend_packed(query, key, value, sequences)
+        else:
+            raise ValueError("packed sequences cannot go on from a cache; leave past_key_values out")
+        output = getattr(self, self.part.output)(self.after_attention(attended.transpose(1, 2)).flatten(2))
+        return (output, None, cache)[: self.form.outputs]
+
+    def rotated(self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, ...]:
+        """q, k and v, [B, S, H, D], of which q and k have gone through their norms and were rotated.
+
+        Args:
+            qkv: [B, S, features].
+            angles: cos and sin; None rotates nothing.
+        """
+        # of the product, not of the input: ranks may hold heads, and parts of the sequence that it has gathered
+        key_heads = self.key_heads_in(qkv)
+        query_heads, size = key_heads * heads_of_a_key(self), head_size(self)
+        pairs = self.form.pairs
+        norms = head_norms(self)
+        if angles is not None and not norms:
+            cos, sin = angles
+            groups = key_heads if self.form.grouped else 1
+            return split_and_rotate(qkv, cos, sin, query_heads=query_heads, key_heads=key_heads, groups=groups, **pairs)
+        *split, value = qkv.split([heads * size for heads in (query_heads, key_heads, key_heads)], -1)
+        heads = [each.unflatten(-1, (-1, size)) for each in split]
+        if norms:
+            of_all = not isinstance(norms[0], HeadNorms) and (
+                norms[0].computes.weighted and norms[0].weight.shape[-1] != size
+            )
+            normal = [norm(each) for norm, each in zip(norms, split if of_all else heads, strict=True)]
+            # what hooks saw is not written over
+            seen = [isinstance(norm, nn.Module) and is_looked_at(norm) for norm in norms]
+            normal = [each.clone() if is_seen else each for is_seen, each in zip(seen, normal, strict=True)]
+            heads = [each.view(like.shape) for each, like in zip(normal, heads, strict=True)]
+        query, key = heads
+        if angles is not None:
+            cos, sin = angles
+            query, key = rotate_heads(query, key, cos, sin, **pairs)
+        return query, key, value.unflatten(-1, (-1, size))
+
+    def takes_places(self, places: int) -> bool:
+        """Whether so many places of a head can be rotated."""
+        return places <= head_size(self)
+
+    @property
+    def is_tempered(self) -> bool:
+        """Whether queries from token `floor_scale` on are scaled by their place, as in LLaMA 4 (arXiv 2501.19399)."""
+        return bool(getattr(self, "attn_temperature_tuning", False)) and not self.use_rope
+
+    def cache_in(self, arguments: dict[str, Any]) -> Any:
+        """The cache that a layer is given, if any; also in training, where `use_cache` was left on."""
+        return next((arguments.get(name) for name in _CACHES if name in self.native_arguments), None)
+
+    def cached(
+        self, key: torch.Tensor, value: torch.Tensor, cache: Any, arguments: dict[str, Any]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, [B, H, S, D], with those before them."""
+        if "cache_position" not in self.native_arguments:  # the cache counts by itself
+            return cache.update(key, value, self.layer_idx)
+        place = {"cache_position": arguments.get("cache_position")}
+        if self.form.rotation.rotates and self.form.angles != "complex":
+            cos, sin = arguments["position_embeddings"]
+            place |= {"sin": sin, "cos": cos}
+        if hasattr(self, "rotary_ndims"):
+            place["partial_rotation_size"] = self.rotary_ndims
+        if getattr(self, "sliding_window", None) is not None:
+            place["sliding_window"] = self.sliding_window
+        return cache.update(key, value, self.layer_idx, place)
+
+    def key_heads_in(self, qkv: torch.Tensor) -> int:
+        """Heads of keys in q, k and v side by side, [..., features]."""
+        return qkv.shape[-1] // head_size(self) // (heads_of_a_key(self) + 2)
+
+    def before_attention(self, qkv: torch.Tensor) -> torch.Tensor:
+        """q, k and v, [B, S, features], of the tokens and heads that attend here; nothing else may read them."""
+        return qkv
+
+    def after_attention(self, attended: torch.Tensor) -> torch.Tensor:
+        """What attention gave, [B, S, H, D], as [B, S', H', D] of the tokens and heads that `o_proj` takes here."""
+        return attended
+
+    def why_unlike(self, **arguments: Any) -> str | None:
+        """Why `attend` does not compute what the unfused forward does with these arguments; None: it does."""
+        implementation = self.config._attn_implementation
+        if has_sinks(self):
+            if implementation != WITH_SINKS:
+                return f"attn_implementation={implementation!r}"
+            if sequences_of(arguments["position_embeddings"]) is None:  # `attend_packed` alone has sinks
+                return "attention with sinks takes no attention_mask, no cache, and gives no weights"
+            implementation = "sdpa"
+        return why_unlike(implementation, arguments)
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> torch.Tensor:
+        """The attention of query [B, Hq, S, D] to key and value [B, Hkv, S', D]: [B, Hq, S, D]."""
+        dropout = dropout_of(self) if self.training else 0.0
+        return attend(query, key, value, attention_mask, dropout=dropout, scale=getattr(self, "scaling", None))
+
+    def attend_packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
+    ) -> torch.Tensor:
+        """The attention, [B, Hq, S, D], of each sequence to itself; keys and values are [B, Hkv, S, D]."""
+        dropout = dropout_of(self) if self.training else 0.0
+        scale = getattr(self, "scaling", None)
+        limit = self.floor_scale - 1 if self.is_tempered else getattr(self.config, "attention_chunk_size", None)
+        if limit is not None and sequences.longest > limit:
+            raise ValueError(
+                f"a packed sequence has {sequences.longest} tokens, and {type(self).__name__} attends in chunks, or by "
+                f"a temperature, above {limit}; cut the sequences, or pad them"
+            )
+        # where an attention has none of its own, transformers takes the model's
+        window = getattr(self, "sliding_window", getattr(self.config, "sliding_window", None))
+        sinks = self.sinks if has_sinks(self) else None
+        return attend_packed(query, key, value, sequences, window=window, sinks=sinks, dropout=dropout, scale=scale)
+
+    def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What runs where `forward` does not cover a case."""
+        return super().forward(*args, **kwargs)
+
+
+class LatentAttention(FusedAttention):
+    """Mixin of a self-attention whose heads are made of latents (DeepSeek V2, arXiv 2405.04434, section 2.1).
+
+    The one product of its input gives a latent of the queries, or these themselves, one of keys and values, and the
+    part of the keys that is rotated, which all heads share.
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    q_a_layernorm: nn.Module
+    q_b_proj: nn.Module
+    kv_a_layernorm: nn.Module
+    kv_b_proj: nn.Module
+
+    def takes_places(self, places: int) -> bool:
+        """As `FusedAttention.takes_places`."""
+        return places == self.qk_rope_head_dim
+
+    def why_unlike(self, **arguments: Any) -> str | None:
+        """As `FusedAttention.why_unlike`."""
+        if self.cache_in(arguments) is not None:
+            return "a cache holds latents; set config.use_cache to False"
+        return super().why_unlike(**arguments)
+
+    def rotated(self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, ...]:
+        """As `FusedAttention.rotated`; v is [B, S, H, V]."""
+        cos, sin = cast(tuple[torch.Tensor, torch.Tensor], angles)
+        widths = self.kv_lora_rank, self.qk_rope_head_dim
+        of_query, of_keys, k_part = qkv.split([qkv.shape[-1] - sum(widths), *widths], -1)
+        if "q_b_proj" in self.part.of_latents:
+            q = own_product(self.q_b_proj, self.q_a_layernorm(of_query))
+        else:
+            q = of_query.clone(memory_format=torch.contiguous_format)
+        kv = own_product(self.kv_b_proj, self.kv_a_layernorm(of_keys))
+        return latent_heads(q, kv, k_part, cos, sin, heads=q.shape[-1] // head_size(self), **self.form.pairs)
+
+
+def unfused_calls(model: nn.Module) -> Counter[str]:
+    """How many fused attentions ran as transformers wrote them for some calls in training, by the reason."""
+    fused = (module for module in model.modules() if isinstance(module, FusedAttention))
+    return Counter(reason for module in fused for reason in module.unfused_calls)
+
+
+def head_norms(attention: nn.Module) -> list[Any]:
+    """The norms of queries and of keys, each head's or all heads'; they may be one. Empty where there are none."""
+    modules = attention._modules
+    norms = [modules.get("qk_norm"), modules.get("qk_norm")]
+    for names in (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")):
+        norms = [modules.get(name) or norm for name, norm in zip(names, norms, strict=True)]
+    found = [norm for norm in norms if norm is not None]
+    return [norm if isinstance(norm, FusedNorm) else HeadNorms.of(norm) or norm for norm in found]
+
+
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+"""What attentions call the cache that they are given."""

@@ -1,0 +1,132 @@
+"""A model for inference, its linear layers' weights kept in FP8 alone."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8booster.config import FP8Config
+from fp8booster.nn.convert import Kinds, convert_to_fp8
+from fp8booster.nn.experts.held_as_one import are_experts
+from fp8booster.nn.linear.frozen import FrozenFP8Linear, FrozenLayer
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.scaling import amax_of
+
+Batch = torch.Tensor | tuple | list | Mapping[str, Any]
+
+
+def quantize(model: nn.Module, config: FP8Config | None = None, *, batches: Iterable[Batch] | None = None) -> nn.Module:
+    """Cast the weights of a model's linear layers to FP8, once, in place; their 16-bit values are freed.
+
+    The layers compute in FP8 in every mode, and pass gradients to their inputs. What stays in 16 bits is in `report`,
+    with the reason: vocabulary heads unless `config.vocabulary_head`, weights that are tied to others, experts that a
+    module holds as one parameter. Layers that are quantized already stay as they are.
+
+    Args:
+        model: any module, of transformers or not, of one process.
+        config: which layers, their formats, and by what scales: `granularity`; `scaling="amax"` and "constant" are
+            FP8-AMAX and FP8-CSCALE of Perez et al. (arXiv 2309.17224) for inference. None is `FP8Config()`.
+        batches: what the model is run on, without gradients, to calibrate: from then on inputs of each layer are scaled
+            by the largest amax that it met, and what is larger saturates. Each is a mapping of the model's named
+            arguments, a tuple or list of arguments, or one. None: an input is scaled by its own amax.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: a scaling that only training has, calibration for finer scales than one a tensor or of no batch, or
+            no layer that could be quantized.
+    """
+    config = FP8Config() if config is None else config
+    _check(config, calibrates=batches is not None)
+    convert_to_fp8(model, config, kinds=_kinds(), kept=_kept(model))
+    if batches is not None:
+        _calibrate(model, batches)
+    return model
+
+
+def _check(config: FP8Config, calibrates: bool) -> None:
+    if config.scaling == "delayed":
+        raise ValueError(
+            'FP8Config.scaling is "delayed", by the amaxes of training steps, of which inference has none; use '
+            '"real-time", or give batches to calibrate with'
+        )
+    if config.smooth_swiglu:
+        raise ValueError(
+            "FP8Config.smooth_swiglu finds its factors in training; leave it out to quantize, or use finer scales with "
+            'granularity="rowwise"'
+        )
+    if not calibrates:
+        return
+    if config.finer_scales:
+        raise ValueError(
+            f"inputs with {config.finer_scales} have no one amax to calibrate; leave out batches, or use "
+            'granularity="tensorwise"'
+        )
+    if config.scaling == "constant":
+        raise ValueError('FP8Config.scaling is "constant", which needs no calibration; leave out batches')
+
+
+def _kinds() -> Kinds:
+    """What layers turn into; transformers need not be installed."""
+    kinds: dict[type[nn.Module], type[FP8Layer]] = {nn.Linear: FrozenFP8Linear}
+    if "transformers.pytorch_utils" in sys.modules:
+        from fp8booster.nn.linear.conv1d import FrozenFP8Conv1D
+
+        kinds[FrozenFP8Conv1D.original] = FrozenFP8Conv1D
+    return kinds
+
+
+def _kept(model: nn.Module) -> dict[int, str]:
+    """By the identities of modules, why their weights stay in 16 bits."""
+    holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
+    kept = {}
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and holders[id(weight)] > 1:
+            kept[id(module)] = "its weight is that of another module too"
+        if are_experts(module):
+            kept[id(module)] = "experts held as one parameter are not kept in FP8"
+    return kept
+
+
+@torch.no_grad()
+def _calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
+    """Let the frozen layers of a model scale inputs by the largest amax that they met; those that met none do not."""
+    amaxes: dict[FrozenLayer, torch.Tensor] = {}
+
+    def note(layer: FrozenLayer, _: nn.Module, inputs: tuple) -> None:
+        amax = amax_of(inputs[0])
+        amaxes[layer] = torch.maximum(amaxes[layer], amax) if layer in amaxes else amax
+
+    layers = [module for module in model.modules() if isinstance(module, FrozenLayer) and module.input_amax is None]
+    hooks = [layer.register_forward_pre_hook(partial(note, layer)) for layer in layers]
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        for batch in batches:
+            _run(model, batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for module in training:
+            module.training = True
+    if not amaxes:
+        raise ValueError("batches reached no layer to calibrate; give at least one batch that the model takes")
+    for layer, amax in amaxes.items():
+        layer.scale_inputs_by(amax)
+
+
+def _run(model: Callable[..., Any], batch: Batch) -> None:
+    if isinstance(batch, Mapping):
+        model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        model(*batch)
+    else:
+        model(batch)

@@ -1,0 +1,74 @@
+"""What scales an operand by other amaxes than its own: those of earlier steps, or one for all.
+
+The amaxes of a step enter the history of the next. Within a step all casts of an operand have one scale, and the
+largest amax counts: so micro-batches may be in flight, and checkpointing may compute them again, in any order.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp8booster import formats, scaling
+from fp8booster.config import FP8Config
+from fp8booster.kernels.cast import cast
+from fp8booster.kernels.delayed_cast import cast_by, note_amax
+from fp8booster.nn.weights.steps import optimizer_steps
+from fp8booster.tensor import QuantizedMatrix
+
+
+class AmaxHistory:
+    """The amaxes of one operand, on its device, which the host never reads.
+
+    Args:
+        config: how it becomes a scale.
+        dtype: of the casts.
+        is_gradient: for a constant scale, of which kind.
+        device: of the operand.
+    """
+
+    def __init__(self, config: FP8Config, dtype: torch.dtype, is_gradient: bool, device: torch.device) -> None:
+        self.made_for = config, dtype, device
+        self._config = config
+        if config.scaling == "constant":
+            self.amaxes = torch.full((2,), constant_amax(config, dtype, is_gradient), device=device)
+        else:
+            self.amaxes = torch.zeros(1 + config.delayed_history, device=device)
+        self._first_step = self._step = optimizer_steps()
+
+    def cast(
+        self, matrix: torch.Tensor, dtype: torch.dtype, *, plain: bool, transposed: bool, amax: torch.Tensor | None
+    ) -> QuantizedMatrix:
+        """`kernels.cast.cast`, and the matrix's own amax is noted; the first step's scales are real-time.
+
+        What lies beyond the amax that it is scaled by saturates. An infinity or a NaN makes the inverse scale NaN.
+
+        Raises:
+            RuntimeError: in the capture of a CUDA graph, which would take one step for all.
+        """
+        if matrix.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f'FP8Config(scaling="{self._config.scaling}") does not go into a CUDA graph, which cannot tell when a '
+                'step begins; use scaling="real-time"'
+            )
+        config, step = self._config, optimizer_steps()
+        is_constant = config.scaling == "constant"
+        new_step = step != self._step and not is_constant
+        self._step = step
+        layouts = {"plain": plain, "transposed": transposed, "power_of_two": config.power_of_two}
+        if step == self._first_step and not is_constant:
+            amax = scaling.amax_of(matrix) if amax is None else amax
+            data, transpose, inverse_scale = cast(matrix, dtype, amax=amax, **layouts)
+        else:
+            past = self.amaxes[:-1] if new_step else self.amaxes[1:]
+            past = past[:1] if config.delayed_amax == "most recent" else past
+            if amax is None:
+                data, transpose, inverse_scale, amax = cast_by(matrix, dtype, past, **layouts)
+            else:
+                data, transpose, inverse_scale = cast(matrix, dtype, amax=past, **layouts)
+        note_amax(self.amaxes, amax, inverse_scale, new_step=new_step, factor=2.0**config.delayed_margin)
+        return QuantizedMatrix(data, transpose, inverse_scale, None)
+
+
+def constant_amax(config: FP8Config, dtype: torch.dtype, is_gradient: bool = False) -> float:
+    """The amax that constant scaling takes for all tensors of a format."""
+    return formats.MAX[dtype] * 2.0 ** -(config.gradient_bias if is_gradient else config.forward_bias)

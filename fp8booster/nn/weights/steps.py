@@ -1,0 +1,17 @@
+"""How often the optimizers of this process have stepped, as `freshness` sees it."""
+
+from __future__ import annotations
+
+
+class _Steps:
+    count = 0
+
+
+def note_step() -> None:
+    """An optimizer has stepped."""
+    _Steps.count += 1
+
+
+def optimizer_steps() -> int:
+    """Changes when one does."""
+    return _Steps.count

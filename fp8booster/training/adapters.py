@@ -1,0 +1,87 @@
+"""Adapters of peft on a model whose own weights are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fp8booster.listing import first_of
+from fp8booster.reading import COPY_AGAIN, faults_named
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+ALL_LINEAR = "all-linear"
+"""What peft calls all linear layers but the vocabulary head."""
+
+ADAPTER_FILE = "adapter_model.safetensors"
+"""Beside `adapter_config.json` in a folder that peft's `save_pretrained` writes."""
+
+
+def with_adapters(network: nn.Module, rank: int, *, alpha: float, targets: Sequence[str] | str) -> PeftModel:
+    """A model of transformers with LoRA (Hu et al., arXiv 2106.09685) on linear layers; only that trains.
+
+    Args:
+        network: changed in place. Its frozen weights may be in FP8, as `quantize` leaves them.
+        rank: of each adapter.
+        alpha: an adapter's output is multiplied by `alpha / rank`.
+        targets: ends of names of linear layers, or `ALL_LINEAR`.
+
+    Raises:
+        ValueError: peft is not installed, or the model has no such layers.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ValueError("LoRA needs peft; pip install peft") from None
+    names = targets if isinstance(targets, str) else list(targets)
+    linears = [name for name, module in network.named_modules() if isinstance(module, nn.Linear)]
+    if not isinstance(names, str) and (
+        unknown := [end for end in names if not any(f".{name}".endswith(f".{end}") for name in linears)]
+    ):
+        known = sorted({name.rpartition(".")[2] for name in linears})
+        raise ValueError(f"No linear layer of the model is named {first_of(unknown)}; it has {', '.join(known)}")
+    options: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": names}
+    adapted: Any = get_peft_model(network, LoraConfig(task_type="CAUSAL_LM", **options))  # type: ignore[arg-type]
+    return adapted
+
+
+def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What of a model's state dict is of adapters, under their names in it; every rank of ZeRO calls it."""
+    return {name: value for name, value in model.state_dict().items() if "lora_" in name}
+
+
+def load_adapters(model: PeftModel, folder: Path) -> None:
+    """Set adapters to those that peft's `save_pretrained` wrote.
+
+    Raises:
+        ValueError: the folder's are damaged, or of another model, rank or targets.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    file = folder / ADAPTER_FILE
+    with faults_named(file):
+        saved = load_file(file)
+    here = get_peft_model_state_dict(model, state_dict=adapters_of(model), save_embedding_layers=False)
+    require_shapes_of(file, shapes_of(saved), shapes_of(here))
+    set_peft_model_state_dict(model, saved)
+
+
+def shapes_of(tensors: dict[str, Any]) -> dict[str, list[int]]:
+    """The shapes of tensors by name."""
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def require_shapes_of(file: Path, saved: dict[str, list[int]], here: dict[str, list[int]]) -> None:
+    """Raise ValueError unless a file holds the tensors that are here."""
+    for name in sorted({*saved, *here}):
+        if saved.get(name) != here.get(name):
+            raise ValueError(
+                f"The adapters in {file} are others: {name} is {saved.get(name, 'missing')} there and "
+                f"{here.get(name, 'missing')} here; resume with the --lora options they began with, or {COPY_AGAIN}."
+            )

@@ -1,0 +1,49 @@
+"""Delayed scaling of what ranks gather: the bits of one process that casts the whole tensor."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from fp8booster import FP8Config
+from fp8booster.nn.parallel.tensor_parallel import SequenceColumn, SequenceRow
+from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, Casts
+from fp8booster.nn.weights.steps import note_step
+from tests.distributed import ranks
+from tests.kernels.matrices import same
+
+CONFIG = FP8Config(scaling="delayed", delayed_history=2, emulate=True)
+
+
+@ranks(2)
+def test_ranks_that_gather_a_sequence_have_the_scales_of_one_process() -> None:
+    of_rank, alone = Casts(), Casts()
+    layouts = {"plain": True, "transposed": True}
+    for number, factors in enumerate(((1.0, 3.0), (8.0, 2.0), (1.0, 1.0), (1.0, 1.0), (1.0, 0.1))):
+        torch.manual_seed(number)
+        whole = torch.randn(1, 32, 48) * torch.tensor(factors).repeat_interleave(16).view(1, 32, 1)
+        part = whole.chunk(2, 1)[dist.get_rank()].contiguous()
+        for role, dtype in ((INPUT, CONFIG.input_format), (OUTPUT_GRADIENT, CONFIG.gradient_format)):
+            if role == INPUT:
+                found = SequenceColumn(dist.group.WORLD).input(part, CONFIG, transposed=True, casts=of_rank)
+            else:
+                found = SequenceRow(dist.group.WORLD).output_gradient(part, CONFIG, casts=of_rank, **layouts)
+            expected = alone.quantize(role, CONFIG, whole, dtype, transposed=True)
+            assert all(same(one, other) for one, other in zip(found[:3], expected[:3], strict=True))
+            assert torch.equal(of_rank._histories[role].amaxes, alone._histories[role].amaxes)
+        note_step()
+
+
+@ranks(2)
+def test_what_is_not_finite_on_one_rank_reaches_all() -> None:
+    casts = Casts()
+    part = torch.ones(1, 16, 48)
+    SequenceColumn(dist.group.WORLD).input(part, CONFIG, transposed=False, casts=casts)
+    note_step()
+    if dist.get_rank() == 1:
+        part[0, 3, 5] = math.nan
+    made = SequenceColumn(dist.group.WORLD).input(part, CONFIG, transposed=False, casts=casts)
+    assert made.inverse_scale.isnan()
+    assert casts._histories[INPUT].amaxes.tolist() == [1.0, 1.0, 0.0]
