@@ -11,7 +11,9 @@ import typer
 
 from fp8booster.cli.doctor.command import doctor
 from fp8booster.cli.errors import OneSentenceErrors
+from fp8booster.cli.export.command import export
 from fp8booster.cli.plan.command import plan
+from fp8booster.cli.plot.command import plot
 from fp8booster.cli.train.command import train
 from fp8booster.version import __version__
 
@@ -45,3 +47,5 @@ def options(
 app.command()(train)
 app.command()(doctor)
 app.command()(plan)
+app.command()(plot)
+app.command()(export)

@@ -5,7 +5,7 @@ What was left becomes a run of its own in `abandoned-<its first step>-<number>` 
     run.json                        for the one precision
     summary.*, loss.png             if they told of it
     <precision>/checkpoints/        those after the checkpoint that the run now goes on from
-    <precision>/metrics.jsonl       all its steps, those before the fork too
+    <precision>/metrics.jsonl       all its steps, those before the fork too; scales.jsonl likewise
     <precision>/result.json
 """
 
@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from fp8booster.checkpoints import checkpoints_in, named_step
+from fp8booster.cli.figures import REMOVE
+from fp8booster.monitor.sinks import FILE
 from fp8booster.reading import read_record, require_fields
 
 from .checkpoint import read_state
 from .resume import read_run_file, write_run_file
-from .summary import REMOVE
 from .task import Task
 
 _SUMMARY = ("summary.md", "loss.png", "summary.json")
@@ -69,11 +70,12 @@ def set_aside(task: Task, tell: Callable[[str], None]) -> Path | None:
     aside = _new_folder(run, shared + 1)
     (aside / task.precision / "checkpoints").mkdir(parents=True)
     _copy_run_file(run, aside, task.precision)
-    metrics = folder / "metrics.jsonl"
-    if shared and metrics.exists():
-        shutil.copy2(metrics, aside / task.precision)  # the steps before the fork belong to both
-    elif not shared:
-        paths = [path for path in (metrics, folder / "tensorboard") if path.exists()] + paths
+    lines = [path for path in (folder / "metrics.jsonl", folder / FILE) if path.exists()]
+    if shared:
+        for path in lines:
+            shutil.copy2(path, aside / task.precision)  # the steps before the fork belong to both
+    else:
+        paths = [*lines, *(path for path in (folder / "tensorboard",) if path.exists()), *paths]
     for path in paths:
         shutil.move(path, aside / path.relative_to(run))  # copies if checkpoints/ is a link to another disk
     tell(f"The run goes on from {checkpoint}; what {folder} held of another branch is set aside in {aside}.")

@@ -110,7 +110,8 @@ def load_checkpoint(
             f"The checkpoint {checkpoint} was trained on other text or with another tokenizer; "
             "resume with the --data, --text-column and --vocabulary it was started with."
         )
-    _check_shapes(checkpoint, shapes, tied)
+    if state.options.lora is None:  # else `load_adapters` does
+        _check_shapes(checkpoint, shapes, tied)
     boosted.load(checkpoint)
     if state.world_size == dist.get_world_size():
         with faults_named():

@@ -100,7 +100,7 @@ def check_plugin(options: TrainOptions) -> None:
         _plugin_arguments(options, plugin_class)
     config = fp8_config(options.fp8_options, options.level)
     if "fp8" in PRECISIONS[options.precision]:
-        require_fp8(torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.emulate)
+        require_fp8(torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.emulate, config.granularity)
 
 
 def _require_sharding(options: TrainOptions) -> None:

@@ -9,20 +9,25 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai before it is imported)
 import torch
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 
-from fp8booster import report
+from fp8booster import record, report
 from fp8booster.checkpoints import newest_checkpoint
+from fp8booster.cli.metrics import MetricsLog, StepMetrics
 from fp8booster.files import write_whole
+from fp8booster.monitor.sinks import FILE
 from fp8booster.monitor.traffic import Traffic, count_traffic
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.packing import why_not_packed
+from fp8booster.nn.recording import Recording
+from fp8booster.training.adapters import ALL_LINEAR, with_adapters
 from fp8booster.training.batches import Batches
 from fp8booster.training.boosted import BoostedModel, causal
 from fp8booster.training.learning_rate import WarmupCosine
@@ -33,18 +38,25 @@ from fp8booster.training.ranks import join_ranks, over_ranks
 from .branches import set_aside
 from .checkpoint import RunState, load_checkpoint, save_checkpoint
 from .events import Events
-from .key_values import build_plugin
-from .metrics import MetricsLog, StepMetrics
+from .key_values import build_plugin, fp8_config
 from .model_folder import build_model, is_folder, load_config
 from .task import Task
 from .tokenizer import load_tokenizer
 from .watch import Watch
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PretrainedConfig
 
 _BETAS = (0.9, 0.95)
 
 
 class NotFinite(ValueError):
     """The loss or the gradient norm is NaN or infinite; raised before the weights take the step."""
+
+
+class _Skip(Exception):
+    """A step is left out, on all ranks."""
 
 
 def train(task: Task, events: Events, stop_wanted: Callable[[], bool]) -> None:
@@ -88,9 +100,22 @@ class Trainer:
             if dist.get_rank() == 0:
                 set_aside(task, lambda text: events.send("notice", text=text))
         self._log = MetricsLog(task.folder, self._step) if dist.get_rank() == 0 else None
+        self._recording: Recording | None = None
+        if options.record and task.precision == "fp8":
+            self._recording = record(
+                self._boosted.model,
+                every=options.record,
+                sink=task.folder / FILE,
+                done=self._step,
+                on_warning=lambda text: events.send("notice", text=text),
+            )
 
     def run(self) -> None:
         """Step until done, stopped or not finite. Raises NotFinite with a sentence in the last case."""
+        with nullcontext() if self._recording is None else self._recording:
+            self._run()
+
+    def _run(self) -> None:
         self._events.send("start", done=self._step, steps=self._options.steps)
         saved = began = self._step
         stopped = False
@@ -120,7 +145,11 @@ class Trainer:
         self._config = load_config(options.model, vocabulary, options.sequence)
         # DDP and FSDP train the weights that they are given, and compute in BF16 by themselves
         dtype = torch.float32 if options.plugin in FP32_WEIGHTS else torch.bfloat16
-        network = build_model(options.model, copy.deepcopy(self._config), self._device, options.checkpointing, dtype)
+        config = copy.deepcopy(self._config)
+        if options.lora is None:
+            network = build_model(options.model, config, self._device, options.checkpointing, dtype)
+        else:
+            network = self._with_adapters(config)
         self._parameters = sum(parameter.numel() for parameter in network.parameters())
         self._shapes = {name: list(tensor.shape) for name, tensor in network.state_dict().items()}
         names = {name for name, _ in network.named_parameters()}
@@ -129,13 +158,27 @@ class Trainer:
             fuse(network)
         plugin = build_plugin(options, self._task.precision == "fp8", network)
         rates = {"lr": options.lr, "betas": _BETAS, "weight_decay": options.weight_decay}
-        optimizer = make_optimizer(options.optimizer_of(self._task.precision), network.parameters(), **rates)
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        optimizer = make_optimizer(options.optimizer_of(self._task.precision), trained, **rates)
         self._boosted = BoostedModel(options.plugin, plugin, network, optimizer)
         self._boosted.before_update(self._check_norm)
         self._norm = 0.0
         if options.packing and (reason := why_not_packed(self._boosted.model)) is not None:
             raise ValueError(f"--packing is done by fused attention: {reason}; leave --packing out.")
         self._separator = load_tokenizer(str(tokens.tokenizer)).eos_token_id if options.packing else None
+
+    def _with_adapters(self, config: PretrainedConfig) -> PeftModel:
+        """The model with adapters; in FP8 its own weights take one byte a value."""
+        options = self._options
+        frozen = fp8_config(options.fp8_options, options.level) if self._task.precision == "fp8" else None
+        network = build_model(options.model, config, self._device, options.checkpointing, frozen=frozen)
+        targets = options.lora_targets or ALL_LINEAR
+        return with_adapters(
+            network,
+            options.lora,
+            alpha=options.lora_alpha or 2 * options.lora,
+            targets=targets if targets == ALL_LINEAR else targets.split(","),
+        )
 
     def _take_step(self) -> bool:
         """One optimizer step; returns whether a rank was asked to stop."""
@@ -148,15 +191,21 @@ class Trainer:
         tokens = self._batches.micro_batches(self._position)
         batches = [causal(part.to(self._device, non_blocking=True), self._separator) for part in tokens]
         loss, stopped = over_ranks(self._boosted.forward_backward(batches), self._stop_wanted(), self._device)
-        if not math.isfinite(loss):
-            raise NotFinite(f"The loss became {loss} at step {step}.")
-        self._boosted.update(self._options.max_norm)
+        skipped = False
+        try:
+            self._require_finite("loss", loss)
+            self._boosted.update(self._options.max_norm)
+        except _Skip:
+            skipped = True
+            self._boosted.optimizer.zero_grad()
+            if self._recording is not None:
+                self._recording.end_step()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
         self._step = step
         self._position += self._global_batch.sequences
-        if self._log is not None:
+        if self._log is not None and not skipped:
             metrics = StepMetrics(
                 step=step,
                 loss=loss,
@@ -174,8 +223,27 @@ class Trainer:
     def _check_norm(self, norm: float) -> None:
         """Called before any weight changes; the norm is the same on all ranks."""
         self._norm = norm
-        if not math.isfinite(self._norm):
-            raise NotFinite(f"The gradient norm became {self._norm} at step {self._step + 1}.")
+        self._require_finite("gradient norm", norm)
+
+    def _require_finite(self, what: str, value: float) -> None:
+        """Do with a step what the options say where a number that all ranks share is not finite.
+
+        Raises:
+            NotFinite: the run is to end.
+            _Skip: the step is not to be taken.
+        """
+        if math.isfinite(value):
+            return
+        sentence = f"The {what} became {value} at step {self._step + 1}."
+        if self._recording is not None:
+            sentence += f" {self._recording.blame()}"
+        choice = self._options.on_nonfinite
+        if choice == "raise":
+            raise NotFinite(sentence)
+        if dist.get_rank() == 0:
+            self._events.send("notice", text=f"{sentence} The step is {'left out' if choice == 'skip' else 'taken'}.")
+        if choice == "skip":
+            raise _Skip
 
     def _keep_last_good(self, saved: int) -> str:
         if self._step == 0:
@@ -219,9 +287,10 @@ class Trainer:
 
     def _layers(self) -> list[dict[str, Any]]:
         """Rows of the report, those of all pipeline stages."""
-        rows = [dataclasses.asdict(row) for row in report(self._boosted.model.unwrap()).rows]
+        network = self._boosted.adapted or self._boosted.model.unwrap()
+        rows = [dataclasses.asdict(row) for row in report(network).rows]
         for row in rows:
-            row["name"] = row["name"].replace("_fsdp_wrapped_module.", "")
+            row["name"] = row["name"].replace("_fsdp_wrapped_module.", "").removeprefix("base_model.model.")
         if not self._boosted.pipelined:
             return rows
         stages: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]

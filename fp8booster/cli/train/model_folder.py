@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fp8booster.config import FP8Config
 from fp8booster.reading import faults_named, first_line, read_index, read_record
+from fp8booster.serving.frozen import freeze, load_frozen
+from fp8booster.serving.read import forget_quantization, load_fp8, require_loadable
+from fp8booster.training.adapters import ADAPTER_FILE
 from fp8booster.training.models import MODELS, SIZES, build, prepared
 from fp8booster.training.parallel import Parallel
 
@@ -39,6 +43,11 @@ def is_folder(model: str) -> bool:
         raise ValueError(
             f"There is no model {model!r}: --model takes one of {', '.join(SIZES)} or a folder with a Hugging Face "
             "config.json."
+        )
+    if (Path(model) / ADAPTER_FILE).is_file() and not has_weights(model):
+        raise ValueError(
+            f"The folder {model} holds adapters, and no model; merge them first: fp8booster export CHECKPOINT OUT "
+            "--format bf16."
         )
     if not (Path(model) / "config.json").is_file():
         raise ValueError(f"The folder {model} has no config.json; save the model's config there (save_pretrained).")
@@ -75,9 +84,10 @@ def load_config(model: str, vocabulary: int, sequence: int) -> PretrainedConfig:
 
 
 def folder_config(folder: str) -> PretrainedConfig:
-    """The config of a folder in Hugging Face's format.
+    """The config of a folder in Hugging Face's format, without what it says of FP8 weights.
 
-    Raises ValueError when transformers cannot read it, and for a model that does not predict the next token of text.
+    Raises ValueError when transformers cannot read it, for weights quantized in a form that fp8booster does not read,
+    and for a model that does not predict the next token of text.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
@@ -85,6 +95,7 @@ def folder_config(folder: str) -> PretrainedConfig:
     remedy = "it must be JSON with the model_type of a causal language model (save it with save_pretrained)"
     record = read_record(file, {}, remedy)
     _require_sizes(record, file)
+    require_loadable(Path(folder))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:  # transformers raises many types for what it cannot parse
@@ -95,6 +106,7 @@ def folder_config(folder: str) -> PretrainedConfig:
             ) from None
         _require_heads(record, file)  # transformers 5 looks itself, and says less
         raise ValueError(f"{file} is not a config that transformers knows; {remedy}.") from None
+    forget_quantization(config)
     if (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         or config.is_encoder_decoder
@@ -210,19 +222,28 @@ def require_shareable(config: PretrainedConfig, parallel: Parallel) -> None:
 
 
 def build_model(
-    model: str, config: PretrainedConfig, device: torch.device, checkpointing: bool, dtype: torch.dtype = torch.bfloat16
+    model: str,
+    config: PretrainedConfig,
+    device: torch.device,
+    checkpointing: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    frozen: FP8Config | None = None,
 ) -> PreTrainedModel:
     """The model on `device`, in training mode: weights from the folder if it holds any, else at random.
 
     The random weights follow torch's seed on that kind of device, so equal seeds give equal weights on all ranks.
-    Raises ValueError when the folder's weights cannot be read, or do not fit its config.
+    With `frozen` its layers keep their weights in FP8, one byte a value, and train no more. Raises ValueError when the
+    folder's weights cannot be read, or do not fit its config.
     """
     from safetensors import SafetensorError
 
     if not (is_folder(model) and has_weights(model)):
-        return build(config, device=device, dtype=dtype, checkpointing=checkpointing)
+        network = build(config, device=device, dtype=dtype, checkpointing=checkpointing)
+        if frozen is not None:
+            freeze(network, frozen)
+        return network
     try:
-        network = _load_weights(model, config, dtype)
+        network = _load_weights(model, config, dtype, frozen, device)
     except SafetensorError as error:
         raise ValueError(f"The weights in {model} cannot be read ({error}); copy or save them again.") from None
     except RuntimeError as error:
@@ -234,10 +255,16 @@ def build_model(
     return prepared(network.to(device), checkpointing)
 
 
-def _load_weights(folder: str, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _load_weights(
+    folder: str, config: PretrainedConfig, dtype: torch.dtype, frozen: FP8Config | None, device: torch.device
+) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
     with faults_named(remedy="copy the model again"):
+        if frozen is not None:
+            return load_frozen(folder, frozen, dtype=dtype, device=device, config=config)
+        if require_loadable(Path(folder)):
+            return load_fp8(folder, dtype=dtype, config=config)
         try:
             return AutoModelForCausalLM.from_pretrained(
                 folder,

@@ -11,6 +11,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from fp8booster.levels import LEVELS, level
+from fp8booster.monitor.watchdog import ON_NONFINITE
 from fp8booster.reading import require_fields, require_known
 from fp8booster.training import parallel
 from fp8booster.training.batches import GlobalBatch
@@ -26,6 +27,9 @@ PLUGINS = tuple(name for name in parallel.PLUGINS if name != "moe")
 
 FUSED_IN_BF16 = ("low_level_zero", "ddp")
 """The plugins under which a model that is fused can train in BF16."""
+
+WITH_ADAPTERS = ("low_level_zero", "ddp")
+"""The plugins whose runs can have `--lora`."""
 
 PROGRESS = ("auto", "bar", "lines", "none")
 
@@ -134,6 +138,18 @@ class TrainOptions:
         rule=within(0, 2**32 - 1),  # what NumPy takes
     )
     checkpointing: bool = _option(_TRAINING, "Recompute activations in the backward pass", False)
+    lora: int | None = _option(
+        _TRAINING,
+        "Rank of LoRA adapters, which train alone; in FP8 the frozen weights take one byte a value",
+        rule=at_least(1),
+        shown="none: all weights train",
+    )
+    lora_alpha: float | None = _option(
+        _TRAINING, "LoRA's alpha: alpha / rank scales adapters", rule=above(0), shown="twice the rank"
+    )
+    lora_targets: str | None = _option(
+        _TRAINING, "Layers with adapters, as q_proj,v_proj, or all-linear", shown="all-linear"
+    )
     deterministic: bool = _option(_TRAINING, "Deterministic kernels only, at some cost", False)
 
     plugin: str = _option(_MACHINE, f"Colossal-AI plugin: {', '.join(PLUGINS)}", "low_level_zero")
@@ -174,6 +190,18 @@ class TrainOptions:
         rule=finite(0),
         shown="120, or ten times the longest step",
     )
+    record: int = _option(
+        _RUN,
+        "Steps between samples of what FP8 does to each tensor, kept in scales.jsonl; 0: none",
+        0,
+        rule=at_least(0),
+    )
+    on_nonfinite: str = _option(
+        _RUN,
+        f"{', '.join(ON_NONFINITE)}: end, leave out or take a step whose loss or gradients are NaN or infinite",
+        "raise",
+        rule=one_of(ON_NONFINITE),
+    )
     progress: str = _option(_RUN, ", ".join(PROGRESS), "auto", rule=one_of(PROGRESS))
 
     def __post_init__(self) -> None:
@@ -188,6 +216,7 @@ class TrainOptions:
                 f"--level {self.level} is of runs in FP8; give --precision fp8 or compare, or leave it out."
             )
         self.parallel.check(PLUGINS)
+        self._check_lora()
         if self.packing and "bf16" in PRECISIONS[self.precision] and self.plugin not in FUSED_IN_BF16:
             raise ValueError(
                 f"--packing is done by fused attention, which runs in BF16 have with --plugin "
@@ -197,6 +226,17 @@ class TrainOptions:
             raise ValueError(
                 "--save-codes is for moments in 8 bits that ranks save by themselves; give --optimizer adamw-8bit or a "
                 f"--level with it, and --plugin {' or '.join(WITH_MASTERS)}, or --no-save-codes."
+            )
+
+    def _check_lora(self) -> None:
+        """Raise ValueError for options of adapters without adapters, and for a plugin that cannot save them."""
+        if self.lora is None:
+            for name in ("lora_alpha", "lora_targets"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"--{name.replace('_', '-')} is about adapters; give their rank as --lora.")
+        elif self.plugin not in WITH_ADAPTERS:
+            raise ValueError(
+                f"--plugin {self.plugin} saves no adapters; give --lora with --plugin {' or '.join(WITH_ADAPTERS)}."
             )
 
     def saves_codes(self, precision: str) -> bool:

@@ -13,24 +13,28 @@ import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 
+from fp8booster.cli.figures import read_figures
 from fp8booster.cli.instructions import avoid_trapping_instructions
+from fp8booster.cli.plot.run import PAGE, has_scales, read_run
 
 from .branches import is_own, left_behind
 from .checkpoint import read_state
 from .defaults import resolve
+from .events import describe
 from .key_values import check_plugin
 from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_workers, serve_store
 from .model_folder import is_folder, load_config, require_buildable, require_shareable
 from .options import PRECISIONS, TrainOptions
-from .plot import plot_losses
 from .progress import make_display, stderr_console
 from .resume import RUN_FILE, find_resume, require_whole, write_run_file
-from .summary import layer_lines, machine, read_figures, render, write_summary
+from .summary import layer_lines, machine, render, write_summary
 from .task import Task
 from .tokens import TokenFile, prepare_tokens
 
-_CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "nproc", "timeout", "save_codes"}
+_CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "nproc", "timeout", "save_codes", "record"}
 """Options that say nothing of steps that a run has taken."""
+
+_OF_ADAPTERS = ("lora", "lora_alpha", "lora_targets")
 
 INTERRUPTED = 130
 """Exit status of a run that was stopped by a signal."""
@@ -140,13 +144,15 @@ def _check_model(options: TrainOptions, vocabulary: int) -> None:
 
 def _changed(options: TrainOptions, given: dict[str, Any]) -> TrainOptions:
     """The options of a resumed run with those given anew."""
-    for name in ("model", "precision", "plugin"):
-        value = getattr(options, name)
-        if given.get(name, value) != value:
-            raise ValueError(
-                f"What --resume names was trained with --{name} {value}; resume it without another --{name}. To begin "
-                "anew from its weights, give the checkpoint's model folder as --model, without --resume."
-            )
+    for name in ("model", "precision", "plugin", *_OF_ADAPTERS):
+        value, flag = getattr(options, name), "--" + name.replace("_", "-")
+        if given.get(name, value) == value:
+            continue
+        trained = f"without {flag}" if value is None else f"with {flag} {value}"
+        what = f"What --resume names was trained {trained}; resume it without another {flag}."
+        if name not in _OF_ADAPTERS and options.lora is None:
+            what += " To begin anew from its weights, give the checkpoint's model folder as --model, without --resume."
+        raise ValueError(what)
     # a decay that ended with the run's steps goes on ending with them
     if "steps" in given and "decay" not in given and options.decay == options.steps:
         given = {**given, "decay": None}
@@ -204,10 +210,26 @@ def _sum_up(options: TrainOptions, command: str, tokens: TokenFile) -> None:
     read = [read_figures(out, precision) for precision in PRECISIONS[options.precision]]
     columns = [column for column, _ in read]
     title = f"{options.model}, {columns[0].parameters / 1e6:,.1f} M parameters, {columns[0].steps} steps"
-    plot_losses({column.precision: metrics for column, metrics in read}, title, out / "loss.png")
+    from fp8booster.cli.plot.pictures import save_losses  # imports matplotlib
+
+    losses = {column.precision.upper(): {step.step: step.loss for step in metrics} for column, metrics in read}
+    save_losses(out / "loss.png", losses, title)
     write_summary(out, options, command, columns, f"{tokens.name}, {tokens.count:,} tokens")
     console = Console(soft_wrap=True, highlight=False)
     console.print(render(columns, title))
     for line in layer_lines(columns):
         console.print(line)
+    if has_scales(out):
+        console.print(drawn_page(out))
     console.print(f"Kept in {out}: summary.md, summary.json, loss.png, metrics, TensorBoard logs and checkpoints.")
+
+
+def drawn_page(out: Path) -> str:
+    """Draw the page of what FP8 did to each tensor; says where it is, or why there is none."""
+    from fp8booster.cli.plot.page import write_page
+
+    try:
+        write_page(out / PAGE, read_run(out))
+    except Exception as error:  # the run has ended well, whatever a picture lacks
+        return f"The page of scales was not drawn ({describe(error)}); try `fp8booster plot {shlex.quote(str(out))}`."
+    return f"What FP8 did to each tensor: {out / PAGE}."

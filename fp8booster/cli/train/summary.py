@@ -6,90 +6,20 @@ import dataclasses
 import json
 import os
 import platform
-import statistics
 import time
-from collections import defaultdict
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
 
+from fp8booster.cli.figures import LAST, RunFigures
 from fp8booster.files import write_whole
-from fp8booster.listing import first_of
-from fp8booster.reading import read_record
 from fp8booster.version import __version__
 
-from .metrics import StepMetrics, read_metrics
 from .options import TrainOptions
 
-_LAST = 0.05  # share of the steps whose mean is the final loss
-_NAMED = 4  # layers that a line names
-REMOVE = "remove the file; --resume of the run writes it anew"
-"""What to do about a file that tells of a run and is wrong."""
-
-_RESULT = {"world_size": int, "peak_memory": int, "parameters": int, "layers": list, "traffic": list}
 _PACKAGES = ("torch", "colossalai", "transformers")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFigures:
-    """One precision's figures."""
-
-    precision: str
-    steps: int
-    final_loss: float
-    """Mean over the last twentieth of the steps."""
-    tokens_per_second: float
-    """Of all ranks together, at the median step."""
-    step_seconds: float
-    """Median."""
-    peak_memory: int
-    """Bytes, the most on one rank."""
-    step_bytes: int
-    """Bytes that rank 0 sends in the median step."""
-    parameters: int
-    world_size: int
-    layers: tuple[dict[str, Any], ...]
-    """Rows of `fp8booster.report`."""
-    traffic: tuple[dict[str, Any], ...]
-    """Rows of `monitor.traffic.Traffic`."""
-
-    @property
-    def fp8_layers(self) -> int:
-        return sum(row["precision"] == "FP8" for row in self.layers)
-
-    @property
-    def other_layers(self) -> list[str]:
-        """The layers that are not in FP8, those with one reason together."""
-        names: dict[str, list[str]] = defaultdict(list)
-        for row in self.layers:
-            if row["precision"] != "FP8":
-                names[row["notes"]].append(row["name"])
-        return [f"{first_of(layers, _NAMED)} ({reason})" for reason, layers in names.items()]
-
-
-def read_figures(folder: Path, precision: str) -> tuple[RunFigures, list[StepMetrics]]:
-    """The figures and the metrics of a finished run in `folder`/`precision`."""
-    metrics = read_metrics(folder / precision / "metrics.jsonl")
-    result = read_record(folder / precision / "result.json", _RESULT, REMOVE)
-    last = metrics[-max(1, round(len(metrics) * _LAST)) :]
-    column = RunFigures(
-        precision=precision,
-        steps=metrics[-1].step,
-        final_loss=statistics.fmean(step.loss for step in last),
-        tokens_per_second=statistics.median(step.tokens_per_second for step in metrics),
-        step_seconds=statistics.median(step.seconds for step in metrics),
-        peak_memory=result["peak_memory"],
-        step_bytes=round(statistics.median(step.wire_bytes for step in metrics)),
-        parameters=result["parameters"],
-        world_size=result["world_size"],
-        layers=tuple(result["layers"]),
-        traffic=tuple(result["traffic"]),
-    )
-    return column, metrics
 
 
 def rows(columns: list[RunFigures]) -> list[list[str]]:
@@ -171,7 +101,7 @@ def write_summary(folder: Path, options: TrainOptions, command: str, columns: li
         "|---|" + "---:|" * len(columns),
         *("| " + " | ".join(row) + " |" for row in rows(columns)),
         "",
-        f"Final loss: mean of the last {_LAST:.0%} of the steps. Tokens/s: all processes together, median step. "
+        f"Final loss: mean of the last {LAST:.0%} of the steps. Tokens/s: all processes together, median step. "
         "Sent: bytes that leave rank 0, counted where collectives are called, for ring algorithms.",
         "",
         *(f"- {line}" for line in layer_lines(columns)),

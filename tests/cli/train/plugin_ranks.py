@@ -14,7 +14,7 @@ from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.task import Task
 from fp8booster.cli.train.tokens import TokenFile
 
-STEPS, SAVED = 4, 2
+STEPS, SAVED, SAMPLED = 4, 2, 2
 
 MODES: dict[str, dict[str, Any]] = {
     "low_level_zero": {"batch": 2},
@@ -45,6 +45,12 @@ TIED_MODES: dict[str, dict[str, Any]] = {
     f"{name}, tied": MODES[name] for name in ("low_level_zero", "gemini", "hybrid, TP", "ddp")
 }
 """The same with a model whose head is its embeddings."""
+
+ADAPTED: dict[str, dict[str, Any]] = {
+    f"{name}, LoRA": {**MODES[name], "lora": 16, "lora_targets": "q_proj,down_proj"}
+    for name in ("low_level_zero", "ddp")
+}
+"""Where adapters train on a frozen model."""
 
 DEEP = "low_level_zero, deep"
 """What they are compared with, in BF16."""
@@ -77,6 +83,7 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
     for name, mode in {**DEEP_MODES, DEEP: MODES["low_level_zero"]}.items():
         modes[name] = {**mode, "model": f"{options.model}-deep"}
 
+    modes |= ADAPTED
     for name, mode in TIED_MODES.items():
         modes[name] = {**mode, "model": f"{options.model}-tied"}
 
@@ -84,7 +91,7 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
         kind = "resumed" if resume else precision
         out = Path(folder, name, kind)
         task = Task(
-            options=dataclasses.replace(options, out=str(out), **modes[name]),
+            options=dataclasses.replace(options, out=str(out), record=SAMPLED, **modes[name]),
             precision=precision,
             tokens=tokens,
             resume=resume,
@@ -103,7 +110,7 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
         gc.collect()
         dist.barrier()
 
-    for name in (*MODES, *DEEP_MODES, *TIED_MODES):
+    for name in (*MODES, *DEEP_MODES, *TIED_MODES, *ADAPTED):
         train(name, "fp8")
         train(name, "fp8", f"{folder}/{name}/fp8/fp8/checkpoints/step-{SAVED:08d}")
     for name in ("low_level_zero", DEEP, "ddp"):

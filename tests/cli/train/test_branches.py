@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fp8booster.checkpoints import checkpoints_in, new_checkpoint, newest_checkpoint
+from fp8booster.cli.metrics import MetricsLog, StepMetrics, read_metrics
 from fp8booster.cli.train import branches
 from fp8booster.cli.train.branches import left_behind, set_aside
-from fp8booster.cli.train.metrics import MetricsLog, StepMetrics, read_metrics
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.resume import find_resume, write_run_file
 from fp8booster.cli.train.run import _is_finished, run

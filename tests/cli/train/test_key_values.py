@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster import level
+from fp8booster import FP8Config, level
 from fp8booster.cli.train.key_values import (
     _OWN_FLAGS,
     _constructor_arguments,
@@ -148,6 +148,15 @@ def test_pairs_reach_the_plugin_and_the_config():
     assert plugin.zero_optim_kwargs["communication_dtype"] is torch.float32
     assert plugin.zero_optim_kwargs["clip_grad_norm"] == 0.5
     assert not build_plugin(options, use_fp8=False, network=nn.Module()).use_fp8
+
+
+def test_pairs_choose_the_scaling_and_its_options():
+    pairs = ("scaling=delayed", "delayed_history=4", "delayed_amax=most recent", "delayed_margin=1")
+    expected = FP8Config(scaling="delayed", delayed_history=4, delayed_amax="most recent", delayed_margin=1)
+    assert fp8_config(pairs) == expected
+    assert fp8_config(("scaling=constant", "gradient_bias=-3")).gradient_bias == -3
+    with pytest.raises(ValueError, match='option of scaling="delayed"'):
+        fp8_config(pairs[1:])
 
 
 def test_pairs_win_over_the_level():
