@@ -20,7 +20,9 @@ from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.roofline import CopyBandwidth, cast_bytes
 from benchmarks.harness.timing import Timing, Variant, input_sets, time_interleaved
 from fp8booster import formats, scaling
+from fp8booster.kernels.blockwise_cast import blockwise_cast
 from fp8booster.kernels.cast import cast
+from fp8booster.kernels.delayed_cast import cast_by, note_amax
 
 Work = Callable[[torch.Tensor, torch.Tensor], object]
 """What is done to (matrix, amax)."""
@@ -34,6 +36,10 @@ class CastKind:
     amax_given: bool
     layouts: int
     compiled: bool = False
+    blockwise: bool = False
+    """With a scale for each 128 values, which needs no pass for the amax."""
+    delayed: bool = False
+    """By an earlier amax, which leaves one pass that finds the matrix's own."""
 
 
 KINDS = (
@@ -42,6 +48,10 @@ KINDS = (
     CastKind("cast + transpose", amax_given=False, layouts=2),
     CastKind("cast, amax given", amax_given=True, layouts=1),
     CastKind("cast + transpose, amax given", amax_given=True, layouts=2),
+    CastKind("blockwise: cast", amax_given=True, layouts=1, blockwise=True),
+    CastKind("blockwise: cast + transpose", amax_given=True, layouts=2, blockwise=True),
+    CastKind("delayed cast", amax_given=True, layouts=1, delayed=True),
+    CastKind("delayed cast + transpose", amax_given=True, layouts=2, delayed=True),
     CastKind("torch.compile: cast", amax_given=False, layouts=1, compiled=True),
     CastKind("torch.compile: cast + transpose", amax_given=False, layouts=2, compiled=True),
 )
@@ -56,6 +66,10 @@ def work_of(kind: CastKind, device: torch.device) -> Work:
     if kind.layouts == 0:
         return _amax(device)
     transposed = kind.layouts == 2
+    if kind.blockwise:
+        return lambda matrix, amax: blockwise_cast(matrix, formats.E4M3, square=False, transposed=transposed)
+    if kind.delayed:
+        return _delayed(device, transposed=transposed)
     if kind.amax_given:
         return lambda matrix, amax: cast(matrix, formats.E4M3, transposed=transposed, amax=amax)
     return lambda matrix, amax: cast(matrix, formats.E4M3, transposed=transposed)
@@ -67,6 +81,18 @@ def _amax(device: torch.device) -> Work:
 
         return lambda matrix, amax: amax_partials(matrix)
     return lambda matrix, amax: scaling.amax_of(matrix)
+
+
+def _delayed(device: torch.device, *, transposed: bool) -> Work:
+    """As `FP8Config(scaling="delayed")`, within a step."""
+    history = torch.zeros(17, device=device)
+
+    def cast_and_note(matrix: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        data, transpose, inverse_scale, amaxes = cast_by(matrix, formats.E4M3, amax, transposed=transposed)
+        note_amax(history, amaxes, inverse_scale, new_step=False)
+        return data, transpose, inverse_scale
+
+    return cast_and_note
 
 
 def _compiled_cast(*, transposed: bool) -> Work:
@@ -168,7 +194,7 @@ def main(
     commit: command.Commit = None,
     device: command.DeviceName = "cuda",
 ) -> None:
-    """Time amax, cast and cast + transpose, with and without the amax given, compared with torch.compile."""
+    """Time amax, cast and cast + transpose, with and without the amax given, delayed casts, and torch.compile's."""
     shapes = [parse_shape(text) for text in shape]
     target, gpu = command.measured_device(device)
     if quick:

@@ -27,9 +27,10 @@ from rich.console import Console
 from benchmarks.harness import command, environment
 from benchmarks.harness.results import Result
 from benchmarks.training.campaign import Place, places, work_off
-from benchmarks.training.convergence import Findings, course_table, end_table, part_table, plot, read_runs
+from benchmarks.training.convergence import Findings, course_table, end_table, kind_table, part_table, plot, read_runs
 from benchmarks.training.data import tokens_of
 from benchmarks.training.job import Job
+from benchmarks.training.kinds import kind_of_text
 from benchmarks.training.launch import is_launched
 from benchmarks.training.output import Output, describe, gpu_facts, head_of, show
 from benchmarks.training.records import Setting, place_of
@@ -50,6 +51,10 @@ def main(
     text_column: Annotated[str, typer.Option(help="Column with the text in tables.")] = "text",
     tokenizer: Annotated[Path | None, typer.Option(help="Folder of one (default: trained on the text).")] = None,
     held_out: Annotated[float, typer.Option(help="Share of the text that no run trains on, its end.")] = 0.01,
+    kind: Annotated[
+        list[str],
+        typer.Option(help="Other text to evaluate on: code, prose, a language as de, or NAME=PATH; repeat it."),
+    ] = NONE,
     model: Annotated[str, typer.Option(help="As `benchmarks.llama --model`.")] = "7b",
     layers: Annotated[int | None, typer.Option(help="Layers, where not as many as the model has.")] = None,
     sequence: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
@@ -98,6 +103,7 @@ def main(
             raise ValueError("this starts the processes of each run; start it without torchrun, with --processes")
         at = places(at_once, processes, device)
         base = replace(base, tokens=tokens_of(data, text_column, base, tokenizer))
+        base = replace(base, kinds=tuple(kind_of_text(each, data, base.tokens, text_column) for each in kind))
     except (TypeError, ValueError, OSError) as error:
         command.refuse(str(error))
     until = float("inf") if minutes is None else began + 60 * minutes
@@ -203,6 +209,8 @@ def write(
     tokens = job.steps * job.micro_batch * job.sequence * setting.ranks
     head = head_of(setting, output) | {"training": f"{describe(job)}, {job.steps} steps"}
     head |= {"tokens of a run": f"{tokens / 1e6:.1f} M of {job.tokens.count / 1e6:.1f} M"}
+    if job.kinds:
+        head["text of other kinds"] = ", ".join(f"{name}: {each.name}" for name, each in job.kinds)
     head |= {f"in FP8, {variant}": layers for variant, layers in found.facts.items()}
     stress = ("-outlier" if job.outlier else "") + ("-tiny-gradients" if job.gradient_scale else "")
     name = f"convergence-{job.model}-{setting.ranks}{stress}-seeds-{'-'.join(map(str, seeds))}"
@@ -220,7 +228,12 @@ def deliver(
     json_file: Path | None,
 ) -> tuple[Result, list[Path]]:
     """Write tables and plot; returns the result and its files."""
-    tables = [part_table(found, variants), end_table(found, variants), course_table(found.losses, variants)]
+    tables = [
+        part_table(found, variants),
+        kind_table(found, variants),
+        end_table(found, variants),
+        course_table(found.losses, variants),
+    ]
     result = Result(name, title, head, tables, left_out)
     if folder is not None:
         # not with_suffix, as versions in the stem have dots

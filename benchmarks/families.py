@@ -12,10 +12,12 @@ Run it with each version of transformers; a family that the installed one does n
 from __future__ import annotations
 
 import gc
+import json
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -381,6 +383,7 @@ def main(
     rows: Annotated[int, typer.Option(help="Sequences of a step on the GPU.")] = 2,
     tokens: Annotated[int, typer.Option(help="Of each of them.")] = 4096,
     rounds: Annotated[int, typer.Option(help="Steps that are timed, after 5 that are not.")] = 15,
+    times: Annotated[Path | None, typer.Option(help="Show the times of another run, of this JSON, on a GPU.")] = None,
     folder: command.Folder = None,
     json_file: command.JsonFile = None,
     commit: command.Commit = None,
@@ -390,6 +393,8 @@ def main(
     unknown = set(family) - set(labels.values())
     if unknown:
         command.refuse(f"unknown families: {', '.join(sorted(unknown))}; there are {', '.join(labels.values())}")
+    others = None if times is None else json.loads(times.read_text())
+    times_of = {} if others is None else {each["family"]: each for each in others["tables"]["families"]}
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
     records = []
@@ -399,7 +404,9 @@ def main(
             record["absent"] = f"not in transformers {transformers.__version__}"
         else:
             record |= small_record(each, steps)
-            if has_gpu and gpu_layers:
+            if record["family"] in times_of:
+                record |= {key: value for key, value in times_of[record["family"]].items() if "_ms" in key}
+            elif has_gpu and gpu_layers:
                 record |= timed(each, gpu_layers, rows, tokens, device, rounds)
             else:
                 record["why_no_time"] = "left out (--gpu-layers 0)" if has_gpu else "no GPU"
@@ -409,6 +416,8 @@ def main(
         "small models": f"{LAYERS} layers, hidden size {SMALL['hidden_size']}, {ROWS} x {TOKENS} tokens, {steps} steps",
         "published sizes": f"{gpu_layers} layers, {rows} x {tokens} tokens, BF16 as transformers writes it; SGD",
     }
+    if others is not None:
+        head["times of"] = ", ".join(others["head"][key] for key in ("GPU", "torch", "date", "commit", "command"))
     note = (
         "Operations are those of a forward's products but attention's with itself, the vocabulary head's included. "
         "Losses are BF16's first, and the mean of the last fifth of the steps in BF16 and in FP8, which follows where "

@@ -73,6 +73,9 @@ def main(
     one_sided: Annotated[
         int, typer.Option(help="MiB of ZeRO's largest message in FP8, read from peers of one node (default: NCCL).")
     ] = 0,
+    record: Annotated[
+        int, typer.Option(help="Sample what FP8 does to each tensor every so many steps (default: never).")
+    ] = 0,
     precision: Annotated[
         str,
         typer.Option(

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from benchmarks.harness.command import JsonFile, run_command
 from fp8booster.checkpoints import newest_checkpoint
-from fp8booster.cli.train.metrics import read_metrics
+from fp8booster.cli.metrics import read_metrics
 
 Run = Annotated[Path, typer.Argument(help="A run's folder of one precision, as runs/whole/fp8.")]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.harness.results import Record
-from fp8booster.cli.train.metrics import read_metrics
+from fp8booster.cli.metrics import read_metrics
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.run import run
 

@@ -13,6 +13,7 @@ from fp8booster.nn.weights.casting import quantize_input, quantize_weight
 
 CONFIG = FP8Config()
 ROWWISE = FP8Config(granularity="rowwise")
+BLOCKWISE = FP8Config(granularity="blockwise")
 
 
 def _layer(weight: nn.Parameter, config: FP8Config = CONFIG) -> FP8Linear:
@@ -31,6 +32,12 @@ def cached(weight: nn.Parameter) -> Forward:
 def rowwise(weight: nn.Parameter) -> Forward:
     """`cached` with a scale for each row."""
     layer = _layer(weight, ROWWISE)
+    return lambda x, inputs: layer(x)
+
+
+def blockwise(weight: nn.Parameter) -> Forward:
+    """`cached` with a scale for each 128 values of x and dy, and for each block of 128 x 128 of w."""
+    layer = _layer(weight, BLOCKWISE)
     return lambda x, inputs: layer(x)
 
 
@@ -74,5 +81,6 @@ OURS = {
     "fp8booster-amax": Layer("fp8booster, amax delivered", amax_delivered, x_amax_given=True, dy_amax_given=True),
     "fp8booster-compiled": Layer("fp8booster, compiled", compiled),
     "fp8booster-rowwise": Layer("fp8booster, rowwise", rowwise),
+    "fp8booster-blockwise": Layer("fp8booster, blockwise", blockwise),
     "fp8booster-cold": Layer("fp8booster, weight cast each step", cast_each_step),
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fp8booster.colossal  # isort: skip  (patches colossalai before it is imported)
+import tempfile
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import colossalai.booster.plugin as native_plugins
@@ -19,8 +21,9 @@ import fp8booster.plugins
 from benchmarks.layers.peers import repaired_native_fp8
 from benchmarks.training.built_engine import OPTIMIZER_RANGE, BuiltEngine
 from benchmarks.training.job import MOE, Job
-from fp8booster import comm, fuse
+from fp8booster import capture_layers, comm, fuse, record
 from fp8booster.cli.train.key_values import fp8_config, parse_pairs
+from fp8booster.monitor.sinks import FILE
 from fp8booster.optim import HybridAdam
 from fp8booster.plugins.fp8_plugin import FP8Plugin
 from fp8booster.training.boosted import BoostedModel, causal
@@ -46,7 +49,7 @@ def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) 
         job: what to train.
         device: of this rank.
         use_fp8: FP8, which fuses decoder layers and loss unless the job's FP8 options say otherwise.
-        fused: in BF16, with the same parts fused.
+        fused: in BF16, with the same parts fused, and captured where the job's FP8 options say so.
 
     Raises:
         ValueError: `fp8booster.plugins` has no such plugin, it takes no fused model, or it has no ZeRO groups to send
@@ -65,6 +68,11 @@ def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) 
     if use_fp8:
         options |= {"use_fp8": True, "fp8_config": fp8_config(job.fp8_options)}
     built = boost(job, device, job.plugin, plugin_class, options, fused=fused)
+    if fused and fp8_config(job.fp8_options).cuda_graphs:
+        capture_layers(built.model)
+    if use_fp8 and job.record:
+        # as a run does, with the file; it ends with the process
+        record(built.model, every=job.record, sink=Path(tempfile.mkdtemp()) / FILE)
     if use_fp8 and job.one_sided:
         groups = getattr(built.optimizer, "pg_to_param_list", None)
         if groups is None:
@@ -124,7 +132,8 @@ def boost(
     boosted = BoostedModel(name, plugin, model, _optimizer(job, plugin_class, model))
 
     def step(tokens: torch.Tensor) -> torch.Tensor | None:
-        loss = boosted.forward_backward([causal(part) for part in tokens.split(job.micro_batch)])
+        with torch.autograd.set_multithreading_enabled(not fused):  # as with FP8
+            loss = boosted.forward_backward([causal(part) for part in tokens.split(job.micro_batch)])
         with record_function(OPTIMIZER_RANGE):
             boosted.update(max_norm)
         return loss if loss is None or job.gradient_scale is None else loss / job.gradient_scale

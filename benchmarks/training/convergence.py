@@ -14,12 +14,15 @@ import numpy as np
 from benchmarks.harness.plots import plot_differences, plot_points
 from benchmarks.harness.results import Column, Record, Table
 from benchmarks.training.runs import HELD_OUT, Run
-from benchmarks.training.variants import BF16, VARIANTS, base_of
+from benchmarks.training.variants import BF16, VARIANTS, Variant, base_of
 
 TENTHS = 10
 
 Losses = Mapping[int, Mapping[str, Sequence[float]]]
 """By seed and variant, of every step; a seed has the variants that were trained."""
+
+Ends = Mapping[int, Mapping[str, Mapping[str, float]]]
+"""By seed and variant: the loss after the last step, as the run computes ("own") and in BF16."""
 
 
 @dataclass
@@ -30,6 +33,8 @@ class Findings:
     """Where all were finite."""
     held_out: dict[int, dict[str, dict[str, float]]] = field(default_factory=dict)
     """The loss on what no step trains on, as the run computes ("own") and in BF16."""
+    kinds: dict[int, dict[str, dict[str, dict[str, float]]]] = field(default_factory=dict)
+    """The same on text of each other kind, by its name."""
     not_finite: dict[int, dict[str, int]] = field(default_factory=dict)
     """The step of the first loss that was not."""
     facts: dict[str, str] = field(default_factory=dict)
@@ -47,8 +52,9 @@ class Findings:
             elif end["end"] == HELD_OUT:
                 found.losses.setdefault(run.seed, {})[label] = run.folder.losses()
                 found.held_out.setdefault(run.seed, {})[label] = end["held_out"]
-                if end["layers"] is not None:
-                    found.facts[label] = end["layers"]
+                found.kinds.setdefault(run.seed, {})[label] = end["kinds"]
+                if end["layers"] is not None or run.variant.engine == Variant.engine:
+                    found.facts[label] = end["layers"] or "no layer, as their logs say why"
             else:
                 found.not_finite.setdefault(run.seed, {})[label] = end["at_step"]
                 left_out[run.name] = f"its loss is not finite at step {end['at_step']}"
@@ -131,7 +137,7 @@ def read_runs(files: Sequence[Path]) -> tuple[Findings, list[str], list[dict[str
     return joined, in_order(variants), runs
 
 
-KEPT = ("losses", "held_out", "not_finite")
+KEPT = ("losses", "held_out", "kinds", "not_finite")
 """Of `Findings`, what a result's records have by seed."""
 
 
@@ -189,7 +195,8 @@ def _end(record: Record, variant: str) -> str:
 
 def part_table(found: Findings, variants: Sequence[str]) -> Table:
     """What each part costs: a variant less what it is compared with, a row each."""
-    records = []
+    records: list[Record] = []
+    kinds = _kinds(found)
     for name in variants:
         ended = sum(name in by_variant for by_variant in found.losses.values())
         diverged = sum(name in by_variant for by_variant in found.not_finite.values())
@@ -205,9 +212,10 @@ def part_table(found: Findings, variants: Sequence[str]) -> Table:
                     "reference": reference,
                     "last": _recorded(course[-1] if course else None),
                     **{
-                        f"held_out_{kind}": _recorded(_held_out(found, name, reference, kind))
-                        for kind in ("own", "BF16")
+                        f"held_out_{way}": _recorded(_gap(found.held_out, name, reference, way))
+                        for way in ("own", "BF16")
                     },
+                    "kinds": {kind: _recorded(_gap(_of_kind(found, kind), name, reference, "own")) for kind in kinds},
                     "finite": finite,
                 }
             )
@@ -220,18 +228,56 @@ def part_table(found: Findings, variants: Sequence[str]) -> Table:
             Column("last tenth", lambda r: _shown(r["last"])),
             Column("held out", lambda r: _shown(r["held_out_own"])),
             Column("held out, weights run in BF16", lambda r: _shown(r["held_out_BF16"])),
+            *(Column(f"text of {kind}", lambda r, kind=kind: _shown(r["kinds"][kind])) for kind in kinds),
             Column("finite to the end", lambda r: r["finite"]),
         ],
         records,
         "Each variant and the one that it differs from in one part, of the same seed. Held out is text that no run "
-        "has trained on, after the last step: computed as the run computes, and by the same weights in plain BF16.",
+        "has trained on, after the last step: computed as the run computes, and by the same weights in plain BF16. "
+        "Text of other kinds is computed as the run computes.",
     )
 
 
-def _held_out(found: Findings, variant: str, reference: str, kind: str) -> Difference | None:
+def kind_table(found: Findings, variants: Sequence[str]) -> Table:
+    """The mean loss over the seeds on what was held out, and on text of each other kind."""
+    records: list[Record] = []
+    for kind, losses in {"held out": found.held_out, **{kind: _of_kind(found, kind) for kind in _kinds(found)}}.items():
+        of = {name: [each[name]["own"] for each in losses.values() if name in each] for name in variants}
+        records.append({"text": kind, "losses": {name: float(np.mean(own)) for name, own in of.items() if own}})
+    return Table(
+        "kinds",
+        "Loss on text that no run has trained on",
+        [
+            Column("text", lambda r: r["text"]),
+            *(Column(name, lambda r, name=name: _loss(r["losses"].get(name))) for name in variants),
+        ],
+        records,
+        "The mean over the seeds, as the run computes.",
+    )
+
+
+def _loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _kinds(found: Findings) -> list[str]:
+    """The names of the texts of other kinds."""
+    ends = (by_kind for by_variant in found.kinds.values() for by_kind in by_variant.values())
+    return list(dict.fromkeys(kind for by_kind in ends for kind in by_kind))
+
+
+def _of_kind(found: Findings, kind: str) -> Ends:
+    """What was found on text of one kind, in the form of `Findings.held_out`."""
+    return {
+        seed: {name: by_kind[kind] for name, by_kind in by_variant.items() if kind in by_kind}
+        for seed, by_variant in found.kinds.items()
+    }
+
+
+def _gap(losses: Ends, variant: str, reference: str, way: str) -> Difference | None:
     ratios = [
-        by_variant[variant][kind] / by_variant[reference][kind] - 1
-        for by_variant in found.held_out.values()
+        by_variant[variant][way] / by_variant[reference][way] - 1
+        for by_variant in losses.values()
         if variant in by_variant and reference in by_variant
     ]
     return Difference.of(ratios) if ratios else None
@@ -293,10 +339,15 @@ def plot(stem: Path, found: Findings, variants: Sequence[str], title: str) -> li
             y_label=percent,
             lines={name: [each.in_percent for each in course] for name, course in lines.items()},
         )
-    held_out = {name: each for name in lines if (each := _held_out(found, name, BF16, "own"))}
-    if held_out:
+    texts = {"held out": found.held_out, **{kind: _of_kind(found, kind) for kind in _kinds(found)}}
+    ends = {
+        text: gaps
+        for text, losses in texts.items()
+        if (gaps := {name: each for name in lines if (each := _gap(losses, name, BF16, "own"))})
+    }
+    if ends:
         drawn.append(f"{stem.name}-end.png")
-        kinds = {"last tenth": {name: course[-1] for name, course in lines.items()}, "held out": held_out}
+        kinds = {"last tenth": {name: course[-1] for name, course in lines.items()}, **ends}
         plot_points(
             stem.with_name(drawn[-1]),
             title=title,

@@ -59,12 +59,30 @@ def held_out(job: Job, device: torch.device) -> Iterator[torch.Tensor]:
         ValueError: it is too short for one micro-batch.
     """
     tokens = _divided(job)[1]
-    size = job.micro_batch * job.sequence
-    if len(tokens) < size:
+    if len(tokens) < job.micro_batch * job.sequence:
         raise ValueError(
-            f"--held-out {job.held_out:g} of the text is {len(tokens)} tokens, and one micro-batch takes {size}; give "
-            "a larger share or more text"
+            f"--held-out {job.held_out:g} of the text is {len(tokens)} tokens, and one micro-batch takes "
+            f"{job.micro_batch * job.sequence}; give a larger share or more text"
         )
+    yield from _in_order(tokens, job, device)
+
+
+def of_kind(tokens: TokenFile, job: Job, device: torch.device) -> Iterator[torch.Tensor]:
+    """As much text of another kind as is held out, or as there is: [micro_batch, sequence], int64, on `device`.
+
+    Raises:
+        ValueError: it is too short for one micro-batch.
+    """
+    if tokens.count < job.micro_batch * job.sequence:
+        raise ValueError(
+            f"the text of {tokens.name} is {tokens.count} tokens, and one micro-batch takes "
+            f"{job.micro_batch * job.sequence}; leave out its --kind, or give more text"
+        )
+    yield from _in_order(tokens.open()[: len(_divided(job)[1])], job, device)
+
+
+def _in_order(tokens: np.ndarray, job: Job, device: torch.device) -> Iterator[torch.Tensor]:
+    size = job.micro_batch * job.sequence
     for begin in range(0, len(tokens) - size + 1, size):
         part = tokens[begin : begin + size].reshape(job.micro_batch, job.sequence)
         yield _put(torch.from_numpy(part.astype(np.int64)), device)

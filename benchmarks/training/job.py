@@ -60,6 +60,8 @@ class Job:
     """`key=value` pairs for FP8Config."""
     one_sided: int = 0
     """MiB of the largest message that ZeRO of ours sends by `comm.use_one_sided`; 0 is NCCL alone."""
+    record: int = 0
+    """Steps between samples of what FP8 does to each tensor, of ours (`fp8booster.record`); 0 is none."""
     optimizer: str = "adamw"
     """One of `OPTIMIZERS`, for engines of fp8booster; peers have torch's AdamW."""
     update_in_backward: bool = False
@@ -68,6 +70,8 @@ class Job:
     """Text to train on; None is random tokens."""
     held_out: float = 0.0
     """Share of the text, its end, that no step trains on."""
+    kinds: tuple[tuple[str, TokenFile], ...] = ()
+    """Names and texts of other kinds, to evaluate on."""
     outlier: tuple[int, float] | None = None
     """An output channel of the middle layer's gate and up, and a factor on its initial weights."""
     gradient_scale: float | None = None
@@ -96,6 +100,8 @@ class Job:
             raise ValueError("--update-in-backward goes with --optimizer adamw-8bit and --micro-batches 1")
         if self.one_sided < 0:
             raise ValueError(f"--one-sided is {self.one_sided}; give the MiB of the largest message, or 0 for none")
+        if self.record < 0:
+            raise ValueError(f"--record is {self.record}; give the steps between samples, or 0 for none")
         if self.warm_up < 0:
             raise ValueError(f"--warm-up is {self.warm_up}; it must be at least 0")
         self.parallel(self.plugin).check()
@@ -145,16 +151,24 @@ class Job:
 
     def as_record(self) -> dict[str, Any]:
         """For JSON."""
-        return dataclasses.asdict(self) | {"tokens": None if self.tokens is None else _as_record(self.tokens)}
+        return dataclasses.asdict(self) | {
+            "tokens": None if self.tokens is None else _as_record(self.tokens),
+            "kinds": [[name, _as_record(tokens)] for name, tokens in self.kinds],
+        }
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Job:
         """The job that `as_record` wrote, by way of JSON."""
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
         if values["tokens"] is not None:
-            values["tokens"] = TokenFile(**values["tokens"] | {"folder": Path(values["tokens"]["folder"])})
+            values["tokens"] = _from_record(values["tokens"])
+        values["kinds"] = tuple((name, _from_record(tokens)) for name, tokens in values.get("kinds", ()))
         return cls(**values)
 
 
 def _as_record(tokens: TokenFile) -> dict[str, Any]:
     return dataclasses.asdict(tokens) | {"folder": str(tokens.folder)}
+
+
+def _from_record(record: dict[str, Any]) -> TokenFile:
+    return TokenFile(**record | {"folder": Path(record["folder"])})

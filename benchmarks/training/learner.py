@@ -11,7 +11,9 @@ import os
 import time
 import traceback
 import warnings
+from collections.abc import Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.training.built_engine import BuiltEngine
-from benchmarks.training.data import batches, held_out
+from benchmarks.training.data import batches, held_out, of_kind
 from benchmarks.training.engines import ENGINES
 from benchmarks.training.host import serve
 from benchmarks.training.job import Job
@@ -77,7 +79,7 @@ def learn(task: dict[str, Any]) -> None:
             return
     found = evaluate(built, job, device)
     if first:
-        folder.finish(HELD_OUT, held_out=found, **facts_of(built.model))
+        folder.finish(HELD_OUT, held_out=found.pop(HELD_OUT), kinds=found, **facts_of(built.model))
 
 
 def _resume(built: BuiltEngine, folder: RunFolder) -> int:
@@ -101,20 +103,25 @@ def _over_ranks(losses: list[torch.Tensor], late: bool, device: torch.device) ->
     return [value / dist.get_world_size() for value in sums], lates > 0
 
 
-def evaluate(built: BuiltEngine, job: Job, device: torch.device) -> dict[str, float]:
-    """The mean loss on what was held out: "own", as the run computes, and "BF16", of its weights without FP8."""
-    found = {"own": _mean_loss(built.model, job, device)}
+def evaluate(built: BuiltEngine, job: Job, device: torch.device) -> dict[str, dict[str, float]]:
+    """The mean loss on what was held out, and on text of each other kind, by its name.
+
+    "own" is as the run computes, and "BF16" of its weights without FP8.
+    """
+    texts = {HELD_OUT: lambda: held_out(job, device)}
+    texts |= {name: partial(of_kind, tokens, job, device) for name, tokens in job.kinds}
     trained, plain = built.boosted.model.unwrap(), build(job.architecture.config(job.sequence), device=device)
     plain.load_state_dict(trained.state_dict())
     for name, buffer in plain.named_buffers():  # ZeRO rounds the rotary frequencies, which are in no state dict
         buffer.data = trained.get_buffer(name).data
-    return found | {"BF16": _mean_loss(plain, job, device)}
+    ways = {"own": built.model, "BF16": plain}
+    return {name: {way: _mean_loss(model, text()) for way, model in ways.items()} for name, text in texts.items()}
 
 
 @torch.no_grad()
-def _mean_loss(model: torch.nn.Module, job: Job, device: torch.device) -> float:
+def _mean_loss(model: torch.nn.Module, text: Iterable[torch.Tensor]) -> float:
     model.eval()
-    losses = [model(input_ids=tokens, labels=tokens).loss for tokens in held_out(job, device)]
+    losses = [model(input_ids=tokens, labels=tokens).loss for tokens in text]
     return torch.stack(losses).double().mean().item()
 
 

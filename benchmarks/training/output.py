@@ -102,7 +102,7 @@ def describe(job: Job) -> str:
     shown = {
         key: value
         for key, value in job.as_record().items()
-        if value not in (None, (), False) and key not in ("tokens", "device", "layers", "steps", "warm_up")
+        if value not in (None, (), False) and key not in ("tokens", "kinds", "device", "layers", "steps", "warm_up")
     }
     text = "random tokens" if job.tokens is None else f"text of {Path(job.tokens.name).name}"
     shown["layers"] = job.architecture.layers

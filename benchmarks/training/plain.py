@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from benchmarks.training.built_engine import BuiltEngine
 from benchmarks.training.job import Job
-from fp8booster import convert_to_fp8, fuse
+from fp8booster import capture_layers, convert_to_fp8, fuse
 from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.optim import AdamW
 from fp8booster.training.batches import Replica
@@ -28,15 +28,19 @@ def plain(job: Job, device: torch.device) -> BuiltEngine:
     model = build(
         job.architecture.config(job.sequence), dtype=torch.bfloat16, device=device, checkpointing=job.checkpointing
     )
-    convert_to_fp8(model, fp8_config(job.fp8_options))
+    config = fp8_config(job.fp8_options)
+    convert_to_fp8(model, config)
     fuse(model)
+    if config.cuda_graphs is not False:
+        capture_layers(model, only_where_host_limits=config.cuda_graphs is None)
     optimizer = AdamW(model.parameters(), lr=job.lr, update_in_backward=True, micro_batches=job.micro_batches)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
         losses = []
         for part in tokens.split(job.micro_batch):
             loss = model(input_ids=part, labels=part).loss / job.micro_batches
-            loss.backward()
+            with torch.autograd.set_multithreading_enabled(False):  # as the plugins do: the host is faster so
+                loss.backward()
             losses.append(loss.detach())
         return torch.stack(losses).sum()
 

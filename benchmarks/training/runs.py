@@ -40,8 +40,12 @@ class RunFolder:
         Raises:
             ValueError: another run was begun there.
         """
-        tokens = None if job.tokens is None else job.tokens.identity  # wherever its file lies
-        text = json.dumps({"engine": engine, "job": job.as_record() | {"tokens": tokens}}, indent=1) + "\n"
+        # texts by what they are, wherever their files lie
+        texts = {
+            "tokens": None if job.tokens is None else job.tokens.identity,
+            "kinds": [[name, tokens.identity] for name, tokens in job.kinds],
+        }
+        text = json.dumps({"engine": engine, "job": job.as_record() | texts}, indent=1) + "\n"
         file = self.path / "job.json"
         if file.exists() and file.read_text() != text:
             raise ValueError(f"{self.path} holds a run of other options or another text; give another --runs")

@@ -3,18 +3,21 @@ from __future__ import annotations
 import json
 import math
 import os
+import struct
 import sysconfig
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from email.message import Message
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import convergence
-from benchmarks.training import campaign
+from benchmarks.training import campaign, kinds
 from benchmarks.training.campaign import places, work_off
 from benchmarks.training.convergence import (
     Difference,
@@ -22,14 +25,17 @@ from benchmarks.training.convergence import (
     course_table,
     differences,
     end_table,
+    kind_table,
     part_table,
     plot,
     tenths,
 )
 from benchmarks.training.data import gather_packages, tokens_of
 from benchmarks.training.job import Job
+from benchmarks.training.kinds import kind_of_text
 from benchmarks.training.runs import HELD_OUT, NOT_FINITE, Run, RunFolder
 from benchmarks.training.variants import BF16, VARIANTS, chosen
+from fp8booster.cli.train.tokenizer import load_tokenizer
 from tests.distributed import TEST_SECONDS
 from tests.programs import run_program
 
@@ -87,9 +93,10 @@ def test_each_part_is_compared_with_bf16_and_with_what_it_changes() -> None:
             0: {BF16: {"own": 4.0, "BF16": 4.0}, "FP8": {"own": 4.4, "BF16": 4.2}, moments: {"own": 4.4, "BF16": 4.2}},
             1: {BF16: {"own": 2.0, "BF16": 2.0}, "FP8": {"own": 2.1, "BF16": 2.1}},
         },
-        {2: {moments: 7}},
+        not_finite={2: {moments: 7}},
     )
-    table = part_table(found, [BF16, "BF16, fused blocks", "FP8", moments])
+    labels = [BF16, "BF16, fused blocks", "FP8", moments]
+    table = part_table(found, labels)
     assert [[column.show(record) for column in table.columns] for record in table.records] == [
         ["BF16, fused blocks", BF16, "-", "-", "-", "0 of 0"],
         ["FP8", BF16, "+1.00 ± 0.00 %", "+7.50 ± 2.50 %", "+5.00 ± 0.00 %", "2 of 2"],
@@ -99,6 +106,28 @@ def test_each_part_is_compared_with_bf16_and_with_what_it_changes() -> None:
     ]
     (row,) = [record for record in end_table(found, [BF16, "FP8", moments]).records if record["seed"] == "2"]
     assert row["not_finite"] == {moments: 7}
+
+
+def test_text_of_each_kind_has_a_column_a_row_and_points(tmp_path) -> None:
+    def both(own: float) -> dict[str, float]:
+        return {"own": own, "BF16": 9.0}
+
+    found = Findings(
+        {seed: {BF16: FLAT, "FP8": FLAT} for seed in (0, 1)},
+        {seed: {BF16: both(3.0), "FP8": both(3.0)} for seed in (0, 1)},
+        {
+            0: {BF16: {"de": both(4.0)}, "FP8": {"de": both(4.4)}},
+            1: {BF16: {"de": both(2.0)}, "FP8": {"de": both(2.1)}},
+        },
+    )
+    parts, texts = part_table(found, [BF16, "FP8"]), kind_table(found, [BF16, "FP8"])
+    (row,) = [[column.show(record) for column in parts.columns] for record in parts.records]
+    assert dict(zip([column.title for column in parts.columns], row, strict=True))["text of de"] == "+7.50 ± 2.50 %"
+    assert [[column.show(record) for column in texts.columns] for record in texts.records] == [
+        ["held out", "3.0000", "3.0000"],
+        ["de", "3.0000", "3.2500"],
+    ]
+    assert len(plot(tmp_path / "a", found, [BF16, "FP8"], "title")) == 2
 
 
 def test_variants_differ_in_options_and_optimizer() -> None:
@@ -244,7 +273,9 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
         device="cpu",
         fp8_options=("always=true", "emulate=true"),
     )
-    job = replace(job, tokens=tokens_of(str(text), "text", job))
+    tokens = tokens_of(str(text), "text", job)
+    (other := tmp_path / "other.txt").write_text("eleven and twelve are twenty-three.\n" * 300)
+    job = replace(job, tokens=tokens, kinds=(kind_of_text(f"words={other}", str(text), tokens, "text"),))
     variants = chosen(["bf16", "fp8-lean"], [])
     whole, parts = (Run.of(tmp_path / name, variants, [3], job) for name in ("whole", "parts"))
     tiny, broken = (
@@ -269,6 +300,9 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
     assert lean["held_out"]["own"] == pytest.approx(lean["held_out"]["BF16"], rel=1e-2)
     assert lean["held_out"]["own"] != lean["held_out"]["BF16"]
     assert "14 of 15" in lean["layers"]
+    assert bf16["kinds"]["words"]["own"] > bf16["held_out"]["own"] + 1  # it has not seen such text
+    assert lean["kinds"]["words"]["own"] == pytest.approx(bf16["kinds"]["words"]["own"], rel=0.1)
+    assert lean["kinds"] != bf16["kinds"]
 
     # gradients a million times smaller train as before, and what is not finite ends a run
     (run,) = tiny
@@ -278,6 +312,12 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
     found, left_out = Findings.of([*whole, *broken])
     assert found.not_finite == {3: {BF16: 1}}
     assert left_out == {"seed 3, BF16": "its loss is not finite at step 1"}
+
+    # an FP8 run without a layer in FP8 is told of
+    (none,) = Run.of(tmp_path / "none", [VARIANTS["fp8"]], [3], job)
+    none.folder.path.mkdir(parents=True)
+    none.folder.append(end=HELD_OUT, held_out={}, kinds={}, layers=None)
+    assert Findings.of([none, whole[0]])[0].facts == {"FP8": "no layer, as their logs say why"}
 
     # the folder of a run is its own
     (other,) = Run.of(tmp_path / "whole", variants[:1], [3], replace(job, lr=1e-3))
@@ -329,6 +369,40 @@ def test_a_tokenizer_that_is_there_is_taken(text, tmp_path, monkeypatch) -> None
     assert taken.folder != trained.folder
     assert (taken.open() == trained.open()).all()
     assert tokens_of(str(taken.folder), "text", job) == taken
+
+
+def test_kinds_of_text_that_a_machine_has(text, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent / "cache"))
+    packages = tmp_path / "packages"
+    folder = packages / "de" / "LC_MESSAGES"
+    folder.mkdir(parents=True)
+    (folder / "damaged.mo").write_bytes(b"no catalogue")
+    message = "Die Datei wurde nicht gefunden; bitte geben Sie eine andere an."
+    (folder / "program.mo").write_bytes(catalogue({"": "Content-Type: text/plain; charset=UTF-8\n", "a": message}))
+    monkeypatch.setattr(kinds, "distributions", lambda: [SimpleNamespace(metadata=Message())])
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(packages)})
+    tokens = tokens_of(str(text), "text", Job(model="micro"))
+    name, found = kind_of_text("de", str(text), tokens, "text")
+    assert (name, found.vocabulary) == ("de", tokens.vocabulary)
+    assert message in load_tokenizer(str(found.tokenizer)).decode(found.open())
+    with pytest.raises(ValueError, match="--kind is 'tlh', and this machine has no messages of programs in a language"):
+        kind_of_text("tlh", str(text), tokens, "text")
+    with pytest.raises(ValueError, match="--kind is 'prose', and this machine has no descriptions"):
+        kind_of_text("prose", str(text), tokens, "text")
+    with pytest.raises(ValueError, match="--kind code is the text that --data python trains on"):
+        kind_of_text("code", "python", tokens, "text")
+
+
+def catalogue(messages: dict[str, str]) -> bytes:
+    """A file of translations in gettext's format."""
+    keys, values = (b"".join(text.encode() + b"\0" for text in texts) for texts in (messages, messages.values()))
+    tables, begin = [], 28 + 16 * len(messages)
+    for texts in (messages, messages.values()):
+        for each in texts:
+            tables += [len(each.encode()), begin]
+            begin += len(each.encode()) + 1
+    head = (0x950412DE, 0, len(messages), 28, 28 + 8 * len(messages), 0, begin)
+    return struct.pack(f"<{7 + len(tables)}I", *head, *tables) + keys + values
 
 
 def test_packages_are_gathered_once(tmp_path, monkeypatch) -> None:

@@ -29,7 +29,7 @@ def test_a_family_is_a_row(tmp_path) -> None:
     # in units of 128^2: attention and feed-forward block have 4 in each of two layers, the head 2; angles hardly any
     assert neox["share"] == pytest.approx(16 / 18, rel=1e-4)
     assert (neox["converted"], neox["layers"], neox["unfused"]) == (8, 9, {})
-    assert len(deepseek["unfused"]) == 1
+    assert deepseek["unfused"] == {}
     assert ("absent" in oss) == (MAJOR < 5)
     assert neox["begin"] > neox["bf16"] == pytest.approx(neox["fp8"], abs=0.05)
     rows = cells(result.output)
@@ -49,6 +49,19 @@ def test_what_cannot_be_timed_has_its_reason(monkeypatch: pytest.MonkeyPatch) ->
     assert families.show_ms(record, "fp8_ms").startswith("2.0 [")
     assert families.show_speedup(record) == "no time of one of them"
     assert families.show_speedup({"bf16_ms": {"median": 3.0}, "fp8_ms": {"median": 2.0}}) == "1.50"
+
+
+def test_times_of_another_run_are_shown_with_where_they_are_from(tmp_path) -> None:
+    head = {"GPU": "NVIDIA H200", "torch": "2.11", "date": "today", "commit": "abc", "command": "a command"}
+    record = {"family": "GPT-NeoX", "begin": 1.0, "bf16_ms": {"median": 3.0, "p10": 2.9, "p90": 3.1}}
+    record["fp8_ms"] = {"median": 2.0, "p10": 1.9, "p90": 2.1}
+    (tmp_path / "times.json").write_text(json.dumps({"head": head, "tables": {"families": [record]}}))
+    result = run(families.main, "--family", "GPT-NeoX", "--steps", "0", "--times", str(tmp_path / "times.json"))
+    assert result.exit_code == 0, result.output
+    ((*_, bf16, fp8, speedup),) = cells(result.output)
+    assert (bf16, fp8, speedup) == ("3.0 [2.9-3.1]", "2.0 [1.9-2.1]", "1.50")
+    assert "times of: NVIDIA H200, 2.11, today, abc, a command" in result.output
+    assert "left out (--steps 0)" in result.output
 
 
 def test_an_unknown_family_is_refused() -> None:

@@ -26,6 +26,7 @@ from fp8booster.training.batches import Replica
         ({"micro_batch": 0}, "--micro-batch is 0; it must be at least 1"),
         ({"warm_up": -1}, "--warm-up is -1"),
         ({"one_sided": -1}, "--one-sided is -1; give the MiB"),
+        ({"record": -1}, "--record is -1; give the steps between samples"),
         ({"tp": 2}, "low_level_zero takes no --tp; gemini, hybrid and moe do"),
         ({"plugin": "gemini", "pp": 2}, "gemini takes no --pp; hybrid and moe do"),
         ({"plugin": "hybrid", "sp": 2}, "--sp needs --sp-mode"),

@@ -10,7 +10,7 @@ import typer
 from safetensors.torch import save_file
 
 from benchmarks.resumed import main
-from fp8booster.cli.train.metrics import StepMetrics
+from fp8booster.cli.metrics import StepMetrics
 
 
 def write_run(folder: Path, first: int, loss: float = 2.0, weight: float = 1.0) -> Path:
