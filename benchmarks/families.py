@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import transformers
 import typer
@@ -163,8 +164,10 @@ def sizes_of(family: str, *, small: bool) -> dict[str, Any]:
     return sizes
 
 
-def model_of(family: str, layers: int, positions: int, device: torch.device, *, small: bool) -> nn.Module:
-    """A model in BF16 as transformers writes it, in training mode; the same at every call."""
+def model_of(
+    family: str, layers: int, positions: int, device: torch.device, *, small: bool, seed: int = 0
+) -> nn.Module:
+    """A model in BF16 as transformers writes it, in training mode; the same at every call with a seed."""
     tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if family == "gpt2" else {}
     config = CONFIG_MAPPING[family](
@@ -175,7 +178,7 @@ def model_of(family: str, layers: int, positions: int, device: torch.device, *, 
         max_position_embeddings=positions,
         use_cache=False,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with torch.device(device), _dtype(torch.bfloat16):
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
         for name, weight in model.named_parameters():
@@ -234,9 +237,9 @@ class LinearProducts(TorchDispatchMode):
         return self.operations["FP8"] / sum(self.operations.values())
 
 
-def batches(vocabulary: int, steps: int) -> Iterator[torch.Tensor]:
-    """Token ids [ROWS, TOKENS], in which each token has one of four that follow it; the same at every call."""
-    generator = torch.Generator().manual_seed(1)
+def batches(vocabulary: int, steps: int, seed: int = 0) -> Iterator[torch.Tensor]:
+    """Token ids [ROWS, TOKENS], in which each token has one of four that follow it; the same for each seed."""
+    generator = torch.Generator().manual_seed(1 + seed)
     followers = torch.randint(3, vocabulary, (vocabulary, 4), generator=generator)
     for _ in range(steps):
         ids = torch.randint(3, vocabulary, (ROWS, TOKENS), generator=generator)
@@ -246,11 +249,11 @@ def batches(vocabulary: int, steps: int) -> Iterator[torch.Tensor]:
         yield ids
 
 
-def losses_of(model: nn.Module, steps: int) -> list[float]:
+def losses_of(model: nn.Module, steps: int, seed: int) -> list[float]:
     """Of training on new tokens at each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     losses = []
-    for ids in batches(SMALL["vocab_size"], steps):
+    for ids in batches(SMALL["vocab_size"], steps, seed):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -259,11 +262,17 @@ def losses_of(model: nn.Module, steps: int) -> list[float]:
     return losses
 
 
-def small_record(family: str, steps: int) -> Record:
-    """What is converted and fused of a small model, and its loss in BF16 and in FP8."""
-    cpu = torch.device("cpu")
-    model = convert_to_fp8(model_of(family, LAYERS, TOKENS, cpu, small=True))
-    fuse(model)
+def small_model(family: str, seed: int = 0, *, fp8: bool) -> nn.Module:
+    """A model of the CPU, as transformers writes it or converted and fused."""
+    model = model_of(family, LAYERS, TOKENS, torch.device("cpu"), small=True, seed=seed)
+    if fp8:
+        fuse(convert_to_fp8(model))
+    return model
+
+
+def small_record(family: str, steps: int, seeds: int) -> Record:
+    """What is converted and fused of a small model, and its losses in BF16 and in FP8."""
+    model = small_model(family, fp8=True)
     with torch.no_grad(), LinearProducts(model.eval()) as products:
         model(input_ids=next(batches(SMALL["vocab_size"], 1)))
     found = report(model)
@@ -276,12 +285,15 @@ def small_record(family: str, steps: int) -> Record:
         "share": products.share,
     }
     if steps:
-        right = losses_of(model_of(family, LAYERS, TOKENS, cpu, small=True), steps)
-        losses = losses_of(model.train(), steps)
         last = slice(-max(1, steps // 5), None)
-        of_bf16, of_fp8 = (sum(each[last]) / len(each[last]) for each in (right, losses))
-        record |= {"begin": right[0], "bf16": of_bf16, "fp8": of_fp8}
-        record["apart"] = (of_fp8 - of_bf16) / (right[0] - of_bf16)
+        losses = {
+            fp8: np.array([losses_of(small_model(family, seed, fp8=fp8), steps, seed) for seed in range(seeds)])
+            for fp8 in (False, True)
+        }
+        begin, right, ends = losses[False][:, 0], *(each[:, last].mean(1) for each in losses.values())
+        apart = (ends - right) / (begin - right)
+        record |= {"begin": begin.mean(), "bf16": right.mean(), "fp8": ends.mean()}
+        record |= {"apart": apart.mean(), "apart_of_seeds": apart.tolist()}
     return record
 
 
@@ -340,7 +352,12 @@ def show_loss(record: Record) -> str:
     if "apart" not in record:
         return "left out (--steps 0)"
     verdict = "yes" if abs(record["apart"]) <= MOST_APART else "no"
-    return f"{verdict} ({record['begin']:.2f} to {record['bf16']:.3f}; {record['fp8']:.3f})"
+    seeds = record["apart_of_seeds"]
+    error = f" ± {100 * np.std(seeds, ddof=1) / math.sqrt(len(seeds)):.1f}" if len(seeds) > 1 else ""
+    return (
+        f"{verdict}, {100 * record['apart']:+.1f}{error} % "
+        f"({record['begin']:.2f} to {record['bf16']:.3f}; {record['fp8']:.3f})"
+    )
 
 
 def show_ms(record: Record, name: str) -> str:
@@ -367,7 +384,7 @@ COLUMNS = (
     Column("linear layers converted", show(show_converted)),
     Column("fused", show(show_unfused)),
     Column("linear FLOPs in FP8", show(lambda r: f"{100 * r['share']:.0f} %")),
-    Column("loss follows BF16 (BF16; FP8)", show(show_loss)),
+    Column("loss follows BF16 (BF16's first, and last; FP8's last)", show(show_loss)),
     Column("published size", lambda r: r["model"]),
     Column("BF16, ms", show(lambda r: show_ms(r, "bf16_ms"))),
     Column("FP8, ms", show(lambda r: show_ms(r, "fp8_ms"))),
@@ -379,6 +396,7 @@ ALL: list[str] = []
 def main(
     family: Annotated[list[str], typer.Option(help="As the table calls it; repeat the option (default: all).")] = ALL,
     steps: Annotated[int, typer.Option(min=0, help="Of the small models on the CPU; 0 leaves training out.")] = 50,
+    seeds: Annotated[int, typer.Option(min=1, help="Initial weights and tokens of the small models.")] = 4,
     gpu_layers: Annotated[int, typer.Option(min=0, help="Of the models timed on a GPU; 0 leaves them out.")] = 4,
     rows: Annotated[int, typer.Option(help="Sequences of a step on the GPU.")] = 2,
     tokens: Annotated[int, typer.Option(help="Of each of them.")] = 4096,
@@ -403,7 +421,7 @@ def main(
         if each not in CONFIG_MAPPING:
             record["absent"] = f"not in transformers {transformers.__version__}"
         else:
-            record |= small_record(each, steps)
+            record |= small_record(each, steps, seeds)
             if record["family"] in times_of:
                 record |= {key: value for key, value in times_of[record["family"]].items() if "_ms" in key}
             elif has_gpu and gpu_layers:
@@ -413,15 +431,17 @@ def main(
         records.append(record)
     head = environment.head(gpu_of(device), commit=commit) | {
         "transformers": transformers.__version__,
-        "small models": f"{LAYERS} layers, hidden size {SMALL['hidden_size']}, {ROWS} x {TOKENS} tokens, {steps} steps",
+        "small models": f"{LAYERS} layers, hidden size {SMALL['hidden_size']}, {ROWS} x {TOKENS} tokens",
+        "their training": f"{steps} steps, {seeds} seeds",
         "published sizes": f"{gpu_layers} layers, {rows} x {tokens} tokens, BF16 as transformers writes it; SGD",
     }
     if others is not None:
         head["times of"] = ", ".join(others["head"][key] for key in ("GPU", "torch", "date", "commit", "command"))
     note = (
         "Operations are those of a forward's products but attention's with itself, the vocabulary head's included. "
-        "Losses are BF16's first, and the mean of the last fifth of the steps in BF16 and in FP8, which follows where "
-        f"they differ by at most {100 * MOST_APART:.0f} % of the fall."
+        "A loss is the mean of the last fifth of the steps. FP8's follows BF16's where it is at most "
+        f"{100 * MOST_APART:.0f} % of the fall of BF16's away from it in the mean over seeds, of which the standard "
+        "error is given."
     )
     table = Table("families", "Families", COLUMNS, records, note)
     failed = [r["family"] for r in records if not math.isfinite(r.get("apart", 0.0))]

@@ -22,7 +22,18 @@ def cells(markdown: str) -> list[list[str]]:
 
 
 def test_a_family_is_a_row(tmp_path) -> None:
-    arguments = ["--family", "GPT-NeoX", "--family", "DeepSeek V3", "--family", "gpt-oss", "--steps", "2"]
+    arguments = [
+        "--family",
+        "GPT-NeoX",
+        "--family",
+        "DeepSeek V3",
+        "--family",
+        "gpt-oss",
+        "--steps",
+        "2",
+        "--seeds",
+        "2",
+    ]
     result = run(families.main, *arguments, "--gpu-layers", "0", "--json", str(tmp_path / "found.json"))
     assert result.exit_code == 0, result.output
     neox, deepseek, oss = json.loads((tmp_path / "found.json").read_text())["tables"]["families"]
@@ -32,7 +43,9 @@ def test_a_family_is_a_row(tmp_path) -> None:
     assert deepseek["unfused"] == {}
     assert ("absent" in oss) == (MAJOR < 5)
     assert neox["begin"] > neox["bf16"] == pytest.approx(neox["fp8"], abs=0.05)
+    assert len(neox["apart_of_seeds"]) == 2
     rows = cells(result.output)
+    assert "±" in rows[0][4]
     assert [row[0] for row in rows] == ["GPT-NeoX", "DeepSeek V3", "gpt-oss"]
     assert all(len(row) == len(families.COLUMNS) and all(cell.strip() for cell in row) for row in rows)
 
