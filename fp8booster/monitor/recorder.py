@@ -264,10 +264,10 @@ def _largest(data: torch.Tensor, inverse_scale: torch.Tensor) -> torch.Tensor:
     """The largest inverse scale of values that are not zero, []; the scale of zeros is 1, and tells nothing."""
     if inverse_scale.dim() == 0:
         return inverse_scale
-    codes = data[: len(inverse_scale)].view(torch.uint8).bitwise_and(0x7F)
+    is_nonzero = data[: len(inverse_scale)].view(torch.uint8).bitwise_and(0x7F) != 0
     if inverse_scale.dim() == 2:
-        codes = codes.unflatten(1, (-1, BLOCK))
-    return torch.where(codes.any(-1), inverse_scale, 0.0).amax()
+        is_nonzero = is_nonzero.unflatten(1, (-1, BLOCK))
+    return torch.where(is_nonzero.any(-1), inverse_scale, 0.0).amax()
 
 
 def _let_read(device: torch.device, casts: Sequence[_Sampled]) -> None:

@@ -85,13 +85,15 @@ def plain(values: torch.Tensor, dtype: torch.dtype) -> dict[str, float]:
 def test_figures_are_those_of_their_definitions() -> None:
     model, sink = blocks(), Kept()
     given: dict[tuple[str, str], torch.Tensor] = {}
+
+    def keep(name: str, args: tuple[torch.Tensor], output: torch.Tensor) -> None:
+        given[name, "input"] = args[0].detach()
+        output.register_hook(lambda gradient: given.update({(name, "output gradient"): gradient.clone()}))
+
     for number, layer in enumerate(model.layers):
         name = f"layers.{number}"
         given[name, "weight"] = layer.weight.detach().clone()
-        layer.register_forward_pre_hook(lambda _, args, name=name: given.update({(name, "input"): args[0].detach()}))
-        layer.register_full_backward_pre_hook(
-            lambda _, gradients, name=name: given.update({(name, "output gradient"): gradients[0].clone()})
-        )
+        layer.register_forward_hook(lambda _, args, output, name=name: keep(name, args, output))
     with record(model, every=50, sink=sink):
         steps(model, 1)
     assert {(row.layer, row.role) for row in sink.rows} == given.keys()
