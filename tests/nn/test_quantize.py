@@ -208,7 +208,7 @@ def test_a_model_that_trained_in_fp8_is_quantized_to_the_weights_it_multiplied_b
     model, _ = built("LLaMA", device)
     convert_to_fp8(model)
     bytes_of = {
-        name: module.fp8_weight.for_call(module.weight, module.fp8_config, torch.empty(0), training=True, again=True)
+        name: module.fp8_weight.for_call(module.weight, module.fp8_config, torch.empty(0), training=True)
         for name, module in model.named_modules()
         if name.endswith("_proj")
     }

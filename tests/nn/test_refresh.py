@@ -114,9 +114,7 @@ def test_a_changed_weight_is_seen(change, again, model, x) -> None:
 
 def test_copies_stay_where_they_are(model) -> None:
     def places() -> list[int]:
-        copies = [
-            model[index].fp8_weight.forward([model[index].weight], FP8Config(), transpose=True) for index in (0, 4)
-        ]
+        copies = [model[index].fp8_weight.held for index in (0, 4)]
         return [tensor.data_ptr() for held in copies for tensor in held[:3]]
 
     refresh_weights(model)
@@ -167,7 +165,7 @@ def test_layers_that_it_cannot_serve_are_left_alone(device) -> None:
     assert kept.fp8_weight.is_provided([kept.weight])
 
 
-def test_evaluation_drops_the_copies_and_training_gets_them_back(model, x, casts) -> None:
+def test_evaluation_makes_its_own_copies_and_training_gets_them_back(model, x, casts) -> None:
     refresh_weights(model)
     with torch.no_grad():
         expected = model.eval()(x)
@@ -181,7 +179,7 @@ def test_evaluation_drops_the_copies_and_training_gets_them_back(model, x, casts
 def test_a_model_and_its_copies_die_together(device) -> None:
     layer = FP8Linear(32, 32, device=device)
     refresh_weights(layer)
-    weight, held = (weakref.ref(layer.weight), layer.fp8_weight.forward([layer.weight], FP8Config(), transpose=True))
+    weight, held = weakref.ref(layer.weight), layer.fp8_weight.held
     transpose = weakref.ref(held.transpose)
     del layer, held
     gc.collect()

@@ -306,6 +306,28 @@ def test_evaluation_computes_in_fp8_and_leaves_training_alone() -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("fp8_communication", [True, False])
+def test_evaluation_multiplies_by_the_weights_that_training_has(
+    fp8_communication: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    casts = count_calls(monkeypatch, cached, "quantize_weight")
+    run = boost(fp8(fp8_config=FP8Config(fused=False), fp8_communication=fp8_communication))
+    first, second = rank_batches(2)
+    for _ in range(2):
+        run.step(first)
+        casts.clear()
+        run.model.eval()
+        with torch.no_grad():
+            losses = [run.loss(batch) for batch in (first, second, first)]
+        # those that ZeRO gathered in FP8 were cast by it
+        assert len(casts) == (0 if fp8_communication else LAYERS)
+        run.model.train()
+        with torch.no_grad():
+            assert run.loss(first) == losses[0] == losses[2]
+            assert run.loss(second) == losses[1]
+
+
+@ranks(2)
 def test_a_model_is_boosted_without_an_optimizer() -> None:
     from colossalai.booster import Booster
 

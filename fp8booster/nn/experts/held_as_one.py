@@ -32,7 +32,7 @@ from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import cached_by_class, members_of_made
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import REAL_TIME, Casts
-from fp8booster.nn.weights.freshness import is_captured, reusable
+from fp8booster.nn.weights.freshness import is_captured
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import WeightSource
 
@@ -178,7 +178,7 @@ class FP8Experts(nn.Module):
             return "a graph that is captured, while the host must know how many tokens an expert gets"
         experts, *sizes = up.shape
         inputs, outputs = sizes if self.is_transposed else reversed(sizes)
-        # in evaluation all weights are cast for each call
+        # in evaluation few tokens need few of the experts, and a cast is of all
         if self.training and experts >= EXPERTS_THAT_PAY:
             return None
         if computes_in_fp8(self.fp8_config, chosen.numel(), inputs, outputs, up.device):
@@ -221,7 +221,7 @@ class FP8Experts(nn.Module):
         """The product of all experts' rows by one parameter, [M, N]; `biased` is of `_where_biased`."""
         weight, source, config = getattr(self, name), self.fp8_weights[name], self.fp8_config
         casts = self.fp8_casts[name] if self.training else REAL_TIME
-        cast = source.for_call(weight, config, x, training=self.training, again=reusable(x, weight), casts=casts)
+        cast = source.for_call(weight, config, x, training=self.training, casts=casts)
         w = under_one_scale(cast, len(weight), self.is_transposed)
         backward_weight = source.backward([weight], config, casts=casts)
         y = grouped_linear(x, [weight], w, groups, config, backward_weight=backward_weight, casts=casts)
@@ -234,6 +234,13 @@ class FP8Experts(nn.Module):
         for name, source in self.fp8_weights.items():
             weight = self._parameters.get(name)
             source.invalidate([] if weight is None else [weight])
+
+    def train(self, mode: bool = True) -> FP8Experts:
+        """As `nn.Module.train`; copies that were made in evaluation go."""
+        if not self.training:
+            for source in self.fp8_weights.values():
+                source.end_evaluation()
+        return super().train(mode)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FP8Experts:
         self.forget()  # the parameters move to another device or dtype

@@ -30,9 +30,9 @@ class FP8Layer(nn.Module):
 
     A layer turns into a class of these in place (`convert_in_place`) and back (`revert`): its parameters, hooks and
     identity stay. In training mode the FP8 weight and its transpose are made once per optimizer step, whatever the
-    number of micro-batches, and layers that read one input share its cast. In evaluation mode the weight is cast at
-    every call. Where `speed_model` finds BF16 faster for the number of tokens, the layer computes in that, unless
-    `config.always`.
+    number of micro-batches, and layers that read one input share its cast. In evaluation mode the weight is cast once
+    between two steps, and for each call of `train` or `eval`. Where `speed_model` finds BF16 faster for the number of
+    tokens, the layer computes in that, unless `config.always`.
     """
 
     original: ClassVar[type[nn.Module]]
@@ -132,9 +132,7 @@ class FP8Layer(nn.Module):
         # what ranks gather is not made again from one rank's part
         recipe = delivered_recipe(input) if for_weight and exchange.input_key is None else None
         casts = self.fp8_casts if self.training else REAL_TIME
-        quantized_weight = partial(
-            self.fp8_weight.for_call, weight, config, input, training=self.training, again=again, casts=casts
-        )
+        quantized_weight = partial(self.fp8_weight.for_call, weight, config, input, training=self.training, casts=casts)
         w = quantized_weight() if casts.by_channel else None  # its cast finds what the input is multiplied by
         cast = partial(share_input, exchange=exchange) if again and w is None else exchange.input
         x = cast(input, config, transposed=for_weight and recipe is None, casts=casts)
@@ -152,6 +150,12 @@ class FP8Layer(nn.Module):
             casts=casts,
             recipe=recipe,
         )
+
+    def train(self, mode: bool = True) -> FP8Layer:
+        """As `nn.Module.train`; copies that were made in evaluation go."""
+        if not self.training:
+            self.fp8_weight.end_evaluation()
+        return super().train(mode)
 
     def _computes_in_fp8(self, rows: int, matrix: torch.Tensor, again: bool) -> bool:
         """Whether FP8 pays for so many tokens; what was found is kept where casts are."""

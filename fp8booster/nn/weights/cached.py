@@ -17,7 +17,10 @@ from fp8booster.tensor import QuantizedMatrix
 
 
 class CachedWeight(WeightSource):
-    """Casts the weights when they are first asked for after a change, as `freshness` sees it: once a step."""
+    """Casts the weights when they are first asked for after a change, as `freshness` sees it: once a step.
+
+    Copies of training and of evaluation, whose casts may scale otherwise, do not serve each other.
+    """
 
     def __init__(self, is_transposed: bool = False) -> None:
         super().__init__(is_transposed)
@@ -29,23 +32,32 @@ class CachedWeight(WeightSource):
     ) -> QuantizedMatrix:
         """As `WeightSource.forward`; cast now unless a fresh copy with the layouts asked for is there."""
         note_use(self, weights, config, transpose, casts)
-        copy = self._copy.get(weights, config)
+        in_training = casts is not REAL_TIME
+        copy = self._copy.get(weights, (config, in_training))
         if copy is None or (transpose and not copy.transpose.numel()):
             self.forget()  # first, so that the allocator can give the same memory again
             matrix = as_matrix(weights, self.is_transposed)
             copy = quantize_weight(matrix, config, transposed=transpose, casts=casts)
-            self.put(weights, config, copy)
+            self.put(weights, config, copy, in_training=in_training)
         return copy
 
-    def put(self, weights: Sequence[torch.Tensor], config: FP8Config, quantized: QuantizedMatrix) -> None:
+    def put(
+        self,
+        weights: Sequence[torch.Tensor],
+        config: FP8Config,
+        quantized: QuantizedMatrix,
+        *,
+        in_training: bool = True,
+    ) -> None:
         """Hold a copy that was just made, as fresh as if `forward` had made it.
 
         Args:
             weights, config: what it was made from and by.
             quantized: their FP8 matrix.
+            in_training: it serves layers in training, otherwise in evaluation.
         """
         self.forget()
-        self._copy.put(weights, config, quantized)
+        self._copy.put(weights, (config, in_training), quantized)
 
     @property
     def held(self) -> QuantizedMatrix | None:
@@ -56,9 +68,13 @@ class CachedWeight(WeightSource):
         """Free the copy."""
         self._copy.forget()
 
+    def end_evaluation(self) -> None:
+        """As `WeightSource.end_evaluation`; what an engine made stays."""
+        self._copy.forget()
+
     def fresh(self, weights: Sequence[torch.Tensor], config: FP8Config) -> QuantizedMatrix | None:
-        """The copy, if it is fresh."""
-        return self._copy.get(weights, config)
+        """The copy that serves training, if it is fresh."""
+        return self._copy.get(weights, (config, True))
 
     def pin(
         self,

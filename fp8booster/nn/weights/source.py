@@ -78,37 +78,30 @@ class WeightSource:
         return None
 
     def for_call(
-        self,
-        weight: torch.Tensor,
-        config: FP8Config,
-        input: torch.Tensor,
-        *,
-        training: bool,
-        again: bool,
-        casts: Casts = REAL_TIME,
+        self, weight: torch.Tensor, config: FP8Config, input: torch.Tensor, *, training: bool, casts: Casts = REAL_TIME
     ) -> QuantizedMatrix:
-        """The matrix for one call: `forward`'s, or a cast for it alone in evaluation and where none can be kept.
+        """The matrix for one call: `forward`'s, or a cast for it alone where none can be kept.
 
         Args:
             weight: the only one.
             config: its format and scaling.
             input: what the matrix will be multiplied by.
             training: the mode of the module that calls.
-            again: whether `freshness.reusable` casts of both.
             casts: as in `forward`.
         """
-        # what an engine provides may be all that there is of the weight, in inference mode too
-        if (again and training) or (
-            not (torch.compiler.is_compiling() or weight.is_inference() or is_captured(input))
-            and self.is_provided([weight])
-        ):
-            # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
-            return self.forward([weight], config, transpose=config.keeps_transposes, casts=casts)
-        if again:
-            self.forget()
-        matrix = as_matrix([weight], self.is_transposed)
         for_backward = torch.is_grad_enabled() and input.requires_grad
-        return quantize_weight(matrix, config, transposed=for_backward, casts=casts)
+        if torch.compiler.is_compiling() or weight.is_inference() or is_captured(input):
+            return quantize_weight(
+                as_matrix([weight], self.is_transposed), config, transposed=for_backward, casts=casts
+            )
+        # what an engine provides may be all that there is of the weight, and has the transposes that it has
+        if training or self.is_provided([weight]):
+            # a checkpointed forward runs without gradients first: with the transpose now, it is not cast twice
+            for_backward = config.keeps_transposes
+        if not torch.is_inference_mode_enabled():
+            return self.forward([weight], config, transpose=for_backward, casts=casts)
+        with torch.inference_mode(False):  # what is cast here may be read by a forward that autograd sees
+            return self.forward([weight], config, transpose=for_backward, casts=casts)
 
     def notes_of_scaling(self, config: FP8Config) -> list[str]:
         """What the report says of scales that do not come from the tensors that are cast."""
@@ -145,6 +138,9 @@ class WeightSource:
 
     def forget(self) -> None:
         """Free what is held."""
+
+    def end_evaluation(self) -> None:
+        """Free what was cast in evaluation: what is evaluated next may be others' values, written unseen."""
 
     def restore_values(self) -> None:
         """Give the weights their values in 16 bits again, where an engine keeps none."""

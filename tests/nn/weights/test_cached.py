@@ -122,17 +122,44 @@ def test_another_configuration_casts_anew(layer, x) -> None:
     assert torch.equal(layer(x), fp8_linear(x, layer.weight, config=layer.fp8_config))
 
 
-def test_evaluation_casts_at_every_call_and_keeps_nothing(layer, x, casts) -> None:
-    layer(x)
-    casts.clear()
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_evaluation_casts_a_weight_once_between_two_steps(mode, layer, x, casts) -> None:
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for step in range(1, 3):
+        trained = layer.train()(x)
+        casts.clear()
+        layer.eval()
+        with mode():
+            for _ in range(3):
+                assert torch.equal(layer(x), trained)
+        assert weight_casts(casts, layer) == 1, step
+        trained.sum().backward()  # its weight is still there
+        optimizer.step()
+
+
+def test_what_inference_mode_cast_serves_a_forward_with_gradients(layer, x, casts) -> None:
     layer.eval()
-    with torch.no_grad():
-        for _ in range(2):
-            layer(x)
-    assert weight_casts(casts, layer) == 2
-    assert layer.fp8_weight.held is None
-    layer.weight.data.mul_(2)  # nobody has to be told
-    assert torch.equal(layer(x), fp8_linear(x, layer.weight))
+    with torch.inference_mode():
+        layer(x)
+    y = layer(x)
+    y.sum().backward()
+    assert weight_casts(casts, layer) == 1
+    weight = layer.weight.detach().clone().requires_grad_()
+    fp8_linear(x, weight).sum().backward()
+    assert torch.equal(layer.weight.grad, weight.grad)
+
+
+def test_each_pass_of_evaluation_sees_what_was_written_unseen_before_it(layer, x) -> None:
+    """As averages of weights are: swapped in for an evaluation, and out again."""
+    layer(x)
+    own = layer.weight.detach().clone()
+    for swapped in (own * 2, own * 3):
+        layer.weight.data.copy_(swapped)
+        layer.eval()
+        with torch.no_grad():
+            assert torch.equal(layer(x), fp8_linear(x, swapped))
+    layer.weight.data.copy_(own)
+    assert torch.equal(layer.train()(x), fp8_linear(x, own))
 
 
 def test_a_forward_without_gradients_makes_the_copy_that_training_reads(layer, x, casts) -> None:

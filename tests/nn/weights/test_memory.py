@@ -49,9 +49,7 @@ def test_a_conversion_decides_on_transposes_once_and_backward_makes_those_that_a
     assert layer.fp8_config.keeps_transposes is kept
     x = torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
     converted(x).sum().backward()
-    assert (
-        layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose.numel() == kept * VALUES
-    )
+    assert layer.fp8_weight.held.transpose.numel() == kept * VALUES
     always = convert_to_fp8(
         model(), FP8Config(emulate=True, granularity=config.granularity, keep_weight_transposes=True)
     )
