@@ -85,20 +85,15 @@ def _update_part(
 ) -> None:
     """`update_8bit` of some whole blocks, flat, the first of which begins at `begin` in the tensor."""
     decay, step_size, inverse_root, inverse_divisor = row[[0, 1, 2, INVERSE]]
-    beta1, beta2 = rates.betas
     g = in_blocks(gradient.float() * inverse_divisor)
     w = in_blocks(value if low is None else master_of(value, low))
     m, v = decode_first(moments.first, moments.amaxes), decode_second(moments.second, moments.ranges)
+    m, v = next_moments(w, g, m, v, row, rates)
     if rates.decoupled:
         w = w - decay * w
-        g_and_decay = g
-    else:
-        g_and_decay = g + decay * w
-    m = _f32(beta1) * m + _f32(1 - beta1) * g_and_decay
-    v = _f32(beta2) * v + (_f32(1 - beta2) * g_and_decay) * g_and_decay
     w = w - _divide(step_size * m, _root(v) * inverse_root + _f32(rates.denominator_eps()))
 
-    kept = ~(g.isfinite().all(dim=1) & (inverse_divisor > 0))
+    kept = left_blocks(g, row)
     skipped += kept.sum(dtype=torch.int32)
     first, amaxes = encode_roots(m)
     second, ranges = encode_second(v, row[SEED].view(torch.int32), begin)
@@ -117,6 +112,27 @@ def _update_part(
             if some_are_kept:
                 new = torch.where(kept.repeat_interleave(of_block)[: old.numel()].view_as(old), old, new)
             old.copy_(new)
+
+
+def next_moments(
+    w: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, row: torch.Tensor, rates: AdamRates
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both moments after a step, not yet rounded.
+
+    Args:
+        w, g, m, v: weight, gradient and moments before it, float32 [blocks, 256]; the gradient is divided.
+        row, rates: as `update_8bit` takes them.
+    """
+    beta1, beta2 = rates.betas
+    if not rates.decoupled:
+        g = g + row[0] * w
+    m = _f32(beta1) * m + _f32(1 - beta1) * g
+    return m, _f32(beta2) * v + (_f32(1 - beta2) * g) * g
+
+
+def left_blocks(g: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Which blocks a step leaves as they are, for what is not finite: bool [blocks], of such gradients."""
+    return ~(g.isfinite().all(dim=1) & (row[INVERSE] > 0))
 
 
 def step_rows(

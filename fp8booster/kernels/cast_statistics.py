@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -50,21 +52,32 @@ def cast_statistics(matrix: Tensor, data: Tensor, inverse_scale: Tensor) -> Tens
             scales = scales.repeat_interleave(BLOCK, 1)[:, :columns]
         elif scales.dim():
             scales = scales[:, None]
-        parts.append(_of_rows(matrix[first:last], data[first:last, :columns], scales))
+        rounded, inverse = data[first:last, :columns].double(), scales.double()
+        parts.append(statistics(matrix[first:last], rounded * inverse, formats.MAX[data.dtype] * BEYOND * inverse))
     return torch.stack(parts) if parts else torch.zeros(1, len(FIELDS), dtype=torch.float64, device=matrix.device)
 
 
-def _of_rows(matrix: Tensor, data: Tensor, inverse_scale: Tensor) -> Tensor:
-    values, inverse = matrix.detach().double(), inverse_scale.double()
+def statistics(matrix: Tensor, decoded: Tensor, beyond: Tensor | float = math.inf) -> Tensor:
+    """What is lost between a matrix and what its codes say.
+
+    Args:
+        matrix: any shape, floating point.
+        decoded: of its shape; zero where a value became zero.
+        beyond: magnitudes from which a value saturates, of a shape that broadcasts to the matrix's.
+
+    Returns:
+        float64 [len(FIELDS)].
+    """
+    values = matrix.detach().double()
     is_finite = values.isfinite()
     values = torch.where(is_finite, values, 0.0)
-    magnitude, is_nonzero, rounded = values.abs(), values != 0, data.double()
-    error = torch.where(is_finite, values - rounded * inverse, 0.0)
+    magnitude, is_nonzero, decoded = values.abs(), values != 0, decoded.double()
+    error = torch.where(is_finite, values - decoded, 0.0)
     found = (
         magnitude.max(),
         is_nonzero.sum(),
-        (is_nonzero & (rounded == 0)).sum(),
-        (magnitude > formats.MAX[data.dtype] * BEYOND * inverse).sum(),
+        (is_nonzero & (decoded == 0)).sum(),
+        (magnitude > beyond).sum(),
         (~is_finite).sum(),
         values.square().sum(),
         error.square().sum(),

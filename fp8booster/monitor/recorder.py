@@ -25,9 +25,11 @@ from torch.nn.utils.rnn import pad_sequence
 from fp8booster.kernels.alignment import BLOCK
 from fp8booster.kernels.blockwise_cast import scales_of_groups
 from fp8booster.kernels.cast_statistics import cast_statistics
+from fp8booster.kernels.code_statistics import MomentSample, activation_statistics
+from fp8booster.kernels.group_codes import GroupCodes
 from fp8booster.kernels.message_layout import MessageLayout, side_by_side
 from fp8booster.listing import first_of
-from fp8booster.monitor.scales import FORMAT_NAMES, Key, Totals, merged, row_of
+from fp8booster.monitor.scales import FORMAT_NAMES, MOMENTS, SAVED, Key, Totals, merged, row_of
 from fp8booster.monitor.sinks import Sink
 from fp8booster.monitor.watchdog import Warnings, Watchdog
 from fp8booster.tensor import QuantizedMatrix
@@ -95,6 +97,7 @@ class Recorder:
         self._every, self._sinks, self._warn = every, list(sinks), warn
         self._warnings = Warnings(rules)
         self._sampled: list[_Sampled] = []
+        self._saved: list[tuple[int, torch.Tensor]] = []
         self._copied: _Copied | None = None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._number = next(_made)
@@ -119,6 +122,7 @@ class Recorder:
         if remember:
             self.seen.append(Seen(layer, role, quantized.inverse_scale))
         if self.is_sampling:
+            self._name_saved(layer, role)
             matrix = values.detach().reshape(-1, values.shape[-1])
             if quantized.data.numel() and quantized.has_factors:
                 matrix, data, inverse_scale = matrix.t(), quantized.data.t(), quantized.scale_of_transpose()
@@ -134,12 +138,31 @@ class Recorder:
         self, layer: str, role: str, matrix: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor
     ) -> None:
         """Leave on the device what a cast did; arguments as in `cast_statistics`."""
-        stream = torch.cuda.current_stream(matrix.device) if matrix.is_cuda else None
         if inverse_scale.dim():
             inverse_scale = inverse_scale[: matrix.shape[0]]
         parts = cast_statistics(matrix, data, inverse_scale)
         key = layer, role, FORMAT_NAMES[str(data.dtype)]
-        self._sampled.append(_Sampled(key, matrix.numel(), parts, _largest(data, inverse_scale), stream))
+        self._sampled.append(_Sampled(key, matrix.numel(), parts, _largest(data, inverse_scale), _stream(parts)))
+
+    def note_saved(self, values: torch.Tensor, codes: GroupCodes) -> None:
+        """A matrix, [M, K], was saved for backward in 8 bits; the layer whose input is cast next names it."""
+        if self.is_sampling and not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._saved.append(activation_statistics(values.detach(), codes))
+
+    def note_moments(self, layer: str, sample: MomentSample) -> None:
+        """A step has encoded both moments of a parameter in 8 bits."""
+        for role, format, (count, figures) in zip(MOMENTS, ("int8", "uint8"), sample.statistics(), strict=True):
+            self._sample_codes((layer, role, format), count, figures)
+
+    def _name_saved(self, layer: str, role: str) -> None:
+        if role == "input":
+            for count, figures in self._saved:
+                self._sample_codes((layer, SAVED, "int8"), count, figures)
+            self._saved = []
+
+    def _sample_codes(self, key: Key, count: int, figures: torch.Tensor) -> None:
+        none = figures.new_zeros((), dtype=torch.float32)  # such codes have a scale for each group of values
+        self._sampled.append(_Sampled(key, count, figures[None], none, _stream(figures)))
 
     def note_message(
         self,
@@ -170,14 +193,14 @@ class Recorder:
         self._write_copied(PATIENCE)
         if self.is_sampling:
             self._copied = self._copy()
-        self._sampled = []
+        self._sampled, self._saved = [], []
         self.seen = []
         self.step += 1
 
     def close(self, patience: timedelta = PATIENCE) -> None:
         """Write what is on its way; a step that is not over is left out."""
         self._write_copied(patience)
-        self._sampled, self.seen = [], []
+        self._sampled, self._saved, self.seen = [], [], []
         if self.rank == 0:
             for sink in self._sinks:
                 sink.close()
@@ -258,6 +281,11 @@ def put(store: dist.Store, key: str, value: object) -> None:
 def take(store: dist.Store, key: str) -> Any:
     """What another rank left by `put`."""
     return pickle.loads(store.get(key))
+
+
+def _stream(made: torch.Tensor) -> torch.cuda.Stream | None:
+    """The one on which figures are made."""
+    return torch.cuda.current_stream(made.device) if made.is_cuda else None
 
 
 def _largest(data: torch.Tensor, inverse_scale: torch.Tensor) -> torch.Tensor:

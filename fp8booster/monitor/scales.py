@@ -10,6 +10,10 @@ from typing import NamedTuple
 Key = tuple[str, str, str]
 """(layer, role, format)"""
 
+MOMENTS = ("first moment", "second moment")
+SAVED = "saved activation"
+"""Roles of what is kept in 8-bit codes that are no FP8."""
+
 FORMAT_NAMES = {"torch.float8_e4m3fn": "e4m3", "torch.float8_e5m2": "e5m2"}
 
 
@@ -55,13 +59,14 @@ class ScaleRow:
     layer: str
     """Path in the model, as `named_modules` has it; of layers that share a cast, the last parts joined by "+"."""
     role: str
-    """"weight", "input", "output gradient" or "message"."""
+    """"weight", "input", "output gradient" or "message"; or one of `MOMENTS`, or `SAVED`."""
     format: str
-    """"e4m3" or "e5m2"."""
+    """"e4m3" or "e5m2"; of what is kept in codes "int8" or "uint8"."""
     amax: float
     """Of the finite values."""
     scale: float | None
-    """What values were multiplied by, the smallest of several; None: no number, as for a tensor that is not finite."""
+    """What values were multiplied by, the smallest of several; None: no number, as for a tensor that is not finite, and
+    for codes."""
     flushed: float
     """Share of the nonzero values that became zero."""
     saturated: float

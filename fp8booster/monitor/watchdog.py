@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from fp8booster.monitor.scales import ScaleRow
+from fp8booster.monitor.scales import MOMENTS, SAVED, ScaleRow
 
 ON_NONFINITE = ("raise", "skip", "warn")
 
@@ -80,7 +80,7 @@ class Warnings:
             )
         if rules.flushed is not None and row.flushed > rules.flushed:
             yield "flushed", f"{row.flushed:.0%} of its nonzero values become zero in {row.format}; {_wider(row)}"
-        if row.outlier is not None:
+        if row.outlier is not None and row.scale is not None:  # codes in 8 bits have a range for each group of values
             first = self._first.setdefault((row.layer, row.role), row.outlier)
             if rules.outlier_growth is not None and row.outlier > rules.outlier_growth * first:
                 yield (
@@ -95,6 +95,10 @@ def _wider(row: ScaleRow) -> str:
     apart = 'give each row its scale (FP8Config(granularity="rowwise")), or leave this layer in 16 bits (layers=...)'
     if row.role == "output gradient" and row.format == "e4m3":
         return f"take gradient_format=torch.float8_e5m2, {apart}"
+    if row.role in MOMENTS:
+        return "take torch.optim.AdamW, whose moments are in FP32"
+    if row.role == SAVED:
+        return 'save in 16 bits (FP8Config(saved_activations="16-bit"))'
     if row.role == "message":
         return 'scale by blocks (FP8Config(gradient_scaling="block"))'
     return apart

@@ -16,19 +16,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fp8booster.comm.encoding import observers
+from fp8booster.comm import encoding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.blockwise_cast import scales_of_groups
+from fp8booster.kernels.code_statistics import MomentSample
+from fp8booster.kernels.group_codes import GroupCodes
 from fp8booster.monitor.recorder import PATIENCE, Recorder, put, take, warn
 from fp8booster.monitor.sinks import KIND, Sink, sinks_of
 from fp8booster.monitor.watchdog import Watchdog, remedy_of_nonfinite
 from fp8booster.nn.convert import linear_layers
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.held_as_one import FP8Experts
+from fp8booster.nn.fused import pointwise
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.graphs.layer import captured_layers, look_inside
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.casting import INPUT, WEIGHT, Casts
+from fp8booster.optim import adamw
 from fp8booster.optim.one_pass import COUNTS_STEPS
 from fp8booster.tensor import QuantizedMatrix
 from fp8booster.version import __version__
@@ -71,8 +75,7 @@ class _Recorded(Casts):
         made = self.casts.quantize(role, config, tensor, dtype, plain=plain, transposed=transposed, amax=amax)
         if torch.compiler.is_compiling() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             return made
-        again = role in (INPUT, WEIGHT) and torch._C._current_graph_task_id() != -1  # what forward has cast before
-        if again:
+        if role in (INPUT, WEIGHT) and _is_in_backward():
             return made
         if role != WEIGHT:
             self._recorder.note(self._name, role, tensor, made, remember=True)
@@ -106,7 +109,14 @@ class Recording:
     def __init__(self, model: nn.Module, recorder: Recorder, rules: Watchdog, warn: Callable[[str], object]) -> None:
         self._model, self._recorder, self._rules, self._warn = model, recorder, rules, warn
         self._replaced = list(_replace(model, recorder))
-        observers.append(recorder.note_message)
+        self._names: dict[torch.Tensor, str] = {each: _parameter_name(name) for name, each in model.named_parameters()}
+        self._observed: list[tuple[list[Any], Any]] = [
+            (encoding.observers, recorder.note_message),
+            (pointwise.observers, self._note_saved),
+            (adamw.observers, self._note_moments),
+        ]
+        for observers, observer in self._observed:
+            observers.append(observer)
         self._release = look_inside(model, lambda: recorder.is_sampling)
 
         def end_step(*_: object) -> None:
@@ -182,7 +192,8 @@ class Recording:
             return
         self._closed = True
         self._hook.remove()
-        observers.remove(self._recorder.note_message)
+        for observers, observer in self._observed:
+            observers.remove(observer)
         self._release()
         for put_back in self._replaced:
             put_back()
@@ -196,6 +207,17 @@ class Recording:
     ) -> None:
         # after an error others may never come
         self._end(PATIENCE if kind is None else timedelta(seconds=5))
+
+    def _note_saved(self, values: torch.Tensor, codes: GroupCodes) -> None:
+        if not (torch.compiler.is_compiling() or _is_in_backward()):
+            self._recorder.note_saved(values, codes)
+
+    def _note_moments(self, parameter: torch.Tensor, sample: Callable[[], MomentSample]) -> Callable[[], None] | None:
+        name = self._names.get(parameter)
+        if name is None or not self._recorder.is_sampling:
+            return None
+        before = sample()
+        return lambda: self._recorder.note_moments(name, before)
 
     def _all_finite(self, value: float | torch.Tensor, agreed: bool) -> bool:
         if agreed or self._recorder.ranks == 1:
@@ -313,6 +335,16 @@ def record(
     rules = Watchdog() if watchdog is None else watchdog
     recorder = Recorder(every, sinks_of(sink), header, done, rules, on_warning)
     return Recording(inner, recorder, rules, on_warning)
+
+
+def _is_in_backward() -> bool:
+    """Whether forward runs again for its backward, and has cast before what it casts now."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _parameter_name(name: str) -> str:
+    """A parameter's name as lines have it: its layer's for a weight."""
+    return plain_name(name).removesuffix(".weight")
 
 
 def plain_name(name: str) -> str:

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from fp8booster.config import GRADIENT_ACCUMULATIONS
 from fp8booster.kernels.adam_step import AdamRates, require_rates
 from fp8booster.kernels.adamw_8bit import AMAX, master_of, split, step_rows, update_8bit
+from fp8booster.kernels.code_statistics import MomentSample
 from fp8booster.optim.gradient_sums import GradientSum, added, value_of
 from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
 
@@ -28,6 +29,13 @@ _OPTIONS_OF_TORCH = {
     "decoupled_weight_decay": True,
 }
 """Entries of a group that torch's AdamW looks for when it goes on with a checkpoint of this one."""
+
+Observer = Callable[[torch.Tensor, Callable[[], MomentSample]], Callable[[], None] | None]
+"""Sees the update of a tensor, which is the model's parameter or a part of it: asked before, with what would take a
+sample of its moments then; what it returns is called after."""
+
+observers: list[Observer] = []
+"""Asked before each update."""
 
 _SHARD = 0x27D4EB2F
 """By which the number of a shard is multiplied in the seed of chance."""
@@ -82,6 +90,9 @@ class AdamW(Optimizer):
     micro_batches: int
     """It may be set between two accumulations."""
 
+    parameters: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({})
+    """Under an engine, the model's parameter of each tensor that is updated in its place."""
+
     gradient_sums: dict[torch.nn.Parameter, tuple[int, GradientSum]]
     """Of each parameter that waits for further micro-batches, how many gradients were added up, and their sum."""
 
@@ -114,7 +125,13 @@ class AdamW(Optimizer):
         super().__setstate__(state)
         self.state = States(self.state, show_step)
 
-    def train_for_engine(self, places: Mapping[torch.Tensor, tuple[int, int]], *, integer_steps: bool = False) -> None:
+    def train_for_engine(
+        self,
+        places: Mapping[torch.Tensor, tuple[int, int]],
+        parameters: Mapping[torch.Tensor, torch.Tensor] = MappingProxyType({}),
+        *,
+        integer_steps: bool = False,
+    ) -> None:
         """Train what an engine has put in the place of the parameters, and show it states in FP32.
 
         An engine that updates in backward calls `update_shards` with gradients that it has reduced.
@@ -122,12 +139,13 @@ class AdamW(Optimizer):
         Args:
             places: for each tensor of `param_groups`, the number of its parameter, and of the part of it that it is.
                 Chance differs between parts, and must not between the ranks' copies of one.
+            parameters: the model's parameter of each that is none itself, for those who record moments.
             integer_steps: show `step` as an int, not as a tensor.
         """
         for hook in self._hooks:  # before ranks have reduced a gradient
             hook.remove()
         self._numbers = {each: number + _SHARD * part for each, (number, part) in places.items()}
-        self._has_engine = True
+        self._has_engine, self.parameters = True, parameters
         self.state = States(self.state, int if integer_steps else as_tensor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -258,8 +276,14 @@ class AdamW(Optimizer):
         if device not in self._skipped:
             self._skipped[device] = torch.zeros((), dtype=torch.int32, device=device)
         for parameter, gradient, state, row in zip(parameters, gradients, states, rows, strict=True):
-            low = state.codes.get(LOW)
-            update_8bit(parameter, low, gradient.contiguous(), state.moments, row, rates, self._skipped[device])
+            what = parameter, state.codes.get(LOW), gradient.contiguous(), state.moments, row, rates
+            then = [
+                observe(self.parameters.get(parameter, parameter), partial(MomentSample, *what))
+                for observe in observers
+            ]
+            update_8bit(*what, self._skipped[device])
+            for each in filter(None, then):
+                each()
         return rows[:, AMAX]
 
     def _state_of(self, parameter: torch.Tensor) -> State:

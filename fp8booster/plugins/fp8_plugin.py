@@ -171,7 +171,8 @@ class FP8Plugin(Plugin):
         else:
             boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         if isinstance(of_user, AdamW):
-            of_user.train_for_engine(self.places(*boosted[:2]), integer_steps=self.integer_steps)
+            places, parameters = self.places(*boosted[:2]), self.parameters(*boosted[:2])
+            of_user.train_for_engine(places, parameters, integer_steps=self.integer_steps)
         return boosted
 
     def _require_update_in_backward(self, optimizer: AdamW) -> None:
@@ -218,6 +219,12 @@ class FP8Plugin(Plugin):
     def part_of(self, model: ModelWrapper, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
         """Which part of its parameter a tensor is; 0 for a whole one."""
         return 0
+
+    def parameters(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> dict[torch.Tensor, torch.Tensor]:
+        """The model's parameter of each tensor that the optimizer inside updates in its place."""
+        of: dict[int, torch.Tensor] = getattr(optimizer, "get_master_to_working_map", dict)() or {}
+        tensors = (each for group in optimizer.optim.param_groups for each in group["params"])
+        return {each: of[id(each)] for each in tensors if id(each) in of}
 
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Let what Colossal-AI has wrapped communicate in FP8; returns what is sent in which precision."""

@@ -139,6 +139,10 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
             for number, shard in optimizer.id_to_fake_params.items()
         }
 
+    def parameters(self, model: ModelWrapper, optimizer: GeminiOptimizer) -> dict[torch.Tensor, torch.Tensor]:
+        """Those of this rank's parts of chunks."""
+        return {shard: optimizer.id_to_real_params[number] for number, shard in optimizer.id_to_fake_params.items()}
+
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Nothing that `convert` has not done."""
         if not isinstance(model, FP8GeminiDDP):

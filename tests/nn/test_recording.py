@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fuse, record
+from fp8booster.kernels import code_statistics
 from fp8booster.monitor.scales import ScaleRow
 from fp8booster.monitor.sinks import read_scales
 from fp8booster.monitor.watchdog import Watchdog
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.recording import NonFiniteStep, joined, plain_name
+from fp8booster.optim import AdamW
 from fp8booster.tensor import quantize
 from tests.nn.models import tiny_llama
 
@@ -196,6 +198,85 @@ def test_merged_layers_share_the_line_of_their_input_and_have_one_each_for_weigh
     assert ("model.layers.0.mlp.down_proj", "input") in names
 
 
+def test_moments_in_8_bits_are_recorded_as_they_decode() -> None:
+    model, sink = blocks(), Kept()
+    optimizer = AdamW(model.parameters(), betas=(0.9, 0.99))
+    with record(model, sink=sink):
+        model(torch.randn(16, 32, dtype=torch.bfloat16)).float().square().mean().backward()
+        optimizer.step()
+    for number, layer in enumerate(model.layers):
+        gradient, state = layer.weight.grad.double(), optimizer.state[layer.weight]
+        for role, exact, name in (
+            ("first moment", 0.1 * gradient, "exp_avg"),
+            ("second moment", 0.01 * gradient.square(), "exp_avg_sq"),
+        ):
+            decoded = state[name].double()
+            (row,) = [row for row in sink.rows if (row.layer, row.role) == (f"layers.{number}", role)]
+            noise = (exact - decoded).square().sum()
+            assert row.snr_db == pytest.approx(float(10 * torch.log10(exact.square().sum() / noise)), abs=0.01)
+            assert row.flushed == float(((exact != 0) & (decoded == 0)).sum() / (exact != 0).sum())
+            assert row.amax == pytest.approx(float(exact.abs().max()), rel=1e-5)
+            assert (row.scale, row.saturated, row.non_finite) == (None, 0, 0)
+
+
+def test_moments_that_become_zero_and_gradients_that_are_not_finite_are_counted() -> None:
+    model, sink = blocks(), Kept()
+    optimizer = AdamW(model.parameters())
+    weights = [layer.weight for layer in model.layers]
+    for weight in weights:
+        weight.grad = torch.full_like(weight, 1e-7)
+        weight.grad[:, 0] = 1.0
+    weights[1].grad[0, 0] = math.nan
+    with record(model, sink=sink, on_warning=(said := []).append):
+        optimizer.step()
+    assert said[0].startswith("Step 1, first moment of layers.0: 97% of its nonzero values become zero in int8; take")
+    rows = {row.layer: row for row in sink.rows if row.role == "first moment"}
+    assert rows["layers.0"].flushed == pytest.approx(31 / 32)
+    assert (rows["layers.0"].non_finite, rows["layers.1"].non_finite) == (0, 256)
+    assert rows["layers.1"].snr_db == pytest.approx(rows["layers.0"].snr_db, abs=0.1)
+
+
+def test_of_large_tensors_some_blocks_are_looked_at(monkeypatch) -> None:
+    torch.manual_seed(0)
+    gradient = torch.randn(40, 256) * torch.arange(1, 41)[:, None]
+    snr = {}
+    for most in (2**20, 10 * 256):
+        monkeypatch.setattr(code_statistics, "MOST", most)
+        layer = FP8Linear(256, 40, bias=False, dtype=torch.bfloat16, config=CONFIG)
+        layer.weight.grad = gradient.bfloat16()
+        with record(layer, sink=(sink := Kept())):
+            AdamW(layer.parameters()).step()
+        snr[most] = {row.role: (row.snr_db, row.amax) for row in sink.rows}
+    (whole, some) = snr.values()
+    for role in ("first moment", "second moment"):
+        assert some[role][0] == pytest.approx(whole[role][0], abs=1.0)
+        assert some[role][1] <= whole[role][1]
+    assert some != whole
+
+
+def test_saved_activations_in_8_bits_are_named_by_the_layer_that_reads_them() -> None:
+    rows, losses = {}, {}
+    for saved in ("16-bit", "8-bit"):
+        model, sink = convert_to_fp8(tiny_llama().bfloat16(), FP8Config(always=True, saved_activations=saved)), Kept()
+        fuse(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        torch.manual_seed(1)
+        tokens = torch.randint(0, 128, (2, 32))
+        with record(model, sink=sink):
+            losses[saved] = model(input_ids=tokens, labels=tokens).loss
+            losses[saved].backward()
+            optimizer.step()
+        rows[saved] = {row.layer: row for row in sink.rows if row.role == "saved activation"}
+    assert rows["16-bit"] == {}
+    assert rows["8-bit"].keys() == {
+        f"model.layers.{number}.{part}"
+        for number in (0, 1)
+        for part in ("self_attn.q_proj+k_proj+v_proj", "mlp.gate_proj+up_proj", "mlp.down_proj")
+    }
+    assert all(row.snr_db > 40 and row.format == "int8" for row in rows["8-bit"].values())
+    assert torch.equal(*losses.values())
+
+
 def test_nothing_waits_for_the_device_within_a_step(monkeypatch) -> None:
     model, sink = blocks(), Kept()
     read = []
@@ -220,9 +301,10 @@ def test_nothing_waits_for_the_device_within_a_step(monkeypatch) -> None:
 
 
 @pytest.mark.gpu
-def test_no_sampled_step_waits_for_the_gpu() -> None:
+@pytest.mark.parametrize("optimizer_type", [torch.optim.SGD, AdamW])
+def test_no_sampled_step_waits_for_the_gpu(optimizer_type) -> None:
     model, sink = blocks().cuda(), Kept()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = optimizer_type(model.parameters(), lr=1e-3)
     x = torch.randn(64, 32, dtype=torch.bfloat16, device="cuda")
     with record(model, every=1, sink=sink):
         for step in range(6):

@@ -20,7 +20,7 @@ from tests.colossal.gemini import runs as gemini_runs
 from tests.colossal.hybrid import runs as hybrid_runs
 from tests.colossal.models import tiny_llama, token_batch
 from tests.distributed import on_ranks
-from tests.plugins import fsdp_runs, test_torch_ddp, training
+from tests.plugins import fsdp_runs, test_moments_in_8_bits, test_torch_ddp, training
 from tests.plugins.training import Boosted
 
 CONFIG = FP8Config(always=True, emulate=True)
@@ -116,6 +116,21 @@ def test_ranks_record_what_one_process_does(mode, tmp_path) -> None:
         if row.role != "output gradient":
             assert row.amax == pytest.approx(one.amax, rel=within), key
             assert row.scale == pytest.approx(448 / row.amax, rel=0.01) or "+" in key[0] or row.role == "weight"
+
+
+def moments_recorded(engine: str, folder: Path) -> None:
+    run = test_moments_in_8_bits.start(engine)
+    with record(run.model, sink=folder / "scales.jsonl"):
+        test_moments_in_8_bits.train(run, 1)
+
+
+@pytest.mark.parametrize("engine", ["ZeRO 2", "DP2", "Gemini"])
+def test_moments_of_every_parameter_are_recorded_by_its_name(engine, tmp_path) -> None:
+    on_ranks(2, moments_recorded, engine=engine, folder=tmp_path)
+    rows = [row for row in read_scales(tmp_path / "scales.jsonl")[1] if row.role == "first moment"]
+    names = {name.removesuffix(".weight") for name, _ in tiny_llama().named_parameters()}
+    assert {row.layer for row in rows} == names
+    assert all(row.snr_db > 35 and row.non_finite == 0 for row in rows)
 
 
 FAULTS = [(mode, "weight") for mode in ("LowLevelZero", "DDP", "TP", "PP")]

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fp8booster.monitor.scales import SAVED
+
 from .scales import Scales, Tensor
 
 SATURATED = 1e-3
@@ -22,6 +24,7 @@ before runs diverge (arXiv 2409.12517)."""
 
 _MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
 _EDGE = 4.0  # how many times more often the first and last layers must be above a limit than those between
+_OPERANDS = ("weight", "input", "output gradient")
 _AFTER_SWIGLU = ("down_proj", "w2")
 _ABOVE = "are above their limits"
 _FINER = "granularity=blockwise"
@@ -91,7 +94,8 @@ class Advice:
 def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
     """What the record asks for, but for what the run was trained with; nothing where all is within the limits."""
     clipped = [each for each in worst if each.saturated > SATURATED]
-    above = [each for each in worst if each.times > 1 and not each.non_finite and each.saturated <= SATURATED]
+    lossy = [each for each in worst if each.times > 1 and not each.non_finite and each.saturated <= SATURATED]
+    above = [each for each in lossy if each.role in _OPERANDS]
     grown = {(tensor.layer, tensor.role) for tensor in scales.tensors if _growth(tensor) > GROWTH}
     outliers = [each for each in worst if each.role == "input" and (each.layer, each.role) in grown]
     why_grown = f"grew outliers by more than {GROWTH:g} times, and they set the scale of all other values"
@@ -110,6 +114,7 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
         ("gradient_format=e5m2", narrow, "are above their limits, and E5M2 has a wider range"),
         (_FINER, [] if narrow else gradients, f"{_ABOVE} in the format with the widest range"),
         (_FINER, [each for each in inner if each.role in ("weight", "input") and each not in of_swiglu], _ABOVE),
+        ("saved_activations=16-bit", [each for each in lossy if each.role == SAVED], f"{_ABOVE} in codes"),
     )
     advice = _of_non_finite([each for each in worst if each.non_finite])
     for option, found, why in rules:

@@ -5,6 +5,7 @@ Each delivers the amax of what it makes, forward and backward, to the cast that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,12 @@ from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import unaliased, unsafe_view
 from fp8booster.nn.linear.made_again import Recipe, deliver_recipe
+
+Observer = Callable[[torch.Tensor, GroupCodes], None]
+"""Sees what is saved in 8 bits: the values, a matrix, and their codes."""
+
+observers: list[Observer] = []
+"""Called in each forward that saves some."""
 
 
 class _RowNorm(torch.autograd.Function):
@@ -36,6 +43,9 @@ class _RowNorm(torch.autograd.Function):
         y, h, inverse_rms, amax, codes = row_norm_kernel.row_norm(
             rows, weight, eps, added, bias, **kind, encoded=encoded
         )
+        if codes is not None:
+            for observe in observers:
+                observe(h, codes)
         ctx.save_for_backward(weight, inverse_rms, *((h,) if codes is None else codes))
         ctx.set_materialize_grads(False)
         ctx.has_residual, ctx.kind = residual is not None, {**kind, "biased": bias is not None}
@@ -269,7 +279,12 @@ def latent_heads(
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kind: str, gated: bool, encoded: bool) -> torch.Tensor:
-        made = activation_kernel.activate(*_parts(x, gated), kind=kind, encoded=encoded)
+        parts = _parts(x, gated)
+        made = activation_kernel.activate(*parts, kind=kind, encoded=encoded)
+        for part, of_part in zip(parts, (made.x, made.up), strict=False):
+            if of_part is not None:
+                for observe in observers:
+                    observe(part, of_part)
         codes = [tensor for each in (made.x, made.up) if each is not None for tensor in each]
         ctx.save_for_backward(*(codes or (x,)))
         ctx.kind, ctx.gated, ctx.encoded = kind, gated, bool(codes)
