@@ -90,6 +90,11 @@ class Advice:
     """As `--fp8-option` takes it; None where no field of `FP8Config` helps."""
     reason: str
 
+    @property
+    def line(self) -> str:
+        """For a terminal."""
+        return f"--fp8-option {self.option}: {self.reason}" if self.option else self.reason
+
 
 def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
     """What the record asks for, but for what the run was trained with; nothing where all is within the limits."""
@@ -122,7 +127,8 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
         new = str(scales.about["config"].get(name)).lower() != value
         if found and new and all(option != each.option for each in advice):
             most = max(found, key=lambda each: each.times)
-            advice.append(Advice(option, f"{_counted(found)} {why}: most in the {most.role} of {most.layer}."))
+            where = f"most in the {most.role} of {most.layer}, {_figures(most)}"
+            advice.append(Advice(option, f"{_counted(found)} {why}: {where}."))
     return advice
 
 
@@ -150,6 +156,12 @@ def _more_often_at_ends(worst: Sequence[Worst], above: Sequence[Worst]) -> list[
 
 def _counted(found: Sequence[Worst]) -> str:
     return "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
+
+
+def _figures(each: Worst) -> str:
+    """What a tensor lost at the step where it is worst."""
+    shares = f"{each.flushed:.2%} flushed to zero, {each.saturated:.2%} clipped"
+    return f"at step {each.step} with {shares}, {each.snr_db:.1f} dB and amax / root mean square {each.outlier:.0f}"
 
 
 def _growth(tensor: Tensor) -> float:

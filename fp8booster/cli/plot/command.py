@@ -30,5 +30,5 @@ def plot(
     path = out or run / PAGE
     write_page(path, found, None if against is None else read_run(against))
     for each in found.advice:
-        typer.echo(f"--fp8-option {each.option}: {each.reason}" if each.option else each.reason)
+        typer.echo(each.line)
     typer.echo(f"The page is in {path}.")

@@ -225,11 +225,12 @@ def _sum_up(options: TrainOptions, command: str, tokens: TokenFile) -> None:
 
 
 def drawn_page(out: Path) -> str:
-    """Draw the page of what FP8 did to each tensor; says where it is, or why there is none."""
+    """Draw the page of what FP8 did to each tensor; says what to change, and where the page is or why there is none."""
     from fp8booster.cli.plot.page import write_page
 
     try:
-        write_page(out / PAGE, read_run(out))
+        found = read_run(out)
+        write_page(out / PAGE, found)
     except Exception as error:  # the run has ended well, whatever a picture lacks
         return f"The page of scales was not drawn ({describe(error)}); try `fp8booster plot {shlex.quote(str(out))}`."
-    return f"What FP8 did to each tensor: {out / PAGE}."
+    return "\n".join([*(each.line for each in found.advice), f"What FP8 did to each tensor: {out / PAGE}."])

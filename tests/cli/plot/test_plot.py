@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from fp8booster import FP8Config, convert_to_fp8, fuse, record
 from fp8booster.cli.main import app
 from fp8booster.cli.plot import advice
 from fp8booster.cli.plot.pictures import save_losses
@@ -18,6 +20,7 @@ from fp8booster.cli.plot.run import read_run
 from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.cli.train.run import drawn_page
 from tests.cli.plot.synthetic import HEADER, write_metrics, write_scales
+from tests.nn.models import tiny_llama
 
 DOWN = "model.layers.2.mlp.down_proj"
 
@@ -230,6 +233,31 @@ def test_a_recipe_is_advised_for_what_it_is_for(tmp_path: Path, change: Any, opt
     fp8_config([option])  # it takes such an option
 
 
+@pytest.mark.parametrize("factor", [1, 200])
+def test_of_a_model_that_grows_a_large_channel_a_recipe_is_advised_with_its_numbers(
+    tmp_path: Path, factor: int
+) -> None:
+    model = convert_to_fp8(tiny_llama().bfloat16(), FP8Config(always=True))
+    fuse(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with record(model, every=1, sink=tmp_path / "scales.jsonl", on_warning=lambda sentence: None):
+        for step in range(8):
+            if step == 4:
+                with torch.no_grad():
+                    model.model.layers[1].mlp.up_proj.weight[7] *= factor
+            torch.manual_seed(step)
+            tokens = torch.randint(0, 128, (2, 32))
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = read_run(tmp_path)
+    assert [each.option for each in found.advice] == ([] if factor == 1 else ["smooth_swiglu=true"])
+    for each in found.advice:
+        worst = next(one for one in found.worst if (one.layer, one.role) == ("model.layers.1.mlp.down_proj", "input"))
+        assert f"the input of {worst.layer}, at step {worst.step} with {worst.flushed:.2%} flushed" in each.reason
+        assert each.line.startswith("--fp8-option smooth_swiglu=true: 1 tensor grew outliers")
+
+
 def test_what_a_granularity_excludes_is_not_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def all_of_it(record: dict[str, Any]) -> None:
         outliers_of_swiglu_grow(record)
@@ -247,7 +275,9 @@ def test_the_limits_lie_a_bit_below_what_a_format_gives() -> None:
 
 
 def test_a_run_ends_well_without_a_page_that_cannot_be_drawn(run: Path) -> None:
-    assert drawn_page(run) == f"What FP8 did to each tensor: {run / 'page.html'}."
+    *advice, where = drawn_page(run).splitlines()
+    assert where == f"What FP8 did to each tensor: {run / 'page.html'}."
+    assert advice == [each.line for each in read_run(run).advice]
     assert (run / "page.html").exists()
     (run / "fp8" / "scales.jsonl").write_text("{\n")
     told = drawn_page(run)
