@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -25,21 +26,16 @@ from fp8booster.monitor.recorder import PATIENCE, Recorder, put, take, warn
 from fp8booster.monitor.sinks import KIND, Sink, sinks_of
 from fp8booster.monitor.watchdog import Watchdog, remedy_of_nonfinite
 from fp8booster.nn.convert import linear_layers
-from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused import pointwise
-from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.graphs.layer import captured_layers, look_inside
+from fp8booster.nn.held_casts import HeldCasts, held_casts, plain_name
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.casting import INPUT, WEIGHT, Casts
 from fp8booster.optim import adamw
 from fp8booster.optim.one_pass import COUNTS_STEPS
 from fp8booster.tensor import QuantizedMatrix
 from fp8booster.version import __version__
-
-_WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)(?=\.|$)")
-"""Parts of names that wrappers add."""
-
 
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -98,6 +94,15 @@ class _Recorded(Casts):
             device = data.device  # of an engine that offloads, which waits for copies anyway
             values, inverse_scale = values.to(device), inverse_scale.to(device)
             self._recorder.sample(self._name, WEIGHT, values.view(1, -1), data.view(1, -1), inverse_scale)
+
+    @property
+    def remembered(self) -> dict[str, torch.Tensor]:
+        """As `Casts.remembered`."""
+        return self.casts.remembered
+
+    def remember(self, amaxes: Mapping[str, torch.Tensor]) -> None:
+        """As `Casts.remember`."""
+        self.casts.remember(amaxes)
 
     def __reduce__(self) -> tuple:
         return self.casts.__reduce__()
@@ -347,11 +352,6 @@ def _parameter_name(name: str) -> str:
     return plain_name(name).removesuffix(".weight")
 
 
-def plain_name(name: str) -> str:
-    """A module's name without what wrappers add to it."""
-    return _WRAPPERS.sub("", name).lstrip(".")
-
-
 def _plain(config: FP8Config) -> dict[str, Any]:
     """A configuration as JSON holds it."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
@@ -367,49 +367,16 @@ def _word(value: Any) -> str:
 
 def _replace(model: nn.Module, recorder: Recorder) -> Iterator[Callable[[], None]]:
     """Put recorded casts in the place of those that layers hold; gives what puts each back."""
-    names = {module: plain_name(name) for name, module in model.named_modules()}
-    for module, name in names.items():
-        if isinstance(module, FP8Layer):
-            yield _put(module, _Recorded(module.fp8_casts, recorder, name))
-        if isinstance(module, FP8Experts):
-            for part in module.fp8_casts:
-                yield _put_part(module.fp8_casts, part, recorder, f"{name}.{part}")
-        for held in vars(module).values():
-            if isinstance(held, MergedLayers):
-                parts = [names.get(layer, "") for layer in held.layers]
-                weights = [(part, layer.product_features[1]) for part, layer in zip(parts, held.layers, strict=True)]
-                yield _put(held, _Recorded(held.fp8_casts, recorder, joined(parts), weights))
-            if isinstance(held, GroupedExperts):
-                for part in held.fp8_casts:
-                    yield _put_part(held.fp8_casts, part, recorder, f"{name}.experts.{part}")
+    for held in list(held_casts(model)):
+        if (casts := held.get()) is not None:
+            recorded = _Recorded(casts, recorder, held.name, held.weights)
+            held.put(recorded)
+            yield partial(_put_back, held, recorded)
 
 
-def joined(names: Sequence[str]) -> str:
-    """One name for layers that share a cast: model.layers.0.self_attn.q_proj+k_proj+v_proj."""
-    parent = names[0].rpartition(".")[0]
-    if all(name.rpartition(".")[0] == parent for name in names):
-        return names[0] + "".join("+" + name.rpartition(".")[2] for name in names[1:])
-    return "+".join(names)
-
-
-def _put(holder: Any, recorded: _Recorded) -> Callable[[], None]:
-    holder.fp8_casts = recorded
-
-    def put_back() -> None:
-        if getattr(holder, "fp8_casts", None) is recorded:
-            holder.fp8_casts = recorded.casts
-
-    return put_back
-
-
-def _put_part(holder: dict[str, Casts], part: str, recorder: Recorder, name: str) -> Callable[[], None]:
-    recorded = holder[part] = _Recorded(holder[part], recorder, name)
-
-    def put_back() -> None:
-        if holder.get(part) is recorded:
-            holder[part] = recorded.casts
-
-    return put_back
+def _put_back(held: HeldCasts, recorded: _Recorded) -> None:
+    if held.get() is recorded:
+        held.put(recorded.casts)
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable
 
 import pytest
@@ -16,9 +17,11 @@ from fp8booster.monitor.scales import ScaleRow
 from fp8booster.monitor.sinks import read_scales
 from fp8booster.monitor.watchdog import Watchdog
 from fp8booster.nn.fused.merged_layers import MergedLayers
-from fp8booster.nn.recording import NonFiniteStep, joined, plain_name
+from fp8booster.nn.held_casts import joined, plain_name
+from fp8booster.nn.recording import NonFiniteStep
 from fp8booster.optim import AdamW
 from fp8booster.tensor import quantize
+from tests.colossal.moe.models import tiny_mixtral
 from tests.nn.models import tiny_llama
 
 CONFIG = FP8Config(always=True)
@@ -275,6 +278,35 @@ def test_saved_activations_in_8_bits_are_named_by_the_layer_that_reads_them() ->
     }
     assert all(row.snr_db > 40 and row.format == "int8" for row in rows["8-bit"].values())
     assert torch.equal(*losses.values())
+
+
+def test_products_of_experts_are_recorded_by_their_names() -> None:
+    model, sink = convert_to_fp8(tiny_mixtral().bfloat16(), CONFIG), Kept()
+    fuse(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 128, (2, 32))
+    with record(model, sink=sink):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+    rows = {(row.layer, row.role): row for row in sink.rows}
+    assert len(rows) == len(sink.rows)
+    assert all(row.non_finite == 0 and row.saturated == 0 and row.snr_db > 20 for row in sink.rows)
+    of_experts = {key for key in rows if re.search(r"block_sparse_moe|\.mlp\.", key[0])}
+    assert {role for _, role in of_experts} == {"weight", "input", "output gradient"}
+    products = {
+        role: {
+            f"{layer.rpartition('.')[0]}.{part}" for layer, of in of_experts if of == role for part in parts_of(layer)
+        }
+        for role in ("weight", "input", "output gradient")
+    }
+    assert products["weight"] == products["input"] == products["output gradient"]
+    assert {name.split(".")[2] for name in products["weight"]} == {"0", "1"}
+    one_by_one = {name.split(".experts.")[1].split(".")[0] for name in products["weight"]} & set("0123")
+    assert len(products["weight"]) == (24 if one_by_one else 4)  # two layers of four experts
+
+
+def parts_of(layer: str) -> list[str]:
+    return layer.rpartition(".")[2].split("+")
 
 
 def test_nothing_waits_for_the_device_within_a_step(monkeypatch) -> None:

@@ -15,7 +15,8 @@ from fp8booster import FP8Config, convert_to_fp8, fuse, record
 from fp8booster.monitor.scales import ScaleRow
 from fp8booster.monitor.sinks import read_scales
 from fp8booster.monitor.watchdog import Watchdog
-from fp8booster.nn.recording import NonFiniteStep, plain_name
+from fp8booster.nn.held_casts import plain_name
+from fp8booster.nn.recording import NonFiniteStep
 from tests.colossal.gemini import runs as gemini_runs
 from tests.colossal.hybrid import runs as hybrid_runs
 from tests.colossal.models import tiny_llama, token_batch

@@ -8,7 +8,7 @@ A folder `step-<step>` holds
     optimizer/   the optimizer's states, as Colossal-AI's Booster saves them; with --save-codes instead
     moments/     the codes of moments in 8 bits, one file a rank
     masters/     FP32 master weights, one file a rank (empty under Gemini, DDP and FSDP)
-    random/      random states of torch and of Colossal-AI's dropouts, one file a rank
+    random/      random states of torch and of Colossal-AI's dropouts, and amaxes of delayed scaling, one file a rank
     state.json   step, position in the data, options
 It appears when it is whole (`fp8booster.checkpoints`), so a kill leaves the former one as it was.
 """
@@ -29,6 +29,7 @@ from safetensors import safe_open
 from torch import nn
 
 from fp8booster.checkpoints import named_step, new_checkpoint, newest_checkpoint
+from fp8booster.nn.held_casts import remember_amaxes, remembered_amaxes
 from fp8booster.reading import COPY_AGAIN, faults_named, read_index, read_record, require_known
 
 from .options import TrainOptions
@@ -141,6 +142,7 @@ def _random_state(model: nn.Module) -> dict[str, Any]:
     state = {
         "torch": torch.get_rng_state(),
         "dropouts": {name: dropout.device_rng_state for name, dropout in _dropouts(model).items()},
+        "amaxes": remembered_amaxes(model),
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
@@ -157,6 +159,7 @@ def _set_random_state(state: dict[str, Any], model: nn.Module) -> None:
     dropouts = _dropouts(model)
     for name, value in state.get("dropouts", {}).items():
         dropouts[name].device_rng_state = value
+    remember_amaxes(model, state.get("amaxes", {}))
 
 
 def _dropouts(model: nn.Module) -> dict[str, Any]:

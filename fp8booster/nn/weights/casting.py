@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from fp8booster.config import FP8Config
@@ -30,6 +32,7 @@ class Casts:
 
     def __init__(self, remembers: bool = True) -> None:
         self._histories: dict[str, AmaxHistory] | None = {} if remembers else None
+        self._loaded: dict[str, torch.Tensor] = {}
 
     def quantize(
         self,
@@ -54,7 +57,8 @@ class Casts:
         if config.remembers_amaxes and self._histories is not None:
             history = self._histories.get(role)
             if history is None or history.made_for != (config, dtype, values.device):
-                history = AmaxHistory(config, dtype, role == OUTPUT_GRADIENT, values.device)
+                loaded = self._loaded.pop(role, None)
+                history = AmaxHistory(config, dtype, role == OUTPUT_GRADIENT, values.device, loaded)
                 self._histories[role] = history
             return history.cast(values, dtype, plain=plain, transposed=transposed, amax=amax)
         return quantize(
@@ -66,6 +70,17 @@ class Casts:
             power_of_two=config.power_of_two,
             amax=amax,
         )
+
+    @property
+    def remembered(self) -> dict[str, torch.Tensor]:
+        """The amaxes that delayed scaling has of earlier steps, by role; ask between two steps."""
+        histories = {} if self._histories is None else self._histories
+        delayed = {role: each.amaxes for role, each in histories.items() if each.is_delayed}
+        return self._loaded | delayed
+
+    def remember(self, amaxes: Mapping[str, torch.Tensor]) -> None:
+        """Begin with what `remembered` gave, before anything was cast; a history of another length begins anew."""
+        self._loaded = dict(amaxes)
 
     def note_weight(self, values: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> None:
         """An engine has cast a part of the layer's weight, which does not pass through `quantize`.

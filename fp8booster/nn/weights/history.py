@@ -24,9 +24,17 @@ class AmaxHistory:
         dtype: of the casts.
         is_gradient: for a constant scale, of which kind.
         device: of the operand.
+        past: `amaxes` of a history that this one goes on with, as after a resume; None: there is none.
     """
 
-    def __init__(self, config: FP8Config, dtype: torch.dtype, is_gradient: bool, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: FP8Config,
+        dtype: torch.dtype,
+        is_gradient: bool,
+        device: torch.device,
+        past: torch.Tensor | None = None,
+    ) -> None:
         self.made_for = config, dtype, device
         self._config = config
         if config.scaling == "constant":
@@ -34,6 +42,14 @@ class AmaxHistory:
         else:
             self.amaxes = torch.zeros(1 + config.delayed_history, device=device)
         self._first_step = self._step = optimizer_steps()
+        if self.is_delayed and past is not None and past.shape == self.amaxes.shape:
+            self.amaxes.copy_(past)
+            self._first_step = self._step = -1  # of a step before all of this process
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether scales come from earlier steps."""
+        return self._config.scaling == "delayed"
 
     def cast(
         self, matrix: torch.Tensor, dtype: torch.dtype, *, plain: bool, transposed: bool, amax: torch.Tensor | None

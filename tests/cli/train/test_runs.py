@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from fp8booster.cli.train import kills
 from fp8booster.manifest import write_manifest
+from fp8booster.monitor.sinks import FILE, read_scales
 from tests.colossal.payload import Payload
 from tests.distributed import TEST_SECONDS
 from tests.programs import Program, run_program
@@ -99,6 +100,34 @@ def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(compared, tmp_pa
         was, now = load_file(file), load_file(resumed / file.relative_to(whole))
         assert was.keys() == now.keys()
         assert all(was[name].equal(now[name]) for name in was)
+
+
+def test_a_run_with_delayed_scales_resumes_bit_for_bit_and_records_on(tmp_path, data):
+    options = ("--precision", "fp8", "--steps", 6, "--save", 3, "--record", 1, *data, *SMALL)
+    delayed = ("--fp8-option", "scaling=delayed", "--fp8-option", "always=true")
+    succeed(*options, *delayed, "--out", tmp_path / "whole")
+    whole, resumed, anew = (tmp_path / name / "fp8" for name in ("whole", "resumed", "anew"))
+    checkpoint = whole / "checkpoints" / "step-00000003"
+    succeed("--resume", checkpoint, "--out", tmp_path / "resumed")
+    expected = {step: loss for step, loss in losses(whole).items() if step > 3}
+    assert {step: loss for step, loss in losses(resumed).items() if step > 3} == expected
+    rows = [
+        {(row.step, row.layer, row.role): row for row in read_scales(each / FILE)[1] if row.step > 3}
+        for each in (whole, resumed)
+    ]
+    # the weights of step 4 were cast behind step 3, which the resumed run did not take
+    rows[0] = {key: row for key, row in rows[0].items() if key[0] > 4 or row.role != "weight"}
+    assert rows[0] == rows[1]
+    assert {role for _, _, role in rows[0]} == {"weight", "input", "output gradient", "message"}
+
+    shutil.copytree(checkpoint, tmp_path / "without" / "step-00000003")
+    for file in (tmp_path / "without" / "step-00000003" / "random").iterdir():
+        state = torch.load(file, weights_only=True)
+        assert state.pop("amaxes")
+        torch.save(state, file)
+    write_manifest(tmp_path / "without" / "step-00000003")
+    succeed("--resume", tmp_path / "without" / "step-00000003", "--out", tmp_path / "anew")
+    assert {step: loss for step, loss in losses(anew).items() if step > 3} != expected
 
 
 def test_a_checkpoint_resumes_on_another_number_of_processes(compared, tmp_path):

@@ -14,6 +14,7 @@ from fp8booster import FP8Config, convert_to_fp8, formats, report
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.graphs import capture_layers, captured_layers
+from fp8booster.nn.held_casts import remember_amaxes, remembered_amaxes
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights import history as module
 from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, WEIGHT, Casts
@@ -303,3 +304,38 @@ def test_a_gpu_casts_the_bits_of_the_cpu_and_the_host_does_not_wait(config: FP8C
             assert all(same(one.cpu(), other) for one, other in zip(made[:3], expected[:3], strict=True))
         assert same(on_gpu._histories[INPUT].amaxes.cpu(), on_cpu._histories[INPUT].amaxes)
         note_step()
+
+
+def test_a_model_that_remembers_goes_on_bit_for_bit() -> None:
+    def take(model: nn.Module, steps: range) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in steps:
+            torch.manual_seed(step)
+            model(input_ids=batch(), labels=batch()).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def made() -> nn.Module:
+        model = convert_to_fp8(build(), DELAYED)
+        fuse(model)
+        return model
+
+    whole, resumed, anew = made(), made(), made()
+    take(whole, range(3))
+    kept, state = copy.deepcopy(remembered_amaxes(whole)), copy.deepcopy(whole.state_dict())
+    assert {role for roles in kept.values() for role in roles} == {WEIGHT, INPUT, OUTPUT_GRADIENT}
+    take(whole, range(3, 5))
+    for model in (resumed, anew):
+        model.load_state_dict(state)
+    remember_amaxes(resumed, kept)
+    assert same_amaxes(remembered_amaxes(resumed), kept)
+    for model in (resumed, anew):
+        take(model, range(3, 5))
+    assert same_amaxes(remembered_amaxes(resumed), remembered_amaxes(whole))
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    assert not all(map(torch.equal, whole.parameters(), anew.parameters()))
+
+
+def same_amaxes(one: dict[str, dict[str, torch.Tensor]], other: dict[str, dict[str, torch.Tensor]]) -> bool:
+    flat = [{(name, role): each for name, roles in of.items() for role, each in roles.items()} for of in (one, other)]
+    return flat[0].keys() == flat[1].keys() and all(each.equal(flat[1][key]) for key, each in flat[0].items())

@@ -1,0 +1,87 @@
+"""The casts that layers of a model hold: by name, to put others in their place, and the amaxes that they remember."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fp8booster.nn.experts.grouped import GroupedExperts
+from fp8booster.nn.experts.held_as_one import FP8Experts
+from fp8booster.nn.fused.merged_layers import MergedLayers
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.weights.casting import Casts
+
+_WRAPPERS = re.compile(r"(^|\.)(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)(?=\.|$)")
+"""Parts of names that wrappers add."""
+
+
+class HeldCasts(NamedTuple):
+    """A place where casts are held."""
+
+    name: str
+    """Of the layer, or of those that run as one."""
+    holder: Any
+    part: str | None
+    """Of experts, which of their products."""
+    weights: Sequence[tuple[str, int]] = ()
+    """Names of layers whose weights are stacked, with the rows of each; empty for one weight."""
+
+    def get(self) -> Casts | None:
+        """Those that are held; None where the layer is in FP8 no more."""
+        held = getattr(self.holder, "fp8_casts", None)
+        return held if self.part is None or held is None else held.get(self.part)
+
+    def put(self, casts: Casts) -> None:
+        """Hold these."""
+        if self.part is None:
+            self.holder.fp8_casts = casts
+        else:
+            self.holder.fp8_casts[self.part] = casts
+
+
+def held_casts(model: nn.Module) -> Iterator[HeldCasts]:
+    """All that FP8 layers of a model hold."""
+    names = {module: plain_name(name) for name, module in model.named_modules()}
+    for module, name in names.items():
+        if isinstance(module, FP8Layer):
+            yield HeldCasts(name, module, None)
+        if isinstance(module, FP8Experts):
+            yield from (HeldCasts(f"{name}.{part}", module, part) for part in module.fp8_casts)
+        for held in vars(module).values():
+            if isinstance(held, MergedLayers):
+                parts = [names.get(layer, "") for layer in held.layers]
+                weights = [(part, layer.product_features[1]) for part, layer in zip(parts, held.layers, strict=True)]
+                yield HeldCasts(joined(parts), held, None, weights)
+            if isinstance(held, GroupedExperts):
+                yield from (HeldCasts(f"{name}.experts.{part}", held, part) for part in held.fp8_casts)
+
+
+def remembered_amaxes(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
+    """What delayed scaling remembers of this rank's layers, by name and role: ask between two steps."""
+    found = {held.name: casts.remembered for held in held_casts(model) if (casts := held.get()) is not None}
+    return {name: amaxes for name, amaxes in found.items() if amaxes}
+
+
+def remember_amaxes(model: nn.Module, remembered: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Let layers go on with what `remembered_amaxes` gave, where they have that history; others begin anew."""
+    for held in held_casts(model):
+        casts = held.get()
+        if casts is not None and held.name in remembered:
+            casts.remember(remembered[held.name])
+
+
+def plain_name(name: str) -> str:
+    """A module's name without what wrappers add to it."""
+    return _WRAPPERS.sub("", name).lstrip(".")
+
+
+def joined(names: Sequence[str]) -> str:
+    """One name for layers that share a cast: model.layers.0.self_attn.q_proj+k_proj+v_proj."""
+    parent = names[0].rpartition(".")[0]
+    if all(name.rpartition(".")[0] == parent for name in names):
+        return names[0] + "".join("+" + name.rpartition(".")[2] for name in names[1:])
+    return "+".join(names)
