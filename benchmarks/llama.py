@@ -52,6 +52,9 @@ def main(
     micro_batch: Annotated[int, typer.Option(help="Sequences a replica takes at once.")] = 2,
     micro_batches: Annotated[int, typer.Option(help="Micro-batches of a step: accumulated, or piped.")] = 1,
     checkpointing: Annotated[bool, typer.Option(help="Recompute activations in backward.")] = False,
+    checkpointed_layers: Annotated[
+        int | None, typer.Option(help="With --checkpointing: of the first so many layers (default: all).")
+    ] = None,
     plugin: Annotated[str, typer.Option(help=f"fp8booster's: {', '.join(PLUGINS)}.")] = "low_level_zero",
     zero: Annotated[int | None, typer.Option(help="ZeRO stage (default: 2; hybrid 1).")] = None,
     tp: Annotated[int, typer.Option(help="Tensor parallel ranks.")] = 1,

@@ -115,7 +115,7 @@ def boost(
             # FSDP's shards are its master weights, but for an optimizer that keeps those of BF16 weights itself
             dtype=torch.float32 if name == "fsdp" and job.optimizer == "adamw" else torch.bfloat16,
             device=torch.device("cpu") if lazy else device,
-            checkpointing=job.checkpointing,
+            checkpointing=job.recomputed,
         )
     if job.outlier is not None:
         plant_outlier(model, *job.outlier)

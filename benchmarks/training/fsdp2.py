@@ -26,7 +26,7 @@ def fsdp2(job: Job, device: torch.device, *, compiled: bool = False, float8: str
         float8: torchao's "tensorwise", with weights gathered in FP8, or "rowwise".
     """
     config = job.architecture.config(job.sequence)
-    model = build(config, dtype=torch.float32, device=torch.device("meta"), checkpointing=job.checkpointing)
+    model = build(config, dtype=torch.float32, device=torch.device("meta"), checkpointing=job.recomputed)
     if float8 is not None:
         _to_float8(model, float8)
     layers = model.model.layers

@@ -36,6 +36,8 @@ class Job:
     micro_batches: int = 1
     """Of one optimizer step: gradient accumulation, or what a pipeline is filled with."""
     checkpointing: bool = False
+    checkpointed_layers: int | None = None
+    """With `checkpointing`, the first so many; None is all."""
     warm_up: int = 4
     """Steps that are not timed."""
     steps: int = 8
@@ -98,6 +100,8 @@ class Job:
             raise ValueError(f"--gradient-scale is {self.gradient_scale}; it must be above 0")
         if self.update_in_backward and (self.optimizer != "adamw-8bit" or self.micro_batches > 1):
             raise ValueError("--update-in-backward goes with --optimizer adamw-8bit and --micro-batches 1")
+        if self.checkpointed_layers is not None and not (self.checkpointing and self.checkpointed_layers >= 1):
+            raise ValueError("--checkpointed-layers takes --checkpointing, and 1 layer or more")
         if self.one_sided < 0:
             raise ValueError(f"--one-sided is {self.one_sided}; give the MiB of the largest message, or 0 for none")
         if self.record < 0:
@@ -123,6 +127,11 @@ class Job:
     @property
     def architecture(self) -> Architecture:
         return MODELS[self.model].shortened(self.layers)
+
+    @property
+    def recomputed(self) -> bool | int:
+        """Whether layers compute their activations again in backward, or how many."""
+        return self.checkpointed_layers or self.checkpointing
 
     @property
     def total_steps(self) -> int:

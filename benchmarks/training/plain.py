@@ -26,7 +26,7 @@ def plain(job: Job, device: torch.device) -> BuiltEngine:
         raise ValueError("--precision plain updates in backward; use --optimizer adamw-8bit")
     torch.manual_seed(job.seed)
     model = build(
-        job.architecture.config(job.sequence), dtype=torch.bfloat16, device=device, checkpointing=job.checkpointing
+        job.architecture.config(job.sequence), dtype=torch.bfloat16, device=device, checkpointing=job.recomputed
     )
     config = fp8_config(job.fp8_options)
     convert_to_fp8(model, config)

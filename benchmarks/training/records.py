@@ -100,7 +100,7 @@ def _record(name: str, found: Findings, setting: Setting) -> Record:
     ms = Samples.of(steps)
     throughput = 1e3 * tokens / ms.median / setting.ranks
     flops = model_flops(model, sequence=job.sequence) * throughput
-    natively = native_flops(model, checkpointing=job.checkpointing)
+    natively = None if job.checkpointed_layers else native_flops(model, checkpointing=job.checkpointing)
     return record | {
         "rounds": list(outcomes),
         "ms": ms.as_record(),

@@ -126,3 +126,16 @@ def _head(module: nn.Module) -> object:
     # the head was taken out of the model; or a method of another meaning has the name, or none of its own
     except (AttributeError, TypeError, NotImplementedError):
         return None
+
+
+def repeated_layers(module: nn.Module) -> list[nn.Module]:
+    """The members of each ModuleList of two or more modules of one class with weights, but for lists inside these."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        members = list(child) if isinstance(child, nn.ModuleList) else []
+        alike = len(members) > 1 and len({type(each) for each in members}) == 1
+        if alike and next(members[0].parameters(), None) is not None:
+            found += members
+        else:
+            found += repeated_layers(child)
+    return found

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fp8booster.training.recomputation import recompute
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from transformers.modeling_utils import PreTrainedModel
@@ -113,7 +115,11 @@ SIZES = ("tiny", "100m", "1b", "7b", "13b", "30b", "70b", "qwen2.5-7b")
 
 
 def build(
-    config: PretrainedConfig, *, device: torch.device, dtype: torch.dtype = torch.bfloat16, checkpointing: bool = False
+    config: PretrainedConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    checkpointing: bool | int = False,
 ) -> PreTrainedModel:
     """A model in training mode, with attention by torch's SDPA.
 
@@ -129,8 +135,8 @@ def build(
     return prepared(model, checkpointing)
 
 
-def prepared(model: PreTrainedModel, checkpointing: bool) -> PreTrainedModel:
-    """The model in training mode; with `checkpointing` it recomputes activations in backward."""
+def prepared(model: PreTrainedModel, checkpointing: bool | int) -> PreTrainedModel:
+    """The model in training mode; with `checkpointing` it recomputes activations in backward, or so many layers do."""
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        recompute(model, None if checkpointing is True else checkpointing)
     return model.train()

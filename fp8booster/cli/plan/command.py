@@ -18,6 +18,7 @@ _FLAGS = flags(
     "sequence",
     "accumulate",
     "checkpointing",
+    "checkpointed_layers",
     "level",
     "optimizer",
     "plugin",

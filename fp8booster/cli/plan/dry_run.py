@@ -7,8 +7,8 @@ nothing is estimated but the number of layers: two models with few layers are ru
 from __future__ import annotations
 
 import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai before it is imported)
-from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from fp8booster.training.optimizers import make_optimizer
 from fp8booster.training.plugins import FP32_WEIGHTS
 
 from .models import fewest_layers, planned_config, shortened
-from .parts import KEPT, MASTERS, MOMENTS, WEIGHTS, Footprint
+from .parts import KEPT, MASTERS, MOMENTS, WEIGHTS, Footprint, extended
 from .stand_ins import instead_of_gpus
 
 if TYPE_CHECKING:
@@ -34,25 +34,33 @@ def footprint(options: TrainOptions, precision: str, gpu_memory: int) -> Footpri
     """The memory that rank 0 of `options.nproc` needs in a step, as torch's allocator counts it.
 
     In a pipeline, rank 0 keeps the most micro-batches. What the second of the two models needs more than the first is
-    counted for each further layer.
+    counted for each further layer. Where the first layers alone are computed again, it is between that where none are
+    and all.
 
     Args:
         options: `nproc`, `batch` and `sequence` set.
         precision: "bf16" or "fp8".
         gpu_memory: bytes of a GPU, by which some defaults are chosen.
+
+    Raises:
+        ValueError: more layers are to be checkpointed than the model has.
     """
     config = planned_config(options)
     layers = config.num_hidden_layers
+    if options.checkpointed_layers is not None:
+        if options.checkpointed_layers > layers:
+            raise ValueError(f"--checkpointed-layers is {options.checkpointed_layers}, and the model has {layers}")
+        none, every = (
+            footprint(replace(options, checkpointing=checkpointing, checkpointed_layers=None), precision, gpu_memory)
+            for checkpointing in (False, True)
+        )
+        return extended(none, every, options.checkpointed_layers / layers)
     least = fewest_layers(options)
     few, more = min(least, layers), min(2 * least, layers)
     memory_a_value = gpu_memory / _values(config)
     first, second = (dry_steps(options, precision, shortened(config, each), memory_a_value) for each in (few, more))
     times = (layers - few) / max(more - few, 1)
-    return {phase: _extended(first[phase], second[phase], times) for phase in first}
-
-
-def _extended(first: Counter[str], second: Counter[str], times: float) -> Counter[str]:
-    return Counter({part: round(first[part] + times * (second[part] - first[part])) for part in {*first, *second}})
+    return extended(first, second, times)
 
 
 def _values(config: PretrainedConfig) -> int:
@@ -73,7 +81,7 @@ def dry_steps(options: TrainOptions, precision: str, config: PretrainedConfig, m
 def take_steps(tracker: MemoryTracker, options: TrainOptions, precision: str, config: PretrainedConfig) -> Footprint:
     """Take two steps on this rank, under a tracker; the memory of the second, in which all states are there."""
     dtype = torch.float32 if options.plugin in FP32_WEIGHTS else torch.bfloat16
-    network = build(config, device=torch.device("cpu"), dtype=dtype, checkpointing=options.checkpointing)
+    network = build(config, device=torch.device("cpu"), dtype=dtype, checkpointing=options.recomputed)
     network.to = lambda *_, **__: network  # torch cannot exchange the values of what has none
     plugin = build_plugin(options, precision == "fp8", network)
     optimizer = make_optimizer(options.optimizer_of(precision), network.parameters(), lr=1e-4)

@@ -14,6 +14,7 @@ from fp8booster.cli.train.options import TrainOptions
 
 from .configurations import GIB, Configuration, Gpu, configurations, counted
 from .models import planned_config
+from .parts import extended
 from .table import show
 
 NEEDS_VALUES = {
@@ -49,7 +50,28 @@ def make_plan(options: TrainOptions, tokens: int | None, gpu: Gpu) -> list[Confi
     for name, value in (("plugin", options.plugin), ("sp-mode", options.sp_mode)):
         if value in NEEDS_VALUES:
             raise ValueError(f"--{name} {value} cannot be planned: {NEEDS_VALUES[value]}")
-    return list(counted(configurations(options), gpu))
+    return _with_fewest_checkpointed(list(counted(configurations(options), gpu)), gpu)
+
+
+def _with_fewest_checkpointed(plan: list[Configuration], gpu: Gpu) -> list[Configuration]:
+    """The plan; where its last, which checkpoints all layers, is the first that fits, with what checkpoints few."""
+    kept, every = plan[-2:]
+    options = every.options
+    if kept.peaks is None or every.peaks is None or gpu.takes(kept.parts.total()):
+        return plan
+    if options.pp > 1 or options != dataclasses.replace(kept.options, checkpointing=True):
+        return plan
+    layers = planned_config(options).num_hidden_layers
+    for count in range(1, layers):
+        few = dataclasses.replace(
+            every,
+            name=f"+ checkpointing {count} of {layers}",
+            options=dataclasses.replace(options, checkpointed_layers=count),
+            peaks=extended(kept.peaks, every.peaks, count / layers),
+        )
+        if gpu.takes(few.parts.total()):
+            return [*plan[:-1], few, every]
+    return plan
 
 
 def explain(error: OutOfMemory) -> None:

@@ -147,7 +147,7 @@ class Trainer:
         dtype = torch.float32 if options.plugin in FP32_WEIGHTS else torch.bfloat16
         config = copy.deepcopy(self._config)
         if options.lora is None:
-            network = build_model(options.model, config, self._device, options.checkpointing, dtype)
+            network = build_model(options.model, config, self._device, options.recomputed, dtype)
         else:
             network = self._with_adapters(config)
         self._parameters = sum(parameter.numel() for parameter in network.parameters())
@@ -171,7 +171,7 @@ class Trainer:
         """The model with adapters; in FP8 its own weights take one byte a value."""
         options = self._options
         frozen = fp8_config(options.fp8_options, options.level) if self._task.precision == "fp8" else None
-        network = build_model(options.model, config, self._device, options.checkpointing, frozen=frozen)
+        network = build_model(options.model, config, self._device, options.recomputed, frozen=frozen)
         targets = options.lora_targets or ALL_LINEAR
         return with_adapters(
             network,

@@ -225,7 +225,7 @@ def build_model(
     model: str,
     config: PretrainedConfig,
     device: torch.device,
-    checkpointing: bool,
+    checkpointing: bool | int,
     dtype: torch.dtype = torch.bfloat16,
     frozen: FP8Config | None = None,
 ) -> PreTrainedModel:

@@ -138,6 +138,9 @@ class TrainOptions:
         rule=within(0, 2**32 - 1),  # what NumPy takes
     )
     checkpointing: bool = _option(_TRAINING, "Recompute activations in the backward pass", False)
+    checkpointed_layers: int | None = _option(
+        _TRAINING, "Of the first so many layers, with --checkpointing", rule=at_least(1), shown="all"
+    )
     lora: int | None = _option(
         _TRAINING,
         "Rank of LoRA adapters, which train alone; in FP8 the frozen weights take one byte a value",
@@ -217,6 +220,11 @@ class TrainOptions:
             )
         self.parallel.check(PLUGINS)
         self._check_lora()
+        if self.checkpointed_layers is not None and (self.pp > 1 or not self.checkpointing):
+            raise ValueError(
+                f"--checkpointed-layers {self.checkpointed_layers} takes --checkpointing, and all layers on one rank; "
+                "give it, and leave --pp out."
+            )
         if self.packing and "bf16" in PRECISIONS[self.precision] and self.plugin not in FUSED_IN_BF16:
             raise ValueError(
                 f"--packing is done by fused attention, which runs in BF16 have with --plugin "
@@ -238,6 +246,11 @@ class TrainOptions:
             raise ValueError(
                 f"--plugin {self.plugin} saves no adapters; give --lora with --plugin {' or '.join(WITH_ADAPTERS)}."
             )
+
+    @property
+    def recomputed(self) -> bool | int:
+        """Whether layers compute their activations again in backward, or how many."""
+        return self.checkpointed_layers or self.checkpointing
 
     def saves_codes(self, precision: str) -> bool:
         """Whether the run in one precision saves codes of moments."""

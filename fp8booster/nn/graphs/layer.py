@@ -15,7 +15,7 @@ from fp8booster.nn.graphs import recorder
 from fp8booster.nn.graphs.arguments import Unsupported, flatten
 from fp8booster.nn.graphs.pair import GraphPair, Moved
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import cached_by_class, is_looked_at, members_of_made, wait_for_parameters
+from fp8booster.nn.modules import cached_by_class, is_looked_at, members_of_made, repeated_layers, wait_for_parameters
 from fp8booster.nn.weights.pinned import Record, Use, collected_uses
 
 WARM_UP = 3
@@ -283,8 +283,7 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
     graph has memory of its own, for what passes in it, what a layer saves for backward, and gradients of its weights.
 
     Args:
-        model: converted, fused and sharded before. The members of each ModuleList of two or more layers of one class
-            are captured, but for lists inside these.
+        model: converted, fused and sharded before.
         only_where_host_limits: not where the GPU takes longer for a layer than the host, as far as a count of its
             operations tells.
 
@@ -292,7 +291,7 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
         The number of layers.
     """
     shared = _Shared(only_where_host_limits)
-    layers = _repeated(model)
+    layers = [each for each in repeated_layers(model) if not isinstance(each, CapturedLayer)]
     for layer in layers:
         layer.__dict__["fp8_graphs"] = LayerGraphs(shared)
         layer.__class__ = _captured_class(type(layer))
@@ -311,18 +310,6 @@ def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None
             each.is_looked_inside = was
 
     return end
-
-
-def _repeated(module: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for child in module.children():
-        members = list(child) if isinstance(child, nn.ModuleList) else []
-        alike = len(members) > 1 and len({type(each) for each in members}) == 1
-        if alike and not isinstance(members[0], CapturedLayer) and next(members[0].parameters(), None) is not None:
-            found += members
-        else:
-            found += _repeated(child)
-    return found
 
 
 def captured_layers(model: nn.Module) -> Counter[str | None]:
