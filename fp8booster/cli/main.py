@@ -11,7 +11,9 @@ import typer
 
 from fp8booster.cli.doctor.command import doctor
 from fp8booster.cli.errors import OneSentenceErrors
+from fp8booster.cli.eval.command import evaluate
 from fp8booster.cli.export.command import export
+from fp8booster.cli.generate.command import generate
 from fp8booster.cli.plan.command import plan
 from fp8booster.cli.plot.command import plot
 from fp8booster.cli.train.command import train
@@ -49,3 +51,5 @@ app.command()(doctor)
 app.command()(plan)
 app.command()(plot)
 app.command()(export)
+app.command("eval")(evaluate)
+app.command()(generate)

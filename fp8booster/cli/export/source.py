@@ -1,4 +1,4 @@
-"""What `fp8booster export` names: a run, whose newest checkpoint is taken, a checkpoint, or a model."""
+"""What `export`, `eval` and `generate` name: a run, whose newest checkpoint is taken, a checkpoint, or a model."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class Source:
     config: FP8Config
     masters: Path | None
     """Of the FP32 master weights that its FP8 weights were cast from in training."""
+    sequence: int | None = None
+    """Tokens of a sequence in training; None: not known."""
 
 
 def find_source(folder: Path) -> Source:
@@ -44,8 +46,8 @@ def find_source(folder: Path) -> Source:
     require_whole(checkpoint)
     options = read_state(checkpoint).options
     if precision == "bf16":
-        return Source(checkpoint / "model", FP8Config(), None)
+        return Source(checkpoint / "model", FP8Config(), None, options.sequence)
     config = fp8_config(options.fp8_options, options.level)
     asked = parse_pairs(options.plugin_options, "--plugin-option").get("fp8_communication")
     sent_in_fp8 = config.communication if asked is None else asked
-    return Source(checkpoint / "model", config, checkpoint / "masters" if sent_in_fp8 else None)
+    return Source(checkpoint / "model", config, checkpoint / "masters" if sent_in_fp8 else None, options.sequence)

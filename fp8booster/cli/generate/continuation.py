@@ -1,0 +1,76 @@
+"""One call of `fp8booster generate`: load, go on from the prompt, decode."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, GenerationConfig
+
+from fp8booster.cli.inference import find_model, inference_config, inference_device, load_model, require_one_of
+from fp8booster.cli.train.tokenizer import load_tokenizer
+from fp8booster.serving.key_value_cache import FP8Cache, cache_bytes
+
+CACHES: dict[str, Callable[[], Any]] = {"bf16": DynamicCache, "fp8": FP8Cache}
+"""What `--kv-cache` takes, and what keeps keys and values so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """What a call is asked for."""
+
+    checkpoint: Path
+    prompt: str
+    precision: str
+    max_new_tokens: int
+    temperature: float
+    """0: greedy."""
+    seed: int
+    kv_cache: str
+    fp8_options: Sequence[str]
+
+
+def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
+    """The prompt and what the model makes of it; `tell` says what is done.
+
+    Raises:
+        ValueError: an option is not known, the prompt is empty, or the checkpoint is none.
+    """
+    require_one_of(options.kv_cache, CACHES, "--kv-cache")
+    source = find_model(options.checkpoint)
+    device, trapping = inference_device()
+    if trapping is not None:
+        tell(trapping)
+    tokenizer = load_tokenizer(str(source.model))
+    ids = tokenizer(options.prompt, return_tensors="pt")["input_ids"].to(device)
+    if not ids.numel():
+        raise ValueError("--prompt is empty; give some text to go on from.")
+    model: Any = load_model(source, options.precision, inference_config(source, options.fp8_options), device)
+    # checkpoints of training say no, which transformers heeds before what a call says
+    model.config.use_cache = model.generation_config.use_cache = True
+    how = {"do_sample": False} if options.temperature == 0 else {"do_sample": True, "temperature": options.temperature}
+    settings = GenerationConfig(
+        max_new_tokens=options.max_new_tokens,
+        bos_token_id=model.generation_config.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+        use_cache=True,
+        **how,
+    )
+    cache = CACHES[options.kv_cache]()
+    torch.manual_seed(options.seed)
+    begin = time.perf_counter()
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, past_key_values=cache)[
+        0
+    ].tolist()
+    seconds = time.perf_counter() - begin
+    new = len(made) - ids.shape[1]
+    tell(
+        f"{new} tokens in {seconds:.1f} s; {sum(each.nbytes for each in model.parameters()) / 2**20:,.1f} MiB of "
+        f"parameters, {cache_bytes(cache) / 2**20:,.2f} MiB of keys and values"
+    )
+    return tokenizer.decode(made, skip_special_tokens=True)

@@ -1,0 +1,97 @@
+"""What a CHECKPOINT of `fp8booster eval` and `fp8booster generate` is, in BF16 and in FP8."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from fp8booster.cli.export.source import Source, find_source
+from fp8booster.cli.instructions import avoid_trapping_instructions
+from fp8booster.cli.train.key_values import fp8_config
+from fp8booster.cli.train.model_folder import build_model, folder_config, has_weights, is_folder
+from fp8booster.cli.train.tokenizer import folder_has_tokenizer
+from fp8booster.config import FP8Config
+from fp8booster.kernels.device import require_fp8
+from fp8booster.nn.quantize import quantize
+from fp8booster.serving.read import require_loadable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PRECISIONS = ("bf16", "fp8")
+
+
+def inference_device() -> tuple[torch.device, str | None]:
+    """The GPU, or the CPU where there is none, and what had to be done for its products."""
+    if torch.cuda.is_available():
+        return torch.device("cuda"), None
+    return torch.device("cpu"), avoid_trapping_instructions()
+
+
+def find_model(checkpoint: Path) -> Source:
+    """As `find_source`, of a model that has weights and a tokenizer.
+
+    Raises:
+        ValueError: it has none, or holds adapters alone.
+    """
+    found = find_source(checkpoint)
+    folder = str(found.model)
+    is_folder(folder)  # refuses adapters
+    if not has_weights(folder):
+        raise ValueError(f"{folder} holds no weights; give a model that has them (save_pretrained).")
+    if not folder_has_tokenizer(folder):
+        raise ValueError(f"{folder} holds no tokenizer; save the model's there (tokenizer.save_pretrained).")
+    return found
+
+
+def inference_config(source: Source, options: Sequence[str]) -> FP8Config:
+    """What `--fp8-option` asks for; without it, how the model was trained, as far as inference has it.
+
+    Args:
+        source: of the checkpoint.
+        options: `key=value` pairs.
+    """
+    if options:
+        return fp8_config(tuple(options))
+    scaling = "real-time" if source.config.scaling == "delayed" else source.config.scaling
+    return replace(source.config, scaling=scaling, smooth_swiglu=False)
+
+
+def require_one_of(value: str, allowed: Iterable[str], flag: str) -> None:
+    """Raise ValueError for a value that a flag does not take."""
+    if value not in (names := list(allowed)):
+        raise ValueError(f"{flag} is {value!r}; use one of {', '.join(names)}.")
+
+
+def load_model(
+    source: Source,
+    precision: str,
+    config: FP8Config,
+    device: torch.device,
+    batches: Sequence[torch.Tensor] | None = None,
+) -> PreTrainedModel:
+    """A model for inference.
+
+    Args:
+        source: of the checkpoint. What is in FP8 there is decoded for "bf16", and for "fp8" kept with its scales.
+        precision: "bf16" or "fp8".
+        config: of the FP8 layers.
+        device: where it goes.
+        batches: for "fp8", token ids, [batch, sequence] each, to calibrate with; None: real-time scales.
+
+    Raises:
+        ValueError: the weights cannot be read, or not be quantized so.
+    """
+    require_one_of(precision, PRECISIONS, "--precision")
+    folder, in_fp8 = str(source.model), precision == "fp8"
+    if in_fp8:
+        require_fp8(device, config.emulate, config.granularity)
+    frozen = config if in_fp8 and require_loadable(source.model) else None
+    model = build_model(folder, folder_config(folder), device, checkpointing=False, frozen=frozen)
+    if in_fp8:
+        quantize(model, config, batches=batches)
+    return model.eval()

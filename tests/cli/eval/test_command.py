@@ -1,0 +1,112 @@
+"""`fp8booster eval` of a model, what was exported of it, and a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fp8booster import export, quantize
+from fp8booster.cli.eval.losses import evaluate
+from fp8booster.cli.main import app
+from tests.cli.model_folders import TEXT, write_model
+from tests.cli.train.test_runs import ENVIRONMENT, SMALL, succeed
+from tests.nn.models import tiny_llama
+from tests.programs import run_program
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> tuple[object, ...]:
+    file = tmp_path_factory.mktemp("data") / "text.txt"
+    file.write_text(TEXT)
+    return ("--data", file, "--cache", tmp_path_factory.mktemp("cache"))
+
+
+def evaluated(*arguments: object) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["eval", *map(str, arguments), "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_the_losses_are_those_of_transformers_and_the_divergence_is_torchs() -> None:
+    model, other = tiny_llama(initializer_range=0.2), quantize(tiny_llama(initializer_range=0.2))
+    batches = torch.randint(128, (3, 2, 16), generator=torch.Generator().manual_seed(0)).unbind()
+    with torch.no_grad():
+        losses = [torch.stack([each(input_ids=ids, labels=ids).loss for ids in batches]) for each in (model, other)]
+        first, second = (
+            torch.cat([each(input_ids=ids).logits[:, :-1].reshape(-1, 128).log_softmax(-1) for ids in batches])
+            for each in (model, other)
+        )
+    found = evaluate([model, other], batches)
+    assert [each.loss for each in found] == pytest.approx([each.mean().item() for each in losses], rel=1e-5)
+    assert found[0].kl == 0
+    expected = torch.nn.functional.kl_div(second, first, log_target=True, reduction="batchmean").item()
+    assert found[1].kl == pytest.approx(expected, rel=1e-3)
+    assert expected > 0
+    assert found[1].perplexity == math.exp(found[1].loss)
+
+
+def test_a_model_in_each_precision_and_calibrated(folder, data):
+    found = evaluated(folder, *data, "--sequence", 32, "--tokens", 640, "--calibrated", 3, "--batch", 8)
+    assert (found["tokens"], found["sequence"], found["calibration_tokens"]) == (20 * 31, 32, 3 * 32)
+    bf16, fp8, calibrated = found["columns"]
+    assert [each["precision"] for each in found["columns"]] == ["bf16", "fp8", "fp8-calibrated"]
+    assert [each["fp8_layers"] for each in found["columns"]] == [0, 14, 14]
+    assert bf16["kl"] == 0
+    for each in (fp8, calibrated):
+        assert 0 < each["kl"] < 0.1
+        assert each["loss"] == pytest.approx(bf16["loss"], rel=0.02)
+        assert each["parameter_bytes"] < bf16["parameter_bytes"]
+    assert fp8["kl"] != calibrated["kl"]
+    finer = evaluated(
+        folder, *data, "--sequence", 32, "--tokens", 640, "--precision", "fp8", "--fp8-option", "granularity=rowwise"
+    )
+    (column,) = finer["columns"]
+    assert column["loss"] != fp8["loss"]
+
+
+def test_what_was_exported_computes_what_the_model_does_in_fp8(folder, data, tmp_path):
+    export(folder, tmp_path / "fp8", format="tensorwise")
+    found = evaluated(folder, tmp_path / "fp8", *data, "--sequence", 32, "--tokens", 320, "--precision", "fp8")
+    of_model, of_exported = found["columns"]
+    assert of_exported["fp8_layers"] == 14
+    assert of_exported["loss"] == pytest.approx(of_model["loss"], rel=1e-3)
+    # one scale for q, k and v, and one for gate and up, as training has them
+    assert of_exported["kl"] < 0.02
+
+
+def test_a_run_is_evaluated_in_sequences_as_long_as_in_training(data, tmp_path):
+    succeed("--precision", "fp8", "--steps", 1, "--out", tmp_path / "run", *data, *SMALL)
+    done = run_program("fp8booster", "eval", tmp_path / "run", *data, "--tokens", 320, environment=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert "310 tokens of" in done.stdout
+    assert "in sequences of 32" in " ".join(done.stdout.split())
+    assert "28 of 29" in done.stdout
+    assert "KL from the first" in done.stdout
+
+
+def test_what_cannot_be_evaluated_is_refused_in_a_sentence(folder, data, tmp_path):
+    tiny_llama().save_pretrained(tmp_path / "bare")
+    write_model(tmp_path / "larger", vocabulary=528)
+    for arguments, words in (
+        ((tmp_path, *data), "neither a run, nor a checkpoint"),
+        ((tmp_path / "bare", *data), "holds no tokenizer"),
+        ((folder, tmp_path / "larger", *data), "evaluate models with one tokenizer together"),
+        ((folder, *data, "--precision", "fp4"), "use one of bf16, fp8"),
+        ((folder, *data, "--calibrated", 10**6), "smaller --sequence or --calibrated"),
+        ((folder, *data, "--sequence", 10**6), "give a shorter one"),
+        ((folder, *data, "--fp8-option", "granularity=rowwise", "--calibrated", 1), "no one amax to calibrate"),
+    ):
+        done = CliRunner().invoke(app, ["eval", *map(str, arguments)])
+        assert done.exit_code == 2, words
+        assert words in " ".join(done.stderr.split()), done.stderr

@@ -1,0 +1,85 @@
+"""`fp8booster generate` by a model and by what was exported of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from fp8booster import export
+from fp8booster.cli.main import app
+from tests.cli.model_folders import write_model
+from tests.cli.train.test_runs import ENVIRONMENT
+from tests.programs import run_program
+
+PROMPT = "def add_argument(self"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def generate(*arguments: object) -> tuple[str, str]:
+    """What was printed, and what was told besides."""
+    asked = ["generate", *map(str, arguments), "--prompt", PROMPT, "--max-new-tokens", "16"]
+    done = CliRunner().invoke(app, asked, catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def test_bf16_is_greedy_decoding_of_transformers(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    for _ in range(16):
+        with torch.no_grad():
+            ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    printed, told = generate(folder, "--precision", "bf16")
+    assert printed == tokenizer.decode(ids[0], skip_special_tokens=True) + "\n"
+    assert "16 tokens in" in told
+
+
+def kept(told: str) -> tuple[float, float]:
+    """MiB of parameters, and of keys and values."""
+    words = told.splitlines()[-1].split()
+    places = [place for place, word in enumerate(words) if word == "MiB"]
+    return float(words[places[0] - 1]), float(words[places[1] - 1])
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_fp8_goes_on_from_the_prompt_with_fp8_keys_and_values(exported, folder, tmp_path):
+    checkpoint = folder
+    if exported:
+        checkpoint = export(folder, tmp_path / "fp8").folder
+    (printed, told), (other, in_fp8) = (generate(checkpoint, "--kv-cache", kind) for kind in ("bf16", "fp8"))
+    for text in (printed, other):
+        assert text.startswith(PROMPT)
+        assert len(text) > len(PROMPT) + 4
+    assert kept(in_fp8)[1] < kept(told)[1]
+
+
+def test_sampling_follows_the_seed(folder):
+    first, again, other = (generate(folder, "--temperature", 2, "--seed", seed)[0] for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_a_program_prints_the_text_alone_to_standard_output(folder):
+    done = run_program("fp8booster", "generate", folder, "--prompt", PROMPT, environment=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(PROMPT)
+    assert "MiB" not in done.stdout
+
+
+def test_what_cannot_be_done_is_refused_in_a_sentence(folder):
+    for arguments, words in (
+        ((folder, "--kv-cache", "int4"), "--kv-cache is 'int4'; use one of bf16, fp8"),
+        ((folder, "--precision", "int4"), "--precision is 'int4'; use one of bf16, fp8"),
+        ((folder, "--prompt", ""), "--prompt is empty"),
+    ):
+        done = CliRunner().invoke(app, ["generate", "--prompt", PROMPT, *map(str, arguments)])
+        assert done.exit_code == 2, words
+        assert words in " ".join(done.stderr.split()), done.stderr
