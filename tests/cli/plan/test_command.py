@@ -97,6 +97,15 @@ def test_the_first_in_fp8_that_fits_has_its_command():
     assert [each.fits_on for each in plan(60, 90, 70, 1000)] == ["H100", "H200", "H100", None]
 
 
+def test_as_few_layers_are_checkpointed_as_must_be():
+    found = planning._with_fewest_checkpointed(plan(100, 95, 92, 91, 90, 58), GPUS["H100"])
+    assert [each.name for each in found[-2:]] == ["+ checkpointing 15 of 32", "+ checkpointing"]
+    assert found[-2].parts.total() == 75 * GIB  # of 79, with 4 left free
+    assert "--checkpointed-layers 15" in " ".join(found[-2].command)
+    for sizes in ((100, 95, 92, 91, 70, 58), (100, 95, 92, 91, 90, 80)):  # it fits without; nothing fits
+        assert len(planning._with_fewest_checkpointed(plan(*sizes), GPUS["H100"])) == 6
+
+
 def test_where_nothing_fits_it_says_what_to_change():
     assert "more GPUs" in shown(plan(200, 200), GPUS["H100"])
 

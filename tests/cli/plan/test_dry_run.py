@@ -120,6 +120,21 @@ def test_what_makes_a_run_smaller_does():
     assert peak(dry_steps(sequence=1024, fp8_options=("saved_activations=8-bit",))) < 0.95 * peak(found)
 
 
+def test_some_layers_are_checkpointed_between_none_and_all():
+    sizes = {"sequence": 1024, "checkpointing": True}
+    config = planned_config(options(**sizes))
+    layers = config.num_hidden_layers
+    assert layers > 2
+    for count in (1, layers - 1):
+        asked = options(**sizes, checkpointed_layers=count)
+        expected = peak(dry_run.dry_steps(asked, "fp8", config, 1e6))
+        assert peak(dry_run.footprint(asked, "fp8", int(1e6 * dry_run._values(config)))) == pytest.approx(
+            expected, rel=0.05
+        )
+    with pytest.raises(ValueError, match=f"the model has {layers}"):
+        dry_run.footprint(options(**sizes, checkpointed_layers=layers + 1), "fp8", 1)
+
+
 def test_gradients_that_wait_for_the_next_micro_batch_are_counted_by_their_kind():
     model = build(small_config(options()), device=torch.device("meta"))
     of_rank = sum(parameter.numel() for parameter in model.parameters()) / 2

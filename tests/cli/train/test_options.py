@@ -36,6 +36,15 @@ def test_a_floor_above_the_peak_is_refused():
         TrainOptions(lr=0.01, min_lr=0.1)
 
 
+def test_checkpointed_layers_are_those_of_a_whole_model():
+    assert TrainOptions(checkpointing=True).recomputed is True
+    assert TrainOptions(checkpointing=True, checkpointed_layers=3).recomputed == 3
+    assert TrainOptions().recomputed is False
+    for others in ({}, {"checkpointing": True, "plugin": "hybrid", "pp": 2}):
+        with pytest.raises(ValueError, match="--checkpointed-layers 3 takes --checkpointing, and all layers on one"):
+            TrainOptions(checkpointed_layers=3, **others)
+
+
 def test_options_survive_json():
     options = TrainOptions(model="1b", plugin_options=("verbose=True",), fp8_options=("power_of_two=true",), lr=1e-3)
     assert TrainOptions.from_file(json.loads(json.dumps(dataclasses.asdict(options))), Path("run.json"), "") == options
