@@ -40,7 +40,7 @@ def test_checkpointed_layers_are_those_of_a_whole_model():
     assert TrainOptions(checkpointing=True).recomputed is True
     assert TrainOptions(checkpointing=True, checkpointed_layers=3).recomputed == 3
     assert TrainOptions().recomputed is False
-    for others in ({}, {"checkpointing": True, "plugin": "hybrid", "pp": 2}):
+    for others in ({}, {"checkpointing": True, "plugin": "hybrid", "pp": 2, "accumulate": 2}):
         with pytest.raises(ValueError, match="--checkpointed-layers 3 takes --checkpointing, and all layers on one"):
             TrainOptions(checkpointed_layers=3, **others)
 
