@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from fp8booster.cli.train.defaults import resolve
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.tokens import prepare_tokens
+from fp8booster.monitor.scales import MOMENTS
 from fp8booster.monitor.sinks import FILE, read_scales
 from tests.cli.train.plugin_ranks import ADAPTED, DEEP, DEEP_MODES, MODES, SAMPLED, SAVED, STEPS, TIED_MODES, train_each
 from tests.colossal.models import tiny_llama
@@ -170,7 +171,8 @@ def test_every_plugin_records_the_same_tensors(found, name) -> None:
             # under autocast layers run one by one: the first of those that read one input casts it
             shared = {"k_proj", "v_proj", "gate_proj"} if name.startswith("ddp") and role == "input" else set()
             assert found_parts | shared == set(parts)
-    assert all(row.non_finite == 0 and row.saturated == 0 and 15 < row.snr_db < 50 for row in rows)
+    assert all(row.non_finite == 0 and row.saturated == 0 and row.snr_db > 15 for row in rows)
+    assert all(row.snr_db < 50 for row in rows if row.role not in MOMENTS)  # some of those are exact
 
 
 def test_a_resumed_run_records_on(found) -> None:
