@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,26 +51,59 @@ def with_adapters(network: nn.Module, rank: int, *, alpha: float, targets: Seque
     return adapted
 
 
-def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What of a model's state dict is of adapters, under their names in it; every rank of ZeRO calls it."""
-    return {name: value for name, value in model.state_dict().items() if "lora_" in name}
+def adapted(model: nn.Module) -> PeftModel | None:
+    """The model of peft's that a model is or wraps; None for a model that trains all its weights."""
+    peft = sys.modules.get("peft")
+    return None if peft is None else next((each for each in model.modules() if isinstance(each, peft.PeftModel)), None)
 
 
-def load_adapters(model: PeftModel, folder: Path) -> None:
-    """Set adapters to those that peft's `save_pretrained` wrote.
+def save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
+    """Write adapters as peft does, and nothing of the model that they are on; every rank calls it.
+
+    Args:
+        model: the model of peft's, or FSDP's around it, whose state dict has whole tensors under the same names.
+        folder: a disk's.
+        writes: whether this rank is the one that does.
+    """
+    peft_model, state = _required(model), _adapters_of(model)
+    if writes:
+        # told to, peft does not ask the hub whether the vocabulary has grown
+        peft_model.save_pretrained(str(folder), safe_serialization=True, state_dict=state, save_embedding_layers=False)
+
+
+def load_adapters(model: nn.Module, folder: Path) -> None:
+    """Set adapters to those that `save_adapters`, or peft's `save_pretrained`, wrote; every rank calls it.
+
+    Args:
+        model: as in `save_adapters`.
+        folder: theirs.
 
     Raises:
         ValueError: the folder's are damaged, or of another model, rank or targets.
     """
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
 
     file = folder / ADAPTER_FILE
     with faults_named(file):
         saved = load_file(file)
-    here = get_peft_model_state_dict(model, state_dict=adapters_of(model), save_embedding_layers=False)
+    state = _adapters_of(model)
+    here = get_peft_model_state_dict(_required(model), state_dict=state, save_embedding_layers=False)
     require_shapes_of(file, shapes_of(saved), shapes_of(here))
-    set_peft_model_state_dict(model, saved)
+    names = {id(value): name for name, value in state.items()}  # in the state dict, of which peft shortens them
+    model.load_state_dict({names[id(value)]: saved[name] for name, value in here.items()}, strict=False)
+
+
+def _required(model: nn.Module) -> PeftModel:
+    peft_model = adapted(model)
+    if peft_model is None:
+        raise ValueError("the model has no adapters of peft's; add them with get_peft_model")
+    return peft_model
+
+
+def _adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What of a model's state dict is of adapters, under their names in it."""
+    return {name: value for name, value in model.state_dict().items() if "lora_" in name}
 
 
 def shapes_of(tensors: dict[str, Any]) -> dict[str, list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai before it is imported)
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import nn
 from fp8booster.colossal.zero.rank_files import load_master_weights, load_moments, save_master_weights, save_moments
 from fp8booster.monitor.traffic import bytes_sent
 
-from .adapters import adapters_of, load_adapters
+from .adapters import adapted, load_adapters, save_adapters
 from .batches import Replica
 from .parallel import WITH_MASTERS
 
@@ -119,13 +118,12 @@ class BoostedModel:
             for name in ("model", "moments" if codes else "optimizer", "masters"):
                 (folder / name).mkdir()
         dist.barrier()
-        if (peft_model := self.adapted) is not None:
-            # Colossal-AI copies the whole model to the host for it, and finds no adapters in mixed precision under DDP
+        if (holder := self._adapters) is not None:
+            # Colossal-AI copies the whole model to the host for it, finds no adapters in mixed precision under DDP, and
+            # has nothing for FSDP
             if hasattr(self.model, "_force_wait_all_gather"):
                 self.model._force_wait_all_gather()
-            state = adapters_of(peft_model)
-            if dist.get_rank() == 0:
-                peft_model.save_pretrained(str(folder / "model"), safe_serialization=True, state_dict=state)
+            save_adapters(holder, folder / "model", writes=dist.get_rank() == 0)
         else:
             self.booster.save_model(self.model, str(folder / "model"), shard=True, use_safetensors=True)
         if codes:
@@ -138,14 +136,20 @@ class BoostedModel:
     @property
     def adapted(self) -> Any:
         """The model of peft's; None for a model that trains all its weights."""
-        peft = sys.modules.get("peft")
-        within = () if peft is None else (each for each in self.model.modules() if isinstance(each, peft.PeftModel))
-        return next(iter(within), None)
+        return adapted(self.model)
+
+    @property
+    def _adapters(self) -> nn.Module | None:
+        """Whose state dict has adapters as peft names them; None: there are none.
+
+        FSDP gathers what it shards where its own module is asked.
+        """
+        return self.model.unwrap() if self.name == "fsdp" and self.adapted is not None else self.adapted
 
     def load(self, folder: Path) -> None:
         """Set model and optimizer to what `save` wrote; every rank calls it."""
-        if (peft_model := self.adapted) is not None:
-            load_adapters(peft_model, folder / "model")
+        if (holder := self._adapters) is not None:
+            load_adapters(holder, folder / "model")
         else:
             self.booster.load_model(self.model, str(folder / "model"))
         if (folder / "moments").is_dir():

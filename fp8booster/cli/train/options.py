@@ -28,7 +28,7 @@ PLUGINS = tuple(name for name in parallel.PLUGINS if name != "moe")
 FUSED_IN_BF16 = ("low_level_zero", "ddp")
 """The plugins under which a model that is fused can train in BF16."""
 
-WITH_ADAPTERS = ("low_level_zero", "ddp")
+WITH_ADAPTERS = ("low_level_zero", "ddp", "fsdp")
 """The plugins whose runs can have `--lora`."""
 
 PROGRESS = ("auto", "bar", "lines", "none")
@@ -245,6 +245,11 @@ class TrainOptions:
         elif self.plugin not in WITH_ADAPTERS:
             raise ValueError(
                 f"--plugin {self.plugin} saves no adapters; give --lora with --plugin {' or '.join(WITH_ADAPTERS)}."
+            )
+        elif self.plugin == "fsdp" and "bf16" in PRECISIONS[self.precision]:
+            raise ValueError(
+                "FSDP shards no layer of which a part is frozen in 16 bits; give --lora with --precision fp8, where what "
+                "is frozen stays whole on each rank, or with another --plugin."
             )
 
     @property

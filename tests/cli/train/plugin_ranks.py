@@ -47,8 +47,13 @@ TIED_MODES: dict[str, dict[str, Any]] = {
 """The same with a model whose head is its embeddings."""
 
 ADAPTED: dict[str, dict[str, Any]] = {
-    f"{name}, LoRA": {**MODES[name], "lora": 16, "lora_targets": "q_proj,down_proj"}
-    for name in ("low_level_zero", "ddp")
+    f"{name}, LoRA": {**mode, "lora": 16, "lora_targets": "q_proj,down_proj"}
+    for name, mode in {
+        "low_level_zero": MODES["low_level_zero"],
+        "low_level_zero, ZeRO 1": {**MODES["low_level_zero"], "stage": 1},
+        "ddp": MODES["ddp"],
+        "fsdp": MODES["fsdp"],
+    }.items()
 }
 """Where adapters train on a frozen model."""
 

@@ -75,6 +75,22 @@ def test_codes_are_saved_only_where_there_are_some(options):
     assert [compared.saves_codes(precision) for precision in ("bf16", "fp8")] == [False, True]
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"lora": 0}, "--lora is 0; it must be at least 1"),
+        ({"lora_alpha": 8.0}, "--lora-alpha is about adapters; give their rank as --lora"),
+        ({"lora_targets": "q_proj"}, "--lora-targets is about adapters; give their rank as --lora"),
+        ({"lora": 8, "plugin": "gemini"}, "gemini saves no adapters; give --lora with --plugin low_level_zero or ddp"),
+        ({"lora": 8, "plugin": "fsdp"}, "give --lora with --precision fp8, where what is frozen stays whole"),
+    ],
+)
+def test_adapters_are_refused_where_they_do_not_go(options, says):
+    with pytest.raises(ValueError, match=says):
+        TrainOptions(**options)
+    assert TrainOptions(lora=8, plugin="fsdp", precision="fp8").lora == 8
+
+
 def test_documents_are_packed_where_attention_is_fused():
     with pytest.raises(ValueError, match="have with --plugin low_level_zero and ddp alone; give one of them"):
         TrainOptions(packing=True, plugin="fsdp")

@@ -67,6 +67,7 @@ def test_a_run_that_has_saved_nothing_yet_goes_on_from_where_it_began(out, tmp_p
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        ({"lora": 8}, "was trained without --lora; resume it without another --lora"),
         ({"model": "1b"}, "was trained with --model tiny; resume it without another --model"),
         ({"precision": "bf16"}, "was trained with --precision compare; resume it without another --precision"),
     ],
