@@ -101,6 +101,12 @@ CHECKPOINT_FORMATS = {
 SCALES = ("_scale_inv", "_scale")
 """What a scale's name has behind that of its weight."""
 
+UNUSED_SCALES = ("input_scale", "activation_scale", "k_scale", "v_scale")
+"""Ends of names of scales of what the weights are multiplied by: training makes its own."""
+
+IN_16_BITS = "bf16"
+"""The name of the format without FP8."""
+
 _READ = "fp8booster reads FP8 of quant_method fp8 and of compressed-tensors' float-quantized"
 
 
@@ -126,6 +132,24 @@ def block_of(settings: Any, file: str) -> tuple[int, int] | None:
     if len(blocks) != 1:
         raise ValueError(f"{file} has {len(blocks)} sizes of blocks; give a model whose weights have blocks of one.")
     return blocks.pop()
+
+
+def granularity_of(weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None) -> str | None:
+    """What of a weight has a scale of its own, as in `FP8Config`, from the shapes of both; None: none of them.
+
+    Args:
+        weight: (N, K).
+        scale: as in `decode`.
+        block: from `block_of`.
+    """
+    rows, columns = weight
+    if scale in ((), (1,)):
+        return "tensorwise"
+    if scale in ((rows,), (rows, 1)) and block is None:
+        return "rowwise"
+    if block == (BLOCK, BLOCK) and scale == (-(-rows // BLOCK), -(-columns // BLOCK)):
+        return "blockwise"
+    return None
 
 
 def _block(value: Any, file: str) -> tuple[int, int] | None:

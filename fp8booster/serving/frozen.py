@@ -18,7 +18,7 @@ from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.linear.frozen import SCALE, FrozenFP8Linear
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.reading import read_record
-from fp8booster.serving.formats import SCALES, block_of
+from fp8booster.serving.formats import block_of, granularity_of
 from fp8booster.serving.shards import Shards
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def load_frozen(
     record = read_record(folder / "config.json", {}, "give the folder of a model")
     if (settings := record.get("quantization_config")) is not None:
         block = block_of(settings, str(folder / "config.json"))
-    scale_of = {name: next((name + end for end in SCALES if name + end in shards), None) for name in shards.names}
+    scale_of = shards.scales()
     if config is None:
         from transformers import AutoConfig
 
@@ -86,7 +86,12 @@ def load_frozen(
             shapes = shards.shape(f"{name}.weight"), shards.shape(scale)
             if type(module) is not nn.Linear:
                 raise ValueError(f"{name} is a {type(module).__name__}, which has no frozen form; load without frozen.")
-            granularity = _granularity(*shapes, block, f"{name}.weight")
+            granularity = granularity_of(*shapes, block)
+            if granularity is None:
+                raise ValueError(
+                    f"{name}.weight has scales of {list(shapes[1])}, for blocks of {block}; products read one scale "
+                    f"for a weight, a row or a block of {BLOCK} x {BLOCK}: load it without frozen, which decodes it."
+                )
             FrozenFP8Linear.convert_in_place(module, _with_granularity(fp8_config, granularity))
 
     def read(name: str, module: nn.Module) -> torch.Tensor | None:
@@ -194,17 +199,3 @@ def _with_granularity(config: FP8Config, granularity: str) -> FP8Config:
         return config
     defaults: dict[str, Any] = {"gradient_format": None, "power_of_two": None}
     return replace(config, granularity=granularity, **defaults)
-
-
-def _granularity(weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None, name: str) -> str:
-    rows, columns = weight
-    if scale in ((), (1,)):
-        return "tensorwise"
-    if scale in ((rows,), (rows, 1)) and block is None:
-        return "rowwise"
-    if block == (BLOCK, BLOCK) and scale == (-(-rows // BLOCK), -(-columns // BLOCK)):
-        return "blockwise"
-    raise ValueError(
-        f"{name} has scales of {list(scale)}, for blocks of {block}; products read one scale for a weight, a row or a "
-        f"block of {BLOCK} x {BLOCK}: load it without frozen, which decodes it."
-    )

@@ -35,12 +35,8 @@ class Layout:
     """Linear layers that stay in 16 bits, by their paths."""
 
 
-def layout_of_config(config: Any, fp8_config: FP8Config) -> Layout:
-    """Of the model that transformers builds from a config, trained under an `FP8Config`; it is built without memory.
-
-    Raises:
-        ValueError: no layer would be in FP8, or experts cannot be exported.
-    """
+def skeleton(config: Any) -> Any:
+    """The causal language model that transformers builds from a config, without memory."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # typed as None where transformers is lazy
@@ -48,20 +44,32 @@ def layout_of_config(config: Any, fp8_config: FP8Config) -> Layout:
     with torch.device("meta"):
         model = kind._from_config(config, attn_implementation="sdpa")
     model.tie_weights()
+    return model
+
+
+def layout_of_config(config: Any, fp8_config: FP8Config | None) -> Layout:
+    """Of the model that transformers builds from a config, trained under an `FP8Config`; None: with no layer in FP8.
+
+    Raises:
+        ValueError: no layer would be in FP8, or experts cannot be exported.
+    """
+    model = skeleton(config)
+    if fp8_config is None:
+        return layout_of(model, in_fp8=False)
     convert_to_fp8(model, fp8_config)
     if fp8_config.fused:
         fuse(model)
     return layout_of(model)
 
 
-def layout_of(model: nn.Module) -> Layout:
-    """Of a converted model.
+def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
+    """Of a converted model, or, unless `in_fp8`, of any that is written in 16 bits.
 
     Raises:
         ValueError: no layer is in FP8, a rank holds a part of one, or experts cannot be exported.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    layers = list(_exported(model))
+    layers = list(_exported(model)) if in_fp8 else []
     weights = {id(layer): f"{names[id(layer)]}.weight" for layer in layers}
     groups: dict[str, tuple[str, ...]] = {name: (name,) for name in weights.values()}
     for merged in merged_layers(model):

@@ -11,15 +11,12 @@ import torch
 from fp8booster.config import FP8Config
 from fp8booster.formats import FORMATS
 from fp8booster.reading import read_record
-from fp8booster.serving.formats import SCALES, block_of, decode
+from fp8booster.serving.formats import UNUSED_SCALES, block_of, decode
 from fp8booster.serving.frozen import load_frozen
 from fp8booster.serving.shards import Shards
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-_UNUSED = ("input_scale", "activation_scale", "k_scale", "v_scale")
-"""Scales of what the weights are multiplied by: training makes its own."""
 
 
 def require_loadable(folder: Path) -> bool:
@@ -49,12 +46,12 @@ def dequantized(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> Iter
     settings = read_record(file, {"quantization_config": dict}, "give a model in FP8")["quantization_config"]
     block = block_of(settings, str(file))
     shards = Shards(folder)
-    scale_of = {name: next((name + end for end in SCALES if name + end in shards), None) for name in shards.names}
+    scale_of = shards.scales()
     scales = set(scale_of.values())
     for name in shards.names:
-        if name in scales or name.endswith(_UNUSED):
+        if name in scales or name.endswith(UNUSED_SCALES):
             continue
-        tensor, scale = shards.tensor(name), scale_of[name]
+        tensor, scale = shards.tensor(name), scale_of.get(name)
         if scale is not None:
             tensor = decode(tensor, shards.tensor(scale), block, name).to(dtype)
         elif tensor.dtype in FORMATS:

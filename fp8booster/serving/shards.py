@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fp8booster.reading import faults_named, read_index
+from fp8booster.serving.formats import SCALES
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _COPY_AGAIN = "copy the model again"
@@ -37,6 +38,11 @@ class Shards:
 
     def __contains__(self, name: str) -> bool:
         return name in self._files
+
+    def scales(self) -> dict[str, str]:
+        """By the name of each tensor that has a scale, the scale's."""
+        found = {name: next((name + end for end in SCALES if name + end in self), None) for name in self.names}
+        return {name: scale for name, scale in found.items() if scale is not None}
 
     def shape(self, name: str) -> tuple[int, ...]:
         with self._named(name):

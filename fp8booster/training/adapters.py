@@ -20,7 +20,9 @@ ALL_LINEAR = "all-linear"
 """What peft calls all linear layers but the vocabulary head."""
 
 ADAPTER_FILE = "adapter_model.safetensors"
-"""Beside `adapter_config.json` in a folder that peft's `save_pretrained` writes."""
+"""Beside `ADAPTER_CONFIG` in a folder that peft's `save_pretrained` writes."""
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def with_adapters(network: nn.Module, rank: int, *, alpha: float, targets: Sequence[str] | str) -> PeftModel:

@@ -304,8 +304,8 @@ def test_folders_that_cannot_be_exported_are_named(tmp_path):
     with pytest.raises(ValueError, match="there already"):
         export(model, tmp_path / "model")
     export(tmp_path / "model", tmp_path / "fp8")
-    with pytest.raises(ValueError, match="quantized already"):
-        export(tmp_path / "fp8", tmp_path / "out")
+    with pytest.raises(ValueError, match="with blockwise scales, and the format has rowwise ones; use the format that"):
+        export(tmp_path / "fp8", tmp_path / "out", format="compressed-tensors")
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
     save_file({name: value for name, value in tensors.items() if name != UP}, file)

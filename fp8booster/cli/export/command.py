@@ -10,14 +10,23 @@ import typer
 
 def export(
     source: Annotated[
-        Path, typer.Argument(help="Folder of a run, one of its checkpoints, or a model in Hugging Face's format.")
+        Path,
+        typer.Argument(
+            help="Folder of a run, one of its checkpoints, or a model in Hugging Face's format, or adapters of one."
+        ),
     ],
     out: Annotated[Path, typer.Argument(help="Folder that is written; it must not be there.")],
     format: Annotated[
-        str, typer.Option(help="fine-grained, compressed-tensors, compressed-tensors-tensorwise or tensorwise.")
+        str,
+        typer.Option(
+            help="fine-grained, compressed-tensors, compressed-tensors-tensorwise or tensorwise; bf16: all in 16 bits."
+        ),
     ] = "fine-grained",
 ) -> None:
-    """Write a model with its linear layers' weights in FP8, as transformers, vLLM and SGLang load it."""
+    """Write a model with its linear layers' weights in FP8, as transformers, vLLM and SGLang load it.
+
+    Adapters are merged.
+    """
     from fp8booster.serving import export  # imports torch
 
     from .source import find_source
@@ -25,5 +34,8 @@ def export(
     found = find_source(source)
     done = export(found.model, out, format=format, config=found.config, masters=found.masters)
     of_masters = f", {done.from_masters} of them cast from FP32 masters" if done.from_masters else ""
-    typer.echo(f"{done.layers} linear layers in FP8{of_masters}; {len(done.kept)} in 16 bits: {', '.join(done.kept)}")
+    kept = f": {', '.join(done.kept)}" if done.layers else ""
+    typer.echo(f"{done.layers} linear layers in FP8{of_masters}; {len(done.kept)} in 16 bits{kept}")
+    if done.merged:
+        typer.echo(f"Adapters were merged into {done.merged} weights.")
     typer.echo(f"{done.bytes / 2**20:,.1f} MiB are in {done.folder}, from {found.model}.")

@@ -10,6 +10,7 @@ from fp8booster.cli.train.key_values import fp8_config, parse_pairs
 from fp8booster.cli.train.model_folder import folder_config
 from fp8booster.cli.train.resume import RUN_FILE, find_resume, require_whole
 from fp8booster.config import FP8Config
+from fp8booster.training.adapters import ADAPTER_CONFIG
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Source:
     """A model, and how it was trained."""
 
     model: Path
-    """In Hugging Face's format."""
+    """In Hugging Face's format, or adapters of peft's."""
     config: FP8Config
     masters: Path | None
     """Of the FP32 master weights that its FP8 weights were cast from in training."""
@@ -32,9 +33,12 @@ def find_source(folder: Path) -> Source:
         ValueError: the folder is none of them, or holds no checkpoint, or a damaged one.
     """
     if not is_checkpoint(folder) and not (folder / RUN_FILE).is_file():
+        if (folder / ADAPTER_CONFIG).is_file():
+            return Source(folder, FP8Config(), None)
         if not (folder / "config.json").is_file():
             raise ValueError(
-                f"{folder} is neither a run, nor a checkpoint (step-...), nor a model with a config.json; give one."
+                f"{folder} is neither a run, nor a checkpoint (step-...), nor a model with a config.json, nor adapters "
+                "of one; give one of these."
             )
         folder_config(str(folder))
         return Source(folder, FP8Config(), None)
@@ -50,4 +54,5 @@ def find_source(folder: Path) -> Source:
     config = fp8_config(options.fp8_options, options.level)
     asked = parse_pairs(options.plugin_options, "--plugin-option").get("fp8_communication")
     sent_in_fp8 = config.communication if asked is None else asked
-    return Source(checkpoint / "model", config, checkpoint / "masters" if sent_in_fp8 else None, options.sequence)
+    cast_from_masters = sent_in_fp8 and options.lora is None  # adapters are merged as they computed
+    return Source(checkpoint / "model", config, checkpoint / "masters" if cast_from_masters else None, options.sequence)

@@ -248,8 +248,8 @@ class TrainOptions:
             )
         elif self.plugin == "fsdp" and "bf16" in PRECISIONS[self.precision]:
             raise ValueError(
-                "FSDP shards no layer of which a part is frozen in 16 bits; give --lora with --precision fp8, where what "
-                "is frozen stays whole on each rank, or with another --plugin."
+                "FSDP shards no layer of which a part is frozen in 16 bits; give --lora with --precision fp8, where "
+                "what is frozen stays whole on each rank, or with another --plugin."
             )
 
     @property

@@ -34,11 +34,13 @@ from fp8booster.tensor import QuantizedMatrix, stored_scale
 SCALE = "weight_scale_inv"
 """What the state dict calls the inverse scale, as FP8 checkpoints do."""
 
+INPUT_AMAX = "input_amax"
+"""What it calls the amax that inputs are scaled by, where one is given."""
 
 before_decoding: list[Callable[[], object]] = []
 """Called whenever someone looks at a frozen weight's values."""
 
-_KEEP_TYPES = ("fp8_inverse_scale", "input_amax")
+_KEEP_TYPES = ("fp8_inverse_scale", INPUT_AMAX)
 """Parameters of float32, whatever the model's dtype becomes."""
 
 

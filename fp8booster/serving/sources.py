@@ -1,0 +1,271 @@
+"""Where the tensors of an export come from: a model in memory, or a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8booster.config import FP8Config
+from fp8booster.formats import E4M3, FORMATS
+from fp8booster.nn.adapters import is_adapted
+from fp8booster.nn.linear.frozen import INPUT_AMAX, SCALE, FrozenLayer
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.reading import read_record
+from fp8booster.serving.formats import UNUSED_SCALES, CheckpointFormat, block_of, decode, granularity_of
+from fp8booster.serving.layout import Layout, layout_of, layout_of_config
+from fp8booster.serving.read import forget_quantization
+from fp8booster.serving.shards import Masters, Shards
+from fp8booster.tensor import stored_scale
+from fp8booster.training.adapters import ADAPTER_CONFIG
+
+_BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Ends of files that go along with a model: of its tokenizer, generation_config.json."""
+
+_OF_WEIGHTS = ("config.json", ADAPTER_CONFIG)
+
+
+class Source:
+    """Where tensors come from."""
+
+    fp8_config: FP8Config
+    layout: Layout
+    merged: int = 0
+    """Weights that adapters are merged into."""
+
+    @property
+    def from_masters(self) -> int:
+        """Weights that are cast from masters."""
+        return 0
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Of tensors, a tied one once."""
+        raise NotImplementedError
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The value of a tensor in the state dict, in FP32 where it is still to be rounded."""
+        raise NotImplementedError
+
+    def weight(self, name: str) -> torch.Tensor:
+        """The value that training casts."""
+        return self.tensor(name)
+
+    def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """What there is of a weight in FP8, if it is at hand in this format: values and scale.
+
+        Raises:
+            ValueError: it is at hand in another format, and nowhere else: to cast it again would round it twice.
+        """
+        return None
+
+    def scale_group(self, name: str) -> tuple[str, ...]:
+        """The weights that share a scale."""
+        return self.layout.groups[name]
+
+    def record(self) -> dict[str, Any]:
+        """Of config.json."""
+        raise NotImplementedError
+
+    def copy_files(self, folder: Path) -> None:
+        """Write what goes along with the model."""
+        raise NotImplementedError
+
+
+class Live(Source):
+    """A model in memory.
+
+    Args:
+        model: whole in this process, converted or not.
+        config: None is that of a converted model's layers, or `FP8Config()`.
+        in_fp8: whether layers are to be written in FP8.
+    """
+
+    def __init__(self, model: nn.Module, config: FP8Config | None, *, in_fp8: bool = True) -> None:
+        if not hasattr(model, "save_pretrained"):
+            raise TypeError(f"{type(model).__name__} is no model of transformers; unwrap it, or export its checkpoint")
+        if any(map(is_adapted, model.modules())):
+            raise ValueError("the model has adapters beside its weights; merge them first: model.merge_and_unload()")
+        self._model: Any = model
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, FP8Layer)}
+        frozen = {name for name, layer in layers.items() if isinstance(layer, FrozenLayer)}
+        if any(layer.fp8_weight.lacks_values for name, layer in layers.items() if name not in frozen):
+            raise ValueError(
+                "the model's weights have no values in 16 bits (FP8Config.weights_in_16_bits); save it with "
+                "booster.save_model, and export that folder"
+            )
+        self._layers = {f"{name}.weight": layer for name, layer in layers.items()}
+        if not in_fp8 or (layers and (config is None or frozen)):
+            self.fp8_config = config or next((layer.fp8_config for layer in layers.values()), FP8Config())
+            self.layout = layout_of(model, in_fp8=in_fp8)
+        else:
+            self.fp8_config = config or FP8Config()
+            self.layout = layout_of_config(model.config, self.fp8_config)
+        of_casts = {f"{name}.{end}" for name in frozen for end in (SCALE, INPUT_AMAX)}
+        self._tensors = {name: value for name, value in model.state_dict().items() if name not in of_casts}
+        shapes = {name: shape for name, shape in self.layout.shapes.items() if name not in of_casts}
+        self.layout = dataclasses.replace(self.layout, shapes=shapes)
+        _require_shapes(self.layout, {name: value.shape for name, value in self._tensors.items()}, "the model")
+
+    @property
+    def names(self) -> Iterable[str]:
+        return [name for name in self._tensors if self.layout.first_name.get(name, name) == name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        layer = self._layers.get(name)
+        if isinstance(layer, FrozenLayer):
+            return layer.quantized.dequantize(*layer.fp8_shape)
+        return self._tensors[name]
+
+    def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        layer = self._layers.get(name)
+        if layer is None or not layer.fp8_weight.is_provided([layer.weight]):
+            return None
+        config = layer.fp8_config
+        if isinstance(layer, FrozenLayer):
+            _require_granularity(name, config.granularity, chosen)
+        elif (config.granularity, config.power_of_two) != (chosen.granularity, power_of_two):
+            return None
+        quantized = layer.fp8_weight.forward([layer.weight], config, transpose=False)
+        rows, columns = layer.weight.shape
+        return quantized.data[:rows, :columns], stored_scale(quantized.inverse_scale, rows, columns)
+
+    def record(self) -> dict[str, Any]:
+        return json.loads(self._model.config.to_json_string(use_diff=False))
+
+    def copy_files(self, folder: Path) -> None:
+        if (generation := getattr(self._model, "generation_config", None)) is not None:
+            generation.save_pretrained(folder)
+
+
+class Folder(Source):
+    """A folder in Hugging Face's format, in 16 bits or in FP8.
+
+    Args:
+        folder: of a model. Layers that are in FP8 there are so in what is written.
+        config: for one in 16 bits; None is `FP8Config()`.
+        masters: as in `export`.
+        in_fp8: whether layers are to be written in FP8.
+    """
+
+    def __init__(
+        self, folder: Path, config: FP8Config | None, masters: Path | None = None, *, in_fp8: bool = True
+    ) -> None:
+        from transformers import AutoConfig
+
+        self._folder, file = folder, folder / "config.json"
+        self._record = read_record(file, {"model_type": str}, "give the folder of a model")
+        settings = self._record.pop("quantization_config", None)
+        self._block = None if settings is None else block_of(settings, str(file))
+        self.fp8_config = config or FP8Config()
+        self._shards, self._masters = Shards(folder), Masters(masters)
+        self.model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        """transformers', of the model in 16 bits."""
+        forget_quantization(self.model_config)
+        self._scale_of = {} if settings is None else self._shards.scales()
+        cast_anew = in_fp8 and settings is None
+        self.layout = layout_of_config(self.model_config, self.fp8_config if cast_anew else None)
+        if in_fp8 and self._scale_of:
+            kept = tuple(name for name in self.layout.kept if f"{name}.weight" not in self._scale_of)
+            self.layout = dataclasses.replace(self.layout, groups={name: (name,) for name in self._scale_of}, kept=kept)
+        _require_shapes(self.layout, {name: self._shards.shape(name) for name in self._stored}, str(folder))
+
+    @property
+    def _stored(self) -> list[str]:
+        """All tensors but scales."""
+        scales = set(self._scale_of.values())
+        unused = UNUSED_SCALES if self._scale_of else ()
+        return [name for name in self._shards.names if name not in scales and not name.endswith(unused)]
+
+    @property
+    def names(self) -> Iterable[str]:
+        there: dict[str, str] = {}  # a tied weight may be under any of its names
+        for name in self._stored:
+            there.setdefault(self.layout.first_name.get(name, name), name)
+        return there.values()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor, scale = self._shards.tensor(name), self._scale_of.get(name)
+        if scale is not None:
+            return decode(tensor, self._shards.tensor(scale), self._block, name)
+        if tensor.dtype in FORMATS:
+            raise ValueError(f"{name} in {self._folder} is in FP8 and has no scale; copy the model again.")
+        return tensor
+
+    def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        place = self._scale_of.get(name)
+        if place is None:
+            return None
+        data, scale = self._shards.tensor(name), self._shards.tensor(place).float()
+        granularity = granularity_of(tuple(data.shape), tuple(scale.shape), self._block)
+        if data.dtype is not E4M3:
+            granularity = None
+        _require_granularity(name, granularity, chosen)
+        shape = {"tensorwise": (), "rowwise": (data.shape[0], 1)}.get(chosen.granularity, scale.shape)
+        return data, scale.reshape(shape)
+
+    def weight(self, name: str) -> torch.Tensor:
+        if not self._is_cast_from_master(name):
+            return self.tensor(name)
+        return self._masters.tensor(name, self.layout.shapes[name])
+
+    def scale_group(self, name: str) -> tuple[str, ...]:
+        group = self.layout.groups[name]
+        # as `GatheredWeights`: weights of which ranks have uneven shards do not lie together
+        sizes = [self.layout.shapes[each].numel() for each in group]
+        whole = all(self._is_cast_from_master(each) for each in group) and not any(
+            size % self._masters.ranks for size in sizes
+        )
+        return group if whole or not any(self._is_cast_from_master(each) for each in group) else (name,)
+
+    def _is_cast_from_master(self, name: str) -> bool:
+        """Whether ZeRO gathers the weight in FP8; others are cast from the 16-bit values that it gathers."""
+        return name in self._masters and name not in self.layout.cast_by_layers
+
+    @property
+    def from_masters(self) -> int:
+        return sum(map(self._is_cast_from_master, self.layout.groups))
+
+    def record(self) -> dict[str, Any]:
+        return self._record
+
+    def copy_files(self, folder: Path) -> None:
+        copy_beside(self._folder, folder)
+
+
+def copy_beside(source: Path, folder: Path) -> None:
+    """Copy what of a model's folder says nothing of its weights: the tokenizer, generation_config.json."""
+    for path in source.iterdir():
+        of_weights = path.name in _OF_WEIGHTS or path.name.endswith(".index.json")
+        if path.is_file() and path.suffix in _BESIDE and not of_weights:
+            shutil.copy(path, folder / path.name)
+
+
+def _require_granularity(name: str, there: str | None, chosen: CheckpointFormat) -> None:
+    """Raise ValueError unless a weight's FP8 values have scales of the format."""
+    if there != chosen.granularity:
+        raise ValueError(
+            f"{name} is kept in FP8 alone, with {there or 'other'} scales, and the format has {chosen.granularity} "
+            "ones; use the format that it is in, or bf16, since to cast it again would round it twice."
+        )
+
+
+def _require_shapes(layout: Layout, found: Mapping[str, Sequence[int]], place: str) -> None:
+    """Raise ValueError unless these are the tensors of the model; of a tied one any name will do."""
+    there = {layout.first_name.get(name, name) for name in found}
+    for name in sorted({*found, *layout.shapes}):
+        if name not in found and layout.first_name.get(name, name) in there:
+            continue
+        expected = list(layout.shapes[name]) if name in layout.shapes else "none"
+        has = list(found[name]) if name in found else "none"
+        if has != expected:
+            raise ValueError(
+                f"{name} is {has} in {place}, and {expected} in the model that its config describes; give a whole "
+                "model, as booster.save_model writes it, with its config.json."
+            )

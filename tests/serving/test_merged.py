@@ -1,0 +1,199 @@
+"""Adapters that are merged into the folder they were trained on: in 16 bits and in FP8, from 16 bits and from FP8."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from fp8booster import FP8Config, export, load_fp8
+from fp8booster.serving.formats import CHECKPOINT_FORMATS
+from fp8booster.serving.frozen import freeze
+from fp8booster.training.adapters import ADAPTER_CONFIG, ADAPTER_FILE
+from tests.colossal.models import tiny_llama, token_batch
+
+peft = pytest.importorskip("peft")
+
+ENDS = ("q_proj", "down_proj")
+FORMATS = list(CHECKPOINT_FORMATS)
+
+
+def model() -> Any:
+    torch.manual_seed(0)
+    return tiny_llama(hidden_size=128, intermediate_size=256, head_dim=32).bfloat16()
+
+
+def adapters_on(base: Any, folder: Path, **options: Any) -> Any:
+    """Save adapters that are not zero, and give the model with them."""
+    torch.manual_seed(1)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=8, target_modules=list(ENDS), init_lora_weights=False, use_rslora=True, **options
+    )
+    adapted = peft.get_peft_model(base, config)
+    with torch.no_grad():
+        for name, value in adapted.named_parameters():
+            if "lora_magnitude" in name:
+                value.mul_(1.2)
+            elif "lora_B" in name:
+                value.mul_(0.2)
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+def in_16_bits(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.bfloat16, local_files_only=True).eval()
+
+
+def files(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def has_adapters(name: str) -> bool:
+    return any(f".{end}." in name for end in ENDS)
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(token_batch(0)).logits.float()
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    model().save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_merged_in_16_bits_it_is_the_adapted_model(base, tmp_path, dora) -> None:
+    adapted = adapters_on(in_16_bits(base), tmp_path / "adapters", use_dora=dora)
+    done = export(tmp_path / "adapters", tmp_path / "out", format="bf16")
+    assert (done.merged, done.layers) == (4, 0)
+    again = in_16_bits(tmp_path / "out")
+    assert not hasattr(again.config, "quantization_config")
+    expected = logits(adapted)
+    assert distance(logits(in_16_bits(base)), expected) > 0.1
+    assert distance(logits(again), expected) < 0.02
+    before, after = files(base), files(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(after[name], value) != has_adapters(name), name
+    # one rounding, of the sum in FP32
+    exact = adapted.float().merge_and_unload().state_dict()
+    for name in filter(has_adapters, after):
+        torch.testing.assert_close(after[name].float(), exact[name], rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_merged_in_fp8_it_computes_as_the_adapted_model(base, tmp_path, format) -> None:
+    adapted = adapters_on(in_16_bits(base), tmp_path / "adapters")
+    done = export(tmp_path / "adapters", tmp_path / "out", format=format)
+    assert (done.merged, done.layers, done.kept) == (4, 14, ("lm_head",))
+    expected = logits(adapted)
+    assert 0 < distance(logits(load_fp8(tmp_path / "out").eval()), expected) < 0.08
+    # the cast of what is merged, as of a model that was trained whole
+    whole = adapted.float().merge_and_unload()
+    export(whole, tmp_path / "whole", format=format)
+    merged, expected_files = files(tmp_path / "out"), files(tmp_path / "whole")
+    for name in (name for name in merged if "_proj" in name and not has_adapters(name)):
+        assert torch.equal(bits(merged[name]), bits(expected_files[name])), name
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_on_a_base_in_fp8_weights_without_adapters_keep_their_bytes(base, tmp_path, format) -> None:
+    export(base, tmp_path / "fp8", format=format)
+    adapted = adapters_on(load_fp8(tmp_path / "fp8"), tmp_path / "adapters")
+    settings = json.loads((tmp_path / "adapters" / ADAPTER_CONFIG).read_text())
+    settings["base_model_name_or_path"] = str(tmp_path / "fp8")
+    (tmp_path / "adapters" / ADAPTER_CONFIG).write_text(json.dumps(settings))
+    export(tmp_path / "adapters", tmp_path / "out", format=format)
+    before, after = files(tmp_path / "fp8"), files(tmp_path / "out")
+    assert before.keys() == after.keys()
+    changed = {name for name, value in before.items() if not torch.equal(bits(after[name]), bits(value))}
+    assert changed
+    assert all(map(has_adapters, changed))
+    expected = logits(adapted)
+    assert 0 < distance(logits(load_fp8(tmp_path / "out").eval()), expected) < 0.06
+    export(tmp_path / "adapters", tmp_path / "bf16", format="bf16")
+    assert distance(logits(in_16_bits(tmp_path / "bf16")), expected) < 0.02
+    assert {value.dtype for value in files(tmp_path / "bf16").values()} == {torch.bfloat16}
+    frozen = load_fp8(tmp_path / "out", frozen=True).eval()
+    assert distance(logits(frozen), expected) < 0.08
+
+
+def test_a_frozen_model_in_memory_is_written_with_the_bytes_it_has(base, tmp_path) -> None:
+    frozen = freeze(in_16_bits(base), FP8Config(granularity="rowwise"))
+    adapted = adapters_on(frozen, tmp_path / "adapters")
+    with pytest.raises(ValueError, match="merge them first"):
+        export(adapted, tmp_path / "out")
+    merged = adapted.merge_and_unload()
+    with pytest.raises(ValueError, match="with rowwise scales, and the format has blockwise ones"):
+        export(merged, tmp_path / "out")
+    done = export(merged, tmp_path / "out", format="compressed-tensors")
+    assert done.layers == 14
+    state = merged.state_dict()
+    for name, value in files(tmp_path / "out").items():
+        expected = state[name + "_inv" if name.endswith("_scale") else name]
+        assert torch.equal(bits(value), bits(expected)), name
+    export(merged, tmp_path / "bf16", format="bf16")
+    assert distance(logits(in_16_bits(tmp_path / "bf16")), logits(merged)) < 0.06
+
+
+def test_an_fp8_folder_is_written_in_16_bits(base, tmp_path) -> None:
+    export(base, tmp_path / "fp8")
+    export(tmp_path / "fp8", tmp_path / "bf16", format="bf16")
+    expected = load_fp8(tmp_path / "fp8").state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in in_16_bits(tmp_path / "bf16").state_dict().items())
+
+
+def test_adapters_that_cannot_be_merged_are_told(base, tmp_path) -> None:
+    folder = tmp_path / "adapters"
+    adapters_on(in_16_bits(base), folder)
+    settings, weights = json.loads((folder / ADAPTER_CONFIG).read_text()), load_file(folder / ADAPTER_FILE)
+    first = next(name for name in weights if "lora_A" in name)
+
+    def refused(words: str, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> None:
+        (folder / ADAPTER_CONFIG).write_text(json.dumps({**settings, **changes}))
+        save_file(copy.copy(weights) if tensors is None else tensors, folder / ADAPTER_FILE)
+        with pytest.raises(ValueError, match=words):
+            export(folder, tmp_path / "out", format="bf16")
+        assert not (tmp_path / "out").exists()
+
+    refused("names no folder of a model here \\('gone'\\)", base_model_name_or_path="gone")
+    refused("names no folder of a model here", base_model_name_or_path=None)
+    refused("trains more than adapters", modules_to_save=["lm_head"])
+    refused("lacks .*lora_A.* and 0 more", {name: value for name, value in weights.items() if name != first})
+    refused("is of another model .*; give that as base", {**weights, first: torch.zeros(8, 12)})
+    refused("is of another model .*; give that as base", target_modules=["qkv"])
+    refused("_proj.weight are not finite", {**weights, first: torch.full_like(weights[first], torch.nan)})
+    of_head = {f"base_model.model.lm_head.lora_{part}.weight": torch.ones(sides) for part, sides in HEAD.items()}
+    refused("lm_head.weight in .* is no weight of one layer alone", of_head, **tied(tmp_path))
+    with pytest.raises(ValueError, match="leave masters out"):
+        export(folder, tmp_path / "out", masters=tmp_path)
+    (folder / ADAPTER_FILE).unlink()
+    with pytest.raises(ValueError, match=f"holds no {ADAPTER_FILE}"):
+        export(folder, tmp_path / "out")
+
+
+HEAD = {"A": (8, 64), "B": (128, 8)}
+"""The sides of adapters on the head of `tiny_llama`."""
+
+
+def tied(tmp_path: Path) -> dict[str, Any]:
+    """Settings of adapters on a head that is the embeddings."""
+    torch.manual_seed(0)
+    tiny_llama(tie_word_embeddings=True).bfloat16().save_pretrained(tmp_path / "tied")
+    return {"base_model_name_or_path": str(tmp_path / "tied"), "target_modules": ["lm_head"]}
