@@ -52,7 +52,7 @@ ADAPTED: dict[str, dict[str, Any]] = {
         "low_level_zero": MODES["low_level_zero"],
         "low_level_zero, ZeRO 1": {**MODES["low_level_zero"], "stage": 1},
         "ddp": MODES["ddp"],
-        "fsdp": MODES["fsdp"],
+        "fsdp": {**MODES["fsdp"], "precision": "fp8"},
     }.items()
 }
 """Where adapters train on a frozen model."""
