@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _OF_WEIGHTS = ("config.json", ADAPTER_CONFIG)
 
 
-class Source:
+class Source(ABC):
     """Where tensors come from."""
 
     fp8_config: FP8Config
@@ -45,13 +46,13 @@ class Source:
         return 0
 
     @property
+    @abstractmethod
     def names(self) -> Iterable[str]:
         """Of tensors, a tied one once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
         """The value of a tensor in the state dict, in FP32 where it is still to be rounded."""
-        raise NotImplementedError
 
     def weight(self, name: str) -> torch.Tensor:
         """The value that training casts."""
@@ -69,13 +70,13 @@ class Source:
         """The weights that share a scale."""
         return self.layout.groups[name]
 
+    @abstractmethod
     def record(self) -> dict[str, Any]:
         """Of config.json."""
-        raise NotImplementedError
 
+    @abstractmethod
     def copy_files(self, folder: Path) -> None:
         """Write what goes along with the model."""
-        raise NotImplementedError
 
 
 class Live(Source):

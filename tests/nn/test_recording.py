@@ -181,14 +181,18 @@ def test_checkpointing_counts_an_input_once() -> None:
     assert {row.layer for row in sinks[0].rows} == {"layers.0", "layers.1", "layers.2"}
 
 
-def test_merged_layers_share_the_line_of_their_input_and_have_one_each_for_weights() -> None:
-    model, sink = convert_to_fp8(tiny_llama().bfloat16(), CONFIG), Kept()
+def record_a_fused_step(model: torch.nn.Module, sink: Kept) -> None:
     fuse(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     tokens = torch.randint(0, 128, (2, 32))
     with record(model, sink=sink):
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()
+
+
+def test_merged_layers_share_the_line_of_their_input_and_have_one_each_for_weights() -> None:
+    model, sink = convert_to_fp8(tiny_llama().bfloat16(), CONFIG), Kept()
+    record_a_fused_step(model, sink)
     names = {(row.layer, row.role) for row in sink.rows}
     attention = "model.layers.1.self_attn."
     assert (attention + "q_proj+k_proj+v_proj", "input") in names
@@ -282,12 +286,7 @@ def test_saved_activations_in_8_bits_are_named_by_the_layer_that_reads_them() ->
 
 def test_products_of_experts_are_recorded_by_their_names() -> None:
     model, sink = convert_to_fp8(tiny_mixtral().bfloat16(), CONFIG), Kept()
-    fuse(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    tokens = torch.randint(0, 128, (2, 32))
-    with record(model, sink=sink):
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
+    record_a_fused_step(model, sink)
     rows = {(row.layer, row.role): row for row in sink.rows}
     assert len(rows) == len(sink.rows)
     assert all(row.non_finite == 0 and row.saturated == 0 and row.snr_db > 20 for row in sink.rows)
