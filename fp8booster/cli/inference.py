@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fp8booster.cli.export.source import Source, find_source
+from fp8booster.cli.export.source import FoundModel, find_source
 from fp8booster.cli.instructions import avoid_trapping_instructions
 from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.cli.train.model_folder import build_model, folder_config, has_weights, is_folder
@@ -32,7 +32,7 @@ def inference_device() -> tuple[torch.device, str | None]:
     return torch.device("cpu"), avoid_trapping_instructions()
 
 
-def find_model(checkpoint: Path) -> Source:
+def find_model(checkpoint: Path) -> FoundModel:
     """As `find_source`, of a model that has weights and a tokenizer.
 
     Raises:
@@ -48,7 +48,7 @@ def find_model(checkpoint: Path) -> Source:
     return found
 
 
-def inference_config(source: Source, options: Sequence[str]) -> FP8Config:
+def inference_config(source: FoundModel, options: Sequence[str]) -> FP8Config:
     """What `--fp8-option` asks for; without it, how the model was trained, as far as inference has it.
 
     Args:
@@ -68,7 +68,7 @@ def require_one_of(value: str, allowed: Iterable[str], flag: str) -> None:
 
 
 def load_model(
-    source: Source,
+    source: FoundModel,
     precision: str,
     config: FP8Config,
     device: torch.device,

@@ -14,7 +14,7 @@ from fp8booster.training.adapters import ADAPTER_CONFIG
 
 
 @dataclass(frozen=True)
-class Source:
+class FoundModel:
     """A model, and how it was trained."""
 
     model: Path
@@ -26,7 +26,7 @@ class Source:
     """Tokens of a sequence in training; None: not known."""
 
 
-def find_source(folder: Path) -> Source:
+def find_source(folder: Path) -> FoundModel:
     """Of a run in both precisions, the model that was trained in FP8.
 
     Raises:
@@ -34,14 +34,14 @@ def find_source(folder: Path) -> Source:
     """
     if not is_checkpoint(folder) and not (folder / RUN_FILE).is_file():
         if (folder / ADAPTER_CONFIG).is_file():
-            return Source(folder, FP8Config(), None)
+            return FoundModel(folder, FP8Config(), None)
         if not (folder / "config.json").is_file():
             raise ValueError(
                 f"{folder} is neither a run, nor a checkpoint (step-...), nor a model with a config.json, nor adapters "
                 "of one; give one of these."
             )
         folder_config(str(folder))
-        return Source(folder, FP8Config(), None)
+        return FoundModel(folder, FP8Config(), None)
     found = find_resume(str(folder))
     if not found.checkpoints:
         raise ValueError(f"{folder} has saved no checkpoint yet; give a run that has, or train it with --save.")
@@ -50,9 +50,11 @@ def find_source(folder: Path) -> Source:
     require_whole(checkpoint)
     options = read_state(checkpoint).options
     if precision == "bf16":
-        return Source(checkpoint / "model", FP8Config(), None, options.sequence)
+        return FoundModel(checkpoint / "model", FP8Config(), None, options.sequence)
     config = fp8_config(options.fp8_options, options.level)
     asked = parse_pairs(options.plugin_options, "--plugin-option").get("fp8_communication")
     sent_in_fp8 = config.communication if asked is None else asked
     cast_from_masters = sent_in_fp8 and options.lora is None  # adapters are merged as they computed
-    return Source(checkpoint / "model", config, checkpoint / "masters" if cast_from_masters else None, options.sequence)
+    return FoundModel(
+        checkpoint / "model", config, checkpoint / "masters" if cast_from_masters else None, options.sequence
+    )
