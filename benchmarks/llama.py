@@ -5,6 +5,7 @@
     python -m benchmarks.llama --model 7b --precision all
     python -m benchmarks.llama --model mixtral-1b --plugin moe --ep 2 --processes 2
     python -m benchmarks.llama --model 7b --precision plain --optimizer adamw-8bit --processes 1
+    python -m benchmarks.llama --model 7b --precision plain --lora 16 --against peft-lora --processes 1
     python -m benchmarks.llama --one-layer
     python -m benchmarks.llama --one-layer --host-alone --model micro --micro-batch 1 --sequence 32
     python -m benchmarks.llama scaling 1.json 2.json 4.json 8.json
@@ -73,6 +74,9 @@ def main(
     update_in_backward: Annotated[
         bool, typer.Option("--update-in-backward", help="With adamw-8bit: keep no gradients, nor clip them.")
     ] = False,
+    lora: Annotated[
+        int | None, typer.Option(help="Rank of adapters, which alone train, on all linear layers of a frozen model.")
+    ] = None,
     one_sided: Annotated[
         int, typer.Option(help="MiB of ZeRO's largest message in FP8, read from peers of one node (default: NCCL).")
     ] = 0,
@@ -127,7 +131,7 @@ def main(
     command.require_gpus(device)
     try:
         job = Job.from_options(context.params)
-        engines = chosen(precision, list(PEERS) if "all" in against else against)
+        engines = chosen(precision, against, lora=job.lora is not None)
         baseline = baseline or engines[0]
         if baseline not in engines:
             raise ValueError(f"--baseline is {baseline!r}; it must be measured: one of {', '.join(engines)}")

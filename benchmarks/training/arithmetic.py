@@ -9,7 +9,8 @@ FORMULA = (
     "those that a token goes through) + 6 x "
     "layers x sequence x hidden for causal attention, which counts the half of its products that the mask leaves "
     "(scores and values, forward once and backward twice). Recomputation counts as nothing. Utilisation is that "
-    "rate over the dense tensor-core peak at the highest clock. Colossal-AI's formula, for comparison with its "
+    "rate over the dense tensor-core peak at the highest clock. With --lora 4 in place of the first 6, as frozen "
+    "weights have no gradients, and 6 x the adapters' weights. Colossal-AI's formula, for comparison with its "
     "published figures: batch x sequence x parameters x 2 x (3, or 4 with checkpointing), embeddings included and "
     "attention not."
 )
@@ -41,9 +42,18 @@ def parameters(model: Architecture) -> int:
     return linear_weights(model) + embeddings + norms + biases
 
 
-def model_flops(model: Architecture, *, sequence: int) -> int:
-    """Floating-point operations that one token of a training step needs, by `FORMULA`."""
-    return 6 * product_weights(model) + 6 * model.layers * sequence * model.hidden
+def adapter_weights(model: Architecture, rank: int) -> int:
+    """Weights of adapters of a rank on all linear layers but the head, of a model without experts."""
+    attention = 4 * model.hidden + 2 * (model.hidden + model.key_value)
+    return model.layers * rank * (attention + 3 * (model.hidden + model.feed_forward))
+
+
+def model_flops(model: Architecture, *, sequence: int, lora: int | None = None) -> int:
+    """Floating-point operations that one token of a training step needs, by `FORMULA`; `lora` is the adapters' rank."""
+    attention = 6 * model.layers * sequence * model.hidden
+    if lora is None:
+        return 6 * product_weights(model) + attention
+    return 4 * product_weights(model) + 6 * adapter_weights(model, lora) + attention
 
 
 def native_flops(model: Architecture, *, checkpointing: bool) -> int | None:

@@ -16,6 +16,8 @@ from benchmarks.training.built_engine import BuiltEngine
 from benchmarks.training.job import Job
 from fp8booster.colossal.compat.upstream.connections import VARIABLE
 
+_WEIGHTS, _ADAPTERS = "all weights", "adapters"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
@@ -35,6 +37,9 @@ class Engine:
 
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that CUDA reads when it begins."""
+
+    trains: tuple[str, ...] = (_WEIGHTS,)
+    """What it can train."""
 
     def why_missing(self) -> str | None:
         """Why it cannot run here, or None."""
@@ -84,7 +89,9 @@ OURS = {
     "fp8booster-fp8": Engine(
         label="fp8booster, FP8", build="colossal:ours", options={"use_fp8": True}, needs=_COLOSSAL
     ),
-    "fp8booster-plain": Engine(label="fp8booster, FP8, one GPU without a plugin", build="plain:plain"),
+    "fp8booster-plain": Engine(
+        label="fp8booster, FP8, one GPU without a plugin", build="plain:plain", trains=(_WEIGHTS, _ADAPTERS)
+    ),
 }
 PEERS = {
     "colossal-low_level_zero": _native("LowLevelZero, BF16", "low_level_zero"),
@@ -100,6 +107,9 @@ PEERS = {
         "torchao tensorwise, FP8 all-gather, FSDP2, compiled", *_TORCHAO, compiled=True, float8="tensorwise"
     ),
     "torchao-rowwise": _torch("torchao rowwise, FSDP2, compiled", *_TORCHAO, compiled=True, float8="rowwise"),
+    "peft-lora": Engine(
+        label="peft, BF16, one GPU without a plugin", build="plain:peft_lora", needs=("peft",), trains=(_ADAPTERS,)
+    ),
 }
 ENGINES = {**PEERS, **OURS}
 """By name, in the order of the turns and of the tables."""
@@ -114,17 +124,33 @@ PRECISIONS = {
 }
 """The engines that each value of `--precision` stands for."""
 
+_ALL = "all"
 
-def chosen(precision: str, against: list[str]) -> list[str]:
+
+def chosen(precision: str, against: list[str], *, lora: bool = False) -> list[str]:
     """Names of the engines of one run, in the order of `ENGINES`.
 
+    Args:
+        precision: a key of `PRECISIONS`.
+        against: keys of `PEERS`; "all" is those that train what the run does.
+        lora: the run trains adapters.
+
     Raises:
-        ValueError: a name that none has.
+        ValueError: a name that none has, or an engine that does not train what the run does.
     """
+    trained = _ADAPTERS if lora else _WEIGHTS
+    able = [name for name, engine in ENGINES.items() if trained in engine.trains]
     if precision not in PRECISIONS:
         raise ValueError(f"--precision is {precision!r}; use one of {', '.join(PRECISIONS)}")
     for name in against:
-        if name not in PEERS:
-            raise ValueError(f"no peer is called {name!r}; --against takes {', '.join(PEERS)}")
+        if name not in (*PEERS, _ALL):
+            raise ValueError(f"no peer is called {name!r}; --against takes {', '.join(PEERS)} or {_ALL}")
     wanted = {*PRECISIONS[precision], *against}
+    if _ALL in wanted:
+        wanted.update(name for name in PEERS if name in able)
+    unable = [name for name in ENGINES if name in wanted and name not in able]
+    if unable and lora:
+        raise ValueError(f"{unable[0]} trains no adapters; give --lora with --precision plain and --against peft-lora")
+    if unable:
+        raise ValueError(f"{unable[0]} trains adapters; give their rank as --lora")
     return [name for name in ENGINES if name in wanted]

@@ -68,6 +68,8 @@ class Job:
     """One of `OPTIMIZERS`, for engines of fp8booster; peers have torch's AdamW."""
     update_in_backward: bool = False
     """Of fp8booster's 8-bit moments; gradients are not clipped then."""
+    lora: int | None = None
+    """Rank of adapters on all linear layers of a frozen model, which alone train; None: all weights do."""
     tokens: TokenFile | None = None
     """Text to train on; None is random tokens."""
     held_out: float = 0.0
@@ -100,6 +102,10 @@ class Job:
             raise ValueError(f"--gradient-scale is {self.gradient_scale}; it must be above 0")
         if self.update_in_backward and (self.optimizer != "adamw-8bit" or self.micro_batches > 1):
             raise ValueError("--update-in-backward goes with --optimizer adamw-8bit and --micro-batches 1")
+        if self.lora is not None and self.lora < 1:
+            raise ValueError(f"--lora is {self.lora}; it must be at least 1")
+        if self.lora is not None and self.architecture.experts > 1:
+            raise ValueError(f"--lora is not for mixtures of experts, as {self.model}; use another --model")
         if self.checkpointed_layers is not None and not (self.checkpointing and self.checkpointed_layers >= 1):
             raise ValueError("--checkpointed-layers takes --checkpointing, and 1 layer or more")
         if self.one_sided < 0:

@@ -99,8 +99,8 @@ def _record(name: str, found: Findings, setting: Setting) -> Record:
     tokens = first["replicas"] * job.micro_batches * job.micro_batch * job.sequence
     ms = Samples.of(steps)
     throughput = 1e3 * tokens / ms.median / setting.ranks
-    flops = model_flops(model, sequence=job.sequence) * throughput
-    natively = None if job.checkpointed_layers else native_flops(model, checkpointing=job.checkpointing)
+    flops = model_flops(model, sequence=job.sequence, lora=job.lora) * throughput
+    natively = None if job.checkpointed_layers or job.lora else native_flops(model, checkpointing=job.checkpointing)
     return record | {
         "rounds": list(outcomes),
         "ms": ms.as_record(),

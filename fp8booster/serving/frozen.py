@@ -115,11 +115,16 @@ def load_frozen(
 
 
 def random_frozen(
-    config: PretrainedConfig, fp8_config: FP8Config, *, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    config: PretrainedConfig, fp8_config: FP8Config | None, *, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> PreTrainedModel:
-    """A model with random weights by torch's seed on that kind of device: matrices normal, as wide as transformers'."""
+    """A model with random weights by torch's seed on that kind of device: matrices normal, as wide as transformers'.
+
+    With None in place of `fp8_config` it has the values before their casts, all in `dtype`.
+    """
     width = getattr(config, "initializer_range", 0.02)
-    model: Any = freeze(_skeleton(config, dtype), fp8_config)
+    model: Any = _skeleton(config, dtype)
+    if fp8_config is not None:
+        freeze(model, fp8_config)
 
     def read(name: str, module: nn.Module) -> torch.Tensor | None:
         end = name.rpartition(".")[2]

@@ -122,11 +122,16 @@ def take_turns() -> list[Turn]:
 
 
 def measure_plain() -> tuple[list[dict[str, Any]], str]:
-    """The outcomes of one GPU without a plugin, of a micro-batch a step and of two, and what it says of AdamW."""
+    """Outcomes of one GPU without a plugin, and what it says of AdamW.
+
+    They are of a micro-batch a step and of two; of adapters with either optimizer; and of peft's adapters.
+    """
     from benchmarks.training.measure import measure
 
     build, device = ENGINES["fp8booster-plain"].load(), torch.device("cpu")
     jobs = [replace(JOB, micro_batches=count, optimizer="adamw-8bit") for count in (1, 2)]
+    jobs += [replace(JOB, lora=16, steps=5, **more) for more in ({"checkpointing": True}, {"optimizer": "adamw-8bit"})]
     with pytest.raises(ValueError, match="updates in backward") as refused:
         build(replace(JOB, micro_batches=1, optimizer="adamw"), device)
-    return [measure(build(job, device), job, device, None) for job in jobs], str(refused.value)
+    engines = [*((build, job) for job in jobs), (ENGINES["peft-lora"].load(), jobs[-1])]
+    return [measure(engine(job, device), job, device, None) for engine, job in engines], str(refused.value)

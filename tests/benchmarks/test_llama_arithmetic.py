@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from benchmarks.training.arithmetic import (
+    adapter_weights,
     layer_weights,
     linear_weights,
     model_flops,
@@ -11,6 +12,7 @@ from benchmarks.training.arithmetic import (
     parameters,
     product_weights,
 )
+from fp8booster.training.adapters import ALL_LINEAR, with_adapters
 from fp8booster.training.models import MODELS, build
 
 
@@ -50,6 +52,15 @@ def test_a_token_is_multiplied_by_the_experts_that_it_goes_through() -> None:
     assert 0.95e9 < product_weights(MODELS["mixtral-1b"]) < 1.1e9
     assert native_flops(model, checkpointing=False) is None
     assert all(product_weights(other) == linear_weights(other) for other in (MODELS["7b"], MODELS["35b"]))
+
+
+def test_adapters_alone_have_gradients_of_weights() -> None:
+    model = MODELS["7b"].shortened(2)
+    network = with_adapters(build(model.config(32), device=torch.device("meta")), 8, alpha=16, targets=ALL_LINEAR)
+    trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+    assert adapter_weights(model, 8) == trained
+    saved = model_flops(model, sequence=32) - model_flops(model, sequence=32, lora=8)
+    assert saved == 2 * product_weights(model) - 6 * trained
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -126,8 +126,11 @@ def test_a_turn_that_fails_ends_on_all_ranks_and_the_next_one_runs() -> None:
     assert fails.outcome is dies.outcome is without_host.outcome is hangs.outcome is None
 
 
-def test_one_gpu_without_a_plugin_trains_with_8_bit_moments() -> None:
+def test_one_gpu_without_a_plugin_trains_weights_and_adapters() -> None:
     ((outcomes, refused),) = run_ranks(measure_plain, 1)
     for outcome in outcomes:
         assert outcome["losses"][-1] < 0.98 * outcome["losses"][0]
+    *_, adapters, with_8_bit_moments, in_bf16 = (outcome["losses"] for outcome in outcomes)
+    assert adapters == pytest.approx(in_bf16, rel=0.003)
+    assert with_8_bit_moments == pytest.approx(in_bf16, rel=0.003)
     assert "--optimizer adamw-8bit" in refused

@@ -27,6 +27,8 @@ from fp8booster.training.batches import Replica
         ({"warm_up": -1}, "--warm-up is -1"),
         ({"one_sided": -1}, "--one-sided is -1; give the MiB"),
         ({"record": -1}, "--record is -1; give the steps between samples"),
+        ({"lora": 0}, "--lora is 0; it must be at least 1"),
+        ({"lora": 8, "model": "mixtral-1b"}, "--lora is not for mixtures of experts, as mixtral-1b"),
         ({"tp": 2}, "low_level_zero takes no --tp; gemini, hybrid and moe do"),
         ({"plugin": "gemini", "pp": 2}, "gemini takes no --pp; hybrid and moe do"),
         ({"plugin": "hybrid", "sp": 2}, "--sp needs --sp-mode"),
@@ -62,7 +64,12 @@ def test_peers_take_their_turns_before_ours() -> None:
     assert chosen("both", ["torchao", "fsdp2"]) == ["fsdp2", "torchao", "fp8booster-bf16", "fp8booster-fp8"]
     assert chosen("all", []) == ["fp8booster-bf16", "fp8booster-bf16-fused", "fp8booster-fp8"]
     assert chosen("bf16-fused", []) == ["fp8booster-bf16-fused"]
-    assert chosen("fp8", list(PEERS)) == [*PEERS, "fp8booster-fp8"]
+    assert chosen("fp8", ["all"]) == [*(name for name in PEERS if name != "peft-lora"), "fp8booster-fp8"]
+    assert chosen("plain", ["all"], lora=True) == ["peft-lora", "fp8booster-plain"]
+    with pytest.raises(ValueError, match="fp8booster-fp8 trains no adapters; give --lora with --precision plain"):
+        chosen("fp8", [], lora=True)
+    with pytest.raises(ValueError, match="peft-lora trains adapters; give their rank as --lora"):
+        chosen("plain", ["peft-lora"])
     with pytest.raises(ValueError, match="no peer is called 'te'; --against takes colossal-low_level_zero"):
         chosen("fp8", ["te"])
     with pytest.raises(ValueError, match="--precision is 'fp16'"):
