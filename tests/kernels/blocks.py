@@ -199,11 +199,16 @@ def differences(cases: Iterator[Case]) -> Iterator[str]:
             yield f"{name}: amax"
 
 
-def within_rounding(output: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether values are equal but for two roundings, of themselves or beside the largest that were added."""
+def within_rounding(output: torch.Tensor, right: torch.Tensor, largest: float = 0.0) -> bool:
+    """Whether values are equal but for two roundings, of themselves or of what was added for them.
+
+    What was added may be as large as `largest`, or as the largest that came out. In the derivative of gelu_tanh the
+    rounding of 1 - s counts 34 times where x is 5, so there an FP32 reference is 2^-20 of the largest off.
+    """
     if output.shape != right.shape or output.dtype != right.dtype:
         return False
-    bound = 2 * ROUNDINGS[right.dtype] * right.double().abs() + 2**-20 * right.double().abs().amax()
+    added = right.double().abs().amax().clamp(min=largest)
+    bound = 2 * ROUNDINGS[right.dtype] * right.double().abs() + 2**-18 * added
     return bool(((output.double() - right.double()).abs() <= bound).all())
 
 

@@ -24,6 +24,7 @@ SHAPES = [(3, 16), (9, 100), (2, 2048), (3, 4096), (2, 2049), (5, 5000), (1, 1),
 """Less than a block, whole blocks, a tail; fewer rows than programs and more."""
 
 IGNORED = -100
+FACTOR = 0.37
 
 ADJUSTED = ({"scale": 0.3}, {"cap": 5.0}, {"scale": 2.0, "cap": 5.0})
 
@@ -76,7 +77,7 @@ def both(
 
 def kernel_differs(device: torch.device, shapes: list[tuple[int, int]], every: bool) -> Iterator[str]:
     """What is wrong with the kernel's results, with every dtype for every shape or with one dtype after the other."""
-    factor = torch.tensor(0.37, device=device)
+    factor = torch.tensor(FACTOR, device=device)
     for index, dtype in enumerate(formats.HIGH_PRECISION):
         for rows, columns in shapes if every else shapes[index::3]:
             for pad in (0, 3) if columns in (100, 5000) else (0,):
@@ -97,7 +98,9 @@ def kernel_differs(device: torch.device, shapes: list[tuple[int, int]], every: b
                         yield f"{case}: losses alone"
                     for adjusted in ADJUSTED if columns > 1 else ():  # of one, rounding of a difference of equals
                         ours, right, amax = both(logits, targets, factor, ignore_index, **adjusted)
-                        if not all(within_rounding(*pair) for pair in zip(ours, right, strict=True)):
+                        # the slope of a capped logit is 1 - tanh^2, a difference of equals where the cap holds it
+                        largest = FACTOR * adjusted.get("scale", 1.0) if "cap" in adjusted else 0.0
+                        if not all(within_rounding(*pair, largest) for pair in zip(ours, right, strict=True)):
                             yield f"{case} {adjusted}"
                         if not torch.equal(amax.amax(), amax_of(ours[1])):
                             yield f"{case} {adjusted}: amax"
@@ -152,7 +155,7 @@ def written_gradient_differs(device: torch.device, shapes: list[tuple[int, int]]
     """The same for the gradient alone."""
     from fp8booster.kernels.cross_entropy_triton import write_gradient_triton
 
-    factor = torch.tensor(0.37, device=device)
+    factor = torch.tensor(FACTOR, device=device)
     for index, dtype in enumerate(formats.HIGH_PRECISION):
         for rows, columns in shapes if every else shapes[index::3]:
             targets = targets_of(rows, columns, device)

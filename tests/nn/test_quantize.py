@@ -93,7 +93,9 @@ def test_models_of_every_kind_compute_nearly_the_same(family, granularity, devic
     quantize(model, FP8Config(granularity=granularity))
     assert frozen_layers(model)
     error = model(**given).logits.float() - expected
-    assert 0 < error.norm() < 0.12 * expected.norm()
+    # of a token or a picture; the median, because a token whose experts change differs altogether
+    share = error.norm(dim=-1) / expected.norm(dim=-1)
+    assert 0 < share.median() < 0.12
     result = report(model)
     assert {row.notes.split(";")[0] for row in result.fp8} == {"weight kept in FP8 alone"}
     assert all(row.notes for row in result.other)
