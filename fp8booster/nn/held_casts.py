@@ -61,7 +61,7 @@ def held_casts(model: nn.Module) -> Iterator[HeldCasts]:
 
 
 def remembered_amaxes(model: nn.Module) -> dict[str, dict[str, torch.Tensor]]:
-    """What delayed scaling remembers of this rank's layers, by name and role: ask between two steps."""
+    """What scaling remembers of this rank's layers, by name and role: ask between two steps."""
     found = {held.name: casts.remembered for held in held_casts(model) if (casts := held.get()) is not None}
     return {name: amaxes for name, amaxes in found.items() if amaxes}
 

@@ -8,7 +8,7 @@ A folder `step-<step>` holds
     optimizer/   the optimizer's states, as Colossal-AI's Booster saves them; with --save-codes instead
     moments/     the codes of moments in 8 bits, one file a rank
     masters/     FP32 master weights, one file a rank (empty under Gemini, DDP and FSDP)
-    random/      random states of torch and of Colossal-AI's dropouts, and amaxes of delayed scaling, one file a rank
+    random/      random states of torch and of Colossal-AI's dropouts, and amaxes that casts remember, one file a rank
     state.json   step, position in the data, options
 It appears when it is whole (`fp8booster.checkpoints`), so a kill leaves the former one as it was.
 """

@@ -73,7 +73,7 @@ class Casts:
 
     @property
     def remembered(self) -> dict[str, torch.Tensor]:
-        """The amaxes that delayed scaling has of earlier steps, by role; ask between two steps."""
+        """The amaxes of earlier steps that scales come from, by role; ask between two steps."""
         histories = {} if self._histories is None else self._histories
         delayed = {role: each.amaxes for role, each in histories.items() if each.is_delayed}
         return self._loaded | delayed

@@ -13,12 +13,14 @@ to the other operand.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.channel_cast import channel_cast, column_amax
-from fp8booster.nn.weights.casting import OUTPUT_GRADIENT, WEIGHT, Casts
+from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, WEIGHT, Casts
 from fp8booster.tensor import QuantizedMatrix
 
 LARGEST_POWER = 32
@@ -58,11 +60,11 @@ class ChannelCasts(Casts):
         matrix = tensor.detach().reshape(-1, tensor.shape[-1])
         amaxes = column_amax(matrix)
         if plain and role == WEIGHT:  # without it backward asks, for which either operand will do by itself
-            if self._seen is not None and self._seen.device == matrix.device:
-                self.factors = factors_of(self._seen, amaxes)
+            if self._seen is not None and self._seen.shape == amaxes.shape:
+                self.factors = factors_of(self._seen.to(matrix.device), amaxes)
             self._seen = None
         elif plain:
-            self._seen = amaxes if self._seen is None else torch.maximum(self._seen, amaxes)
+            self._seen = amaxes if self._seen is None else torch.maximum(self._seen.to(amaxes.device), amaxes)
         if self.factors is None or self.factors.device != matrix.device:
             return super().quantize(role, config, tensor, dtype, **layouts, amax=amaxes)
         factors = 1 / self.factors if role == WEIGHT else self.factors
@@ -71,6 +73,15 @@ class ChannelCasts(Casts):
         )
         rows = (data.shape[1] if plain else transpose.shape[0]) - len(factors)
         return QuantizedMatrix(data, transpose, inverse_scale, inverse_scale / F.pad(factors, (0, rows), value=1.0))
+
+    @property
+    def remembered(self) -> dict[str, torch.Tensor]:
+        """The amaxes that the next cast of the weight finds its powers from, [K]; ask between two steps."""
+        return {} if self._seen is None else {INPUT: self._seen}
+
+    def remember(self, amaxes: Mapping[str, torch.Tensor]) -> None:
+        """As `Casts.remember`; amaxes of another number of channels are left out."""
+        self._seen = amaxes.get(INPUT)
 
 
 def factors_of(inputs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -130,6 +130,17 @@ def test_a_run_with_delayed_scales_resumes_bit_for_bit_and_records_on(tmp_path, 
     assert {step: loss for step, loss in losses(anew).items() if step > 3} != expected
 
 
+def test_a_run_with_smooth_swiglu_resumes_bit_for_bit(tmp_path, data):
+    smooth = ("--fp8-option", "smooth_swiglu=true", "--fp8-option", "always=true")
+    succeed("--precision", "fp8", "--steps", 4, "--save", 2, "--out", tmp_path / "whole", *smooth, *data, *SMALL)
+    whole, resumed = (tmp_path / name / "fp8" for name in ("whole", "resumed"))
+    succeed("--resume", whole / "checkpoints" / "step-00000002", "--out", tmp_path / "resumed")
+    assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step > 2}
+    for file in (whole / "checkpoints" / "step-00000004" / "masters").iterdir():
+        was, now = load_file(file), load_file(resumed / file.relative_to(whole))
+        assert all(was[name].equal(now[name]) for name in was)
+
+
 def test_a_checkpoint_resumes_on_another_number_of_processes(compared, tmp_path):
     whole = compared[0] / "bf16"
     checkpoint = whole / "checkpoints" / "step-00000003"
