@@ -18,9 +18,19 @@ SATURATED = 1e-3
 FLUSHED = 1e-2
 """Share of nonzero values rounded to zero from which it is."""
 
-GROWTH = 4.0
-"""By how much amax over root mean square may grow during a run: outliers that grow are what SwiGLU's product shows
-before runs diverge (arXiv 2409.12517)."""
+LARGER = 4.0
+"""How many times as large as in the same part of other layers an input's amax over root mean square may be: outliers of
+some layers are what SwiGLU's product shows before runs diverge (arXiv 2409.12517), and those of all layers grow as a
+model learns.
+
+One channel of K that is f times as large as the others makes it f / sqrt(1 + (f^2 - 1) / K) times as large. So more
+than 4 takes a channel that is more than 4 times as large, and K above 16.
+"""
+
+CLOSE = 0.1
+"""How close to its limit the flushed share must have come then. Amax over root mean square tells that a channel sets
+the scale, and not what the others pay, for beyond sqrt(K) it stays; the share grows about as the channel does, and one
+ten times as large would pass the limit."""
 
 _MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
 _EDGE = 4.0  # how many times more often the first and last layers must be above a limit than those between
@@ -101,20 +111,20 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
     clipped = [each for each in worst if each.saturated > SATURATED]
     lossy = [each for each in worst if each.times > 1 and not each.non_finite and each.saturated <= SATURATED]
     above = [each for each in lossy if each.role in _OPERANDS]
-    grown = {(tensor.layer, tensor.role) for tensor in scales.tensors if _growth(tensor) > GROWTH}
-    outliers = [each for each in worst if each.role == "input" and (each.layer, each.role) in grown]
-    why_grown = f"grew outliers by more than {GROWTH:g} times, and they set the scale of all other values"
+    larger = _larger_than_peers(scales)
+    outliers = [each for each in worst if each.role == "input" and each.layer in larger]
+    why_larger = f"with outliers more than {LARGER:g} times those of other layers, and they set the scale of all values"
     granularity = scales.about["config"].get("granularity", "tensorwise")
     may_smooth = _AFTER_SWIGLU if granularity == "tensorwise" else ()
-    of_swiglu = [each for each in outliers if each.layer.rpartition(".")[2] in may_smooth]
+    of_swiglu = [each for each in outliers if _part(each.layer) in may_smooth]
     at_ends = _more_often_at_ends(worst, above)
     inner = [each for each in above if each not in at_ends]
     gradients = [each for each in inner if each.role == "output gradient"]
     narrow = [each for each in gradients if "e5m2" not in each.format.lower() and granularity != "blockwise"]
     rules = (
         ("scaling=real-time", clipped, "clip values, which scales from their own amax do not"),
-        ("smooth_swiglu=true", of_swiglu, why_grown),
-        (_FINER, [each for each in outliers if each not in of_swiglu], why_grown),
+        ("smooth_swiglu=true", of_swiglu, why_larger),
+        (_FINER, [each for each in outliers if each not in of_swiglu], why_larger),
         ("first_last_layers_in_16_bits=1", at_ends, "of the first and last layers are above their limits"),
         ("gradient_format=e5m2", narrow, "are above their limits, and E5M2 has a wider range"),
         (_FINER, [] if narrow else gradients, f"{_ABOVE} in the format with the widest range"),
@@ -164,11 +174,29 @@ def _figures(each: Worst) -> str:
     return f"at step {each.step} with {shares}, {each.snr_db:.1f} dB and amax / root mean square {each.outlier:.0f}"
 
 
-def _growth(tensor: Tensor) -> float:
-    """How many times larger outliers are in the last quarter of the samples than in the first."""
-    outliers = tensor.values["outlier"]
-    quarter = len(outliers) // 4
-    return float(np.median(outliers[-quarter:]) / np.median(outliers[:quarter])) if quarter else 1.0
+def _larger_than_peers(scales: Scales) -> set[str]:
+    """Layers whose input has, in a sample, larger outliers than the same part of other layers, and loses values."""
+    parts: dict[tuple[str, int], dict[str, float]] = {}
+    lossy = set()
+    for tensor in scales.tensors:
+        if tensor.role == "input":
+            for step, outlier in zip(tensor.steps, tensor.values["outlier"], strict=True):
+                if np.isfinite(outlier):
+                    parts.setdefault((_part(tensor.layer), int(step)), {})[tensor.layer] = float(outlier)
+            if (tensor.values["flushed"] > CLOSE * FLUSHED).any():
+                lossy.add(tensor.layer)
+    larger = set()
+    for of_part in parts.values():
+        for layer, outlier in of_part.items():
+            peers = [other for name, other in of_part.items() if name != layer]
+            if layer in lossy and peers and outlier > LARGER * np.median(peers):
+                larger.add(layer)
+    return larger
+
+
+def _part(layer: str) -> str:
+    """What a layer is in its block."""
+    return layer.rpartition(".")[2]
 
 
 def _number(each: Worst) -> int | None:

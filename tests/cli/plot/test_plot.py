@@ -177,7 +177,8 @@ def advised(path: Path, change: Any, layers: int = 6, samples: int = 8) -> dict[
 
 
 def test_nothing_is_advised_within_the_limits(tmp_path: Path) -> None:
-    assert advised(tmp_path, plant()) == {}
+    for change in (plant(), outliers_grow_in_all_layers, outliers_cost_nothing):
+        assert advised(tmp_path, change) == {}
 
 
 def test_values_that_are_not_finite_come_first_and_no_recipe_is_for_them(tmp_path: Path) -> None:
@@ -194,7 +195,16 @@ def outliers_of_swiglu_grow(record: dict[str, Any]) -> None:
 
 def outliers_grow(record: dict[str, Any]) -> None:
     if record["layer"] == "model.layers.2.mlp.up_proj" and record["role"] == "input":
-        record["outlier"] *= record["step"] / 10
+        record.update(outlier=record["outlier"] * record["step"] / 10, flushed=0.002)
+
+
+def outliers_grow_in_all_layers(record: dict[str, Any]) -> None:
+    record.update(outlier=record["outlier"] * record["step"] / 10, flushed=0.002)
+
+
+def outliers_cost_nothing(record: dict[str, Any]) -> None:
+    if record["layer"] == DOWN and record["role"] == "input":
+        record.update(outlier=record["outlier"] * 10, flushed=0.0005)
 
 
 def weights_are_clipped(record: dict[str, Any]) -> None:
@@ -233,16 +243,16 @@ def test_a_recipe_is_advised_for_what_it_is_for(tmp_path: Path, change: Any, opt
     fp8_config([option])  # it takes such an option
 
 
-@pytest.mark.parametrize("factor", [1, 200])
-def test_of_a_model_that_grows_a_large_channel_a_recipe_is_advised_with_its_numbers(
-    tmp_path: Path, factor: int
+@pytest.mark.parametrize(("factor", "planted", "steps"), [(1, 0, 8), (200, 0, 1), (200, 0, 8), (200, 4, 8)])
+def test_of_a_model_with_a_large_channel_a_recipe_is_advised_with_its_numbers(
+    tmp_path: Path, factor: int, planted: int, steps: int
 ) -> None:
     model = convert_to_fp8(tiny_llama().bfloat16(), FP8Config(always=True))
     fuse(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with record(model, every=1, sink=tmp_path / "scales.jsonl", on_warning=lambda sentence: None):
-        for step in range(8):
-            if step == 4:
+        for step in range(steps):
+            if step == planted:
                 with torch.no_grad():
                     model.model.layers[1].mlp.up_proj.weight[7] *= factor
             torch.manual_seed(step)
@@ -255,7 +265,7 @@ def test_of_a_model_that_grows_a_large_channel_a_recipe_is_advised_with_its_numb
     for each in found.advice:
         worst = next(one for one in found.worst if (one.layer, one.role) == ("model.layers.1.mlp.down_proj", "input"))
         assert f"the input of {worst.layer}, at step {worst.step} with {worst.flushed:.2%} flushed" in each.reason
-        assert each.line.startswith("--fp8-option smooth_swiglu=true: 1 tensor grew outliers")
+        assert each.line.startswith("--fp8-option smooth_swiglu=true: 1 tensor with outliers more than 4 times")
 
 
 def test_what_a_granularity_excludes_is_not_advised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
