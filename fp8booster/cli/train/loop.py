@@ -171,7 +171,9 @@ class Trainer:
         """The model with adapters; in FP8 its own weights take one byte a value."""
         options = self._options
         frozen = fp8_config(options.fp8_options, options.level) if self._task.precision == "fp8" else None
-        network = build_model(options.model, config, self._device, options.recomputed, frozen=frozen)
+        network = build_model(
+            options.model, config, self._device, options.recomputed, frozen=frozen, one_by_one=True
+        )  # so that BF16 begins with the weights that FP8 has
         targets = options.lora_targets or ALL_LINEAR
         return with_adapters(
             network,

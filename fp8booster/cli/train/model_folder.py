@@ -12,7 +12,7 @@ import torch
 
 from fp8booster.config import FP8Config
 from fp8booster.reading import faults_named, first_line, read_index, read_record
-from fp8booster.serving.frozen import freeze, load_frozen
+from fp8booster.serving.frozen import load_frozen, random_frozen
 from fp8booster.serving.read import forget_quantization, load_fp8, require_loadable
 from fp8booster.training.adapters import ADAPTER_FILE
 from fp8booster.training.models import MODELS, SIZES, build, prepared
@@ -228,20 +228,30 @@ def build_model(
     checkpointing: bool | int,
     dtype: torch.dtype = torch.bfloat16,
     frozen: FP8Config | None = None,
+    one_by_one: bool = False,
 ) -> PreTrainedModel:
     """The model on `device`, in training mode: weights from the folder if it holds any, else at random.
 
     The random weights follow torch's seed on that kind of device, so equal seeds give equal weights on all ranks.
-    With `frozen` its layers keep their weights in FP8, one byte a value, and train no more. Raises ValueError when the
-    folder's weights cannot be read, or do not fit its config.
+
+    Args:
+        model: a size or a folder.
+        config: of the model.
+        device: where it goes.
+        checkpointing: whether layers compute their activations again in backward, or how many do.
+        dtype: of its weights.
+        frozen: its layers keep their weights in FP8, one byte a value, and train no more; none is whole in `dtype`.
+        one_by_one: draw random weights as those of frozen layers are drawn before their casts.
+
+    Raises:
+        ValueError: the folder's weights cannot be read, or do not fit its config.
     """
     from safetensors import SafetensorError
 
     if not (is_folder(model) and has_weights(model)):
-        network = build(config, device=device, dtype=dtype, checkpointing=checkpointing)
-        if frozen is not None:
-            freeze(network, frozen)
-        return network
+        if frozen is None and not one_by_one:
+            return build(config, device=device, dtype=dtype, checkpointing=checkpointing)
+        return prepared(random_frozen(config, frozen, device=device, dtype=dtype), checkpointing)
     try:
         network = _load_weights(model, config, dtype, frozen, device)
     except SafetensorError as error:

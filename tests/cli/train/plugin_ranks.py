@@ -72,7 +72,7 @@ class Said:
 
 
 def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[str, dict[str, Any]]:
-    """Train in every mode in FP8, from the start and from the checkpoint in the middle, and two modes in BF16.
+    """Train in every mode in FP8, from the start and from the checkpoint in the middle, and some modes in BF16.
 
     By mode and kind of run: its steps and its folder, or the traceback.
     """
@@ -118,6 +118,6 @@ def train_each(options: TrainOptions, tokens: TokenFile, folder: str) -> dict[st
     for name in (*MODES, *DEEP_MODES, *TIED_MODES, *ADAPTED):
         train(name, "fp8")
         train(name, "fp8", f"{folder}/{name}/fp8/fp8/checkpoints/step-{SAVED:08d}")
-    for name in ("low_level_zero", DEEP, "ddp"):
+    for name in ("low_level_zero", "low_level_zero, LoRA", DEEP, "ddp"):
         train(name, "bf16")
     return found

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from fp8booster import FP8Config
+from fp8booster.cli.train import model_folder
 from fp8booster.cli.train.model_folder import (
     build_model,
     is_folder,
@@ -13,6 +15,7 @@ from fp8booster.cli.train.model_folder import (
     require_buildable,
     require_divisible_heads,
 )
+from fp8booster.serving.frozen import freeze
 from fp8booster.training.models import MODELS
 from tests.colossal.models import tiny_llama
 from tests.colossal.payload import Payload
@@ -50,6 +53,24 @@ def test_equal_seeds_give_equal_weights_in_bf16():
     for name, weight in states[0].items():
         assert weight.dtype == torch.bfloat16
         assert torch.equal(weight, states[1][name])
+
+
+def test_a_frozen_size_holds_the_casts_of_what_bf16_begins_with(monkeypatch):
+    monkeypatch.setattr(model_folder, "build", None)  # which would make it whole in 16 bits
+    config = load_config("tiny", 300, 64)
+    models = []
+    for frozen in (FP8Config(), None):
+        torch.manual_seed(7)
+        model = build_model("tiny", config, torch.device("cpu"), checkpointing=True, frozen=frozen, one_by_one=True)
+        assert model.training
+        assert model.is_gradient_checkpointing
+        models.append(model)
+    in_fp8, in_bf16 = models
+    freeze(in_bf16, FP8Config())
+    states = [model.state_dict() for model in (in_fp8, in_bf16)]
+    assert sum(weight.dtype == torch.float8_e4m3fn for weight in states[0].values()) == 28
+    for name, weight in states[0].items():
+        assert torch.equal(weight.float(), states[1][name].float())
 
 
 def test_a_folder_with_weights_keeps_them(tmp_path):
