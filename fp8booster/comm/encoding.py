@@ -18,8 +18,8 @@ SMALLEST_BLOCK = 32
 LARGEST_BLOCK = 4096
 
 
-Observer = Callable[[str, Tensor | Sequence[Tensor], Tensor, MessageLayout, torch.dtype], None]
-"""Sees what was cast for a message: what it is for, the values, the message, its layout and format."""
+Observer = Callable[[str, Callable[[], Tensor | Sequence[Tensor]], Tensor, MessageLayout, torch.dtype], None]
+"""Sees what was cast for a message: what it is for, what gives the values, the message, its layout and format."""
 
 observers: list[Observer] = []
 """Called after each cast to a message."""
@@ -74,7 +74,7 @@ class Encoding:
         """Cast values and write them with their scales to a message (`block_cast.encode`)."""
         block_cast.encode(values, message, layout, self.format, self.power_of_two)
         for observe in observers:
-            observe(purpose.name, values, message, layout, self.format)
+            observe(purpose.name, lambda: values, message, layout, self.format)
 
     def decode(self, message: Message, values: Tensor, layout: MessageLayout) -> None:
         """Write the values of a message to a tensor (`block_cast.decode`)."""
@@ -87,6 +87,14 @@ class Encoding:
     def decode_sum_encode(self, messages: Message, message: Tensor, layout: MessageLayout, factor: float = 1.0) -> None:
         """The same, and encode the sum in a message again (`block_cast.decode_sum_encode`)."""
         block_cast.decode_sum_encode(messages, message, layout, self.format, self.power_of_two, factor)
+
+        def sums() -> Tensor:
+            found = torch.empty(layout.counts[0], dtype=torch.float32, device=message.device)
+            self.decode_sum(messages, found, layout, factor)
+            return found
+
+        for observe in observers:
+            observe(f"{purpose.name} sums", sums, message, layout.piece, self.format)
 
 
 DEFAULT = Encoding()

@@ -1,4 +1,6 @@
-"""What 8-bit codes that are no FP8 lose, of activations and of Adam's moments: of some values, evenly spaced."""
+"""What 8-bit codes that are no FP8 lose, of activations, of sums of gradients and of Adam's moments: of some values,
+evenly spaced.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from fp8booster.kernels.adamw_8bit import (
     next_moments,
 )
 from fp8booster.kernels.cast_statistics import statistics
-from fp8booster.kernels.group_codes import GroupCodes, decode_groups
+from fp8booster.kernels.group_codes import GROUP, GroupCodes, decode_groups
 from fp8booster.kernels.moments import BLOCK, Moments8bit
 
 MOST = 2**20
@@ -28,6 +30,33 @@ def activation_statistics(values: Tensor, codes: GroupCodes) -> tuple[int, Tenso
     rows = slice(None, None, max(1, values.numel() // MOST))
     values = values[rows]
     return values.numel(), statistics(values, decode_groups(GroupCodes(codes.codes[rows], codes.amaxes[rows])))
+
+
+class SumSample:
+    """Some groups of a sum and one more gradient, before they are rounded; made before the addition.
+
+    Args:
+        sums, gradient: as `gradient_sums.add_to_sums` takes them.
+    """
+
+    def __init__(self, sums: GroupCodes, gradient: Tensor) -> None:
+        self._sums = sums
+        self._exact = _decoded_sums(sums) + _spaced(gradient.reshape(-1), GROUP).float()
+
+    def statistics(self) -> tuple[int, Tensor]:
+        """After the addition, as `activation_statistics`."""
+        return self._exact.numel(), statistics(self._exact, _decoded_sums(self._sums))
+
+
+def _decoded_sums(sums: GroupCodes) -> Tensor:
+    codes = _spaced(sums.codes[0], GROUP)
+    return decode_groups(GroupCodes(codes, sums.amaxes[0, :: _every(sums.codes)][: len(codes), None]))
+
+
+def _spaced(flat: Tensor, size: int) -> Tensor:
+    """Whole blocks of so many values, [blocks, size]; all that there is where it is less than one."""
+    whole = flat.numel() // size * size
+    return flat[:whole].view(-1, size)[:: _every(flat)] if whole else flat[None]
 
 
 class MomentSample:
@@ -63,9 +92,8 @@ def _decoded(moments: Moments8bit) -> tuple[Tensor, Tensor]:
 
 def _some(values: Tensor) -> Tensor:
     """Whole blocks of a tensor, [blocks, 256]; one, filled up with zeros, where it has less."""
-    flat = values.flatten()
-    whole = len(flat) // BLOCK * BLOCK
-    return flat[:whole].view(-1, BLOCK)[:: _every(values)] if whole else in_blocks(flat)
+    blocks = _spaced(values.flatten(), BLOCK)
+    return blocks if blocks.shape[1] == BLOCK else in_blocks(blocks[0])
 
 
 def _every(values: Tensor) -> int:

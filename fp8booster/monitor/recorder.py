@@ -25,11 +25,11 @@ from torch.nn.utils.rnn import pad_sequence
 from fp8booster.kernels.alignment import BLOCK
 from fp8booster.kernels.blockwise_cast import scales_of_groups
 from fp8booster.kernels.cast_statistics import cast_statistics
-from fp8booster.kernels.code_statistics import MomentSample, activation_statistics
+from fp8booster.kernels.code_statistics import MomentSample, SumSample, activation_statistics
 from fp8booster.kernels.group_codes import GroupCodes
 from fp8booster.kernels.message_layout import MessageLayout, side_by_side
 from fp8booster.listing import first_of
-from fp8booster.monitor.scales import FORMAT_NAMES, MOMENTS, SAVED, Key, Totals, merged, row_of
+from fp8booster.monitor.scales import FORMAT_NAMES, MOMENTS, SAVED, SUM, Key, Totals, merged, row_of
 from fp8booster.monitor.sinks import Sink
 from fp8booster.monitor.watchdog import Warnings, Watchdog
 from fp8booster.tensor import QuantizedMatrix
@@ -154,6 +154,10 @@ class Recorder:
         for role, format, (count, figures) in zip(MOMENTS, ("int8", "uint8"), sample.statistics(), strict=True):
             self._sample_codes((layer, role, format), count, figures)
 
+    def note_sum(self, layer: str, sample: SumSample) -> None:
+        """A gradient was added to those of a parameter in 8 bits."""
+        self._sample_codes((layer, SUM, "int8"), *sample.statistics())
+
     def _name_saved(self, layer: str, role: str) -> None:
         if role == "input":
             for count, figures in self._saved:
@@ -167,7 +171,7 @@ class Recorder:
     def note_message(
         self,
         name: str,
-        values: torch.Tensor | Sequence[torch.Tensor],
+        values: Callable[[], torch.Tensor | Sequence[torch.Tensor]],
         message: torch.Tensor,
         layout: MessageLayout,
         dtype: torch.dtype,
@@ -175,7 +179,8 @@ class Recorder:
         """Values were cast for a message; arguments as in `comm.encoding.Observer`."""
         if not self.is_sampling or (message.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        flat = values if isinstance(values, torch.Tensor) else side_by_side(values, len(layout.counts))
+        given = values()
+        flat = given if isinstance(given, torch.Tensor) else side_by_side(given, len(layout.counts))
         for start, count, offset, size in zip(layout.starts, layout.counts, layout.offsets, layout.sizes, strict=True):
             behind = offset + layout.payload_bytes(count)
             data, scales = message[offset:behind].view(dtype), message[behind : offset + size].view(torch.float32)

@@ -12,6 +12,7 @@ Key = tuple[str, str, str]
 
 MOMENTS = ("first moment", "second moment")
 SAVED = "saved activation"
+SUM = "gradient sum"
 """Roles of what is kept in 8-bit codes that are no FP8."""
 
 FORMAT_NAMES = {"torch.float8_e4m3fn": "e4m3", "torch.float8_e5m2": "e5m2"}
@@ -59,7 +60,7 @@ class ScaleRow:
     layer: str
     """Path in the model, as `named_modules` has it; of layers that share a cast, the last parts joined by "+"."""
     role: str
-    """"weight", "input", "output gradient" or "message"; or one of `MOMENTS`, or `SAVED`."""
+    """"weight", "input", "output gradient" or "message"; or one of `MOMENTS`, `SAVED` or `SUM`."""
     format: str
     """"e4m3" or "e5m2"; of what is kept in codes "int8" or "uint8"."""
     amax: float

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from fp8booster.monitor.scales import MOMENTS, SAVED, ScaleRow
+from fp8booster.monitor.scales import MOMENTS, SAVED, SUM, ScaleRow
 
 ON_NONFINITE = ("raise", "skip", "warn")
 
@@ -99,6 +99,8 @@ def _wider(row: ScaleRow) -> str:
         return "take torch.optim.AdamW, whose moments are in FP32"
     if row.role == SAVED:
         return 'save in 16 bits (FP8Config(saved_activations="16-bit"))'
+    if row.role == SUM:
+        return 'add up in 16 bits (FP8Config(gradient_accumulation="16-bit"))'
     if row.role == "message":
         return 'scale by blocks (FP8Config(gradient_scaling="block"))'
     return apart

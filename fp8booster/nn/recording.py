@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from fp8booster.comm import encoding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.blockwise_cast import scales_of_groups
-from fp8booster.kernels.code_statistics import MomentSample
+from fp8booster.kernels.code_statistics import MomentSample, SumSample
 from fp8booster.kernels.group_codes import GroupCodes
 from fp8booster.monitor.recorder import PATIENCE, Recorder, put, take, warn
 from fp8booster.monitor.sinks import KIND, Sink, sinks_of
@@ -32,7 +32,7 @@ from fp8booster.nn.graphs.layer import captured_layers, look_inside
 from fp8booster.nn.held_casts import HeldCasts, held_casts, plain_name
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.casting import INPUT, WEIGHT, Casts
-from fp8booster.optim import adamw
+from fp8booster.optim import adamw, gradient_sums
 from fp8booster.optim.one_pass import COUNTS_STEPS
 from fp8booster.tensor import QuantizedMatrix
 from fp8booster.version import __version__
@@ -114,11 +114,12 @@ class Recording:
     def __init__(self, model: nn.Module, recorder: Recorder, rules: Watchdog, warn: Callable[[str], object]) -> None:
         self._model, self._recorder, self._rules, self._warn = model, recorder, rules, warn
         self._replaced = list(_replace(model, recorder))
-        self._names: dict[torch.Tensor, str] = {each: _parameter_name(name) for name, each in model.named_parameters()}
+        self._names = {id(each): _parameter_name(name) for name, each in model.named_parameters()}
         self._observed: list[tuple[list[Any], Any]] = [
             (encoding.observers, recorder.note_message),
             (pointwise.observers, self._note_saved),
-            (adamw.observers, self._note_moments),
+            (adamw.observers, partial(self._note_codes, recorder.note_moments)),
+            (gradient_sums.observers, partial(self._note_codes, recorder.note_sum)),
         ]
         for observers, observer in self._observed:
             observers.append(observer)
@@ -217,12 +218,14 @@ class Recording:
         if not (torch.compiler.is_compiling() or _is_in_backward()):
             self._recorder.note_saved(values, codes)
 
-    def _note_moments(self, parameter: torch.Tensor, sample: Callable[[], MomentSample]) -> Callable[[], None] | None:
+    def _note_codes(
+        self, note: Callable[[str, Any], None], parameter: int, sample: Callable[[], MomentSample | SumSample]
+    ) -> Callable[[], None] | None:
         name = self._names.get(parameter)
         if name is None or not self._recorder.is_sampling:
             return None
         before = sample()
-        return lambda: self._recorder.note_moments(name, before)
+        return lambda: note(name, before)
 
     def _all_finite(self, value: float | torch.Tensor, agreed: bool) -> bool:
         if agreed or self._recorder.ranks == 1:

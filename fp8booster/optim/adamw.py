@@ -30,9 +30,9 @@ _OPTIONS_OF_TORCH = {
 }
 """Entries of a group that torch's AdamW looks for when it goes on with a checkpoint of this one."""
 
-Observer = Callable[[torch.Tensor, Callable[[], MomentSample]], Callable[[], None] | None]
-"""Sees the update of a tensor, which is the model's parameter or a part of it: asked before, with what would take a
-sample of its moments then; what it returns is called after."""
+Observer = Callable[[int, Callable[[], MomentSample]], Callable[[], None] | None]
+"""Sees the update of the model's parameter of this id, or of a part of it: asked before, with what would take a sample
+of its moments then; what it returns is called after."""
 
 observers: list[Observer] = []
 """Asked before each update."""
@@ -212,7 +212,10 @@ class AdamW(Optimizer):
         assert gradient is not None  # autograd calls this when it has set it
         count, total = self.gradient_sums.pop(parameter, (0, None))
         if count + 1 < self.micro_batches:
-            self.gradient_sums[parameter] = count + 1, added(total, gradient, self._accumulation)
+            self.gradient_sums[parameter] = (
+                count + 1,
+                added(total, gradient, self._accumulation, id(self.parameters.get(parameter, parameter))),
+            )
             return
         # the group is another object when a state dict was loaded
         summed = gradient if total is None else value_of(total, gradient)
@@ -278,7 +281,7 @@ class AdamW(Optimizer):
         for parameter, gradient, state, row in zip(parameters, gradients, states, rows, strict=True):
             what = parameter, state.codes.get(LOW), gradient.contiguous(), state.moments, row, rates
             then = [
-                observe(self.parameters.get(parameter, parameter), partial(MomentSample, *what))
+                observe(id(self.parameters.get(parameter, parameter)), partial(MomentSample, *what))
                 for observe in observers
             ]
             update_8bit(*what, self._skipped[device])

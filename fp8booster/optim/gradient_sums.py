@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from fp8booster.kernels.code_statistics import SumSample
 from fp8booster.kernels.gradient_sums import add_to_sums, read_sums, zero_sums
 from fp8booster.kernels.group_codes import GroupCodes
 
@@ -12,8 +16,15 @@ GradientSum = Tensor | GroupCodes
 """What is kept of the gradients of one tensor so far."""
 
 
+Observer = Callable[[int, Callable[[], SumSample]], Callable[[], None] | None]
+"""Sees an addition in 8 bits to the sum of the parameter of this id, as `adamw.Observer` sees an update."""
+
+observers: list[Observer] = []
+"""Asked before each addition."""
+
+
 @torch.no_grad()
-def added(total: GradientSum | None, gradient: Tensor, kind: str) -> GradientSum:
+def added(total: GradientSum | None, gradient: Tensor, kind: str, parameter: int = 0) -> GradientSum:
     """The sum with one more gradient: the given one, changed in place, where it can be.
 
     Args:
@@ -21,12 +32,17 @@ def added(total: GradientSum | None, gradient: Tensor, kind: str) -> GradientSum
         gradient: BF16, FP16 or FP32; it may be kept as it is.
         kind: "32-bit": FP32 from the second gradient on, the first as it is; "16-bit": BF16; "8-bit": groups of 128
             values in int8.
+        parameter: the id of the one whose gradient it is, for observers; 0: of none.
     """
     if kind == "8-bit":
         codes = total if isinstance(total, GroupCodes) else zero_sums(gradient)
         if isinstance(total, Tensor):
             add_to_sums(codes, total.contiguous())
-        add_to_sums(codes, gradient.contiguous())
+        gradient = gradient.contiguous()
+        then = [observe(parameter, partial(SumSample, codes, gradient)) for observe in observers]
+        add_to_sums(codes, gradient)
+        for each in filter(None, then):
+            each()
         return codes
     if total is None:
         return gradient.bfloat16() if kind == "16-bit" else gradient

@@ -68,3 +68,27 @@ def test_a_message_is_recorded_as_it_is_decoded(encoding, how) -> None:
     assert row.flushed == int((nonzero & (decoded == 0)).sum()) / int(nonzero.sum())
     noise = (exact - decoded).square().sum()
     assert row.snr_db == pytest.approx(float(10 * torch.log10(exact.square().sum() / noise)), rel=1e-4)
+
+
+def test_sums_that_are_cast_again_are_recorded_as_they_are_decoded() -> None:
+    torch.manual_seed(0)
+    encoding, layout, sink = Encoding(), Encoding().even(1024, 2), Kept()
+    values = torch.randn(2048) * torch.exp(2 * torch.randn(2048))
+    received, sent = (torch.empty(size, dtype=torch.uint8) for size in (layout.bytes, layout.piece.bytes))
+    encoding.encode(values, received, layout)
+    recorder = Recorder(1, [sink], {}, 0, Watchdog(), pytest.fail)
+    observers.append(recorder.note_message)
+    try:
+        encoding.decode_sum_encode(received, sent, layout, 0.5)
+    finally:
+        observers.remove(recorder.note_message)
+    recorder.end_step()
+    recorder.close()
+    sums, decoded = torch.empty(1024), torch.empty(1024)
+    encoding.decode_sum(received, sums, layout, 0.5)
+    encoding.decode(sent, decoded, layout.piece)
+    (row,) = sink
+    assert (row.layer, row.role, row.format) == ("send sums", "message", "e4m3")
+    noise = (sums.double() - decoded.double()).square().sum()
+    assert row.snr_db == pytest.approx(float(10 * torch.log10(sums.double().square().sum() / noise)), abs=1e-4)
+    assert row.amax == float(sums.abs().max())

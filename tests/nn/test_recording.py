@@ -20,6 +20,7 @@ from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.held_casts import joined, plain_name
 from fp8booster.nn.recording import NonFiniteStep
 from fp8booster.optim import AdamW
+from fp8booster.optim.gradient_sums import value_of
 from fp8booster.tensor import quantize
 from tests.colossal.moe.models import tiny_mixtral
 from tests.nn.models import tiny_llama
@@ -224,6 +225,26 @@ def test_moments_in_8_bits_are_recorded_as_they_decode() -> None:
             assert row.flushed == float(((exact != 0) & (decoded == 0)).sum() / (exact != 0).sum())
             assert row.amax == pytest.approx(float(exact.abs().max()), rel=1e-5)
             assert (row.scale, row.saturated, row.non_finite) == (None, 0, 0)
+
+
+@pytest.mark.parametrize("features", [32, 4])
+def test_sums_of_gradients_in_8_bits_are_recorded_as_they_decode(features: int) -> None:
+    torch.manual_seed(0)
+    layer = FP8Linear(16, features, bias=False, dtype=torch.bfloat16, config=CONFIG)
+    options = {"update_in_backward": True, "micro_batches": 3, "gradient_accumulation": "8-bit"}
+    optimizer, sink = AdamW(layer.parameters(), **options), Kept()
+    given, decoded = [torch.randn(features, 16, dtype=torch.bfloat16) for _ in range(2)], [torch.zeros(features, 16)]
+    with record(layer, sink=sink) as recording:
+        for gradient in given:
+            (layer.weight * gradient).sum().backward()
+            decoded.append(value_of(optimizer.gradient_sums[layer.weight][1]).view(features, 16))
+        recording.end_step()
+    exact = torch.stack([before + gradient.float() for before, gradient in zip(decoded, given, strict=False)]).double()
+    noise = (exact - torch.stack(decoded[1:]).double()).square().sum()
+    (row,) = [row for row in sink.rows if row.role == "gradient sum"]
+    assert (row.layer, row.format, row.scale) == ("weight", "int8", None)
+    assert row.snr_db == pytest.approx(float(10 * torch.log10(exact.square().sum() / noise)), abs=1e-3)
+    assert row.amax == float(exact.abs().max())
 
 
 def test_moments_that_become_zero_and_gradients_that_are_not_finite_are_counted() -> None:

@@ -47,10 +47,10 @@ MESSAGES = {
     "LowLevelZero": {"reduce_scatter_tensor"},
     "Gemini": {"reduce_scatter_tensor"},
     "FSDP": {"reduce_scatter_tensor"},
-    "DDP": {"all_reduce"},
+    "DDP": {"all_reduce", "all_reduce sums"},
     "ZeRO 1 in hybrid": {"reduce_scatter_tensor"},
-    "TP": {"all_reduce"},
-    "TP with sequence parallelism": {"reduce_scatter_tensor", "all_gather", "all_reduce"},
+    "TP": {"all_reduce", "all_reduce sums"},
+    "TP with sequence parallelism": {"reduce_scatter_tensor", "all_gather", "all_reduce", "all_reduce sums"},
     "PP": {"send"},
 }
 """What is sent in FP8 besides weights and inputs, which are cast once for product and message."""
@@ -132,6 +132,23 @@ def test_moments_of_every_parameter_are_recorded_by_its_name(engine, tmp_path) -
     names = {name.removesuffix(".weight") for name, _ in tiny_llama().named_parameters()}
     assert {row.layer for row in rows} == names
     assert all(row.snr_db > 35 and row.non_finite == 0 for row in rows)
+
+
+def sums_recorded(folder: Path) -> None:
+    config = FP8Config(always=True, emulate=True, gradient_accumulation="8-bit")
+    run = training.boost(training.ours(stage=2, use_fp8=True, fp8_config=config), lr=LR)
+    with record(run.model, sink=folder / "scales.jsonl"):
+        for seed in (1, 2):
+            run.booster.backward(run.loss(batch(seed).chunk(2)[dist.get_rank()]), run.optimizer)
+        run.optimizer.step()
+
+
+def test_sums_of_gradients_in_8_bits_are_recorded_by_names(tmp_path) -> None:
+    on_ranks(2, sums_recorded, folder=tmp_path)
+    rows = [row for row in read_scales(tmp_path / "scales.jsonl")[1] if row.role == "gradient sum"]
+    names = {name.removesuffix(".weight") for name, _ in tiny_llama().named_parameters()}
+    assert {row.layer for row in rows} == names
+    assert all(row.snr_db > 35 and (row.format, row.non_finite, row.scale) == ("int8", 0, None) for row in rows)
 
 
 FAULTS = [(mode, "weight") for mode in ("LowLevelZero", "DDP", "TP", "PP")]

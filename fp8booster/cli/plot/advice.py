@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fp8booster.monitor.scales import SAVED
+from fp8booster.monitor.scales import SAVED, SUM
 
 from .scales import Scales, Tensor
 
@@ -130,6 +130,7 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
         (_FINER, [] if narrow else gradients, f"{_ABOVE} in the format with the widest range"),
         (_FINER, [each for each in inner if each.role in ("weight", "input") and each not in of_swiglu], _ABOVE),
         ("saved_activations=16-bit", [each for each in lossy if each.role == SAVED], f"{_ABOVE} in codes"),
+        ("gradient_accumulation=16-bit", [each for each in lossy if each.role == SUM], f"{_ABOVE} in codes"),
     )
     advice = _of_non_finite([each for each in worst if each.non_finite])
     for option, found, why in rules:

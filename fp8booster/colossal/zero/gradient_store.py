@@ -41,18 +41,18 @@ class AccumulatedGradients(GradientStore):
         """Add a micro-batch's gradient, on the current stream, to those before it."""
         held = self._grads_of_params.setdefault(group_id, {}).setdefault(param_id, [])
         before = held.pop() if held else None
-        held.append(self._sum(before, gradient))
+        held.append(self._sum(before, gradient, param_id))
         self._dtype = gradient.dtype
         self.grad_to_param_mapping.pop(id(before), None)
         self.grad_to_param_mapping[id(held[0])] = param_id
 
-    def _sum(self, before: GradientSum | None, gradient: torch.Tensor) -> GradientSum:
+    def _sum(self, before: GradientSum | None, gradient: torch.Tensor, param_id: int) -> GradientSum:
         if isinstance(before, torch.Tensor):
             if self.kind == "32-bit" and not self._widens:
                 return before.add_(gradient)
             if before.is_cuda:
                 before.record_stream(get_accelerator().current_stream())  # it may have been decoded on another
-        return added(before, gradient, self.kind)
+        return added(before, gradient, self.kind, param_id)
 
     def _decode(self, group_id: int, param_id: int) -> None:
         held = self._grads_of_params.get(group_id, {}).get(param_id)
