@@ -1,9 +1,10 @@
-"""The `doctor` command: examine, show, and exit with 1 where FP8 training cannot run."""
+"""The `doctor` command: examine a machine, and exit with 1 where FP8 training cannot run; or a run's record."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +12,10 @@ from rich.console import Console
 
 
 def doctor(
+    run: Annotated[
+        Path | None,
+        typer.Argument(help="Folder of a run that recorded, as `fp8booster train --record 50 --out` names it."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     speed: Annotated[
         bool, typer.Option("--speed/--no-speed", help="Time FP8 and BF16 products; some seconds a device.")
@@ -18,8 +23,11 @@ def doctor(
 ) -> None:
     """Report what this machine can do in FP8, what is missing and which command installs or changes it.
 
-    Exits with 1 when FP8 training cannot run here.
+    Exits with 1 when FP8 training cannot run here. Of RUN, suggests a recipe from what it recorded.
     """
+    if run is not None:
+        _suggest(run, as_json)
+        return
     from fp8booster.cli.doctor.examination import examine  # these import torch
     from fp8booster.cli.doctor.tables import show
 
@@ -32,3 +40,15 @@ def doctor(
         show(examination, Console())
     if not examination.can_train:
         raise typer.Exit(1)
+
+
+def _suggest(run: Path, as_json: bool) -> None:
+    from fp8booster.cli.plot.run import read_run  # imports numpy
+
+    found = read_run(run)
+    lines = found.suggestion
+    if as_json:
+        record = found.as_record()
+        typer.echo(json.dumps({name: record[name] for name in ("run", "advice")}, indent=2))
+    else:
+        typer.echo("\n".join(lines))

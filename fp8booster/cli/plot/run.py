@@ -59,6 +59,20 @@ class RunRecord:
                 names[row["notes"]].append(row["name"])
         return [f"{first_of(layers, _NAMED)}: {reason}" for reason, layers in names.items()]
 
+    @property
+    def suggestion(self) -> list[str]:
+        """What to train with instead, in lines.
+
+        Raises:
+            ValueError: the run recorded nothing to tell it from.
+        """
+        if self.scales is None or not self.scales.tensors:
+            raise ValueError(f"{self.folder} has recorded no tensors; train it with --record 50 to have a suggestion.")
+        if not self.advice:
+            samples = len({int(step) for tensor in self.scales.tensors for step in tensor.steps})
+            return [f"Keep the recipe: {len(self.scales.tensors)} tensors in {samples} samples ask for no other."]
+        return ["Change one at a time, the first one first:", *(each.line for each in self.advice)]
+
     def as_record(self) -> dict[str, Any]:
         """For scripts; numbers that are not finite are null."""
         return {

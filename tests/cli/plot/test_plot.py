@@ -294,3 +294,24 @@ def test_a_run_ends_well_without_a_page_that_cannot_be_drawn(run: Path) -> None:
     assert "was not drawn" in told
     assert "is not JSON" in told
     assert f"fp8booster plot '{run}'" in told
+
+
+def suggested(folder: Path, *options: str) -> str:
+    done = CliRunner().invoke(app, ["doctor", str(folder), *options], catch_exceptions=False)
+    return done.output if done.exit_code in (0, 2) else ""
+
+
+def test_the_doctor_suggests_what_the_page_advises(run: Path, tmp_path: Path) -> None:
+    first, *lines = suggested(run).splitlines()
+    assert first == "Change one at a time, the first one first:"
+    assert lines == [each.line for each in read_run(run).advice]
+    assert lines
+    record = json.loads(suggested(run, "--json"))
+    assert [each["option"] for each in record["advice"]] == [each.option for each in read_run(run).advice]
+    write_scales(tmp_path / "scales.jsonl", 4, 5)
+    assert suggested(tmp_path) == "Keep the recipe: 84 tensors in 5 samples ask for no other.\n"
+
+
+def test_the_doctor_needs_a_record(tmp_path: Path) -> None:
+    write_metrics(tmp_path, 4)
+    assert "train it with --record 50" in " ".join(suggested(tmp_path).split())
