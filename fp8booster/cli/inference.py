@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 
 from fp8booster.cli.export.source import FoundModel, find_source
 from fp8booster.cli.instructions import avoid_trapping_instructions
@@ -16,8 +17,12 @@ from fp8booster.cli.train.model_folder import build_model, folder_config, has_we
 from fp8booster.cli.train.tokenizer import folder_has_tokenizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
+from fp8booster.nn.experts.held_as_one import are_experts
+from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.quantize import quantize
+from fp8booster.scaling import amax_of
 from fp8booster.serving.read import require_loadable
+from fp8booster.serving.sources import Folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,17 +72,26 @@ def require_one_of(value: str, allowed: Iterable[str], flag: str) -> None:
         raise ValueError(f"{flag} is {value!r}; use one of {', '.join(names)}.")
 
 
+class LoadedModel(NamedTuple):
+    """A model for inference."""
+
+    model: PreTrainedModel
+    from_masters: int
+    """Layers whose FP8 weights were cast from FP32 master weights, as in training; others from the model's values."""
+
+
 def load_model(
     source: FoundModel,
     precision: str,
     config: FP8Config,
     device: torch.device,
     batches: Sequence[torch.Tensor] | None = None,
-) -> PreTrainedModel:
+) -> LoadedModel:
     """A model for inference.
 
     Args:
-        source: of the checkpoint. What is in FP8 there is decoded for "bf16", and for "fp8" kept with its scales.
+        source: of the checkpoint. What is in FP8 there is decoded for "bf16", and for "fp8" kept with its scales. What
+            training cast from master weights that are there is cast from them for "fp8".
         precision: "bf16" or "fp8".
         config: of the FP8 layers.
         device: where it goes.
@@ -92,6 +106,38 @@ def load_model(
         require_fp8(device, config.emulate, config.granularity)
     frozen = config if in_fp8 and require_loadable(source.model) else None
     model = build_model(folder, folder_config(folder), device, checkpointing=False, frozen=frozen)
+    from_masters = 0
     if in_fp8:
-        quantize(model, config, batches=batches)
-    return model.eval()
+        quantize(model, config)
+        from_masters = _cast_from_masters(model, source)
+        if batches is not None:
+            quantize(model, config, batches=batches)
+    return LoadedModel(model.eval(), from_masters)
+
+
+def _cast_from_masters(model: nn.Module, source: FoundModel) -> int:
+    """Cast weights again that training cast from master weights, under the scales that it shared; gives their number.
+
+    None where experts are held as one parameter or no layer is an nn.Linear, of which no layout is known, and where
+    ranks divided layers.
+    """
+    modules = list(model.modules())
+    has_layout = any(isinstance(each, FrozenFP8Linear) for each in modules) and not any(map(are_experts, modules))
+    if source.masters is None or not has_layout:
+        return 0
+    folder = Folder(source.model, source.config, source.masters)
+    amaxes: dict[tuple[str, ...], torch.Tensor] = {}
+    cast = 0
+    chosen = filter(folder.is_cast_from_master, folder.layout.groups)
+    layers = {f"{path}.weight": each for path, each in model.named_modules() if isinstance(each, FrozenFP8Linear)}
+    for name in chosen:
+        layer = layers.get(name)
+        if layer is None:  # trained in FP8, and --fp8-option leaves it out
+            continue
+        group = folder.scale_group(name)
+        if group not in amaxes:
+            amaxes[group] = torch.stack([amax_of(folder.weight(each)) for each in group]).max()
+        device = layer.fp8_data.device
+        layer.hold_cast_of(folder.weight(name).to(device), amaxes[group].to(device))
+        cast += 1
+    return cast

@@ -212,7 +212,7 @@ class Folder(Source):
         return data, scale.reshape(shape)
 
     def weight(self, name: str) -> torch.Tensor:
-        if not self._is_cast_from_master(name):
+        if not self.is_cast_from_master(name):
             return self.tensor(name)
         return self._masters.tensor(name, self.layout.shapes[name])
 
@@ -220,18 +220,18 @@ class Folder(Source):
         group = self.layout.groups[name]
         # as `GatheredWeights`: weights of which ranks have uneven shards do not lie together
         sizes = [self.layout.shapes[each].numel() for each in group]
-        whole = all(self._is_cast_from_master(each) for each in group) and not any(
+        whole = all(self.is_cast_from_master(each) for each in group) and not any(
             size % self._masters.ranks for size in sizes
         )
-        return group if whole or not any(self._is_cast_from_master(each) for each in group) else (name,)
+        return group if whole or not any(self.is_cast_from_master(each) for each in group) else (name,)
 
-    def _is_cast_from_master(self, name: str) -> bool:
+    def is_cast_from_master(self, name: str) -> bool:
         """Whether ZeRO gathers the weight in FP8; others are cast from the 16-bit values that it gathers."""
         return name in self._masters and name not in self.layout.cast_by_layers
 
     @property
     def from_masters(self) -> int:
-        return sum(map(self._is_cast_from_master, self.layout.groups))
+        return sum(map(self.is_cast_from_master, self.layout.groups))
 
     def record(self) -> dict[str, Any]:
         return self._record

@@ -32,6 +32,8 @@ class Column:
     kl: float
     """From the first column's predictions, in nats a token."""
     fp8_layers: int
+    from_masters: int
+    """Of these, layers whose weights were cast from FP32 master weights; others from the checkpoint's values."""
     layers: int
     parameter_bytes: int
 
@@ -103,8 +105,9 @@ def run(options: EvalOptions, tell: Callable[[str], None]) -> Evaluation:
         for precision in (*options.precisions, *([CALIBRATED] if batches is not None else [])):
             tell(f"loading {source.model} in {precision}")
             given = batches if precision == CALIBRATED else None
-            models.append(load_model(source, precision.partition("-")[0], config, device, given))
-            made.append((str(checkpoint), precision))
+            loaded = load_model(source, precision.partition("-")[0], config, device, given)
+            models.append(loaded.model)
+            made.append((str(checkpoint), precision, loaded.from_masters))
     tell(f"evaluating on {held_out.size:,} tokens")
     found = evaluate(models, _batches(held_out, options.batch, device))
     return Evaluation(
@@ -135,8 +138,8 @@ def _batches(pieces: np.ndarray, size: int, device: torch.device) -> Iterator[to
         yield torch.from_numpy(pieces[first : first + size].astype(np.int64)).to(device)
 
 
-def _column(made: tuple[str, str], model: torch.nn.Module, found: Losses) -> Column:
-    checkpoint, precision = made
+def _column(made: tuple[str, str, int], model: torch.nn.Module, found: Losses) -> Column:
+    checkpoint, precision, from_masters = made
     layers = report(model)
     return Column(
         checkpoint=checkpoint,
@@ -145,6 +148,7 @@ def _column(made: tuple[str, str], model: torch.nn.Module, found: Losses) -> Col
         perplexity=found.perplexity,
         kl=found.kl,
         fp8_layers=len(layers.fp8),
+        from_masters=from_masters,
         layers=len(layers.rows),
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
     )

@@ -37,6 +37,9 @@ def render(found: Evaluation) -> Table:
         table.add_row("KL from the first, nats a token", "", *(f"{column.kl:.2e}" for column in columns[1:]))
     table.add_row("parameters, MiB", *(f"{column.parameter_bytes / 2**20:,.1f}" for column in columns))
     table.add_row("linear layers in FP8", *(f"{column.fp8_layers} of {column.layers}" for column in columns))
+    if any(column.fp8_layers for column in columns):
+        casts = [f"{column.from_masters} of {column.fp8_layers}" if column.fp8_layers else "" for column in columns]
+        table.add_row("cast from FP32 master weights", *casts)
     return table
 
 

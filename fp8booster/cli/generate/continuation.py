@@ -49,7 +49,7 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
     ids = tokenizer(options.prompt, return_tensors="pt")["input_ids"].to(device)
     if not ids.numel():
         raise ValueError("--prompt is empty; give some text to go on from.")
-    model: Any = load_model(source, options.precision, inference_config(source, options.fp8_options), device)
+    model: Any = load_model(source, options.precision, inference_config(source, options.fp8_options), device).model
     # checkpoints of training say no, which transformers heeds before what a call says
     model.config.use_cache = model.generation_config.use_cache = True
     how = {"do_sample": False} if options.temperature == 0 else {"do_sample": True, "temperature": options.temperature}

@@ -84,7 +84,7 @@ class FrozenLayer(FP8Layer):
         weight = module._parameters.pop("weight")
         module.__class__ = cls
         module._start_frozen(config, weight.dtype)  # type: ignore[operator, union-attr]
-        module._hold_cast_of(as_matrix([weight], cls.weight_is_transposed))  # type: ignore[operator, list-item]
+        module.hold_cast_of(as_matrix([weight], cls.weight_is_transposed))  # type: ignore[operator, list-item]
 
     def revert(self) -> None:
         """Turn the layer into what it was, in place, its weight of the values that it has."""
@@ -145,7 +145,7 @@ class FrozenLayer(FP8Layer):
     def weight(self, values: torch.Tensor) -> None:
         # peft sets what it looked up, when it takes adapters away
         if getattr(values, "_fp8_data", None) is not self.fp8_data:
-            self._hold_cast_of(as_matrix([values.detach()], self.weight_is_transposed))
+            self.hold_cast_of(as_matrix([values.detach()], self.weight_is_transposed))
 
     @property
     def fp8_weight(self) -> FrozenWeight:  # type: ignore[override]
@@ -189,11 +189,18 @@ class FrozenLayer(FP8Layer):
         self.register_parameter("input_amax", None)
 
     @torch.no_grad()
-    def _hold_cast_of(self, matrix: torch.Tensor) -> None:
-        """Keep the cast of a weight, [output, input features]."""
+    def hold_cast_of(self, matrix: torch.Tensor, amax: torch.Tensor | None = None) -> None:
+        """Keep the cast of a weight.
+
+        Args:
+            matrix: [output, input features].
+            amax: float32 [], what one scale of the tensor comes from; None: the matrix's own. Constant scales and finer
+                ones take none.
+        """
         shape = matrix.shape[0], matrix.shape[1]
         config = self.fp8_config
-        amax = None
+        if config.finer_scales:
+            amax = None
         if config.scaling == "constant":
             amax = torch.tensor(constant_amax(config, config.weight_format), device=matrix.device)
             self.scale_inputs_by(torch.tensor(constant_amax(config, config.input_format), device=matrix.device))
@@ -264,7 +271,7 @@ class FrozenLayer(FP8Layer):
             matrix = weight.t() if self.weight_is_transposed else weight
             if matrix.shape != self.fp8_shape:
                 return f"it is {list(matrix.shape)}, and {[rows, columns]} here; load the state of the same model"
-            self._hold_cast_of(matrix.to(device))
+            self.hold_cast_of(matrix.to(device))
             return None
         held = _nothing(self.fp8_shape, self.fp8_config, device)
         expected = stored_scale(held.inverse_scale, rows, columns).shape

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from fp8booster import export, quantize
 from fp8booster.cli.eval.losses import evaluate
 from fp8booster.cli.main import app
+from fp8booster.manifest import write_manifest
 from tests.cli.model_folders import TEXT, write_model
 from tests.cli.train.test_runs import ENVIRONMENT, SMALL, succeed
 from tests.nn.models import tiny_llama
@@ -83,6 +85,22 @@ def test_what_was_exported_computes_what_the_model_does_in_fp8(folder, data, tmp
     assert of_exported["loss"] == pytest.approx(of_model["loss"], rel=1e-3)
     # one scale for q, k and v, and one for gate and up, as training has them
     assert of_exported["kl"] < 0.02
+
+
+def test_weights_of_a_run_are_cast_from_the_masters_that_training_cast(data, tmp_path):
+    succeed("--precision", "fp8", "--steps", 3, "--out", tmp_path / "run", *data, *SMALL)
+    done = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "fp8"), "--format", "tensorwise"])
+    assert done.exit_code == 0, done.output
+    options = (*data, "--tokens", 320, "--precision", "fp8", "--sequence", 32)
+    of_run, of_exported = evaluated(tmp_path / "run", tmp_path / "fp8", *options)["columns"]
+    assert (of_run["from_masters"], of_exported["from_masters"]) == (28, 0)
+    assert of_exported["kl"] == 0  # the bytes that training multiplied by
+    (masters,) = (tmp_path / "run").glob("fp8/checkpoints/*/masters")
+    shutil.rmtree(masters)
+    masters.mkdir()
+    write_manifest(masters.parent)
+    of_values, _ = evaluated(tmp_path / "run", tmp_path / "fp8", *options)["columns"]
+    assert (of_values["from_masters"], of_values["loss"] == of_run["loss"]) == (0, False)
 
 
 def test_a_run_is_evaluated_in_sequences_as_long_as_in_training(data, tmp_path):
