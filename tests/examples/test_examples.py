@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from fp8booster import export, load_fp8
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.cli.train.tokenizer import train_tokenizer
 from tests.colossal.models import tiny_llama
@@ -82,6 +84,20 @@ def test_finetuning_learns_answers(outcomes, folder, name) -> None:
     tuned = newest_checkpoint(folder / f"tuned {name}")
     assert (tuned / "model" / "tokenizer.json").is_file()
     assert json.loads((tuned / "state.json").read_text()) == {"step": 3}
+
+
+def test_adapters_learn_on_a_frozen_model(folder, monkeypatch, tmp_path) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.chdir(tmp_path)
+    import lora
+
+    sys.modules.pop("lora")
+    export(folder / "pretrained", tmp_path / "fp8")
+    losses = lora.train("fp8", str(folder / "text.txt"))
+    assert len(losses) == 10
+    assert losses[-1] < 0.98 * losses[0]
+    adapted = PeftModel.from_pretrained(load_fp8("fp8", frozen=True), "adapters")
+    assert all(weight.any() for name, weight in adapted.named_parameters() if "lora_B" in name)
 
 
 @pytest.fixture
