@@ -12,13 +12,16 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fp8booster import export, quantize
+from fp8booster import FP8Config, export, quantize, report
 from fp8booster.cli.eval.losses import evaluate
+from fp8booster.cli.export.source import FoundModel
+from fp8booster.cli.inference import load_model
 from fp8booster.cli.main import app
 from fp8booster.manifest import write_manifest
 from tests.cli.model_folders import TEXT, write_model
 from tests.cli.train.test_runs import ENVIRONMENT, SMALL, succeed
-from tests.nn.models import tiny_llama
+from tests.colossal.moe.models import tiny_mixtral
+from tests.nn.models import tiny_gpt2, tiny_llama
 from tests.programs import run_program
 
 
@@ -101,6 +104,15 @@ def test_weights_of_a_run_are_cast_from_the_masters_that_training_cast(data, tmp
     write_manifest(masters.parent)
     of_values, _ = evaluated(tmp_path / "run", tmp_path / "fp8", *options)["columns"]
     assert (of_values["from_masters"], of_values["loss"] == of_run["loss"]) == (0, False)
+
+
+@pytest.mark.parametrize("make", [tiny_gpt2, tiny_mixtral])
+def test_a_model_that_no_engine_casts_is_cast_from_its_values(make, tmp_path):
+    make().save_pretrained(tmp_path / "model")
+    source = FoundModel(tmp_path / "model", FP8Config(), tmp_path)
+    loaded = load_model(source, "fp8", FP8Config(), torch.device("cpu"))
+    assert loaded.from_masters == 0
+    assert report(loaded.model).fp8
 
 
 def test_a_run_is_evaluated_in_sequences_as_long_as_in_training(data, tmp_path):
