@@ -24,8 +24,8 @@ def train(folder: str, file: str) -> list[float]:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_fp8(folder, frozen=True, device=device)  # in place of transformers' from_pretrained
+    fuse(model)  # norms, rotary embedding and the loss over chunks of logits; before adapters are put in
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear"))
-    fuse(model)  # norms, rotary embedding and the loss over chunks of logits
     optimizer = torch.optim.AdamW((each for each in model.parameters() if each.requires_grad), lr=1e-2, fused=True)
 
     text = AutoTokenizer.from_pretrained(folder)(Path(file).read_text(), return_tensors="pt")["input_ids"][0]

@@ -127,6 +127,7 @@ def measure_plain() -> tuple[list[dict[str, Any]], str]:
     They are of a micro-batch a step and of two; of adapters with either optimizer; and of peft's adapters.
     """
     from benchmarks.training.measure import measure
+    from benchmarks.training.worker import facts_of
 
     build, device = ENGINES["fp8booster-plain"].load(), torch.device("cpu")
     jobs = [replace(JOB, micro_batches=count, optimizer="adamw-8bit") for count in (1, 2)]
@@ -134,4 +135,8 @@ def measure_plain() -> tuple[list[dict[str, Any]], str]:
     with pytest.raises(ValueError, match="updates in backward") as refused:
         build(replace(JOB, micro_batches=1, optimizer="adamw"), device)
     engines = [*((build, job) for job in jobs), (ENGINES["peft-lora"].load(), jobs[-1])]
-    return [measure(engine(job, device), job, device, None) for engine, job in engines], str(refused.value)
+    found = []
+    for engine, job in engines:
+        built = engine(job, device)
+        found.append(measure(built, job, device, None) | facts_of(built.model))
+    return found, str(refused.value)

@@ -130,6 +130,7 @@ def test_one_gpu_without_a_plugin_trains_weights_and_adapters() -> None:
     ((outcomes, refused),) = run_ranks(measure_plain, 1)
     for outcome in outcomes:
         assert outcome["losses"][-1] < 0.98 * outcome["losses"][0]
+    assert {outcome["fused"] for outcome in outcomes[:-1]} == {"2 decoder layers fused, loss over chunks of logits"}
     *_, adapters, with_8_bit_moments, in_bf16 = (outcome["losses"] for outcome in outcomes)
     assert adapters == pytest.approx(in_bf16, rel=0.003)
     assert with_8_bit_moments == pytest.approx(in_bf16, rel=0.003)
