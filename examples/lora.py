@@ -24,7 +24,7 @@ def train(folder: str, file: str) -> list[float]:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_fp8(folder, frozen=True, device=device)  # in place of transformers' from_pretrained
-    fuse(model)  # norms, rotary embedding and the loss over chunks of logits; before adapters are put in
+    fuse(model)  # norms, rotary embedding and the loss over chunks of logits
     model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear"))
     optimizer = torch.optim.AdamW((each for each in model.parameters() if each.requires_grad), lr=1e-2, fused=True)
 

@@ -31,7 +31,7 @@ def plain(job: Job, device: torch.device) -> BuiltEngine:
     _require_one_process("--precision plain")
     config = fp8_config(job.fp8_options)
     if job.lora is not None:
-        model = _base(job, device, config)
+        model = _adapted(job, device, config)
     elif job.optimizer == "adamw-8bit":
         torch.manual_seed(job.seed)
         model = build(
@@ -40,9 +40,7 @@ def plain(job: Job, device: torch.device) -> BuiltEngine:
         convert_to_fp8(model, config)
     else:
         raise ValueError("--precision plain updates in backward; use --optimizer adamw-8bit, or --lora")
-    fuse(model)  # before adapters, around which attention would stay unfused
-    if job.lora is not None:
-        model = _adapted(model, job.lora)
+    fuse(model)
     if config.cuda_graphs is not False:
         capture_layers(model, only_where_host_limits=config.cuda_graphs is None)
     if job.lora is not None:
@@ -58,7 +56,7 @@ def peft_lora(job: Job, device: torch.device) -> BuiltEngine:
         ValueError: more than one process.
     """
     _require_one_process("--against peft-lora")
-    model = _adapted(_base(job, device, None), job.lora)
+    model = _adapted(job, device, None)
     return _built(job, model, make_optimizer("adamw", _trained(model), lr=job.lr))
 
 
@@ -67,15 +65,11 @@ def _require_one_process(option: str) -> None:
         raise ValueError(f"{option} trains on one GPU; add --processes 1")
 
 
-def _base(job: Job, device: torch.device, config: FP8Config | None) -> nn.Module:
-    """A model of the seed's weights, frozen in FP8, or in BF16."""
+def _adapted(job: Job, device: torch.device, config: FP8Config | None) -> nn.Module:
+    """A model of the seed's weights, frozen in FP8 or in BF16, with adapters in BF16, as ZeRO has them."""
     torch.manual_seed(job.seed)
-    return prepared(random_frozen(job.architecture.config(job.sequence), config, device=device), job.recomputed)
-
-
-def _adapted(model: nn.Module, rank: int) -> nn.Module:
-    """The model with adapters in BF16, as ZeRO has them."""
-    adapted = with_adapters(model, rank, alpha=2 * rank, targets=ALL_LINEAR)
+    model = prepared(random_frozen(job.architecture.config(job.sequence), config, device=device), job.recomputed)
+    adapted = with_adapters(model, job.lora, alpha=2 * job.lora, targets=ALL_LINEAR)
     for parameter in _trained(adapted):
         parameter.data = parameter.data.bfloat16()
     return adapted

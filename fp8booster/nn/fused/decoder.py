@@ -119,7 +119,7 @@ def mix(mixin: type[nn.Module], module: nn.Module) -> None:
     """Put a mixin before the class of a module of transformers', and merge the module's layers of one input."""
     if issubclass(mixin, FusedPart):
         part = cast(Part, part_of(module))
-        layers = [getattr(module, name) for name in part.merged]
+        layers = _layers(module, part)
         merged = None
         if len(layers) > 1 and mixin is not FusedMLP:
             merged = MergedLayers(layers) if _in_fp8(layers) else MergedLinears(layers)
@@ -184,7 +184,7 @@ def _norm_mixin(norm: nn.Module) -> type[nn.Module] | str:
 
 def _mixin(module: nn.Module, part: Part, replaced_attention: ReplacedAttention | None) -> type[nn.Module] | str:
     """What a part of a decoder layer is fused by, or why it is not."""
-    layers = [getattr(module, name) for name in part.merged]
+    layers = _layers(module, part)
     if len(layers) > 1 and not _in_fp8(layers) and not all(type(layer) is nn.Linear for layer in layers):
         return f"{', '.join(part.merged)} are neither all FP8 layers nor all nn.Linear"
     if part.name == ATTENTION:
@@ -234,6 +234,12 @@ def _form_of_fused(attention: Any, part: Part) -> Form | None:
 
 def _attention_class(part: Part) -> type[FusedAttention]:
     return LatentAttention if part.of_latents else FusedAttention
+
+
+def _layers(module: nn.Module, part: Part) -> list[Any]:
+    """The layers of one input; of those that have adapters of peft's, the layers themselves, which run one by one."""
+    called = (getattr(module, name) for name in part.merged)
+    return [getattr(layer, "base_layer", layer) for layer in called]
 
 
 def _in_fp8(layers: list[nn.Module]) -> bool:

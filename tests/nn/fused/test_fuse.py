@@ -15,8 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.nn.fused import fused_summary, use_fused_loss
+from fp8booster.nn.fused.decoder import unfused_parts
 from fp8booster.nn.fused.merged_layers import merged_linears
 from fp8booster.nn.fused.pointwise import rms_norm
+from fp8booster.serving.frozen import freeze
 from tests.nn.fused.models import FAMILIES, batch, build
 from tests.nn.fused.test_decoder import sqnr, step
 from tests.nn.reference import products_kept
@@ -203,16 +205,44 @@ class Adapter(nn.Module):
         return self.base_layer(x) + self.up(self.down(x))
 
 
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_adapters_put_in_after_a_model_was_fused_are_trained(in_fp8: bool) -> None:
-    model = fused(in_fp8).requires_grad_(False)
-    model.model.embed_tokens.requires_grad_(True)
-    step(model)
+def adapt(model: nn.Module) -> list[Adapter]:
+    """Put an adapter on a layer of each attention and each feed-forward block."""
+    torch.manual_seed(0)
     adapters = []
     for layer in model.model.layers:
         for block, name in ((layer.self_attn, "v_proj"), (layer.mlp, "gate_proj")):
             adapters.append(Adapter(getattr(block, name)))
             setattr(block, name, adapters[-1])
+    return adapters
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_adapters_may_come_before_or_after_a_model_is_fused(in_fp8: bool, frozen: bool) -> None:
+    before, after = build(), build()
+    for model in (before, after):
+        if in_fp8:
+            (freeze if frozen else convert_to_fp8)(model, FP8Config(emulate=True))
+        model.requires_grad_(not frozen)
+    adapt(before)
+    assert fuse(before).startswith("2 decoder layers fused")
+    assert not unfused_parts(before)
+    fuse(after)
+    adapt(after)
+    (loss, gradients), (right, right_gradients) = map(step, (before, after))
+    assert loss == right
+    trained = {name for name, gradient in gradients.items() if gradient is not None}
+    assert trained == {name for name, gradient in right_gradients.items() if gradient is not None}
+    assert any("v_proj.up" in name for name in trained)
+    assert all(torch.equal(gradients[name], right_gradients[name]) for name in trained)
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_adapters_put_in_after_a_model_was_fused_are_trained(in_fp8: bool) -> None:
+    model = fused(in_fp8).requires_grad_(False)
+    model.model.embed_tokens.requires_grad_(True)
+    step(model)
+    adapters = adapt(model)
     step(model)
     assert all(adapter.up.weight.grad.any() for adapter in adapters)
     why = "4 groups of layers not merged" + (" (" if in_fp8 else ": ") + "a layer was replaced, as by an adapter"
