@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from importlib import import_module
 
 import torch
 
@@ -29,4 +30,20 @@ def spare_time() -> None:
             device.manual_seed_all = lambda seed: None
 
 
+def import_what_commands_do() -> None:
+    """What a command, its ranks and its pictures would import as they run."""
+    import PIL.Image
+    import pydantic
+    from transformers import AutoModelForCausalLM
+
+    for module in ("loop", "run", "worker"):
+        import_module(f"fp8booster.cli.train.{module}")
+    for module in ("fp8booster.cli.plot.pictures", "matplotlib.backends.backend_agg", "torch.utils.tensorboard"):
+        import_module(module)
+    PIL.Image.preinit()
+    pydantic.TypeAdapter(int)  # typer has one for each option
+    AutoModelForCausalLM._model_mapping.keys()  # families' configs, among which it looks for that of a model
+
+
+import_what_commands_do()
 spare_time()
