@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,29 @@ def interpreted(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    _patch_once()
     torch.manual_seed(0)  # whatever the process did before
     return function(*arguments)
+
+
+@functools.cache
+def _patch_once() -> None:
+    """Let Triton replace its language's functions once for each module of kernels, and leave them replaced.
+
+    It would look through all of the language for each launch, and for each function that a kernel calls: a third of
+    the time.
+    """
+    from triton.runtime import interpreter
+
+    patch, scopes = interpreter._patch_lang, {}
+
+    def patch_once(function: Callable[..., Any]) -> Any:
+        module = function.__module__
+        if module not in scopes:
+            scopes[module] = patch(function)
+        return type(scopes[module])()  # one that has nothing to restore
+
+    interpreter._patch_lang = patch_once
 
 
 @atexit.register
