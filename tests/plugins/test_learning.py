@@ -57,5 +57,5 @@ def learn(run: Boosted, tensor_parallel: int = 1) -> list[float]:
 
 @ranks(2)
 @pytest.mark.parametrize("name", RUNS)
-def test_the_loss_of_a_plugin_follows_one_process_in_fp8_over_50_steps(name: str) -> None:
+def test_the_loss_of_a_plugin_follows_one_process_in_fp8(name: str) -> None:
     assert_close_over_steps(learn(RUNS[name]()), alone(2))

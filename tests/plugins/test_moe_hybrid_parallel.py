@@ -355,7 +355,7 @@ def _alone() -> list[float]:
 
 @ranks(2)
 @pytest.mark.parametrize("mode", ["EP2", "experts on every rank"])
-def test_moe_follows_one_process_in_fp8_over_50_steps(mode: str) -> None:
+def test_moe_follows_one_process_in_fp8(mode: str) -> None:
     run = training.boost(fp8(fp8_config=None, **MODES[mode]), tiny_mixtral(vocab_size=256))
     assert_close_over_steps(learn(run), _alone())
 

@@ -19,11 +19,11 @@ from tests.distributed import ranks
 if TYPE_CHECKING:
     from colossalai.booster.plugin import HybridParallelPlugin as NativePlugin
 
-STEPS = 50
+STEPS = 25
 LAST = 5
 """Steps whose mean loss is compared."""
 
-SCHEDULE = WarmupCosine(peak=2e-3, floor=0.0, warmup=5, decay=STEPS)
+SCHEDULE = WarmupCosine(peak=4e-3, floor=0.0, warmup=5, decay=STEPS)
 """Ends at zero: at a rate that stays high two runs part by more than FP8's rounding explains."""
 
 WITHIN = 0.01
@@ -63,6 +63,6 @@ def assert_close_over_steps(losses: list[float], expected: list[float]) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "DP2 ZeRO 2"])  # whose bits are those of stage 1
-def test_the_loss_follows_one_process_in_fp8_over_50_steps(mode: str) -> None:
+def test_the_loss_follows_one_process_in_fp8(mode: str) -> None:
     micro_batches = {"num_microbatches": 2} if "pp_size" in MODES[mode] else {}
     assert_follows(fp8(MODES[mode] | micro_batches))
