@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +20,15 @@ from tests.plugins.test_low_level_zero_native import FP16, OPTIONS, OVERFLOWING
 from tests.plugins.training import (
     STAGES,
     Boosted,
+    Outcome,
     assert_close,
     assert_equal,
+    assert_same_outcome,
     assert_trains_equally,
     boost,
     fp8,
     native,
+    outcome,
     rank_batches,
     train,
 )
@@ -54,17 +58,21 @@ def options_for_fp8(option: str) -> list[dict[str, Any]]:
     return [case | off for case in OPTIONS[option] if case.get("precision") != "fp32"]
 
 
+@functools.cache
+def outcome_of(**case: Any) -> Outcome:
+    """In FP8, trained once for all tests of these ranks."""
+    return outcome(boost(fp8(**case)))
+
+
 @ranks(2)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_trains_in_fp8(option: str) -> None:
     for case in options_for_fp8(option):
-        runs = {stage: boost(fp8(stage=stage, **case)) for stage in STAGES}
-        losses = {stage: train(run) for stage, run in runs.items()}
-        assert losses[1] == losses[2]
-        assert_equal(runs[1].parameters(), runs[2].parameters())
+        first, second = (outcome_of(stage=stage, **case) for stage in STAGES)
+        assert_same_outcome(first, second)
         in_16_bits = train(boost(native(**case | {"use_fp8": False})))
-        assert_close(in_16_bits, losses[1], CLOSE)
-        assert losses[1] != in_16_bits
+        assert_close(in_16_bits, first.losses, CLOSE)
+        assert first.losses != in_16_bits
 
 
 @ranks(2)
@@ -72,7 +80,7 @@ def test_every_option_trains_in_fp8(option: str) -> None:
 def test_options_about_place_and_time_change_no_bit(option: str) -> None:
     for case in options_for_fp8(option):
         for stage in STAGES:
-            assert_trains_equally(boost(fp8(stage=stage)), boost(fp8(stage=stage, **case)))
+            assert_same_outcome(outcome_of(stage=stage), outcome_of(stage=stage, **case))
 
 
 @ranks(2)

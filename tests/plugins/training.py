@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -132,11 +132,29 @@ def assert_equal(expected: dict[str, torch.Tensor], found: dict[str, torch.Tenso
         assert torch.equal(tensor, found[name]), name
 
 
+class Outcome(NamedTuple):
+    """What training came to, which several tests may compare."""
+
+    losses: Losses
+    """Every one of this rank."""
+    parameters: dict[str, torch.Tensor]
+    """In the end."""
+
+
+def outcome(run: Boosted, **how: Any) -> Outcome:
+    """Train a run; `how` as in `train`."""
+    return Outcome(train(run, **how), run.parameters())
+
+
+def assert_same_outcome(expected: Outcome, found: Outcome) -> None:
+    """The losses at every step and the weights at the end are equal bit for bit."""
+    assert expected.losses == found.losses, (expected.losses, found.losses)
+    assert_equal(expected.parameters, found.parameters)
+
+
 def assert_trains_equally(expected: Boosted, found: Boosted, **how: Any) -> None:
-    """Train both; their losses at every step and their weights at the end are equal bit for bit."""
-    losses, others = train(expected, **how), train(found, **how)
-    assert losses == others, (losses, others)
-    assert_equal(expected.parameters(), found.parameters())
+    """Train both, to the same outcome."""
+    assert_same_outcome(outcome(expected, **how), outcome(found, **how))
 
 
 def assert_close(expected: Iterable[float], found: Iterable[float], within: float, gradients: bool = True) -> None:

@@ -200,6 +200,12 @@ def learn(
     return losses
 
 
+@functools.cache
+def losses_of(which: str, mode: str) -> list[float]:
+    """Those of the first steps with one of `MAKERS` in one of `MODES`, trained once for all tests of these ranks."""
+    return learn(start(MAKERS[which](mode)))
+
+
 def learn_alone(steps: int, schedule: WarmupCosine, model: nn.Module | None = None) -> list[float]:
     """The losses of one process that computes in FP8 and sends nothing: BF16 weights under FP32 masters."""
     model = (tiny_llama(**sizes()) if model is None else model).bfloat16().train()

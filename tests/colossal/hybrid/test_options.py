@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from fp8booster import FP8Config, comm, report
 from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
 from fp8booster.nn.linear.layer import FP8Layer
-from tests.colossal.hybrid.runs import MAKERS, HybridRun, fp8, learn, native, norm_gradients, sizes, start
+from tests.colossal.hybrid.runs import MAKERS, HybridRun, fp8, learn, losses_of, native, norm_gradients, sizes, start
 from tests.colossal.hybrid.test_native import OPTIONS
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks
@@ -89,8 +90,8 @@ def test_gradients_are_clipped_by_the_norm_over_all_ranks(mode: str) -> None:
 @ranks(2)
 @pytest.mark.parametrize("mode", ["DP2", "DP2 ZeRO 1", "DP2 ZeRO 2", "PP2 1f1b ZeRO 1"])
 def test_accumulation_gives_what_one_batch_gives(mode: str) -> None:
-    at_once, in_two = (learn(start(fp8(mode)), accumulate=count) for count in (1, 2))
-    assert_close(at_once, in_two, CLOSE)
+    at_once = losses_of("fp8", mode)
+    assert_close(at_once, learn(start(fp8(mode)), accumulate=2), CLOSE)
     if mode != "DP2 ZeRO 2":
         assert_close(at_once, learn(start(fp8(mode)), accumulate=2, no_sync=True), CLOSE)
 
@@ -106,6 +107,12 @@ def test_parts_of_a_gradient_are_added_once_however_many_micro_batches(case: str
         assert (found[1][name] - expected).norm() < 0.1 * expected.norm(), name
 
 
+@functools.cache
+def _zero_without_options() -> tuple[list[float], dict[str, torch.Tensor]]:
+    run = start(fp8("DP2 ZeRO 1"))
+    return learn(run), run.parameters()
+
+
 @ranks(2)
 @pytest.mark.parametrize(
     "options",
@@ -119,16 +126,17 @@ def test_parts_of_a_gradient_are_added_once_however_many_micro_batches(case: str
     ids=str,
 )
 def test_options_of_zero_do_not_change_a_bit(options: dict[str, Any]) -> None:
-    expected, run = start(fp8("DP2 ZeRO 1")), start(fp8("DP2", **options))
-    assert learn(expected) == learn(run)
-    assert_equal(expected.parameters(), run.parameters())
+    expected, parameters = _zero_without_options()
+    run = start(fp8("DP2", **options))
+    assert expected == learn(run)
+    assert_equal(parameters, run.parameters())
 
 
 @ranks(2)
 @pytest.mark.parametrize("mode", ["TP2 ZeRO 1"])
 def test_late_gathers_reach_sharded_layers(mode: str) -> None:
-    expected, run = start(fp8(mode)), start(fp8(mode, overlap_allgather=True))
-    assert learn(expected) == learn(run)
+    run = start(fp8(mode, overlap_allgather=True))
+    assert learn(run) == losses_of("fp8", mode)
     assert not any(hasattr(value, "_all_gather_handle") for value in run.model.parameters()) or run.parameters()
 
 
@@ -136,10 +144,9 @@ def test_late_gathers_reach_sharded_layers(mode: str) -> None:
 @pytest.mark.parametrize("scaling", ["tensor", "auto"])
 def test_gradient_scalings_train_under_zero(scaling: str) -> None:
     config = FP8Config(gradient_scaling=scaling)
-    expected = learn(start(native("DP2 ZeRO 1")))
     losses = learn(start(fp8("DP2 ZeRO 1", fp8_config=config)))
-    assert_close(expected, losses, CLOSE)
-    assert losses != learn(start(fp8("DP2 ZeRO 1")))
+    assert_close(losses_of("native", "DP2 ZeRO 1"), losses, CLOSE)
+    assert losses != losses_of("fp8", "DP2 ZeRO 1")
 
 
 @ranks(2)
@@ -147,12 +154,12 @@ def test_gradient_scalings_train_under_zero(scaling: str) -> None:
 def test_without_fp8_communication_nothing_is_sent_in_fp8(mode: str) -> None:
     run = start(fp8(mode, fp8_communication=False))
     comm.reset_statistics()
-    learn(run)
+    losses = learn(run)
     rows = comm.statistics().rows
     assert sum(row.calls - sum(row.uncompressed.values()) for row in rows.values()) == 0, rows
     assert any(isinstance(module, FP8Layer) for module in run.model.modules())
     off = start(fp8(mode, fp8_config=FP8Config(communication=False)))
-    assert learn(off) == learn(start(fp8(mode, fp8_communication=False)))
+    assert learn(off) == losses
 
 
 @ranks(2)
@@ -169,13 +176,9 @@ def test_adapters_train_over_a_frozen_fp8_base(mode: str) -> None:
 @ranks(2)
 @pytest.mark.parametrize("mode", ["TP2", "PP2 1f1b"])
 def test_gradient_checkpointing_changes_no_bit(mode: str) -> None:
-    losses = []
-    for checkpointing in (False, True):
-        model = tiny_llama(**sizes())
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        losses.append(learn(start(fp8(mode), model)))
-    assert losses[0] == losses[1]
+    model = tiny_llama(**sizes())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert learn(start(fp8(mode), model)) == losses_of("fp8", mode)
 
 
 @ranks(2)
