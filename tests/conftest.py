@@ -9,6 +9,9 @@ import torch
 
 from fp8booster.cli.instructions import BEFORE_AMX, VARIABLE, avoid_trapping_instructions
 
+# no test needs a hub, which peft would ask for a base's config, for 20 s where none answers
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # before any product, here and in the processes that tests start, of which a worker of pytest-xdist is one
 if avoid_trapping_instructions() is not None or os.environ.get(VARIABLE) == BEFORE_AMX:
     torch.backends.mkldnn.enabled = False  # as products do by themselves outside compiled code
