@@ -65,7 +65,10 @@ def matrix_casts_differ() -> Iterator[str]:
 
     for (dtype, power_of_two, source), shape in product(SETTINGS, SHAPES):
         for (name, view), (plain, transposed) in product(VIEWS.items(), LAYOUTS):
-            if name != "as it lies" and (shape != (33, 130) or not (plain and transposed)):
+            both_layouts = plain and transposed
+            if name != "as it lies" and (shape != (33, 130) or not both_layouts):
+                continue
+            if not both_layouts and source is not torch.bfloat16:  # which layouts are written is not a matter of values
                 continue
             matrix = view(exact(shape, formats.MAX[dtype], source))
             case = f"{name} {shape} {dtype} {source} {plain} {transposed}"
