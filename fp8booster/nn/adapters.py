@@ -20,6 +20,7 @@ from torch import nn
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.linear.frozen import FrozenLayer, before_decoding
 from fp8booster.nn.linear.layer import FP8Layer, forget_weight, restore_weight
+from fp8booster.nn.linear.low_rank import low_rank_product
 
 _CHANGES = ("merge", "unmerge")
 _FOLLOWED = "_fp8booster_followed"
@@ -38,6 +39,8 @@ def follow_merges() -> None:
             _replace(adapters, name, _followed)
     if (dora := sys.modules.get("peft.tuners.lora.dora")) is not None:
         _replace(dora.DoraLinearLayer, "forward", _with_frozen_base)
+    if (lora := sys.modules.get("peft.tuners.lora.layer")) is not None:
+        _replace(lora.Linear, "forward", _with_frozen_product)
 
 
 before_decoding.append(follow_merges)  # peft may be imported later than this, and looks at a weight when it adapts it
@@ -130,6 +133,17 @@ def _thawed(base: FrozenLayer, adapters: Any) -> Iterator[None]:
         else:
             vars(adapters).pop(_UNMERGED, None)
             base.hold(before, shape)
+
+
+def _with_frozen_product(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The forward of a LoRA layer, which for a frozen weight in FP8 is one function with the base's product."""
+
+    @functools.wraps(forward)
+    def with_frozen_product(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        product = None if args or kwargs else low_rank_product(x, [self])
+        return forward(self, x, *args, **kwargs) if product is None else product
+
+    return with_frozen_product
 
 
 def _with_frozen_base(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

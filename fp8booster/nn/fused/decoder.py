@@ -34,7 +34,7 @@ from fp8booster.nn.fused.packing import let_pack
 from fp8booster.nn.fused.part import FusedPart
 from fp8booster.nn.fused.self_attention import FusedAttention, LatentAttention, MergedAttention, head_norms
 from fp8booster.nn.fused.trials import Form, activation_kind, activation_name, form_of, is_gated, norm_of
-from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits
+from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits, without_adapter
 from fp8booster.nn.modules import cached_by_class, members_of_made, run_with
 from fp8booster.nn.weights.channels import ChannelCasts
 
@@ -237,9 +237,8 @@ def _attention_class(part: Part) -> type[FusedAttention]:
 
 
 def _layers(module: nn.Module, part: Part) -> list[Any]:
-    """The layers of one input; of those that have adapters of peft's, the layers themselves, which run one by one."""
-    called = (getattr(module, name) for name in part.merged)
-    return [getattr(layer, "base_layer", layer) for layer in called]
+    """The layers of one input, without adapters of peft's around them."""
+    return [without_adapter(getattr(module, name)) for name in part.merged]
 
 
 def _in_fp8(layers: list[nn.Module]) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 from fp8booster.nn.fused.families import Part
 from fp8booster.nn.fused.merged_layers import Merged
 from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits
+from fp8booster.nn.linear.low_rank import low_rank_of, low_rank_product
 from fp8booster.nn.modules import is_looked_at
 
 
@@ -22,12 +23,14 @@ class FusedPart(nn.Module):
 
     def merged_product(self, input: torch.Tensor) -> torch.Tensor | None:
         """What the merged layers make of an input; None: call the layers, which the part has now, one by one."""
-        layers: list[Any] = list(map(self._modules.get, self.part.merged))
+        layers = self._merged_now()
         if self.fp8_merged is None:
             if not self.training or torch.compiler.is_compiling():
                 return None
             return own_product(layers[0], input)
-        return self.fp8_merged(input) if self.fp8_merged.stands_for(*layers) else None
+        if self.fp8_merged.stands_for(*layers):
+            return self.fp8_merged(input)
+        return low_rank_product(input, layers) if self.training else None
 
     @property
     def is_asked_to_save_in_8_bits(self) -> bool:
@@ -39,7 +42,13 @@ class FusedPart(nn.Module):
     @property
     def saves_in_8_bits(self) -> bool:
         """Whether it does, as far as it is known."""
-        return self.is_asked_to_save_in_8_bits and (self.fp8_merged is None or self.fp8_merged.why_not_merged is None)
+        merged = self.fp8_merged
+        return self.is_asked_to_save_in_8_bits and (
+            merged is None or merged.why_not_merged is None or all(map(low_rank_of, self._merged_now()))
+        )
+
+    def _merged_now(self) -> list[Any]:
+        return list(map(self._modules.get, self.part.merged))
 
 
 def own_product(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:

@@ -161,20 +161,23 @@ class FrozenLayer(FP8Layer):
         """As `FP8Layer.fp8_product`, for an input of any dtype; None where it is empty."""
         if input.numel() == 0:
             return None
-        config, rows = self.fp8_config, input.numel() // input.shape[-1]
         stand_in = input.new_empty(()).expand(self.fp8_shape)  # it has no values where products ask for shapes alone
         check_operands(input, stand_in, bias)
+        x = self.cast_input(input)
+        return linear_from_quantized(input, stand_in, bias, x, self.quantized, self.fp8_config, casts=self.fp8_casts)
+
+    def cast_input(self, input: torch.Tensor) -> QuantizedMatrix:
+        """What fprop reads of an input that is not empty; layers of one input share it."""
+        config, rows = self.fp8_config, input.numel() // input.shape[-1]
         again = reusable(input, self.fp8_data)
         if not (again and rows in self.in_fp8):
             require_fp8(input.device, config.emulate, config.granularity)
         if again:
             self.in_fp8[rows] = True
         if self.input_amax is not None:
-            x = self.fp8_casts.quantize(INPUT, config, input, config.input_format, amax=self.input_amax)
-        else:
-            cast = share_input if again else NO_EXCHANGE.input
-            x = cast(input, config, transposed=False, casts=self.fp8_casts)
-        return linear_from_quantized(input, stand_in, bias, x, self.quantized, config, casts=self.fp8_casts)
+            return self.fp8_casts.quantize(INPUT, config, input, config.input_format, amax=self.input_amax)
+        cast = share_input if again else NO_EXCHANGE.input
+        return cast(input, config, transposed=False, casts=self.fp8_casts)
 
     def fp8_notes(self) -> str:
         """As `FP8Layer.fp8_notes`."""

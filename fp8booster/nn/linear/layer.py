@@ -210,7 +210,13 @@ class FP8Layer(nn.Module):
 def saves_in_8_bits(layers: Iterable[nn.Module | None]) -> bool:
     """Whether what is fused around some layers saves what it read in 8 bits, by `FP8Config.saved_activations`."""
     # no generator, which takes its time: layers ask at each call
-    return any([isinstance(layer, FP8Layer) and layer.fp8_config.saves_in_8_bits for layer in layers])  # noqa: C419
+    found = [layer for layer in map(without_adapter, layers) if isinstance(layer, FP8Layer)]
+    return any([layer.fp8_config.saves_in_8_bits for layer in found])  # noqa: C419
+
+
+def without_adapter(layer: nn.Module | None) -> nn.Module | None:
+    """A layer, or the one that an adapter of peft's wraps."""
+    return None if layer is None else layer._modules.get("base_layer", layer)
 
 
 def restore_weight(layer: FP8Layer, *_: Any) -> None:

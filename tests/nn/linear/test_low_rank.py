@@ -1,0 +1,148 @@
+"""LoRA on a frozen FP8 layer as one function, against peft's own forward around the same layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fp8booster import FP8Config
+from fp8booster.nn import FrozenFP8Linear
+from fp8booster.nn.linear import low_rank
+from fp8booster.nn.linear.low_rank import low_rank_of, low_rank_product
+
+peft = pytest.importorskip("peft")
+
+BF16 = torch.bfloat16
+
+
+class Parts(nn.Module):
+    """Layers of one input."""
+
+    def __init__(self, *outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, size, bias=bias) for size in outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([layer(x) for layer in self.layers], -1)
+
+
+def adapted(*outputs: int, bias: bool = False, device: torch.device, **lora: Any) -> Any:
+    """Peft's model of `Parts`, frozen in FP8, in BF16, with adapters that are not zero."""
+    torch.manual_seed(0)
+    model = Parts(*outputs, bias=bias).to(device, BF16)
+    for layer in model.layers:
+        FrozenFP8Linear.convert_in_place(layer, FP8Config(emulate=device.type == "cpu"))
+    config = peft.LoraConfig(**{"r": 8, "lora_alpha": 4, "init_lora_weights": False, "target_modules": r".*\d"} | lora)
+    adapted = peft.get_peft_model(model, config)
+    for parameter in adapted.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(BF16)
+    return adapted
+
+
+def outcome(model: Any, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """Output, the input's gradient, and those of the adapters."""
+    x = x.clone().requires_grad_()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    y = model(x)
+    return [y, *torch.autograd.grad(y, [x, *trained], dy)]
+
+
+@pytest.fixture
+def by_peft(monkeypatch):
+    """Calls a function with peft's own forward."""
+
+    def call(function, *args):
+        with monkeypatch.context() as patch:
+            patch.setattr(low_rank, "low_rank_of", lambda module: None)
+            return function(*args)
+
+    return call
+
+
+def near(found: list[torch.Tensor], expected: list[torch.Tensor], bound: float = 0.03) -> bool:
+    return all(
+        (one.float() - other.float()).norm() < bound * other.float().norm()
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [(32,), (3, 5)])
+def test_it_computes_what_peft_does_around_the_layer(bias, rows, device, by_peft) -> None:
+    model = adapted(96, 40, bias=bias, device=device)
+    x, dy = (torch.randn(*rows, size, device=device, dtype=BF16) for size in (64, 136))
+    found = outcome(model, x, dy)
+    assert near(found, by_peft(outcome, model, x, dy))
+    assert found[0].shape == (*rows, 136)
+
+
+def test_layers_of_one_input_are_the_same_side_by_side(device) -> None:
+    model = adapted(96, 32, 48, device=device)
+    layers = list(model.base_model.model.layers)
+    x, dy = (torch.randn(32, size, device=device, dtype=BF16) for size in (64, 176))
+    expected = outcome(model, x, dy)
+    model.forward = lambda x: low_rank_product(x, layers)
+    found = outcome(model, x, dy)
+    assert torch.equal(found[0], expected[0])
+    # one cast of all gradients in place of one of each
+    assert near(found[1:], expected[1:], 0.06)
+
+
+def test_backward_keeps_the_input_in_one_byte_a_value(device) -> None:
+    model = adapted(96, device=device)
+    x = torch.randn(48, 64, device=device, dtype=BF16, requires_grad=True)
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each) or each, lambda each: each):
+        model(x)
+    assert sum(each.nbytes for each in saved if each.numel() == 48 * 64) == 48 * 64
+    assert all(each.numel() < 48 * 96 for each in saved)
+
+
+def test_gradients_of_what_is_frozen_are_left_out(device) -> None:
+    model = adapted(96, device=device)
+    layer = model.base_model.model.layers[0]
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    a.requires_grad_(False)
+    model(torch.randn(16, 64, device=device, dtype=BF16)).float().sum().backward()
+    assert a.grad is None
+    assert b.grad.norm() > 0
+
+
+@pytest.mark.parametrize("lora", [{"use_dora": True}, {"lora_dropout": 0.5}], ids=["DoRA", "dropout"])
+def test_what_is_more_than_lora_is_left_to_peft(lora, device) -> None:
+    model = adapted(96, device=device, **lora)
+    assert low_rank_of(model.base_model.model.layers[0]) is None
+    assert model(torch.randn(16, 64, device=device, dtype=BF16)).isfinite().all()
+
+
+def test_what_peft_would_not_add_is_left_to_it(device) -> None:
+    model = adapted(96, device=device)
+    layer = model.base_model.model.layers[0]
+    x = torch.randn(16, 64, device=device, dtype=BF16)
+    assert low_rank_product(x, [layer]) is not None
+    with model.disable_adapter():
+        assert low_rank_of(layer) is None
+        assert torch.equal(model(x), layer.base_layer(x))
+    seen = []
+    handle = layer.lora_A["default"].register_forward_hook(lambda *_: seen.append(1))
+    model(x)
+    assert seen
+    handle.remove()
+    handle = layer.register_forward_hook(lambda *_: None)
+    assert low_rank_product(x, [layer, layer]) is None
+    handle.remove()
+    assert low_rank_product(x, [layer, layer]) is not None
+    model.add_adapter("second", peft.LoraConfig(r=4, target_modules=r".*\d"))
+    layer.set_adapter(["default", "second"])
+    assert low_rank_of(layer) is None
+    layer.set_adapter(["default"])
+    assert low_rank_of(layer) is not None
+    assert low_rank_product(x.float(), [layer]) is None
+    assert low_rank_product(x[:0], [layer]) is None
+    assert low_rank_of(nn.Linear(4, 4)) is None
+    with torch.autocast(device.type, BF16):
+        assert low_rank_product(x, [layer]) is None
