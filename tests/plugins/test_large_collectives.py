@@ -21,7 +21,7 @@ from tests.plugins.large_collectives import assert_large_collectives_are_compres
 EMULATED = FP8Config(emulate=True)
 """Products in FP32 from FP8 values: what is sent is the same, and the CPU is faster."""
 
-SEQUENCES, LENGTH = 4, 1280
+SEQUENCES, LENGTH = 20, 256
 """Of a batch: 2.5 MiB of activations of 256 features in 16 bits, and more than 1 MiB for half of it."""
 
 VOCABULARY = 256
