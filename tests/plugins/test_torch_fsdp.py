@@ -252,7 +252,7 @@ def test_fsdp_holds_no_fp8_weight_of_a_block_between_forward_and_backward(wrappi
 @ranks(2)
 @pytest.mark.parametrize("wrapping", ["blocks in BF16", "one unit in BF16", "blocks"])
 def test_fsdp_sends_at_most_0_52_of_the_bytes(wrapping: str) -> None:
-    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "vocab_size": 64}
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 64}
 
     def traffic(plugin: Any) -> Any:
         run = boost(plugin, tiny_llama(**sizes))
