@@ -19,6 +19,7 @@ from fp8booster.nn.experts.held_as_one import FP8Experts, are_experts, why_not
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.linear.low_rank import low_rank_adapters
 from fp8booster.nn.modules import vocabulary_heads
 from fp8booster.nn.weights.memory import without_large_transposes
 
@@ -28,6 +29,7 @@ PADDING_LIMIT = 1.125
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names, besides `experts`, of layers that choose a token's experts."""
 
+WITH_THE_FROZEN = "its product is made with that of the frozen FP8 layer that it adapts"
 WHY_NOT_ROUTERS = "a router, where rounding would send tokens to other experts"
 
 LEFT_OUT = "FP8Config.layers leaves it out"
@@ -105,6 +107,8 @@ def convert_to_fp8(
         by_role = dict.fromkeys(heads, LEFT_OUT) | dict.fromkeys(_routers(model), WHY_NOT_ROUTERS)
     if config.vocabulary_head:
         by_role = {layer: reason for layer, reason in by_role.items() if layer not in heads}
+    if not config.always:
+        by_role |= dict.fromkeys(low_rank_adapters(model), WITH_THE_FROZEN)
     at_the_ends = _at_the_ends(model, config.first_last_layers_in_16_bits)
     by_role |= at_the_ends
     for name, module in linears:

@@ -69,6 +69,18 @@ def _of_peft(module: Any) -> LowRank | None:
     return LowRank(layer, a.weight, b.weight, module.scaling[name])
 
 
+def low_rank_adapters(model: nn.Module) -> set[int]:
+    """The identities of what LoRA multiplies by where it is on a frozen FP8 layer."""
+    return {
+        id(module)
+        for adapted in model.modules()
+        if isinstance(adapted._modules.get("base_layer"), FrozenFP8Linear)
+        for name in ("lora_A", "lora_B")
+        if (factors := adapted._modules.get(name)) is not None
+        for module in factors.children()
+    }
+
+
 def _varies(module: Any, name: str) -> bool:
     """Whether newer versions of peft have something else than LoRA under the name."""
     return name in getattr(module, "lora_variant", ())
@@ -78,17 +90,19 @@ def low_rank_product(input: torch.Tensor, modules: Sequence[nn.Module]) -> torch
     """What layers with adapters make of one input, side by side; None: call them one by one.
 
     They are called where one is not as `low_rank_of` knows it, has finer scales than one a tensor, a bias that trains,
-    or hooks and others beside it; under autocast; and in compiled code.
+    or hooks and others beside it; where autocast would cast the input; and in compiled code.
 
     Args:
-        input: [..., K].
+        input: [..., K], of the dtype that the frozen weights decode to. Adapters are multiplied in it too.
         modules: in the order of their outputs.
 
     Returns:
         [..., sum of output features], of the input's dtype, which nothing else holds.
     """
     device = input.device.type
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(device) or input.numel() == 0:
+    if torch.compiler.is_compiling() or input.numel() == 0:
+        return None
+    if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != input.dtype:
         return None
     if len(modules) > 1 and any(map(must_be_called, modules)):
         return None
@@ -104,7 +118,9 @@ def low_rank_product(input: torch.Tensor, modules: Sequence[nn.Module]) -> torch
     recipe = delivered_recipe(input) if of_a else None
     make, source = (None, ()) if recipe is None else recipe
     how = _How(tuple(known), make)
-    factors = [part.a for part in known] + [part.b for part in known]
+    # adapters may be in FP32, as peft makes them: their products are those of autocast, and their gradients in FP32
+    factors = [each.to(input.dtype) for part in known for each in (part.a, part.b)]
+    factors = factors[::2] + factors[1::2]
     biases = [part.layer.bias for part in known]
     return _LowRankProduct.apply(input, x, how, biases, *factors, *source)
 
@@ -115,7 +131,7 @@ def _fits(part: LowRank, input: torch.Tensor, parts: Sequence[LowRank]) -> bool:
     bias = layer.bias
     if layer.fp8_config.finer_scales or (bias is not None and bias.requires_grad):
         return False
-    if not input.dtype == part.a.dtype == part.b.dtype == layer.weight_dtype:
+    if input.dtype != layer.weight_dtype:
         return False
     if len(parts) == 1:
         return True

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8booster import FP8Config
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
 from fp8booster.nn import FrozenFP8Linear
 from fp8booster.nn.linear import low_rank
 from fp8booster.nn.linear.low_rank import low_rank_of, low_rank_product
@@ -144,5 +144,31 @@ def test_what_peft_would_not_add_is_left_to_it(device) -> None:
     assert low_rank_product(x.float(), [layer]) is None
     assert low_rank_product(x[:0], [layer]) is None
     assert low_rank_of(nn.Linear(4, 4)) is None
-    with torch.autocast(device.type, BF16):
+    with torch.autocast(device.type, torch.float16):
         assert low_rank_product(x, [layer]) is None
+
+
+def test_adapters_in_fp32_are_multiplied_in_16_bits_and_get_gradients_in_fp32(device) -> None:
+    model = adapted(96, device=device)
+    x, dy = (torch.randn(16, size, device=device, dtype=BF16) for size in (64, 96))
+    expected = outcome(model, x, dy)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    found = outcome(model, x, dy)
+    assert [each.dtype for each in found] == [BF16, BF16, torch.float32, torch.float32]
+    assert all(torch.equal(one, other.to(one.dtype)) for one, other in zip(found, expected, strict=True))
+    with torch.autocast(device.type, BF16):
+        y = low_rank_product(x, list(model.base_model.model.layers))
+    assert torch.equal(y, expected[0])
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_conversion_leaves_adapters_of_frozen_layers_alone(always, device) -> None:
+    config = FP8Config(always=always, emulate=device.type == "cpu")
+    model = adapted(96, device=device, r=16)
+    factor = convert_to_fp8(model, config).base_model.model.layers[0].lora_A["default"]
+    assert (type(factor) is FP8Linear) == always
+    if not always:
+        (notes,) = {row.notes for row in report(model).other}
+        assert notes == "its product is made with that of the frozen FP8 layer that it adapts"
