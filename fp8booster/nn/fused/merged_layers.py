@@ -19,7 +19,7 @@ from torch import nn
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
-from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits
+from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits, without_adapter
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import computes_in_fp8
@@ -70,12 +70,15 @@ class Merged:
         raise NotImplementedError
 
     def stands_for(self, *called: nn.Module) -> bool:
-        """Whether these are the layers still; one may have been replaced since, as by an adapter of PEFT's.
+        """Whether these are the layers still; one may have been replaced since, or have an adapter of peft's now.
 
         Args:
             called: what the module that has the layers would call one by one now.
         """
-        why = None if called == self.layers else "a layer was replaced, as by an adapter"
+        why = None
+        if called != self.layers:
+            bare = tuple(map(without_adapter, called))
+            why = "the layers have adapters" if bare == self.layers else "a layer was replaced"
         if why != self._why_replaced:  # compiled code would write it at every call
             self._why_replaced = why
         return why is None
