@@ -9,6 +9,9 @@ replay counts.
 
 A change through `.data` between two steps, made by hand, is seen by none of these, nor is one that a replayed graph
 makes without a step: call `forget_weights(model)` after it.
+
+A step makes every copy stale, so it frees them all: between a step and the next forward FP8 weights that are cast once
+a step take no memory.
 """
 
 from __future__ import annotations
@@ -32,11 +35,16 @@ class _Changes:
     """Counts what may have changed any weight of this process."""
 
     count = 0
+    copies: weakref.WeakSet[FreshCopy] = weakref.WeakSet()
+    """Those made since the last change."""
 
     @classmethod
     def add(cls) -> None:
         cls.count += 1
-        forget_memory()  # of weights whose copies are all stale now
+        for copy in cls.copies:  # all are stale now
+            copy.forget()
+        cls.copies.clear()
+        forget_memory()
 
 
 def _count_step(*_: object) -> None:
@@ -148,6 +156,7 @@ class FreshCopy(Generic[Made]):
         self.made, self._key = made, key
         self._weights = [weakref.ref(weight) for weight in weights]
         self._states = [weight_state(weight) for weight in weights]
+        _Changes.copies.add(self)
         return made
 
     def forget(self) -> None:

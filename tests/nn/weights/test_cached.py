@@ -38,6 +38,16 @@ def test_a_weight_is_cast_once_per_optimizer_step(optimizer_class, device, casts
         optimizer.zero_grad()
 
 
+def test_a_step_frees_the_copies(device) -> None:
+    model = nn.Sequential(FP8Linear(48, 32, device=device), FP8Linear(32, 48, device=device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.randn(16, 48, device=device)).sum().backward()
+        assert all(layer.fp8_weight.held is not None for layer in model)
+        optimizer.step()
+        assert all(layer.fp8_weight.held is None for layer in model)
+
+
 def test_gradients_accumulate_to_the_sum_of_the_micro_batches(layer, device) -> None:
     batches = [torch.randn(16, 48, device=device) for _ in range(3)]
     for batch in batches:
