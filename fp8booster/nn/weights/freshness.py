@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Hashable, Sequence
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -35,7 +35,7 @@ class _Changes:
     """Counts what may have changed any weight of this process."""
 
     count = 0
-    copies: weakref.WeakSet[FreshCopy] = weakref.WeakSet()
+    copies: ClassVar[weakref.WeakSet[FreshCopy]] = weakref.WeakSet()
     """Those made since the last change."""
 
     @classmethod
