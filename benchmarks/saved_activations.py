@@ -133,11 +133,11 @@ def bf16_fused(model: nn.Module) -> None:
     fuse(model)
 
 
-def fp8(saved: str) -> Callable[[nn.Module], None]:
+def fp8(saved: str, recompute: str = "none") -> Callable[[nn.Module], None]:
     """Fused around products in FP8."""
 
     def prepare(model: nn.Module) -> None:
-        convert_to_fp8(model, FP8Config(saved_activations=saved))
+        convert_to_fp8(model, FP8Config(saved_activations=saved, recompute=recompute))
         fuse(model)
 
     return prepare
@@ -147,7 +147,11 @@ SETTINGS: dict[str, Callable[[nn.Module], None]] = {
     "BF16": bf16,
     "BF16, fused": bf16_fused,
     'FP8, saved_activations="16-bit"': fp8("16-bit"),
+    'FP8, recompute="activations"': fp8("16-bit", "activations"),
+    'FP8, recompute="norms"': fp8("16-bit", "norms"),
+    'FP8, recompute="both"': fp8("16-bit", "both"),
     'FP8, saved_activations="8-bit"': fp8("8-bit"),
+    'FP8, saved_activations="8-bit", recompute="norms"': fp8("8-bit", "norms"),
 }
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -14,6 +15,7 @@ from rich.table import Table
 from torch import nn
 from torch.nn.utils import parametrize
 
+from fp8booster.config import FP8Config
 from fp8booster.nn.convert import Kept, heads_among, kept_reason, linear_layers, product_features, weights_outside
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.experts.held_as_one import FP8Experts
@@ -97,6 +99,9 @@ class Report:
     saved_in_8_bits: tuple[str, ...] = ()
     """What saves for backward in 8 bits what it read, counted: "4 norms", "2 SwiGLUs"."""
 
+    recomputed: tuple[str, ...] = ()
+    """Whose outputs backward computes again for the product that read them, counted in the same way."""
+
     head_in_fp8: bool = False
     """Whether a vocabulary head is among the layers in FP8."""
 
@@ -145,6 +150,8 @@ class Report:
             line += f", {sum(as_one)} of them merged to {len(as_one)} products"
         if self.saved_in_8_bits:
             line += f", inputs of {' and '.join(self.saved_in_8_bits)} saved in 8 bits (an error of 0.7 %)"
+        if self.recomputed:
+            line += f", outputs of {' and '.join(self.recomputed)} computed again in backward"
         for reason, count in Counter(group.why_not_merged for group in self.merged).items():
             if reason is not None:
                 line += f", {_counted(count, 'group')} of layers not merged ({reason})"
@@ -231,6 +238,7 @@ def report(model: nn.Module) -> Report:
         tuple(GroupedRow(len(block.experts), block.why_one_by_one) for block in grouped_experts(model)),
         tuple(name for name, is_dropped in dropped.items() if is_dropped),
         tuple(_counted(count, part) for part, count in _saving_in_8_bits(model).items()),
+        tuple(_counted(count, part) for part, count in _recomputed(model).items()),
         any(id(layer) in heads for layer in layers),
         _attention(model),
         unfused_calls=tuple(unfused_calls(model).items()),
@@ -258,11 +266,32 @@ def _attention(model: nn.Module) -> str | None:
 def _saving_in_8_bits(model: nn.Module) -> Counter[str]:
     """How many norms and activations save in 8 bits what they read; each expert has a SwiGLU, grouped or not."""
     grouped = {each for block in grouped_experts(model) if block.saves_in_8_bits for each in block.experts}
+    return _fused_parts(model, attrgetter("saves_in_8_bits"), attrgetter("saves_in_8_bits"), grouped)
+
+
+def _recomputed(model: nn.Module) -> Counter[str]:
+    """How many norms and activations have outputs that `FP8Config.recompute` lets backward compute again."""
+    return _fused_parts(
+        model,
+        attrgetter("recomputes_norms"),
+        lambda config: config.recomputes_activations and not config.saves_in_8_bits,
+    )
+
+
+def _fused_parts(
+    model: nn.Module,
+    has_norms: Callable[[FP8Config], bool],
+    has_activations: Callable[[FP8Config], bool],
+    more: Collection[nn.Module] = (),
+) -> Counter[str]:
+    """How many fused norms and activations there are, of which a configuration asks something, and experts besides."""
     parts: Counter[str] = Counter()
     for module in model.modules():
-        if isinstance(module, FusedDecoderLayer) and module.saves_in_8_bits:
+        config = module.fused_config if isinstance(module, (FusedDecoderLayer, FusedMLP)) else None
+        if isinstance(module, FusedDecoderLayer) and config is not None and has_norms(config):
             parts["norm"] += sum(not is_looked_at(norm) for norm in module.norms())
-        if module in grouped or (isinstance(module, FusedMLP) and module.saves_in_8_bits):
+        of_block = isinstance(module, FusedMLP) and config is not None and module.is_fused and has_activations(config)
+        if module in more or of_block:
             parts["SwiGLU" if getattr(module, "kind", "silu") == "silu" else "activation"] += 1
     return parts
 

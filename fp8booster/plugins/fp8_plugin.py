@@ -133,6 +133,12 @@ class FP8Plugin(Plugin):
                     'fp8_config.saved_activations="8-bit" has no effect: only fused layers save so, and '
                     "fp8_config.fused is False; turn it on, or leave the option out"
                 )
+            if self.fp8_config.recompute != "none" and not self.fp8_config.fused:
+                warnings.append(
+                    f'fp8_config.recompute="{self.fp8_config.recompute}" has no effect: only outputs of fused norms '
+                    "and activations are computed again, and fp8_config.fused is False; turn it on, or leave the "
+                    "option out"
+                )
             if scaling != "block" and not self.sends_fp8:
                 warnings.append(
                     f"{option}: gradients are sent uncompressed without fp8_communication; turn it on, or leave the "

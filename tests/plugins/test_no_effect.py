@@ -180,6 +180,20 @@ def test_activations_of_layers_that_are_not_fused_are_saved_as_ever(fused: bool)
     )
 
 
+@ranks(2)
+@pytest.mark.parametrize("fused", [True, False])
+def test_outputs_of_what_is_not_fused_are_kept_as_ever(fused: bool) -> None:
+    said = warnings_of("TorchDDPPlugin", use_fp8=True, fp8_config=FP8Config(recompute="both", fused=fused))
+    assert [line for line in said if "recompute" in line] == (
+        []
+        if fused
+        else [
+            'fp8_config.recompute="both" has no effect: only outputs of fused norms and activations are computed '
+            "again, and fp8_config.fused is False; turn it on, or leave the option out"
+        ]
+    )
+
+
 NO_GRAPHS: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
     ("LowLevelZeroPlugin", "any"): ({}, None),
     ("TorchDDPPlugin", "any"): ({}, None),

@@ -26,7 +26,7 @@ from fp8booster.nn.experts import routing
 from fp8booster.nn.experts.grouped import EXPERTS_THAT_PAY
 from fp8booster.nn.experts.grouped_linear import grouped_linear, under_one_scale
 from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
-from fp8booster.nn.fused.pointwise import activate, activate_gated
+from fp8booster.nn.fused.pointwise import Saving, activate, activate_gated
 from fp8booster.nn.fused.trials import activation_kind, gate_kind
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import cached_by_class, members_of_made
@@ -209,7 +209,7 @@ class FP8Experts(nn.Module):
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         if self._fp8_kind is not None:
             fused = activate_gated if self._is_gated else activate
-            return fused(x, self._fp8_kind, encoded=self.fp8_config.saves_in_8_bits)
+            return fused(x, self._fp8_kind, saving=Saving(in_8_bits=self.fp8_config.saves_in_8_bits))
         return self._own_activation(x).to(torch.bfloat16)
 
     @property

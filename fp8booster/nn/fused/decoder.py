@@ -25,6 +25,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from fp8booster.config import FP8Config
 from fp8booster.nn.fused.families import ATTENTION, WITH_SINKS, Part, has_sinks, is_attention, is_known, part_of
 from fp8booster.nn.fused.feed_forward import FusedGatedMLP, FusedMLP
 from fp8booster.nn.fused.late_sums import LateSum, made, parts_with_late_sums
@@ -32,9 +33,10 @@ from fp8booster.nn.fused.merged_layers import MergedLayers, MergedLinears
 from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
 from fp8booster.nn.fused.packing import let_pack
 from fp8booster.nn.fused.part import FusedPart
+from fp8booster.nn.fused.pointwise import Saving
 from fp8booster.nn.fused.self_attention import FusedAttention, LatentAttention, MergedAttention, head_norms
 from fp8booster.nn.fused.trials import Form, activation_kind, activation_name, form_of, is_gated, norm_of
-from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits, without_adapter
+from fp8booster.nn.linear.layer import FP8Layer, config_around, without_adapter
 from fp8booster.nn.modules import cached_by_class, members_of_made, run_with
 from fp8booster.nn.weights.channels import ChannelCasts
 
@@ -47,17 +49,17 @@ class FusedDecoderLayer(nn.Module):
         return [each for each in self.children() if isinstance(each, FusedNorm)]
 
     @property
-    def saves_in_8_bits(self) -> bool:
-        """Whether its norms save so for backward what they read: where its attention has FP8 layers that do."""
+    def fused_config(self) -> FP8Config | None:
+        """What is asked of its norms: that of its attention's FP8 layers; None: it has none."""
         parts: Any = self._modules.values()
         attention = next(filter(is_attention, parts))
-        return saves_in_8_bits(attention._modules.values())
+        return config_around(attention._modules.values())
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As transformers'."""
         if torch.compiler.is_compiling():  # the compiler sees sums and norms by itself
             return super().forward(hidden_states, *args, **kwargs)
-        parts = parts_with_late_sums(self, FusedNorm, encoded=self.saves_in_8_bits)
+        parts = parts_with_late_sums(self, FusedNorm, saving=Saving.of_norm(self.fused_config))
         return made(run_with(super().forward, self, parts, LateSum(hidden_states), *args, **kwargs))
 
 

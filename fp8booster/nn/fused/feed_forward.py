@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from fp8booster.nn.fused.part import FusedPart
-from fp8booster.nn.fused.pointwise import activate, activate_gated
+from fp8booster.nn.fused.pointwise import Saving, activate, activate_gated
 from fp8booster.nn.modules import run_with
 
 
@@ -23,7 +23,7 @@ class FusedMLP(FusedPart):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.compiler.is_compiling() or not self.training:
             return super().forward(x)
-        fused = partial(activate, kind=self.kind, encoded=self.is_asked_to_save_in_8_bits)
+        fused = partial(activate, kind=self.kind, saving=Saving.of_activation(self.fused_config))
         return run_with(super().forward, self, {self.activation: fused}, x)
 
 
@@ -35,7 +35,7 @@ class FusedGatedMLP(FusedMLP):
         output = getattr(self, self.part.output)
         gate_up = self.merged_product(x)
         if gate_up is not None:
-            return output(activate_gated(gate_up, self.kind, encoded=self.is_asked_to_save_in_8_bits))
+            return output(activate_gated(gate_up, self.kind, saving=Saving.of_activation(self.fused_config)))
         if self.fp8_merged is None:
             return super(FusedMLP, self).forward(x)
         # up first: then backward gives gradients in the order of the one product, which a rank may run whose expert has

@@ -79,16 +79,16 @@ def made(value: Any) -> Any:
     return value
 
 
-def parts_with_late_sums(layer: nn.Module, norm: type[nn.Module], *, encoded: bool) -> dict[str, Any]:
+def parts_with_late_sums(layer: nn.Module, norm: type[nn.Module], *, saving: Any) -> dict[str, Any]:
     """What stands in for the parts of a layer while its own forward runs: they take and give late sums.
 
     Args:
         layer: a decoder layer.
         norm: the class of norms that make the sums that they read.
-        encoded: whether these save them for backward in 8 bits.
+        saving: given to these: how they save for backward.
     """
     return {
-        name: _Norm(part, encoded) if isinstance(part, norm) else _Part(part)
+        name: _Norm(part, saving) if isinstance(part, norm) else _Part(part)
         for name, part in layer._modules.items()
         if part is not None
     }
@@ -119,14 +119,14 @@ class _Part:
 class _Norm(_Part):
     """A norm that makes the sum that it reads, and gives it to all who read it later."""
 
-    def __init__(self, module: nn.Module, encoded: bool) -> None:
-        self._module, self._encoded = module, encoded
+    def __init__(self, module: nn.Module, saving: Any) -> None:
+        self._module, self._saving = module, saving
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # hooks see the norm as transformers calls it
         if len(args) != 1 or kwargs or not isinstance(args[0], LateSum) or is_looked_at(self._module):
             return super().__call__(*args, **kwargs)
         *residual, x = args[0].terms
-        y, total = self._module(x, *residual, both=True, encoded=self._encoded)
+        y, total = self._module(x, *residual, both=True, saving=self._saving)
         args[0].terms = (total,)
         return LateSum(y)

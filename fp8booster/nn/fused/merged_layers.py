@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
-from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits, without_adapter
+from fp8booster.nn.linear.layer import FP8Layer, config_around, without_adapter
 from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.linear.made_again import delivered_recipe
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import held_by_modules, must_be_called
@@ -57,9 +59,9 @@ class Merged:
         return self._why_never()
 
     @property
-    def saves_in_8_bits(self) -> bool:
-        """Whether what is fused around the layers saves what it read in 8 bits, by `FP8Config.saved_activations`."""
-        return False
+    def fused_config(self) -> FP8Config | None:
+        """What is asked of what is fused around the layers; None: they are not in FP8."""
+        return None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """All outputs side by side, [..., sum of output features], or None: call the layers one by one.
@@ -135,9 +137,9 @@ class MergedLayers(Merged):
         return self._why_never() or ", ".join(self._reasons) or None
 
     @property
-    def saves_in_8_bits(self) -> bool:
-        """As `Merged.saves_in_8_bits`; a layer may have been taken out of FP8 since."""
-        return saves_in_8_bits(self.layers)
+    def fused_config(self) -> FP8Config | None:
+        """As `Merged.fused_config`; a layer may have been taken out of FP8 since."""
+        return config_around(self.layers)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """As `Merged.__call__`; None too where BF16 is faster."""
@@ -169,17 +171,19 @@ class MergedLayers(Merged):
                 require_fp8(input.device, config.emulate, config.granularity)
                 layer.in_fp8[rows] = True
         for_weight &= torch.is_grad_enabled()
+        recipe = delivered_recipe(input) if for_weight and exchange.input_key is None else None
         return linear_from_quantized(
             input,
             weights,
             self._bias(),
-            share_input(input, config, transposed=for_weight, exchange=exchange, casts=casts),
+            share_input(input, config, transposed=for_weight and recipe is None, exchange=exchange, casts=casts),
             self.fp8_weight.forward(weights, config, transpose=config.keeps_transposes, casts=casts),
             config,
             defer=self._defer(),
             exchange=exchange,
             backward_weight=self.fp8_weight.backward(weights, config, casts=casts),
             casts=casts,
+            recipe=recipe,
         )
 
     def _defer(self) -> Defer | None:

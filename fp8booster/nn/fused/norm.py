@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from fp8booster.nn.fused.pointwise import layer_norm, rms_norm
+from fp8booster.nn.fused.pointwise import IN_16_BITS, Saving, layer_norm, rms_norm
 from fp8booster.nn.fused.trials import Norm
 from fp8booster.nn.modules import is_looked_at, wait_for_parameters
 
@@ -25,9 +25,9 @@ class FusedNorm(nn.Module):
         residual: torch.Tensor | None = None,
         *,
         both: bool = False,
-        encoded: bool = False,
+        saving: Saving = IN_16_BITS,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `hidden_states + residual`; with `both`, that sum too. `encoded` saves the sum in 8 bits."""
+        """The norm of `hidden_states + residual`; with `both`, that sum too. `saving`: how the sum is saved."""
         centered, unit_offset, name, weighted = self.computes
         epsilon = getattr(self, name)
         weight: torch.Tensor = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
@@ -36,10 +36,9 @@ class FusedNorm(nn.Module):
             raise ValueError(f"a norm with weights {list(weight.shape)} was given {shape}; give it those heads")
         if centered:
             bias = getattr(self, "bias", None)
-            y, h = layer_norm(hidden_states, weight, bias, epsilon, residual, encoded=encoded)
+            y, h = layer_norm(hidden_states, weight, bias, epsilon, residual, saving=saving)
         else:
-            given = {"unit_offset": unit_offset, "encoded": encoded}
-            y, h = rms_norm(hidden_states, weight, epsilon, residual, **given)
+            y, h = rms_norm(hidden_states, weight, epsilon, residual, unit_offset=unit_offset, saving=saving)
         return (y, h) if both else y
 
 

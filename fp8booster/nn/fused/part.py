@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8booster.config import FP8Config
 from fp8booster.nn.fused.families import Part
 from fp8booster.nn.fused.merged_layers import Merged
-from fp8booster.nn.linear.layer import FP8Layer, saves_in_8_bits
+from fp8booster.nn.linear.layer import FP8Layer, config_around
 from fp8booster.nn.linear.low_rank import low_rank_of, low_rank_product
 from fp8booster.nn.modules import is_looked_at
 
@@ -33,19 +34,17 @@ class FusedPart(nn.Module):
         return low_rank_product(input, layers) if self.training else None
 
     @property
-    def is_asked_to_save_in_8_bits(self) -> bool:
-        """Whether what is fused behind the product saves so for backward what it reads."""
+    def fused_config(self) -> FP8Config | None:
+        """What is asked of what is fused behind the product; None: the product is not in FP8."""
         if self.fp8_merged is None:
-            return saves_in_8_bits([getattr(self, self.part.merged[0])])
-        return self.fp8_merged.saves_in_8_bits
+            return config_around([getattr(self, self.part.merged[0])])
+        return self.fp8_merged.fused_config
 
     @property
-    def saves_in_8_bits(self) -> bool:
-        """Whether it does, as far as it is known."""
+    def is_fused(self) -> bool:
+        """Whether something is, as far as it is known."""
         merged = self.fp8_merged
-        return self.is_asked_to_save_in_8_bits and (
-            merged is None or merged.why_not_merged is None or all(map(low_rank_of, self._merged_now()))
-        )
+        return merged is None or merged.why_not_merged is None or all(map(low_rank_of, self._merged_now()))
 
     def _merged_now(self) -> list[Any]:
         return list(map(self._modules.get, self.part.merged))

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from fp8booster.config import FP8Config
 from fp8booster.kernels import activation as activation_kernel
 from fp8booster.kernels import rope as rope_kernel
 from fp8booster.kernels import row_norm as row_norm_kernel
-from fp8booster.kernels.group_codes import GroupCodes
+from fp8booster.kernels.group_codes import GroupCodes, values_of
 from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import unaliased, unsafe_view
@@ -27,6 +28,29 @@ observers: list[Observer] = []
 """Called in each forward that saves some."""
 
 
+class Saving(NamedTuple):
+    """What a fused norm or activation keeps for backward."""
+
+    in_8_bits: bool = False
+    """What it read, in 8 bits."""
+
+    again: bool = False
+    """What it gives is made again by backward for the product that reads it, from what it read."""
+
+    @classmethod
+    def of_norm(cls, config: FP8Config | None) -> Saving:
+        """Of the norms of a decoder layer."""
+        return IN_16_BITS if config is None else cls(config.saves_in_8_bits, config.recomputes_norms)
+
+    @classmethod
+    def of_activation(cls, config: FP8Config | None) -> Saving:
+        """Of the activation of a feed-forward block."""
+        return IN_16_BITS if config is None else cls(config.saves_in_8_bits, config.recomputes_activations)
+
+
+IN_16_BITS = Saving()
+
+
 class _RowNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -35,22 +59,29 @@ class _RowNorm(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         residual: torch.Tensor | None,
-        how: tuple[float, dict[str, bool], bool],  # epsilon, kind, encoded: one argument, as autograd looks at each
+        how: tuple[float, dict[str, bool], Saving],  # epsilon, kind: one argument, as autograd looks at each
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        eps, kind, encoded = how
+        eps, kind, saving = how
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         added = None if residual is None else residual.reshape(rows.shape).contiguous()
         y, h, inverse_rms, amax, codes = row_norm_kernel.row_norm(
-            rows, weight, eps, added, bias, **kind, encoded=encoded
+            rows, weight, eps, added, bias, **kind, encoded=saving.in_8_bits
         )
         if codes is not None:
             for observe in observers:
                 observe(h, codes)
-        ctx.save_for_backward(weight, inverse_rms, *((h,) if codes is None else codes))
+        kept = (h,) if codes is None else tuple(codes)
+        ctx.save_for_backward(weight, inverse_rms, *kept)
         ctx.set_materialize_grads(False)
         ctx.has_residual, ctx.kind = residual is not None, {**kind, "biased": bias is not None}
+        y = unsafe_view(y, x.shape)
+        if saving.again:
+            # copies: where an engine gathers the norm's parameters, they are gone when the product's backward runs
+            factors = [each.detach().clone() for each in (weight, bias) if each is not None]
+            made = partial(_normalized_again, eps, kind, len(factors))
+            deliver_recipe(y, Recipe(made, (*factors, *(each.detach() for each in kept))))
         h = x.view_as(x) if residual is None else h.view(x.shape)
-        return deliver_amax(unsafe_view(y, x.shape), amax), h
+        return deliver_amax(y, amax), h
 
     @staticmethod
     @once_differentiable
@@ -72,6 +103,16 @@ class _RowNorm(torch.autograd.Function):
         return dx, dweight, dbias, dx if ctx.has_residual else None, None
 
 
+def _normalized_again(
+    eps: float, kind: dict[str, bool], factors: int, *tensors: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Recipe.make`."""
+    weight, bias, saved = tensors[0], tensors[1] if factors > 1 else None, tensors[factors:]
+    rows = saved[0] if len(saved) == 1 else values_of(GroupCodes(*saved)).to(saved[1].dtype)
+    y, _, _, amax, _ = row_norm_kernel.row_norm(rows, weight, eps, None, bias, **kind)
+    return y, amax
+
+
 def rms_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -79,7 +120,7 @@ def rms_norm(
     residual: torch.Tensor | None = None,
     *,
     unit_offset: bool = False,
-    encoded: bool = False,
+    saving: Saving = IN_16_BITS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """RMS norm of `h = x + residual`; see `kernels.row_norm`.
 
@@ -89,7 +130,7 @@ def rms_norm(
         eps: added to the mean square.
         residual: of x's shape; None adds nothing.
         unit_offset: multiply by 1 + weight, as Gemma does.
-        encoded: save h for backward in 8 bits.
+        saving: how h is kept for backward; with `again` one product reads y.
 
     Returns:
         (y, h), of x's shape, and of the dtype that the sum has. A block that adds to h later should take this one, not
@@ -98,7 +139,7 @@ def rms_norm(
     if residual is not None and residual.dtype != x.dtype:
         x, residual = _of_one_dtype(x, residual)
     kind = {"centered": False, "unit_offset": unit_offset}
-    return _RowNorm.apply(x, weight, None, residual, (eps, kind, encoded and torch.is_grad_enabled()))
+    return _RowNorm.apply(x, weight, None, residual, (eps, kind, saving if torch.is_grad_enabled() else IN_16_BITS))
 
 
 def layer_norm(
@@ -108,13 +149,13 @@ def layer_norm(
     eps: float,
     residual: torch.Tensor | None = None,
     *,
-    encoded: bool = False,
+    saving: Saving = IN_16_BITS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Layer norm of `h = x + residual`; arguments and results are those of `rms_norm`, and a bias [K] or None."""
     if residual is not None and residual.dtype != x.dtype:
         x, residual = _of_one_dtype(x, residual)
     kind = {"centered": True, "unit_offset": False}
-    return _RowNorm.apply(x, weight, bias, residual, (eps, kind, encoded and torch.is_grad_enabled()))
+    return _RowNorm.apply(x, weight, bias, residual, (eps, kind, saving if torch.is_grad_enabled() else IN_16_BITS))
 
 
 def _of_one_dtype(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,9 +319,9 @@ def latent_heads(
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kind: str, gated: bool, encoded: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, kind: str, gated: bool, saving: Saving) -> torch.Tensor:
         parts = _parts(x, gated)
-        made = activation_kernel.activate(*parts, kind=kind, encoded=encoded)
+        made = activation_kernel.activate(*parts, kind=kind, encoded=saving.in_8_bits)
         for part, of_part in zip(parts, (made.x, made.up), strict=False):
             if of_part is not None:
                 for observe in observers:
@@ -289,8 +330,8 @@ class _Activation(torch.autograd.Function):
         ctx.save_for_backward(*(codes or (x,)))
         ctx.kind, ctx.gated, ctx.encoded = kind, gated, bool(codes)
         y = unsafe_view(made.y, (*x.shape[:-1], made.y.shape[1]))
-        if codes:
-            deliver_recipe(y, Recipe(partial(_activated_again, kind), tuple(codes)))
+        if saving.again:
+            deliver_recipe(y, Recipe(partial(_activated_again, kind, gated), tuple(codes) or (x.detach(),)))
         return deliver_amax(y, made.amax)
 
     @staticmethod
@@ -314,34 +355,34 @@ def _decodable(*codes: torch.Tensor) -> list[GroupCodes]:
     return [GroupCodes(*pair) for pair in zip(codes[::2], codes[1::2], strict=True)]
 
 
-def _activated_again(kind: str, *codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _activated_again(kind: str, gated: bool, *saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As `Recipe.make`."""
-    return activation_kernel.activate(*_decodable(*codes), kind=kind)[:2]
+    parts = _parts(saved[0], gated) if len(saved) == 1 else _decodable(*saved)
+    return activation_kernel.activate(*parts, kind=kind)[:2]
 
 
-def activate(x: torch.Tensor, kind: str, *, encoded: bool = False) -> torch.Tensor:
+def activate(x: torch.Tensor, kind: str, *, saving: Saving = IN_16_BITS) -> torch.Tensor:
     """`f(x)`; see `kernels.activation`.
 
     Args:
         x: [..., F], BF16, FP16 or FP32.
         kind: "silu", "gelu_tanh" or "gelu".
-        encoded: save x for backward in 8 bits; the product that reads what is returned then saves nothing of it, and
-            backward makes that again.
+        saving: how x is kept for backward; with `again` the product that reads what is returned saves nothing of it.
 
     Returns:
         [..., F].
     """
-    return _Activation.apply(x, kind, False, encoded and torch.is_grad_enabled())
+    return _Activation.apply(x, kind, False, saving if torch.is_grad_enabled() else IN_16_BITS)
 
 
-def activate_gated(gate_up: torch.Tensor, kind: str = "silu", *, encoded: bool = False) -> torch.Tensor:
+def activate_gated(gate_up: torch.Tensor, kind: str = "silu", *, saving: Saving = IN_16_BITS) -> torch.Tensor:
     """`f(gate) * up`, as `activate`.
 
     Args:
         gate_up: [..., 2 F], gate first.
-        kind, encoded: as there.
+        kind, saving: as there.
 
     Returns:
         [..., F].
     """
-    return _Activation.apply(gate_up, kind, True, encoded and torch.is_grad_enabled())
+    return _Activation.apply(gate_up, kind, True, saving if torch.is_grad_enabled() else IN_16_BITS)

@@ -207,11 +207,12 @@ class FP8Layer(nn.Module):
         return "; ".join(notes)
 
 
-def saves_in_8_bits(layers: Iterable[nn.Module | None]) -> bool:
-    """Whether what is fused around some layers saves what it read in 8 bits, by `FP8Config.saved_activations`."""
-    # no generator, which takes its time: layers ask at each call
-    found = [layer for layer in map(without_adapter, layers) if isinstance(layer, FP8Layer)]
-    return any([layer.fp8_config.saves_in_8_bits for layer in found])  # noqa: C419
+def config_around(layers: Iterable[nn.Module | None]) -> FP8Config | None:
+    """What is asked of what is fused around some layers: the first FP8 layer's configuration; None: none is in FP8."""
+    for layer in map(without_adapter, layers):
+        if isinstance(layer, FP8Layer):
+            return layer.fp8_config
+    return None
 
 
 def without_adapter(layer: nn.Module | None) -> nn.Module | None:

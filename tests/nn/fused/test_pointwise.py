@@ -12,7 +12,16 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partly
 
-from fp8booster.nn.fused.pointwise import activate, activate_gated, layer_norm, rms_norm, rotate_heads, split_and_rotate
+from fp8booster.nn.fused.pointwise import (
+    IN_16_BITS,
+    Saving,
+    activate,
+    activate_gated,
+    layer_norm,
+    rms_norm,
+    rotate_heads,
+    split_and_rotate,
+)
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.linear.made_again import delivered_recipe
 from fp8booster.scaling import amax_of
@@ -55,20 +64,20 @@ def test_a_norm_is_that_of_its_module(name: str, added: bool, device: torch.devi
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("encoded", [False, True])
+@pytest.mark.parametrize("saving", [IN_16_BITS, Saving(again=True), Saving(in_8_bits=True, again=True)])
 @pytest.mark.parametrize("gated", [True, False])
-def test_an_activation_is_that_of_torch(gated: bool, encoded: bool, device: torch.device) -> None:
+def test_an_activation_is_that_of_torch(gated: bool, saving: Saving, device: torch.device) -> None:
     x = torch.randn(2, 5, 2 * SIZE, device=device, requires_grad=True)
     if gated:
-        found, right = activate_gated(x, "gelu_tanh", encoded=encoded), F.gelu(x[..., :SIZE], approximate="tanh")
+        found, right = activate_gated(x, "gelu_tanh", saving=saving), F.gelu(x[..., :SIZE], approximate="tanh")
         right = right * x[..., SIZE:]
     else:
-        found, right = activate(x, "gelu", encoded=encoded), F.gelu(x)
+        found, right = activate(x, "gelu", saving=saving), F.gelu(x)
     assert torch.equal(delivered_amax(found).amax(), amax_of(found))
     torch.testing.assert_close(found, right)
     recipe = delivered_recipe(found)
-    assert (recipe is not None) == encoded
-    near = {"rtol": 0.1, "atol": 0.05} if encoded else {}
+    assert (recipe is not None) == saving.again
+    near = {"rtol": 0.1, "atol": 0.05} if saving.in_8_bits else {}
     if recipe is not None:
         again, amax = recipe.make(*recipe.of)
         torch.testing.assert_close(again, right.flatten(0, -2), **near)
