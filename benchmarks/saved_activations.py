@@ -1,10 +1,12 @@
-"""What a decoder layer of LLaMA saves for backward, tensor by tensor, and what 8-bit codes lose of it.
+"""What a decoder layer of LLaMA saves for backward, tensor by tensor, what that costs, and what 8-bit codes lose of it.
 
     python -m benchmarks.saved_activations --device cpu --out results
+    python -m benchmarks.saved_activations --steps 0 --out results
 
-Bytes are those of autograd's saved tensors that grow with the tokens, each storage once, in units of the layer's hidden
-states in 16 bits. Codes are tried on what norms and SwiGLU read in the model of `fp8booster train`, after some steps on
-the sources of Python's standard library, and on data with outliers.
+On a GPU forward and backward of a layer of LLaMA-7B are timed too. Bytes are those of autograd's saved tensors that grow
+with the tokens, each storage once, in units of the layer's hidden states in 16 bits. Codes are tried on what norms and
+SwiGLU read in the model of `fp8booster train`, after some steps on the sources of Python's standard library, and on data
+with outliers.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ import fp8booster
 from benchmarks.gradients.collect import training_options
 from benchmarks.gradients.steps import steps_in_fp32
 from benchmarks.harness import command, environment
-from benchmarks.harness.results import Column, Record, Result, Table
+from benchmarks.harness.results import Column, Record, Result, Table, spread
+from benchmarks.harness.timing import Variant, time_interleaved
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
@@ -124,6 +127,37 @@ def records_of(model: nn.Module, tokens: int) -> list[Record]:
     return records
 
 
+def times_of(
+    sizes: tuple[int, int, int], tokens: int, device: torch.device, *, rounds: int, sample_ms: float
+) -> list[Record]:
+    """A record for each setting: forward and backward of the layer on 2 sequences, its FP8 weights cast before."""
+    variants = []
+    for setting, prepare in SETTINGS.items():
+        model = layer_of(*sizes).to(device)
+        prepare(model)
+        variants.append(Variant(setting, _step_of(model, tokens, device)))
+    timings = time_interleaved(variants, device=device, rounds=rounds, sample_ms=sample_ms)
+    usual = timings[USUAL].ms
+    return [
+        {"setting": setting, "ms": timing.ms.as_record(), "over": timing.ms.over(usual).as_record()}
+        for setting, timing in timings.items()
+    ]
+
+
+def _step_of(model: nn.Module, tokens: int, device: torch.device) -> Callable[[int], None]:
+    layer = model.model.layers[0]
+    x, dy = torch.randn(2, 2, tokens, model.config.hidden_size, dtype=torch.bfloat16, device=device)
+    angles = model.model.rotary_emb(x, torch.arange(tokens, device=device)[None])
+
+    def step(_: int) -> None:
+        made = layer(x.requires_grad_(), position_embeddings=angles)
+        (made if isinstance(made, torch.Tensor) else made[0]).backward(dy)
+        x.grad = None
+        layer.zero_grad()
+
+    return step
+
+
 def bf16(model: nn.Module) -> None:
     """As transformers has it."""
 
@@ -143,10 +177,16 @@ def fp8(saved: str, recompute: str = "none") -> Callable[[nn.Module], None]:
     return prepare
 
 
+TIMED, TIMED_TOKENS = (4096, 11008, 32), 4096
+"""Hidden size, features and heads of LLaMA-7B, and tokens of a sequence."""
+
+USUAL = 'FP8, saved_activations="16-bit"'
+"""What times are compared with."""
+
 SETTINGS: dict[str, Callable[[nn.Module], None]] = {
     "BF16": bf16,
     "BF16, fused": bf16_fused,
-    'FP8, saved_activations="16-bit"': fp8("16-bit"),
+    USUAL: fp8("16-bit"),
     'FP8, recompute="activations"': fp8("16-bit", "activations"),
     'FP8, recompute="norms"': fp8("16-bit", "norms"),
     'FP8, recompute="both"': fp8("16-bit", "both"),
@@ -235,6 +275,11 @@ TENSORS = (
     Column("U", lambda r: f"{r['units']:.3f}"),
 )
 SUMS = (Column("setting", lambda r: r["setting"]), Column("U", lambda r: f"{r['units']:.2f}"))
+TIMES = (
+    Column("setting", lambda r: r["setting"]),
+    Column("ms", lambda r: spread(r["ms"], 2)),
+    Column(f"time over {USUAL}", lambda r: spread(r["over"], 3)),
+)
 ERRORS = (
     Column("values", lambda r: r["values"]),
     Column("code", lambda r: r["code"]),
@@ -249,19 +294,23 @@ def main(
     features: Annotated[int, typer.Option(help="Of its feed-forward block.")] = 2752,
     heads: Annotated[int, typer.Option(help="Of its attention.")] = 8,
     tokens: Annotated[int, typer.Option(help="Of a sequence.")] = 256,
-    steps: Annotated[int, typer.Option(help="Steps before activations are looked at.")] = 100,
+    steps: Annotated[
+        int, typer.Option(min=0, help="Steps before activations are looked at; 0 leaves out what codes lose.")
+    ] = 100,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each setting's time.")] = 15,
+    sample_ms: Annotated[float, typer.Option(help="Milliseconds a sample lasts at least.")] = 100.0,
     quick: command.Quick = False,
     folder: command.Folder = None,
     json_file: command.JsonFile = None,
     commit: command.Commit = None,
-    device_name: Annotated[str, typer.Option("--device", help="cuda or cpu, of the training; bytes are the CPU's.")] = (
-        "cuda"
-    ),
+    device_name: Annotated[
+        str, typer.Option("--device", help="cuda or cpu, of training and times; bytes are the CPU's.")
+    ] = "cuda",
 ) -> None:
     """List what a layer saves for backward, and measure what codes lose of it."""
     device, gpu = command.measured_device(device_name)
     if quick:
-        hidden, features, heads, tokens, steps = 128, 344, 1, 32, 2
+        hidden, features, heads, tokens, steps, rounds = 128, 344, 1, 32, min(steps, 2), 1
     tables, sums = [], []
     for setting, prepare in SETTINGS.items():
         model = layer_of(hidden, features, heads)
@@ -269,22 +318,28 @@ def main(
         records = records_of(model, tokens)
         sums.append({"setting": setting, "units": sum(record["units"] for record in records)})
         tables.append(Table(setting, setting, TENSORS, records))
-    options = training_options("tiny", max(steps, 2), 1 if quick else 8, 32 if quick else 128)
-    file = prepare_tokens(options, lambda text: typer.echo(text, err=True))
-    errors = [
-        record
-        for kind, values in (activations_of(options, file, device) | drawn()).items()
-        for record in errors_of(kind, values.cpu())
-    ]
     head = environment.head(gpu, commit=commit) | {
-        "layer": f"LLaMA's, hidden size {hidden}, {features} features, {heads} heads, 2 x {tokens} tokens",
-        "activations": f"of the model tiny in FP32 after {options.steps} steps on {file.name}",
+        "layer": f"LLaMA's, hidden size {hidden}, {features} features, {heads} heads, 2 x {tokens} tokens"
     }
-    tables = [
-        Table("sums", "Saved by a layer", SUMS, sums, "U: the bytes of its hidden states in 16 bits."),
-        *tables,
-        Table("codes", "What codes lose", ERRORS, errors, "Signal over noise."),
-    ]
+    tables.insert(0, Table("sums", "Saved by a layer", SUMS, sums, "U: the bytes of its hidden states in 16 bits."))
+    if device.type == "cuda" or quick:
+        timed, of_sequence = ((hidden, features, heads), tokens) if quick else (TIMED, TIMED_TOKENS)
+        times = times_of(timed, of_sequence, device, rounds=rounds, sample_ms=0 if quick else sample_ms)
+        note = (
+            f"Hidden size {timed[0]}, {timed[1]} features, 2 x {of_sequence} tokens, forward and backward: median "
+            "[10th-90th percentile] of the rounds, interleaved."
+        )
+        tables.insert(1, Table("times", "Time of a layer", TIMES, times, note))
+    if steps:
+        options = training_options("tiny", max(steps, 2), 1 if quick else 8, 32 if quick else 128)
+        file = prepare_tokens(options, lambda text: typer.echo(text, err=True))
+        head["activations"] = f"of the model tiny in FP32 after {options.steps} steps on {file.name}"
+        errors = [
+            record
+            for kind, values in (activations_of(options, file, device) | drawn()).items()
+            for record in errors_of(kind, values.cpu())
+        ]
+        tables.append(Table("codes", "What codes lose", ERRORS, errors, "Signal over noise."))
     result = Result("saved_activations", "What a decoder layer saves for backward", head, tables)
     command.deliver(result, folder=folder, json_file=json_file)
 

@@ -28,6 +28,13 @@ def test_what_is_saved_is_named_by_its_module() -> None:
     assert {each.where for each in saved} >= {"0: forward", "1: forward"}
 
 
+def test_each_setting_is_timed() -> None:
+    records = saved_activations.times_of((128, 344, 1), 16, torch.device("cpu"), rounds=1, sample_ms=0)
+    assert [record["setting"] for record in records] == list(SETTINGS)
+    assert all(record["ms"]["median"] > 0 for record in records)
+    assert [r["over"]["median"] for r in records if r["setting"] == saved_activations.USUAL] == [1]
+
+
 def test_roots_have_fewer_errors_than_e4m3_but_beside_outliers() -> None:
     for kind, values in saved_activations.drawn().items():
         records = {record["code"]: record for record in saved_activations.errors_of(kind, values[:64])}
