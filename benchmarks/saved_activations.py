@@ -3,10 +3,10 @@
     python -m benchmarks.saved_activations --device cpu --out results
     python -m benchmarks.saved_activations --steps 0 --out results
 
-On a GPU forward and backward of a layer of LLaMA-7B are timed too. Bytes are those of autograd's saved tensors that grow
-with the tokens, each storage once, in units of the layer's hidden states in 16 bits. Codes are tried on what norms and
-SwiGLU read in the model of `fp8booster train`, after some steps on the sources of Python's standard library, and on data
-with outliers.
+On a GPU forward and backward of a layer of LLaMA-7B are timed too. Bytes are those of autograd's saved tensors that
+grow with the tokens, each storage once, in units of the layer's hidden states in 16 bits. Codes are tried on what norms
+and SwiGLU read in the model of `fp8booster train`, after some steps on the sources of Python's standard library, and on
+data with outliers.
 """
 
 from __future__ import annotations
