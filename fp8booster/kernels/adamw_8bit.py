@@ -179,9 +179,13 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def master_of(value: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The FP32 values that `split` was given, flattened; low bits of half a unit or more tell that it rounded up."""
+    """The FP32 values that `split` was given, flattened; low bits of half a unit or more tell that it rounded up.
+
+    A weight of 0 was not rounded up: somebody has set it since, as a mask does, and it is 0.
+    """
     high = value.flatten().view(torch.int16).to(torch.int32)
     low = low.to(torch.int32)
+    low = torch.where(high & 0x7FFF == 0, low.clamp(min=0), low)
     return ((high - (low < 0).to(torch.int32)) * 65536 + (low & 0xFFFF)).view(torch.float32)
 
 

@@ -66,6 +66,7 @@ def adamw_8bit_kernel(
         lows += start
         high = tl.load(values + index, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
         low = tl.load(lows + index, mask=inside, other=0).to(tl.int32)
+        low = tl.where((high & 0x7FFF) == 0, tl.maximum(low, 0), low)  # a weight that was set to 0 since
         value = ((high - (low < 0).to(tl.int32)) * 65536 + (low & 0xFFFF)).to(tl.float32, bitcast=True)
     else:
         value = tl.load(values + index, mask=inside, other=0.0)

@@ -57,6 +57,13 @@ def test_a_masters_nan_stays_one(device) -> None:
     assert master_of(weight, low).isnan().all()
 
 
+def test_a_weight_that_was_set_to_zero_is_zero(device) -> None:
+    weight, low = split(torch.randn(10000).to(device))
+    weight *= torch.zeros_like(weight)  # of both signs
+    assert (low < 0).any()
+    assert (master_of(weight, low).abs() < 2.0**-133).all()
+
+
 def test_first_moments_err_by_half_a_code(device) -> None:
     m = torch.randn(8, BLOCK, device=device) * torch.exp(3 * torch.randn(8, BLOCK, device=device))
     m[1] = 0
@@ -244,6 +251,7 @@ def updates_differ(device: str) -> list[str]:
     for count, dtype, decoupled in [*product(COUNTS, both, (True,)), *product((1000,), both, (False,))]:
         rates = RATES._replace(decoupled=decoupled)
         ours = tensors(count, dtype, device)
+        ours[0][::3] *= torch.zeros_like(ours[0][::3])  # whatever their low bits are
         theirs = copied(*ours)
         skipped = torch.zeros(2, dtype=torch.int32, device=device)
         for step, gradient in enumerate(gradients(count, dtype), 1):

@@ -60,6 +60,18 @@ def test_updates_too_small_for_bf16_are_not_lost(device) -> None:
     assert (weights[1] == 1).all()
 
 
+def test_weights_that_a_mask_sets_to_zero_learn_on(device) -> None:
+    network = model(torch.bfloat16, device)
+    optimizer = AdamW(network.parameters(), **SETTINGS)
+    for step in range(5):
+        learn(network, optimizer, 1, first=step)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.mul_(torch.rand_like(parameter) > 0.5)
+    learn(network, optimizer, 1, first=5)
+    assert all(parameter.isfinite().all() for parameter in network.parameters())
+
+
 def test_updates_in_backward_are_those_of_steps(device) -> None:
     steps, backward = model(torch.bfloat16, device), model(torch.bfloat16, device)
     optimizer = AdamW(backward.parameters(), **SETTINGS, update_in_backward=True)
