@@ -30,6 +30,9 @@ _OPTIONS_OF_TORCH = {
 }
 """Entries of a group that torch's AdamW looks for when it goes on with a checkpoint of this one."""
 
+_COPIED = ("micro_batches", "updates_in_backward", "_accumulation", "_numbers", "_has_engine", "_skipped")
+"""Attributes of a copy beside those of torch's optimizers."""
+
 Observer = Callable[[int, Callable[[], MomentSample]], Callable[[], None] | None]
 """Sees the update of the model's parameter of this id, or of a part of it: asked before, with what would take a sample
 of its moments then; what it returns is called after."""
@@ -119,11 +122,21 @@ class AdamW(Optimizer):
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self.state = States()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle is made of. Raises ValueError: gradients wait for further micro-batches."""
+        self._require_no_sums("copied")
+        return super().__getstate__() | {name: vars(self)[name] for name in _COPIED}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As torch's, which puts an ordinary dict in the place of the states."""
-        show_step = self.state.show_step if isinstance(self.state, States) else int
+        before = vars(self).get("state")
         super().__setstate__(state)
-        self.state = States(self.state, show_step)
+        self.state = States(self.state, before.show_step if isinstance(before, States) else int)
+        if before is None:  # this is a copy
+            self.gradient_sums, self._hooks = {}, []
+            if not self._has_engine:
+                for number in range(len(self.param_groups)):
+                    self._hook(number)
 
     def train_for_engine(
         self,
@@ -162,8 +175,13 @@ class AdamW(Optimizer):
             if not parameter.is_contiguous():
                 raise ValueError("a parameter's values lie apart in memory; give contiguous parameters")
             self._numbers[parameter] = len(self._numbers)
+        self._hook(len(self.param_groups) - 1)
+
+    def _hook(self, group_number: int) -> None:
+        """Let backward update the parameters of a group, where it does."""
+        for parameter in self.param_groups[group_number]["params"]:
             if self.updates_in_backward and parameter.requires_grad:
-                take = partial(self._take, len(self.param_groups) - 1)
+                take = partial(self._take, group_number)
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
 
     @torch.no_grad()
@@ -347,9 +365,13 @@ class AdamW(Optimizer):
         """
         self._require_no_sums("loaded")
         super().load_state_dict({**state_dict, "state": {}})
-        parameters = [each for group in self.param_groups for each in group["params"]]
-        for number, state in state_dict["state"].items():
-            self._load(parameters[number], state)
+        own, saved = (
+            [each for group in groups for each in group["params"]]
+            for groups in (self.param_groups, state_dict["param_groups"])
+        )
+        parameters = dict(zip(saved, own, strict=True))  # by number, or by name in torch's distributed checkpoints
+        for name, state in state_dict["state"].items():
+            self._load(parameters[name], state)
 
     def _require_no_sums(self, done: str) -> None:
         """Raise ValueError in the midst of an accumulation, before states are so done with."""

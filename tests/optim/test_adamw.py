@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.optim import AdamW
@@ -121,6 +123,41 @@ def test_a_resumed_run_has_the_same_bits(dtype, tmp_path, device) -> None:
     learn(second, resumed, 3, first=3)
     for one, other in zip(whole.parameters(), second.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("update_in_backward", [False, True])
+def test_copies_and_pickles_go_on_with_the_same_bits(dtype, update_in_backward, device) -> None:
+    network = model(dtype, device)
+    optimizer = AdamW(network.parameters(), **SETTINGS, update_in_backward=update_in_backward)
+    learn(network, optimizer, 3)
+    pairs = [copy.deepcopy((network, optimizer)), pickle.loads(pickle.dumps((network, optimizer)))]
+    right = learn(network, optimizer, 3, first=3)
+    for other, copied in pairs:
+        assert learn(other, copied, 3, first=3) == right
+        assert all(map(torch.equal, other.parameters(), network.parameters()))
+        other(torch.ones(1, 64, dtype=dtype, device=device)).sum().backward()
+        assert all((parameter.grad is None) is update_in_backward for parameter in other.parameters())
+
+
+def test_an_accumulation_is_not_copied() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = AdamW([weight], update_in_backward=True, micro_batches=2)
+    weight.sum().backward()
+    with pytest.raises(ValueError, match="cannot be copied in the midst of an accumulation"):
+        copy.deepcopy(optimizer)
+
+
+def test_torchs_distributed_checkpoints_hold_states_by_name(device) -> None:
+    whole, first, second = (model(torch.bfloat16, device) for _ in range(3))
+    learn(whole, AdamW(whole.parameters(), **SETTINGS), 6)
+    optimizer = AdamW(first.parameters(), **SETTINGS)
+    learn(first, optimizer, 3)
+    weights, states = get_state_dict(first, optimizer)
+    resumed = AdamW(second.parameters(), **SETTINGS)
+    set_state_dict(second, resumed, model_state_dict=weights, optim_state_dict=states)
+    learn(second, resumed, 3, first=3)
+    assert all(map(torch.equal, whole.parameters(), second.parameters()))
 
 
 def test_states_go_to_torchs_adamw_and_back(device) -> None:
