@@ -230,10 +230,10 @@ class AdamW(Optimizer):
         assert gradient is not None  # autograd calls this when it has set it
         count, total = self.gradient_sums.pop(parameter, (0, None))
         if count + 1 < self.micro_batches:
-            self.gradient_sums[parameter] = (
-                count + 1,
-                added(total, gradient, self._accumulation, id(self.parameters.get(parameter, parameter))),
-            )
+            held = added(total, gradient, self._accumulation, id(self.parameters.get(parameter, parameter)))
+            if held is gradient:  # it may lie in memory that the next backward writes to, as that of a CUDA graph
+                held = gradient.clone()
+            self.gradient_sums[parameter] = count + 1, held
             return
         # the group is another object when a state dict was loaded
         summed = gradient if total is None else value_of(total, gradient)

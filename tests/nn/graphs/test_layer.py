@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
+from fp8booster.config import GRADIENT_ACCUMULATIONS
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.graphs import capture_layers, captured_layers, recorder
 from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP
+from fp8booster.optim import AdamW
 from tests.nn.fused.models import VOCABULARY, build
 from tests.nn.graphs.rerun import Rerun
 
@@ -96,6 +98,21 @@ def test_a_layer_is_captured_once_and_each_weight_cast_once_a_step(record: Rerun
         forward(model, tokens(0, device)).backward()
     assert record.replayed - before == LAYERS * (3 * 2 + sources)
     assert record.captured == LAYERS * (2 + sources)
+
+
+@pytest.mark.usefixtures("record")
+@pytest.mark.parametrize("kind", GRADIENT_ACCUMULATIONS)
+def test_gradients_of_captured_layers_add_up_in_backward(device: torch.device, kind: str) -> None:
+    models = pair_of_models(device)
+    for model in models:
+        optimizer = AdamW(
+            model.parameters(), lr=1e-2, update_in_backward=True, micro_batches=3, gradient_accumulation=kind
+        )
+        for micro in range(3 * (WARM_UP + 2)):
+            forward(model, tokens(micro, device)).backward()
+        optimizer.step()
+    assert captured_layers(models[1]) == {None: LAYERS}
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
 
 
 @pytest.mark.usefixtures("record")
