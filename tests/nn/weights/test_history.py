@@ -216,6 +216,15 @@ def test_evaluation_scales_in_real_time_and_notes_nothing() -> None:
         assert torch.equal(each.amaxes, before[role])
 
 
+@pytest.mark.parametrize("config", [DELAYED, FP8Config(scaling="constant", emulate=True)])
+def test_it_learns_after_a_forward_in_inference_mode(config: FP8Config) -> None:
+    model = convert_to_fp8(nn.Sequential(nn.Linear(32, 16)), config)
+    with torch.inference_mode():
+        model(torch.randn(16, 32))
+    model(torch.randn(16, 32)).sum().backward()
+    assert model[0].weight.grad.isfinite().all()
+
+
 def test_compiled_code_computes_what_eager_code_does() -> None:
     torch.manual_seed(0)
     eager = convert_to_fp8(nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 16)), DELAYED)
