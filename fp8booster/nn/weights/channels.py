@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from fp8booster.config import FP8Config
 from fp8booster.kernels.channel_cast import channel_cast, column_amax
 from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, WEIGHT, Casts
+from fp8booster.nn.weights.freshness import is_captured
 from fp8booster.tensor import QuantizedMatrix
 
 LARGEST_POWER = 32
@@ -53,7 +54,16 @@ class ChannelCasts(Casts):
         transposed: bool = False,
         amax: torch.Tensor | None = None,
     ) -> QuantizedMatrix:
-        """As `Casts.quantize`; transposes have a scale for each channel."""
+        """As `Casts.quantize`; transposes have a scale for each channel.
+
+        Raises:
+            RuntimeError: in the capture of a CUDA graph, in which weights are cast for one call alone.
+        """
+        if is_captured(tensor):
+            raise RuntimeError(
+                "FP8Config(smooth_swiglu=True) does not go into a CUDA graph, for the host sets its powers of two once "
+                "a step; leave smooth_swiglu out"
+            )
         layouts = {"plain": plain, "transposed": transposed}
         if role == OUTPUT_GRADIENT:
             return super().quantize(role, config, tensor, dtype, **layouts, amax=amax)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fuse, record, report
 from fp8booster.monitor.sinks import read_scales
+from fp8booster.nn.weights import channels, source
 from fp8booster.nn.weights.casting import INPUT
 from fp8booster.nn.weights.channels import ChannelCasts, factors_of
 from tests.nn import reference
@@ -176,6 +177,18 @@ def test_a_recorder_changes_nothing_and_sees_what_channels_keep(tmp_path) -> Non
     rows = [row for row in read_scales(tmp_path / "scales.jsonl")[1] if row.role == "input" and "down" in row.layer]
     assert {row.step for row in rows} == {1, 2, 3}
     assert all((row.flushed < 0.05) is (row.step > 1) for row in rows)
+
+
+def test_it_is_refused_in_a_capture_which_casts_weights_without_powers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fused(planted(build()), SMOOTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        model(input_ids=batch(), labels=batch()).loss.backward()
+        optimizer.step()
+    for module in (source, channels):
+        monkeypatch.setattr(module, "is_captured", lambda _: True)
+    with pytest.raises(RuntimeError, match=r"smooth_swiglu=True.* does not go into a CUDA graph"):
+        model(input_ids=batch(), labels=batch())
 
 
 def test_where_it_cannot_be_it_is_refused_or_warned_of() -> None:
