@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fp8booster.comm import encoding
@@ -130,6 +132,7 @@ class Recording:
 
         setattr(end_step, COUNTS_STEPS, True)
         self._hook = register_optimizer_step_post_hook(end_step)
+        self._searches = itertools.count()
         self._closed = False
 
     @property
@@ -157,8 +160,7 @@ class Recording:
         Raises:
             NonFiniteStep: it is "raise"; on all ranks.
         """
-        finite = self._all_finite(value, agreed)
-        if finite:
+        if self._all_finite(value, agreed):
             return True
         sentence = self.blame()
         if self._rules.on_nonfinite == "raise":
@@ -228,6 +230,8 @@ class Recording:
         return lambda: note(name, before)
 
     def _all_finite(self, value: float | torch.Tensor, agreed: bool) -> bool:
+        if isinstance(value, DTensor):  # the norm under FSDP2, of which each rank has a part
+            value = value.full_tensor()
         if agreed or self._recorder.ranks == 1:
             return math.isfinite(value.item() if isinstance(value, torch.Tensor) else value)
         device = value.device if isinstance(value, torch.Tensor) else None
@@ -241,8 +245,8 @@ class Recording:
         own = self._first()
         if self._recorder.ranks == 1:
             return own
-        store, rank, step = self._recorder.store(), self._recorder.rank, self._recorder.step
-        verdict, key = f"bad{step}/verdict", f"bad{step}/"
+        store, rank, number = self._recorder.store(), self._recorder.rank, next(self._searches)
+        verdict, key = f"bad{number}/verdict", f"bad{number}/"
         if rank:
             put(store, f"{key}{rank}", own)
             store.wait([verdict], PATIENCE)
@@ -378,8 +382,13 @@ def _replace(model: nn.Module, recorder: Recorder) -> Iterator[Callable[[], None
 
 
 def _put_back(held: HeldCasts, recorded: _Recorded) -> None:
-    if held.get() is recorded:
+    casts = held.get()
+    if casts is recorded:
         held.put(recorded.casts)
+    while isinstance(casts, _Recorded):  # of a recording that began later
+        if casts.casts is recorded:
+            casts.casts = recorded.casts
+        casts = casts.casts
 
 
 @torch.no_grad()

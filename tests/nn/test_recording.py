@@ -380,6 +380,18 @@ def test_a_file_goes_on_where_a_run_does(tmp_path) -> None:
     assert sorted({row.step for row in read_scales(path)[1]}) == [4]
 
 
+def test_recordings_may_end_in_any_order() -> None:
+    model, sinks = blocks(), (Kept(), Kept())
+    before = [layer.fp8_casts for layer in model.layers]
+    first, second = (record(model, every=1, sink=sink) for sink in sinks)
+    steps(model, 1)
+    first.close()
+    steps(model, 1)
+    second.close()
+    assert [layer.fp8_casts for layer in model.layers] == before
+    assert [{row.step for row in sink.rows} for sink in sinks] == [{1}, {1, 2}]
+
+
 def test_a_broken_weight_is_named() -> None:
     model = blocks()
     model.layers[1].weight.data[3, 4] = math.nan

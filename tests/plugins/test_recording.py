@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, record
 from fp8booster.monitor.scales import ScaleRow
@@ -215,3 +216,34 @@ def test_ranks_skip_a_step_together_though_one_alone_saw_it() -> None:
     (one, step, said), (other, same_step, nothing) = on_ranks(2, skipped_on_rank)
     assert (one, other, step, same_step, nothing) == (False, False, 2, 2, [])
     assert len(said) == 1
+
+
+def norms_under_fsdp2() -> list[bool]:
+    model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), FP8Config(always=True))
+    fully_shard(model)
+    allowed = []
+    with record(model, watchdog=Watchdog(on_nonfinite="skip"), on_warning=lambda _: None) as recording:
+        for factor in (1.0, math.nan if dist.get_rank() else 1.0):
+            (factor * model(torch.randn(16, 32))).sum().backward()
+            allowed.append(recording.allows_step(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+    return allowed
+
+
+def test_the_norm_of_fsdp2_is_that_of_all_ranks() -> None:
+    assert on_ranks(2, norms_under_fsdp2) == [[True, False]] * 2
+
+
+def blamed_twice() -> list[str]:
+    model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32)), FP8Config(always=True))
+    with record(model) as recording:
+        sentences = [recording.blame()]
+        dist.barrier()
+        model(torch.full((16, 32), math.nan if dist.get_rank() else 1.0))
+        return [*sentences, recording.blame()]
+
+
+def test_a_step_that_is_blamed_twice_is_looked_at_twice() -> None:
+    one, other = on_ranks(2, blamed_twice)
+    assert one == other
+    assert "outside FP8 layers" in one[0]
+    assert "input of 0 on rank 1 is the first tensor that is not" in one[1]

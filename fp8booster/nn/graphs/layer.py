@@ -62,8 +62,8 @@ class _Shared:
         self.failure: str | None = None
         """Why a capture broke off. The memory that it took is lost, so no other is tried."""
 
-        self.is_looked_inside: Callable[[], bool] = lambda: False
-        """Whether layers run eagerly now, for somebody looks at what passes in them."""
+        self.looks_inside: list[Callable[[], bool]] = []
+        """Each tells whether layers run eagerly now, for somebody looks at what passes in them."""
 
         self._records: dict[torch.device, Record | None] = {}
 
@@ -104,7 +104,7 @@ class LayerGraphs:
                 self.why_not = "checkpointing computes it again within backward; use use_reentrant=False"
             return forward(*args, **kwargs)
         self._ran_without_gradients = False
-        if self._shared.is_looked_inside():
+        if any(looks() for looks in self._shared.looks_inside):
             self.why_not = "a recording samples this step"
             return forward(*args, **kwargs)
         given: list[torch.Tensor] = []
@@ -301,13 +301,12 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
 def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None]:
     """Let captured layers of a model run eagerly where `when()` is true; returns what ends it."""
     shared = {module.fp8_graphs._shared for module in model.modules() if isinstance(module, CapturedLayer)}
-    before = {each: each.is_looked_inside for each in shared}
     for each in shared:
-        each.is_looked_inside = when
+        each.looks_inside.append(when)
 
     def end() -> None:
-        for each, was in before.items():
-            each.is_looked_inside = was
+        for each in shared:
+            each.looks_inside.remove(when)
 
     return end
 

@@ -41,3 +41,14 @@ def test_sampled_steps_run_eagerly_and_others_are_replayed(device, tmp_path) -> 
     names = {step: {(row.layer, row.role) for row in rows if row.step == step} for step in (1, 6)}
     assert names[1] == names[6]
     assert len(names[6]) == LAYERS * (4 + 4 + 7)
+
+
+@pytest.mark.usefixtures("record")
+def test_layers_are_replayed_when_recordings_have_ended_in_any_order(device) -> None:
+    _, model = pair_of_models(device)
+    first, second = (record_scales(model, every=every) for every in (1, 1000))
+    first.close()
+    second.close()
+    for step in range(5):
+        forward(model, tokens(step, device)).backward()
+    assert captured_layers(model) == {None: LAYERS}
