@@ -119,6 +119,7 @@ class AdamW(Optimizer):
         self._skipped: dict[torch.device, torch.Tensor] = {}
         self.updates_in_backward = update_in_backward
         self._hooks: list[RemovableHandle] = []
+        self._taken: set[torch.nn.Parameter] = set()
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
         self.state = States()
 
@@ -133,7 +134,7 @@ class AdamW(Optimizer):
         super().__setstate__(state)
         self.state = States(self.state, before.show_step if isinstance(before, States) else int)
         if before is None:  # this is a copy
-            self.gradient_sums, self._hooks = {}, []
+            self.gradient_sums, self._hooks, self._taken = {}, [], set()
             if not self._has_engine:
                 for number in range(len(self.param_groups)):
                     self._hook(number)
@@ -191,6 +192,9 @@ class AdamW(Optimizer):
         Args:
             closure: computes the loss anew, and is what this returns.
             div_scale: gradients are divided by it, a number or float32 []; the number -1 divides by nothing.
+
+        Raises:
+            RuntimeError: a parameter that backward has updated has a gradient all the same.
         """
         loss = None
         if closure is not None:
@@ -201,6 +205,12 @@ class AdamW(Optimizer):
             divisor = div_scale
         elif div_scale != -1:
             divisor = torch.tensor(float(div_scale))
+        if any(parameter.grad is not None for parameter in self._taken):
+            raise RuntimeError(
+                "a parameter got a gradient after backward had taken that of this rank, as DistributedDataParallel "
+                "gives it, and ranks are no longer alike; leave update_in_backward out, or take LowLevelZeroPlugin"
+            )
+        self._taken.clear()
         self.amaxes = amaxes = {}
         for group in self.param_groups:
             for parameter in filter(self.gradient_sums.__contains__, group["params"]):  # one sum in FP32 at a time
@@ -228,6 +238,7 @@ class AdamW(Optimizer):
         """Update a parameter of which backward has made the gradient, or add that to those before it."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None  # autograd calls this when it has set it
+        self._taken.add(parameter)
         count, total = self.gradient_sums.pop(parameter, (0, None))
         if count + 1 < self.micro_batches:
             held = added(total, gradient, self._accumulation, id(self.parameters.get(parameter, parameter)))

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.optim import AdamW
+from tests.distributed import ranks
 
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.05}
 
@@ -82,6 +83,15 @@ def test_updates_in_backward_are_those_of_steps(device) -> None:
         assert torch.equal(one, other)
     backward(torch.ones(1, 64, dtype=torch.bfloat16, device=device)).sum().backward()
     assert all(parameter.grad is None for parameter in backward.parameters())
+
+
+@ranks(2)
+def test_updates_in_backward_are_refused_under_ddp_which_reduces_gradients_later() -> None:
+    network = nn.parallel.DistributedDataParallel(model(torch.float32))
+    optimizer = AdamW(network.parameters(), update_in_backward=True)
+    network(torch.ones(1, 64)).sum().backward()
+    with pytest.raises(RuntimeError, match="ranks are no longer alike; leave update_in_backward out"):
+        optimizer.step()
 
 
 def test_fp8_layers_see_the_updates(device) -> None:
