@@ -37,7 +37,9 @@ _EDGE = 4.0  # how many times more often the first and last layers must be above
 _OPERANDS = ("weight", "input", "output gradient")
 _AFTER_SWIGLU = ("down_proj", "w2")
 _ABOVE = "are above their limits"
+_REAL_TIME = "scaling=real-time"
 _FINER = "granularity=blockwise"
+_SMOOTH = "smooth_swiglu=true"
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -114,16 +116,17 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
     larger = _larger_than_peers(scales)
     outliers = [each for each in worst if each.role == "input" and each.layer in larger]
     why_larger = f"with outliers more than {LARGER:g} times those of other layers, and they set the scale of all values"
-    granularity = scales.about["config"].get("granularity", "tensorwise")
-    may_smooth = _AFTER_SWIGLU if granularity == "tensorwise" else ()
-    of_swiglu = [each for each in outliers if _part(each.layer) in may_smooth]
+    config = scales.about["config"]
+    granularity = config.get("granularity", "tensorwise")
+    may_smooth = granularity == "tensorwise" and config.get("fused", True) and config.get("cuda_graphs", False) is False
+    of_swiglu = [each for each in outliers if may_smooth and _part(each.layer) in _AFTER_SWIGLU]
     at_ends = _more_often_at_ends(worst, above)
     inner = [each for each in above if each not in at_ends]
     gradients = [each for each in inner if each.role == "output gradient"]
     narrow = [each for each in gradients if "e5m2" not in each.format.lower() and granularity != "blockwise"]
     rules = (
-        ("scaling=real-time", clipped, "clip values, which scales from their own amax do not"),
-        ("smooth_swiglu=true", of_swiglu, why_larger),
+        (_REAL_TIME, clipped, "clip values, which scales from their own amax do not"),
+        (_SMOOTH, of_swiglu, why_larger),
         (_FINER, [each for each in outliers if each not in of_swiglu], why_larger),
         ("first_last_layers_in_16_bits=1", at_ends, "of the first and last layers are above their limits"),
         ("gradient_format=e5m2", narrow, "are above their limits, and E5M2 has a wider range"),
@@ -134,8 +137,10 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
     )
     advice = _of_non_finite([each for each in worst if each.non_finite])
     for option, found, why in rules:
+        if option in (_FINER, _SMOOTH) and config.get("scaling") in ("delayed", "constant"):
+            option, why = _REAL_TIME, f"{why}, and {option} goes with real-time scales alone"
         name, _, value = option.partition("=")
-        new = str(scales.about["config"].get(name)).lower() != value
+        new = str(config.get(name)).lower() != value
         if found and new and all(option != each.option for each in advice):
             most = max(found, key=lambda each: each.times)
             where = f"most in the {most.role} of {most.layer}, {_figures(most)}"

@@ -230,7 +230,6 @@ def gradients_are_flushed(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "option"),
     [
-        (weights_are_clipped, "scaling=real-time"),
         (outliers_of_swiglu_grow, "smooth_swiglu=true"),
         (outliers_grow, "granularity=blockwise"),
         (ends_are_noisy, "first_last_layers_in_16_bits=1"),
@@ -276,6 +275,33 @@ def test_what_a_granularity_excludes_is_not_advised(tmp_path: Path, monkeypatch:
     assert list(advised(tmp_path, all_of_it)) == ["smooth_swiglu=true", "gradient_format=e5m2"]
     monkeypatch.setitem(HEADER, "config", {"granularity": "blockwise"})
     assert list(advised(tmp_path, all_of_it)) == []
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "constant", "real-time"])
+def test_of_values_that_are_clipped_real_time_scales_are_advised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scaling: str
+) -> None:
+    monkeypatch.setitem(HEADER, "config", {"granularity": "tensorwise", "scaling": scaling})
+    assert list(advised(tmp_path, weights_are_clipped)) == (["scaling=real-time"] if scaling != "real-time" else [])
+
+
+@pytest.mark.parametrize("scaling", ["delayed", "constant"])
+@pytest.mark.parametrize("change", [outliers_of_swiglu_grow, outliers_grow, inputs_are_flushed])
+def test_what_needs_real_time_scales_begins_with_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, scaling: str
+) -> None:
+    monkeypatch.setitem(HEADER, "config", {"granularity": "tensorwise", "scaling": scaling})
+    (option, reason), *others = advised(tmp_path, change).items()
+    assert (option, others) == ("scaling=real-time", [])
+    assert re.search(r", and (smooth_swiglu=true|granularity=blockwise) goes with real-time scales alone: most", reason)
+
+
+@pytest.mark.parametrize("config", [{"cuda_graphs": True}, {"cuda_graphs": None}, {"fused": False}])
+def test_powers_for_channels_are_not_advised_where_they_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    monkeypatch.setitem(HEADER, "config", {"granularity": "tensorwise", **config})
+    assert list(advised(tmp_path, outliers_of_swiglu_grow)) == ["granularity=blockwise"]
 
 
 def test_the_limits_lie_a_bit_below_what_a_format_gives() -> None:
