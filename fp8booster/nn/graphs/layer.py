@@ -88,6 +88,7 @@ class LayerGraphs:
         self._shared = shared
         self._kinds: dict[Hashable, _Kind] = {}
         self._modules: list[nn.Module] = []
+        self._parameters: list[tuple[int, bool]] = []
         self._ran_without_gradients = False
         self.why_not: str | None = TOO_EARLY
         """Why the last call in training was not replayed; None: it was."""
@@ -129,8 +130,10 @@ class LayerGraphs:
     def _why_never(self, layer: nn.Module) -> str | None:
         """Why a layer as it is now cannot be captured."""
         modules = list(layer.modules())
-        if modules != self._modules:
-            self._modules = modules
+        # others after `load_state_dict(assign=True)`; the graphs of those before hold them, so their ids stay theirs
+        parameters = [(id(each), each.requires_grad) for module in modules for each in _parameters_of(module)]
+        if (modules, parameters) != (self._modules, self._parameters):
+            self._modules, self._parameters = modules, parameters
             self._kinds.clear()
         if _saving() not in (None, _CHECKPOINTING):
             return "what it saves for backward is stored elsewhere"
@@ -141,9 +144,7 @@ class LayerGraphs:
                 return f"{module.fp8_config.scaling} scales, of which a graph cannot tell when a step begins"
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
                 return "hooks of a module inside must run"
-            for parameter in module._parameters.values():
-                if parameter is None:
-                    continue
+            for parameter in _parameters_of(module):
                 if type(parameter) is not nn.Parameter:
                     return f"a weight is a {type(parameter).__name__}"
                 if self._shared.record_on(parameter.device) is None:
@@ -216,6 +217,10 @@ class LayerGraphs:
 
     def __reduce__(self) -> tuple:
         return LayerGraphs, (self._shared,)
+
+
+def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
+    return [each for each in module._parameters.values() if each is not None]
 
 
 TOO_EARLY = f"it has not run {WARM_UP + 1} times alike yet"

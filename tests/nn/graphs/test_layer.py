@@ -100,6 +100,33 @@ def test_a_layer_is_captured_once_and_each_weight_cast_once_a_step(record: Rerun
     assert record.captured == LAYERS * (2 + sources)
 
 
+def load_other_parameters(model: nn.Module) -> None:
+    model.load_state_dict({name: 1.5 * each for name, each in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.usefixtures("record")
+@pytest.mark.parametrize(
+    ("frozen", "change"), [(True, lambda model: model.requires_grad_(True)), (False, load_other_parameters)]
+)
+def test_layers_whose_parameters_change_are_captured_anew(
+    device: torch.device, frozen: bool, change: Callable[[nn.Module], object]
+) -> None:
+    found = []
+    for model in pair_of_models(device):
+        model.model.layers[0].requires_grad_(not frozen)
+        for step in range(WARM_UP + 2):
+            forward(model, tokens(step, device)).backward()
+        change(model)
+        model.zero_grad()
+        for step in range(WARM_UP + 2):
+            loss = forward(model, tokens(step, device))
+            loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+        assert all(each is not None for each in found[-1])
+    assert captured_layers(model) == {None: LAYERS}
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.usefixtures("record")
 @pytest.mark.parametrize("kind", GRADIENT_ACCUMULATIONS)
 def test_gradients_of_captured_layers_add_up_in_backward(device: torch.device, kind: str) -> None:
