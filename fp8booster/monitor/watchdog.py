@@ -22,7 +22,7 @@ class Watchdog:
     """
 
     on_nonfinite: str = "raise"
-    """What `Monitor.allows_step` does with such a step on all ranks: "raise", "skip" it, or "warn" and take it."""
+    """What `Recording.allows_step` does with such a step on all ranks: "raise", "skip" it, or "warn" and take it."""
 
     saturated: float | None = 0.001
     """Warn where a larger share of a tensor's values is clipped; None: never. Real-time scales clip none."""
