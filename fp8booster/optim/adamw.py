@@ -326,7 +326,9 @@ class AdamW(Optimizer):
             state = State(state)
         state.fit(parameter)
         state.move(parameter.device)
-        if parameter.dtype is torch.bfloat16 and LOW not in state.codes:
+        if parameter.dtype is not torch.bfloat16:
+            state.codes.pop(LOW, None)  # of a BF16 weight before; this one is its own master
+        elif LOW not in state.codes:
             state.codes[LOW] = torch.zeros(parameter.numel(), dtype=torch.int16, device=parameter.device)
         return state
 

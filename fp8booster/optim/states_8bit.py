@@ -71,8 +71,8 @@ class State(MutableMapping[str, Any]):
 
     def fit(self, parameter: torch.Tensor) -> None:
         """Take a parameter's shape. Raises ValueError unless it is the state of such a parameter."""
-        if missing := [name for name in MOMENTS if name not in self.codes]:
-            raise ValueError(f"the state has no {' and '.join(missing)}; load the state dict of an AdamW")
+        if missing := [name for name in _FIRST + _SECOND if name not in self.codes]:
+            raise ValueError(f"the state has no {' and '.join(missing)}; load the whole state dict of an AdamW")
         for name in MOMENTS:
             if self.codes[name].numel() != parameter.numel():
                 raise ValueError(

@@ -190,6 +190,17 @@ def test_states_go_to_torchs_adamw_and_back(device) -> None:
     assert losses[2] == pytest.approx(losses[0], rel=0.01)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_states_of_bf16_weights_go_on_with_fp32_ones(full, device) -> None:
+    narrow, wide = model(torch.bfloat16, device), model(torch.float32, device)
+    optimizer = AdamW(narrow.parameters(), **SETTINGS)
+    learn(narrow, optimizer, 20)
+    wide.load_state_dict(narrow.state_dict())
+    resumed = AdamW(wide.parameters(), **SETTINGS)
+    resumed.load_state_dict(optimizer.full_state_dict() if full else optimizer.state_dict())
+    assert learn(wide, resumed, 10, first=20) == pytest.approx(learn(narrow, optimizer, 10, first=20), rel=0.02)
+
+
 def test_full_states_bring_the_masters_of_bf16_weights(device) -> None:
     one, other = (model(torch.bfloat16, device) for _ in range(2))
     optimizer = AdamW(one.parameters(), **SETTINGS)
@@ -244,5 +255,9 @@ def test_what_cannot_be_updated_is_refused() -> None:
     state = optimizer.state_dict()
     with pytest.raises(ValueError, match="a state has 2 values and its parameter 3"):
         AdamW([nn.Parameter(torch.ones(3))]).load_state_dict(state)
+    # as torch flattens it
+    of_weight = {name: each for name, each in state["state"][0].items() if name != "exp_avg_amax"}
+    with pytest.raises(ValueError, match="the state has no exp_avg_amax; load the whole state dict"):
+        AdamW([weight]).load_state_dict({**state, "state": {0: of_weight}})
     with pytest.raises(ValueError, match="has no 'momentum'; load a state of an AdamW"):
         AdamW([weight]).load_state_dict({**state, "state": {0: {"step": 1, "momentum": torch.ones(2)}}})
