@@ -79,8 +79,9 @@ class MomentSample:
         """After the step, of the first and of the second moments, as `activation_statistics`; what the step has left
         as it was, since its gradient was not finite, counts as that.
         """
-        rounded = _decoded(self._moments)
-        return [(one.numel(), statistics(one, other)) for one, other in zip(self._exact, rounded, strict=True)]
+        count = self._moments.first.numel()  # less than a block is filled up
+        pairs = zip(self._exact, _decoded(self._moments), strict=True)
+        return [(one[:, :count].numel(), statistics(one[:, :count], other[:, :count])) for one, other in pairs]
 
 
 def _decoded(moments: Moments8bit) -> tuple[Tensor, Tensor]:

@@ -247,6 +247,18 @@ def test_sums_of_gradients_in_8_bits_are_recorded_as_they_decode(features: int) 
     assert row.amax == float(exact.abs().max())
 
 
+def test_moments_of_less_than_a_block_are_counted_alone() -> None:
+    layer = FP8Linear(16, 4, bias=False, dtype=torch.bfloat16, config=CONFIG)
+    optimizer, sink = AdamW(layer.parameters()), Kept()
+    with record(layer, every=1, sink=sink, on_warning=lambda _: None):
+        for bad in (1.0, math.nan):
+            layer.weight.grad = torch.full_like(layer.weight, bad)
+            optimizer.step()
+    rows = [row for row in sink.rows if row.role == "first moment"]
+    assert rows[0].outlier == pytest.approx(1)
+    assert rows[1].non_finite == 64
+
+
 def test_moments_that_become_zero_and_gradients_that_are_not_finite_are_counted() -> None:
     model, sink = blocks(), Kept()
     optimizer = AdamW(model.parameters())
