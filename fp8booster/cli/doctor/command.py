@@ -20,6 +20,9 @@ def doctor(
     speed: Annotated[
         bool, typer.Option("--speed/--no-speed", help="Time FP8 and BF16 products; some seconds a device.")
     ] = True,
+    patches: Annotated[
+        bool, typer.Option("--patches", help="List each patch of Colossal-AI, with its place and its state.")
+    ] = False,
 ) -> None:
     """Report what this machine can do in FP8, what is missing and which command installs or changes it.
 
@@ -37,7 +40,7 @@ def doctor(
     if as_json:
         typer.echo(json.dumps(asdict(examination) | {"can_train": examination.can_train}, indent=2))
     else:
-        show(examination, Console())
+        show(examination, Console(), patches)
     if not examination.can_train:
         raise typer.Exit(1)
 

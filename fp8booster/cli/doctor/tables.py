@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -13,13 +15,17 @@ from fp8booster.cli.doctor.problems import Problem
 from fp8booster.cli.doctor.products import Check, Speed
 
 
-def show(examination: Examination, console: Console) -> None:
-    """Print the tables, the problems, and the answer to "can it train in FP8?"."""
+def show(examination: Examination, console: Console, patches: bool = False) -> None:
+    """Print the tables, the problems, and the answer to "can it train in FP8?".
+
+    Args:
+        patches: list each patch of Colossal-AI; otherwise they are counted.
+    """
     console.print(_environment(examination.environment))
     console.print(_checks(examination.checks))
     if examination.speeds:
         console.print(_speeds(examination.speeds))
-    console.print(_patches(examination.colossal))
+    console.print(_patches(examination.colossal) if patches else _counted_patches(examination.colossal))
     for problem in examination.problems:
         console.print(_problem(problem), soft_wrap=True)
     if examination.can_train:
@@ -91,6 +97,17 @@ def _patches(colossal: Colossal) -> Table:
     table = _table("Patches of Colossal-AI", "why", "state", "patch", "place", "needed when")
     for patch in colossal.patches:
         table.add_row(*(patch[name] for name in ("kind", "state", "summary", "place", "needed_when")))
+    return table
+
+
+def _counted_patches(colossal: Colossal) -> Table:
+    counts = Counter((patch["kind"], patch["state"]) for patch in colossal.patches)
+    states = list(dict.fromkeys(state for _, state in counts))
+    table = _table("Patches of Colossal-AI", "why", *states, right=tuple(states))
+    for kind in dict.fromkeys(kind for kind, _ in counts):
+        table.add_row(kind, *(str(counts[kind, state]) for state in states))
+    table.caption = "--patches lists them, with their places."
+    table.caption_justify = "left"
     return table
 
 

@@ -66,6 +66,21 @@ def test_tables_name_what_the_json_names():
     assert "TFLOP/s" not in result.stdout
 
 
+@pytest.mark.parametrize("width", ["80", "200"])
+def test_what_the_machine_can_do_fits_on_some_screens(answer, width):
+    result = CliRunner().invoke(app, ["doctor", "--no-speed"], env={"COLUMNS": width})
+    assert len(result.stdout.splitlines()) < 60
+    (row,) = (line.split() for line in result.stdout.splitlines() if line.strip().startswith("defect of Colossal-AI"))
+    defects = [patch for patch in answer["colossal"]["patches"] if patch["kind"] == "defect of Colossal-AI"]
+    assert sum(map(int, row[3:])) == len(defects) > 1
+
+
+def test_each_patch_is_listed_when_asked_for(answer):
+    result = CliRunner().invoke(app, ["doctor", "--no-speed", "--patches"], env={"COLUMNS": "400"})
+    for patch in answer["colossal"]["patches"]:
+        assert patch["summary"] in result.stdout
+
+
 def test_a_problem_that_stops_training_gives_exit_code_1_and_its_reason(monkeypatch):
     monkeypatch.setattr(problems, "OLDEST_TORCH", (OLDEST_TORCH[0] + 1, 0))
     result = CliRunner().invoke(app, ["doctor", "--no-speed"], env={"COLUMNS": "200"})
