@@ -17,7 +17,12 @@ def generate(
     ],
     prompt: Annotated[str, typer.Option(help="Text to go on from.")],
     precision: Annotated[str, typer.Option(help="bf16 or fp8.")] = "fp8",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to make at most.")] = 128,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens to make at most.", show_default="128, or as many as the model has positions for"
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0: always the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
     kv_cache: Annotated[str, typer.Option(help="Keep keys and values in bf16 or fp8.")] = "bf16",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,12 +12,24 @@ from typing import Any
 import torch
 from transformers import DynamicCache, GenerationConfig
 
-from fp8booster.cli.inference import find_model, inference_config, inference_device, load_model, require_one_of
+from fp8booster.cli.export.source import FoundModel
+from fp8booster.cli.inference import (
+    PRECISIONS,
+    find_model,
+    inference_config,
+    inference_device,
+    load_model,
+    require_one_of,
+)
+from fp8booster.cli.train.model_folder import folder_config
 from fp8booster.cli.train.tokenizer import load_tokenizer
 from fp8booster.serving.key_value_cache import FP8Cache, cache_bytes
 
 CACHES: dict[str, Callable[[], Any]] = {"bf16": DynamicCache, "fp8": FP8Cache}
 """What `--kv-cache` takes, and what keeps keys and values so."""
+
+_NEW_TOKENS = 128
+"""At most, where nothing else is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +39,8 @@ class GenerateOptions:
     checkpoint: Path
     prompt: str
     precision: str
-    max_new_tokens: int
+    max_new_tokens: int | None
+    """None: 128, or as many as the model has positions for."""
     temperature: float
     """0: greedy."""
     seed: int
@@ -38,9 +52,11 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
     """The prompt and what the model makes of it; `tell` says what is done.
 
     Raises:
-        ValueError: an option is not known, the prompt is empty, or the checkpoint is none.
+        ValueError: an option is not known, the prompt is empty, the model has positions for fewer tokens, or the
+            checkpoint is none.
     """
     require_one_of(options.kv_cache, CACHES, "--kv-cache")
+    require_one_of(options.precision, PRECISIONS, "--precision")
     source = find_model(options.checkpoint)
     device, trapping = inference_device()
     if trapping is not None:
@@ -49,12 +65,13 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
     ids = tokenizer(options.prompt, return_tensors="pt")["input_ids"].to(device)
     if not ids.numel():
         raise ValueError("--prompt is empty; give some text to go on from.")
+    most = _new_tokens(source, ids.shape[1], options.max_new_tokens)
     model: Any = load_model(source, options.precision, inference_config(source, options.fp8_options), device).model
     # checkpoints of training say no, which transformers heeds before what a call says
     model.config.use_cache = model.generation_config.use_cache = True
     how = {"do_sample": False} if options.temperature == 0 else {"do_sample": True, "temperature": options.temperature}
     settings = GenerationConfig(
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=most,
         bos_token_id=model.generation_config.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.eos_token_id,
@@ -74,3 +91,15 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
         f"parameters, {cache_bytes(cache) / 2**20:,.2f} MiB of keys and values"
     )
     return tokenizer.decode(made, skip_special_tokens=True)
+
+
+def _new_tokens(source: FoundModel, prompt: int, asked: int | None) -> int:
+    """How many tokens to make. Raises ValueError where the model has positions for fewer after the prompt."""
+    positions = getattr(folder_config(str(source.model)), "max_position_embeddings", math.inf)
+    left = positions - prompt
+    if left < (asked or 1):
+        remedy = f"give at most --max-new-tokens {left}" if left > 0 else "give a shorter --prompt"
+        raise ValueError(
+            f"--prompt has {prompt} tokens, and the model {source.model} has positions for {positions}; {remedy}."
+        )
+    return asked or int(min(_NEW_TOKENS, left))

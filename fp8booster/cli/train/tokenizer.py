@@ -70,4 +70,9 @@ def train_tokenizer(documents: Iterable[str], vocabulary: int, folder: Path) -> 
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        model_input_names=["input_ids", "attention_mask"],  # decoders refuse the token types of the default
+    ).save_pretrained(folder)

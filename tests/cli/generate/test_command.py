@@ -43,6 +43,12 @@ def test_bf16_is_greedy_decoding_of_transformers(folder):
     assert "16 tokens in" in told
 
 
+def test_transformers_generates_from_what_the_tokenizer_gives(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    assert model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=2).shape[0] == 1
+
+
 def kept(told: str) -> tuple[float, float]:
     """MiB of parameters, and of keys and values."""
     words = told.splitlines()[-1].split()
@@ -79,6 +85,8 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(folder):
         ((folder, "--kv-cache", "int4"), "--kv-cache is 'int4'; use one of bf16, fp8"),
         ((folder, "--precision", "int4"), "--precision is 'int4'; use one of bf16, fp8"),
         ((folder, "--prompt", ""), "--prompt is empty"),
+        ((folder, "--prompt", "a", "--max-new-tokens", "100000"), "give at most --max-new-tokens "),
+        ((folder, "--prompt", "a b " * 20000), "give a shorter --prompt"),
     ):
         done = CliRunner().invoke(app, ["generate", "--prompt", PROMPT, *map(str, arguments)])
         assert done.exit_code == 2, words
