@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 from rich.console import Console
 
@@ -50,7 +51,10 @@ def make_plan(options: TrainOptions, tokens: int | None, gpu: Gpu) -> list[Confi
     for name, value in (("plugin", options.plugin), ("sp-mode", options.sp_mode)):
         if value in NEEDS_VALUES:
             raise ValueError(f"--{name} {value} cannot be planned: {NEEDS_VALUES[value]}")
-    return _with_fewest_checkpointed(list(counted(configurations(options), gpu)), gpu)
+    with warnings.catch_warnings():
+        # colossalai, which is imported in here, advertises tensornvme and apex, which training does not need
+        warnings.filterwarnings("ignore", message="Please install")
+        return _with_fewest_checkpointed(list(counted(configurations(options), gpu)), gpu)
 
 
 def _with_fewest_checkpointed(plan: list[Configuration], gpu: Gpu) -> list[Configuration]:

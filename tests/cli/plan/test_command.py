@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from types import SimpleNamespace
 
@@ -158,3 +159,13 @@ def test_a_run_out_of_memory_shows_what_takes_it(monkeypatch, capsys):
     assert "activ." in text
     assert "keep_weight_transposes=false" in text.replace("\n", "")
     assert "BF16" not in text
+
+
+def test_what_colossalai_advertises_is_no_part_of_a_plan(monkeypatch, recwarn):
+    def advertise(*_: object) -> list[Configuration]:
+        warnings.warn("Please install apex", stacklevel=1)
+        return [Configuration(name=name, precision=name.lower(), options=TrainOptions()) for name in ("BF16", "FP8")]
+
+    monkeypatch.setattr(planning, "counted", advertise)
+    planning.make_plan(TrainOptions(model="tiny", nproc=1), None, GPUS["H100"])
+    assert not list(recwarn)
