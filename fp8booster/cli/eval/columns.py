@@ -9,7 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fp8booster.cli.inference import find_model, inference_config, inference_device, load_model
+from fp8booster.cli.inference import (
+    PRECISIONS,
+    find_model,
+    inference_config,
+    inference_device,
+    load_model,
+    require_one_of,
+)
 from fp8booster.cli.train.defaults import cache_folder
 from fp8booster.cli.train.model_folder import load_config
 from fp8booster.cli.train.options import TrainOptions
@@ -80,6 +87,8 @@ def run(options: EvalOptions, tell: Callable[[str], None]) -> Evaluation:
     Raises:
         ValueError: a checkpoint is none, the models have other vocabularies, or the text is too short.
     """
+    for precision in options.precisions:
+        require_one_of(precision, PRECISIONS, "--precision")
     sources = [find_model(checkpoint) for checkpoint in options.checkpoints]
     device, trapping = inference_device()
     if trapping is not None:

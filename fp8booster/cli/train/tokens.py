@@ -112,7 +112,7 @@ def _make(folder: Path, corpus: Corpus, options: TrainOptions, given: str | None
             stream.write(ids.astype(_dtype(len(tokenizer))).tobytes())
             count += len(ids)
             done += sum(map(len, texts))
-            tell(f"encoding {corpus.name}: {done / 1e6:.0f} of about {corpus.size / 1e6:.0f} MB")
+            tell(f"encoding {corpus.name}: {done / 1e6:.3g} of about {corpus.size / 1e6:.3g} MB")
     (folder / "tokens.json").write_text(
         json.dumps({"vocabulary": len(tokenizer), "count": count, "text": corpus.name}) + "\n"
     )

@@ -132,7 +132,7 @@ def test_what_cannot_be_evaluated_is_refused_in_a_sentence(folder, data, tmp_pat
         ((tmp_path, *data), "neither a run, nor a checkpoint"),
         ((tmp_path / "bare", *data), "holds no tokenizer"),
         ((folder, tmp_path / "larger", *data), "evaluate models with one tokenizer together"),
-        ((folder, *data, "--precision", "fp4"), "use one of bf16, fp8"),
+        ((folder, "--data", tmp_path / "not-looked-for", "--precision", "fp4"), "use one of bf16, fp8"),
         ((folder, *data, "--calibrated", 10**6), "smaller --sequence or --calibrated"),
         ((folder, *data, "--sequence", 10**6), "give a shorter one"),
         ((folder, *data, "--fp8-option", "granularity=rowwise", "--calibrated", 1), "no one amax to calibrate"),

@@ -36,6 +36,12 @@ def test_tokens_decode_to_the_documents_each_with_an_end(options):
     assert tokenizer.decode(ids) == f"# a.py\n{TEXT}<|endoftext|># b.py\n{TEXT}<|endoftext|>"
 
 
+def test_a_small_text_is_told_of_in_its_size(options):
+    _, said = prepare(options)
+    assert said[-1].startswith("encoding ")
+    assert " 0.00" in said[-1].partition(": ")[2]
+
+
 def test_the_file_is_made_once_for_equal_text_and_vocabulary(options):
     tokens, said = prepare(options)
     assert any("training a tokenizer" in text for text in said)
