@@ -26,10 +26,16 @@ class OneSentenceErrors(TyperGroup):
         except USER_ERRORS as error:
             if ctx.params["debug"]:
                 raise
-            sentence = Text.assemble(("error: ", "bold red"), str(error) or type(error).__name__)
+            sentence = Text.assemble(("error: ", "bold red"), _sentence(error))
             Console(stderr=True, soft_wrap=True, highlight=False).print(sentence)
             if isinstance(error, OutOfMemory):
                 from fp8booster.cli.plan.planning import explain  # imports torch
 
                 explain(error)
             raise typer.Exit(EXIT_CODE) from None
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:  # of the system: no number, no repr
+        return f"{error.filename}: {error.strerror}."
+    return str(error) or type(error).__name__

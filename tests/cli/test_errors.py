@@ -47,3 +47,10 @@ def test_a_defect_is_not_dressed_up_as_an_error_of_use(kind):
 def test_an_error_without_a_sentence_shows_its_kind():
     result = CliRunner().invoke(app_that_raises(ValueError()), ["fail"])
     assert result.stderr == "error: ValueError\n"
+
+
+def test_an_error_of_the_system_names_the_file_and_what_is_wrong_with_it(tmp_path):
+    with pytest.raises(IsADirectoryError) as raised:
+        tmp_path.open("w")
+    result = CliRunner().invoke(app_that_raises(raised.value), ["fail"])
+    assert result.stderr == f"error: {tmp_path}: Is a directory.\n"

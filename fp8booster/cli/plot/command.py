@@ -25,9 +25,12 @@ def plot(
     if as_json:
         typer.echo(json.dumps(found.as_record(), indent=2))
         return
+    path = out or run / PAGE
+    if path.is_dir():
+        raise ValueError(f"--out {path} is a folder; give the page's file, as {path / PAGE}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
     from .page import write_page  # imports matplotlib
 
-    path = out or run / PAGE
     write_page(path, found, None if against is None else read_run(against))
     for each in found.advice:
         typer.echo(each.line)

@@ -68,6 +68,9 @@ def _held(out: Path, new: bool) -> Iterator[None]:
     """Keep other commands out of a run's folder. Raises ValueError when it is not free."""
     if new and any(out.glob("*/metrics.jsonl")):
         raise ValueError(f"{out} already holds a run; continue it with --resume {out}, or give another --out.")
+    file = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
+    if file is not None:
+        raise ValueError(f"--out is {out}, and {file} is a file; give a folder.")
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / ".lock", blocking=False)

@@ -341,3 +341,13 @@ def test_the_doctor_suggests_what_the_page_advises(run: Path, tmp_path: Path) ->
 def test_the_doctor_needs_a_record(tmp_path: Path) -> None:
     write_metrics(tmp_path, 4)
     assert "train it with --record 50" in " ".join(suggested(tmp_path).split())
+
+
+def test_a_page_is_written_where_no_folder_was_and_not_in_place_of_one(run: Path, tmp_path: Path) -> None:
+    page = tmp_path / "pages" / "one.html"
+    assert CliRunner().invoke(app, ["plot", str(run), "--out", str(page)]).exit_code == 0
+    assert page.exists()
+    done = CliRunner().invoke(app, ["plot", str(run), "--out", str(page.parent)])
+    assert done.exit_code == 2
+    assert "is a folder; give the page's file" in " ".join(done.stderr.split())
+    assert sorted(page.parent.parent.glob("pages*")) == [page.parent]

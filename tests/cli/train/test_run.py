@@ -29,3 +29,12 @@ def test_a_command_that_is_refused_leaves_no_folder(tmp_path, given, says) -> No
     with pytest.raises((ValueError, OSError), match=says):
         run(options | {"out": str(kept)}, None, "fp8booster train")
     assert list(kept.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", [".", "run"])
+def test_a_file_in_place_of_the_runs_folder_is_named(tmp_path, below) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("Some words to train on.\n" * 200)
+    given = SMALL | {"data": str(file), "cache": str(tmp_path / "cache"), "out": str(file / below)}
+    with pytest.raises(ValueError, match=r"text\.txt is a file; give a folder"):
+        run(given, None, "fp8booster train")
