@@ -360,3 +360,10 @@ _MULTIPLIED = (
     ("gradient_format", "weight_format"),  # dgrad
     ("gradient_format", "input_format"),  # wgrad
 )
+
+
+def config_or_default(config: FP8Config | None, name: str = "config") -> FP8Config:
+    """A configuration that an argument of this name gives; None is `FP8Config()`. Raises TypeError for another type."""
+    if config is not None and not isinstance(config, FP8Config):
+        raise TypeError(f"{name} is {config!r}; give an fp8booster.FP8Config")
+    return FP8Config() if config is None else config

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from fp8booster.config import FP8Config, all_but_vocabulary_heads
+from fp8booster.config import FP8Config, all_but_vocabulary_heads, config_or_default
 from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.nn.adapters import follow_merges
 from fp8booster.nn.experts.held_as_one import FP8Experts, are_experts, why_not
@@ -92,8 +92,9 @@ def convert_to_fp8(
     Raises:
         ValueError: the model has no linear layers, or the configuration leaves out all of them, or asks for layers at
             the ends of a model that has no list of layers.
+        TypeError: the configuration is none.
     """
-    config = FP8Config() if config is None else config
+    config = config_or_default(config)
     config = without_large_transposes(config, model)
     kinds = known_kinds(kinds)
     linears = [

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8booster.config import FP8Config
+from fp8booster.config import FP8Config, config_or_default
 from fp8booster.nn.convert import Kinds, convert_to_fp8
 from fp8booster.nn.experts.held_as_one import are_experts
 from fp8booster.nn.linear.frozen import FrozenFP8Linear, FrozenLayer
@@ -42,8 +42,9 @@ def quantize(model: nn.Module, config: FP8Config | None = None, *, batches: Iter
     Raises:
         ValueError: a scaling that only training has, calibration for finer scales than one a tensor or of no batch, or
             no layer that could be quantized.
+        TypeError: the configuration is none.
     """
-    config = FP8Config() if config is None else config
+    config = config_or_default(config)
     _check(config, calibrates=batches is not None)
     convert_to_fp8(model, config, kinds=_kinds(), kept=_kept(model))
     if batches is not None:

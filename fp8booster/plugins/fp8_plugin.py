@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.colossal.zero.lone_save import saved_by_every_rank
-from fp8booster.config import FP8Config
+from fp8booster.config import FP8Config, config_or_default
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.fused import fuse, fused_summary
@@ -69,9 +69,7 @@ class FP8Plugin(Plugin):
         self.require_support(arguments)
         use_fp8 = arguments.pop("use_fp8", False)
         communication = arguments.pop("fp8_communication", None)
-        if fp8_config is not None and not isinstance(fp8_config, FP8Config):
-            raise TypeError(f"fp8_config is {fp8_config!r}; give an fp8booster.FP8Config")
-        self.fp8_config = FP8Config() if fp8_config is None else fp8_config
+        self.fp8_config = config_or_default(fp8_config, "fp8_config")
         precision = arguments.get("precision", "fp16")
         if use_fp8 and precision not in _PRECISIONS:
             raise ValueError(

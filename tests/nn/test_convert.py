@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8, quantize, report
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from tests.nn.experts.test_held_as_one import Experts
 from tests.nn.models import tiny_llama
@@ -190,6 +190,12 @@ def test_converting_again_applies_the_new_configuration() -> None:
 def test_a_model_with_nothing_to_convert_is_refused(model, config, message) -> None:
     with pytest.raises(ValueError, match=rf"no layer of the model would compute in FP8: {message}.*use_fp8"):
         convert_to_fp8(model, config)
+
+
+@pytest.mark.parametrize("function", [convert_to_fp8, quantize])
+def test_options_that_are_no_configuration_are_refused(function) -> None:
+    with pytest.raises(TypeError, match=r"config is {'always': True}; give an fp8booster.FP8Config"):
+        function(nn.Sequential(nn.Linear(32, 32)), {"always": True})
 
 
 @pytest.mark.parametrize(
