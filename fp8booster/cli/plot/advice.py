@@ -36,7 +36,7 @@ _MANTISSA_BITS = {"e4m3": 3, "e5m2": 2}
 _EDGE = 4.0  # how many times more often the first and last layers must be above a limit than those between
 _OPERANDS = ("weight", "input", "output gradient")
 _AFTER_SWIGLU = ("down_proj", "w2")
-_ABOVE = "are above their limits"
+_ABOVE = "above the limits"
 _REAL_TIME = "scaling=real-time"
 _FINER = "granularity=blockwise"
 _SMOOTH = "smooth_swiglu=true"
@@ -125,11 +125,11 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
     gradients = [each for each in inner if each.role == "output gradient"]
     narrow = [each for each in gradients if "e5m2" not in each.format.lower() and granularity != "blockwise"]
     rules = (
-        (_REAL_TIME, clipped, "clip values, which scales from their own amax do not"),
+        (_REAL_TIME, clipped, "with clipped values, of which scales from their own amax have none"),
         (_SMOOTH, of_swiglu, why_larger),
         (_FINER, [each for each in outliers if each not in of_swiglu], why_larger),
-        ("first_last_layers_in_16_bits=1", at_ends, "of the first and last layers are above their limits"),
-        ("gradient_format=e5m2", narrow, "are above their limits, and E5M2 has a wider range"),
+        ("first_last_layers_in_16_bits=1", at_ends, f"of the first and last layers {_ABOVE}"),
+        ("gradient_format=e5m2", narrow, f"{_ABOVE}, and E5M2 has a wider range"),
         (_FINER, [] if narrow else gradients, f"{_ABOVE} in the format with the widest range"),
         (_FINER, [each for each in inner if each.role in ("weight", "input") and each not in of_swiglu], _ABOVE),
         ("saved_activations=16-bit", [each for each in lossy if each.role == SAVED], f"{_ABOVE} in codes"),

@@ -20,7 +20,7 @@ from fp8booster.files import write_whole
 
 from .advice import FLUSHED, SATURATED, least_snr
 from .pictures import Box, as_svg, depth_color, draw_axes, draw_losses, draw_map, flushed_norm
-from .run import Losses, RunRecord
+from .run import PRECISIONS, Losses, RunRecord
 from .scales import Scales, Tensor
 
 _STEPS = 100  # samples that are drawn, at most
@@ -30,6 +30,7 @@ _KINDS = 11  # panels of lines, and one for what is left
 _SHOWN, _LISTED = 15, 1000  # rows of the table, and of that with all
 _LINES = ("weight", "input", "output gradient")
 _NO_LAYER = 1 << 16
+_LINE = 15  # letters of a name beside a map
 _SNR = (5.0, 35.0)  # dB, from noise that hides the values to E4M3's own
 _SCALES_NOTE = (
     "The binary logarithm of what values are multiplied by before the cast, a panel for each kind of layer, as in "
@@ -80,7 +81,7 @@ def write_page(path: Path, run: RunRecord, against: RunRecord | None = None) -> 
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     environment.filters.update(share=_share, digits=_digits, least_snr=least_snr)
     sections = _loss_section(page, _curves(run, against))
-    if scales:
+    if scales and scales.tensors:
         sections += _scale_sections(page, scales)
     text = environment.get_template("page.html").render(
         run=run,
@@ -102,7 +103,7 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
     facts = [(name, str(run.about[name])) for name in ("command", "hardware", "versions", "date") if name in run.about]
     for name, losses in run.losses.items():
         if losses:
-            facts.append((f"loss, {name}", f"{losses[max(losses)]:.4f} at step {max(losses)}"))
+            facts.append((f"loss, {_called(name)}", f"{losses[max(losses)]:.4f} at step {max(losses)}"))
     if run.in_fp8:
         facts.append(("linear layers in FP8", run.in_fp8))
     facts += [("not in FP8", line) for line in run.not_in_fp8]
@@ -115,13 +116,18 @@ def _facts(run: RunRecord) -> list[tuple[str, str]]:
 
 def _curves(run: RunRecord, against: RunRecord | None) -> dict[str, Losses]:
     """Losses by what they are called; the first is what the others are compared with."""
-    curves = {name.upper() if name in ("bf16", "fp8") else name: losses for name, losses in run.losses.items()}
+    curves = {_called(name): losses for name, losses in run.losses.items()}
     if against is None or not against.losses:
         return curves
     precision, losses = list(against.losses.items())[-1]
     other = against.folder.absolute().name
     other = other if other != run.folder.absolute().name else str(against.folder)
     return {other if precision == other else f"{other} {precision.upper()}": losses, **curves}
+
+
+def _called(name: str) -> str:
+    """What a page calls the losses of a folder."""
+    return name.upper() if name in PRECISIONS else name
 
 
 def _loss_section(page: _Page, curves: Mapping[str, Losses]) -> list[dict[str, Any]]:
@@ -190,7 +196,7 @@ def _scale_sections(page: _Page, scales: Scales) -> list[dict[str, Any]]:
     note = "Layer by layer; point at a cell or a line, or use the arrow keys, to read its value."
     return [
         {"title": "Share flushed to zero", "note": note, "pictures": flushed, "layout": "grid maps"},
-        {"title": "Noise", "note": "Bright: much noise.", "pictures": noise, "layout": "grid maps"},
+        {"title": "Noise", "note": "Bright: much noise. Empty: no number.", "pictures": noise, "layout": "grid maps"},
         *lines,
     ]
 
@@ -239,8 +245,16 @@ def _depth(tensor: Tensor) -> int:
 
 
 def _label(tensor: Tensor) -> str:
+    """The number of a tensor's decoder layer; else the end of its name, in one or two lines of at most `_LINE`."""
     depth = _depth(tensor)
-    return str(depth) if depth < _NO_LAYER else tensor.layer.rpartition(".")[2][:8]
+    if depth < _NO_LAYER:
+        return str(depth)
+    lines = [""]
+    for piece in re.findall(r"[^_ ]*[_ ]?", tensor.layer.removesuffix(".weight").rpartition(".")[2]):
+        if lines[-1] and len(lines[-1] + piece) > _LINE:
+            lines.append("")
+        lines[-1] += piece
+    return "\n".join(line if len(line) <= _LINE else f"{line[: _LINE - 1]}…" for line in lines[:2])
 
 
 def _range(values: np.ndarray, unit: str) -> str:

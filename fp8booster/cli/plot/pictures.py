@@ -93,19 +93,37 @@ def depth_color(layer: int, layers: int) -> str:
 
 
 def draw_map(steps: Sequence[int], rows: np.ndarray, labels: Sequence[str], norm: Normalize, colors: str) -> Figure:
-    """A cell for each row and step; a missing value stays empty."""
+    """A cell for each row and step; a missing value stays empty.
+
+    Args:
+        labels: of rows: numbers of layers, and names in lines that are wide enough for the place left of the axes.
+    """
+    numbered = any(label.isdigit() for label in labels)
+    letters = max(len(line) for label in labels for line in label.splitlines())
+    height = min(3.5, max(1.6, 0.5 + 0.35 * len(labels)))
     with rc_context(_STYLE | {"font.size": 8}):
-        figure = Figure(figsize=(_WIDTH, 3.5))
-        axes = figure.subplots(gridspec_kw=_margins(0.02, 0.12))
+        figure = Figure(figsize=(_WIDTH, height))
+        left = max(0.54, 0.12 + 0.07 * letters + 0.2 * numbered) / _WIDTH  # inches of the text, which a browser draws
+        axes = figure.subplots(gridspec_kw=_margins(0.07 / height, 0.42 / height) | {"left": left})
         image = axes.imshow(rows, aspect="auto", interpolation="none", norm=norm, cmap=colors)
-        columns = np.unique(np.linspace(0, len(steps) - 1, 5).round().astype(int))
+        columns = range(0, len(steps), -(-len(steps) // 5))
         axes.set_xticks(columns, [str(steps[column]) for column in columns])
         starts = [row for row in range(len(labels)) if row == 0 or labels[row] != labels[row - 1]]
-        starts = starts[:: -(-len(starts) // 8)]
+        lines = 1 + max(label.count("\n") for label in labels)
+        starts = _apart(starts[:: -(-len(starts) // 8)], len(labels) * lines * 0.15 / (height - 0.5))
         axes.set_yticks(starts, [labels[row] for row in starts])
-        axes.set(xlabel="step", ylabel="layer")
+        axes.set(xlabel="step", ylabel="layer" if numbered else "")
         _add_bar(figure, axes, image, "").ax.minorticks_off()
     return figure
+
+
+def _apart(rows: Sequence[int], least: float) -> list[int]:
+    """Of ascending rows, those that are so far apart."""
+    kept: list[int] = []
+    for row in rows:
+        if not kept or row - kept[-1] >= least:
+            kept.append(row)
+    return kept
 
 
 def _margins(top: float, bottom: float) -> dict[str, float]:

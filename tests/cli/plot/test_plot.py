@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from html import unescape
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -15,11 +17,13 @@ from typer.testing import CliRunner
 from fp8booster import FP8Config, convert_to_fp8, fuse, record
 from fp8booster.cli.main import app
 from fp8booster.cli.plot import advice
-from fp8booster.cli.plot.pictures import save_losses
+from fp8booster.cli.plot.page import _label
+from fp8booster.cli.plot.pictures import draw_map, flushed_norm, save_losses
 from fp8booster.cli.plot.run import read_run
+from fp8booster.cli.plot.scales import Tensor
 from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.cli.train.run import drawn_page
-from tests.cli.plot.synthetic import HEADER, write_metrics, write_scales
+from tests.cli.plot.synthetic import HEADER, LINEARS, write_metrics, write_scales
 from tests.nn.models import tiny_llama
 
 DOWN = "model.layers.2.mlp.down_proj"
@@ -64,7 +68,7 @@ def test_the_worst_tensor_comes_first_with_its_numbers(run: Path) -> None:
     page = page_of(run)
     rows = re.findall(r"<tr><td>(.*?)</td></tr>", page)
     cells = [re.sub("<.*?>", "", cell) for cell in rows[0].split("</td>")]
-    assert cells == [DOWN, "input", "25", "0", "0", "20 %", "12.5 dB", "321", "150", "e4m3"]
+    assert cells == [DOWN, "input", "25", "20 %", "12.5 dB", "0", "0", "321", "150", "e4m3"]
     record = json.loads(CliRunner().invoke(app, ["plot", str(run), "--json"]).stdout)
     assert [record["worst"][0][name] for name in ("layer", "step", "flushed")] == [DOWN, 150, 0.2]
     assert record["not_in_fp8"] == ["lm_head: FP8Config.layers leaves it out"]
@@ -351,3 +355,38 @@ def test_a_page_is_written_where_no_folder_was_and_not_in_place_of_one(run: Path
     assert done.exit_code == 2
     assert "is a folder; give the page's file" in " ".join(done.stderr.split())
     assert sorted(page.parent.parent.glob("pages*")) == [page.parent]
+
+
+@pytest.mark.parametrize("layers", [0, 4, 32])
+def test_names_beside_a_map_are_whole_and_apart(layers: int) -> None:
+    names = ("reduce_scatter_tensor", "all_gather_into_tensor", "all_reduce sums", "lm_head", "wte.weight")
+    names = (*(f"model.layers.{layer}.{linear}" for layer in range(layers) for linear in LINEARS), *names)
+    labels = [_label(Tensor(name, "message", "e4m3", np.array([]), {})) for name in names]
+    assert labels[-5:] == ["reduce_scatter_\ntensor", "all_gather_\ninto_tensor", "all_reduce sums", "lm_head", "wte"]
+    figure = draw_map(range(1, 9), np.ones((len(names), 8)), labels, flushed_norm(1.0), "cividis")
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    rows = [each.get_window_extent() for each in axes.get_yticklabels()]
+    steps = [each.get_window_extent() for each in axes.get_xticklabels()]
+    beside = [axes.yaxis.label.get_window_extent()] if layers else []
+    assert rows
+    assert min(each.x0 for each in (*rows, *beside)) >= 0
+    for each in ((above, below) for texts in (rows, steps) for above, below in itertools.pairwise(texts)):
+        assert not each[0].overlaps(each[1])
+    assert not any(each.overlaps(beside[0]) for each in rows if beside)
+    assert len({round(after.x0 - before.x0) for before, after in itertools.pairwise(steps)}) <= 2
+
+
+def test_a_record_without_tensors_asks_for_one_with_some(run: Path) -> None:
+    (run / "fp8" / "scales.jsonl").write_text(json.dumps(HEADER) + "\n")
+    page = page_of(run)
+    assert "No tensors were recorded" in page
+    assert "Worst tensors" not in page
+    assert "within their limits" not in page
+
+
+def test_a_tensor_that_is_not_finite_has_no_times_of_a_limit(run: Path) -> None:
+    write_scales(run / "fp8" / "scales.jsonl", 4, 5, plant(non_finite=3, snr_db=None, scale=None))
+    row = re.search(r"<tr><td>model.*?</tr>", page_of(run))[0]
+    assert '<td>input</td><td class="above">not finite</td>' in row
+    assert '<td class="above">3</td>' in row
