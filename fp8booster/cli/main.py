@@ -1,6 +1,7 @@
 """The `fp8booster` command: which commands there are.
 
-The modules of commands import only what their signatures need, so that `fp8booster --help` answers at once.
+The modules of commands import only what their signatures need, so that neither colossalai nor transformers is imported
+before one runs.
 """
 
 from __future__ import annotations

@@ -133,6 +133,8 @@ def fp8_config(pairs: tuple[str, ...], level_name: str | None = None) -> FP8Conf
     """
     fields = [field.name for field in dataclasses.fields(FP8Config) if field.name != "layers"]
     arguments = parse_pairs(pairs, "--fp8-option")
+    if "layers" in arguments:
+        raise ValueError("FP8Config.layers is a function; it can be set in a script alone.")
     _require_known(arguments, "FP8Config", fields)
     return FP8Config(**arguments) if level_name is None else level(level_name, **arguments).config
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.config import FP8Config
 from fp8booster.reading import faults_named, first_line, read_index, read_record
 from fp8booster.serving.frozen import load_frozen, random_frozen
@@ -50,8 +51,17 @@ def is_folder(model: str) -> bool:
             "--format bf16."
         )
     if not (Path(model) / "config.json").is_file():
-        raise ValueError(f"The folder {model} has no config.json; save the model's config there (save_pretrained).")
+        saved = _saved_in(Path(model))
+        remedy = f"give {saved}, which has" if saved else "save the model's config there (save_pretrained)"
+        raise ValueError(f"The folder {model} has no config.json; {remedy}.")
     return True
+
+
+def _saved_in(folder: Path) -> Path | None:
+    """The model in a checkpoint, or in a run's newest one, of a run in both precisions that trained in FP8."""
+    newest = (newest_checkpoint(folder / precision / "checkpoints") for precision in ("fp8", "bf16"))
+    models = (checkpoint / "model" for checkpoint in (folder, *newest) if checkpoint is not None)
+    return next((model for model in models if (model / "config.json").is_file()), None)
 
 
 def has_weights(folder: str) -> bool:

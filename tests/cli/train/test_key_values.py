@@ -39,6 +39,7 @@ from tests.colossal.models import tiny_llama
             "num_model_chunks is 3; with pp_style=zbv it must be 2",
         ),
         ({"fp8_options": ("powr_of_two=true",)}, r"FP8Config has no option 'powr_of_two'; did you mean power_of_two\?"),
+        ({"fp8_options": ("layers=q_proj",)}, "FP8Config.layers is a function; it can be set in a script alone"),
         ({"fp8_options": ("power_of_two=3",)}, "FP8Config.power_of_two is 3; use True or False"),
     ],
 )

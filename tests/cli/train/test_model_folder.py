@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -235,3 +236,14 @@ def test_code_among_weights_does_not_run_and_is_not_recommended(tmp_path):
         build_model(folder, load_config(folder, 64, 32), torch.device("cpu"), checkpointing=False)
     assert "weights_only" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_in_place_of_its_model_is_told_with_the_model(tmp_path):
+    for precision, step in (("bf16", 8), ("fp8", 4), ("fp8", 2)):
+        model = tmp_path / precision / "checkpoints" / f"step-{step:08}" / "model"
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+    checkpoint = tmp_path / "fp8" / "checkpoints" / "step-00000004"
+    for folder in (tmp_path, checkpoint):
+        with pytest.raises(ValueError, match=re.escape(f"has no config.json; give {checkpoint / 'model'}, which has.")):
+            is_folder(str(folder))
