@@ -192,11 +192,12 @@ def test_values_that_are_not_finite_come_first_and_no_recipe_is_for_them(tmp_pat
     assert read_run(tmp_path).worst[0].non_finite == 2
 
 
-def test_a_reason_reads_well_of_one_tensor(tmp_path: Path) -> None:
-    for changed, reason in (
-        ({"saturated": 0.1}, "1 tensor with clipped values, "),
-        ({"snr_db": 12.0}, "1 tensor above the limits: "),
+def test_a_reason_reads_well_of_one_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for scaling, changed, reason in (
+        ("delayed", {"saturated": 0.1}, "1 tensor with clipped values, "),
+        ("real-time", {"snr_db": 12.0}, "1 tensor above the limits: "),
     ):
+        monkeypatch.setitem(HEADER, "config", {"granularity": "tensorwise", "scaling": scaling})
         assert [each.startswith(reason) for each in advised(tmp_path, plant(**changed)).values()] == [True]
 
 
