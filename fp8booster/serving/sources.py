@@ -121,7 +121,8 @@ class Live(Source):
     def tensor(self, name: str) -> torch.Tensor:
         layer = self._layers.get(name)
         if isinstance(layer, FrozenLayer):
-            return layer.quantized.dequantize(*layer.fp8_shape)
+            values = layer.quantized.dequantize(*layer.fp8_shape)
+            return values.t() if layer.weight_is_transposed else values
         return self._tensors[name]
 
     def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from fp8booster import FP8Config, convert_to_fp8, export, fuse, load_fp8
+from fp8booster import FP8Config, convert_to_fp8, export, fuse, load_fp8, quantize
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.serving import write
@@ -21,6 +21,7 @@ from fp8booster.serving.formats import CHECKPOINT_FORMATS
 from fp8booster.serving.layout import layout_of_config
 from fp8booster.serving.read import dequantized
 from tests.colossal.models import VOCABULARY, tiny_llama, token_batch
+from tests.nn.models import tiny_gpt2
 
 FORMATS = list(CHECKPOINT_FORMATS)
 TRANSFORMERS_5 = transformers.__version__.startswith("5.")
@@ -236,6 +237,15 @@ def test_the_config_says_how_compressed_tensors_are_multiplied(tmp_path):
         "strategy": "token",
         "dynamic": True,
     }
+
+
+def test_gpt2_in_fp8_is_written_in_16_bits_as_its_weights_lie(tmp_path):
+    model = tiny_gpt2().bfloat16()
+    expected = model.state_dict()
+    export(quantize(model), tmp_path / "out", format="bf16")
+    for name, value in files(tmp_path / "out").items():
+        assert value.shape == expected[name].shape, name
+        assert (value - expected[name]).norm() <= 0.04 * expected[name].norm(), name
 
 
 def test_layers_that_train_in_16_bits_are_exported_so(tmp_path):
