@@ -20,6 +20,7 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.reading import read_record
 from fp8booster.serving.formats import block_of, granularity_of
 from fp8booster.serving.shards import Shards
+from fp8booster.training.models import attention_of, causal_lm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -174,11 +175,9 @@ def fill(model: Any, read: Read, device: torch.device | str) -> None:
 
 def _skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
     """A causal language model whose matrices have no memory."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # typed as None where transformers is lazy
+    kind, attention = causal_lm(config), attention_of(config)
     with _MatricesOnMeta():
-        model = kinds[type(config)]._from_config(config, torch_dtype=dtype, attn_implementation="sdpa")
+        model = kind._from_config(config, torch_dtype=dtype, attn_implementation=attention)
     model.tie_weights()
     return model
 

@@ -16,6 +16,7 @@ from fp8booster.nn.experts.held_as_one import FP8Experts, are_experts
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.training.models import attention_of, causal_lm
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,9 @@ class Layout:
 
 def skeleton(config: Any) -> Any:
     """The causal language model that transformers builds from a config, without memory."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # typed as None where transformers is lazy
-    kind = kinds[type(config)]
+    kind, attention = causal_lm(config), attention_of(config)
     with torch.device("meta"):
-        model = kind._from_config(config, attn_implementation="sdpa")
+        model = kind._from_config(config, attn_implementation=attention)
     model.tie_weights()
     return model
 

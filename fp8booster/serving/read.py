@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +14,7 @@ from fp8booster.reading import read_record
 from fp8booster.serving.formats import UNUSED_SCALES, block_of, decode
 from fp8booster.serving.frozen import load_frozen
 from fp8booster.serving.shards import Shards
+from fp8booster.training.models import attention_of, causal_lm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -83,7 +84,7 @@ def load_fp8(
         ValueError: the folder's weights are not in FP8, or not all there, or, with `frozen`, in a form that products
             cannot read.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers import AutoConfig
 
     if not require_loadable(Path(folder)):
         raise ValueError(f"{folder} has no quantization_config; load it with transformers' from_pretrained.")
@@ -92,14 +93,12 @@ def load_fp8(
     if config is None:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     forget_quantization(config)
-    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # typed as None where transformers is lazy
-    kind = kinds[type(config)]
-    model, found = kind.from_pretrained(
+    model, found = causal_lm(config).from_pretrained(
         None,
         config=config,
         state_dict=dict(dequantized(folder, dtype)),
         torch_dtype=dtype,
-        attn_implementation="sdpa",
+        attn_implementation=attention_of(config),
         output_loading_info=True,
     )
     if found["missing_keys"]:

@@ -121,7 +121,7 @@ def build(
     dtype: torch.dtype = torch.bfloat16,
     checkpointing: bool | int = False,
 ) -> PreTrainedModel:
-    """A model in training mode, with attention by torch's SDPA.
+    """A model in training mode, with attention by torch's SDPA where transformers gives it that.
 
     On a real device its weights are random and follow torch's seed for that kind of device, so equal seeds give equal
     weights on all ranks; on "meta" it has none.
@@ -130,9 +130,31 @@ def build(
 
     with device:
         model = AutoModelForCausalLM.from_config(
-            config, torch_dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
+            config, torch_dtype=dtype, attn_implementation=attention_of(config), trust_remote_code=False
         )
     return prepared(model, checkpointing)
+
+
+def causal_lm(config: PretrainedConfig) -> Any:
+    """The class that transformers has for the causal language model of a config.
+
+    Raises:
+        ValueError: it has none.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kinds: Any = MODEL_FOR_CAUSAL_LM_MAPPING  # typed as None where transformers is lazy
+    if type(config) not in kinds:
+        raise ValueError(
+            f"transformers has no causal language model of the type {config.model_type!r}; give one that it has, as "
+            "llama or qwen2."
+        )
+    return kinds[type(config)]
+
+
+def attention_of(config: PretrainedConfig) -> str:
+    """What to ask transformers for as `attn_implementation`: torch's SDPA, or else what the model itself has."""
+    return "sdpa" if causal_lm(config)._supports_sdpa else "eager"
 
 
 def prepared(model: PreTrainedModel, checkpointing: bool | int) -> PreTrainedModel:

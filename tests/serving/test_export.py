@@ -11,7 +11,17 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, Phi3Config, Phi3ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    GPTJConfig,
+    GPTJForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from fp8booster import FP8Config, convert_to_fp8, export, fuse, load_fp8, quantize
 from fp8booster.nn.fused.merged_layers import merged_layers
@@ -246,6 +256,28 @@ def test_gpt2_in_fp8_is_written_in_16_bits_as_its_weights_lie(tmp_path):
     for name, value in files(tmp_path / "out").items():
         assert value.shape == expected[name].shape, name
         assert (value - expected[name]).norm() <= 0.04 * expected[name].norm(), name
+
+
+def test_a_model_without_torch_s_attention_is_written_and_read(tmp_path):
+    torch.manual_seed(0)
+    model = GPTJForCausalLM(GPTJConfig(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, rotary_dim=8)).bfloat16()
+    model.eval()
+    model.save_pretrained(tmp_path / "model")
+    assert export(model, tmp_path / "live").layers == export(tmp_path / "model", tmp_path / "stored").layers == 12
+    with torch.no_grad():
+        expected = model(token_batch(0)).logits
+        for frozen in (False, True):
+            found = load_fp8(tmp_path / "stored", frozen=frozen).eval()(token_batch(0)).logits
+            assert 0 < (found - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_model_that_is_no_causal_one_is_refused(tmp_path):
+    config = T5Config(vocab_size=VOCABULARY, d_model=64, d_ff=128, num_layers=1, num_heads=4)
+    model = T5ForConditionalGeneration(config).bfloat16()
+    model.save_pretrained(tmp_path / "model")
+    for source in (model, tmp_path / "model"):
+        with pytest.raises(ValueError, match="no causal language model of the type 't5'; give one that it has"):
+            export(source, tmp_path / "out")
 
 
 def test_layers_that_train_in_16_bits_are_exported_so(tmp_path):

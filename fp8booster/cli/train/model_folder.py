@@ -16,7 +16,7 @@ from fp8booster.reading import faults_named, first_line, read_index, read_record
 from fp8booster.serving.frozen import load_frozen, random_frozen
 from fp8booster.serving.read import forget_quantization, load_fp8, require_loadable
 from fp8booster.training.adapters import ADAPTER_FILE
-from fp8booster.training.models import MODELS, SIZES, build, prepared
+from fp8booster.training.models import MODELS, SIZES, attention_of, build, prepared
 from fp8booster.training.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def require_buildable(folder: str) -> None:
     _require_heads(fields, file)
     try:
         with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", trust_remote_code=False)
+            AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config), trust_remote_code=False)
     except Exception as error:  # whatever a model's code meets in a config that nobody checked
         raise ValueError(
             f"transformers builds no model from {file} ({type(error).__name__}: {first_line(error)}); correct the "
@@ -290,7 +290,7 @@ def _load_weights(
                 folder,
                 config=config,
                 torch_dtype=dtype,
-                attn_implementation="sdpa",
+                attn_implementation=attention_of(config),
                 local_files_only=True,
                 trust_remote_code=False,
             )
