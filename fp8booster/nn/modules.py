@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -99,6 +100,12 @@ def run_with(forward: Callable[..., Any], module: nn.Module, parts: dict[str, An
 def held_by_modules(model: nn.Module, kind: type[Held]) -> list[Held]:
     """The objects of a class that the modules of a model hold as attributes."""
     return [value for module in model.modules() for value in vars(module).values() if isinstance(value, kind)]
+
+
+def held_by_several(model: nn.Module) -> set[int]:
+    """The identities of parameters that several modules of a model hold, as its embeddings and its head do."""
+    holders = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
+    return {parameter for parameter, count in holders.items() if count > 1}
 
 
 def vocabulary_heads(model: nn.Module) -> set[int]:

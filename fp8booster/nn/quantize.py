@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from fp8booster.nn.convert import Kinds, convert_to_fp8
 from fp8booster.nn.experts.held_as_one import are_experts
 from fp8booster.nn.linear.frozen import FrozenFP8Linear, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import held_by_several
 from fp8booster.scaling import amax_of
 
 Batch = torch.Tensor | tuple | list | Mapping[str, Any]
@@ -86,11 +86,9 @@ def _kinds() -> Kinds:
 
 def _kept(model: nn.Module) -> dict[int, str]:
     """By the identities of modules, why their weights stay in 16 bits."""
-    holders = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
-    kept = {}
+    tied, kept = held_by_several(model), {}
     for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and holders[id(weight)] > 1:
+        if id(module._parameters.get("weight")) in tied:
             kept[id(module)] = "its weight is that of another module too"
         if are_experts(module):
             kept[id(module)] = "experts held as one parameter are not kept in FP8"

@@ -17,6 +17,7 @@ from fp8booster.kernels.alignment import BLOCK
 from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.linear.frozen import SCALE, FrozenFP8Linear
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import held_by_several
 from fp8booster.reading import read_record
 from fp8booster.serving.formats import block_of, granularity_of
 from fp8booster.serving.shards import Shards
@@ -32,11 +33,15 @@ Read = Callable[[str, nn.Module], torch.Tensor | None]
 def freeze(model: nn.Module, config: FP8Config) -> nn.Module:
     """Keep the weights of the layers that `convert_to_fp8` chooses in FP8 alone, in place; returns the model.
 
-    Of layers without memory, the matrices have none either. Layers of other classes than nn.Linear keep 16-bit weights.
+    Of layers without memory, the matrices have none either. Layers of other classes than nn.Linear keep 16-bit weights,
+    and so do those whose weight another module has too.
     """
     convert_to_fp8(model, config)
+    tied = held_by_several(model)
     for module in model.modules():
-        if isinstance(module, FP8Layer) and module.original is nn.Linear and not isinstance(module, FrozenFP8Linear):
+        if not isinstance(module, FP8Layer) or isinstance(module, FrozenFP8Linear):
+            continue
+        if module.original is nn.Linear and id(module.weight) not in tied:
             FrozenFP8Linear.convert_in_place(module, module.fp8_config)
     return model
 

@@ -16,6 +16,7 @@ from fp8booster.nn.experts.held_as_one import FP8Experts, are_experts
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import held_by_several
 from fp8booster.training.models import attention_of, causal_lm
 
 
@@ -93,8 +94,11 @@ def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
 
 
 def _exported(model: nn.Module) -> Iterator[FP8Layer]:
-    """The FP8 layers that are nn.Linear, which is what engines put their own layers in the place of."""
-    found = False
+    """The FP8 layers that are nn.Linear, which is what engines put their own layers in the place of.
+
+    Not those whose weight embeddings have too, which engines read in 16 bits.
+    """
+    tied, found = held_by_several(model), False
     for name, module in model.named_modules():
         if isinstance(module, FP8Experts) or are_experts(module):
             raise ValueError(
@@ -104,8 +108,9 @@ def _exported(model: nn.Module) -> Iterator[FP8Layer]:
         if not isinstance(module, FP8Layer):
             continue
         if module.original is nn.Linear:
-            found = True
-            yield module
+            if id(module._parameters.get("weight")) not in tied:
+                found = True
+                yield module
         elif not module.weight_is_transposed:
             raise ValueError(
                 f"{name} is a {module.original.__name__}, of which a rank holds a part; save the model with "

@@ -126,10 +126,10 @@ def _write_tensors(source: Source, chosen: CheckpointFormat | None, writer: Shar
     layout = source.layout
     for name in source.names:
         if chosen is None or name not in layout.groups:
-            tensor = source.tensor(name)
+            tensor, first = source.tensor(name), layout.first_name.get(name, name)
             # buffers, as a router's bias for the choice of experts, have the type that the model gives them
             half = tensor.dtype is torch.float32 and name in layout.parameters
-            writer.add(name, tensor.bfloat16() if half else tensor)
+            writer.add(first, tensor.bfloat16() if half else tensor)  # transformers 4 reads a tied weight by that
             continue
         made = source.made(name, chosen, power_of_two)
         if made is None:

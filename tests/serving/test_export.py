@@ -280,6 +280,22 @@ def test_a_model_that_is_no_causal_one_is_refused(tmp_path):
             export(source, tmp_path / "out")
 
 
+def test_a_tied_weight_is_in_16_bits_under_its_first_name(tmp_path):
+    model = llama(tie_word_embeddings=True)
+    done = export(model, tmp_path / "live", config=FP8Config(vocabulary_head=True))
+    assert (done.layers, done.kept) == (14, ("lm_head",))
+    model.save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, file)
+    export(tmp_path / "model", tmp_path / "stored")
+    for out in ("live", "stored"):
+        there = files(tmp_path / out)
+        assert "lm_head.weight" not in there
+        assert torch.equal(there["model.embed_tokens.weight"], model.lm_head.weight)
+
+
 def test_layers_that_train_in_16_bits_are_exported_so(tmp_path):
     config = FP8Config(first_last_layers_in_16_bits=1)
     done = export(llama(num_hidden_layers=3), tmp_path / "out", config=config)

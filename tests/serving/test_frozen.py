@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, LlamaForCausalLM
 
-from fp8booster import FP8Config, convert_to_fp8
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8
 from fp8booster.nn import FrozenFP8Linear
 from fp8booster.serving import export, frozen, load_fp8
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
@@ -69,6 +69,17 @@ def test_a_16_bit_checkpoint_is_cast_as_the_whole_model_would_be(folder) -> None
         assert torch.equal(whole.get_submodule(name).fp8_data, layer.fp8_data), name
     values = sum(layer.fp8_shape[0] * layer.fp8_shape[1] for layer in layers.values())
     assert bytes_of(kept) == bytes_of(whole) == before - values + 4 * len(layers)
+
+
+def test_a_tied_head_computes_in_fp8_from_the_weight_in_16_bits(tmp_path) -> None:
+    model = tiny_llama(tie_word_embeddings=True).bfloat16().eval()
+    model.save_pretrained(tmp_path)
+    kept = load_frozen(tmp_path, FP8Config(vocabulary_head=True, always=True))
+    assert len(frozen_layers(kept)) == 14
+    assert type(kept.lm_head) is FP8Linear
+    assert kept.lm_head.weight is kept.model.embed_tokens.weight
+    expected = model(token_batch(2, 16)).logits
+    assert (kept(token_batch(2, 16)).logits - expected).norm() < 0.1 * expected.norm()
 
 
 def test_random_weights_are_in_fp8_from_the_first(folder, monkeypatch) -> None:
