@@ -48,7 +48,7 @@ class Merged(Source):
         if record.get("modules_to_save") or record.get("bias", "none") != "none":
             raise ValueError(f"{file} trains more than adapters; merge it with peft's merge_and_unload.")
         self._base = Folder(Path(model), config, in_fp8=in_fp8)
-        self.fp8_config, self.layout = self._base.fp8_config, self._base.layout
+        self.fp8_config, self.layout, self.dtype = self._base.fp8_config, self._base.layout, self._base.dtype
         adapted = _adapters_of(folder, skeleton(self._base.model_config))
         self._adapters = {f"{name}.weight": module for name, module in adapted.named_modules() if is_adapted(module)}
         self.merged = len(self._adapters)

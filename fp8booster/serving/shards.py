@@ -48,6 +48,11 @@ class Shards:
         with self._named(name):
             return tuple(self._handle(self._files[name]).get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """What safetensors calls its type, as F16."""
+        with self._named(name):
+            return self._handle(self._files[name]).get_slice(name).get_dtype()
+
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, read from the disk."""
         with self._named(name):

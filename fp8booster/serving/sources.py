@@ -37,6 +37,8 @@ class Source(ABC):
 
     fp8_config: FP8Config
     layout: Layout
+    dtype: torch.dtype = torch.bfloat16
+    """Of what is written in 16 bits: FP16 for a model that has that and no BF16."""
     merged: int = 0
     """Weights that adapters are merged into."""
 
@@ -110,6 +112,8 @@ class Live(Source):
             self.layout = layout_of_config(model.config, self.fp8_config)
         of_casts = {f"{name}.{end}" for name in frozen for end in (SCALE, INPUT_AMAX)}
         self._tensors = {name: value for name, value in model.state_dict().items() if name not in of_casts}
+        if {torch.float16, torch.bfloat16} & {value.dtype for value in self._tensors.values()} == {torch.float16}:
+            self.dtype = torch.float16
         shapes = {name: shape for name, shape in self.layout.shapes.items() if name not in of_casts}
         self.layout = dataclasses.replace(self.layout, shapes=shapes)
         _require_shapes(self.layout, {name: value.shape for name, value in self._tensors.items()}, "the model")
@@ -139,7 +143,8 @@ class Live(Source):
         return quantized.data[:rows, :columns], stored_scale(quantized.inverse_scale, rows, columns)
 
     def record(self) -> dict[str, Any]:
-        return json.loads(self._model.config.to_json_string(use_diff=False))
+        config = json.loads(self._model.config.to_json_string(use_diff=False))
+        return {**config, "architectures": [type(self._model).__name__]}  # as save_pretrained; made anew it has none
 
     def copy_files(self, folder: Path) -> None:
         if (generation := getattr(self._model, "generation_config", None)) is not None:
@@ -177,6 +182,8 @@ class Folder(Source):
             kept = tuple(name for name in self.layout.kept if f"{name}.weight" not in self._scale_of)
             self.layout = dataclasses.replace(self.layout, groups={name: (name,) for name in self._scale_of}, kept=kept)
         _require_shapes(self.layout, {name: self._shards.shape(name) for name in self._stored}, str(folder))
+        if {"F16", "BF16"} & {self._shards.dtype(name) for name in self._stored} == {"F16"}:
+            self.dtype = torch.float16
 
     @property
     def _stored(self) -> list[str]:

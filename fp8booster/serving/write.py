@@ -92,7 +92,7 @@ def export(
         writer.close()
         source.copy_files(part)
         record = {key: value for key, value in source.record().items() if key not in ("torch_dtype", "dtype")}
-        record["torch_dtype"] = "bfloat16"
+        record["torch_dtype"] = str(source.dtype).removeprefix("torch.")
         if chosen is not None:
             record["quantization_config"] = chosen.settings(source.layout.kept)
         (part / "config.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -129,7 +129,7 @@ def _write_tensors(source: Source, chosen: CheckpointFormat | None, writer: Shar
             tensor, first = source.tensor(name), layout.first_name.get(name, name)
             # buffers, as a router's bias for the choice of experts, have the type that the model gives them
             half = tensor.dtype is torch.float32 and name in layout.parameters
-            writer.add(first, tensor.bfloat16() if half else tensor)  # transformers 4 reads a tied weight by that
+            writer.add(first, tensor.to(source.dtype) if half else tensor)  # transformers 4 reads a tied weight by that
             continue
         made = source.made(name, chosen, power_of_two)
         if made is None:

@@ -73,6 +73,10 @@ def files(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
+def config_of(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8) if tensor.element_size() == 1 else tensor
 
@@ -235,7 +239,7 @@ def test_transformers_dequantizes_to_the_same_model(tmp_path, format):
 
 def test_the_config_says_how_compressed_tensors_are_multiplied(tmp_path):
     export(llama(), tmp_path / "out", format="compressed-tensors")
-    settings = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    settings = config_of(tmp_path / "out")["quantization_config"]
     group = settings["config_groups"]["group_0"]
     assert settings["format"] == "float-quantized"
     assert settings["ignore"] == ["lm_head"]
@@ -294,6 +298,26 @@ def test_a_tied_weight_is_in_16_bits_under_its_first_name(tmp_path):
         there = files(tmp_path / out)
         assert "lm_head.weight" not in there
         assert torch.equal(there["model.embed_tokens.weight"], model.lm_head.weight)
+
+
+def test_the_config_names_the_class_of_a_model_that_was_never_saved(tmp_path):
+    model = llama()
+    assert model.config.architectures is None
+    export(model, tmp_path / "out")
+    assert config_of(tmp_path / "out")["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("format", ["fine-grained", "bf16"])
+def test_a_model_in_fp16_stays_in_it(tmp_path, format):
+    model = llama().half()
+    model.model.norm.float()
+    model.save_pretrained(tmp_path / "model")
+    for source, out in ((model, tmp_path / "live"), (tmp_path / "model", tmp_path / "stored")):
+        export(source, out, format=format)
+        assert config_of(out)["torch_dtype"] == "float16"
+        there = files(out)
+        assert torch.equal(there["lm_head.weight"], model.lm_head.weight)
+        assert there["model.norm.weight"].dtype is torch.float16
 
 
 def test_layers_that_train_in_16_bits_are_exported_so(tmp_path):
