@@ -31,6 +31,8 @@ class CheckpointFormat:
     """Of the scale's tensor, which lies beside `weight`."""
     settings: Callable[[Sequence[str]], dict[str, Any]]
     """The `quantization_config` of a checkpoint, from the names of the linear layers that stay in 16 bits."""
+    shape_of_one: tuple[int, ...] = ()
+    """Of the scale's tensor, where a weight has one scale."""
 
     def power_of_two(self, config: FP8Config) -> bool:
         """Whether scales are powers of two: as in training where that has these scales, else the default."""
@@ -93,7 +95,9 @@ def _compressed_tensors(strategy: str) -> Callable[[Sequence[str]], dict[str, An
 CHECKPOINT_FORMATS = {
     "fine-grained": CheckpointFormat("blockwise", "weight_scale_inv", _finegrained([BLOCK, BLOCK])),
     "compressed-tensors": CheckpointFormat("rowwise", "weight_scale", _compressed_tensors("channel")),
-    "compressed-tensors-tensorwise": CheckpointFormat("tensorwise", "weight_scale", _compressed_tensors("tensor")),
+    "compressed-tensors-tensorwise": CheckpointFormat(
+        "tensorwise", "weight_scale", _compressed_tensors("tensor"), (1,)
+    ),
     "tensorwise": CheckpointFormat("tensorwise", "weight_scale_inv", _finegrained(None)),
 }
 """By the name that `fp8booster export --format` takes."""

@@ -143,4 +143,5 @@ def _write_tensors(source: Source, chosen: CheckpointFormat | None, writer: Shar
         if not bool(torch.isfinite(scale).all()):
             raise ValueError(f"{name} holds values that are not finite; export an earlier checkpoint")
         writer.add(name, data)
-        writer.add(name.removesuffix("weight") + chosen.scale_name, scale)
+        stored = scale.reshape(chosen.shape_of_one) if scale.dim() == 0 else scale
+        writer.add(name.removesuffix("weight") + chosen.scale_name, stored)

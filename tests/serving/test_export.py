@@ -237,6 +237,16 @@ def test_transformers_dequantizes_to_the_same_model(tmp_path, format):
     assert 0 < (ours(tokens).logits - exact).norm() < 0.1 * exact.norm()
 
 
+@pytest.mark.parametrize(
+    ("format", "shape"), [("compressed-tensors", (128, 1)), ("compressed-tensors-tensorwise", (1,)), ("tensorwise", ())]
+)
+def test_scales_have_the_shapes_of_the_parameters_that_they_are_read_into(tmp_path, format, shape):
+    """Those that compressed-tensors 0.20 and transformers 5 give `up_proj` for its strategy."""
+    export(llama(), tmp_path / "out", format=format)
+    scale = UP.removesuffix("weight") + CHECKPOINT_FORMATS[format].scale_name
+    assert files(tmp_path / "out")[scale].shape == shape
+
+
 def test_the_config_says_how_compressed_tensors_are_multiplied(tmp_path):
     export(llama(), tmp_path / "out", format="compressed-tensors")
     settings = config_of(tmp_path / "out")["quantization_config"]
