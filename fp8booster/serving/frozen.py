@@ -82,6 +82,7 @@ def load_frozen(
         if hasattr(config, "quantization_config"):
             del config.quantization_config
     model = _skeleton(config, dtype)
+    names_of = _names_of_tied(model)
     if settings is None:
         freeze(model, fp8_config)
     else:
@@ -103,21 +104,33 @@ def load_frozen(
     def read(name: str, module: nn.Module) -> torch.Tensor | None:
         end = name.rpartition(".")[2]
         if end == SCALE:
-            name = scale_of.get(name.removesuffix(SCALE) + "weight") or ""
-        if name not in shards:
-            return None
-        tensor = shards.tensor(name)
+            scale = scale_of.get(name.removesuffix(SCALE) + "weight")
+            return None if scale is None else shards.tensor(scale).float()
+        there = next((each for each in names_of.get(name, [name]) if each in shards), None)
+        if there is None:
+            raise ValueError(f"{folder} lacks {name}; copy the model again.")
+        tensor = shards.tensor(there)
         if tensor.dtype in FORMATS:
             if not isinstance(module, FrozenFP8Linear):
                 raise ValueError(f"{name} in {folder} is in FP8 and has no scale; copy the model again.")
             if tensor.dtype is not E4M3:
                 raise ValueError(f"{name} in {folder} is {tensor.dtype}; load it without frozen, which decodes it.")
             return tensor
-        return tensor.float() if end == SCALE else tensor.to(dtype)
+        return tensor.to(dtype)
 
     fill(model, read, device)
+    return as_loaded(model, folder)
+
+
+def as_loaded(model: Any, folder: Path) -> PreTrainedModel:
+    """Give a model what transformers' `from_pretrained` gives it besides weights; returns the model."""
+    from transformers import GenerationConfig
+
+    file = folder / "generation_config.json"
+    if file.is_file():
+        model.generation_config = GenerationConfig.from_dict(read_record(file, {}, "copy the model again"))
     model.name_or_path = str(folder)
-    return model
+    return model.eval()
 
 
 def random_frozen(
@@ -155,7 +168,7 @@ def fill(model: Any, read: Read, device: torch.device | str) -> None:
         device: where they go.
 
     Raises:
-        ValueError: a matrix is missing, or does not fit.
+        ValueError: one does not fit.
     """
     for path, module in model.named_modules():
         kept = {name for name in module._buffers if name not in module._non_persistent_buffers_set}
@@ -172,10 +185,15 @@ def fill(model: Any, read: Read, device: torch.device | str) -> None:
         except RuntimeError as error:
             raise ValueError(f"{path or 'the model'} does not fit its config.json: {error}") from None
     model.tie_weights()
-    missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if missing:
-        raise ValueError(f"{missing[0]} and {len(missing) - 1} more weights are missing; copy the model again.")
     model.to(device)
+
+
+def _names_of_tied(model: nn.Module) -> dict[str, list[str]]:
+    """By each name of a parameter that has several, all of them: a checkpoint has one."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: each for each in names.values() for name in each if len(each) > 1}
 
 
 def _skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:

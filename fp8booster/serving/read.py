@@ -12,7 +12,7 @@ from fp8booster.config import FP8Config
 from fp8booster.formats import FORMATS
 from fp8booster.reading import read_record
 from fp8booster.serving.formats import UNUSED_SCALES, block_of, decode
-from fp8booster.serving.frozen import load_frozen
+from fp8booster.serving.frozen import as_loaded, load_frozen
 from fp8booster.serving.shards import Shards
 from fp8booster.training.models import attention_of, causal_lm
 
@@ -104,7 +104,7 @@ def load_fp8(
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
         raise ValueError(f"{folder} lacks {missing[0]} and {len(missing) - 1} more; copy the model again.")
-    return model.to(device)
+    return as_loaded(model.to(device), Path(folder))
 
 
 def forget_quantization(config: PretrainedConfig) -> None:

@@ -125,5 +125,36 @@ def test_what_cannot_be_kept_is_told(folder, tmp_path) -> None:
         load_fp8(tmp_path / "fp8", frozen=True)
     del tensors["model.embed_tokens.weight"]
     save_file(tensors | {"model.layers.0.mlp.up_proj.weight_scale_inv": gone}, weights)
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight and 0 more weights are missing"):
+    with pytest.raises(ValueError, match=r"lacks model\.embed_tokens\.weight; copy"):
         load_fp8(tmp_path / "fp8", frozen=True)
+
+
+def test_a_vector_that_is_missing_is_told(folder, tmp_path) -> None:
+    export(folder, tmp_path / "fp8")
+    weights = tmp_path / "fp8" / "model.safetensors"
+    save_file({name: value for name, value in load_file(weights).items() if name != "model.norm.weight"}, weights)
+    with pytest.raises(ValueError, match=r"lacks model\.norm\.weight; copy"):
+        load_fp8(tmp_path / "fp8", frozen=True)
+
+
+def test_a_tied_weight_is_read_by_any_of_its_names(tmp_path) -> None:
+    model = tiny_llama(tie_word_embeddings=True).bfloat16()
+    model.save_pretrained(tmp_path)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    save_file(tensors, weights)
+    kept = load_frozen(tmp_path, FP8Config())
+    assert torch.equal(kept.model.embed_tokens.weight, model.lm_head.weight)
+    assert kept.lm_head.weight is kept.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loaded_model_generates_and_evaluates_as_transformers_loads_it(tmp_path, frozen) -> None:
+    model = tiny_llama().bfloat16()
+    model.generation_config.eos_token_id = [5, 7]
+    export(model, tmp_path / "fp8")
+    loaded = load_fp8(tmp_path / "fp8", frozen=frozen)
+    assert loaded.generation_config.eos_token_id == [5, 7]
+    assert not loaded.training
+    assert loaded.name_or_path == str(tmp_path / "fp8")
