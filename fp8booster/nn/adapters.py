@@ -1,8 +1,9 @@
 """peft's adapters on FP8 layers: what it changes unseen, and what it would do with a weight that is kept in FP8 alone.
 
-peft adds an adapter's product to the base weight through `.data`, which torch does not count as a change, and reads the
-adapter's weights itself, which may have no values in 16 bits between two steps (`FP8Config.weights_in_16_bits`). A
-weight of `FrozenLayer` is decoded at each look, so that what is added to it would be lost.
+peft adds an adapter's product to the base weight through `.data`, which torch does not count as a change, and so it
+takes out the part that some adapters begin as. It reads the adapter's weights itself, which may have no values in 16
+bits between two steps (`FP8Config.weights_in_16_bits`). A weight of `FrozenLayer` is decoded at each look, so that what
+is added to it would be lost.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from fp8booster.nn.linear.layer import FP8Layer, forget_weight, restore_weight
 from fp8booster.nn.linear.low_rank import low_rank_product
 
 _CHANGES = ("merge", "unmerge")
+_TAKEN_OUT = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` for adapters that peft takes out of the base weight, which it changes."""
+
 _FOLLOWED = "_fp8booster_followed"
 
 _UNMERGED = "_fp8booster_unmerged"
@@ -37,6 +41,8 @@ def follow_merges() -> None:
     for adapters in set(_subclasses(tuners.BaseTunerLayer)):
         for name in _CHANGES:
             _replace(adapters, name, _followed)
+        for name in _TAKEN_OUT:
+            _replace(adapters, f"{name}_init", _not_of_frozen)
     if (dora := sys.modules.get("peft.tuners.lora.dora")) is not None:
         _replace(dora.DoraLinearLayer, "forward", _with_frozen_base)
     if (lora := sys.modules.get("peft.tuners.lora.layer")) is not None:
@@ -50,6 +56,11 @@ def is_adapted(module: nn.Module) -> bool:
     """Whether a module is peft's around a layer."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")
     return tuners is not None and isinstance(module, tuners.BaseTunerLayer)
+
+
+def changes_base(init_lora_weights: object) -> bool:
+    """Whether peft begins LoRA by a change of the weight that it is on."""
+    return isinstance(init_lora_weights, str) and init_lora_weights.lower().startswith(_TAKEN_OUT)
 
 
 def merged_weight(adapters: nn.Module) -> torch.Tensor:
@@ -107,6 +118,21 @@ def _followed(change: Callable[..., None]) -> Callable[..., None]:
                 base.forget()
 
     return followed
+
+
+def _not_of_frozen(begin: Callable[..., None]) -> Callable[..., None]:
+    """A method of adapters that takes them out of the base weight, which is refused where that is kept in FP8 alone."""
+
+    @functools.wraps(begin)
+    def refusing(self: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.get_base_layer(), FrozenLayer):
+            raise ValueError(
+                f"{begin.__name__} of peft changes the weight that it takes an adapter from, and this one is kept in "
+                "FP8 alone; use init_lora_weights=True, or add the adapters first and quantize the model with them"
+            )
+        begin(self, *args, **kwargs)
+
+    return refusing
 
 
 @contextmanager

@@ -13,12 +13,15 @@ from torch import nn
 
 from fp8booster.config import FP8Config
 from fp8booster.listing import first_of
-from fp8booster.nn.adapters import is_adapted, merged_weight
+from fp8booster.nn.adapters import changes_base, is_adapted, merged_weight
 from fp8booster.reading import COPY_AGAIN, faults_named, first_line, read_record
 from fp8booster.serving.formats import CheckpointFormat
 from fp8booster.serving.layout import skeleton
 from fp8booster.serving.sources import Folder, Source, copy_beside
 from fp8booster.training.adapters import ADAPTER_CONFIG, ADAPTER_FILE
+
+_MORE = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters")
+"""Settings of peft by which it trains what is no matrix of a linear layer or of embeddings."""
 
 
 class Merged(Source):
@@ -45,8 +48,13 @@ class Merged(Source):
                 f"{file} names no folder of a model here ({model!r}); train adapters on a folder, and write where it "
                 "is as base_model_name_or_path there."
             )
-        if record.get("modules_to_save") or record.get("bias", "none") != "none":
+        if any(map(record.get, _MORE)) or record.get("bias", "none") != "none":
             raise ValueError(f"{file} trains more than adapters; merge it with peft's merge_and_unload.")
+        if changes_base(begun := record.get("init_lora_weights")):
+            raise ValueError(
+                f"{file} has init_lora_weights {begun!r}, by which peft changed the model too; merge it with peft's "
+                "merge_and_unload."
+            )
         self._base = Folder(Path(model), config, in_fp8=in_fp8)
         self.fp8_config, self.layout, self.dtype = self._base.fp8_config, self._base.layout, self._base.dtype
         adapted = _adapters_of(folder, skeleton(self._base.model_config))

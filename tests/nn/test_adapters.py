@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights
+from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights, quantize
 from fp8booster.nn import FrozenFP8Linear
 from fp8booster.nn.adapters import merged_weight
 from fp8booster.nn.linear import frozen
@@ -116,6 +116,20 @@ def test_merged_adapters_are_in_the_fp8_bytes_and_unmerging_gives_those_before_b
     merged = model.merge_and_unload()
     assert [type(merged[number]) for number in (0, 2)] == [FrozenFP8Linear] * 2
     assert (merged(x) - expected).norm() < 0.08 * expected.norm()
+
+
+@pytest.mark.parametrize("how", ["pissa", "olora"])
+def test_adapters_that_are_taken_out_of_the_weight_are_for_weights_in_16_bits(device, how) -> None:
+    layers, in_16_bits = frozen_and_decoded(device, FP8Config(always=True))
+    x = torch.randn(32, 64, dtype=torch.bfloat16, device=device)
+    config = peft.LoraConfig(r=8, target_modules=["0", "2"], init_lora_weights=how)
+    expected = in_16_bits(x)
+    with pytest.raises(ValueError, match=f"{how}_init of peft changes the weight .*; use init_lora_weights=True, or"):
+        peft.get_peft_model(layers, config)
+    convert_to_fp8(in_16_bits, FP8Config(always=True)).train()(x)  # which casts the weights before they change
+    adapted = peft.get_peft_model(in_16_bits, config)
+    for model in (adapted, quantize(copy.deepcopy(adapted))):
+        assert (model(x) - expected).norm() < 0.08 * expected.norm()
 
 
 def test_a_merge_that_fails_leaves_the_bytes(device) -> None:

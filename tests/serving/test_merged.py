@@ -175,6 +175,8 @@ def test_adapters_that_cannot_be_merged_are_told(base, tmp_path) -> None:
     refused("names no folder of a model here \\('gone'\\)", base_model_name_or_path="gone")
     refused("names no folder of a model here", base_model_name_or_path=None)
     refused("trains more than adapters", modules_to_save=["lm_head"])
+    refused("trains more than adapters", lora_bias=True)
+    refused("init_lora_weights 'pissa_niter_4', by which peft changed the model", init_lora_weights="pissa_niter_4")
     refused("lacks .*lora_A.* and 0 more", {name: value for name, value in weights.items() if name != first})
     refused("is of another model .*; give that as base", {**weights, first: torch.zeros(8, 12)})
     refused("is of another model .*; give that as base", target_modules=["qkv"])
