@@ -56,8 +56,8 @@ class FrozenLayer(FP8Layer):
 
     Its parameters are `fp8_data` and `fp8_inverse_scale`, which need no gradient and keep their types, whatever the
     model's dtype becomes. The state dict has `weight`, FP8 of [output, input features], and `weight_scale_inv`,
-    float32: [] tensorwise, [output features, 1] rowwise, or one for each block of 128 x 128 values. A state dict with
-    a 16-bit `weight` loads too: it is cast.
+    float32: [] tensorwise, [output features, 1] rowwise, or one for each block of 128 x 128 values; and of a calibrated
+    layer `input_amax`. A state dict with a 16-bit `weight` loads too: it is cast.
     """
 
     fp8_data: nn.Parameter
@@ -246,6 +246,8 @@ class FrozenLayer(FP8Layer):
         rest = {name: value for name, value in state_dict.items() if name not in names}
         # what is there now stands for what is missing: the keys below are none of a state dict
         there = {prefix + "fp8_data": self.fp8_data, prefix + "fp8_inverse_scale": self.fp8_inverse_scale}
+        if self.fp8_config.scaling == "constant" and self.input_amax is not None:
+            rest.setdefault(prefix + INPUT_AMAX, self.input_amax)  # which the configuration gives
         amax = state_dict.get(prefix + "input_amax")
         if amax is not None and self.input_amax is None:
             try:
@@ -277,18 +279,19 @@ class FrozenLayer(FP8Layer):
             self.hold_cast_of(matrix.to(device))
             return None
         held = _nothing(self.fp8_shape, self.fp8_config, device)
-        expected = stored_scale(held.inverse_scale, rows, columns).shape
+        expected = stored_scale(held.inverse_scale, rows, columns)
         if (weight.shape, weight.dtype) != (self.fp8_shape, self.fp8_config.weight_format):
             return (
                 f"it is {weight.dtype} {list(weight.shape)}, and {self.fp8_config.weight_format} {[rows, columns]} "
                 "here; load the state of a model that was quantized alike, or one in 16 bits"
             )
-        if scale is None or scale.numel() != expected.numel() or (scale.numel() > 1 and scale.shape != expected):
+        if scale is None or scale.squeeze().shape != expected.squeeze().shape:
             has = None if scale is None else list(scale.shape)
-            return f"its scales are {has}, and {list(expected)} here; quantize with the same granularity"
+            return f"its scales are {has}, and {list(expected.shape)} here; quantize with the same granularity"
+        scale = scale.reshape(expected.shape)
         held.data.view(torch.uint8)[:rows, :columns] = weight.view(torch.uint8)
         if held.inverse_scale.dim() == 0:
-            held.inverse_scale.copy_(scale.reshape(()))
+            held.inverse_scale.copy_(scale)
         elif held.inverse_scale.dim() == 1:
             held.inverse_scale[:rows] = scale.flatten()
         else:

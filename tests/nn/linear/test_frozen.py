@@ -120,6 +120,19 @@ def test_a_state_in_16_bits_loads_too(device) -> None:
     assert torch.equal(other.weight, frozen.weight)
 
 
+@pytest.mark.parametrize(
+    ("granularity", "sizes", "shape"),
+    [("tensorwise", (256, 128), (1,)), ("rowwise", (256, 128), (128,)), ("blockwise", (128, 128), ())],
+)
+def test_scales_load_without_the_dimensions_of_size_one(granularity, sizes, shape, device) -> None:
+    _, frozen = made(device, *sizes, granularity=granularity)
+    state = frozen.state_dict()
+    state["weight_scale_inv"] = state["weight_scale_inv"].reshape(shape)
+    other = FrozenFP8Linear(*sizes, device=device, dtype=BF16, config=FP8Config(granularity=granularity))
+    other.load_state_dict(state)
+    assert torch.equal(other.weight, frozen.weight)
+
+
 def test_what_does_not_fit_is_refused_with_the_reason() -> None:
     _, frozen = made(torch.device("cpu"))
     state = frozen.state_dict()
