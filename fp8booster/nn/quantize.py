@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp8booster.config import FP8Config, config_or_default
-from fp8booster.nn.convert import Kinds, convert_to_fp8
+from fp8booster.nn.convert import Kinds, convert_to_fp8, is_linear
 from fp8booster.nn.experts.held_as_one import are_experts
 from fp8booster.nn.linear.frozen import FrozenFP8Linear, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
@@ -40,8 +40,8 @@ def quantize(model: nn.Module, config: FP8Config | None = None, *, batches: Iter
         The model.
 
     Raises:
-        ValueError: a scaling that only training has, calibration for finer scales than one a tensor or of no batch, or
-            no layer that could be quantized.
+        ValueError: a scaling that only training has, calibration for finer scales than one a tensor, of no batch or of
+            values that are not finite, or no layer that could be quantized.
         TypeError: the configuration is none.
     """
     config = config_or_default(config)
@@ -90,6 +90,8 @@ def _kept(model: nn.Module) -> dict[int, str]:
     for module in model.modules():
         if id(module._parameters.get("weight")) in tied:
             kept[id(module)] = "its weight is that of another module too"
+        if is_linear(module) and "weight" not in module._parameters:
+            kept[id(module)] = "its weight is computed for each forward"
         if are_experts(module):
             kept[id(module)] = "experts held as one parameter are not kept in FP8"
     return kept
@@ -101,11 +103,15 @@ def _calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
     amaxes: dict[FrozenLayer, torch.Tensor] = {}
 
     def note(layer: FrozenLayer, _: nn.Module, inputs: tuple) -> None:
+        if inputs[0].numel() == 0:  # as of experts that no token chose
+            return
         amax = amax_of(inputs[0])
         amaxes[layer] = torch.maximum(amaxes[layer], amax) if layer in amaxes else amax
 
     layers = [module for module in model.modules() if isinstance(module, FrozenLayer) and module.input_amax is None]
     hooks = [layer.register_forward_pre_hook(partial(note, layer)) for layer in layers]
+    if not layers:
+        raise ValueError("the inputs of all layers have given scales already; leave out batches")
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -118,6 +124,9 @@ def _calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
             module.training = True
     if not amaxes:
         raise ValueError("batches reached no layer to calibrate; give at least one batch that the model takes")
+    for name, module in model.named_modules():
+        if module in amaxes and not amaxes[module].isfinite():
+            raise ValueError(f"batches gave {name or 'the layer'} inputs that are not finite; leave out those that do")
     for layer, amax in amaxes.items():
         layer.scale_inputs_by(amax)
 

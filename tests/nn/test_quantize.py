@@ -191,6 +191,39 @@ def test_calibration_takes_what_models_take_and_leaves_their_mode_and_gradients(
     assert not error.any()
 
 
+def test_what_no_value_reached_is_not_calibrated_and_what_is_not_finite_is_refused(device) -> None:
+    linears = [nn.Linear(32, 32, device=device, dtype=BF16) for _ in range(2)]
+    few = torch.ones(4, 32, device=device, dtype=BF16)
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(linears)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x) + self.layers[1](x[:0]).sum()
+
+    model = quantize(Experts(), batches=[few])
+    assert [layer.input_amax is None for layer in model.layers] == [False, True]
+    for value in (torch.inf, torch.nan):
+        another = quantize(nn.Sequential(nn.Linear(32, 32, device=device, dtype=BF16)))
+        with pytest.raises(ValueError, match="batches gave 0 inputs that are not finite"):
+            quantize(another, batches=[few, few * value])
+        assert another[0].input_amax is None
+    calibrated = quantize(nn.Sequential(nn.Linear(32, 32, device=device, dtype=BF16)), batches=[few])
+    with pytest.raises(ValueError, match="given scales already; leave out batches"):
+        quantize(calibrated, batches=[few])
+
+
+def test_a_weight_that_is_computed_stays_in_16_bits() -> None:
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 32))
+    x = torch.randn(4, 32)
+    expected = model(x)
+    quantize(model)
+    assert report(model).other[0].notes == "its weight is computed for each forward"
+    assert 0 < (model(x) - expected).norm() < 0.1 * expected.norm()
+
+
 def test_scales_of_the_paper_s_inference(device) -> None:
     """FP8-AMAX: real-time scales, rounded down to powers of two. FP8-CSCALE: one for weights and inputs."""
     layer = nn.Linear(64, 32, device=device, dtype=BF16)
@@ -204,6 +237,10 @@ def test_scales_of_the_paper_s_inference(device) -> None:
     rounded = (layer.weight.float() * 2**5).to(formats.E4M3).float() / 2**5
     assert torch.equal(constant[0].weight.float(), rounded)
     assert "constant scales" in report(constant).rows[0].notes
+    state = nn.Sequential(layer).state_dict()
+    constant.load_state_dict({name: -value for name, value in state.items()})
+    assert constant[0].input_amax == 448 * 2.0**-5
+    assert torch.equal(constant[0].weight.float(), -rounded)
 
 
 def test_a_model_that_trained_in_fp8_is_quantized_to_the_weights_it_multiplied_by(device) -> None:
