@@ -85,7 +85,9 @@ else:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of the keys and values that a dynamic cache of transformers', in FP8 or not, keeps."""
+    """Bytes of the keys and values that a cache of transformers', in FP8 or not, keeps, or a tuple of each layer's."""
+    if isinstance(cache, tuple):
+        return sum(each.nbytes for layer in cache for each in layer)
     if hasattr(cache, "layers"):
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)
     return sum(each.nbytes for each in (*cache.key_cache, *cache.value_cache))

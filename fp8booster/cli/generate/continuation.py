@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
 from fp8booster.cli.export.source import FoundModel
 from fp8booster.cli.inference import (
@@ -25,8 +25,8 @@ from fp8booster.cli.train.model_folder import folder_config
 from fp8booster.cli.train.tokenizer import load_tokenizer
 from fp8booster.serving.key_value_cache import FP8Cache, cache_bytes
 
-CACHES: dict[str, Callable[[], Any]] = {"bf16": DynamicCache, "fp8": FP8Cache}
-"""What `--kv-cache` takes, and what keeps keys and values so."""
+CACHES: dict[str, Callable[[], Any]] = {"bf16": lambda: None, "fp8": FP8Cache}
+"""What `--kv-cache` takes, and what keeps keys and values so; None is what the model itself takes."""
 
 _NEW_TOKENS = 128
 """At most, where nothing else is asked for."""
@@ -78,17 +78,21 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
         use_cache=True,
         **how,
     )
-    cache = CACHES[options.kv_cache]()
     torch.manual_seed(options.seed)
     begin = time.perf_counter()
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings, past_key_values=cache)[
-        0
-    ].tolist()
+    done = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=settings,
+        past_key_values=CACHES[options.kv_cache](),
+        return_dict_in_generate=True,
+    )
+    made = done.sequences[0].tolist()
     seconds = time.perf_counter() - begin
     new = len(made) - ids.shape[1]
     tell(
         f"{new} tokens in {seconds:.1f} s; {sum(each.nbytes for each in model.parameters()) / 2**20:,.1f} MiB of "
-        f"parameters, {cache_bytes(cache) / 2**20:,.2f} MiB of keys and values"
+        f"parameters, {cache_bytes(done.past_key_values) / 2**20:,.2f} MiB of keys and values"
     )
     return tokenizer.decode(made, skip_special_tokens=True)
 

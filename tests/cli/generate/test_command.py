@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+)
 from typer.testing import CliRunner
 
 from fp8booster import export
@@ -16,6 +24,13 @@ from tests.cli.train.test_runs import ENVIRONMENT
 from tests.programs import run_program
 
 PROMPT = "def add_argument(self"
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +81,24 @@ def test_fp8_goes_on_from_the_prompt_with_fp8_keys_and_values(exported, folder, 
         assert text.startswith(PROMPT)
         assert len(text) > len(PROMPT) + 4
     assert kept(in_fp8)[1] < kept(told)[1]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        GPT2LMHeadModel(GPT2Config(vocab_size=512, n_embd=64, n_layer=2, n_head=4)),
+        Gemma2ForCausalLM(Gemma2Config(vocab_size=512, **SIZES, head_dim=64, sliding_window=8)),
+    ],
+    ids=["GPT-2", "Gemma 2"],
+)
+def test_a_model_is_given_the_cache_that_it_takes(model, folder, tmp_path):
+    """Which is none of DynamicCache's kind with transformers 4.51."""
+    shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
+    shutil.copy(folder / "tokenizer_config.json", tmp_path / "model")
+    model.bfloat16().save_pretrained(tmp_path / "model")
+    printed, told = generate(tmp_path / "model")
+    assert printed.startswith(PROMPT)
+    assert kept(told)[1] > 0
 
 
 def test_sampling_follows_the_seed(folder):
