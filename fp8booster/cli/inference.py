@@ -90,8 +90,8 @@ def load_model(
     """A model for inference.
 
     Args:
-        source: of the checkpoint. What is in FP8 there is decoded for "bf16", and for "fp8" kept with its scales. What
-            training cast from master weights that are there is cast from them for "fp8".
+        source: of the checkpoint. What is in FP8 there is decoded for "bf16", and for "fp8" kept with its scales, the
+            rest in 16 bits. What training cast from master weights that are there is cast from them for "fp8".
         precision: "bf16" or "fp8".
         config: of the FP8 layers.
         device: where it goes.
@@ -105,6 +105,8 @@ def load_model(
     if in_fp8:
         require_fp8(device, config.emulate, config.granularity)
     frozen = config if in_fp8 and require_loadable(source.model) else None
+    if frozen is not None:
+        config = replace(config, layers=_no_more, vocabulary_head=False)
     model = build_model(folder, folder_config(folder), device, checkpointing=False, frozen=frozen)
     from_masters = 0
     if in_fp8:
@@ -113,6 +115,11 @@ def load_model(
         if batches is not None:
             quantize(model, config, batches=batches)
     return LoadedModel(model.eval(), from_masters)
+
+
+def _no_more(name: str, module: nn.Module) -> bool:
+    """`FP8Config.layers` of a folder in FP8, which says itself what is in FP8."""
+    return False
 
 
 def _cast_from_masters(model: nn.Module, source: FoundModel) -> int:

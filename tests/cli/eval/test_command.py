@@ -90,6 +90,13 @@ def test_what_was_exported_computes_what_the_model_does_in_fp8(folder, data, tmp
     assert of_exported["kl"] < 0.02
 
 
+def test_what_an_fp8_folder_has_in_16_bits_stays_in_them(folder, data, tmp_path):
+    config = FP8Config(layers=lambda name, _: "mlp" in name)
+    export(folder, tmp_path / "fp8", format="tensorwise", config=config)
+    found = evaluated(tmp_path / "fp8", *data, "--sequence", 32, "--tokens", 640, "--calibrated", 2)
+    assert [each["fp8_layers"] for each in found["columns"]] == [0, 6, 6]
+
+
 def test_weights_of_a_run_are_cast_from_the_masters_that_training_cast(data, tmp_path):
     succeed("--precision", "fp8", "--steps", 3, "--out", tmp_path / "run", *data, *SMALL)
     done = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "fp8"), "--format", "tensorwise"])
