@@ -21,8 +21,11 @@ class Losses:
 
     @property
     def perplexity(self) -> float:
-        """E to the loss."""
-        return math.exp(self.loss)
+        """E to the loss; infinity where a float does not reach."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
 
 
 @torch.no_grad()

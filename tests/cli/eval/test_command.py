@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from fp8booster import FP8Config, export, quantize, report
-from fp8booster.cli.eval.losses import evaluate
+from fp8booster.cli.eval.losses import Losses, evaluate
 from fp8booster.cli.export.source import FoundModel
 from fp8booster.cli.inference import load_model
 from fp8booster.cli.main import app
@@ -59,6 +59,7 @@ def test_the_losses_are_those_of_transformers_and_the_divergence_is_torchs() -> 
     assert found[1].kl == pytest.approx(expected, rel=1e-3)
     assert expected > 0
     assert found[1].perplexity == math.exp(found[1].loss)
+    assert Losses(800.0, 0.0).perplexity == math.inf
 
 
 def test_a_model_in_each_precision_and_calibrated(folder, data):
