@@ -25,6 +25,7 @@ from fp8booster.serving.read import forget_quantization
 from fp8booster.serving.shards import Masters, Shards
 from fp8booster.tensor import stored_scale
 from fp8booster.training.adapters import ADAPTER_CONFIG
+from fp8booster.training.models import causal_lm
 
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Ends of files that go along with a model: of its tokenizer, generation_config.json."""
@@ -242,7 +243,9 @@ class Folder(Source):
         return sum(map(self.is_cast_from_master, self.layout.groups))
 
     def record(self) -> dict[str, Any]:
-        return self._record
+        if self._record.get("architectures"):
+            return self._record
+        return {**self._record, "architectures": [causal_lm(self.model_config).__name__]}
 
     def copy_files(self, folder: Path) -> None:
         copy_beside(self._folder, folder)

@@ -17,6 +17,7 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.files import put_in_place, sync_folder
 from fp8booster.formats import E4M3
+from fp8booster.reading import read_record
 from fp8booster.scaling import amax_of
 from fp8booster.serving.formats import CHECKPOINT_FORMATS, IN_16_BITS, CheckpointFormat
 from fp8booster.serving.merged import Merged
@@ -91,8 +92,11 @@ def export(
         _write_tensors(source, chosen, writer)
         writer.close()
         source.copy_files(part)
+        _keep_keys_and_values(part / "generation_config.json")
         record = {key: value for key, value in source.record().items() if key not in ("torch_dtype", "dtype")}
         record["torch_dtype"] = str(source.dtype).removeprefix("torch.")
+        if record.get("use_cache") is False:  # as training has it
+            record["use_cache"] = True
         if chosen is not None:
             record["quantization_config"] = chosen.settings(source.layout.kept)
         (part / "config.json").write_text(json.dumps(record, indent=2) + "\n")
@@ -103,6 +107,16 @@ def export(
         raise
     layout = source.layout
     return Exported(folder, len(layout.groups), layout.kept, writer.total, source.from_masters, source.merged)
+
+
+def _keep_keys_and_values(file: Path) -> None:
+    """Let a generation config, if it is there, use a cache, which training forbids."""
+    if not file.is_file():
+        return
+    settings = read_record(file, {}, "copy the model again")
+    if settings.get("use_cache") is False:
+        settings["use_cache"] = True
+        file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def _source_of(

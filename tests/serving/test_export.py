@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
+    GenerationConfig,
     GPTJConfig,
     GPTJForCausalLM,
     Phi3Config,
@@ -310,11 +311,20 @@ def test_a_tied_weight_is_in_16_bits_under_its_first_name(tmp_path):
         assert torch.equal(there["model.embed_tokens.weight"], model.lm_head.weight)
 
 
-def test_the_config_names_the_class_of_a_model_that_was_never_saved(tmp_path):
+def test_the_configs_are_those_of_a_model_that_is_served(tmp_path):
+    """They name its class, and let it keep keys and values, also where training never did."""
     model = llama()
+    model.config.use_cache = model.generation_config.use_cache = False
     assert model.config.architectures is None
-    export(model, tmp_path / "out")
-    assert config_of(tmp_path / "out")["architectures"] == ["LlamaForCausalLM"]
+    export(model, tmp_path / "live", format="bf16")
+    model.save_pretrained(tmp_path / "model")
+    model.config.architectures = None
+    model.config.save_pretrained(tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "stored")
+    for out in ("live", "stored"):
+        assert config_of(tmp_path / out)["architectures"] == ["LlamaForCausalLM"]
+        assert config_of(tmp_path / out)["use_cache"] is True
+        assert GenerationConfig.from_pretrained(tmp_path / out).use_cache is True
 
 
 @pytest.mark.parametrize("format", ["fine-grained", "bf16"])
