@@ -30,6 +30,9 @@ from fp8booster.training.models import causal_lm
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Ends of files that go along with a model: of its tokenizer, generation_config.json."""
 
+_TEMPLATES = "additional_chat_templates"
+"""Folder in which transformers 5 saves a tokenizer's chat templates but its first, chat_template.jinja."""
+
 _OF_WEIGHTS = ("config.json", ADAPTER_CONFIG)
 
 
@@ -257,6 +260,8 @@ def copy_beside(source: Path, folder: Path) -> None:
         of_weights = path.name in _OF_WEIGHTS or path.name.endswith(".index.json")
         if path.is_file() and path.suffix in _BESIDE and not of_weights:
             shutil.copy(path, folder / path.name)
+        elif path.is_dir() and path.name == _TEMPLATES:
+            shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
 
 
 def _require_granularity(name: str, there: str | None, chosen: CheckpointFormat) -> None:

@@ -173,15 +173,17 @@ def test_finer_scales_are_those_of_training(tmp_path, granularity, format):
 def test_a_folder_gives_the_same_files_as_its_model(tmp_path, model):
     written = MODELS[model]()
     written.save_pretrained(tmp_path / "model", max_shard_size="50KB")
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    for name in (beside := ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tools.jinja")):
+        (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "model" / name).write_text("{}")
     live = export(written, tmp_path / "live", shard_bytes=40_000)
     stored = export(str(tmp_path / "model"), tmp_path / "stored")
     assert (live.layers, live.kept, live.bytes) == (stored.layers, stored.kept, stored.bytes)
     one, many = files(tmp_path / "stored"), files(tmp_path / "live")
     assert one.keys() == many.keys()
     assert all(torch.equal(bits(one[name]), bits(value)) for name, value in many.items())
-    assert (tmp_path / "stored" / "tokenizer.json").is_file()
-    assert (tmp_path / "stored" / "generation_config.json").is_file()
+    for name in (*beside, "generation_config.json"):
+        assert (tmp_path / "stored" / name).is_file(), name
     assert [file.name for file in (tmp_path / "stored").glob("*.safetensors")] == ["model.safetensors"]
 
 
