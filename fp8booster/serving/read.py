@@ -24,14 +24,27 @@ def require_loadable(folder: Path) -> bool:
     """Whether the weights of a folder are in FP8, by its config.json.
 
     Raises:
-        ValueError: they are quantized otherwise, or in a form that is not known.
+        ValueError: they are quantized otherwise, or in a form that is not known, or in FP8 and it does not say so.
     """
     file = folder / "config.json"
     settings = read_record(file, {}, "give the folder of a model").get("quantization_config")
     if settings is None:
+        if _holds_fp8(folder):
+            raise ValueError(
+                f"{folder} holds weights in FP8, and its config.json has no quantization_config; write the model with "
+                "fp8booster.export in place of save_pretrained."
+            )
         return False
     block_of(settings, str(file))
     return True
+
+
+def _holds_fp8(folder: Path) -> bool:
+    try:
+        shards = Shards(folder)
+        return any(shards.dtype(name).startswith("F8_") for name in shards.names)
+    except ValueError:  # of none, or damaged ones, who reads them tells
+        return False
 
 
 def dequantized(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -437,4 +436,6 @@ def test_folders_that_cannot_be_loaded_are_named(tmp_path):
     save_file({name: value for name, value in tensors.items() if name not in (UP, scale)}, file)
     with pytest.raises(ValueError, match=f"lacks {UP}"):
         load_fp8(tmp_path / "fp8")
-    shutil.rmtree(tmp_path / "fp8")
+    quantize(llama()).save_pretrained(tmp_path / "quantized")
+    with pytest.raises(ValueError, match=r"holds weights in FP8, .*; write the model with fp8booster\.export in place"):
+        load_fp8(tmp_path / "quantized")
