@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes the virtual environment $VENV5: the packages of $VENV, and above them the newest transformers.
 #
-# Only what differs is installed: transformers and peft of constraints-transformers5.txt, and what these need newer.
+# Only what differs is installed: transformers and peft of constraints-transformers5.txt, what these need newer, and
+# compressed-tensors, which reads what export writes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -17,4 +18,5 @@ print(*seen, os.getcwd(), sep="\n")' >"$VENV5/parent.pth"
 mv "$VENV5/parent.pth" "$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/"
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-"$VENV/bin/python" -m pip --python "$python" install --quiet --constraint constraints-transformers5.txt transformers peft
+"$VENV/bin/python" -m pip --python "$python" install --quiet --constraint constraints-transformers5.txt \
+  transformers peft compressed-tensors
