@@ -20,10 +20,10 @@ from tests.nn.graphs.rerun import Rerun
 LAYERS = 2
 
 
-def pair_of_models(device: torch.device, family: str = "llama") -> tuple[nn.Module, nn.Module]:
+def pair_of_models(device: torch.device, family: str = "llama", **options: object) -> tuple[nn.Module, nn.Module]:
     """The same small model twice, in FP8 and fused, of which the second's layers are captured."""
     eager = build(family, torch.bfloat16).to(device).train()
-    convert_to_fp8(eager, FP8Config(always=True))
+    convert_to_fp8(eager, FP8Config(always=True, **options))
     fuse(eager)
     captured = copy.deepcopy(eager)
     assert capture_layers(captured) == LAYERS
@@ -78,6 +78,28 @@ def test_captured_layers_compute_the_bits_of_eager_ones(
     assert captured_layers(models[1]) == {None: LAYERS}
     assert f", {LAYERS} layers replayed as CUDA graphs" in report(models[1]).summary()
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+@pytest.mark.usefixtures("record")
+@pytest.mark.parametrize(
+    "options",
+    [{"recompute": "both"}, {"saved_activations": "8-bit"}, {"saved_activations": "8-bit", "recompute": "norms"}],
+)
+def test_what_backward_computes_again_has_the_same_bits_in_captured_layers(
+    device: torch.device, options: dict[str, str]
+) -> None:
+    models = pair_of_models(device, **options)
+    for step in range(WARM_UP + 3):
+        ids = tokens(step, device)
+        losses = [forward(model, ids) for model in models]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        right, found = ([parameter.grad for parameter in model.parameters()] for model in models)
+        assert all(map(torch.equal, found, right))
+        for model in models:
+            model.zero_grad()
+    assert captured_layers(models[1]) == {None: LAYERS}
 
 
 def test_a_layer_is_captured_once_and_each_weight_cast_once_a_step(record: Rerun | None, device: torch.device) -> None:
