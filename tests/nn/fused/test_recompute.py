@@ -46,6 +46,20 @@ def test_losses_and_gradients_are_the_same(parts: str, family: str) -> None:
     assert all(torch.equal(found[name], gradient) for name, gradient in right.items())
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("parts", PARTS)
+def test_kernels_give_the_same_gradients_again(parts: str, family: str) -> None:
+    model = build(family, torch.bfloat16, hidden_size=128, intermediate_size=344).cuda()
+    ids, found = batch().cuda(), []
+    for config in (FP8Config(always=True), FP8Config(always=True, recompute=parts)):
+        trained = fused(copy.deepcopy(model), config).train()
+        loss = trained(input_ids=ids, labels=ids).loss
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in trained.parameters())])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("granularity", ["rowwise", "blockwise"])
 def test_finer_scales_give_the_same_gradients_too(granularity: str) -> None:
     model = build(hidden_size=128, intermediate_size=384)
