@@ -69,7 +69,7 @@ def find_sequences(
     Args:
         tokens: rows, and tokens of each.
         position_ids: [1 or rows, tokens].
-        attention_mask: None, or [rows, tokens], zero for padding.
+        attention_mask: None, or [rows, tokens], zero for padding; those of a cache come before these tokens.
 
     Returns:
         None where each row is one sequence, with padding or without.
@@ -82,7 +82,7 @@ def find_sequences(
     begins = torch.ones(rows, length, dtype=torch.bool)
     begins[:, 1:] = positions.diff(dim=1) <= 0
     if attention_mask is not None:
-        valid = attention_mask.cpu().bool()
+        valid = attention_mask[:, -length:].cpu().bool()
         if not (begins[:, 1:] & valid[:, 1:] & valid[:, :-1]).any():
             return None
         if not valid.all():

@@ -320,6 +320,24 @@ def test_batches_of_one_sequence_a_row_stay_as_they_were() -> None:
         torch.testing.assert_close(model.model(ids, **more).last_hidden_state[valid], right[valid])
 
 
+def test_several_tokens_go_on_from_a_cache() -> None:
+    """As in the next turn of a conversation, or where tokens were drafted: the mask has those of the cache too."""
+    model = build("llama", torch.float32).eval()
+    plain = copy.deepcopy(model)
+    fuse(model)
+    ids = torch.arange(32).view(2, 16)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def states(model: nn.Module) -> torch.Tensor:
+        begun = model.model(ids[:, :11], attention_mask=mask[:, :11], position_ids=positions[:, :11], use_cache=True)
+        more = {"attention_mask": mask, "position_ids": positions[:, 11:], "past_key_values": begun.past_key_values}
+        return model.model(ids[:, 11:], **more).last_hidden_state
+
+    torch.testing.assert_close(states(model), states(plain))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
