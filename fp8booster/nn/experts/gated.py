@@ -47,8 +47,11 @@ def why_not_gated(expert: nn.Module) -> str | None:
     # past nn.Module's search, which is slow for what is not there
     if getattr(vars(expert).get("config"), "pretraining_tp", 1) > 1:
         return "pretraining_tp is more than 1"  # DeepSeek's own code cuts the weights then
-    if not isinstance(expert._modules.get("act_fn"), nn.SiLU):
+    activation = expert._modules.get("act_fn")
+    if not isinstance(activation, nn.SiLU):
         return f"the activation is {type(expert.act_fn).__name__}"
     if must_be_called(expert):
         return "an expert has hooks or a forward of its own, which must run"
+    if must_be_called(activation):
+        return "an expert's activation has hooks or a forward of its own, which must run"
     return None

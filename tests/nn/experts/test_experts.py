@@ -274,6 +274,9 @@ WHY = {
     "an expert has hooks or a forward of its own, which must run": lambda fp8: fp8[1].register_forward_hook(
         lambda *_: None
     ),
+    "an expert's activation has hooks or a forward of its own, which must run": lambda fp8: fp8[
+        1
+    ].act_fn.register_forward_hook(lambda *_: None),
     "Adapted has no grouped form": lambda fp8: _rename(FP8Linear, fp8[1].w3),
     "the activation is GELU": lambda fp8: setattr(fp8[1], "act_fn", nn.GELU()),
     "the layers' FP8Configs differ": lambda fp8: setattr(

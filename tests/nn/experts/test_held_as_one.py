@@ -227,6 +227,15 @@ def test_unfused_activations_are_near_fused_ones() -> None:
     assert_near(found, expected, 0.03)
 
 
+def test_a_hook_on_the_activation_runs() -> None:
+    experts, seen = made(), []
+    expected = results(experts)
+    experts.act_fn.register_forward_hook(lambda _, given, output: seen.append(output.shape))
+    assert_near(results(experts), expected, 0.03)
+    assert len(seen) == 1
+    assert_in_fp8(experts)
+
+
 def test_evaluation_computes_what_training_does_with_weights_that_it_casts_once(casts: list) -> None:
     experts, given = made(), routed()
     trained = experts(*given)

@@ -264,6 +264,25 @@ def test_hooks_on_norms_see_what_transformers_gives_them() -> None:
         assert sqnr(gradients[name], gradient) > 12, name
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt_neox"])
+def test_hooks_on_activations_run(family: str) -> None:
+    model = build(family, torch.float32)
+    plain = copy.deepcopy(model)
+    assert fuse_blocks(model) == 2
+    seen: list[list[torch.Tensor]] = []
+    steps = []
+    for each in (model, plain):
+        values: list[torch.Tensor] = []
+        for name, module in each.named_modules():
+            if name.endswith((".act", ".act_fn", ".activation_fn")):
+                module.register_forward_hook(lambda *_, values=values: values.append(_[2].detach()) or 2 * _[2])
+        steps.append(step(each))
+        seen.append(values)
+    assert len(seen[1]) == 2
+    torch.testing.assert_close(*seen)
+    torch.testing.assert_close(*steps)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mask_where_no_kernel_takes_it_with_shared_keys(family: str, monkeypatch) -> None:
     model = fused(build(family))
