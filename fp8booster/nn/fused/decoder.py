@@ -93,7 +93,7 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
         elif any(map(is_attention, module.children())):
             fused += _fuse_layer(module)
     _smooth(model)
-    for module in model.modules():
+    for module in reversed(list(model.modules())):
         if any(isinstance(part, FusedAttention) for part in module.modules()):
             let_pack(module)
     return fused

@@ -172,6 +172,12 @@ class Packing:
             given["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.sequences.boundaries.device)
         return (), given
 
+    def before_wrapper(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]] | None:
+        """A forward pre-hook of a model around one that takes no boundaries: it is given positions in their place."""
+        return None if kwargs.get("cu_seq_lens_q") is None else self.before_model(model, args, kwargs)
+
     def after_rotary(self, rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A forward hook of what makes position embeddings."""
         if self.sequences is None:
@@ -250,10 +256,12 @@ def let_pack(model: nn.Module) -> None:
     """Let the layers of a model know the sequences of a batch, by hooks, if it makes position embeddings.
 
     Args:
-        model: whose `rotary_emb` makes them for its layers, and another of its kind for layers with a window.
+        model: whose `rotary_emb` makes them for its layers, and another of its kind for layers with a window; it comes
+            after those inside it.
     """
     makers = [each for name, each in model.named_children() if name.startswith("rotary_emb")]
     if not makers:
+        _let_wrapper_pack(model)
         return
     packing = model.__dict__.get(_PACKING)
     if packing is None:
@@ -263,6 +271,17 @@ def let_pack(model: nn.Module) -> None:
             rotary.register_forward_hook(packing.after_rotary)
     packing.reaches_all = not any(map(_is_unfused_attention, model.modules()))
     packing.tells_rows = packing.reaches_all and any(map(has_sinks, model.modules()))
+
+
+def _let_wrapper_pack(model: nn.Module) -> None:
+    """Let a model around one that `let_pack` saw know boundaries that it would not hand on, as StableLM's of 4.51."""
+    for child in model.children():
+        packing = vars(child).get(_PACKING)
+        taken = inspect.signature(type(child).forward).parameters.values()
+        if packing is None or any(each.kind is each.VAR_KEYWORD for each in taken) or _WRAPS in model.__dict__:
+            continue
+        model.__dict__[_WRAPS] = True
+        model.register_forward_pre_hook(packing.before_wrapper, with_kwargs=True)
 
 
 def let_pack_around(model: nn.Module) -> None:
@@ -282,3 +301,4 @@ def why_not_packed(model: nn.Module) -> str | None:
 
 
 _PACKING = "_fp8booster_packing"
+_WRAPS = "_fp8booster_wraps_packing"

@@ -168,6 +168,17 @@ def test_how_sequences_are_told(given: str) -> None:
     check(packed(model, **batch), right, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("family", ["stablelm", "gpt_neox", "mistral"])
+def test_boundaries_alone_reach_attention_through_each_familys_head(family: str) -> None:
+    """StableLM's of 4.51 hands nothing on that it does not know."""
+    model, texts = make(family), documents()
+    fuse(model)
+    fuse(model)
+    right, batch = packed(model, **flat(texts)), flat(texts)
+    del batch["position_ids"]
+    check(packed(copy.deepcopy(model), **batch, cu_seq_lens_q=cumulated()), right)
+
+
 def test_rows_may_hold_different_sequences() -> None:
     model, texts = build("llama", torch.float32), documents()
     fuse(model)
