@@ -181,6 +181,8 @@ class FusedAttention(MergedAttention):
             if sequences_of(arguments["position_embeddings"]) is None:  # `attend_packed` alone has sinks
                 return "attention with sinks takes no attention_mask, no cache, and gives no weights"
             implementation = "sdpa"
+        if not getattr(self, "is_causal", True):
+            return "it was told not to be causal"
         return why_unlike(implementation, arguments)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> torch.Tensor:

@@ -136,3 +136,13 @@ def test_what_attention_would_read_is_not_ignored(argument: str) -> None:
     attention = model.model.layers[0].self_attn
     assert attention.why_unlike(attention_mask=None, position_ids=None) is None
     assert attention.why_unlike(**{argument: SimpleNamespace()}) == f"it is given {argument}"
+
+
+def test_an_attention_may_be_told_later_not_to_be_causal() -> None:
+    plain, model = pair("llama")
+    for each in (plain, model):
+        for layer in each.model.layers:
+            layer.self_attn.is_causal = False
+    ids = batch()
+    right, found = (each(input_ids=ids, labels=ids).loss for each in (plain, model))
+    torch.testing.assert_close(found, right)
