@@ -86,6 +86,11 @@ def must_be_called(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or has_hooks(module)
 
 
+def may_be_bypassed(module: nn.Module) -> bool:
+    """Whether what a module without parameters gives may be computed without it: its hooks, if any, only wait."""
+    return "forward" not in module.__dict__ and not is_looked_at(module)
+
+
 def run_with(forward: Callable[..., Any], module: nn.Module, parts: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """What a forward of a module gives while it finds other things in the place of some of its parts."""
     held = vars(module)  # looked at before what is registered

@@ -169,6 +169,7 @@ ELSEWHERE = {
     "weights_in_16_bits": "tests/colossal/zero/test_fp8_alone.py",
     "keep_weight_transposes": "tests/nn/weights/test_memory.py",
     "saved_activations": "tests/nn/fused/test_saved_activations.py",
+    "recompute": "tests/nn/fused/test_recompute.py",
     "cuda_graphs": "tests/plugins/test_cuda_graphs.py",
     "vocabulary_head": "tests/nn/fused/test_causal_lm_loss.py",
     "gradient_accumulation": "tests/colossal/zero/test_gradient_accumulation.py",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import cached_by_class, must_be_called
+from fp8booster.nn.modules import cached_by_class, may_be_bypassed, must_be_called
 
 _HUB = "transformers_modules"
 """Package of the models whose code comes from the hub, in folders of their own."""
@@ -52,6 +52,6 @@ def why_not_gated(expert: nn.Module) -> str | None:
         return f"the activation is {type(expert.act_fn).__name__}"
     if must_be_called(expert):
         return "an expert has hooks or a forward of its own, which must run"
-    if must_be_called(activation):
+    if not may_be_bypassed(activation):
         return "an expert's activation has hooks or a forward of its own, which must run"
     return None

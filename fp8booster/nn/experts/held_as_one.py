@@ -29,7 +29,7 @@ from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
 from fp8booster.nn.fused.pointwise import Saving, activate, activate_gated
 from fp8booster.nn.fused.trials import activation_kind, gate_kind
 from fp8booster.nn.linear.speed_model import computes_in_fp8
-from fp8booster.nn.modules import cached_by_class, members_of_made, must_be_called
+from fp8booster.nn.modules import cached_by_class, may_be_bypassed, members_of_made
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import REAL_TIME, Casts
 from fp8booster.nn.weights.freshness import is_captured
@@ -208,7 +208,7 @@ class FP8Experts(nn.Module):
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         activation = self._modules.get("act_fn")
-        if self._fp8_kind is not None and not (activation is not None and must_be_called(activation)):
+        if self._fp8_kind is not None and (activation is None or may_be_bypassed(activation)):
             fused = activate_gated if self._is_gated else activate
             return fused(x, self._fp8_kind, saving=Saving(in_8_bits=self.fp8_config.saves_in_8_bits))
         return self._own_activation(x).to(torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 
 from fp8booster.nn.fused.part import FusedPart
 from fp8booster.nn.fused.pointwise import Saving, activate, activate_gated
-from fp8booster.nn.modules import must_be_called, run_with
+from fp8booster.nn.modules import may_be_bypassed, run_with
 
 
 class FusedMLP(FusedPart):
@@ -21,7 +21,7 @@ class FusedMLP(FusedPart):
     """What it computes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not self.training or must_be_called(getattr(self, self.activation)):
+        if torch.compiler.is_compiling() or not self.training or not may_be_bypassed(getattr(self, self.activation)):
             return super().forward(x)
         fused = partial(activate, kind=self.kind, saving=Saving.of_activation(self.fused_config))
         return run_with(super().forward, self, {self.activation: fused}, x)
@@ -34,7 +34,7 @@ class FusedGatedMLP(FusedMLP):
         """As transformers', with one product for gate and up."""
         output = getattr(self, self.part.output)
         gate_up = self.merged_product(x)
-        if gate_up is not None and must_be_called(activation := getattr(self, self.activation)):
+        if gate_up is not None and not may_be_bypassed(activation := getattr(self, self.activation)):
             gate, up = gate_up.chunk(2, -1)
             return output(activation(gate) * up)
         if gate_up is not None:

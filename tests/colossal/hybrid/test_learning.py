@@ -19,12 +19,13 @@ from tests.distributed import ranks
 if TYPE_CHECKING:
     from colossalai.booster.plugin import HybridParallelPlugin as NativePlugin
 
-STEPS = 25
+STEPS = 50
 LAST = 5
 """Steps whose mean loss is compared."""
 
-SCHEDULE = WarmupCosine(peak=4e-3, floor=0.0, warmup=5, decay=STEPS)
-"""Ends at zero: at a rate that stays high two runs part by more than FP8's rounding explains."""
+SCHEDULE = WarmupCosine(peak=2e-3, floor=0.0, warmup=5, decay=STEPS)
+"""Ends at zero: at a rate that stays high two runs part by more than FP8's rounding explains. At twice the rate the
+loss of single batches does too, on some processors."""
 
 WITHIN = 0.01
 
