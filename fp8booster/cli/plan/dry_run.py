@@ -16,6 +16,7 @@ import torch
 from fp8booster.cli.train.key_values import build_plugin
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.monitor.memory import MemoryTracker
+from fp8booster.nn.weights.freshness import fresh_tensors
 from fp8booster.optim.states_8bit import State
 from fp8booster.training.boosted import BoostedModel, causal
 from fp8booster.training.models import build
@@ -92,6 +93,7 @@ def take_steps(tracker: MemoryTracker, options: TrainOptions, precision: str, co
         tracker.begin_step()
         boosted.forward_backward([causal(tokens)] * options.accumulate)
         tracker.begin_update()
+        tracker.name(KEPT, fresh_tensors())  # the step frees them
         boosted.update(options.max_norm)
         tracker.name(WEIGHTS, boosted.model.parameters())
         inside = boosted.optimizer.unwrap()

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.weights.collectives import forget_memory, watch_collectives, watch_memory
@@ -83,6 +84,12 @@ def weight_state(weight: torch.Tensor) -> tuple:
     watch_memory(weight)
     # another stream casts anew rather than read a copy that this one may not have finished
     return weight.data_ptr(), weight._version, weight.dtype, _Changes.count, current_stream(weight)
+
+
+def fresh_tensors() -> Iterator[torch.Tensor]:
+    """The tensors of all copies that were made since the last change."""
+    for copy in tuple(_Changes.copies):
+        yield from (leaf for leaf in tree_leaves(copy.made) if isinstance(leaf, torch.Tensor))
 
 
 def note_change(weights: Sequence[torch.Tensor]) -> None:

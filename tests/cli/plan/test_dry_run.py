@@ -102,6 +102,14 @@ def test_each_plugin_shares_the_states_as_it_does(given: dict[str, object]) -> N
     assert parts[MASTERS] == pytest.approx(masters, rel=0.02)
 
 
+def test_fp8_weights_that_a_step_frees_have_a_part_of_their_own():
+    in_bf16, in_fp8 = (dry_steps(precision, plugin="ddp", sequence=16) for precision in ("bf16", "fp8"))
+    model = build(small_config(options()), device=torch.device("meta"))
+    values = sum(layer.weight.numel() for layer in model.model.modules() if isinstance(layer, torch.nn.Linear))
+    more = in_fp8[FORWARD][KEPT] - in_bf16[FORWARD][KEPT]
+    assert 2 * values <= more < 2.1 * values  # and their transposes
+
+
 @pytest.mark.skipif(transformers.__version__.startswith("4."), reason="experts are modules")
 def test_experts_held_as_one_are_planned_in_grouped_products(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4}
