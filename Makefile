@@ -51,7 +51,8 @@ TESTS5 := tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/tes
     llama_has_one_body mistral_has_one_body qwen2_has_one_body qwen3_has_a_policy mixtral_has_one_body \
     models_that_are_not_sharded_are_refused mixtral_policies_know_the_block mixtral_blocks_return_their_output \
     hybrid_parallel_plugin_splits_experts moe_hybrid_parallel_plugin_splits_experts) \
-  tests/cli/plan/test_dry_run.py::test_experts_held_as_one_are_planned_in_grouped_products \
+  $(addprefix tests/cli/plan/test_dry_run.py::test_, experts_held_as_one_are_planned_in_grouped_products \
+    peaks_are_those_of_a_rank_that_trains) \
   $(addprefix tests/cli/train/test_runs.py::test_, a_run_in_both_precisions_ends_with_a_table_and_keeps_its_files \
     a_resumed_run_equals_the_uninterrupted_one_bit_for_bit the_model_of_a_checkpoint_is_a_hugging_face_folder)
 CODE  := fp8booster tests $(wildcard benchmarks examples scripts)

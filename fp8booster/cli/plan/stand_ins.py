@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fp8booster.colossal.pipeline import communication
 from fp8booster.colossal.temporarily import temporarily
@@ -30,6 +31,11 @@ from fp8booster.kernels.operators import Operator
 from fp8booster.monitor.memory import MemoryTracker
 from fp8booster.nn.experts import routing
 from fp8booster.nn.weights import memory
+
+try:
+    from transformers import masking_utils  # of transformers 5, which takes position ids without values for packed ones
+except ImportError:
+    masking_utils = None
 
 
 @contextmanager
@@ -61,6 +67,8 @@ def instead_of_gpus(tracker: MemoryTracker, ranks: int, gpu_memory: int) -> Iter
             register_comm_hook=lambda *_, **__: None,
         ),
     )
+    if masking_utils is not None:
+        replaced += (temporarily(masking_utils, find_packed_sequence_indices=lambda _: None),)
     with ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         stack.callback(logging.disable, logging.NOTSET)
@@ -98,11 +106,15 @@ class _Even:
 
 
 def _as_a_kernel(tracker: MemoryTracker) -> Any:
-    """`Operator.run` whose definition leaves no trace but its results, as on a GPU; what has none is passed over."""
+    """`Operator.run` whose definition leaves no trace but its results, as on a GPU; one without is passed over.
+
+    Not where a trial of `nn.fused` computes with numbers.
+    """
     run = Operator.run
 
     def call(self: Operator, *args: Any, **kwargs: Any) -> Any:
-        if self.reference.__annotations__["return"] == "None":
+        is_written_to = self.reference.__annotations__["return"] == "None"
+        if is_written_to and any(isinstance(each, FakeTensor) for each in tree_leaves((args, kwargs))):
             return None
         with tracker.as_one():
             return run(self, *args, **kwargs)

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import MixtralConfig, PretrainedConfig
 
 from fp8booster.cli.plan import dry_run
@@ -18,6 +19,7 @@ from fp8booster.cli.plan.parts import KEPT, MASTERS, MOMENTS, WEIGHTS
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.kernels.operators import Operator
 from fp8booster.monitor.memory import ACTIVATIONS, FORWARD, GRADIENTS
+from fp8booster.nn.fused.self_attention import FusedAttention
 from fp8booster.training.models import build
 from tests.distributed import run_ranks
 
@@ -71,6 +73,15 @@ def test_peaks_are_those_of_a_rank_that_trains(given: dict[str, object], precisi
     assert peak(planned) == pytest.approx(peak(real), rel=0.01)
     for part in (WEIGHTS, MASTERS, MOMENTS, ACTIVATIONS):
         assert planned[FORWARD][part] == pytest.approx(real[FORWARD][part], rel=0.01)
+
+
+def test_attention_is_fused_in_a_plan_as_in_a_run(monkeypatch):
+    attended = []
+    attend = FusedAttention.attend
+    monkeypatch.setattr(FusedAttention, "attend", lambda *args: attended.append(args) or attend(*args))
+    dry_run.dry_steps(options(), "fp8", small_config(options()), 1e6)
+    without_values = [query for _, query, *_ in attended if isinstance(query, FakeTensor)]
+    assert len(without_values) == 2  # one layer, two steps; trials have values
 
 
 def test_layers_are_counted_from_two_models():
