@@ -275,7 +275,13 @@ def _recomputed(model: nn.Module) -> Counter[str]:
         model,
         attrgetter("recomputes_norms"),
         lambda config: config.recomputes_activations and not config.saves_in_8_bits,
+        norms_of=_reads_its_own_tokens,
     )
+
+
+def _reads_its_own_tokens(block: nn.Module) -> bool:
+    """Whether no product of a block reads tokens that ranks gather, which backward does not make again."""
+    return all(each.fp8_exchange().input_key is None for each in block.modules() if isinstance(each, FP8Layer))
 
 
 def _fused_parts(
@@ -283,12 +289,17 @@ def _fused_parts(
     has_norms: Callable[[FP8Config], bool],
     has_activations: Callable[[FP8Config], bool],
     more: Collection[nn.Module] = (),
+    norms_of: Callable[[nn.Module], bool] = lambda _: True,
 ) -> Counter[str]:
-    """How many fused norms and activations there are, of which a configuration asks something, and experts besides."""
+    """How many fused norms and activations there are, of which a configuration asks something, and experts besides.
+
+    Args:
+        norms_of: whether those of a decoder layer do what is asked.
+    """
     parts: Counter[str] = Counter()
     for module in model.modules():
         config = module.fused_config if isinstance(module, (FusedDecoderLayer, FusedMLP)) else None
-        if isinstance(module, FusedDecoderLayer) and config is not None and has_norms(config):
+        if isinstance(module, FusedDecoderLayer) and config is not None and has_norms(config) and norms_of(module):
             parts["norm"] += sum(not is_looked_at(norm) for norm in module.norms())
         of_block = isinstance(module, FusedMLP) and config is not None and module.is_fused and has_activations(config)
         if module in more or of_block:

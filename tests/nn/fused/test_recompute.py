@@ -120,6 +120,24 @@ def test_the_report_tells_what_is_computed_again() -> None:
 
 
 @ranks(2)
+def test_the_report_leaves_out_norms_whose_tokens_ranks_gather() -> None:
+    import fp8booster.plugins
+
+    config = FP8Config(recompute="both", emulate=True)
+    said = []
+    for mode in (None, "split_gather"):
+        sequence = {"enable_sequence_parallelism": mode is not None, "sequence_parallelism_mode": mode}
+        sizes = {"tp_size": 2, "pp_size": 1, "precision": "bf16"}
+        boosted = boost(
+            fp8booster.plugins.HybridParallelPlugin(use_fp8=True, fp8_config=config, **sizes, **sequence),
+            tiny_llama().bfloat16(),
+        )
+        boosted.step(token_batch(seed=0))
+        said.append(report(boosted.model.unwrap()).recomputed)
+    assert said == [("4 norms", "2 SwiGLUs"), ("2 SwiGLUs",)]
+
+
+@ranks(2)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_plugins_train_to_the_same_losses(plugin: str) -> None:
     import fp8booster.plugins
