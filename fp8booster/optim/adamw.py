@@ -76,7 +76,8 @@ class AdamW(Optimizer):
     Raises:
         ValueError: a rate, beta, eps or decay outside its range, a parameter whose values lie apart, less than one
             micro-batch, or more than one without `update_in_backward`.
-        TypeError: a parameter of another dtype, or one that is sharded as a DTensor.
+        TypeError: a parameter of another dtype, one that is sharded as a DTensor, or with `update_in_backward` the flat
+            one of FullyShardedDataParallel.
     """
 
     num_fp32_shards_per_param = 3
@@ -175,15 +176,23 @@ class AdamW(Optimizer):
                 raise TypeError(f"a parameter is {parameter.dtype}; give BF16 or FP32 ones")
             if not parameter.is_contiguous():
                 raise ValueError("a parameter's values lie apart in memory; give contiguous parameters")
+            if self.updates_in_backward and getattr(parameter, "_is_flat_param", False):
+                raise TypeError(
+                    "a parameter is FullyShardedDataParallel's flat one, whose gradient ranks reduce after backward had "
+                    "taken that of this rank; leave update_in_backward out, or take LowLevelZeroPlugin"
+                )
             self._numbers[parameter] = len(self._numbers)
         self._hook(len(self.param_groups) - 1)
 
     def _hook(self, group_number: int) -> None:
         """Let backward update the parameters of a group, where it does."""
+        if not self.updates_in_backward:
+            return
         for parameter in self.param_groups[group_number]["params"]:
-            if self.updates_in_backward and parameter.requires_grad:
-                take = partial(self._take, group_number)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # a hook is not taken otherwise; a frozen one may be trained later
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._take, group_number)))
+            parameter.requires_grad_(is_trained)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, div_scale: float | torch.Tensor = -1) -> Any:
@@ -238,6 +247,7 @@ class AdamW(Optimizer):
         """Update a parameter of which backward has made the gradient, or add that to those before it."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None  # autograd calls this when it has set it
+        _require_dense(gradient)
         self._taken.add(parameter)
         count, total = self.gradient_sums.pop(parameter, (0, None))
         if count + 1 < self.micro_batches:
@@ -287,11 +297,13 @@ class AdamW(Optimizer):
             float32 [parameters]: the largest magnitude among the new values of each.
 
         Raises:
-            TypeError: a parameter that this optimizer was not given.
+            TypeError: a parameter that this optimizer was not given, or a sparse gradient.
             ValueError: a state of another size than its parameter's; a group with amsgrad or maximize.
         """
         if group.get("amsgrad", False) or group.get("maximize", False):
             raise ValueError("this AdamW has neither amsgrad nor maximize; load a checkpoint without, or use torch's")
+        for gradient in gradients:
+            _require_dense(gradient)
         if any(each not in self._numbers for each in parameters):
             raise TypeError(
                 "an engine has put tensors in the place of this optimizer's parameters; boost it with a plugin of "
@@ -410,6 +422,15 @@ class AdamW(Optimizer):
             else:
                 parameter.copy_(master)
         self.state[parameter] = state
+
+
+def _require_dense(gradient: torch.Tensor) -> None:
+    """Raise TypeError for a sparse gradient."""
+    if gradient.layout is not torch.strided:
+        raise TypeError(
+            "a gradient is sparse, as nn.Embedding(sparse=True) makes it; make it with sparse=False, or take "
+            "torch.optim.SparseAdam for its parameter"
+        )
 
 
 def _require_accumulation(update_in_backward: bool, micro_batches: int, kind: str) -> None:
