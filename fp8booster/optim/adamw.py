@@ -167,9 +167,20 @@ class AdamW(Optimizer):
         """As in `torch.optim.Optimizer`; errors as in the class."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        try:
+            self._require_updatable(group["params"])
+        except (TypeError, ValueError):
+            self.param_groups.pop()  # so that it may be corrected and added again
+            raise
         for name, value in _OPTIONS_OF_TORCH.items():
             group.setdefault(name, value)
         for parameter in group["params"]:
+            self._numbers[parameter] = len(self._numbers)
+        self._hook(len(self.param_groups) - 1)
+
+    def _require_updatable(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise TypeError or ValueError, as the class says, for a parameter that this optimizer cannot update."""
+        for parameter in parameters:
             if isinstance(parameter, DTensor):
                 raise TypeError("a parameter is a DTensor; this AdamW updates whole tensors: take torch.optim.AdamW")
             if parameter.dtype not in (torch.bfloat16, torch.float32):
@@ -181,8 +192,6 @@ class AdamW(Optimizer):
                     "a parameter is FullyShardedDataParallel's flat one, whose gradient ranks reduce after backward had "
                     "taken that of this rank; leave update_in_backward out, or take LowLevelZeroPlugin"
                 )
-            self._numbers[parameter] = len(self._numbers)
-        self._hook(len(self.param_groups) - 1)
 
     def _hook(self, group_number: int) -> None:
         """Let backward update the parameters of a group, where it does."""

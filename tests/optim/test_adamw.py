@@ -254,6 +254,17 @@ def test_a_closure_is_called_and_empty_parameters_are_left() -> None:
     assert (weights[2] == 1).all()
 
 
+def test_a_group_that_was_refused_may_be_corrected_and_added_again() -> None:
+    optimizer, weight = AdamW([nn.Parameter(torch.ones(2))]), nn.Parameter(torch.ones(2, dtype=torch.float16))
+    with pytest.raises(TypeError, match="give BF16 or FP32"):
+        optimizer.add_param_group({"params": [weight]})
+    weight.data = weight.data.float()
+    optimizer.add_param_group({"params": [weight]})
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert (weight < 1).all()
+
+
 @pytest.mark.parametrize("micro_batches", [0, 1, 2], ids=["step", "backward", "micro-batches"])
 def test_sparse_gradients_are_refused(micro_batches) -> None:
     embedding = nn.Embedding(10, 16, sparse=True)
