@@ -189,7 +189,7 @@ class AdamW(Optimizer):
                 raise ValueError("a parameter's values lie apart in memory; give contiguous parameters")
             if self.updates_in_backward and getattr(parameter, "_is_flat_param", False):
                 raise TypeError(
-                    "a parameter is FullyShardedDataParallel's flat one, whose gradient ranks reduce after backward had "
+                    "a parameter is FullyShardedDataParallel's flat one, whose gradient ranks reduce when backward has "
                     "taken that of this rank; leave update_in_backward out, or take LowLevelZeroPlugin"
                 )
 

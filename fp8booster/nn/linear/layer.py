@@ -177,8 +177,8 @@ class FP8Layer(nn.Module):
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
-        # under FSDP2 what is loaded is the shard, and the gathered weight counts no change; before it is, for torch swaps
-        # no parameters that a copy refers to
+        # under FSDP2 what is loaded is the shard, and the gathered weight counts no change; it is done first, for torch
+        # swaps no parameters that a copy refers to
         forget_weight(self)
         super()._load_from_state_dict(*arguments, **named)
 

@@ -352,5 +352,5 @@ def test_shards_of_torchs_own_tensor_parallelism_are_refused() -> None:
     model = nn.Sequential(nn.Linear(64, 64))
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
     convert_to_fp8(model, FP8Config(always=True))
-    with pytest.raises(TypeError, match="is a DTensor, as parallelize_module makes it, .*; leave the layer out"):
+    with pytest.raises(TypeError, match=r"is a DTensor, as parallelize_module makes it, .*; leave the layer out"):
         model(torch.randn(16, 64))

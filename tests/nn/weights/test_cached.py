@@ -109,7 +109,17 @@ def swap_data(layer: nn.Linear) -> None:
         swap_data,
         lambda layer: layer.bfloat16().float(),  # lies where it lay, rounded
     ],
-    ids=["step", "forget", "in place", "load", "load by assignment", "load by swapping", "replace", "swap data", "dtype and back"],
+    ids=[
+        "step",
+        "forget",
+        "in place",
+        "load",
+        "load by assignment",
+        "load by swapping",
+        "replace",
+        "swap data",
+        "dtype and back",
+    ],
 )
 def test_a_changed_weight_is_cast_anew(change, layer, x) -> None:
     before = layer(x)
