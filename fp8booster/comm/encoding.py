@@ -113,7 +113,9 @@ class Options(TypedDict, total=False):
 
 
 def settings(encoding: Encoding = DEFAULT, min_bytes: int | None = None) -> tuple[Encoding, int | None]:
-    """What options say."""
+    """What options say. Raises TypeError for an encoding that is none."""
+    if not isinstance(encoding, Encoding):
+        raise TypeError(f"encoding is {encoding!r}; give an fp8booster.comm.Encoding, as Encoding(format=...)")
     return encoding, min_bytes
 
 

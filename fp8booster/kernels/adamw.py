@@ -56,7 +56,7 @@ def update_by_torch(
         lr = lr.to(device) if device.type == "cuda" else lr.item()
     operator(
         list(values),
-        [gradient.to(value.dtype) for gradient, value in zip(shards.gradients, values, strict=True)],
+        [_laid_as(value, gradient) for gradient, value in zip(shards.gradients, values, strict=True)],
         list(shards.exp_avgs),
         list(shards.exp_avg_sqs),
         list(max_exp_avg_sqs),
@@ -71,3 +71,8 @@ def update_by_torch(
         grad_scale=divisor,
         found_inf=None,
     )
+
+
+def _laid_as(value: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient of its value's dtype and strides: the operator reads both in the order in which they lie."""
+    return gradient.to(value.dtype) if gradient.stride() == value.stride() else torch.empty_like(value).copy_(gradient)

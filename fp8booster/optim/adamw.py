@@ -76,7 +76,8 @@ class AdamW(Optimizer):
     Raises:
         ValueError: a rate, beta, eps or decay outside its range, a parameter whose values lie apart, less than one
             micro-batch, or more than one without `update_in_backward`.
-        TypeError: a parameter of another dtype, or one that is sharded as a DTensor.
+        TypeError: a parameter of another dtype, one that is sharded as a DTensor, or with `update_in_backward` the flat
+            one of FullyShardedDataParallel.
     """
 
     num_fp32_shards_per_param = 3
@@ -166,24 +167,41 @@ class AdamW(Optimizer):
         """As in `torch.optim.Optimizer`; errors as in the class."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        try:
+            self._require_updatable(group["params"])
+        except (TypeError, ValueError):
+            self.param_groups.pop()  # so that it may be corrected and added again
+            raise
         for name, value in _OPTIONS_OF_TORCH.items():
             group.setdefault(name, value)
         for parameter in group["params"]:
+            self._numbers[parameter] = len(self._numbers)
+        self._hook(len(self.param_groups) - 1)
+
+    def _require_updatable(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise TypeError or ValueError, as the class says, for a parameter that this optimizer cannot update."""
+        for parameter in parameters:
             if isinstance(parameter, DTensor):
                 raise TypeError("a parameter is a DTensor; this AdamW updates whole tensors: take torch.optim.AdamW")
             if parameter.dtype not in (torch.bfloat16, torch.float32):
                 raise TypeError(f"a parameter is {parameter.dtype}; give BF16 or FP32 ones")
             if not parameter.is_contiguous():
                 raise ValueError("a parameter's values lie apart in memory; give contiguous parameters")
-            self._numbers[parameter] = len(self._numbers)
-        self._hook(len(self.param_groups) - 1)
+            if self.updates_in_backward and getattr(parameter, "_is_flat_param", False):
+                raise TypeError(
+                    "a parameter is FullyShardedDataParallel's flat one, whose gradient ranks reduce when backward has "
+                    "taken that of this rank; leave update_in_backward out, or take LowLevelZeroPlugin"
+                )
 
     def _hook(self, group_number: int) -> None:
         """Let backward update the parameters of a group, where it does."""
+        if not self.updates_in_backward:
+            return
         for parameter in self.param_groups[group_number]["params"]:
-            if self.updates_in_backward and parameter.requires_grad:
-                take = partial(self._take, group_number)
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # a hook is not taken otherwise; a frozen one may be trained later
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._take, group_number)))
+            parameter.requires_grad_(is_trained)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, div_scale: float | torch.Tensor = -1) -> Any:
@@ -238,6 +256,7 @@ class AdamW(Optimizer):
         """Update a parameter of which backward has made the gradient, or add that to those before it."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None  # autograd calls this when it has set it
+        _require_dense(gradient)
         self._taken.add(parameter)
         count, total = self.gradient_sums.pop(parameter, (0, None))
         if count + 1 < self.micro_batches:
@@ -287,11 +306,13 @@ class AdamW(Optimizer):
             float32 [parameters]: the largest magnitude among the new values of each.
 
         Raises:
-            TypeError: a parameter that this optimizer was not given.
+            TypeError: a parameter that this optimizer was not given, or a sparse gradient.
             ValueError: a state of another size than its parameter's; a group with amsgrad or maximize.
         """
         if group.get("amsgrad", False) or group.get("maximize", False):
             raise ValueError("this AdamW has neither amsgrad nor maximize; load a checkpoint without, or use torch's")
+        for gradient in gradients:
+            _require_dense(gradient)
         if any(each not in self._numbers for each in parameters):
             raise TypeError(
                 "an engine has put tensors in the place of this optimizer's parameters; boost it with a plugin of "
@@ -410,6 +431,15 @@ class AdamW(Optimizer):
             else:
                 parameter.copy_(master)
         self.state[parameter] = state
+
+
+def _require_dense(gradient: torch.Tensor) -> None:
+    """Raise TypeError for a sparse gradient."""
+    if gradient.layout is not torch.strided:
+        raise TypeError(
+            "a gradient is sparse, as nn.Embedding(sparse=True) makes it; make it with sparse=False, or take "
+            "torch.optim.SparseAdam for its parameter"
+        )
 
 
 def _require_accumulation(update_in_backward: bool, micro_batches: int, kind: str) -> None:

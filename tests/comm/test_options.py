@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster.comm import Encoding, coalesced, ddp, flat_fsdp, fsdp
+from fp8booster.comm.encoding import settings
 
 GROUP, REPLICAS = object(), object()
 HOW = {"encoding": Encoding(block_size=64), "min_bytes": 77}
@@ -82,3 +83,8 @@ def test_each_message_of_many_tensors_goes_as_told(monkeypatch) -> None:
     how = {"encoding": HOW["encoding"]}
     coalesced.all_reduce_coalesced(tensors, dist.ReduceOp.AVG, GROUP, bucket_bytes=12, **how)
     assert calls == [("all_reduce", [dist.ReduceOp.AVG, GROUP], how)] * 3
+
+
+def test_a_format_is_no_encoding() -> None:
+    with pytest.raises(TypeError, match=r"encoding is torch.float8_e4m3fn; give an fp8booster.comm.Encoding"):
+        settings(encoding=torch.float8_e4m3fn)

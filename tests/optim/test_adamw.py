@@ -85,6 +85,19 @@ def test_updates_in_backward_are_those_of_steps(device) -> None:
     assert all(parameter.grad is None for parameter in backward.parameters())
 
 
+def test_a_parameter_that_was_frozen_at_first_is_updated_in_backward() -> None:
+    frozen, trained = nn.Parameter(torch.ones(4), requires_grad=False), nn.Parameter(torch.ones(4))
+    optimizer = AdamW([frozen, trained], update_in_backward=True)
+    (frozen * trained).sum().backward()
+    assert (frozen == 1).all()
+    assert not frozen.requires_grad
+    frozen.requires_grad_(True)
+    (frozen * trained).sum().backward()
+    assert (frozen < 1).all()
+    assert frozen.grad is None
+    assert optimizer.state[frozen]["step"] == 1
+
+
 @ranks(2)
 def test_updates_in_backward_are_refused_under_ddp_which_reduces_gradients_later() -> None:
     network = nn.parallel.DistributedDataParallel(model(torch.float32))
@@ -241,11 +254,40 @@ def test_a_closure_is_called_and_empty_parameters_are_left() -> None:
     assert (weights[2] == 1).all()
 
 
+def test_a_group_that_was_refused_may_be_corrected_and_added_again() -> None:
+    optimizer, weight = AdamW([nn.Parameter(torch.ones(2))]), nn.Parameter(torch.ones(2, dtype=torch.float16))
+    with pytest.raises(TypeError, match="give BF16 or FP32"):
+        optimizer.add_param_group({"params": [weight]})
+    weight.data = weight.data.float()
+    optimizer.add_param_group({"params": [weight]})
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert (weight < 1).all()
+
+
+@pytest.mark.parametrize("micro_batches", [0, 1, 2], ids=["step", "backward", "micro-batches"])
+def test_sparse_gradients_are_refused(micro_batches) -> None:
+    embedding = nn.Embedding(10, 16, sparse=True)
+    in_backward = {"update_in_backward": True, "micro_batches": micro_batches} if micro_batches else {}
+    optimizer = AdamW(embedding.parameters(), **in_backward)
+
+    def train() -> None:
+        embedding(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(TypeError, match=r"a gradient is sparse.*; make it with sparse=False"):
+        train()
+
+
 def test_what_cannot_be_updated_is_refused() -> None:
     with pytest.raises(TypeError, match=r"torch.float16; give BF16 or FP32"):
         AdamW([nn.Parameter(torch.ones(2, dtype=torch.float16))])
     with pytest.raises(ValueError, match="give contiguous parameters"):
         AdamW([nn.Parameter(torch.ones(4, 4).t()[:, 1:])])
+    flat = nn.Parameter(torch.ones(4))
+    flat._is_flat_param = True  # as FullyShardedDataParallel's
+    with pytest.raises(TypeError, match=r"FullyShardedDataParallel's flat one.*; leave update_in_backward out"):
+        AdamW([flat], update_in_backward=True)
     with pytest.raises(ValueError, match=r"betas\[1\] is 1.0"):
         AdamW([nn.Parameter(torch.ones(2))], betas=(0.9, 1.0))
     weight = nn.Parameter(torch.ones(2))

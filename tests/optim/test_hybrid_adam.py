@@ -95,6 +95,20 @@ def test_gradients_are_divided_by_the_scale(dtype, is_a_tensor, device) -> None:
     assert_same(expected, found)
 
 
+@pytest.mark.parametrize("value_lies_transposed", [False, True])
+def test_a_gradient_may_lie_otherwise_than_its_parameter(value_lies_transposed) -> None:
+    torch.manual_seed(0)
+    value, gradient = torch.randn(6, 8), torch.randn(8, 6)
+    value = value.t() if value_lies_transposed else value.t().contiguous()
+    gradient = gradient if value_lies_transposed else gradient.t().contiguous().t()
+    ours, expected = (nn.Parameter(value.clone(memory_format=torch.preserve_format)) for _ in range(2))
+    expected.grad = gradient.clone(memory_format=torch.preserve_format)
+    ours.grad = gradient
+    HybridAdam([ours], lr=0.1).step()
+    AdamW([expected], lr=0.1, weight_decay=0.0, foreach=False).step()
+    torch.testing.assert_close(ours, expected)
+
+
 def test_without_bias_correction_the_moments_are_taken_as_they_are(device) -> None:
     parameter = nn.Parameter(torch.zeros(3, device=device))
     optimizer = HybridAdam([parameter], lr=1.0, bias_correction=False, eps=0.0)

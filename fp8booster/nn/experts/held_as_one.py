@@ -248,8 +248,8 @@ class FP8Experts(nn.Module):
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
+        self.forget()  # as `FP8Layer` does
         super()._load_from_state_dict(*arguments, **named)
-        self.forget()  # under FSDP2 what is loaded is the shard, and the gathered weight counts no change
 
 
 @cached_by_class

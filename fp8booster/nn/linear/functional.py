@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from fp8booster import formats
 from fp8booster.config import FP8Config
@@ -192,7 +193,7 @@ def check_operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
     Raises:
         ValueError: sizes that do not fit together.
-        TypeError: dtypes that cannot be cast to FP8, or that differ outside autocast.
+        TypeError: dtypes that cannot be cast to FP8, or that differ outside autocast; a DTensor.
         RuntimeError: inside a transform of `torch.func`.
     """
     if not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None:
@@ -212,6 +213,11 @@ def check_operands(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
             f"bias has shape {tuple(bias.shape)}; give {weight.shape[0]} values, one for each output feature"
         )
     for tensor, what in ((input, "input"), (weight, "weight"), (bias, "bias")):
+        if isinstance(tensor, DTensor):  # kernels would read at the address 0
+            raise TypeError(
+                f"{what} is a DTensor, as parallelize_module makes it, and FP8 kernels take whole tensors; leave the "
+                "layer out with FP8Config(layers=...), or shard the model with HybridParallelPlugin"
+            )
         if tensor is not None and tensor.dtype not in formats.HIGH_PRECISION:
             formats.require_high_precision(tensor, what)
     if input.dtype != weight.dtype and not torch.is_autocast_enabled(input.device.type):
@@ -301,7 +307,7 @@ def fp8_linear(
 
     Raises:
         ValueError: sizes that do not fit together, or a GPU without FP8 products while `config.emulate` is off.
-        TypeError: another dtype, or dtypes that differ outside autocast.
+        TypeError: another dtype, or dtypes that differ outside autocast; a DTensor.
         RuntimeError: inside a transform of `torch.func`.
     """
     config = DEFAULT_CONFIG if config is None else config

@@ -177,9 +177,10 @@ class FP8Layer(nn.Module):
         return super()._apply(fn, recurse)
 
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
-        super()._load_from_state_dict(*arguments, **named)
-        # under FSDP2 what is loaded is the shard, and the gathered weight counts no change
+        # under FSDP2 what is loaded is the shard, and the gathered weight counts no change; it is done first, for torch
+        # swaps no parameters that a copy refers to
         forget_weight(self)
+        super()._load_from_state_dict(*arguments, **named)
 
     def __getstate__(self) -> dict[str, Any]:
         restore_weight(self)  # what is pickled or copied has values

@@ -17,8 +17,10 @@ a step take no memory.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 import torch
@@ -39,13 +41,28 @@ class _Changes:
     copies: ClassVar[weakref.WeakSet[FreshCopy]] = weakref.WeakSet()
     """Those made since the last change."""
 
+    lock = threading.Lock()
+    """Other threads, which run other models, make copies while one thread's optimizer steps."""
+
     @classmethod
     def add(cls) -> None:
-        cls.count += 1
-        for copy in cls.copies:  # all are stale now
+        with cls.lock:
+            cls.count += 1
+            stale = list(cls.copies)
+            cls.copies.clear()
+        for copy in stale:
             copy.forget()
-        cls.copies.clear()
         forget_memory()
+
+    @classmethod
+    def note_copy(cls, copy: FreshCopy) -> None:
+        with cls.lock:
+            cls.copies.add(copy)
+
+    @classmethod
+    def fresh_copies(cls) -> list[FreshCopy]:
+        with cls.lock:
+            return list(cls.copies)
 
 
 def _count_step(*_: object) -> None:
@@ -88,7 +105,7 @@ def weight_state(weight: torch.Tensor) -> tuple:
 
 def fresh_tensors() -> Iterator[torch.Tensor]:
     """The tensors of all copies that were made since the last change."""
-    for copy in tuple(_Changes.copies):
+    for copy in _Changes.fresh_copies():
         yield from (leaf for leaf in tree_leaves(copy.made) if isinstance(leaf, torch.Tensor))
 
 
@@ -122,16 +139,37 @@ def is_captured(tensor: torch.Tensor) -> bool:
 Made = TypeVar("Made")
 
 
+@dataclass(frozen=True, eq=False)
+class _Content(Generic[Made]):
+    """What a copy holds."""
+
+    made: Made
+    key: Hashable
+    weights: list[weakref.ref[torch.Tensor]]
+    states: list[tuple]
+
+    def is_of(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether it was made of these as they are."""
+        return all(made_of() is weight for made_of, weight in zip(self.weights, weights, strict=True)) and (
+            self.states == [weight_state(weight) for weight in weights]
+        )
+
+    def lies_there(self, weights: Sequence[torch.Tensor]) -> bool:
+        """Whether it was made of what lies where these lie: a capture has leaves of its own for the weights."""
+        return [state[0] for state in self.states] == [weight.data_ptr() for weight in weights]
+
+
 class FreshCopy(Generic[Made]):
     """What was made of some weights, until one of them changes."""
 
-    made: Made | None
-    _key: Hashable
-    _weights: list[weakref.ref[torch.Tensor]]
-    _states: list[tuple]
+    _content: _Content[Made] | None = None
+    """Replaced as a whole, for another thread may free it at any time."""
 
-    def __init__(self) -> None:
-        self.forget()
+    @property
+    def made(self) -> Made | None:
+        """It, fresh or not."""
+        content = self._content
+        return None if content is None else content.made
 
     def get(self, weights: Sequence[torch.Tensor], key: Hashable) -> Made | None:
         """It, or None where a weight has changed since, or what it was made by.
@@ -140,33 +178,19 @@ class FreshCopy(Generic[Made]):
             weights: what it shall be made of.
             key: what else it depends on.
         """
-        fresh = (
-            self.made is not None
-            and self._key == key
-            and len(self._weights) == len(weights)
-            and (self._lies_there(weights) if are_copies_held() else self._is_of(weights))
-        )
-        return self.made if fresh else None
-
-    def _is_of(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether it was made of these as they are."""
-        return all(made_of() is weight for made_of, weight in zip(self._weights, weights, strict=True)) and (
-            self._states == [weight_state(weight) for weight in weights]
-        )
-
-    def _lies_there(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether it was made of what lies where these lie: a capture has leaves of its own for the weights."""
-        return [state[0] for state in self._states] == [weight.data_ptr() for weight in weights]
+        content = self._content
+        if content is None or content.key != key or len(content.weights) != len(weights):
+            return None
+        fresh = content.lies_there(weights) if are_copies_held() else content.is_of(weights)
+        return content.made if fresh else None
 
     def put(self, weights: Sequence[torch.Tensor], key: Hashable, made: Made) -> Made:
         """Hold what was just made; the arguments are those of `get`."""
-        self.made, self._key = made, key
-        self._weights = [weakref.ref(weight) for weight in weights]
-        self._states = [weight_state(weight) for weight in weights]
-        _Changes.copies.add(self)
+        states = [weight_state(weight) for weight in weights]
+        self._content = _Content(made, key, [weakref.ref(weight) for weight in weights], states)
+        _Changes.note_copy(self)
         return made
 
     def forget(self) -> None:
         """Free it."""
-        self.made = self._key = None
-        self._weights, self._states = [], []
+        self._content = None

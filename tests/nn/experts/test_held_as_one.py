@@ -267,6 +267,14 @@ def load(experts: nn.Module) -> None:
     experts.load_state_dict({name: 2 * value for name, value in experts.state_dict().items()})
 
 
+def load_by_swapping(experts: nn.Module) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        load(experts)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def replace_a_weight(experts: nn.Module) -> None:
     experts.gate_up_proj = nn.Parameter(2 * experts.gate_up_proj.detach())
 
@@ -276,7 +284,9 @@ def reconfigure(experts: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [write_past_torchs_count, write_and_forget, load, replace_a_weight, reconfigure], ids=lambda c: c.__name__
+    "change",
+    [write_past_torchs_count, write_and_forget, load, load_by_swapping, replace_a_weight, reconfigure],
+    ids=lambda c: c.__name__,
 )
 def test_weights_are_cast_once_until_they_change(change: Callable[[nn.Module], None], casts: list) -> None:
     experts = made()

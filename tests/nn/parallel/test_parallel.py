@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from fp8booster import FP8Config, comm, fp8_linear
+from fp8booster import FP8Config, comm, convert_to_fp8, fp8_linear
 from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.linear.delivered_amax import deliver_amax
@@ -343,3 +345,12 @@ def test_a_sequence_that_does_not_divide_is_refused() -> None:
         SequenceRow(dist.group.WORLD).output(whole.dy[:, :15])
     with pytest.raises(ValueError, match="dimension 2 of 3, which is that of the features"):
         SequenceRow(dist.group.WORLD, 2).output(whole.dy)
+
+
+@ranks(2)
+def test_shards_of_torchs_own_tensor_parallelism_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 64))
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()})
+    convert_to_fp8(model, FP8Config(always=True))
+    with pytest.raises(TypeError, match=r"is a DTensor, as parallelize_module makes it, .*; leave the layer out"):
+        model(torch.randn(16, 64))

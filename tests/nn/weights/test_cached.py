@@ -80,6 +80,14 @@ def load(layer: nn.Linear, **options: bool) -> None:
     layer.load_state_dict({"weight": torch.randn_like(layer.weight)}, **options)
 
 
+def load_by_swapping(layer: nn.Linear) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        load(layer)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def replace(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(torch.randn_like(layer.weight))
 
@@ -96,11 +104,22 @@ def swap_data(layer: nn.Linear) -> None:
         change_in_place,
         load,
         lambda layer: load(layer, assign=True),
+        load_by_swapping,
         replace,
         swap_data,
         lambda layer: layer.bfloat16().float(),  # lies where it lay, rounded
     ],
-    ids=["step", "forget", "in place", "load", "load by assignment", "replace", "swap data", "dtype and back"],
+    ids=[
+        "step",
+        "forget",
+        "in place",
+        "load",
+        "load by assignment",
+        "load by swapping",
+        "replace",
+        "swap data",
+        "dtype and back",
+    ],
 )
 def test_a_changed_weight_is_cast_anew(change, layer, x) -> None:
     before = layer(x)

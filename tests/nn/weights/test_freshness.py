@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -50,6 +52,26 @@ def test_replays_do_not_count_where_no_step_was_captured(graphs) -> None:
     before = freshness.weight_state(layer.weight)
     graphs(FP8Linear(48, 32)).replay()
     assert freshness.weight_state(layer.weight) == before
+
+
+def test_another_thread_may_cast_weights_while_a_step_frees_copies(monkeypatch) -> None:
+    here, there, x = FP8Linear(48, 32), FP8Linear(48, 32), torch.randn(16, 48)
+    forget = freshness.FreshCopy.forget
+
+    def forget_while_another_thread_casts(copy: freshness.FreshCopy) -> None:
+        monkeypatch.setattr(freshness.FreshCopy, "forget", forget)
+        thread = threading.Thread(target=there, args=[x])
+        thread.start()
+        thread.join()
+        copy.forget()
+
+    here(x)
+    monkeypatch.setattr(freshness.FreshCopy, "forget", forget_while_another_thread_casts)
+    step(here)
+    assert here.fp8_weight.held is None
+    assert there.fp8_weight.held is not None
+    step(here)
+    assert there.fp8_weight.held is None
 
 
 @pytest.mark.gpu
