@@ -155,7 +155,8 @@ def _reduce(target: ReducedChunk, chunk: ReducedChunk, model: ReducingModel, par
         target.l2_norm = None
         target.set_l2_norm()
     manager.move_chunk(target, device, force_copy=True, async_move=model.enable_async_reduce)
-    if target is not chunk and model.offloads_weights:
+    # without FP8 the optimizer writes into the weights' chunk, or copies masters into it, where they lie
+    if target is not chunk and (model.offloads_weights or not isinstance(chunk, FP8Chunk)):
         if chunk.cuda_shard is not None and chunk.cuda_shard.is_cuda:
             # made on another stream, whose next shard must not overwrite it while it goes to the host
             chunk.cuda_shard.record_stream(torch.cuda.current_stream(chunk.cuda_shard.device))

@@ -70,8 +70,8 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
 
     def _maybe_move_fp32_params(self) -> None:
         super()._maybe_move_fp32_params()
-        for chunk in self.module.fp8_chunks:
-            gradients, masters = chunk.grad_chunk, chunk.paired_chunk
+        for chunk in self.chunk16_set:
+            gradients, masters = gradient_chunk(chunk, self.chunk_manager), chunk.paired_chunk
             if gradients is not None and gradients.device_type == "cpu" != masters.device_type:
                 self.chunk_manager.move_chunk(gradients, get_accelerator().get_current_device())
 

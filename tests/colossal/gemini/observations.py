@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "auto with prefetch": {"placement_policy": "auto", "max_prefetch": 2},
     "accumulation": {"enable_gradient_accumulation": True},
     "accumulation on the host": {"enable_gradient_accumulation": True, **OFFLOADED},
+    "accumulation, optimizer on the host": {"enable_gradient_accumulation": True, "offload_optim_frac": 1.0},
     "outputs in FP32": {"force_outputs_fp32": True},
 }
 """What only moves work."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -109,7 +110,9 @@ def test_gradients_are_clipped(options: Any) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("option", ["defaults", "kept gathered", "accumulation on the host"])
+@pytest.mark.parametrize(
+    "option", ["defaults", "kept gathered", "accumulation on the host", "accumulation, optimizer on the host"]
+)
 def test_accumulated_gradients_are_those_of_one_large_batch(option: str) -> None:
     options = {"enable_gradient_accumulation": True} | OPTIONS[option]
     run, reference = boost(wire(**options)), boost(native(**options))
@@ -119,6 +122,25 @@ def test_accumulated_gradients_are_those_of_one_large_batch(option: str) -> None
     for one, into in ((run, found), (reference, moments)):
         into += [state["exp_avg"].abs().sum().item() for state in one.optimizer.state_dict(False)["state"].values()]
     assert_close(moments, found, 0.1)
+
+
+@ranks(2)
+def test_masters_that_return_to_the_gpu_find_all_gradients_there() -> None:
+    from colossalai.zero.gemini import gemini_optimizer
+
+    from fp8booster.colossal.gemini import optimizer
+
+    options = {"placement_policy": "auto", "gpu_margin_mem_ratio": 0.9, "enable_gradient_accumulation": True}
+    run = boost(wire(**options))
+    chunks = [run.model.chunk_manager.get_chunk(parameter) for parameter in run.model.fp16_params]
+    places = []
+    run.optimizer.before_update = lambda: places.extend(
+        (chunk.grad_chunk.device_type, chunk.paired_chunk.device_type) for chunk in chunks
+    )
+    # on the CPU, too, Gemini's accelerator is told from the host
+    with mock.patch.object(optimizer, "get_accelerator", gemini_optimizer.get_accelerator):
+        train(run, steps=1)
+    assert set(places) == {("cuda", "cuda")}
 
 
 @ranks(2)
