@@ -164,6 +164,27 @@ def test_a_run_out_of_memory_shows_what_takes_it(monkeypatch, capsys):
     assert "BF16" not in text
 
 
+def test_a_run_on_several_machines_is_explained_with_all_its_ranks(monkeypatch):
+    error = OutOfMemory("A GPU ran out of memory", 80 * GIB)
+    error.task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=8), precision="fp8")
+    asked = []
+    monkeypatch.setattr(planning, "make_plan", lambda options, *_: asked.append(options.nproc) or plan(60, 90))
+    for name, value in (("RANK", "8"), ("WORLD_SIZE", "16")):
+        monkeypatch.setenv(name, value)
+    planning.explain(error)
+    assert asked == [16]
+
+
+def test_a_run_with_adapters_is_not_explained_as_one_that_trains_all_weights(monkeypatch, capsys):
+    error = OutOfMemory("A GPU ran out of memory", 80 * GIB)
+    error.task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=1, lora=8), precision="fp8")
+    monkeypatch.setattr(planning, "make_plan", lambda *_: plan(60, 90))
+    planning.explain(error)
+    text = capsys.readouterr().err
+    assert "--lora" in text
+    assert "activ." not in text
+
+
 def test_a_model_that_reads_values_is_refused_in_a_sentence(monkeypatch):
     def reads(*_: object) -> None:
         raise DynamicOutputShapeException(torch.ops.aten.nonzero.default)
