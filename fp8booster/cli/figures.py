@@ -60,8 +60,17 @@ class RunFigures:
 
 
 def read_figures(folder: Path, precision: str) -> tuple[RunFigures, list[StepMetrics]]:
-    """The figures and the metrics of a finished run in `folder`/`precision`."""
+    """The figures and the metrics of a finished run in `folder`/`precision`.
+
+    Raises:
+        ValueError: it has taken no step.
+    """
     metrics = read_metrics(folder / precision / "metrics.jsonl")
+    if not metrics:
+        raise ValueError(
+            f"{folder / precision / 'metrics.jsonl'} has no step: with --on-nonfinite skip, all may have been left "
+            "out. Look at the data, and train anew with a lower --lr and another --out."
+        )
     result = read_record(folder / precision / "result.json", _RESULT, REMOVE)
     last = metrics[-max(1, round(len(metrics) * LAST)) :]
     column = RunFigures(

@@ -165,10 +165,19 @@ def counted(plan: list[Configuration], gpu: Gpu) -> Iterator[Configuration]:
 
 
 def _count(configuration: Configuration, gpu_memory: int) -> Configuration:
-    from .dry_run import footprint  # here: Colossal-AI need not be imported to say what is wrong with options
+    # here: Colossal-AI need not be imported to say what is wrong with options
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    from .dry_run import footprint
 
     try:
         peaks = footprint(configuration.options, configuration.precision, gpu_memory)
     except (ValueError, TypeError) as error:
         return dataclasses.replace(configuration, why_not=str(error))
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        return dataclasses.replace(
+            configuration,
+            why_not=f"the model reads values ({error}), and a plan's tensors have none. Models with experts are "
+            "planned with transformers 5.",
+        )
     return dataclasses.replace(configuration, peaks=peaks)

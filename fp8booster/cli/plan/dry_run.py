@@ -35,8 +35,8 @@ def footprint(options: TrainOptions, precision: str, gpu_memory: int) -> Footpri
     """The memory that rank 0 of `options.nproc` needs in a step, as torch's allocator counts it.
 
     In a pipeline, rank 0 keeps the most micro-batches. What the second of the two models needs more than the first is
-    counted for each further layer. Where the first layers alone are computed again, it is between that where none are
-    and all.
+    counted for each further layer. A model whose layers have not all as many parameters is run whole. Where the first
+    layers alone are computed again, it is between that where none are and all.
 
     Args:
         options: `nproc`, `batch` and `sequence` set.
@@ -58,9 +58,13 @@ def footprint(options: TrainOptions, precision: str, gpu_memory: int) -> Footpri
         return extended(none, every, options.checkpointed_layers / layers)
     least = fewest_layers(options)
     few, more = min(least, layers), min(2 * least, layers)
-    memory_a_value = gpu_memory / _values(config)
-    first, second = (dry_steps(options, precision, shortened(config, each), memory_a_value) for each in (few, more))
     times = (layers - few) / max(more - few, 1)
+    values, of_few, of_more = (_values(shortened(config, each)) for each in (layers, few, more))
+    if round(of_few + times * (of_more - of_few)) != values:  # as where some layers alone have experts
+        return dry_steps(options, precision, config, gpu_memory / values)
+    first, second = (
+        dry_steps(options, precision, shortened(config, each), gpu_memory / values) for each in (few, more)
+    )
     return extended(first, second, times)
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from fp8booster.cli.train.defaults import gpu_recipe
 from fp8booster.cli.train.events import OutOfMemory
 from fp8booster.cli.train.key_values import check_plugin
+from fp8booster.cli.train.launch import ranks
 from fp8booster.cli.train.model_folder import is_folder, require_buildable, require_shareable
 from fp8booster.cli.train.options import TrainOptions
 
@@ -80,8 +81,11 @@ def _with_fewest_checkpointed(plan: list[Configuration], gpu: Gpu) -> list[Confi
 
 def explain(error: OutOfMemory) -> None:
     """Show on standard error what takes the memory of a run that ran out of it, and what takes less."""
-    options = error.task.options
     console = Console(stderr=True)
+    options = dataclasses.replace(error.task.options, nproc=ranks(error.task.options))  # not what this machine has
+    if options.lora is not None:
+        console.print("A run with --lora cannot be planned: most of its weights are frozen.")
+        return
     gpu = Gpu("this GPU", error.gpu_memory / GIB)
     try:
         with console.status("Counting what takes the memory"):

@@ -49,6 +49,8 @@ def show(plan: Sequence[Configuration], gpu: Gpu, console: Console) -> None:
     for each in plan:
         if each.why_not is not None:
             console.print(f"{each.name} cannot be counted: {each.why_not}", soft_wrap=True)
+    if not counted:
+        return
     fitting = next((each for each in counted if each.precision == "fp8" and gpu.takes(each.parts.total())), None)
     if fitting is None:
         console.print(

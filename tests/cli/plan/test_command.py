@@ -8,12 +8,14 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from typer.testing import CliRunner
 
 from fp8booster.cli.main import app
-from fp8booster.cli.plan import planning
-from fp8booster.cli.plan.configurations import GIB, GPUS, RESERVED, Configuration, Gpu, configurations
+from fp8booster.cli.plan import dry_run, planning
+from fp8booster.cli.plan.configurations import GIB, GPUS, RESERVED, Configuration, Gpu, _count, configurations
 from fp8booster.cli.plan.parts import MASTERS, MOMENTS
 from fp8booster.cli.plan.table import as_record, show
 from fp8booster.cli.train.events import OutOfMemory
@@ -120,6 +122,7 @@ def test_memory_is_left_free():
 def test_what_cannot_be_counted_is_named():
     configuration = Configuration(name="odd", precision="fp8", options=TrainOptions(), why_not="it is odd")
     assert "odd cannot be counted: it is odd" in shown([*plan(60, 60), configuration], GPUS["H100"])
+    assert "Nothing of this fits" not in shown([configuration], GPUS["H100"])
     assert as_record([configuration])[0]["why_not"] == "it is odd"
 
 
@@ -159,6 +162,37 @@ def test_a_run_out_of_memory_shows_what_takes_it(monkeypatch, capsys):
     assert "activ." in text
     assert "keep_weight_transposes=false" in text.replace("\n", "")
     assert "BF16" not in text
+
+
+def test_a_run_on_several_machines_is_explained_with_all_its_ranks(monkeypatch):
+    error = OutOfMemory("A GPU ran out of memory", 80 * GIB)
+    error.task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=8), precision="fp8")
+    asked = []
+    monkeypatch.setattr(planning, "make_plan", lambda options, *_: asked.append(options.nproc) or plan(60, 90))
+    for name, value in (("RANK", "8"), ("WORLD_SIZE", "16")):
+        monkeypatch.setenv(name, value)
+    planning.explain(error)
+    assert asked == [16]
+
+
+def test_a_run_with_adapters_is_not_explained_as_one_that_trains_all_weights(monkeypatch, capsys):
+    error = OutOfMemory("A GPU ran out of memory", 80 * GIB)
+    error.task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=1, lora=8), precision="fp8")
+    monkeypatch.setattr(planning, "make_plan", lambda *_: plan(60, 90))
+    planning.explain(error)
+    text = capsys.readouterr().err
+    assert "--lora" in text
+    assert "activ." not in text
+
+
+def test_a_model_that_reads_values_is_refused_in_a_sentence(monkeypatch):
+    def reads(*_: object) -> None:
+        raise DynamicOutputShapeException(torch.ops.aten.nonzero.default)
+
+    monkeypatch.setattr(dry_run, "footprint", reads)
+    counted = _count(Configuration(name="odd", precision="fp8", options=TrainOptions()), GIB)
+    assert "nonzero" in counted.why_not
+    assert "transformers 5" in counted.why_not
 
 
 def test_what_colossalai_advertises_is_no_part_of_a_plan(monkeypatch, recwarn):

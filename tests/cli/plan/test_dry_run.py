@@ -91,6 +91,17 @@ def test_layers_are_counted_from_two_models():
     assert peak(dry_run.footprint(options(), "fp8", 80 * 2**30)) == pytest.approx(peak(whole), rel=0.01)
 
 
+def test_a_model_with_layers_of_several_sizes_is_run_whole(monkeypatch):
+    def values(config: PretrainedConfig) -> int:  # the first two layers are smaller
+        return sum(1 if layer < 2 else 5 for layer in range(config.num_hidden_layers))
+
+    run = []
+    monkeypatch.setattr(dry_run, "_values", values)
+    monkeypatch.setattr(dry_run, "dry_steps", lambda _, __, config, each: run.append((config.num_hidden_layers, each)))
+    dry_run.footprint(options(), "fp8", 120)
+    assert run == [(4, 10)]
+
+
 @pytest.mark.parametrize(
     "given",
     [

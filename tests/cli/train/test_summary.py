@@ -75,3 +75,9 @@ def test_a_result_that_is_wrong_is_named_with_the_remedy(run):
         file.write_text(text)
         with pytest.raises(ValueError, match=r"result\.json.*; remove the file; --resume of the run writes it"):
             read_figures(run, "fp8")
+
+
+def test_a_run_whose_steps_were_all_left_out_has_no_figures(run):
+    (run / "fp8" / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="--on-nonfinite skip"):
+        read_figures(run, "fp8")
