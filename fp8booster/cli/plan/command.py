@@ -38,7 +38,7 @@ def plan(
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together.")] = 1,
     gpu: Annotated[str, typer.Option(help=f"The kind: {', '.join(GPUS)}.")] = "H100",
     tokens: Annotated[
-        int | None, typer.Option(help="Tokens that a replica of the model takes at once (default: by model).")
+        int | None, typer.Option(min=1, help="Tokens that a replica of the model takes at once (default: by model).")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     **given: Any,

@@ -90,7 +90,7 @@ def explain(error: OutOfMemory) -> None:
     try:
         with console.status("Counting what takes the memory"):
             found = make_plan(options, options.batch * options.sequence, gpu)
-    except ValueError as reason:
-        console.print(str(reason), soft_wrap=True)
+    except (ValueError, TypeError, RuntimeError) as reason:
+        console.print(f"What takes the memory could not be counted: {reason}", soft_wrap=True)
     else:
         show([each for each in found if each.precision == error.task.precision], gpu, console)

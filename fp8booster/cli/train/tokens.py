@@ -104,17 +104,18 @@ def _make(folder: Path, corpus: Corpus, options: TrainOptions, given: str | None
         train_tokenizer(_first_bytes(corpus.documents(), _TRAINING_BYTES), options.vocabulary, folder / "tokenizer")
         tokenizer = load_tokenizer(str(folder / "tokenizer"))
 
+    vocabulary = 1 + max(tokenizer.get_vocab().values())  # not its length: numbers may be left out
     count = done = 0
     with (folder / "tokens.bin").open("wb") as stream:
         for texts in _grouped(corpus.documents(), _BATCH_BYTES):
             encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
             ids = np.concatenate([np.array([*document, tokenizer.eos_token_id]) for document in encoded])
-            stream.write(ids.astype(_dtype(len(tokenizer))).tobytes())
+            stream.write(ids.astype(_dtype(vocabulary)).tobytes())
             count += len(ids)
             done += sum(map(len, texts))
             tell(f"encoding {corpus.name}: {done / 1e6:.3g} of about {corpus.size / 1e6:.3g} MB")
     (folder / "tokens.json").write_text(
-        json.dumps({"vocabulary": len(tokenizer), "count": count, "text": corpus.name}) + "\n"
+        json.dumps({"vocabulary": vocabulary, "count": count, "text": corpus.name}) + "\n"
     )
 
 

@@ -164,6 +164,18 @@ def test_a_run_out_of_memory_shows_what_takes_it(monkeypatch, capsys):
     assert "BF16" not in text
 
 
+def test_a_run_out_of_memory_that_cannot_be_counted_is_told_why(monkeypatch, capsys):
+    error = OutOfMemory("A GPU ran out of memory", 80 * GIB)
+    error.task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=1), precision="fp8")
+
+    def make_plan(*_: object) -> list[Configuration]:
+        raise TypeError("this model reads values")
+
+    monkeypatch.setattr(planning, "make_plan", make_plan)
+    planning.explain(error)
+    assert "could not be counted: this model reads values" in capsys.readouterr().err
+
+
 def test_a_run_on_several_machines_is_explained_with_all_its_ranks(monkeypatch):
     error = OutOfMemory("A GPU ran out of memory", 80 * GIB)
     error.task = SimpleNamespace(options=TrainOptions(batch=2, sequence=64, nproc=8), precision="fp8")

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fp8booster.cli.train import tokens
+from fp8booster.cli.train.model_folder import load_config
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.tokenizer import load_tokenizer
 from fp8booster.cli.train.tokens import prepare_tokens
@@ -56,8 +58,6 @@ def test_the_file_is_made_once_for_equal_text_and_vocabulary(options):
 
 
 def test_a_model_folder_brings_its_tokenizer(options, tmp_path):
-    from fp8booster.cli.train.model_folder import load_config
-
     tokens, _ = prepare(options)
     folder = tmp_path / "model"
     load_tokenizer(str(tokens.tokenizer)).save_pretrained(folder)
@@ -65,6 +65,21 @@ def test_a_model_folder_brings_its_tokenizer(options, tmp_path):
     own, said = prepare(dataclasses.replace(options, model=str(folder)))
     assert not any("training a tokenizer" in text for text in said)
     assert own.open().tolist() == tokens.open().tolist()
+
+
+def test_a_tokenizer_that_leaves_numbers_out_has_room_for_its_last_one(options, tmp_path):
+    tokens, _ = prepare(options)
+    folder, last = tmp_path / "model", 70000
+    load_tokenizer(str(tokens.tokenizer)).save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    made = json.loads(file.read_text())
+    for each in (*made["added_tokens"], made["model"]["vocab"]):
+        each.update({"id": last} if "id" in each else {"<|endoftext|>": last})
+    file.write_text(json.dumps(made))
+    load_config("tiny", last + 1, 64).save_pretrained(folder)
+    own, _ = prepare(dataclasses.replace(options, model=str(folder)))
+    assert own.vocabulary == last + 1
+    assert own.open().max() == last
 
 
 def test_an_unfinished_file_is_made_anew(options):
