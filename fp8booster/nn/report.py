@@ -266,16 +266,16 @@ def _attention(model: nn.Module) -> str | None:
 def _saving_in_8_bits(model: nn.Module) -> Counter[str]:
     """How many norms and activations save in 8 bits what they read; each expert has a SwiGLU, grouped or not."""
     grouped = {each for block in grouped_experts(model) if block.saves_in_8_bits for each in block.experts}
-    return _fused_parts(model, attrgetter("saves_in_8_bits"), attrgetter("saves_in_8_bits"), grouped)
+    saves = attrgetter("saves_in_8_bits")
+    return _fused_parts(model, lambda _, config: saves(config), saves, grouped)
 
 
 def _recomputed(model: nn.Module) -> Counter[str]:
     """How many norms and activations have outputs that `FP8Config.recompute` lets backward compute again."""
     return _fused_parts(
         model,
-        attrgetter("recomputes_norms"),
+        lambda block, config: config.recomputes_norms and _reads_its_own_tokens(block),
         lambda config: config.recomputes_activations and not config.saves_in_8_bits,
-        norms_of=_reads_its_own_tokens,
     )
 
 
@@ -286,20 +286,22 @@ def _reads_its_own_tokens(block: nn.Module) -> bool:
 
 def _fused_parts(
     model: nn.Module,
-    has_norms: Callable[[FP8Config], bool],
+    has_norms: Callable[[nn.Module, FP8Config], bool],
     has_activations: Callable[[FP8Config], bool],
     more: Collection[nn.Module] = (),
-    norms_of: Callable[[nn.Module], bool] = lambda _: True,
 ) -> Counter[str]:
     """How many fused norms and activations there are, of which a configuration asks something, and experts besides.
 
     Args:
-        norms_of: whether those of a decoder layer do what is asked.
+        model: to look through.
+        has_norms: whether a decoder layer's norms do what its configuration asks.
+        has_activations: whether a configuration asks it of activations.
+        more: experts whose activations do it.
     """
     parts: Counter[str] = Counter()
     for module in model.modules():
         config = module.fused_config if isinstance(module, (FusedDecoderLayer, FusedMLP)) else None
-        if isinstance(module, FusedDecoderLayer) and config is not None and has_norms(config) and norms_of(module):
+        if isinstance(module, FusedDecoderLayer) and config is not None and has_norms(module, config):
             parts["norm"] += sum(not is_looked_at(norm) for norm in module.norms())
         of_block = isinstance(module, FusedMLP) and config is not None and module.is_fused and has_activations(config)
         if module in more or of_block:

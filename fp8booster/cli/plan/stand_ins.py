@@ -106,9 +106,9 @@ class _Even:
 
 
 def _as_a_kernel(tracker: MemoryTracker) -> Any:
-    """`Operator.run` whose definition leaves no trace but its results, as on a GPU; one without is passed over.
+    """`Operator.run` whose definition leaves no trace but its results, as on a GPU.
 
-    Not where a trial of `nn.fused` computes with numbers.
+    One that gives none, and writes to its arguments, is passed over where these have no values: it takes no memory.
     """
     run = Operator.run
 

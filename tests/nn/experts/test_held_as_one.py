@@ -19,6 +19,7 @@ from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fsdp.resharding import follow_resharding
 from fp8booster.nn.linear import speed_model
 from tests.kernels.grouped_stand_in import stand_in
+from tests.nn.swapping import by_swapping
 
 HIDDEN, FEATURES, EXPERTS, TOKENS, EACH = 64, 96, 4, 40, 2
 QUICK = FP8Config(emulate=True)
@@ -267,14 +268,6 @@ def load(experts: nn.Module) -> None:
     experts.load_state_dict({name: 2 * value for name, value in experts.state_dict().items()})
 
 
-def load_by_swapping(experts: nn.Module) -> None:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        load(experts)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
 def replace_a_weight(experts: nn.Module) -> None:
     experts.gate_up_proj = nn.Parameter(2 * experts.gate_up_proj.detach())
 
@@ -285,7 +278,7 @@ def reconfigure(experts: nn.Module) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [write_past_torchs_count, write_and_forget, load, load_by_swapping, replace_a_weight, reconfigure],
+    [write_past_torchs_count, write_and_forget, load, by_swapping(load), replace_a_weight, reconfigure],
     ids=lambda c: c.__name__,
 )
 def test_weights_are_cast_once_until_they_change(change: Callable[[nn.Module], None], casts: list) -> None:

@@ -10,6 +10,7 @@ from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights, fp8
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
+from tests.nn.swapping import by_swapping
 
 
 @pytest.fixture
@@ -80,14 +81,6 @@ def load(layer: nn.Linear, **options: bool) -> None:
     layer.load_state_dict({"weight": torch.randn_like(layer.weight)}, **options)
 
 
-def load_by_swapping(layer: nn.Linear) -> None:
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        load(layer)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(False)
-
-
 def replace(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(torch.randn_like(layer.weight))
 
@@ -104,7 +97,7 @@ def swap_data(layer: nn.Linear) -> None:
         change_in_place,
         load,
         lambda layer: load(layer, assign=True),
-        load_by_swapping,
+        by_swapping(load),
         replace,
         swap_data,
         lambda layer: layer.bfloat16().float(),  # lies where it lay, rounded
