@@ -141,7 +141,8 @@ _known_capability = functools.cache(_capability)
 def _scaled_mm_on_cpu(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, **options: Any) -> Tensor:
     """`torch._scaled_mm` of operands that decode to finite values, with PyTorch's own kernel, and without autocast."""
     scale_a, scale_b = _decodable(a, b, scale_a, scale_b)
-    with _without_autocast("cpu"), _without_slow_products():
+    one_scale_each = scale_a.numel() == scale_b.numel() == 1
+    with _without_autocast("cpu"), _without_unfit_onednn(one_scale_each):
         return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, **options)
 
 
@@ -163,14 +164,16 @@ ONEDNN_INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"
 """The variable that holds oneDNN to some instructions."""
 
 
-def _without_slow_products() -> contextlib.AbstractContextManager:
-    """Where PyTorch multiplies FP8 on the CPU itself, if oneDNN is held to instructions before AMX.
+def _without_unfit_onednn(one_scale_each: bool) -> contextlib.AbstractContextManager:
+    """Where PyTorch multiplies FP8 on the CPU itself, for a product that oneDNN refuses or is slow at.
 
-    PyTorch leaves the product to oneDNN where the CPU advertises AMX. oneDNN without it takes 30 ms and more for one of
-    64 x 64, hundreds of times what PyTorch takes.
+    PyTorch leaves the product to oneDNN where the CPU advertises AMX. torch 2.11 does so with a scale for each row too,
+    which oneDNN then refuses (pytorch/pytorch#179118). Held to instructions before AMX, oneDNN takes 30 ms and more for
+    a product of 64 x 64, hundreds of times what PyTorch takes.
     """
     held = os.environ.get(ONEDNN_INSTRUCTIONS)
-    if not held or "AMX" in held or torch.compiler.is_compiling():
+    slow = held and "AMX" not in held
+    if torch.compiler.is_compiling() or not (slow or not one_scale_each):
         return contextlib.nullcontext()
     return _without_onednn()
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fp8booster import formats
-from fp8booster.kernels.product import product
+from fp8booster.kernels.product import ONEDNN_INSTRUCTIONS, product
 
 E4M3, E5M2 = formats.E4M3, formats.E5M2
 
@@ -122,3 +122,23 @@ def test_a_bias_brings_back_what_fp16_alone_would_not_hold(device) -> None:
     bias = torch.full((16,), -32768.0, device=device, dtype=torch.float16)
     result = product(a, b, *scales, out_dtype=torch.float16, bias=bias)
     assert (result == 32768.0).all()
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_onednn_multiplies_nothing_with_several_scales(by_rows, monkeypatch) -> None:
+    """oneDNN refuses it, and torch 2.11 leaves it to oneDNN on a CPU with AMX."""
+    seen = []
+
+    def watched(*operands, **options):
+        seen.append(torch.backends.mkldnn.enabled)
+        return multiply(*operands, **options)
+
+    multiply = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", watched)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", True)
+    monkeypatch.delenv(ONEDNN_INSTRUCTIONS, raising=False)
+    ones = torch.ones(16, 64).to(E4M3)
+    scale = torch.full((16,) if by_rows else (), 0.5)
+    assert torch.equal(product(ones, ones, scale, scale, out_dtype=torch.bfloat16), torch.full((16, 16), 16.0).bfloat16())
+    assert seen == [not by_rows]
+    assert torch.backends.mkldnn.enabled
