@@ -391,6 +391,7 @@ COLUMNS = (
     Column("speedup", show(show_speedup)),
 )
 ALL: list[str] = []
+OTHERS: list[Path] = []
 
 
 def main(
@@ -401,7 +402,9 @@ def main(
     rows: Annotated[int, typer.Option(help="Sequences of a step on the GPU.")] = 2,
     tokens: Annotated[int, typer.Option(help="Of each of them.")] = 4096,
     rounds: Annotated[int, typer.Option(help="Steps that are timed, after 5 that are not.")] = 15,
-    times: Annotated[Path | None, typer.Option(help="Show the times of another run, of this JSON, on a GPU.")] = None,
+    times: Annotated[
+        list[Path], typer.Option(help="Show the times of another run, of this JSON, on a GPU; repeat the option.")
+    ] = OTHERS,
     folder: command.Folder = None,
     json_file: command.JsonFile = None,
     commit: command.Commit = None,
@@ -411,11 +414,20 @@ def main(
     unknown = set(family) - set(labels.values())
     if unknown:
         command.refuse(f"unknown families: {', '.join(sorted(unknown))}; there are {', '.join(labels.values())}")
-    others = None if times is None else json.loads(times.read_text())
-    times_of = {} if others is None else {each["family"]: each for each in others["tables"]["families"]}
+    others = [json.loads(file.read_text()) for file in times]
+    times_of = {each["family"]: each for other in others for each in other["tables"]["families"]}
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
-    records = []
+    head = environment.head(gpu_of(device), commit=commit) | {
+        "transformers": transformers.__version__,
+        "small models": f"{LAYERS} layers, hidden size {SMALL['hidden_size']}, {ROWS} x {TOKENS} tokens",
+        "their training": f"{steps} steps, {seeds} seeds",
+        "published sizes": f"{gpu_layers} layers, {rows} x {tokens} tokens, BF16 as transformers writes it; SGD",
+    }
+    if others:
+        lines = ("GPU", "torch", "transformers", "date", "commit", "command")
+        head["times of"] = "; ".join(", ".join(other["head"][line] for line in lines) for other in others)
+    records: list[Record] = []
     for each in command.progress([each for each in PUBLISHED if not family or labels[each] in family]):
         record: Record = {"family": labels[each], "model": PUBLISHED[each][0]}
         if each not in CONFIG_MAPPING:
@@ -429,25 +441,26 @@ def main(
             else:
                 record["why_no_time"] = "left out (--gpu-layers 0)" if has_gpu else "no GPU"
         records.append(record)
-    head = environment.head(gpu_of(device), commit=commit) | {
-        "transformers": transformers.__version__,
-        "small models": f"{LAYERS} layers, hidden size {SMALL['hidden_size']}, {ROWS} x {TOKENS} tokens",
-        "their training": f"{steps} steps, {seeds} seeds",
-        "published sizes": f"{gpu_layers} layers, {rows} x {tokens} tokens, BF16 as transformers writes it; SGD",
-    }
-    if others is not None:
-        head["times of"] = ", ".join(others["head"][key] for key in ("GPU", "torch", "date", "commit", "command"))
+        result_of(records, head).write(folder=folder, json_file=json_file)  # what there is, should a later one fail
+    command.deliver(result_of(records, head), folder=folder, json_file=json_file)
+
+
+def result_of(records: list[Record], head: dict[str, str]) -> Result:
+    """The table of some families."""
     note = (
         "Operations are those of a forward's products but attention's with itself, the vocabulary head's included. "
         "A loss is the mean of the last fifth of the steps. FP8's follows BF16's where it is at most "
         f"{100 * MOST_APART:.0f} % of the fall of BF16's away from it in the mean over seeds, of which the standard "
         "error is given."
     )
-    table = Table("families", "Families", COLUMNS, records, note)
-    failed = [r["family"] for r in records if not math.isfinite(r.get("apart", 0.0))]
-    left_out = dict.fromkeys(failed, "its loss is not finite")
-    result = Result("families", f"Families of transformers {transformers.__version__}", head, [table], left_out)
-    command.deliver(result, folder=folder, json_file=json_file)
+    failed = [record["family"] for record in records if not math.isfinite(record.get("apart", 0.0))]
+    return Result(
+        "families",
+        f"Families of transformers {head['transformers']}",
+        head,
+        [Table("families", "Families", COLUMNS, list(records), note)],
+        dict.fromkeys(failed, "its loss is not finite"),
+    )
 
 
 if __name__ == "__main__":

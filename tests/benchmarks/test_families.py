@@ -64,17 +64,37 @@ def test_what_cannot_be_timed_has_its_reason(monkeypatch: pytest.MonkeyPatch) ->
     assert families.show_speedup({"bf16_ms": {"median": 3.0}, "fp8_ms": {"median": 2.0}}) == "1.50"
 
 
-def test_times_of_another_run_are_shown_with_where_they_are_from(tmp_path) -> None:
-    head = {"GPU": "NVIDIA H200", "torch": "2.11", "date": "today", "commit": "abc", "command": "a command"}
+def test_times_of_other_runs_are_shown_with_where_they_are_from(tmp_path) -> None:
+    head = {"GPU": "NVIDIA H200", "torch": "2.11", "transformers": "5.17", "date": "today", "commit": "abc"}
     record = {"family": "GPT-NeoX", "begin": 1.0, "bf16_ms": {"median": 3.0, "p10": 2.9, "p90": 3.1}}
     record["fp8_ms"] = {"median": 2.0, "p10": 1.9, "p90": 2.1}
-    (tmp_path / "times.json").write_text(json.dumps({"head": head, "tables": {"families": [record]}}))
-    result = run(families.main, "--family", "GPT-NeoX", "--steps", "0", "--times", str(tmp_path / "times.json"))
+    others = {"first": record | {"family": "LLaMA 2 and 3"}, "second": record}
+    options = []
+    for name, each in others.items():
+        found = {"head": head | {"command": name}, "tables": {"families": [each]}}
+        (tmp_path / name).write_text(json.dumps(found))
+        options += ["--times", str(tmp_path / name)]
+    result = run(families.main, "--family", "GPT-NeoX", "--steps", "0", *options)
     assert result.exit_code == 0, result.output
     ((*_, bf16, fp8, speedup),) = cells(result.output)
     assert (bf16, fp8, speedup) == ("3.0 [2.9-3.1]", "2.0 [1.9-2.1]", "1.50")
-    assert "times of: NVIDIA H200, 2.11, today, abc, a command" in result.output
+    source = "NVIDIA H200, 2.11, 5.17, today, abc, "
+    assert f"times of: {source}first; {source}second" in result.output
     assert "left out (--steps 0)" in result.output
+
+
+def test_what_was_found_before_a_failure_is_kept(tmp_path, monkeypatch) -> None:
+    def fails(family: str, *_: int) -> dict:
+        if family == "gpt2":
+            raise RuntimeError("no such product")
+        return measured(family, 0, 1)
+
+    measured = families.small_record
+    monkeypatch.setattr(families, "small_record", fails)
+    file = tmp_path / "found.json"
+    result = run(families.main, "--family", "GPT-NeoX", "--family", "GPT-2", "--steps", "0", "--json", str(file))
+    assert "no such product" in str(result.exception)
+    assert [record["family"] for record in json.loads(file.read_text())["tables"]["families"]] == ["GPT-NeoX"]
 
 
 def test_an_unknown_family_is_refused() -> None:

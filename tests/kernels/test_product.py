@@ -126,7 +126,7 @@ def test_a_bias_brings_back_what_fp16_alone_would_not_hold(device) -> None:
 
 @pytest.mark.parametrize("by_rows", [False, True])
 def test_onednn_multiplies_nothing_with_several_scales(by_rows, monkeypatch) -> None:
-    """oneDNN refuses it, and torch 2.11 leaves it to oneDNN on a CPU with AMX."""
+    """A product that oneDNN refuses, and that torch 2.11 leaves to it on a CPU with AMX."""
     seen = []
 
     def watched(*operands, **options):
@@ -139,6 +139,7 @@ def test_onednn_multiplies_nothing_with_several_scales(by_rows, monkeypatch) -> 
     monkeypatch.delenv(ONEDNN_INSTRUCTIONS, raising=False)
     ones = torch.ones(16, 64).to(E4M3)
     scale = torch.full((16,) if by_rows else (), 0.5)
-    assert torch.equal(product(ones, ones, scale, scale, out_dtype=torch.bfloat16), torch.full((16, 16), 16.0).bfloat16())
+    made = product(ones, ones, scale, scale, out_dtype=torch.bfloat16)
+    assert torch.equal(made, torch.full_like(made, 16.0))
     assert seen == [not by_rows]
     assert torch.backends.mkldnn.enabled
