@@ -72,6 +72,9 @@ def main(
     gradient_scale: Annotated[
         float | None, typer.Option(help="Factor on all gradients, and on AdamW's eps; they are not clipped then.")
     ] = None,
+    fp32_start: Annotated[
+        bool, typer.Option("--fp32-start", help="Master weights begin between 16-bit values, as of a model in FP32.")
+    ] = False,
     limit: Annotated[float, typer.Option(help="Seconds after which a run has failed.")] = 3600.0,
     minutes: Annotated[
         float | None, typer.Option(help="After so many, runs save and the command ends; start it again to go on.")
@@ -212,7 +215,8 @@ def write(
     if job.kinds:
         head["text of other kinds"] = ", ".join(f"{name}: {each.name}" for name, each in job.kinds)
     head |= {f"in FP8, {variant}": layers for variant, layers in found.facts.items()}
-    stress = ("-outlier" if job.outlier else "") + ("-tiny-gradients" if job.gradient_scale else "")
+    changes = {"outlier": job.outlier, "tiny-gradients": job.gradient_scale, "fp32-start": job.fp32_start}
+    stress = "".join(f"-{change}" for change, asked in changes.items() if asked)
     name = f"convergence-{job.model}-{setting.ranks}{stress}-seeds-{'-'.join(map(str, seeds))}"
     return deliver(name, title, head, found, variants, left_out | failed, output.folder, output.json_file)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fp8booster.colossal  # isort: skip  (patches colossalai before it is imported)
 import tempfile
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,8 @@ def boost(
     max_norm = job.max_norm if job.gradient_scale is None and not job.update_in_backward else 0.0
     plugin = make_plugin(plugin_class, parallel, model, max_norm, options)
     boosted = BoostedModel(name, plugin, model, _optimizer(job, plugin_class, model))
+    if job.fp32_start:
+        put_between_16_bits([master for group in boosted.optimizer.optim.param_groups for master in group["params"]])
 
     def step(tokens: torch.Tensor) -> torch.Tensor | None:
         with torch.autograd.set_multithreading_enabled(not fused):  # as with FP8
@@ -164,6 +167,21 @@ def plant_outlier(model: nn.Module, channel: int, factor: float) -> None:
     with torch.no_grad():
         for projection in (feed_forward.gate_proj, feed_forward.up_proj):
             projection.weight[channel] *= factor
+
+
+@torch.no_grad()
+def put_between_16_bits(masters: Iterable[torch.Tensor]) -> None:
+    """Spread FP32 masters, which begin as BF16 values, over all values that BF16 rounds to theirs.
+
+    A BF16 value begins in the middle of them, so that its first small updates are lost in BF16; and where it lies
+    halfway between two FP8 values, any update takes it to one of them.
+    """
+    for master in masters:
+        mantissa, exponent = torch.frexp(master)
+        below = mantissa.abs() == 0.5  # there the values below lie twice as close
+        spacing = torch.ldexp(torch.ones_like(master), exponent - 8 - below.int())
+        noise = spacing * (torch.rand_like(master) - 0.5)
+        master.add_(noise.where(master != 0, 0.0))
 
 
 def scale_loss(model: nn.Module, factor: float) -> None:

@@ -80,6 +80,8 @@ class Job:
     """An output channel of the middle layer's gate and up, and a factor on its initial weights."""
     gradient_scale: float | None = None
     """Factor on the loss, and on AdamW's eps, so that gradients are smaller and steps the same; none are clipped."""
+    fp32_start: bool = False
+    """Master weights begin between 16-bit values, as those of a model that was made in FP32."""
     lr: float = 1e-4
     max_norm: float = 1.0
     seed: int = 0
@@ -100,6 +102,8 @@ class Job:
             )
         if self.gradient_scale is not None and not self.gradient_scale > 0:
             raise ValueError(f"--gradient-scale is {self.gradient_scale}; it must be above 0")
+        if self.fp32_start and (self.plugin != "low_level_zero" or self.optimizer != "adamw"):
+            raise ValueError("--fp32-start is for master weights in FP32: --plugin low_level_zero, --optimizer adamw")
         if self.update_in_backward and (self.optimizer != "adamw-8bit" or self.micro_batches > 1):
             raise ValueError("--update-in-backward goes with --optimizer adamw-8bit and --micro-batches 1")
         if self.lora is not None and self.lora < 1:

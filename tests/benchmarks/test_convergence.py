@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from benchmarks import convergence
@@ -170,6 +171,7 @@ def test_plot(tmp_path) -> None:
         (["--outlier", "7"], "error: --outlier is '7'; write it as CHANNEL:FACTOR, as 7:200"),
         (["--model", "micro", "--outlier", "96:2"], "error: --outlier names channel 96; micro has 0 to 95"),
         (["--gradient-scale", "0"], "error: --gradient-scale is 0.0; it must be above 0"),
+        (["--fp32-start", "--variant", "fp8-lean"], "error: --fp32-start is for master weights in FP32"),
         (["--tokenizer", "nowhere"], "error: --tokenizer nowhere holds no tokenizer"),
         (["--data", "nowhere"], "error: --data nowhere does not exist"),
         (["--held-out", "1"], "error: --held-out is 1.0; give the share of the text"),
@@ -278,11 +280,15 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
     job = replace(job, tokens=tokens, kinds=(kind_of_text(f"words={other}", str(text), tokens, "text"),))
     variants = chosen(["bf16", "fp8-lean"], [])
     whole, parts = (Run.of(tmp_path / name, variants, [3], job) for name in ("whole", "parts"))
-    tiny, broken = (
+    tiny, broken, between = (
         Run.of(tmp_path / name, variants[:1], [3], replace(job, **changes))
-        for name, changes in (("tiny", {"gradient_scale": 2.0**-20}), ("broken", {"outlier": (5, 1e38)}))
+        for name, changes in (
+            ("tiny", {"gradient_scale": 2.0**-20}),
+            ("broken", {"outlier": (5, 1e38)}),
+            ("between", {"fp32_start": True}),
+        )
     )
-    assert set(train([*whole, *tiny, *broken]).values()) == {None}
+    assert set(train([*whole, *tiny, *broken, *between]).values()) == {None}
     for steps in (10, 12):
         with monkeypatch.context() as patch:
             # it is late for the runs as soon as they look, not for who begins them
@@ -304,6 +310,13 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
     assert lean["kinds"]["words"]["own"] == pytest.approx(bf16["kinds"]["words"]["own"], rel=0.1)
     assert lean["kinds"] != bf16["kinds"]
 
+    # masters between 16-bit values begin with the same weights in 16 bits, and go elsewhere
+    (run,) = between
+    first, *rest = run.folder.losses()
+    assert first == whole[0].folder.losses()[0]
+    assert rest != whole[0].folder.losses()[1:]
+    assert rest == pytest.approx(whole[0].folder.losses()[1:], rel=0.05)
+
     # gradients a million times smaller train as before, and what is not finite ends a run
     (run,) = tiny
     assert run.folder.losses() == whole[0].folder.losses()
@@ -323,6 +336,23 @@ def test_runs_go_on_bit_for_bit(text, tmp_path, monkeypatch) -> None:
     (other,) = Run.of(tmp_path / "whole", variants[:1], [3], replace(job, lr=1e-3))
     with pytest.raises(ValueError, match="holds a run of other options or another text; give another --runs"):
         train([other])
+
+
+def test_masters_between_16_bits_round_to_the_same_16_bits() -> None:
+    from benchmarks.training.colossal import put_between_16_bits
+
+    torch.manual_seed(0)
+    values = torch.cat([torch.randn(10000), 2.0 ** torch.arange(-20.0, 4.0), torch.zeros(3)]).bfloat16()
+    masters = values.float()
+    put_between_16_bits([masters])
+    assert torch.equal(masters.bfloat16(), values)
+    moved = masters != values.float()
+    assert moved[: len(values) - 3].float().mean() > 0.99
+    assert not moved[-3:].any()
+    # evenly, up to half a spacing, which is at least 2^-9 of a value
+    apart = ((masters - values.float()) / values.float()).abs()[moved]
+    assert 2.0**-9 < apart.max() <= 2.0**-8
+    assert apart.mean() > 2.0**-11
 
 
 def test_runs_share_the_gpus(monkeypatch) -> None:
