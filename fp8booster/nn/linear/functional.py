@@ -90,21 +90,8 @@ class _Linear(torch.autograd.Function):
         ctx.weight_shape = (sum(ctx.rows), weight.shape[1])
         ctx.bias_dtype = None if bias is None else bias.dtype
         outputs = ctx.weight_shape[1 if how.weight_is_transposed else 0]
-        ctx.shape = shape = how.exchange.shape(input.shape)
-        if bias is not None:
-            bias = F.pad(bias.detach().to(how.out_dtype), (0, w.data.shape[0] - outputs))
-        y = product(
-            x.data,
-            w.data,
-            x.inverse_scale,
-            w.inverse_scale,
-            out_dtype=how.out_dtype,
-            bias=bias,
-            fast_accumulation=how.config.fast_accumulation_fprop,
-            emulate=how.config.emulate,
-            shape=(prod(shape[:-1]), outputs),
-        )
-        return how.exchange.output(unsafe_view(y, (*shape[:-1], outputs)))
+        ctx.shape = how.exchange.shape(input.shape)
+        return _fprop(x, w, bias, outputs, ctx.shape, how.out_dtype, how.config, how.exchange)
 
     @staticmethod
     @once_differentiable
@@ -156,6 +143,33 @@ class _Linear(torch.autograd.Function):
         if for_input:
             dx = dx_arrives()
         return dx, db, None, *dws, *(None,) * (len(ctx.needs_input_grad) - _WEIGHTS - how.weights)
+
+
+def _fprop(
+    x: QuantizedMatrix,
+    w: QuantizedMatrix,
+    bias: torch.Tensor | None,
+    outputs: int,
+    shape: tuple[int, ...],
+    out_dtype: torch.dtype,
+    config: FP8Config,
+    exchange: Exchange,
+) -> torch.Tensor:
+    """The product x @ w.T + bias, [..., outputs]; `shape` is the input's, [..., K], as the product reads it."""
+    if bias is not None:
+        bias = F.pad(bias.detach().to(out_dtype), (0, w.data.shape[0] - outputs))
+    y = product(
+        x.data,
+        w.data,
+        x.inverse_scale,
+        w.inverse_scale,
+        out_dtype=out_dtype,
+        bias=bias,
+        fast_accumulation=config.fast_accumulation_fprop,
+        emulate=config.emulate,
+        shape=(prod(shape[:-1]), outputs),
+    )
+    return exchange.output(unsafe_view(y, (*shape[:-1], outputs)))
 
 
 _WEIGHTS = 3
@@ -265,13 +279,16 @@ def linear_from_quantized(
     """
     device = input.device.type
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
-    wants_transpose = backward_weight is None and torch.is_grad_enabled() and input.requires_grad
+    weights = (weight,) if isinstance(weight, torch.Tensor) else weight
+    if not torch.is_grad_enabled():  # without autograd's function, whose Python a decode of few tokens waits for
+        outputs = weights[0].shape[1] if weight_is_transposed else sum(each.shape[0] for each in weights)
+        return _fprop(x, w, bias, outputs, exchange.shape(input.shape), out_dtype, config, exchange)
+    wants_transpose = backward_weight is None and input.requires_grad
     row_scales = None
     if wants_transpose and not w.transpose.numel():
         backward_weight = transposed_in_backward(w)
         row_scales = w.inverse_scale if w.has_row_scales else None
     make, source = (None, ()) if recipe is None else recipe
-    weights = (weight,) if isinstance(weight, torch.Tensor) else weight
     how = _How(
         (x, w),
         len(weights),
