@@ -102,10 +102,13 @@ class _Linear(torch.autograd.Function):
         for_weight = any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + how.weights])
         dx = db = None
         dws: tuple[torch.Tensor | None, ...] = (None,) * how.weights
-        if how.row_scales is not None:  # in FP32: FP16 would lose the product's small values
-            gradient = gradient.float() * how.row_scales[: gradient.shape[-1]]
         if for_input or for_weight:
-            dy = how.exchange.output_gradient(gradient, config, plain=for_input, transposed=for_weight, casts=how.casts)
+            of_product = gradient  # the bias, which no scale multiplies, gets the one that arrived
+            if how.row_scales is not None:  # in FP32: FP16 would lose the product's small values
+                of_product = gradient.float() * how.row_scales[: gradient.shape[-1]]
+            dy = how.exchange.output_gradient(
+                of_product, config, plain=for_input, transposed=for_weight, casts=how.casts
+            )
         if for_input:
             if how.backward_weight is not None:
                 w_transpose, w_scale = how.backward_weight()

@@ -61,6 +61,15 @@ def test_its_input_gradient_is_the_exact_one_but_for_the_rounding_of_the_output_
     assert frozen.bias.grad is not None
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_its_bias_gets_the_gradient_that_no_scale_of_the_weight_multiplies(granularity, device) -> None:
+    _, frozen = made(device, granularity=granularity)
+    x = torch.randn(24, 256, device=device, dtype=BF16, requires_grad=True)
+    dy = torch.randn(24, 128, device=device, dtype=BF16)
+    frozen(x).backward(dy)
+    assert torch.equal(frozen.bias.grad, dy.sum(0, dtype=torch.float32).to(BF16))
+
+
 def test_row_scales_reach_gradients_as_small_as_fp16_has_them(device) -> None:
     """With FP16's smallest normal numbers: multiplied by a scale in FP16, they would be zero."""
     plain, frozen = made(device, dtype=torch.float16, granularity="rowwise")
