@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.config import FP8Config
@@ -158,11 +159,11 @@ class FrozenLayer(FP8Layer):
         return self.fp8_shape[::-1]
 
     def fp8_product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        """As `FP8Layer.fp8_product`, for an input of any dtype; None where it is empty."""
-        if input.numel() == 0:
-            return None
+        """As `FP8Layer.fp8_product`, for an input of any dtype, empty or not."""
         stand_in = input.new_empty(()).expand(self.fp8_shape)  # it has no values where products ask for shapes alone
         check_operands(input, stand_in, bias)
+        if input.numel() == 0:  # as of an expert without tokens, whatever dtype the others have
+            return F.linear(input, stand_in, None if bias is None else bias.to(input.dtype))
         x = self.cast_input(input)
         return linear_from_quantized(input, stand_in, bias, x, self.quantized, self.fp8_config, casts=self.fp8_casts)
 

@@ -70,6 +70,19 @@ def test_its_bias_gets_the_gradient_that_no_scale_of_the_weight_multiplies(granu
     assert torch.equal(frozen.bias.grad, dy.sum(0, dtype=torch.float32).to(BF16))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16])
+def test_it_takes_no_tokens_in_every_dtype_that_it_takes_tokens_in(dtype, device) -> None:
+    _, frozen = made(device)
+    for tokens in (0, 3):
+        x = torch.randn(2, tokens, 256, device=device, dtype=dtype, requires_grad=True)
+        y = frozen(x)
+        assert (y.shape, y.dtype) == ((2, tokens, 128), dtype)
+        y.sum().backward()
+        assert x.grad.shape == x.shape
+    with torch.autocast(device.type, BF16):
+        assert frozen(x[:, :0]).dtype == BF16
+
+
 def test_row_scales_reach_gradients_as_small_as_fp16_has_them(device) -> None:
     """With FP16's smallest normal numbers: multiplied by a scale in FP16, they would be zero."""
     plain, frozen = made(device, dtype=torch.float16, granularity="rowwise")
