@@ -68,16 +68,20 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
     most = _new_tokens(source, ids.shape[1], options.max_new_tokens)
     model: Any = load_model(source, options.precision, inference_config(source, options.fp8_options), device).model
     # checkpoints of training say no, which transformers heeds before what a call says
-    model.config.use_cache = model.generation_config.use_cache = True
+    model.config.use_cache = True
     how = {"do_sample": False} if options.temperature == 0 else {"do_sample": True, "temperature": options.temperature}
+    own = model.generation_config
     settings = GenerationConfig(
         max_new_tokens=most,
-        bos_token_id=model.generation_config.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=own.bos_token_id,
+        eos_token_id=_end_tokens(tokenizer.eos_token_id, own.eos_token_id),
         pad_token_id=tokenizer.eos_token_id,
         use_cache=True,
+        cache_implementation=own.cache_implementation,
         **how,
     )
+    # transformers takes from the model's own what settings leave at its defaults: sampling at temperature 0, penalties
+    model.generation_config = settings
     torch.manual_seed(options.seed)
     begin = time.perf_counter()
     done = model.generate(
@@ -95,6 +99,12 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
         f"parameters, {cache_bytes(done.past_key_values) / 2**20:,.2f} MiB of keys and values"
     )
     return tokenizer.decode(made, skip_special_tokens=True)
+
+
+def _end_tokens(*given: int | list[int] | None) -> list[int] | None:
+    """All of the tokens that end a text; the tokenizer knows one, and a model may have learned several."""
+    found = [each for ids in given if ids is not None for each in ([ids] if isinstance(ids, int) else ids)]
+    return list(dict.fromkeys(found)) or None
 
 
 def _new_tokens(source: FoundModel, prompt: int, asked: int | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -99,6 +100,26 @@ def test_a_model_is_given_the_cache_that_it_takes(model, folder, tmp_path):
     printed, told = generate(tmp_path / "model")
     assert printed.startswith(PROMPT)
     assert kept(told)[1] > 0
+
+
+def test_the_settings_are_the_command_s_and_not_the_folder_s(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    asked = {"do_sample": True, "temperature": 5.0, "repetition_penalty": 5.0, "num_beams": 3, "stop_strings": ["a"]}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({**settings, **asked}))
+    assert generate(tmp_path / "model")[0] == generate(folder)[0]
+
+
+def test_each_token_that_ends_a_text_for_the_model_does(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    third = model.generate(ids, max_new_tokens=3, do_sample=False)[0, -1].item()
+    settings = json.loads((folder / "generation_config.json").read_text())
+    settings["eos_token_id"] = [tokenizer.eos_token_id, third]
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(settings))
+    assert "3 tokens in" in generate(tmp_path / "model", "--precision", "bf16")[1]
 
 
 def test_sampling_follows_the_seed(folder):
