@@ -24,6 +24,9 @@ _MORE = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_para
 """Settings of peft by which it trains what is no matrix of a linear layer or of embeddings."""
 
 
+_OF_MODEL = ".base_layer.weight"
+
+
 class Merged(Source):
     """The folder of peft's adapters, and that of the model that they were trained on, in 16 bits or in FP8.
 
@@ -114,11 +117,13 @@ def _adapters_of(folder: Path, model: nn.Module) -> nn.Module:
     if not file.is_file():
         raise ValueError(f"{folder} holds no {ADAPTER_FILE}; save the adapters there as safetensors.")
     for layer in model.modules():
-        if isinstance(layer, nn.Linear):  # peft puts adapters where weights are: one value takes the place of each
-            value = torch.ones((), dtype=layer.weight.dtype)
-            layer.weight = nn.Parameter(value.expand(layer.weight.shape), requires_grad=False)
+        weight = layer._parameters.get("weight")
+        if weight is not None:  # peft puts adapters where weights are: one value takes the place of each
+            value = torch.ones((), dtype=weight.dtype)
+            layer.weight = nn.Parameter(value.expand(weight.shape), requires_grad=False)
     with faults_named(file):
-        saved = load_file(file)
+        # of embeddings that it is on, peft saves the weight too, which the model's folder has
+        saved = {name: value for name, value in load_file(file).items() if not name.endswith(_OF_MODEL)}
         try:
             adapted: Any = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))  # type: ignore[arg-type]
             found: Any = set_peft_model_state_dict(adapted, saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fp8booster.serving.formats import CHECKPOINT_FORMATS
 from fp8booster.serving.frozen import freeze
 from fp8booster.training.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from tests.colossal.models import tiny_llama, token_batch
+from tests.nn.models import tiny_gpt2
 
 peft = pytest.importorskip("peft")
 
@@ -29,11 +31,11 @@ def model() -> Any:
     return tiny_llama(hidden_size=128, intermediate_size=256, head_dim=32).bfloat16()
 
 
-def adapters_on(base: Any, folder: Path, **options: Any) -> Any:
+def adapters_on(base: Any, folder: Path, ends: Sequence[str] = ENDS, **options: Any) -> Any:
     """Save adapters that are not zero, and give the model with them."""
     torch.manual_seed(1)
     config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=8, target_modules=list(ENDS), init_lora_weights=False, use_rslora=True, **options
+        task_type="CAUSAL_LM", r=8, target_modules=list(ends), init_lora_weights=False, use_rslora=True, **options
     )
     adapted = peft.get_peft_model(base, config)
     with torch.no_grad():
@@ -42,6 +44,8 @@ def adapters_on(base: Any, folder: Path, **options: Any) -> Any:
                 value.mul_(1.2)
             elif "lora_B" in name:
                 value.mul_(0.2)
+            elif "lora_embedding" in name:
+                value.mul_(0.1)
     adapted.save_pretrained(folder)
     return adapted.eval()
 
@@ -150,6 +154,27 @@ def test_a_frozen_model_in_memory_is_written_with_the_bytes_it_has(base, tmp_pat
         assert torch.equal(bits(value), bits(expected)), name
     export(merged, tmp_path / "bf16", format="bf16")
     assert distance(logits(in_16_bits(tmp_path / "bf16")), logits(merged)) < 0.06
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
+def test_adapters_on_gpt2s_layers_and_on_positions_are_merged(tmp_path, dora) -> None:
+    tiny_gpt2().bfloat16().save_pretrained(tmp_path / "base")
+    on = ["c_attn"] if dora else ["c_attn", "wpe"]  # peft 0.13 itself merges no magnitudes of embeddings
+    adapted = adapters_on(in_16_bits(tmp_path / "base"), tmp_path / "adapters", on, use_dora=dora, fan_in_fan_out=True)
+    assert export(tmp_path / "adapters", tmp_path / "out", format="bf16").merged == (2 if dora else 3)
+    expected = logits(adapted)
+    assert distance(logits(in_16_bits(tmp_path / "base")), expected) > 0.1
+    assert distance(logits(in_16_bits(tmp_path / "out")), expected) < 0.02
+
+
+def test_adapters_on_embeddings_are_merged_with_the_weight_that_the_model_has(base, tmp_path) -> None:
+    """Of embeddings with adapters peft saves the weight too."""
+    adapted = adapters_on(in_16_bits(base), tmp_path / "adapters", ["q_proj", "embed_tokens"])
+    assert any(".base_layer." in name for name in files(tmp_path / "adapters"))
+    assert export(tmp_path / "adapters", tmp_path / "out", format="bf16").merged == 3
+    expected = logits(adapted)
+    assert distance(logits(in_16_bits(base)), expected) > 0.1
+    assert distance(logits(in_16_bits(tmp_path / "out")), expected) < 0.02
 
 
 def test_an_fp8_folder_is_written_in_16_bits(base, tmp_path) -> None:
