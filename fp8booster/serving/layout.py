@@ -15,6 +15,7 @@ from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.experts.held_as_one import FP8Experts, are_experts
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.merged_layers import merged_layers
+from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_several
 from fp8booster.training.models import attention_of, causal_lm
@@ -78,11 +79,13 @@ def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
     first: dict[int, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first_name = {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
+    # the state dict has a weight that is kept in FP8 alone, and the parameters do not
+    frozen = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, FrozenLayer)}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return Layout(
         {name: value.shape for name, value in model.state_dict().items()},
         first_name,
-        frozenset(parameters),
+        frozenset({*parameters, *frozen}),
         groups,
         frozenset(
             weights[id(layer)]

@@ -35,6 +35,10 @@ _TEMPLATES = "additional_chat_templates"
 
 _OF_WEIGHTS = ("config.json", ADAPTER_CONFIG)
 
+_OF_THIS_PROCESS = ("_name_or_path", "_attn_implementation_autoset")
+"""Fields that save_pretrained leaves out: where the model was read, and by which transformers 4 would choose no fast
+attention, for it is chosen already."""
+
 
 class Source(ABC):
     """Where tensors come from."""
@@ -148,6 +152,8 @@ class Live(Source):
 
     def record(self) -> dict[str, Any]:
         config = json.loads(self._model.config.to_json_string(use_diff=False))
+        for own in _OF_THIS_PROCESS:
+            config.pop(own, None)
         return {**config, "architectures": [type(self._model).__name__]}  # as save_pretrained; made anew it has none
 
     def copy_files(self, folder: Path) -> None:

@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
+    AutoModelForCausalLM,
     GenerationConfig,
     GPTJConfig,
     GPTJForCausalLM,
@@ -25,6 +26,7 @@ from transformers import (
 
 from fp8booster import FP8Config, convert_to_fp8, export, fuse, load_fp8, quantize
 from fp8booster.nn.fused.merged_layers import merged_layers
+from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.serving import write
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
@@ -326,6 +328,29 @@ def test_the_configs_are_those_of_a_model_that_is_served(tmp_path):
         assert config_of(tmp_path / out)["architectures"] == ["LlamaForCausalLM"]
         assert config_of(tmp_path / out)["use_cache"] is True
         assert GenerationConfig.from_pretrained(tmp_path / out).use_cache is True
+
+
+def test_what_is_of_this_process_is_in_no_config(tmp_path):
+    """A model that was read here has chosen its attention; who reads what is written of it chooses again."""
+    llama().save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", torch_dtype=torch.bfloat16)
+    assert model.config._attn_implementation == "sdpa"
+    export(model, tmp_path / "out", format="bf16")
+    assert not {"_name_or_path", "_attn_implementation_autoset"} & config_of(tmp_path / "out").keys()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", torch_dtype=torch.bfloat16)
+    assert again.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("make", [llama, tiny_gpt2])
+def test_weights_kept_in_fp8_are_written_in_the_16_bits_of_the_model(tmp_path, make, kind):
+    model = quantize(make().to(kind))
+    out = export(model, tmp_path / "out", format="bf16").folder
+    assert {value.dtype for value in files(out).values()} == {kind}
+    again = AutoModelForCausalLM.from_pretrained(out, torch_dtype=kind)
+    for name, module in model.named_modules():
+        if isinstance(module, FrozenLayer):
+            assert torch.equal(again.get_submodule(name).weight, module.weight), name
 
 
 @pytest.mark.parametrize("format", ["fine-grained", "bf16"])
