@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8booster.reading import faults_named, read_index
+from fp8booster.reading import faults_named, first_line, read_index
 from fp8booster.serving.formats import SCALES
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -87,6 +87,7 @@ class ShardWriter:
         """Bytes of all tensors so far."""
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take a tensor. Raises OSError where the disk does not take those before it."""
         if self._held and self._held_bytes + tensor.nbytes > self._limit:
             self._flush()
         self._held[name] = tensor.detach().cpu().contiguous()
@@ -108,9 +109,13 @@ class ShardWriter:
             (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _flush(self) -> None:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        save_file(self._held, self._part(len(self._shards)), metadata={"format": "pt"})
+        try:
+            save_file(self._held, self._part(len(self._shards)), metadata={"format": "pt"})
+        except SafetensorError as error:  # of a full disk too
+            raise OSError(f"The model was not written ({first_line(error)}); make room, and export it again.") from None
         self._shards.append(list(self._held))
         self._held, self._held_bytes = {}, 0
 

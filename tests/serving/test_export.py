@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -398,6 +399,19 @@ def test_scales_that_others_made_are_read(tmp_path):
         read = dict(dequantized(tmp_path / "out", torch.float32))
         assert read.keys() == {UP}
         assert torch.equal(read[UP], tensors[UP].float() / 2)
+
+
+def test_a_disk_that_takes_no_more_is_an_error_of_the_system_and_leaves_nothing(tmp_path):
+    """By an error of safetensors' own."""
+    model, out = llama(), tmp_path / "new" / "out"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"The model was not written .*File too large.*; make room"):
+            export(model, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(out.parent.iterdir())
 
 
 def test_what_cannot_be_exported_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch):
