@@ -102,14 +102,15 @@ def _calibrate(model: nn.Module, batches: Iterable[Batch]) -> None:
     """Let the frozen layers of a model scale inputs by the largest amax that they met; those that met none do not."""
     amaxes: dict[FrozenLayer, torch.Tensor] = {}
 
-    def note(layer: FrozenLayer, _: nn.Module, inputs: tuple) -> None:
-        if inputs[0].numel() == 0:  # as of experts that no token chose
+    def note(layer: FrozenLayer, _: nn.Module, inputs: tuple, named: dict[str, Any]) -> None:
+        input = (*inputs, *named.values())[0]  # a layer takes one, which a model may give by name
+        if input.numel() == 0:  # as of experts that no token chose
             return
-        amax = amax_of(inputs[0])
+        amax = amax_of(input)
         amaxes[layer] = torch.maximum(amaxes[layer], amax) if layer in amaxes else amax
 
     layers = [module for module in model.modules() if isinstance(module, FrozenLayer) and module.input_amax is None]
-    hooks = [layer.register_forward_pre_hook(partial(note, layer)) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(partial(note, layer), with_kwargs=True) for layer in layers]
     if not layers:
         raise ValueError("the inputs of all layers have given scales already; leave out batches")
     training = [module for module in model.modules() if module.training]

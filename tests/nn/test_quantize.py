@@ -191,6 +191,19 @@ def test_calibration_takes_what_models_take_and_leaves_their_mode_and_gradients(
     assert not error.any()
 
 
+def test_a_layer_that_is_given_its_input_by_name_is_calibrated(device) -> None:
+    class ByName(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(32, 32, device=device, dtype=BF16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(input=x)
+
+    model = quantize(ByName(), batches=[torch.full((4, 32), 3.0, device=device, dtype=BF16)])
+    assert model.layer.input_amax == 3
+
+
 def test_what_no_value_reached_is_not_calibrated_and_what_is_not_finite_is_refused(device) -> None:
     linears = [nn.Linear(32, 32, device=device, dtype=BF16) for _ in range(2)]
     few = torch.ones(4, 32, device=device, dtype=BF16)
