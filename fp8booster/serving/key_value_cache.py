@@ -85,9 +85,15 @@ else:
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of the keys and values that a cache of transformers', in FP8 or not, keeps, or a tuple of each layer's."""
+    """Bytes of the keys and values that a cache of transformers', in FP8 or not, keeps, or a tuple of each layer's.
+
+    There are none in None, which models give that keep states, nor in layers that do so among others.
+    """
+    if cache is None:
+        return 0
     if isinstance(cache, tuple):
         return sum(each.nbytes for layer in cache for each in layer)
     if hasattr(cache, "layers"):
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)
+        kept = [getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values")]
+        return sum(each.nbytes for each in kept if each is not None)
     return sum(each.nbytes for each in (*cache.key_cache, *cache.value_cache))

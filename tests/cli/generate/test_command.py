@@ -15,6 +15,10 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    JambaConfig,
+    JambaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
 )
 from typer.testing import CliRunner
 
@@ -100,6 +104,32 @@ def test_a_model_is_given_the_cache_that_it_takes(model, folder, tmp_path):
     printed, told = generate(tmp_path / "model")
     assert printed.startswith(PROMPT)
     assert kept(told)[1] > 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        MambaForCausalLM(MambaConfig(vocab_size=512, hidden_size=64, num_hidden_layers=2, state_size=8)),
+        JambaForCausalLM(
+            JambaConfig(
+                vocab_size=512,
+                **SIZES,
+                num_experts=1,
+                attn_layer_offset=1,
+                attn_layer_period=2,
+                use_mamba_kernels=False,
+            )
+        ),
+    ],
+    ids=["Mamba", "Jamba"],
+)
+def test_a_model_that_keeps_states_has_no_keys_and_values_of_them(model, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
+    shutil.copy(folder / "tokenizer_config.json", tmp_path / "model")
+    model.bfloat16().save_pretrained(tmp_path / "model")
+    printed, told = generate(tmp_path / "model", "--precision", "bf16")
+    assert printed.startswith(PROMPT)
+    assert kept(told)[1] <= 0.01
 
 
 def test_the_settings_are_the_command_s_and_not_the_folder_s(folder, tmp_path):
