@@ -60,9 +60,10 @@ def evaluate(
         calibrated=calibrated,
         fp8_options=fp8_option or [],
     )
-    told = Console(stderr=True, soft_wrap=True, highlight=False)
+    # names of files may have brackets, which are no markup
+    told = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     found = run(asked, told.print)
     if as_json:
         typer.echo(as_record(found, asked))
     else:
-        Console(soft_wrap=True, highlight=False).print(render(found))
+        Console(soft_wrap=True, highlight=False, markup=False).print(render(found))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fp8booster import FP8Config, export, quantize, report
@@ -23,6 +24,8 @@ from tests.cli.train.test_runs import ENVIRONMENT, SMALL, succeed
 from tests.colossal.moe.models import tiny_mixtral
 from tests.nn.models import tiny_gpt2, tiny_llama
 from tests.programs import run_program
+
+BRIEF = ("--sequence", 32, "--tokens", 64)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +134,27 @@ def test_a_run_is_evaluated_in_sequences_as_long_as_in_training(data, tmp_path):
     assert "in sequences of 32" in " ".join(done.stdout.split())
     assert "28 of 29" in done.stdout
     assert "KL from the first" in done.stdout
+
+
+def test_losses_that_are_not_finite_are_null_in_json(folder, data, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    [column] = evaluated(tmp_path / "model", *data, *BRIEF, "--precision", "bf16")["columns"]
+    assert (column["loss"], column["perplexity"], column["kl"]) == (None, None, None)
+
+
+def test_names_with_brackets_are_shown_as_they_are(folder, tmp_path):
+    model, text = shutil.copytree(folder, tmp_path / "model [b]"), tmp_path / "of [red[" / "b].txt"
+    text.parent.mkdir()
+    text.write_text(TEXT)
+    arguments = ["eval", model, folder, "--data", text, "--cache", tmp_path / "cache", *BRIEF, "--precision", "bf16"]
+    done = CliRunner().invoke(app, [*map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    assert f"loading {model} in bf16" in done.stderr
+    assert f"of {text}," in done.stdout
+    assert "model [b]" in done.stdout
 
 
 def test_what_cannot_be_evaluated_is_refused_in_a_sentence(folder, data, tmp_path):
