@@ -20,6 +20,8 @@ from colossalai.shardformer.shard import ShardConfig
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
+from fp8booster.colossal.temporarily import temporarily
+
 _ATTENTION = "Qwen3Attention"
 
 
@@ -45,7 +47,10 @@ class _Qwen3Policy:
             for module in model.modules():
                 norms = (module.q_norm, module.k_norm) if type(module).__name__ == _ATTENTION else ()
                 for norm in norms:
-                    if norm.weight is not None:  # another stage has it
+                    if norm.weight is None:  # another stage has it
+                        continue
+                    # a frozen weight takes no hook, and may be trained later
+                    with temporarily(norm.weight, requires_grad=True):
                         norm.weight.register_hook(partial(_add_up, config.tensor_parallel_process_group))
         return model
 

@@ -40,3 +40,26 @@ def test_gradients_are_those_of_one_process(mode: str) -> None:
     assert {"model.layers.0.self_attn.q_norm.weight", "model.layers.1.self_attn.k_norm.weight"} & norms
     for name in norms:
         torch.testing.assert_close(held[name].grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+@ranks(2)
+def test_frozen_head_norms_are_sharded_and_may_be_trained_later() -> None:
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED, head_dim=16))
+    tokens = token_batch(0, batch=4)
+    batch = {"input_ids": tokens, "labels": tokens}
+    whole = copy.deepcopy(model)
+    whole(**batch).loss.backward()
+    names = {name for name, _ in model.named_parameters() if "q_norm" in name or "k_norm" in name}
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    run = start(ours(MODES["TP2"], precision="fp32"), model)
+    held = {name: value for name, value in run.model.unwrap().named_parameters() if name in names}
+    assert held.keys() == names
+    pass_through(run, batch)
+    assert all(value.grad is None for value in held.values())
+    for value in held.values():
+        value.requires_grad_(True)
+    pass_through(run, batch)
+    for name, value in held.items():
+        torch.testing.assert_close(value.grad, whole.get_parameter(name).grad, rtol=1e-4, atol=1e-6, msg=name)
