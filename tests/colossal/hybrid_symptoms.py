@@ -66,6 +66,20 @@ def _train_command_r() -> None:
     step(*begin(native("TP2"), "Command-R"))
 
 
+def _clip_gradients_of_fused_layers() -> None:
+    from tests.colossal.hybrid.runs import batches, native, start
+    from tests.colossal.hybrid.test_norms import norm_by_sizes
+    from tests.colossal.hybrid.test_sharded_models import MODELS, VOCABULARY
+    from tests.plugins.norms import steps_of
+
+    for mode in ("TP2", "TP2 ZeRO 1"):
+        model = MODELS["GPT-2"][0]()
+        whole = {name: value.numel() for name, value in model.named_parameters()}
+        run = start(native(mode), model)
+        norm, exact, _ = steps_of(run, batches(0, 1)[0][0] % VOCABULARY, limit=1e6, norm_of=norm_by_sizes(run, whole))
+        assert abs(norm / exact - 1) < 1e-3, f"shards do not count whole: {norm} of {exact}"
+
+
 def _load_a_tied_weight_into_a_pipeline() -> None:
     from tests.colossal.hybrid.runs import native, sizes, start
 
@@ -109,6 +123,7 @@ SYMPTOMS = {
     "parts_of_gradients_are_added_once": Symptom(
         _accumulate_under_sequence_parallelism, "a micro-batch is added twice"
     ),
+    "norms_count_shards_of_fused_layers": Symptom(_clip_gradients_of_fused_layers, "shards do not count whole"),
     "adapters_need_a_whole_model": Symptom(_put_adapters_into_a_model_that_is_cut, "not refused with a sentence"),
     "cpu_shards_are_not_pinned": Symptom(_save_shards_in_the_background, "pin_memory=True requires"),
     "command_prepares_masks_for_its_attention": Symptom(_train_command_r, "should be a dict"),

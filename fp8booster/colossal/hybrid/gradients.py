@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from colossalai.shardformer.layer.utils import SeqParallelUtils, is_share_sp_tp
-from colossalai.tensor.d_tensor.api import is_distributed_tensor
+from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor, is_distributed_tensor
 from torch import nn
 
 from fp8booster.colossal.hybrid.sums import SummedGradients
@@ -18,7 +18,8 @@ def is_replicated(parameter: torch.Tensor) -> bool:
 
     The ranks must round its gradient alike, or their copies part: it may share no scale with a shard's gradient.
     """
-    return not is_distributed_tensor(parameter)
+    # fused layers, as GPT-2's, are sharded by a function of their own
+    return not (is_distributed_tensor(parameter) or is_customized_distributed_tensor(parameter))
 
 
 def gradients_to_sum(model: nn.Module) -> list[tuple[Parameters, SummedGradients]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from fp8booster.nn.fused.self_attention import FusedAttention
 from tests.colossal.hybrid.runs import MAKERS, batches, fp8, learn, native, ours, sizes, start
 from tests.colossal.hybrid.test_census import assert_all_products_in_fp8
 from tests.colossal.hybrid.test_learning import alone, assert_close_over_steps, assert_follows
+from tests.colossal.hybrid.test_sharded_models import MODELS as SHARDED
+from tests.colossal.hybrid.test_sharded_models import VOCABULARY
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks
 from tests.plugins import test_learning
@@ -124,6 +127,20 @@ def test_what_tensor_parallel_ranks_hold_alike_stays_alike(mode: str) -> None:
     }
     assert len(replicated) == 5
     for value in replicated.values():
+        assert_same_over(run.booster.plugin.tp_group, value)
+
+
+@pytest.mark.skipif("GPT-2" not in SHARDED, reason="the installed transformers' GPT-2 is not sharded")
+@ranks(4)
+@pytest.mark.parametrize("mode", ["TP2 x DP2", "TP2 x DP2 ZeRO 1"])
+def test_what_is_beside_shards_of_fused_layers_stays_alike(mode: str) -> None:
+    """Of GPT-2, whose biases and norms lie between them."""
+    run = start(fp8(MODES[mode]), SHARDED["GPT-2"][0]())
+    for (text,) in batches(0, 3):
+        run.step(text % VOCABULARY)
+    biases = [value for name, value in run.model.unwrap().named_parameters() if re.search(r"ln_|c_proj.bias", name)]
+    assert len(biases) == 2 * 6 + 2
+    for value in biases:
         assert_same_over(run.booster.plugin.tp_group, value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import comm
-from tests.colossal.hybrid.runs import MODES, batches, fp8, native, sizes, start
+from tests.colossal.hybrid.runs import MODES, HybridRun, batches, fp8, native, sizes, start
+from tests.colossal.hybrid.test_sharded_models import MODELS, VOCABULARY
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks
 from tests.plugins.norms import assert_clips_by_one_norm, steps_of
@@ -52,6 +54,40 @@ def test_the_norm_is_that_of_sums_over_ranks_which_torch_does_not_count_as_chang
         run = start(fp8(CASES[case]), tiny_llama(**sizes(tie_word_embeddings=True)))
         assert_clips_by_one_norm(run, *(step[0] for step in batches(0, 2, 2)))
     assert changed
+
+
+def norm_by_sizes(run: HybridRun, whole: dict[str, int]) -> Callable[[Any], float]:
+    """Of its masters' gradients, where those of parameters that are smaller than a whole model's are shards.
+
+    Args:
+        whole: the elements of each parameter of a whole model.
+    """
+    names = {id(value): name for name, value in run.model.unwrap().named_parameters()}
+
+    def norm(optimizer: Any) -> float:
+        working = optimizer.get_master_to_working_map()
+        squares = torch.zeros(2, dtype=torch.float64)
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                parameter = working[id(master)]
+                is_shard = parameter.numel() < whole[names[id(parameter)]]
+                squares[int(is_shard)] += master.grad.double().square().sum()
+        dist.all_reduce(squares[1:])
+        return squares.sum().sqrt().item()
+
+    return norm
+
+
+@pytest.mark.skipif("GPT-2" not in MODELS, reason="the installed transformers' GPT-2 is not sharded")
+@ranks(2)
+@pytest.mark.parametrize("make", [fp8, native])
+@pytest.mark.parametrize("mode", ["TP2", "TP2 ZeRO 1"])
+def test_the_norm_of_fused_layers_has_each_shard_once(make: Callable, mode: str) -> None:
+    model = MODELS["GPT-2"][0]()
+    whole = {name: value.numel() for name, value in model.named_parameters()}
+    run = start(make(mode), model)
+    norm, exact, _ = steps_of(run, batches(0, 1)[0][0] % VOCABULARY, limit=1e6, norm_of=norm_by_sizes(run, whole))
+    assert norm == pytest.approx(exact, rel=1e-5)
 
 
 @ranks(2)

@@ -60,6 +60,21 @@ def adapters_need_a_whole_model(upstream: Callable, self: Any, *args: Any, **kwa
     return upstream(self, *args, **kwargs)
 
 
+@wrap(
+    f"{_PLUGIN}:is_distributed_tensor",
+    "427,633,892",
+    needed_when="gradients of a GPT-2, whose layers are fused ones, are clipped under tensor parallelism",
+)
+def norms_count_shards_of_fused_layers(upstream: Callable, tensor: torch.Tensor) -> bool:
+    """The norm of gradients knows that fused layers are sharded too.
+
+    Without it their shards are taken for what every rank holds: of two ranks each one's square counts half.
+    """
+    from colossalai.tensor.d_tensor.api import is_customized_distributed_tensor
+
+    return upstream(tensor) or is_customized_distributed_tensor(tensor)
+
+
 @patch(
     _PLUGIN,
     "156,242,793",
