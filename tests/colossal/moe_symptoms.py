@@ -17,16 +17,16 @@ from tests.colossal.moe.models import tiny_mixtral
 from tests.colossal.symptom import Symptom
 
 
-def _trained(ep_size: int = 2, **arguments: Any) -> tuple[Any, Any, Any]:
+def _trained(ep_size: int = 2, tp_size: int = 1, **arguments: Any) -> tuple[Any, Any, Any]:
     """Booster, model and optimizer after a step, experts on both ranks."""
     from colossalai.booster import Booster
     from colossalai.booster.plugin import MoeHybridParallelPlugin
 
-    plugin = MoeHybridParallelPlugin(1, 1, ep_size, **{"precision": "bf16", "zero_stage": 1} | arguments)
+    plugin = MoeHybridParallelPlugin(tp_size, 1, ep_size, **{"precision": "bf16", "zero_stage": 1} | arguments)
     booster = Booster(plugin=plugin)
     model = tiny_mixtral()
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), 1e-2))
-    tokens = token_batch(dist.get_rank())
+    tokens = token_batch(dist.get_rank() // tp_size)
     booster.backward(model(input_ids=tokens, labels=tokens).loss, optimizer)
     optimizer.step()
     optimizer.zero_grad()
@@ -109,6 +109,13 @@ def _spread_without_zero() -> None:
         raise AssertionError(f"not refused, but {refusal!r}") from refusal
 
 
+def _clip_without_zero() -> None:
+    _, _, optimizer = _trained(ep_size=1, tp_size=2, zero_stage=0, max_norm=0.1)
+    norms: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(norms, optimizer.get_grad_norm())
+    assert norms[0] == norms[1], f"ranks clip by different norms: {norms}"
+
+
 def _pipe() -> None:
     from colossalai.shardformer.modeling.mixtral import MixtralPipelineForwards
 
@@ -142,6 +149,7 @@ def _shared_folder() -> str:
 SYMPTOMS = {
     "moe_waits_for_gathered_weights": Symptom(_overlap_gathers, "did not wait for its weights"),
     "moe_spreads_experts_with_zero_alone": Symptom(_spread_without_zero, "not refused"),
+    "moe_without_zero_clips_by_the_whole_norm": Symptom(_clip_without_zero, "ranks clip by different norms"),
     "moe_waits_before_saving": Symptom(_save_late_weights, "saved before they were there"),
     "moe_states_are_gathered_on_cpu": Symptom(
         _save_states, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"

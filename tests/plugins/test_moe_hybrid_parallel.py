@@ -24,7 +24,7 @@ from tests.colossal.moe.models import EXPERTS, mixtral_block, tiny_mixtral
 from tests.distributed import ranks, shared_folder
 from tests.nn.reference import count_calls
 from tests.plugins import training
-from tests.plugins.norms import assert_clips_by_one_norm
+from tests.plugins.norms import assert_clips_by_one_norm, steps_of
 from tests.plugins.test_learning import learn
 from tests.plugins.test_low_level_zero_census import Census, Sizes, products
 from tests.plugins.training import Boosted, assert_close, assert_equal, assert_trains_equally, rank_batches, train
@@ -233,6 +233,29 @@ def assert_native_gradients(mode: dict[str, Any]) -> None:
 def test_moe_clips_by_one_norm_of_all_experts(mode: str) -> None:
     """In Colossal-AI each rank counts the experts that it holds, and adds norms where it should add squares."""
     assert_clips_by_one_norm(boost(fp8(**MODES[mode])), *rank_batches(2), norm_of=norm_of_all_parts)
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", ["native", "fp8"])
+@pytest.mark.parametrize("mode", ["TP2", "PP2"])
+def test_moe_without_zero_clips_by_the_norm_over_all_ranks(mode: str, make: str) -> None:
+    """In Colossal-AI each rank clips by the norm of what it holds."""
+    run = boost({"native": native, "fp8": fp8}[make](**MODES[mode] | {"zero_stage": 0}))
+    copies = dist.get_world_size(run.booster.plugin.tp_group)
+
+    def norm_of_all_ranks(optimizer: Any) -> float:
+        working = optimizer.get_master_to_working_map()
+        masters = [master for group in optimizer.param_groups for master in group["params"]]
+        squares = [
+            master.grad.double().square().sum() / (copies if is_replicated(working[id(master)]) else 1)
+            for master in masters
+        ]
+        total = sum(squares)
+        dist.all_reduce(total)
+        return float(total.sqrt())
+
+    norm, exact, _ = steps_of(run, token_batch(0, batch=4), limit=1e6, norm_of=norm_of_all_ranks)
+    assert norm == pytest.approx(exact, rel=1e-5)
 
 
 @ranks(2)

@@ -58,6 +58,27 @@ def moe_spreads_experts_with_zero_alone(
 
 
 @wrap(
+    _CONFIGURE,
+    "booster/plugin/moe_hybrid_parallel_plugin.py:473",
+    needed_when="gradients are clipped with zero_stage=0, and tp_size or pp_size above 1",
+)
+def moe_without_zero_clips_by_the_whole_norm(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> tuple:
+    """MoeHybridParallelPlugin without ZeRO clips by the norm of the whole gradient, the same on every rank.
+
+    Without it the optimizer is not given the groups of tensor and pipeline parallelism, so that each rank clips by the
+    norm of what it holds, and what ranks hold alike diverges.
+    """
+    from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelAMPOptimizer
+
+    boosted = upstream(self, *args, **kwargs)
+    optimizer = boosted[1]
+    if isinstance(optimizer, HybridParallelAMPOptimizer):
+        optimizer.tp_pg, optimizer.tp_size = self.tp_group, self.tp_size
+        optimizer.pp_pg, optimizer.pp_size = self.pp_group, self.pp_size
+    return boosted
+
+
+@wrap(
     f"{_CHECKPOINTS}save_unsharded_model MoECheckpointIO.save_unsharded_optimizer",
     "680,719,741",
     needed_when="experts are spread over ranks, and a checkpoint is to be one file",
