@@ -87,3 +87,27 @@ def test_fsdp_trains_and_saves_parameter_groups(plugin: str) -> None:
     assert_equal(whole(writer), whole(reader))
     assert [group["lr"] for group in reader.optimizer.param_groups] == rates
     # moments are not compared: on the CPU PyTorch 2.13 gathers all states of such parameters into one buffer
+
+
+def _of_layers(trained: list[nn.Parameter], lr: float) -> torch.optim.Optimizer:
+    """AdamW of the layers' parameters, not of those of embedding, last norm and head."""
+    return torch.optim.AdamW(trained[1:-2], lr=lr)
+
+
+@ranks(2)
+@pytest.mark.parametrize("plugin", ["fp8", "native"])
+def test_fsdp_trains_and_saves_what_the_optimizer_was_given(plugin: str) -> None:
+    writer, reader = (boost(PLUGINS[plugin](), optimizer=_of_layers) for _ in range(2))
+    before = whole(writer)
+    expected = train(boost(PLUGINS["fp8 DDP"](), optimizer=_of_layers))
+    assert_close(expected, train(writer), CLOSE, gradients=False)  # FSDP holds shards
+    after = whole(writer)
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        name for name in before if "layers." in name
+    }
+    folder = shared_folder(f"fsdp layers {plugin}")
+    model, optimizer = test_torch_ddp._save(writer, test_torch_ddp.FORMS["shards"], folder)
+    train(reader, steps=1)
+    reader.booster.load_model(reader.model, model)
+    reader.booster.load_optimizer(reader.optimizer, optimizer)
+    assert_equal(after, whole(reader))

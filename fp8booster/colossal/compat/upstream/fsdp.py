@@ -40,30 +40,33 @@ def fsdp_makes_optimizers_anew(
     f"{_PLUGIN}:TorchFSDPPlugin.configure",
     "553",
     needed_when="a parameter group has other options than its optimizer's defaults, as a warm-up of the learning rate "
-    "makes it, or there are several",
+    "makes it, or there are several, or one without all trainable parameters",
 )
 def fsdp_keeps_parameter_groups(
     upstream: Callable, self: Any, model: nn.Module, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any
 ) -> tuple:
     """TorchFSDPPlugin keeps the optimizer's parameter groups with their options: rates, decay, `initial_lr`.
 
-    Without it there is one group, with the optimizer's defaults: the first step after a warm-up's start is taken at the
-    full learning rate, and a schedule of several groups raises ValueError: zip() argument 2 is longer than argument 1
-    (PyTorch 2.13). FSDP flattens the parameters of a unit to one unless it is told to keep the original ones; several
-    groups need these.
+    Without it there is one group, of all parameters with the optimizer's defaults: the first step after a warm-up's
+    start is taken at the full learning rate, what the optimizer was not given is trained, and a schedule of several
+    groups raises ValueError: zip() argument 2 is longer than argument 1 (PyTorch 2.13). FSDP flattens the parameters of
+    a unit to one unless it is told to keep the original ones; several groups, and one of some parameters, need these.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     options = self.fsdp_kwargs
-    if len(groups) > 1:
+    given = {parameter for group in groups for parameter in group["params"]}
+    takes_all = all(parameter in given for parameter in model.parameters() if parameter.requires_grad)
+    keeps_original = bool(groups) and (len(groups) > 1 or not takes_all)
+    if keeps_original:
         # one group, for which upstream does not warn
         optimizer.param_groups = [{**groups[0], "params": list(model.parameters())}]
         options = options | {"use_orig_params": True}
     with temporarily(self, fsdp_kwargs=options):
         boosted = upstream(self, model, optimizer, *args, **kwargs)
-    if len(groups) == 1:
-        boosted[1].param_groups[0].update({name: value for name, value in groups[0].items() if name != "params"})
-    elif groups:
+    if keeps_original:
         optimizer.param_groups = groups
+    elif groups:
+        boosted[1].param_groups[0].update({name: value for name, value in groups[0].items() if name != "params"})
     return boosted
 
 
