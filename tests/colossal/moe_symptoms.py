@@ -116,6 +116,18 @@ def _clip_without_zero() -> None:
     assert norms[0] == norms[1], f"ranks clip by different norms: {norms}"
 
 
+def _size_micro_batches() -> None:
+    from colossalai.booster.plugin import MoeHybridParallelPlugin
+
+    from fp8booster.colossal.pipeline import zero_bubble_schedule
+    from tests.colossal.hybrid.runs import start
+
+    sizes = {"num_model_chunks": 2, "microbatch_size": 2, "overlap_p2p": False}
+    nodes = zero_bubble_schedule(2, 4)
+    plugin = MoeHybridParallelPlugin(1, 2, 1, precision="bf16", pp_style="zbv", scheduler_nodes=nodes, **sizes)
+    start(plugin, tiny_mixtral(num_hidden_layers=4)).step(token_batch(0, batch=8))
+
+
 def _pipe() -> None:
     from colossalai.shardformer.modeling.mixtral import MixtralPipelineForwards
 
@@ -147,6 +159,7 @@ def _shared_folder() -> str:
 
 
 SYMPTOMS = {
+    "moe_passes_the_size_of_micro_batches_on": Symptom(_size_micro_batches, "'NoneType'"),
     "moe_waits_for_gathered_weights": Symptom(_overlap_gathers, "did not wait for its weights"),
     "moe_spreads_experts_with_zero_alone": Symptom(_spread_without_zero, "not refused"),
     "moe_without_zero_clips_by_the_whole_norm": Symptom(_clip_without_zero, "ranks clip by different norms"),

@@ -62,6 +62,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     | {"num_microbatches": None, "microbatch_size": 4, "num_layers_per_stage": [1, 2], "enable_metadata_cache": False},
     "interleaved": CHUNKS | {"pp_style": "interleaved"},
     "zero-bubble": CHUNKS | {"pp_style": "zbv", "scheduler_nodes": zero_bubble_schedule(2, 4)},
+    "zero-bubble by size": CHUNKS
+    | {
+        "pp_style": "zbv",
+        "scheduler_nodes": zero_bubble_schedule(2, 4),
+        "num_microbatches": None,
+        "microbatch_size": 2,
+    },
 }
 """Groups of Colossal-AI's plugin's arguments, each with another value where one is possible here."""
 
@@ -112,7 +119,7 @@ def _learned_whole() -> list[float]:
 
 
 @ranks(2)
-@pytest.mark.parametrize("style", ["interleaved", "zero-bubble"])
+@pytest.mark.parametrize("style", ["interleaved", "zero-bubble", "zero-bubble by size"])
 def test_moe_in_a_pipeline_of_chunks_learns_as_whole(style: str) -> None:
     for make, distance in ((native, 5e-3), (fp8, 2e-2)):
         assert_close(_learned_whole(), _learned(make(**OPTIONS[style])), distance, gradients=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,22 @@ from fp8booster.colossal.temporarily import temporarily
 
 _CONFIGURE = "booster.plugin.moe_hybrid_parallel_plugin:MoeHybridParallelPlugin.configure"
 _CHECKPOINTS = "checkpoint_io.moe_checkpoint:MoECheckpointIO."
+
+
+@wrap(
+    "booster.plugin.moe_hybrid_parallel_plugin:MoeHybridParallelPlugin.__init__",
+    "337",
+    needed_when='pp_style="zbv" is given microbatch_size and no num_microbatches',
+)
+def moe_passes_the_size_of_micro_batches_on(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """MoeHybridParallelPlugin gives the zero-bubble schedule the size of micro-batches, as HybridParallelPlugin does.
+
+    Without it TypeError: unsupported operand type(s) for %: 'int' and 'NoneType', at the first batch.
+    """
+    upstream(self, *args, **kwargs)
+    if self.scheduler is not None and getattr(self.scheduler, "num_microbatch", 0) is None:
+        given = inspect.signature(upstream).bind(self, *args, **kwargs).arguments
+        self.scheduler.microbatch_size = given["microbatch_size"]
 
 
 @wrap(_CONFIGURE, "457", needed_when="overlap_allgather is on")
