@@ -59,6 +59,12 @@ def _save_shards_in_the_background() -> None:
     assert not any(errors), errors
 
 
+def _leave_out_the_mode_along_a_sequence() -> None:
+    from tests.colossal.hybrid.runs import native, start
+
+    start(native({"sp_size": 2}, enable_sequence_parallelism=True))
+
+
 def _train_command_r() -> None:
     from tests.colossal.hybrid.runs import native
     from tests.colossal.hybrid.test_sharded_models import begin, step
@@ -124,6 +130,7 @@ SYMPTOMS = {
         _accumulate_under_sequence_parallelism, "a micro-batch is added twice"
     ),
     "norms_count_shards_of_fused_layers": Symptom(_clip_gradients_of_fused_layers, "shards do not count whole"),
+    "sequences_have_one_default_mode": Symptom(_leave_out_the_mode_along_a_sequence, "AssertionError"),
     "adapters_need_a_whole_model": Symptom(_put_adapters_into_a_model_that_is_cut, "not refused with a sentence"),
     "cpu_shards_are_not_pinned": Symptom(_save_shards_in_the_background, "pin_memory=True requires"),
     "command_prepares_masks_for_its_attention": Symptom(_train_command_r, "should be a dict"),

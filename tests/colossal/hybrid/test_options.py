@@ -14,7 +14,18 @@ from torch import nn
 from fp8booster import FP8Config, comm, report
 from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
 from fp8booster.nn.linear.layer import FP8Layer
-from tests.colossal.hybrid.runs import MAKERS, HybridRun, fp8, learn, losses_of, native, norm_gradients, sizes, start
+from tests.colossal.hybrid.runs import (
+    MAKERS,
+    MODES,
+    HybridRun,
+    fp8,
+    learn,
+    losses_of,
+    native,
+    norm_gradients,
+    sizes,
+    start,
+)
 from tests.colossal.hybrid.test_native import OPTIONS
 from tests.colossal.models import tiny_llama
 from tests.distributed import ranks
@@ -32,6 +43,15 @@ def test_fp16_trains_near_native(mode: str) -> None:
     expected, losses = (learn(start(plugin(mode, **scaling))) for plugin in (native, fp8))
     assert_close(expected, losses, CLOSE)
     assert losses != expected
+
+
+@ranks(2)
+@pytest.mark.parametrize("which", ["native", "fp8"])
+@pytest.mark.parametrize("mode", ["TP2 split_gather", "SP2 all_to_all"])
+def test_sequence_parallelism_without_a_mode_has_a_default(mode: str, which: str) -> None:
+    sizes_alone = {name: value for name, value in MODES[mode].items() if name.endswith("size")}
+    run = start(MAKERS[which](sizes_alone, enable_sequence_parallelism=True))
+    assert learn(run) == losses_of(which, mode)
 
 
 @ranks(2)

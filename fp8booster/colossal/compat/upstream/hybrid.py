@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,24 @@ def masters_are_plain_tensors(upstream: Callable, self: Any, *args: Any, **kwarg
     for master, working in self.master_to_working_map.items():
         if master is not working and isinstance(master, ColoTensor):
             master.__class__ = torch.Tensor
+
+
+@wrap(
+    f"{_PLUGIN}:HybridParallelPlugin.__init__",
+    "booster/plugin/hybrid_parallel_plugin.py:1061,1214; shardformer/shard/shard_config.py:82",
+    needed_when="enable_sequence_parallelism without sequence_parallelism_mode",
+)
+def sequences_have_one_default_mode(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+    """Sequence parallelism without a mode is "all_to_all" with an sp_size, and else "split_gather".
+
+    Without it the plugin makes the groups of the one and shards for the other: an AssertionError with an sp_size, and
+    with tensor parallelism RuntimeError: The size of tensor a must match the size of tensor b.
+    """
+    given = inspect.signature(upstream).bind(self, *args, **kwargs)
+    asked = given.arguments
+    if asked.get("enable_sequence_parallelism") and asked.get("sequence_parallelism_mode") is None:
+        asked["sequence_parallelism_mode"] = "all_to_all" if (asked.get("sp_size") or 1) > 1 else "split_gather"
+    upstream(*given.args, **given.kwargs)
 
 
 @wrap(
