@@ -458,7 +458,7 @@ def result_of(records: list[Record], head: dict[str, str]) -> Result:
         "families",
         f"Families of transformers {head['transformers']}",
         head,
-        [Table("families", "Families", COLUMNS, list(records), note)],
+        [Table("families", "Families", COLUMNS, records, note)],
         dict.fromkeys(failed, "its loss is not finite"),
     )
 

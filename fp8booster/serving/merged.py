@@ -23,8 +23,8 @@ from fp8booster.training.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 _MORE = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters")
 """Settings of peft by which it trains what is no matrix of a linear layer or of embeddings."""
 
-
 _OF_MODEL = ".base_layer.weight"
+"""End of the names by which peft saves weights of the model that adapters are on."""
 
 
 class Merged(Source):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
+from fp8booster.cli.json_values import finite_or_null
 from fp8booster.cli.train.summary import machine
 
 from .columns import EvalOptions, Evaluation
@@ -50,10 +49,5 @@ def as_record(found: Evaluation, asked: EvalOptions) -> str:
     options = {**dataclasses.asdict(asked), "checkpoints": [str(each) for each in asked.checkpoints]}
     command = shlex.join(["fp8booster", *sys.argv[1:]])
     record = {**machine(), "command": command, "options": options, **dataclasses.asdict(found)}
-    record["columns"] = [{name: _finite(value) for name, value in column.items()} for column in record["columns"]]
+    record["columns"] = [{name: finite_or_null(value) for name, value in each.items()} for each in record["columns"]]
     return json.dumps(record, indent=1)
-
-
-def _finite(value: Any) -> Any:
-    """A value that JSON has: null for what is not finite, as the loss of a model with such weights."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8booster.cli.figures import REMOVE
+from fp8booster.cli.json_values import finite_or_null
 from fp8booster.cli.metrics import read_metrics
 from fp8booster.listing import first_of
 from fp8booster.monitor.sinks import FILE
@@ -78,18 +78,14 @@ class RunRecord:
         return {
             "run": str(self.folder),
             "steps": {name: max(losses, default=0) for name, losses in self.losses.items()},
-            "last_loss": {name: _finite(losses[max(losses)]) for name, losses in self.losses.items() if losses},
+            "last_loss": {name: finite_or_null(losses[max(losses)]) for name, losses in self.losses.items() if losses},
             "in_fp8": self.in_fp8,
             "not_in_fp8": self.not_in_fp8,
             "worst": [
-                {name: _finite(value) for name, value in dataclasses.asdict(each).items()} for each in self.worst
+                {name: finite_or_null(value) for name, value in dataclasses.asdict(each).items()} for each in self.worst
             ],
             "advice": [dataclasses.asdict(each) for each in self.advice],
         }
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def has_scales(folder: Path) -> bool:

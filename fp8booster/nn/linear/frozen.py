@@ -158,7 +158,7 @@ class FrozenLayer(FP8Layer):
         """As `FP8Layer.product_features`."""
         return self.fp8_shape[::-1]
 
-    def fp8_product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    def fp8_product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `FP8Layer.fp8_product`, for an input of any dtype, empty or not."""
         stand_in = input.new_empty(()).expand(self.fp8_shape)  # it has no values where products ask for shapes alone
         check_operands(input, stand_in, bias)
