@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from fp8booster.monitor.traffic import count_traffic
+from fp8booster.nn.graphs import capture_layers, recorder
+from fp8booster.nn.graphs.layer import WARM_UP
+from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.symptom import Symptom
 from tests.colossal.tensor.models import AXIS, mesh
+from tests.nn.graphs.rerun import Rerun
 
 
 def _group() -> dist.ProcessGroup:
@@ -58,10 +64,25 @@ def _lose_from_hidden_states() -> None:
     assert dist_cross_entropy(torch.ones(2, 3), hidden, config, 16, torch.float32) == 6
 
 
+def _destroy_a_group() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        record = Rerun()
+        patch.setattr(recorder, "recorder_for", lambda _: record)
+        model = tiny_llama().train()
+        assert capture_layers(model)
+        for _ in range(WARM_UP + 1):
+            model(input_ids=token_batch(0), labels=token_batch(0), use_cache=False).loss.backward()
+        assert record.graphs
+        dist.destroy_process_group(dist.new_group())
+        gc.collect()
+        assert not record.graphs, "graphs are left, and NCCL waits for them"
+
+
 SYMPTOMS = {
     "collectives_send_fp8": Symptom(_add_up, "16 bits are sent"),
     "operations_ask_for_fp8": Symptom(_gather_a_sequence, "16 bits are sent"),
     "sequences_are_sent_in_fp8": Symptom(_gather_logits, "logits are rounded"),
     "rings_send_fp8": Symptom(_attend_in_a_ring, "16 bits are sent"),
+    "graphs_end_before_groups": Symptom(_destroy_a_group, "graphs are left"),
     "losses_are_computed_from_hidden_states": Symptom(_lose_from_hidden_states, "SimpleNamespace"),
 }

@@ -21,6 +21,19 @@ class Moved(Exception):
     """What the graphs read lies elsewhere now; they are of no use."""
 
 
+_LIVE: weakref.WeakSet[GraphPair] = weakref.WeakSet()
+"""All that have graphs."""
+
+
+def free_graphs() -> None:
+    """Free the graphs of all layers of this process; a layer that runs again is captured anew.
+
+    For what waits until no graph is left that uses it, as NCCL does before it gives up a communicator.
+    """
+    while _LIVE:
+        _LIVE.pop().free()
+
+
 class _Ticket:
     """Held by the autograd graph of one forward: as long as its backward may come."""
 
@@ -64,6 +77,9 @@ class GraphPair:
         *,
         recompute: bool = False,
     ) -> None:
+        self.is_freed = False
+        """Whether the graphs were given up."""
+
         given: list[torch.Tensor] = []
         flatten((args, kwargs), given)
         with torch.no_grad():
@@ -126,6 +142,13 @@ class GraphPair:
             self._gradients_in = [torch.zeros_like(each) for each in self._outputs]
             self._backward, self._gradients = record(run_backward, passing=recompute)
         self._ticket: weakref.ref[_Ticket] | None = None
+        _LIVE.add(self)
+
+    def free(self) -> None:
+        """Give up the graphs, once; what runs next raises."""
+        self.is_freed = True
+        self._pinned.clear()
+        del self._forward, self._backward
 
     @property
     def is_free(self) -> bool:
@@ -167,6 +190,11 @@ class GraphPair:
         return tuple(each.clone() for each in self._outputs)
 
     def _replay_backward(self, ticket: _Ticket, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        if self.is_freed:
+            raise RuntimeError(
+                "the CUDA graphs of this forward were freed before its backward, because a process group was "
+                "destroyed; run backward first"
+            )
         if self._ticket is None or self._ticket() is not ticket:
             raise RuntimeError(
                 "a layer captured into a CUDA graph ran forward again before this second backward, and what it had "

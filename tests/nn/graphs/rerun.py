@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -17,6 +18,7 @@ class Rerun:
 
     def __init__(self) -> None:
         self.captured = self.replayed = 0
+        self.graphs: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()  # those that somebody could replay
         self._passing: list[Any] = []
 
     def __call__(self, work: Callable[[], Any], *, passing: bool = False) -> tuple[Callable[[], None], Any]:
@@ -41,6 +43,7 @@ class Rerun:
             for place, made in zip(_tensors(places), _tensors(results), strict=True):
                 place.copy_(made)
 
+        self.graphs.add(replay)
         return replay, places
 
 

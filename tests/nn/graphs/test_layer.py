@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ from torch import nn
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.config import GRADIENT_ACCUMULATIONS
 from fp8booster.kernels.device import current_stream
-from fp8booster.nn.graphs import capture_layers, captured_layers, recorder
+from fp8booster.nn.graphs import capture_layers, captured_layers, free_graphs, recorder
 from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP
 from fp8booster.optim import AdamW
 from tests.nn.fused.models import VOCABULARY, build
@@ -147,6 +148,34 @@ def test_layers_whose_parameters_change_are_captured_anew(
         assert all(each is not None for each in found[-1])
     assert captured_layers(model) == {None: LAYERS}
     assert all(map(torch.equal, *found))
+
+
+def test_freed_graphs_are_captured_anew(record: Rerun | None, device: torch.device) -> None:
+    models = pair_of_models(device)
+    for step in range(WARM_UP + 6):
+        if step > WARM_UP:
+            free_graphs()
+            if record is not None:
+                gc.collect()  # what stands in for a graph holds the work, which holds it
+                assert not record.graphs
+        losses = [forward(model, tokens(step, device)) for model in models]
+        for loss in losses:
+            loss.backward()
+        assert torch.equal(*losses)
+        assert all(map(torch.equal, *([each.grad for each in model.parameters()] for model in models)))
+    assert captured_layers(models[1]) == {None: LAYERS}
+
+
+@pytest.mark.usefixtures("record")
+def test_a_backward_without_its_graphs_says_why(device: torch.device) -> None:
+    model = pair_of_models(device)[1]
+    for step in range(WARM_UP + 1):
+        loss = forward(model, tokens(step, device))
+        if step < WARM_UP:
+            loss.backward()
+    free_graphs()
+    with pytest.raises(RuntimeError, match="a process group was destroyed; run backward first"):
+        loss.backward()
 
 
 @pytest.mark.usefixtures("record")

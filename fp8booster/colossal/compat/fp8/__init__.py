@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from fp8booster.colossal.compat.fp8 import communication, training  # noqa: F401 (registers their patches)
+from fp8booster.colossal.compat.fp8 import communication, graphs, training  # noqa: F401 (registers their patches)
