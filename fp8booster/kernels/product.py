@@ -38,7 +38,7 @@ def product(
         out_dtype: BF16, FP16 or FP32.
         bias: [N] of out_dtype.
         fast_accumulation: do not promote partial sums to FP32 on the way; blockwise scales need that they are.
-        emulate: multiply in FP32 instead.
+        emulate: multiply in FP32 instead; so does a CPU where PyTorch's kernel for it takes one scale alone.
         shape: give so many of the first rows and columns, contiguous as callers of F.linear expect it.
 
     Returns:
@@ -65,6 +65,7 @@ def product(
         rowwise = True
     if rowwise:
         inverse_scale_a, inverse_scale_b = inverse_scale_a.view(-1, 1), inverse_scale_b.view(1, -1)
+    emulate = emulate or (rowwise and a.is_cpu and not _cpu_multiplies_by_rows())
     # compiled code makes the scales that it reads, each by itself, and cannot ask where they lie
     if is_cuda and not torch.compiler.is_compiling():
         if inverse_scale_a.storage_offset() % SCALE_STRIDE:
@@ -158,6 +159,18 @@ def _decodable(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: T
     )
     factor = torch.where(large_b, 2.0, 1.0) / torch.where(large_a, 2.0, 1.0)
     return inverse_scale_a * factor, inverse_scale_b / factor
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _cpu_multiplies_by_rows() -> bool:
+    """Whether PyTorch's own kernel for the CPU takes a scale for each row: torch 2.11's does not, and 2.13's does."""
+    operand, scale = torch.zeros(16, 16, dtype=formats.E4M3), torch.ones(16, 1)
+    try:
+        _scaled_mm_on_cpu(operand, operand.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
 
 
 ONEDNN_INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"

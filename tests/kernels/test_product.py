@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
 from fp8booster import formats
-from fp8booster.kernels.product import ONEDNN_INSTRUCTIONS, product
+from fp8booster.kernels.product import ONEDNN_INSTRUCTIONS, _cpu_multiplies_by_rows, product
 
 E4M3, E5M2 = formats.E4M3, formats.E5M2
 
@@ -143,3 +145,29 @@ def test_onednn_multiplies_nothing_with_several_scales(by_rows, monkeypatch) -> 
     assert torch.equal(made, torch.full_like(made, 16.0))
     assert seen == [not by_rows]
     assert torch.backends.mkldnn.enabled
+
+
+@pytest.fixture
+def cpu_of_torch_2_11(monkeypatch) -> Iterator[None]:
+    """PyTorch's kernel for the CPU takes one scale for each operand."""
+
+    def multiply(a, b, *, scale_a, scale_b, **options):
+        if not scale_a.numel() == scale_b.numel() == 1:
+            raise RuntimeError("Now _scaled_mm only supports per-tensor scaling for CPU backend.")
+        return original(a, b, scale_a=scale_a, scale_b=scale_b, **options)
+
+    original = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    _cpu_multiplies_by_rows.cache_clear()
+    yield
+    _cpu_multiplies_by_rows.cache_clear()
+
+
+@pytest.mark.usefixtures("cpu_of_torch_2_11")
+@pytest.mark.parametrize("out_dtype", formats.HIGH_PRECISION)
+def test_rows_have_their_scales_where_the_cpu_s_kernel_has_one(out_dtype) -> None:
+    cpu = torch.device("cpu")
+    a, b = whole_numbers(32, 64, dtype=E4M3, device=cpu), whole_numbers(48, 64, dtype=E4M3, device=cpu)
+    rows, columns = 2.0 ** torch.arange(-2, 2).repeat(8), 2.0 ** torch.arange(-1, 2).repeat(16)
+    exact = a.double() @ b.double().t() * rows[:, None] * columns
+    assert torch.equal(product(a, b, rows, columns, out_dtype=out_dtype), exact.to(out_dtype))
