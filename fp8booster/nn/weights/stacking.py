@@ -24,13 +24,13 @@ def are_stacked(weights: Sequence[torch.Tensor]) -> bool:
 
 def stacked_view(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """The matrix that weights which `are_stacked` are the rows of; it shares their memory."""
-    first = weights[0].detach()
+    first = _values(weights[0])
     return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
 
 
 def stack_rows(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Weights of as many columns as one matrix: a view where they lie so in memory already, else a copy."""
-    return stacked_view(weights) if are_stacked(weights) else torch.cat([weight.detach() for weight in weights])
+    return stacked_view(weights) if are_stacked(weights) else torch.cat([_values(weight) for weight in weights])
 
 
 def stacked_columns(transposes: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -54,7 +54,12 @@ def as_matrix(weights: Sequence[torch.Tensor], is_transposed: bool = False) -> t
     """
     if len(weights) > 1:
         return stack_rows(weights)
-    weight = weights[0].detach()
+    weight = _values(weights[0])
     if weight.dim() > 2:
         weight = weight.flatten(0, -2)
     return weight.t() if is_transposed else weight
+
+
+def _values(weight: torch.Tensor) -> torch.Tensor:
+    # not by its own method: that of a weight which shardformer has sharded copies its layout deeply, each time
+    return torch.Tensor.detach(weight)
