@@ -12,7 +12,7 @@ from rich.console import Console
 from fp8booster.cli.train.command import fields_of, flags, take_flags
 from fp8booster.cli.train.options import TrainOptions
 
-from .configurations import GPUS
+from .configurations import GPUS, WITHOUT_FP8
 
 _FLAGS = flags(
     "sequence",
@@ -47,6 +47,8 @@ def plan(
 
     Needs no GPU: the step is run on tensors without values.
     """
+    if gpu in WITHOUT_FP8:
+        raise ValueError(f"--gpu is {gpu}, which has no FP8 products to plan with; use one of {', '.join(GPUS)}")
     if gpu not in GPUS:
         raise ValueError(f"--gpu is {gpu!r}; use one of {', '.join(GPUS)}")
     options = TrainOptions(model=model, nproc=gpus, **fields_of(given))

@@ -41,6 +41,9 @@ GPUS = {
 }
 """The smallest first; their memory rounded down."""
 
+WITHOUT_FP8 = ("V100", "T4", "A10", "A30", "A40", "A100")
+"""Older GPUs that somebody may ask for."""
+
 
 _NOT_SAID = {"precision", "lr", "warmup", "decay", "min_lr", "steps", "vocabulary", "cache", "out"}
 """Of `fp8booster train`, what a plan's commands leave to its defaults."""

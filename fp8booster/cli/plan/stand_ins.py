@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp8booster.colossal.pipeline import communication
 from fp8booster.colossal.temporarily import temporarily
-from fp8booster.kernels import grouped_product
+from fp8booster.kernels import device, grouped_product
 from fp8booster.kernels.operators import Operator
 from fp8booster.monitor.memory import MemoryTracker
 from fp8booster.nn.experts import routing
@@ -52,6 +52,8 @@ def instead_of_gpus(tracker: MemoryTracker, ranks: int, gpu_memory: int) -> Iter
     metadata = _metadata_of_what_was_sent()
     replaced = (
         temporarily(memory, gpu_memory=lambda: gpu_memory),
+        # a plan is of a GPU with FP8 products, whatever this machine has
+        temporarily(device, why_no_fp8=lambda _: None, why_no_blockwise=lambda _: None),
         temporarily(Operator, run=_as_a_kernel(tracker)),
         temporarily(torch.UntypedStorage, resize_=_resize_seen_by(tracker)),
         temporarily(grouped_product, _runs_kernel=lambda *_: True),

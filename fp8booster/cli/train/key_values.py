@@ -87,10 +87,10 @@ _RANGES: dict[str, Rule] = {
 
 
 def check_plugin(options: TrainOptions) -> None:
-    """Check the plugin, its options and those of FP8 before anything is started.
+    """Check the plugin, its options and those of FP8, whatever the machine has, before anything is started.
 
-    Raises ValueError or TypeError for one that does not exist, for a plugin that cannot shard the models of the
-    transformers that is installed, and for FP8 on a GPU that has no FP8 products.
+    Raises ValueError or TypeError for one that does not exist, and for a plugin that cannot shard the models of the
+    transformers that is installed.
     """
     if options.plugin == "hybrid" or options.tp > 1:
         _require_sharding(options)
@@ -98,8 +98,13 @@ def check_plugin(options: TrainOptions) -> None:
         with contextlib.redirect_stderr(io.StringIO()):  # what libraries say while they are imported
             plugin_class = _plugin_class(options.plugin)
         _plugin_arguments(options, plugin_class)
-    config = fp8_config(options.fp8_options, options.level)
+    fp8_config(options.fp8_options, options.level)
+
+
+def require_fp8_here(options: TrainOptions) -> None:
+    """Raise ValueError for a run in FP8 where this machine's GPU has no such products."""
     if "fp8" in PRECISIONS[options.precision]:
+        config = fp8_config(options.fp8_options, options.level)
         require_fp8(torch.device("cuda" if torch.cuda.is_available() else "cpu"), config.emulate, config.granularity)
 
 

@@ -21,7 +21,7 @@ from .branches import is_own, left_behind
 from .checkpoint import read_state
 from .defaults import resolve
 from .events import describe
-from .key_values import check_plugin
+from .key_values import check_plugin, require_fp8_here
 from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_workers, serve_store
 from .model_folder import is_folder, load_config, require_buildable, require_shareable
 from .options import PRECISIONS, TrainOptions
@@ -56,6 +56,7 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     if trapping is not None and is_main():
         stderr_console().print(trapping)
     check_plugin(options)
+    require_fp8_here(options)
     if is_folder(options.model):
         require_buildable(options.model)
     options = resolve(options, is_launched())

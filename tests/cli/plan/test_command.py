@@ -20,6 +20,7 @@ from fp8booster.cli.plan.parts import MASTERS, MOMENTS
 from fp8booster.cli.plan.table import as_record, show
 from fp8booster.cli.train.events import OutOfMemory
 from fp8booster.cli.train.options import TrainOptions
+from fp8booster.kernels import device
 from fp8booster.monitor.memory import ACTIVATIONS, BACKWARD, FORWARD
 from tests.programs import run_program
 
@@ -27,7 +28,8 @@ from tests.programs import run_program
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["7b", "--gpu", "V100"], "H100"),
+        (["7b", "--gpu", "V100"], "no FP8 products"),
+        (["7b", "--gpu", "H1000"], "H100-NVL"),
         (["7b", "--tokens", "5000"], "--sequence"),
         (["no-such-folder"], "no-such-folder"),
         (["7b", "--gpus", "3", "--plugin", "hybrid", "--tp", "2"], "3 processes"),
@@ -205,6 +207,13 @@ def test_a_model_that_reads_values_is_refused_in_a_sentence(monkeypatch):
     counted = _count(Configuration(name="odd", precision="fp8", options=TrainOptions()), GIB)
     assert "nonzero" in counted.why_not
     assert "transformers 5" in counted.why_not
+
+
+def test_this_machines_gpu_needs_no_fp8_for_a_plan_of_another(monkeypatch):
+    monkeypatch.setattr(device, "why_no_fp8", lambda _: "this GPU is too old")
+    found = [Configuration(name=name, precision=name.lower(), options=TrainOptions()) for name in ("BF16", "FP8")]
+    monkeypatch.setattr(planning, "counted", lambda *_: found)
+    assert planning.make_plan(TrainOptions(model="tiny", nproc=1), None, GPUS["H100"]) == found
 
 
 def test_what_colossalai_advertises_is_no_part_of_a_plan(monkeypatch, recwarn):

@@ -17,6 +17,7 @@ from fp8booster.cli.plan import dry_run
 from fp8booster.cli.plan.models import planned_config, shortened
 from fp8booster.cli.plan.parts import KEPT, MASTERS, MOMENTS, WEIGHTS
 from fp8booster.cli.train.options import TrainOptions
+from fp8booster.kernels import device
 from fp8booster.kernels.operators import Operator
 from fp8booster.monitor.memory import ACTIVATIONS, FORWARD, GRADIENTS
 from fp8booster.nn.fused.self_attention import FusedAttention
@@ -197,3 +198,11 @@ def test_lists_with_an_entry_for_each_layer_are_cut():
     config.kinds = ["full"] * 4
     short = shortened(config, 2)
     assert (short.num_hidden_layers, short.kinds, config.kinds) == (2, ["full"] * 2, ["full"] * 4)
+
+
+def test_a_dry_step_does_not_ask_this_machines_gpu_for_fp8(monkeypatch) -> None:
+    asked = options(fp8_options=("granularity=blockwise",))
+    expected = dry_run.dry_steps(asked, "fp8", small_config(asked), 1e6)
+    for name in ("why_no_fp8", "why_no_blockwise"):
+        monkeypatch.setattr(device, name, lambda _: "this GPU is too old")
+    assert dry_run.dry_steps(asked, "fp8", small_config(asked), 1e6) == expected

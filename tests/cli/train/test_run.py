@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fp8booster.cli.train.run import run
+from fp8booster.kernels import device
 
 SMALL = {"steps": 1, "batch": 2, "sequence": 32, "vocabulary": 300, "progress": "none"}
 
@@ -29,6 +30,14 @@ def test_a_command_that_is_refused_leaves_no_folder(tmp_path, given, says) -> No
     with pytest.raises((ValueError, OSError), match=says):
         run(options | {"out": str(kept)}, None, "fp8booster train")
     assert list(kept.iterdir()) == []
+
+
+def test_a_run_in_fp8_is_refused_on_a_gpu_without(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(device, "why_no_fp8", lambda _: "this GPU is too old")
+    with pytest.raises(ValueError, match="this GPU is too old"):
+        run(SMALL | {"out": str(tmp_path / "run"), "precision": "fp8"}, None, "fp8booster train")
+    with pytest.raises(OSError, match=r"absent\.txt"):
+        run(SMALL | {"out": str(tmp_path / "run"), "precision": "bf16", "data": "absent.txt"}, None, "fp8booster train")
 
 
 @pytest.mark.parametrize("below", [".", "run"])
