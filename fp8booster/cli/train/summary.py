@@ -9,11 +9,13 @@ import platform
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
 
 from fp8booster.cli.figures import LAST, RunFigures
+from fp8booster.cli.json_values import finite_or_null
 from fp8booster.files import write_whole
 from fp8booster.version import __version__
 
@@ -75,16 +77,16 @@ def machine() -> dict[str, str]:
 
 
 def write_summary(folder: Path, options: TrainOptions, command: str, columns: list[RunFigures], data: str) -> None:
-    """Write `summary.json` and `summary.md` in the run's folder."""
+    """Write `summary.json`, where numbers that are not finite are null, and `summary.md` in the run's folder."""
     head = machine()
     document = {
         **head,
         "command": command,
         "data": data,
-        "options": dataclasses.asdict(options),
-        "columns": [dataclasses.asdict(column) for column in columns],
+        "options": _as_json(options),
+        "columns": [_as_json(column) for column in columns],
     }
-    write_whole(folder / "summary.json", json.dumps(document, indent=1) + "\n")
+    write_whole(folder / "summary.json", json.dumps(document, indent=1, allow_nan=False) + "\n")
 
     first = columns[0]
     lines = [
@@ -109,3 +111,7 @@ def write_summary(folder: Path, options: TrainOptions, command: str, columns: li
         "![loss](loss.png)",
     ]
     write_whole(folder / "summary.md", "\n".join(lines) + "\n")
+
+
+def _as_json(record: TrainOptions | RunFigures) -> dict[str, Any]:
+    return {name: finite_or_null(value) for name, value in dataclasses.asdict(record).items()}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -58,6 +59,24 @@ def test_figures_of_a_run(run):
     for line in ("- command: `fp8booster train`", "| difference from BF16 |  | +1.00 % |", "torch 2."):
         assert line in written
     assert json.loads((run / "summary.json").read_text())["columns"][1]["precision"] == "fp8"
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(run):
+    file = run / "fp8" / "metrics.jsonl"
+    last = json.loads(file.read_text().splitlines()[-1]) | {"step": 41, "loss": math.nan}
+    with file.open("a") as stream:
+        stream.write(json.dumps(last) + "\n")
+    columns = [read_figures(run, precision)[0] for precision in ("bf16", "fp8")]
+    assert math.isnan(columns[1].final_loss)
+    options = TrainOptions(batch=4, sequence=64, max_norm=math.inf)
+    write_summary(run, options, "fp8booster train", columns, "text, 9 tokens")
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    written = json.loads((run / "summary.json").read_text(), parse_constant=refuse)
+    assert [column["final_loss"] for column in written["columns"]] == [columns[0].final_loss, None]
+    assert written["options"]["max_norm"] is None
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(run):
