@@ -114,9 +114,14 @@ class FP8Layer(nn.Module):
         Args:
             input: [..., input features].
             bias: [output features], added to the product; None adds none.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as `check_operands`.
         """
         if input.numel() == 0:
             return None
+        if input.dim() == 0:  # whose tokens cannot be counted
+            check_operands(input, self.weight.t() if self.weight_is_transposed else self.weight, bias)
         remembers = self.fp8_config.remembers_amaxes or self.fp8_casts.by_channel
         if torch.compiler.is_compiling() and (self.fp8_weight.lacks_values or (self.training and remembers)):
             # compiled code casts the weight, which has no values where an engine keeps its FP8 copy alone; and it notes

@@ -215,6 +215,7 @@ def test_only_the_weights_copy_outlives_a_step(device, monkeypatch) -> None:
     ("shape", "dtype", "error", "message"),
     [
         ((4, 47), BF16, ValueError, r"input has shape \(4, 47\) and weight \(32, 48\)"),
+        ((), BF16, ValueError, r"input has shape \(\) and weight \(32, 48\)"),
         ((4, 48), torch.float32, TypeError, "input is torch.float32 and weight is torch.bfloat16"),
         ((4, 48), torch.int64, TypeError, "input is torch.int64; cast it to"),
     ],
