@@ -313,8 +313,9 @@ def fp8_linear(
 ) -> torch.Tensor:
     """`torch.nn.functional.linear` with its three products in FP8, scales computed from the tensors as they are now.
 
-    Sizes that are no multiple of 16 are padded with zeros for the products. An empty batch gives an empty result. To
-    cast a weight once per optimizer step rather than at every call, use `FP8Linear`.
+    Sizes that are no multiple of 16 are padded with zeros for the products. An empty batch, or a weight of no
+    output features, gives an empty result. To cast a weight once per optimizer step rather than at every call, use
+    `FP8Linear`.
 
     Args:
         input: [..., K], BF16, FP16 or FP32, one dimension or more.
@@ -333,7 +334,7 @@ def fp8_linear(
     config = DEFAULT_CONFIG if config is None else config
     check_operands(input, weight, bias)
     require_fp8(input.device, config.emulate, config.granularity)
-    if input.numel() == 0:
+    if input.numel() == 0 or weight.numel() == 0:  # there is nothing to cast, in forward or in backward
         return F.linear(input, weight, bias)
     gradients = torch.is_grad_enabled()
     x = quantize_input(input, config, transposed=gradients and weight.requires_grad)

@@ -128,6 +128,8 @@ class FP8Layer(nn.Module):
             # no amaxes
             return torch.compiler.disable(FP8Layer.fp8_product)(self, input, bias)
         config, weight, exchange = self.fp8_config, self.weight, self.fp8_exchange()
+        if weight.numel() == 0:
+            return None
         matrix = weight.t() if self.weight_is_transposed else weight
         again = reusable(input, weight)
         if not self._computes_in_fp8(input.numel() // input.shape[-1] * exchange.growth, matrix, again):

@@ -211,6 +211,17 @@ def test_an_empty_batch_gives_empty_output_and_zero_gradients(shape, device) -> 
     assert not bias.grad.any()
 
 
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
+def test_a_weight_of_no_output_features_gives_what_f_linear_does(granularity, device) -> None:
+    x = torch.randn(4, 48, device=device, dtype=BF16)
+    w, bias, dy = (torch.empty(shape, device=device, dtype=BF16) for shape in ((0, 48), (0,), (4, 0)))
+    y, dx, dw, db = run(x, w, dy, bias, FP8Config(granularity=granularity))
+    assert y.shape == (4, 0)
+    assert torch.equal(dx, torch.zeros_like(x))
+    assert dw.shape == w.shape
+    assert db.shape == bias.shape
+
+
 @pytest.mark.parametrize("parameters", [BF16, FP32])
 @pytest.mark.parametrize("inputs", [BF16, FP32])
 @pytest.mark.parametrize("autocast_dtype", [BF16, FP16])

@@ -211,6 +211,15 @@ def test_only_the_weights_copy_outlives_a_step(device, monkeypatch) -> None:
         gc.enable()
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_layer_of_no_output_features_trains(device) -> None:
+    layer = FP8Linear(48, 0, device=device, dtype=BF16, config=FP8Config(always=True))
+    x = torch.randn(4, 48, device=device, dtype=BF16, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.equal(x.grad, torch.zeros_like(x))
+    assert layer.weight.grad.shape == (0, 48)
+
+
 @pytest.mark.parametrize(
     ("shape", "dtype", "error", "message"),
     [
