@@ -21,11 +21,13 @@ class MixtralBlockSparseTop2MLP(nn.Module):
     # transformers 4.51 has this class there: what knows its name and place fuses and groups these experts too
     __module__ = "transformers.models.mixtral.modeling_mixtral"
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, act_fn: nn.Module, requires_grad: bool) -> None:
-        """Of copies of an expert's weights, [2 F, H] and [H, F]."""
+    def __init__(
+        self, gate_up: torch.Tensor, down: torch.Tensor, act_fn: nn.Module, trained: tuple[bool, bool]
+    ) -> None:
+        """Of copies of an expert's weights, [2 F, H] and [H, F]; `trained` says of each whether it gets gradients."""
         super().__init__()
         gate, up = gate_up.chunk(2)
-        self.w1, self.w2, self.w3 = (_linear(weight, requires_grad) for weight in (gate, down, up))
+        self.w1, self.w2, self.w3 = _linear(gate, trained[0]), _linear(down, trained[1]), _linear(up, trained[0])
         self.act_fn = nn.SiLU() if type(act_fn).__name__ == "SiLUActivation" else act_fn
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -50,9 +52,9 @@ class SplitMixtralBlock(nn.Module):
         self.num_experts, self.top_k, self.jitter_noise = experts.num_experts, block.top_k, block.jitter_noise
         self.gate = nn.Linear(*reversed(block.gate.weight.shape), bias=False, device="meta")
         self.gate.weight = block.gate.weight
-        trains = experts.gate_up_proj.requires_grad
+        trained = experts.gate_up_proj.requires_grad, experts.down_proj.requires_grad
         self.experts = nn.ModuleList(
-            MixtralBlockSparseTop2MLP(gate_up, down, experts.act_fn, trains)
+            MixtralBlockSparseTop2MLP(gate_up, down, experts.act_fn, trained)
             for gate_up, down in zip(experts.gate_up_proj, experts.down_proj, strict=True)
         )
 

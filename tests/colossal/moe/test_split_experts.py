@@ -56,6 +56,18 @@ def test_split_experts_compute_what_whole_ones_do() -> None:
     assert held == set(model.parameters())
 
 
+@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj"])
+def test_each_projection_stays_frozen_by_itself(frozen: str) -> None:
+    model = tiny_mixtral()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen not in name)
+    split_experts(model, None)
+    for layer in model.model.layers:
+        for expert in layer.mlp.experts:
+            trained = [each.weight.requires_grad for each in (expert.w1, expert.w3, expert.w2)]
+            assert trained == [frozen == "down_proj"] * 2 + [frozen == "gate_up_proj"]
+
+
 def test_an_optimizer_with_states_of_whole_experts_is_refused() -> None:
     model = tiny_mixtral()
     optimizer = torch.optim.AdamW(model.parameters())
