@@ -261,7 +261,9 @@ class AdamW(Optimizer):
         count, total = self.gradient_sums.pop(parameter, (0, None))
         if count + 1 < self.micro_batches:
             held = added(total, gradient, self._accumulation, id(self.parameters.get(parameter, parameter)))
-            if held is gradient:  # it may lie in memory that the next backward writes to, as that of a CUDA graph
+            if held is gradient:
+                # Others may write to its memory: autograd gives parameters whose views are added views of one gradient,
+                # and a CUDA graph's next replay writes to its own.
                 held = gradient.clone()
             self.gradient_sums[parameter] = count + 1, held
             return

@@ -15,7 +15,7 @@ from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.config import GRADIENT_ACCUMULATIONS as KINDS
 from fp8booster.kernels.group_codes import GROUP, GroupCodes
 from fp8booster.optim import AdamW
-from fp8booster.optim.gradient_sums import GradientSum
+from fp8booster.optim.gradient_sums import GradientSum, value_of
 from tests.optim.test_adamw import SETTINGS, model
 
 N = 4
@@ -95,6 +95,29 @@ def test_between_micro_batches_no_gradient_is_there_but_the_sums(kind, allowed, 
     weight.square().sum().backward()
     assert not optimizer.gradient_sums
     assert (weight != before).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_that_autograd_gives_one_gradient_have_sums_of_their_own(kind, device) -> None:
+    dtype = (
+        torch.bfloat16 if kind == "16-bit" else torch.float32
+    )  # of which the sum is, so that it is added to in place
+    weights = [nn.Parameter(torch.ones(16, GROUP, dtype=dtype, device=device)) for _ in range(2)]
+
+    def backward() -> None:
+        (weights[0].view(-1) + weights[1].view(-1)).square().sum().backward()
+
+    backward()
+    assert weights[0].grad.data_ptr() == weights[1].grad.data_ptr()
+    for weight in weights:
+        weight.grad = None
+    optimizer = lean(weights, kind)
+    backward()
+    backward()
+    for weight in weights:
+        count, total = optimizer.gradient_sums[weight]
+        assert count == 2
+        torch.testing.assert_close(value_of(total), torch.full((weight.numel(),), 8.0, device=device))
 
 
 def test_step_updates_what_got_fewer_gradients_and_ends_an_accumulation(device) -> None:
