@@ -138,7 +138,7 @@ def _cast_from_masters(model: nn.Module, source: FoundModel) -> int:
     chosen = filter(folder.is_cast_from_master, folder.layout.groups)
     layers = {f"{path}.weight": each for path, each in model.named_modules() if isinstance(each, FrozenFP8Linear)}
     for name in chosen:
-        layer = layers.get(name)
+        layer = layers.get(folder.layout.names.origin[name])
         if layer is None:  # trained in FP8, and --fp8-option leaves it out
             continue
         group = folder.scale_group(name)

@@ -20,6 +20,7 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_several
 from fp8booster.reading import read_record
 from fp8booster.serving.formats import block_of, granularity_of
+from fp8booster.serving.names import StoredNames
 from fp8booster.serving.shards import Shards
 from fp8booster.training.models import attention_of, causal_lm
 
@@ -74,7 +75,6 @@ def load_frozen(
     record = read_record(folder / "config.json", {}, "give the folder of a model")
     if (settings := record.get("quantization_config")) is not None:
         block = block_of(settings, str(folder / "config.json"))
-    scale_of = shards.scales()
     if config is None:
         from transformers import AutoConfig
 
@@ -82,6 +82,8 @@ def load_frozen(
         if hasattr(config, "quantization_config"):
             del config.quantization_config
     model = _skeleton(config, dtype)
+    shards.rename({stored: name for name, stored in StoredNames(model).renamed.items()})
+    scale_of = shards.scales()
     names_of = _names_of_tied(model)
     if settings is None:
         freeze(model, fp8_config)

@@ -18,12 +18,13 @@ from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_several
+from fp8booster.serving.names import StoredNames
 from fp8booster.training.models import attention_of, causal_lm
 
 
 @dataclass(frozen=True)
 class Layout:
-    """By name in the state dict, what a model's tensors are."""
+    """By name in files, what a model's tensors are."""
 
     shapes: dict[str, torch.Size]
     first_name: dict[str, str]
@@ -36,6 +37,12 @@ class Layout:
     """Those among them that no engine casts, from its masters, but each layer from its 16-bit value."""
     kept: tuple[str, ...]
     """Linear layers that stay in 16 bits, by their paths."""
+    names: StoredNames
+
+    @property
+    def kept_modules(self) -> tuple[str, ...]:
+        """The paths of `kept`, and those in the model where they differ: engines read the ones, transformers both."""
+        return tuple(dict.fromkeys([*self.kept, *map(self.names.module_of, self.kept)]))
 
 
 def skeleton(config: Any) -> Any:
@@ -68,9 +75,9 @@ def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
     Raises:
         ValueError: no layer is in FP8, a rank holds a part of one, or experts cannot be exported.
     """
-    names = {id(module): name for name, module in model.named_modules()}
+    names, paths = StoredNames(model), {id(module): name for name, module in model.named_modules()}
     layers = list(_exported(model)) if in_fp8 else []
-    weights = {id(layer): f"{names[id(layer)]}.weight" for layer in layers}
+    weights = {id(layer): names.of[f"{paths[id(layer)]}.weight"][0] for layer in layers}
     groups: dict[str, tuple[str, ...]] = {name: (name,) for name in weights.values()}
     for merged in merged_layers(model):
         together = tuple(weights[id(layer)] for layer in merged.layers if id(layer) in weights)
@@ -78,21 +85,28 @@ def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
             groups.update(dict.fromkeys(together, together))
     first: dict[int, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    first_name = {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
+    first_in_model = {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
+    heads = [
+        pair
+        for name, one in first_in_model.items()
+        for pair in zip(names.of.get(name, ()), names.of.get(one, ()), strict=False)
+    ]
     # the state dict has a weight that is kept in FP8 alone, and the parameters do not
     frozen = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, FrozenLayer)}
     linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    stored = [names.of[f"{name}.weight"][0] for name in linears]
     return Layout(
-        {name: value.shape for name, value in model.state_dict().items()},
-        first_name,
-        frozenset({*parameters, *frozen}),
+        names.stored_shapes,
+        dict(heads),
+        frozenset(part for name in {*parameters, *frozen} for part in names.of.get(name, ())),
         groups,
         frozenset(
             weights[id(layer)]
             for layer in layers
             if layer.why_cast_by_itself is not None or any(size % ALIGNMENT for size in layer.weight.shape)
         ),
-        tuple(name for name in linears if f"{name}.weight" not in groups),
+        tuple(name.removesuffix(".weight") for name in stored if name not in groups),
+        names,
     )
 
 

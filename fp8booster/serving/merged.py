@@ -61,7 +61,9 @@ class Merged(Source):
         self._base = Folder(Path(model), config, in_fp8=in_fp8)
         self.fp8_config, self.layout, self.dtype = self._base.fp8_config, self._base.layout, self._base.dtype
         adapted = _adapters_of(folder, skeleton(self._base.model_config))
-        self._adapters = {f"{name}.weight": module for name, module in adapted.named_modules() if is_adapted(module)}
+        stored = self.layout.names.of
+        layers = {f"{name}.weight": module for name, module in adapted.named_modules() if is_adapted(module)}
+        self._adapters = {stored[name][0] if name in stored else name: module for name, module in layers.items()}
         self.merged = len(self._adapters)
         self._require_own_weights(model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,22 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, Any] = {}
+        self._keys: dict[str, str] = {}
+        """By the name of each tensor that has another in its file, that one."""
         if (folder / _INDEX).is_file():
             self._files: dict[str, str] = dict(read_index(folder / _INDEX, _COPY_AGAIN)["weight_map"])
         elif (folder / _FILE).is_file():
             self._files = dict.fromkeys(self._handle(_FILE).keys(), _FILE)
         else:
             raise ValueError(f"{folder} holds no {_FILE} and no {_INDEX}; save the model there as safetensors.")
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call tensors, and their scales, by other names, by those they have; where one is taken it stays with that."""
+        for name, other in names.items():
+            for end in ("", *SCALES):
+                if name + end in self and other + end not in self:
+                    self._files[other + end] = self._files.pop(name + end)
+                    self._keys[other + end] = self._keys.pop(name + end, name + end)
 
     @property
     def names(self) -> list[str]:
@@ -46,17 +57,20 @@ class Shards:
 
     def shape(self, name: str) -> tuple[int, ...]:
         with self._named(name):
-            return tuple(self._handle(self._files[name]).get_slice(name).get_shape())
+            return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
         """What safetensors calls its type, as F16."""
         with self._named(name):
-            return self._handle(self._files[name]).get_slice(name).get_dtype()
+            return self._slice(name).get_dtype()
 
     def tensor(self, name: str) -> torch.Tensor:
         """One tensor, read from the disk."""
         with self._named(name):
-            return self._handle(self._files[name]).get_tensor(name)
+            return self._handle(self._files[name]).get_tensor(self._keys.get(name, name))
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(self._files[name]).get_slice(self._keys.get(name, name))
 
     def _handle(self, file: str) -> Any:
         from safetensors import safe_open

@@ -62,7 +62,7 @@ class Source(ABC):
 
     @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
-        """The value of a tensor in the state dict, in FP32 where it is still to be rounded."""
+        """The value of a tensor in files, in FP32 where it is still to be rounded."""
 
     def weight(self, name: str) -> torch.Tensor:
         """The value that training casts."""
@@ -122,23 +122,27 @@ class Live(Source):
         self._tensors = {name: value for name, value in model.state_dict().items() if name not in of_casts}
         if {torch.float16, torch.bfloat16} & {value.dtype for value in self._tensors.values()} == {torch.float16}:
             self.dtype = torch.float16
-        shapes = {name: shape for name, shape in self.layout.shapes.items() if name not in of_casts}
+        names = self.layout.names
+        shapes = {name: shape for name, shape in self.layout.shapes.items() if names.origin[name] not in of_casts}
         self.layout = dataclasses.replace(self.layout, shapes=shapes)
-        _require_shapes(self.layout, {name: value.shape for name, value in self._tensors.items()}, "the model")
+        found = [part for name, value in self._tensors.items() for part in names.parts(name, value).items()]
+        _require_shapes(self.layout, {name: value.shape for name, value in found}, "the model")
 
     @property
     def names(self) -> Iterable[str]:
-        return [name for name in self._tensors if self.layout.first_name.get(name, name) == name]
+        stored = [part for name in self._tensors for part in self.layout.names.of[name]]
+        return [name for name in stored if self.layout.first_name.get(name, name) == name]
 
     def tensor(self, name: str) -> torch.Tensor:
-        layer = self._layers.get(name)
+        origin = self.layout.names.origin[name]
+        layer = self._layers.get(origin)
         if isinstance(layer, FrozenLayer):
             values = layer.quantized.dequantize(*layer.fp8_shape)
             return values.t() if layer.weight_is_transposed else values
-        return self._tensors[name]
+        return self.layout.names.parts(origin, self._tensors[origin])[name]
 
     def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        layer = self._layers.get(name)
+        layer = self._layers.get(self.layout.names.origin[name])
         if layer is None or not layer.fp8_weight.is_provided([layer.weight]):
             return None
         config = layer.fp8_config
@@ -185,9 +189,10 @@ class Folder(Source):
         self.model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         """transformers', of the model in 16 bits."""
         forget_quantization(self.model_config)
-        self._scale_of = {} if settings is None else self._shards.scales()
         cast_anew = in_fp8 and settings is None
         self.layout = layout_of_config(self.model_config, self.fp8_config if cast_anew else None)
+        self._shards.rename(self.layout.names.renamed)
+        self._scale_of = {} if settings is None else self._shards.scales()
         if in_fp8 and self._scale_of:
             kept = tuple(name for name in self.layout.kept if f"{name}.weight" not in self._scale_of)
             self.layout = dataclasses.replace(self.layout, groups={name: (name,) for name in self._scale_of}, kept=kept)
@@ -232,7 +237,9 @@ class Folder(Source):
     def weight(self, name: str) -> torch.Tensor:
         if not self.is_cast_from_master(name):
             return self.tensor(name)
-        return self._masters.tensor(name, self.layout.shapes[name])
+        names = self.layout.names
+        origin = names.origin[name]
+        return names.parts(origin, self._masters.tensor(origin, names.shapes[origin]))[name]
 
     def scale_group(self, name: str) -> tuple[str, ...]:
         group = self.layout.groups[name]
@@ -245,7 +252,7 @@ class Folder(Source):
 
     def is_cast_from_master(self, name: str) -> bool:
         """Whether ZeRO gathers the weight in FP8; others are cast from the 16-bit values that it gathers."""
-        return name in self._masters and name not in self.layout.cast_by_layers
+        return self.layout.names.origin[name] in self._masters and name not in self.layout.cast_by_layers
 
     @property
     def from_masters(self) -> int:

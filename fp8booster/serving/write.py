@@ -98,7 +98,7 @@ def export(
         if record.get("use_cache") is False:  # as training has it
             record["use_cache"] = True
         if chosen is not None:
-            record["quantization_config"] = chosen.settings(source.layout.kept)
+            record["quantization_config"] = chosen.settings(source.layout.kept_modules)
         (part / "config.json").write_text(json.dumps(record, indent=2) + "\n")
         sync_folder(part)
         put_in_place(part, folder)
