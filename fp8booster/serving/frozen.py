@@ -82,7 +82,8 @@ def load_frozen(
         if hasattr(config, "quantization_config"):
             del config.quantization_config
     model = _skeleton(config, dtype)
-    shards.rename({stored: name for name, stored in StoredNames(model).renamed.items()})
+    names = StoredNames(model)
+    shards.rename({stored: name for name, stored in names.renamed.items()})
     scale_of = shards.scales()
     names_of = _names_of_tied(model)
     if settings is None:
@@ -110,6 +111,11 @@ def load_frozen(
             return None if scale is None else shards.tensor(scale).float()
         there = next((each for each in names_of.get(name, [name]) if each in shards), None)
         if there is None:
+            if any(part in shards for part in names.of.get(name, ())):
+                raise ValueError(
+                    f"{folder} holds the experts of {name} one by one, and this version of transformers as one "
+                    "parameter, which has no frozen form; load it without frozen, or with transformers 4.51."
+                )
             raise ValueError(f"{folder} lacks {name}; copy the model again.")
         tensor = shards.tensor(there)
         if tensor.dtype in FORMATS:

@@ -8,23 +8,34 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from fp8booster import FP8Config, convert_to_fp8, export, fuse, load_fp8
 from fp8booster.serving.frozen import load_frozen
 
+MAJOR = int(transformers.__version__.split(".")[0])
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 HEAD = "embed_out.weight"
 """In the files of each version."""
 
 
 def neox() -> Any:
     torch.manual_seed(0)
-    config = GPTNeoXConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
-    )
-    return GPTNeoXForCausalLM(config).bfloat16().eval()
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)).bfloat16().eval()
+
+
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)).bfloat16().eval()
 
 
 def head(model: Any) -> torch.Tensor:
@@ -94,3 +105,10 @@ def test_the_config_names_a_layer_in_16_bits_as_files_and_as_the_model_do(folder
     kept = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
     linears = [name for name, module in neox().named_modules() if isinstance(module, nn.Linear)]
     assert set(kept) == {"embed_out", linears[-1]}
+
+
+@pytest.mark.skipif(MAJOR < 5, reason="transformers 4 holds experts as linear layers")
+def test_experts_that_transformers_stacks_have_no_frozen_form(tmp_path) -> None:
+    mixtral().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"holds the experts of .* one by one.*; load it without frozen, or with"):
+        load_frozen(tmp_path / "model", FP8Config())
