@@ -125,8 +125,7 @@ def _no_more(name: str, module: nn.Module) -> bool:
 def _cast_from_masters(model: nn.Module, source: FoundModel) -> int:
     """Cast weights again that training cast from master weights, under the scales that it shared; gives their number.
 
-    None where experts are held as one parameter or no layer is an nn.Linear, of which no layout is known, and where
-    ranks divided layers.
+    None where experts are held as one parameter or no layer is an nn.Linear, and where ranks divided layers.
     """
     modules = list(model.modules())
     has_layout = any(isinstance(each, FrozenFP8Linear) for each in modules) and not any(map(are_experts, modules))

@@ -77,12 +77,16 @@ def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
     """
     names, paths = StoredNames(model), {id(module): name for name, module in model.named_modules()}
     layers = list(_exported(model)) if in_fp8 else []
+    stacks = [part for name in _experts(model) for part in _stacked(model, name, names)] if in_fp8 else []
+    if in_fp8 and not (layers or stacks):
+        raise ValueError("no nn.Linear of the model is in FP8; export a model with layers that FP8Config.layers names")
     weights = {id(layer): names.of[f"{paths[id(layer)]}.weight"][0] for layer in layers}
     groups: dict[str, tuple[str, ...]] = {name: (name,) for name in weights.values()}
     for merged in merged_layers(model):
         together = tuple(weights[id(layer)] for layer in merged.layers if id(layer) in weights)
         if merged.why_not_merged is None and len(together) == len(merged.layers):
             groups.update(dict.fromkeys(together, together))
+    groups.update({name: stack for stack in stacks for name in stack})
     first: dict[int, str] = {}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     first_in_model = {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
@@ -93,8 +97,7 @@ def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
     ]
     # the state dict has a weight that is kept in FP8 alone, and the parameters do not
     frozen = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, FrozenLayer)}
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    stored = [names.of[f"{name}.weight"][0] for name in linears]
+    stored = [part for name in _of_linear_layers(model) for part in names.of[name]]
     return Layout(
         names.stored_shapes,
         dict(heads),
@@ -104,8 +107,8 @@ def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
             weights[id(layer)]
             for layer in layers
             if layer.why_cast_by_itself is not None or any(size % ALIGNMENT for size in layer.weight.shape)
-        ),
-        tuple(name.removesuffix(".weight") for name in stored if name not in groups),
+        ).union(*stacks),
+        tuple(dict.fromkeys(_path(name) for name in stored if name not in groups)),
         names,
     )
 
@@ -115,23 +118,59 @@ def _exported(model: nn.Module) -> Iterator[FP8Layer]:
 
     Not those whose weight embeddings have too, which engines read in 16 bits.
     """
-    tied, found = held_by_several(model), False
+    tied = held_by_several(model)
     for name, module in model.named_modules():
-        if isinstance(module, FP8Experts) or are_experts(module):
-            raise ValueError(
-                f"{name} holds its experts as one parameter, of which engines know no FP8 form by this name; export "
-                "with transformers 4.51, whose experts are linear layers"
-            )
         if not isinstance(module, FP8Layer):
             continue
         if module.original is nn.Linear:
             if id(module._parameters.get("weight")) not in tied:
-                found = True
                 yield module
         elif not module.weight_is_transposed:
             raise ValueError(
                 f"{name} is a {module.original.__name__}, of which a rank holds a part; save the model with "
                 "booster.save_model, and export that folder"
             )
-    if not found:
-        raise ValueError("no nn.Linear of the model is in FP8; export a model with layers that FP8Config.layers names")
+
+
+def _experts(model: nn.Module) -> list[str]:
+    """Modules that hold experts as one parameter, by their paths."""
+    modules = model.named_modules()
+    return [name for name, module in modules if isinstance(module, FP8Experts) or are_experts(module)]
+
+
+def _stacked(model: nn.Module, path: str, names: StoredNames) -> list[tuple[str, ...]]:
+    """The weights of experts held as one parameter that are in FP8: by parameter, which has one scale, those in files.
+
+    Raises:
+        ValueError: files hold the experts as one parameter too.
+    """
+    module = model.get_submodule(path)
+    if not isinstance(module, FP8Experts):
+        return []
+    stacks = [names.of[f"{path}.{name}"] for name in module.fp8_weights]
+    parts = [part for stack in stacks for part in stack]
+    if not all(part.endswith(".weight") and len(names.stored_shapes[part]) == 2 for part in parts):
+        raise ValueError(
+            f"{path} holds its experts as one parameter in files too, of which engines know no FP8 form; give an "
+            "FP8Config whose layers leave it out, or the format bf16"
+        )
+    return stacks
+
+
+def _of_linear_layers(model: nn.Module) -> list[str]:
+    """Weights that are linear layers' in files: those of nn.Linear, and of experts held as one and their routers."""
+    found = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for path in _experts(model):
+        stacks = model.get_submodule(path).named_parameters(recurse=False)
+        found += [f"{path}.{name}" for name, value in stacks if value.dim() == 3]
+        block = path.rpartition(".")[0]
+        for name, module in model.get_submodule(block).named_children():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() == 2 and f"{block}.{name}.weight" not in found:
+                found.append(f"{block}.{name}.weight")
+    return found
+
+
+def _path(name: str) -> str:
+    """Of the layer that has a weight, or of the module that has a parameter that is no layer's."""
+    return name.rpartition(".")[0]

@@ -26,6 +26,7 @@ class StoredNames:
         self.shapes = {name: value.shape for name, value in model.state_dict().items()}
         """By the name of a tensor in the model, its shape there."""
         self._rules = _rules_of(model)
+        self._last: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
         state = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
         parts = self._parts_of_each(state)
         self.of = {name: tuple(each) for name, each in parts.items()}
@@ -40,6 +41,12 @@ class StoredNames:
         """By the names in the model of tensors that have another in files, and only one, that one."""
         return {name: each[0] for name, each in self.of.items() if each != (name,) and len(each) == 1}
 
+    def part(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
+        """What of a tensor of the model is in files under one of its names there."""
+        if self._last is None or self._last[0] is not tensor:  # a layer's experts are many: they are divided once
+            self._last = tensor, self.parts(self.origin[stored], tensor)
+        return self._last[1][stored]
+
     def parts(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """A tensor of the model as files hold it, by the names there: views where it is in parts."""
         if self._rules is None:
@@ -48,7 +55,7 @@ class StoredNames:
 
     def module_of(self, path: str) -> str:
         """The module of the model that has the weight of a layer whose path in files is this."""
-        return self.origin[f"{path}.weight"].rpartition(".")[0]
+        return self.origin.get(f"{path}.weight", f"{path}.").rpartition(".")[0]
 
     def _parts_of_each(self, state: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
         """The parts of all tensors; without rules where these do not go tensor by tensor."""

@@ -139,7 +139,7 @@ class Live(Source):
         if isinstance(layer, FrozenLayer):
             values = layer.quantized.dequantize(*layer.fp8_shape)
             return values.t() if layer.weight_is_transposed else values
-        return self.layout.names.parts(origin, self._tensors[origin])[name]
+        return self.layout.names.part(name, self._tensors[origin])
 
     def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         layer = self._layers.get(self.layout.names.origin[name])
@@ -239,7 +239,7 @@ class Folder(Source):
             return self.tensor(name)
         names = self.layout.names
         origin = names.origin[name]
-        return names.parts(origin, self._masters.tensor(origin, names.shapes[origin]))[name]
+        return names.part(name, self._masters.tensor(origin, names.shapes[origin]))
 
     def scale_group(self, name: str) -> tuple[str, ...]:
         group = self.layout.groups[name]

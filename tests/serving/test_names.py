@@ -11,9 +11,17 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from fp8booster import FP8Config, convert_to_fp8, export, fuse, load_fp8
+from fp8booster.serving.formats import CHECKPOINT_FORMATS
 from fp8booster.serving.frozen import load_frozen
 
 MAJOR = int(transformers.__version__.split(".")[0])
@@ -112,3 +120,108 @@ def test_experts_that_transformers_stacks_have_no_frozen_form(tmp_path) -> None:
     mixtral().save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=r"holds the experts of .* one by one.*; load it without frozen, or with"):
         load_frozen(tmp_path / "model", FP8Config())
+
+
+def qwen_moe() -> Any:
+    torch.manual_seed(0)
+    options = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = Qwen3MoeConfig(**SIZES, num_key_value_heads=2, head_dim=16, **options)
+    return Qwen3MoeForCausalLM(config).bfloat16().eval()
+
+
+def linear_layers(block: str, up: tuple[str, str], down: str) -> set[str]:
+    """What files have of linear layers, but head and routers, in FP8: attention's, and those of four experts."""
+    layers = [f"model.layers.{number}" for number in range(2)]
+    experts = {f"{layer}.{block}.experts.{n}.{name}" for layer in layers for n in range(4) for name in (*up, down)}
+    return experts | {f"{layer}.self_attn.{name}_proj" for layer in layers for name in "qkvo"}
+
+
+EXPERTS = {
+    "mixtral": (mixtral, "block_sparse_moe", ("w1", "w3"), "w2"),
+    "qwen": (qwen_moe, "mlp", ("gate_proj", "up_proj"), "down_proj"),
+}
+"""A model, and in files where its blocks of experts are, and what of them makes more features and fewer."""
+
+
+@pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_exported_one_by_one_under_either_version(tmp_path, family, format) -> None:
+    make, block, up, down = EXPERTS[family]
+    model = make()
+    model.save_pretrained(tmp_path / "model")
+    live = export(model, tmp_path / "live", format=format)
+    stored = export(tmp_path / "model", tmp_path / "stored", format=format)
+    routers = {f"model.layers.{number}.{block}.gate" for number in range(2)}
+    assert set(live.kept) == set(stored.kept) == {"lm_head", *routers}
+    assert live.layers == stored.layers == 32
+    one, many = (load_file(tmp_path / name / "model.safetensors") for name in ("live", "stored"))
+    assert one.keys() == many.keys()
+    assert all(torch.equal(value.float(), many[name].float()) for name, value in one.items())
+    scale = CHECKPOINT_FORMATS[format].scale_name
+    assert {name for name in one if name.endswith(scale)} == {
+        f"{name}.{scale}" for name in linear_layers(block, up, down)
+    }
+    assert {name for name in one if not name.endswith(scale)} == set(load_file(tmp_path / "model/model.safetensors"))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_exported_experts_come_back_with_the_values_that_were_written(tmp_path, family) -> None:
+    model = EXPERTS[family][0]()
+    export(model, tmp_path / "fp8")
+    loaded = load_fp8(tmp_path / "fp8")
+    state = loaded.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert (state[name].float() - value.float()).norm() <= 0.04 * value.float().norm(), name
+    loaded.save_pretrained(tmp_path / "16 bits")
+    export(tmp_path / "16 bits", tmp_path / "again")
+    one, many = (load_file(tmp_path / name / "model.safetensors") for name in ("fp8", "again"))
+    assert all(torch.equal(value.float(), many[name].float()) for name, value in one.items())
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_of_an_fp8_folder_are_written_in_16_bits_one_by_one(tmp_path, family) -> None:
+    model = EXPERTS[family][0]()
+    model.save_pretrained(tmp_path / "model")
+    export(tmp_path / "model", tmp_path / "fp8")
+    export(tmp_path / "fp8", tmp_path / "16 bits", format="bf16")
+    export(model, tmp_path / "live", format="bf16")
+    names = load_file(tmp_path / "model/model.safetensors").keys()
+    for folder in ("16 bits", "live"):
+        assert load_file(tmp_path / folder / "model.safetensors").keys() == names
+
+
+@pytest.mark.skipif(MAJOR < 5, reason="transformers 4 holds experts as linear layers")
+def test_experts_of_a_parameter_share_the_scale_that_training_has(tmp_path) -> None:
+    model = mixtral()
+    export(model, tmp_path / "fp8", format="tensorwise")
+    saved = load_file(tmp_path / "fp8" / "model.safetensors")
+    stack = model.model.layers[1].mlp.experts.gate_up_proj
+    made, scale = CHECKPOINT_FORMATS["tensorwise"].cast(stack.flatten(0, 1), power_of_two=FP8Config().power_of_two)
+    made = made.unflatten(0, stack.shape[:2])
+    for number in range(4):
+        for name, expected in zip(("w1", "w3"), made[number].chunk(2), strict=True):
+            there = f"model.layers.1.block_sparse_moe.experts.{number}.{name}.weight"
+            assert torch.equal(saved[there].view(torch.uint8), expected.view(torch.uint8)), there
+            assert saved[f"{there}_scale_inv"] == scale, there
+
+
+@pytest.mark.skipif(MAJOR < 5, reason="transformers 4 holds experts as linear layers")
+def test_experts_that_train_in_16_bits_are_exported_so(tmp_path) -> None:
+    exported = export(mixtral(), tmp_path / "fp8", config=FP8Config(granularity="rowwise"))
+    assert exported.layers == 8
+    assert "model.layers.1.block_sparse_moe.experts.3.w2" in exported.kept
+    settings = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
+    assert "model.layers.1.mlp.experts" in settings["modules_to_not_convert"]
+
+
+@pytest.mark.skipif(MAJOR < 5, reason="gpt-oss is not there before")
+def test_experts_that_are_one_parameter_in_files_too_are_refused(tmp_path) -> None:
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(**SIZES, num_key_value_heads=2, head_dim=16, num_local_experts=4)
+    model = GptOssForCausalLM(config).bfloat16()
+    with pytest.raises(ValueError, match=r"as one parameter in files too, .*; give an FP8Config whose layers leave"):
+        export(model, tmp_path / "fp8")
+    left_out = FP8Config(layers=lambda name, module: isinstance(module, nn.Linear) and "lm_head" not in name)
+    assert "model.layers.0.mlp.experts" in export(model, tmp_path / "fp8", config=left_out).kept
