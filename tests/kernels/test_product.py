@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from fp8booster import formats
 from fp8booster.kernels.product import ONEDNN_INSTRUCTIONS, _cpu_multiplies_by_rows, product
@@ -171,3 +172,10 @@ def test_rows_have_their_scales_where_the_cpu_s_kernel_has_one(out_dtype) -> Non
     rows, columns = 2.0 ** torch.arange(-2, 2).repeat(8), 2.0 ** torch.arange(-1, 2).repeat(16)
     exact = a.double() @ b.double().t() * rows[:, None] * columns
     assert torch.equal(product(a, b, rows, columns, out_dtype=out_dtype), exact.to(out_dtype))
+
+
+def test_who_counts_products_sees_none_that_only_asks() -> None:
+    _cpu_multiplies_by_rows.cache_clear()
+    with FlopCounterMode(display=False) as counted:
+        assert _cpu_multiplies_by_rows()
+    assert counted.get_total_flops() == 0
