@@ -23,6 +23,9 @@ from fp8booster.training.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 _MORE = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters")
 """Settings of peft by which it trains what is no matrix of a linear layer or of embeddings."""
 
+_NO_ADAPTERS = ("LN_TUNING",)
+"""Types of peft's that put a trained copy of a layer in the place of it."""
+
 _OF_MODEL = ".base_layer.weight"
 """End of the names by which peft saves weights of the model that adapters are on."""
 
@@ -50,6 +53,11 @@ class Merged(Source):
             raise ValueError(
                 f"{file} names no folder of a model here ({model!r}); train adapters on a folder, and write where it "
                 "is as base_model_name_or_path there."
+            )
+        if record["peft_type"] in _NO_ADAPTERS:
+            raise ValueError(
+                f"{file} is of {record['peft_type']}, which trains copies of layers and no adapters on weights; put "
+                "them into the model with peft's merge_and_unload, and export that."
             )
         if any(map(record.get, _MORE)) or record.get("bias", "none") != "none":
             raise ValueError(f"{file} trains more than adapters; merge it with peft's merge_and_unload.")

@@ -184,6 +184,14 @@ def test_an_fp8_folder_is_written_in_16_bits(base, tmp_path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in in_16_bits(tmp_path / "bf16").state_dict().items())
 
 
+@pytest.mark.parametrize("layers", ["input_layernorm", "q_proj"])
+def test_layers_that_peft_trains_copies_of_are_told(base, tmp_path, layers) -> None:
+    config = peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=[layers])
+    peft.get_peft_model(in_16_bits(base), config).save_pretrained(tmp_path / "adapters")
+    with pytest.raises(ValueError, match=r"is of LN_TUNING, which trains copies of layers .*merge_and_unload, and exp"):
+        export(tmp_path / "adapters", tmp_path / "out")
+
+
 def test_adapters_that_cannot_be_merged_are_told(base, tmp_path) -> None:
     folder = tmp_path / "adapters"
     adapters_on(in_16_bits(base), folder)
