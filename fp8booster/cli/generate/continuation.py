@@ -31,6 +31,12 @@ CACHES: dict[str, Callable[[], Any]] = {"bf16": lambda: None, "fp8": FP8Cache}
 _NEW_TOKENS = 128
 """At most, where nothing else is asked for."""
 
+_LEAST_TEMPERATURE = 1e-6
+"""Of sampling: logits that are divided by less may overflow, and by this they choose as at 0."""
+
+_SEEDS = 2**64
+"""That torch has."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions:
@@ -57,6 +63,7 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
     """
     require_one_of(options.kv_cache, CACHES, "--kv-cache")
     require_one_of(options.precision, PRECISIONS, "--precision")
+    _require_sampling(options.temperature, options.seed)
     source = find_model(options.checkpoint)
     device, trapping = inference_device()
     if trapping is not None:
@@ -99,6 +106,17 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
         f"parameters, {cache_bytes(done.past_key_values) / 2**20:,.2f} MiB of keys and values"
     )
     return tokenizer.decode(made, skip_special_tokens=True)
+
+
+def _require_sampling(temperature: float, seed: int) -> None:
+    """Raise ValueError where logits divided by the temperature may not be finite, or torch has no such seed."""
+    if temperature != 0 and not _LEAST_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(
+            f"--temperature is {temperature:g}; give 0, for the likeliest token always, or a number from "
+            f"{_LEAST_TEMPERATURE:g} on."
+        )
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"--seed is {seed}; give a whole number from 0 to {_SEEDS - 1}.")
 
 
 def _end_tokens(*given: int | list[int] | None) -> list[int] | None:

@@ -157,6 +157,11 @@ def test_sampling_follows_the_seed(folder):
     assert first == again != other
 
 
+def test_the_least_temperature_and_the_last_seed_are_taken(folder):
+    greedy = generate(folder, "--precision", "bf16")[0]
+    assert generate(folder, "--precision", "bf16", "--temperature", 1e-6, "--seed", 2**64 - 1)[0] == greedy
+
+
 def test_a_program_prints_the_text_alone_to_standard_output(folder):
     done = run_program("fp8booster", "generate", folder, "--prompt", PROMPT, environment=ENVIRONMENT)
     assert done.returncode == 0, done.stderr
@@ -168,6 +173,9 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(folder):
     for arguments, words in (
         ((folder, "--kv-cache", "int4"), "--kv-cache is 'int4'; use one of bf16, fp8"),
         ((folder, "--precision", "int4"), "--precision is 'int4'; use one of bf16, fp8"),
+        (("gone", "--temperature", "1e-30"), "--temperature is 1e-30; give 0, for the likeliest token always, or"),
+        (("gone", "--temperature", "inf"), "--temperature is inf; give 0"),
+        (("gone", "--temperature", "1", "--seed", 2**64), f"--seed is {2**64}; give a whole number from 0 to"),
         ((folder, "--prompt", ""), "--prompt is empty"),
         ((folder, "--prompt", "a", "--max-new-tokens", "100000"), "give at most --max-new-tokens "),
         ((folder, "--prompt", "a b " * 20000), "give a shorter --prompt"),
