@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +78,8 @@ def prepare_tokens(options: TrainOptions, tell: Callable[[str], None], tokenizer
             _make(partial, corpus, options, tokenizer, tell)
             sync_folder(partial)
             put_in_place(partial, folder)
-    return open_tokens(folder, f"remove the folder {folder}, which is made anew then")
+    made = open_tokens(folder, f"remove the folder {folder}, which is made anew then")
+    return replace(made, name=corpus.name)  # another file may have had the same text
 
 
 def open_tokens(folder: Path, remedy: str) -> TokenFile:

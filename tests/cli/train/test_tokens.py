@@ -57,6 +57,15 @@ def test_the_file_is_made_once_for_equal_text_and_vocabulary(options):
     assert changed.identity != tokens.identity
 
 
+def test_the_name_is_that_of_the_text_that_was_given(options, tmp_path):
+    first, _ = prepare(options)
+    Path(options.data).rename(tmp_path / "moved")
+    other, said = prepare(dataclasses.replace(options, data=str(tmp_path / "moved")))
+    assert other.folder == first.folder
+    assert not any("encoding" in text for text in said)
+    assert (first.name, other.name) == (options.data, str(tmp_path / "moved"))
+
+
 def test_a_model_folder_brings_its_tokenizer(options, tmp_path):
     tokens, _ = prepare(options)
     folder = tmp_path / "model"
