@@ -180,7 +180,7 @@ class LayerGraphs:
         """The graphs for a call, captured now if need be, or why there are none."""
         for module in self._modules:  # a replay calls none of them
             wait_for_parameters(module)
-        kind.pairs = [pair for pair in kind.pairs if not pair.is_freed]
+        kind.pairs = [pair for pair in kind.pairs if not pair.lacks_graphs]
         for pair in kind.pairs:
             if pair.is_free:
                 return pair, None

@@ -77,7 +77,7 @@ class GraphPair:
         *,
         recompute: bool = False,
     ) -> None:
-        self.is_freed = False
+        self.lacks_graphs = False
         """Whether the graphs were given up."""
 
         given: list[torch.Tensor] = []
@@ -146,7 +146,7 @@ class GraphPair:
 
     def free(self) -> None:
         """Give up the graphs, once; what runs next raises."""
-        self.is_freed = True
+        self.lacks_graphs = True
         self._pinned.clear()
         del self._forward, self._backward
 
@@ -190,7 +190,7 @@ class GraphPair:
         return tuple(each.clone() for each in self._outputs)
 
     def _replay_backward(self, ticket: _Ticket, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        if self.is_freed:
+        if self.lacks_graphs:
             raise RuntimeError(
                 "the CUDA graphs of this forward were freed before its backward, because a process group was "
                 "destroyed; run backward first"
