@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from colossalai.booster.plugin.hybrid_parallel_plugin import HybridParallelModule
 from colossalai.interface import OptimizerWrapper
-from torch.nn.parallel import DistributedDataParallel
+from colossalai.zero.low_level import LowLevelZeroOptimizer
 
 from fp8booster import comm
 from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated, shared_between_stages
@@ -40,11 +40,16 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
         """
         is_new = not isinstance(model, cls)
         model.__class__ = cls
+        ranks = dist.get_world_size(model.dp_group)
+        if model.use_ddp and (ranks == 1 or isinstance(optimizer, LowLevelZeroOptimizer)):
+            # Colossal-AI wraps in DDP wherever one rank holds a replica (hybrid_parallel_plugin.py:1311). There is
+            # nothing to average then, or ZeRO does; and at the end of backward DDP gives parameters once more the
+            # gradients that ZeRO has taken
+            model.module, model.use_ddp = model.module.module, False
         model.zero_optimizer = optimizer if isinstance(optimizer, FP8ZeroOptimizer) else None
         model.partial_sums = gradients_to_sum(model)
         model.stage_sums = shared_between_stages(model)
-        ranks = dist.get_world_size(model.dp_group)
-        if is_new and isinstance(model.module, DistributedDataParallel) and ranks > 1:
+        if is_new and model.use_ddp:
             apart = is_replicated if dist.get_world_size(model.tp_group) > 1 else None
             model.module.register_comm_hook(comm.DDPState(group=model.dp_group, apart=apart), comm.ddp_hook)
 
