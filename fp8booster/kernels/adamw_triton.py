@@ -1,4 +1,4 @@
-"""Adam's update on a GPU: one launch a tensor, each byte read once and written once."""
+"""Adam's update on a GPU: one launch for all tensors, each byte read once and written once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from fp8booster.kernels.adam_step import AdamRates, AdamShards, factors
 from fp8booster.kernels.cast_triton import magnitude_bits
-from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.launch import ceil_div
+from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer, own_size
 
 _BLOCK = 1024
 _WARPS = 4
@@ -18,13 +19,14 @@ _WARPS = 4
 
 @triton.jit
 def adamw_kernel(
+    entries,  # of values, gradients, exp_avg, exp_avg_sq and their count
+    owners,
     values,
     gradients,
     exp_avg,
     exp_avg_sq,
-    row,  # float32 [4], see `adam_step.factors`; the last takes the amax
+    rows,  # float32 [shards, 4], see `adam_step.factors`; the last takes the amax
     divisor,  # float32 [], where DIVIDES
-    count,
     beta1,
     rest1,  # 1 - beta1
     beta2,
@@ -33,11 +35,18 @@ def adamw_kernel(
     DIVIDES: tl.constexpr,
     DECOUPLED: tl.constexpr,
     BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Each program updates BLOCK values."""
+    entry, shard, program = own_entry(entries, owners, 5)
+    values = own_pointer(entry, 0, values, ALIGNED)
+    gradients = own_pointer(entry, 1, gradients, ALIGNED)
+    exp_avg = own_pointer(entry, 2, exp_avg, ALIGNED)
+    exp_avg_sq = own_pointer(entry, 3, exp_avg_sq, ALIGNED)
+    row = rows + 4 * shard
     decay, step_size, root = tl.load(row), tl.load(row + 1), tl.load(row + 2)
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
+    index = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < own_size(entry, 4, ALIGNED)
     value = tl.load(values + index, mask=inside, other=0.0).to(tl.float32)
     gradient = tl.load(gradients + index, mask=inside, other=0.0).to(tl.float32)
     mean = tl.load(exp_avg + index, mask=inside, other=0.0).to(tl.float32)
@@ -66,18 +75,18 @@ def update_triton(shards: AdamShards, rates: AdamRates, divisor: Tensor | None =
     rows = factors(shards, rates)
     beta1, beta2 = rates.betas
     numbers = (beta1, 1 - beta1, beta2, 1 - beta2, rates.denominator_eps())
-    for *tensors, row in zip(*shards[:4], rows.unbind(), strict=True):
-        count = tensors[0].numel()
-        if count > 0:
-            launch(
-                adamw_kernel,
-                ceil_div(count, _BLOCK),
-                (*tensors, row, row if divisor is None else divisor),
-                (count, *map(float, numbers)),
-                num_warps=_WARPS,
-                DIVIDES=divisor is not None,
-                DECOUPLED=rates.decoupled,
-                BLOCK=_BLOCK,
-            )
+    counts = [value.numel() for value in shards.values]
+    launch_over(
+        adamw_kernel,
+        shards[:4],
+        [counts],
+        [ceil_div(count, _BLOCK) for count in counts],
+        (rows, rows if divisor is None else divisor),
+        tuple(map(float, numbers)),
+        num_warps=_WARPS,
+        DIVIDES=divisor is not None,
+        DECOUPLED=rates.decoupled,
+        BLOCK=_BLOCK,
+    )
     torch.autograd.graph.increment_version([*shards.values, *shards.exp_avgs, *shards.exp_avg_sqs])
     return rows[:, 3]

@@ -1,6 +1,7 @@
-"""Euclidean norms on a GPU: one launch a tensor, of programs enough to keep memory busy, each adding its own squares.
+"""Euclidean norms on a GPU: one launch for all tensors, each with programs enough to keep memory busy.
 
-Their sums are added in one order afterwards: a norm clips gradients, and a resumed run has to clip by the same bits.
+Each program adds its own squares, and these sums are added in one order afterwards: a norm clips gradients, and a
+resumed run has to clip by the same bits.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8booster.kernels.amax_partials import processors
-from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.launch import ceil_div
 from fp8booster.kernels.norms import norms_of
+from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer, own_size
 
 _BLOCK = 4096
 _WARPS = 8
@@ -23,16 +25,28 @@ _PROGRAMS = 4
 
 
 @triton.jit
-def squares_kernel(values, partials, count, tiles, BLOCK: tl.constexpr):
+def squares_kernel(
+    entries,  # of values and their count
+    owners,
+    values,
+    partials,  # float32 [tensors, MOST], zero
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     """Each program adds the squares of its tiles: every so many as there are programs."""
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    entry, tensor, program = own_entry(entries, owners, 2)
+    values, count = own_pointer(entry, 0, values, ALIGNED), own_size(entry, 1, ALIGNED)
+    all_tiles = tl.cdiv(count, BLOCK).to(tl.int32)
+    programs = tl.minimum(all_tiles, MOST)
     index = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    tiles = tl.where(program < programs, all_tiles, 0)
     for _ in range(program, tiles, programs):
         value = tl.load(values + index, mask=index < count, other=0.0).to(tl.float32)
         total += value * value
         index += programs.to(tl.int64) * BLOCK
-    tl.store(partials + program, tl.sum(total, 0))
+    tl.store(partials + tensor * MOST + program, tl.sum(total, 0), mask=program < programs)
 
 
 def norms_of_triton(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -42,11 +56,7 @@ def norms_of_triton(tensors: Sequence[Tensor]) -> list[Tensor]:
         return norms_of.reference(tensors)
     most = _PROGRAMS * processors(device)
     partials = torch.zeros(len(tensors), most, dtype=torch.float32, device=device)
-    for tensor, row in zip(tensors, partials.unbind(), strict=True):
-        count = tensor.numel()
-        tiles = ceil_div(count, _BLOCK)
-        if tiles > 0:
-            launch(
-                squares_kernel, min(tiles, most), (tensor.detach(), row), (count, tiles), num_warps=_WARPS, BLOCK=_BLOCK
-            )
+    counts = [tensor.numel() for tensor in tensors]
+    programs = [min(ceil_div(count, _BLOCK), most) for count in counts]
+    launch_over(squares_kernel, [tensors], [counts], programs, (partials,), num_warps=_WARPS, MOST=most, BLOCK=_BLOCK)
     return list(partials.sum(1).sqrt_().unbind())

@@ -63,7 +63,7 @@ class Operator(Generic[P, R]):
         result = self.triton(*args, **kwargs)
         if self._writes:
             written = [args[place] if place < len(args) else kwargs[name] for place, name in self._writes]
-            torch.autograd.graph.increment_version([tensor for tensor in written if tensor is not None])
+            torch.autograd.graph.increment_version(_tensors(written))
         return result
 
     def uses_triton(self, tensor: Tensor | None) -> bool:
@@ -89,7 +89,8 @@ def operator(
     Args:
         rounds_to_fp8: the kernels need a GPU that has instructions for FP8. If not, they run on any GPU, and code that
             is being compiled is given the definition.
-        writes: the parameters that are written to: their versions are raised, which Triton does not do.
+        writes: the parameters that are written to, tensors or lists of them: their versions are raised, which Triton
+            does not do.
         fake: takes the arguments and gives tensors of the results' shapes and dtypes. Compiled code then sees the
             operator whole, as `torch.ops.fp8booster.f`, and computes the bits of eager code.
     """
@@ -106,3 +107,11 @@ def _first_tensor(arguments: tuple[Any, ...] | list[Any]) -> Tensor | None:
             if found is not None:
                 return found
     return None
+
+
+def _tensors(arguments: list[Any]) -> list[Tensor]:
+    """The tensors that arguments are, or hold in lists."""
+    found = []
+    for argument in arguments:
+        found += argument if isinstance(argument, (tuple, list)) else [argument]
+    return [tensor for tensor in found if tensor is not None]

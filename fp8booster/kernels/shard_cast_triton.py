@@ -1,6 +1,8 @@
-"""The cast of a shard, and the unpacking of gathered ones, on a GPU."""
+"""The cast of shards, and the unpacking of gathered ones, on a GPU: one launch for all."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -8,93 +10,122 @@ from torch import Tensor
 
 from fp8booster import formats
 from fp8booster.kernels.cast_triton import as_bytes, magnitude_bits, rounding, scale_from_bits, to_bits
-from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.launch import ceil_div
 from fp8booster.kernels.shard_cast import require_contiguous
+from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer, own_size
 
 _BLOCK = 4096
 _TILE = 64
 
 
 @triton.jit
-def cast_shard_kernel(
+def cast_shards_kernel(
+    entries,  # of shard, out [count] FP8, amax, inverse scale, and the count
+    owners,
     shard,
+    out,
     amax,
-    out,  # FP8 [count]
     inverse_scale,
-    count,
     E4M3: tl.constexpr,
     LIMIT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    """Each program casts BLOCK values; the first stores the inverse scale."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(shard + index, mask=index < count, other=0.0)
+    """Each program casts BLOCK values; a shard's first stores the inverse scale."""
+    entry, _, program = own_entry(entries, owners, 5)
+    shard, out = own_pointer(entry, 0, shard, ALIGNED), own_pointer(entry, 1, out, ALIGNED)
+    amax, inverse_scale = own_pointer(entry, 2, amax, False), own_pointer(entry, 3, inverse_scale, False)
+    index = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < own_size(entry, 4, ALIGNED)
+    values = tl.load(shard + index, mask=inside, other=0.0)
     scale, inverse = scale_from_bits(magnitude_bits(tl.load(amax)), LIMIT, POWER_OF_TWO)
-    tl.store(as_bytes(out) + index, to_bits(values.to(tl.float32) * scale, E4M3, LIMIT), mask=index < count)
-    if tl.program_id(0) == 0:
+    tl.store(as_bytes(out) + index, to_bits(values.to(tl.float32) * scale, E4M3, LIMIT), mask=inside)
+    if program == 0:
         tl.store(inverse_scale, inverse)
 
 
 @triton.jit
 def unpack_kernel(
+    entries,  # of matrix, transpose, weight, inverse scale; rows, columns and the transpose's stride
+    owners,
     matrix,
-    inverse_scale,
     transpose,
     weight,
-    rows,
-    columns,
-    transpose_stride,
-    column_tiles,
+    inverse_scale,
     E4M3: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     VALUES: tl.constexpr,
     TILE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
     """Each program takes one square: transposes it, where TRANSPOSED, and decodes it where VALUES are wanted."""
-    tile = tl.program_id(0)
+    entry, _, tile = own_entry(entries, owners, 7)
+    matrix, inverse_scale = own_pointer(entry, 0, matrix, ALIGNED), own_pointer(entry, 3, inverse_scale, False)
+    rows, columns = own_size(entry, 4, ALIGNED), own_size(entry, 5, ALIGNED)
+    column_tiles = tl.cdiv(columns, TILE).to(tl.int32)
     row = (tile // column_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
     column = (tile % column_tiles).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
     inside = (row < rows) & (column < columns)
     bits = tl.load(as_bytes(matrix) + row * columns + column, mask=inside, other=0)
     if TRANSPOSED:
-        place = as_bytes(transpose) + tl.trans(column * transpose_stride + row)
+        place = as_bytes(own_pointer(entry, 1, transpose, ALIGNED))
+        place += tl.trans(column * own_size(entry, 6, ALIGNED) + row)
         tl.store(place, tl.trans(bits), mask=tl.trans(inside))
     if VALUES:
         values = bits.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32)
         values *= tl.load(inverse_scale)
-        tl.store(weight + row * columns + column, values.to(weight.dtype.element_ty), mask=inside)
+        place = own_pointer(entry, 2, weight, ALIGNED) + row * columns + column
+        tl.store(place, values.to(weight.dtype.element_ty), mask=inside)
 
 
-def cast_shard_triton(
-    shard: Tensor, amax: Tensor, out: Tensor, inverse_scale: Tensor, power_of_two: bool = False
+def cast_shards_triton(
+    shards: Sequence[Tensor],
+    amaxes: Sequence[Tensor],
+    outs: Sequence[Tensor],
+    inverse_scales: Sequence[Tensor],
+    power_of_two: bool = False,
 ) -> None:
-    """`cast_shard`, byte for byte."""
-    require_contiguous(shard, out)
-    launch(
-        cast_shard_kernel,
-        ceil_div(shard.numel(), _BLOCK),
-        (shard, amax, out, inverse_scale),
-        (shard.numel(),),
+    """`cast_shards`, byte for byte."""
+    require_contiguous(shards, outs)
+    counts = [shard.numel() for shard in shards]
+    launch_over(
+        cast_shards_kernel,
+        [shards, outs],
+        [counts],
+        [ceil_div(count, _BLOCK) for count in counts],
+        scalars=[amaxes, inverse_scales],
         num_warps=8,
-        **rounding(out.dtype, power_of_two),
+        **rounding(outs[0].dtype, power_of_two),
         BLOCK=_BLOCK,
     )
 
 
-def unpack_triton(matrix: Tensor, inverse_scale: Tensor, transpose: Tensor | None, weight: Tensor | None) -> None:
+def unpack_triton(
+    matrices: Sequence[Tensor],
+    inverse_scales: Sequence[Tensor],
+    transposes: Sequence[Tensor | None],
+    weights: Sequence[Tensor | None],
+) -> None:
     """`unpack`, byte for byte."""
-    if transpose is None and weight is None:
-        return
-    rows, columns = matrix.shape
-    column_tiles = ceil_div(columns, _TILE)
-    launch(
-        unpack_kernel,
-        column_tiles * ceil_div(rows, _TILE),
-        (matrix, inverse_scale, matrix if transpose is None else transpose, matrix if weight is None else weight),
-        (rows, columns, 0 if transpose is None else transpose.stride(0), column_tiles),
-        E4M3=matrix.dtype is formats.E4M3,
-        TRANSPOSED=transpose is not None,
-        VALUES=weight is not None,
-        TILE=_TILE,
-    )
+    wanted = [
+        (transpose is not None, weight is not None) for transpose, weight in zip(transposes, weights, strict=True)
+    ]
+    for transposed, decoded in dict.fromkeys(wanted):
+        if not (transposed or decoded):
+            continue
+        alike = [place for place, what in enumerate(wanted) if what == (transposed, decoded)]
+        given = [matrices[place] for place in alike]
+        rows, columns = [matrix.shape[0] for matrix in given], [matrix.shape[1] for matrix in given]
+        flipped = [transposes[place] for place in alike] if transposed else given
+        launch_over(
+            unpack_kernel,
+            [given, flipped, [weights[place] for place in alike] if decoded else given],
+            [rows, columns, [tensor.stride(0) if transposed else 0 for tensor in flipped]],
+            [ceil_div(height, _TILE) * ceil_div(width, _TILE) for height, width in zip(rows, columns, strict=True)],
+            scalars=[[inverse_scales[place] for place in alike]],
+            E4M3=given[0].dtype is formats.E4M3,
+            TRANSPOSED=transposed,
+            VALUES=decoded,
+            TILE=_TILE,
+        )

@@ -18,7 +18,7 @@ from fp8booster.kernels.delayed_cast import cast_by, note_amax
 from fp8booster.kernels.many_cast import ManyCast
 from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.kernels.rowwise_cast import rowwise_cast
-from fp8booster.kernels.shard_cast import cast_shard, unpack
+from fp8booster.kernels.shard_cast import cast_shards, unpack
 from fp8booster.scaling import amax_of, scale_of
 from tests.kernels.matrices import SHAPES, VIEWS, same, special, spread
 
@@ -136,13 +136,13 @@ def test_a_shard_cast_and_its_unpacking_are_their_references(dtype, power_of_two
     for case, matrix in matrices(source).items():
         shard, amax = matrix.reshape(-1).contiguous(), amax_of(matrix)
 
-        def cast_it(implementation=cast_shard, shard=shard, amax=amax) -> tuple[torch.Tensor, torch.Tensor]:
+        def cast_it(implementation=cast_shards, shard=shard, amax=amax) -> tuple[torch.Tensor, torch.Tensor]:
             out = torch.full(shard.shape, 0x55, dtype=torch.uint8, device=DEVICE).view(dtype)
             inverse_scale = torch.full((), -1.0, device=DEVICE)
-            implementation(shard, amax, out, inverse_scale, power_of_two)
+            implementation([shard], [amax], [out], [inverse_scale], power_of_two)
             return out, inverse_scale
 
-        expected = cast_it(cast_shard.reference)
+        expected = cast_it(cast_shards.reference)
         assert_same_every_time(case, cast_it, expected)
         packed, inverse_scale = expected[0].view(matrix.shape), expected[1]
 
@@ -151,7 +151,7 @@ def test_a_shard_cast_and_its_unpacking_are_their_references(dtype, power_of_two
         ) -> tuple[torch.Tensor, torch.Tensor]:
             transpose = torch.full(packed.shape[::-1], 0x55, dtype=torch.uint8, device=DEVICE).view(dtype)
             weight = torch.full(packed.shape, -1.0, dtype=source, device=DEVICE)
-            implementation(packed, inverse_scale, transpose, weight)
+            implementation([packed], [inverse_scale], [transpose], [weight])
             return transpose, weight.float()
 
         assert_same_every_time(case, unpack_it, unpack_it(unpack.reference))

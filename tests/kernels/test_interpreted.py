@@ -20,7 +20,7 @@ from fp8booster.kernels.cast import cast
 from fp8booster.kernels.delayed_cast import cast_by, note_amax
 from fp8booster.kernels.norms import norms_of
 from fp8booster.kernels.rowwise_cast import rowwise_cast
-from fp8booster.kernels.shard_cast import cast_shard, unpack
+from fp8booster.kernels.shard_cast import cast_shards, unpack
 from fp8booster.scaling import amax_of, scale_of
 from tests.kernels.adam_shards import RATES, copied, far_apart, shards
 from tests.kernels.interpreted import interpreted
@@ -133,28 +133,36 @@ def delayed_casts_differ() -> Iterator[str]:
 
 
 def shard_casts_differ() -> Iterator[str]:
-    from fp8booster.kernels.shard_cast_triton import cast_shard_triton, unpack_triton
+    from fp8booster.kernels.shard_cast_triton import cast_shards_triton, unpack_triton
 
     def filled(shape: tuple[int, ...], fill: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.full(shape, fill, dtype=torch.uint8).view(dtype)
 
-    for (dtype, power_of_two, source), count in product(SETTINGS, (1, 255, 4096, 4097, 9000)):
-        shard = exact((1, count), formats.MAX[dtype], source).view(-1)
+    counts = (1, 255, 4096, 4097, 9000, 80000)  # the last takes more programs than a run has
+    for dtype, power_of_two, source in SETTINGS:
+        shards = [
+            exact((1, count), formats.MAX[dtype], source).view(-1) / 2**place for place, count in enumerate(counts)
+        ]
         results = []
-        for function in (cast_shard_triton, cast_shard.reference):
-            out, inverse_scale = filled((count + 1,), 0x55, dtype), torch.tensor(-1.0)
-            function(shard, amax_of(shard), out[:count], inverse_scale, power_of_two)
-            results.append((out, inverse_scale))
-        yield from compare(f"shard {count} {dtype} {source}", *results)
-    for (dtype, _, target), shape in product(SETTINGS, SHAPES):
-        rows, columns = shape
-        matrix = (exact(shape, 7.0, torch.float32)).to(dtype)
+        for function in (cast_shards_triton, cast_shards.reference):
+            outs = [filled((count + 1,), 0x55, dtype) for count in counts]
+            inverse_scales = list(torch.full((len(counts),), -1.0).unbind())
+            given = [out[:count] for out, count in zip(outs, counts, strict=True)]
+            function(shards, list(map(amax_of, shards)), given, inverse_scales, power_of_two)
+            results.append((*outs, *inverse_scales))
+        yield from compare(f"shards {dtype} {power_of_two} {source}", *results)
+    for dtype, _, target in SETTINGS:
+        matrices = [exact(shape, 7.0, torch.float32).to(dtype) for shape in SHAPES]
+        inverse_scales = [torch.tensor(2.0**-place) for place in range(len(SHAPES))]
         results = []
         for function in (unpack_triton, unpack.reference):
-            beside, weight = filled((columns, rows + 6), 0x55, dtype), torch.full(shape, -1.0).to(target)
-            function(matrix, torch.tensor(2.0**-3), beside[:, 2 : rows + 2], weight)
-            results.append((beside, weight.float()))
-        yield from compare(f"unpack {shape} {dtype} {target}", *results)
+            beside = [filled((columns, rows + 6), 0x55, dtype) for rows, columns in SHAPES]
+            weights = [torch.full(shape, -1.0).to(target) for shape in SHAPES]
+            transposes = [each[:, 2 : shape[0] + 2] for each, shape in zip(beside, SHAPES, strict=True)]
+            # of the first few one of both is wanted
+            function(matrices, inverse_scales, [None, *transposes[1:]], [weights[0], None, *weights[2:]])
+            results.append((*beside, *(weight.float() for weight in weights)))
+        yield from compare(f"unpack {dtype} {target}", *results)
 
 
 def many_casts_differ() -> Iterator[str]:

@@ -32,10 +32,13 @@ def calls() -> dict[str, tuple[Callable[[], object], list[torch.Tensor]]]:
     return {
         "multiply_": (lambda: multiply.multiply_(x, one), [x]),
         "rotate": (lambda: rope.rotate(qkv, angles, angles, 2), [qkv]),
-        "cast_shard": (lambda: shard_cast.cast_shard(x.view(-1), one, out, one), [out, one]),
-        "cast_shard by name": (lambda: shard_cast.cast_shard(x.view(-1), one, out=out, inverse_scale=one), [out, one]),
-        "unpack": (lambda: shard_cast.unpack(fp8(16, 32), one, transpose, x), [transpose, x]),
-        "unpack, values alone": (lambda: shard_cast.unpack(fp8(16, 32), one, None, x), [x]),
+        "cast_shards": (lambda: shard_cast.cast_shards([x.view(-1)], [one], [out], [one]), [out, one]),
+        "cast_shards by name": (
+            lambda: shard_cast.cast_shards([x.view(-1)], [one], outs=[out], inverse_scales=[one]),
+            [out, one],
+        ),
+        "unpack": (lambda: shard_cast.unpack([fp8(16, 32)], [one], [transpose], [x]), [transpose, x]),
+        "unpack, values alone": (lambda: shard_cast.unpack([fp8(16, 32)], [one], [None], [x]), [x]),
     }
 
 
@@ -47,7 +50,7 @@ def test_what_a_kernel_writes_has_a_new_version(name) -> None:
         patch.object(Operator, "uses_triton", lambda self, tensor: True),
         patch.object(multiply_triton, "launch", silent),
         patch.object(rope_triton, "launch", silent),
-        patch.object(shard_cast_triton, "launch", silent),
+        patch.object(shard_cast_triton, "launch_over", silent),
     ):
         run()
     assert all(tensor._version > version for tensor, version in zip(written, before, strict=True))
@@ -55,4 +58,4 @@ def test_what_a_kernel_writes_has_a_new_version(name) -> None:
 
 def test_nothing_asked_for_is_nothing_written() -> None:
     with patch.object(Operator, "uses_triton", lambda self, tensor: True):
-        shard_cast.unpack(fp8(16, 32), torch.ones(()), None, None)
+        shard_cast.unpack([fp8(16, 32)], [torch.ones(())], [None], [None])

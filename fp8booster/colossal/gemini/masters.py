@@ -12,7 +12,7 @@ from fp8booster import scaling
 from fp8booster.colossal.gemini.chunks import FP8Chunk
 from fp8booster.comm.amax import agree_on_amax, largest_of_each
 from fp8booster.comm.statistics import count_plain
-from fp8booster.kernels.shard_cast import cast_shard
+from fp8booster.kernels.shard_cast import cast_shards
 
 NAME = "amax of weights"
 """The row of `fp8booster.comm.statistics` for the reductions that scales come from."""
@@ -113,11 +113,10 @@ def _cast(chunk: FP8Chunk, payload: torch.Tensor, amaxes: torch.Tensor, runs: Se
         amaxes = amaxes.to(values.device)
     values = values.view(chunk.weight_format)
     unused = torch.empty((), dtype=torch.float32, device=values.device)
-    for first, begin, end in runs:
-        part = payload[begin:end]
-        if part.device != values.device:
-            part = part.to(values.device, non_blocking=values.is_cuda)
-        cast_shard(part, amaxes[first], values[begin:end], unused, chunk.power_of_two)
+    parts = [payload[begin:end].to(values.device, non_blocking=values.is_cuda) for _, begin, end in runs]
+    outs = [values[begin:end] for _, begin, end in runs]
+    if runs:
+        cast_shards(parts, [amaxes[first] for first, *_ in runs], outs, [unused] * len(runs), chunk.power_of_two)
 
 
 def _note(chunk: FP8Chunk, payload: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:

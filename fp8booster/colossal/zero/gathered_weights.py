@@ -28,7 +28,7 @@ from fp8booster.colossal.in_16_bits import count_readers, uncompressed_reason
 from fp8booster.comm.amax import agree_on_amax, largest_of_each
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.transport import gather_many
-from fp8booster.kernels.shard_cast import cast_shard, unpack
+from fp8booster.kernels.shard_cast import cast_shards, unpack
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
@@ -402,41 +402,47 @@ class GatheredWeights:
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Cast this rank's shards; what is to be gathered, and its own part, as bytes."""
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        messages = []
-        for gathered, amax in zip(batch, amaxes, strict=True):
+        shards = [masters[gathered.layer.weight] for gathered in batch]
+        outs, *messages = zip(*[gathered.parts(ranks, rank) for gathered in batch], strict=True)
+        inverse_scales = [gathered.quantized.inverse_scale for gathered in batch]
+        for power_of_two in (False, True):
+            alike = [place for place, each in enumerate(batch) if each.layer.fp8_config.power_of_two is power_of_two]
+            if alike:
+                columns = ([column[place] for place in alike] for column in (shards, amaxes, outs, inverse_scales))
+                cast_shards(*columns, power_of_two)
+        for gathered, shard, amax, out in zip(batch, shards, amaxes, outs, strict=True):
             weight = gathered.layer.weight
-            own, *message = gathered.parts(ranks, rank)
-            master, inverse_scale = masters[weight], gathered.quantized.inverse_scale
-            cast_shard(master, amax, own, inverse_scale, gathered.layer.fp8_config.power_of_two)
-            values = max(0, weight.numel() - rank * master.numel())  # without the padding of the last shard
-            gathered.layer.fp8_casts.note_weight(master[:values], own[:values], inverse_scale)
-            sent = {_GATHER: own.nbytes, "all_reduce": amax.nbytes}
-            count_encoded(NAME, ranks, master.numel() * weight.element_size(), sent, _GATHER)
-            messages.append(tuple(message))
-        return messages
+            values = max(0, weight.numel() - rank * shard.numel())  # without the padding of the last shard
+            gathered.layer.fp8_casts.note_weight(shard[:values], out[:values], gathered.quantized.inverse_scale)
+            sent = {_GATHER: out.nbytes, "all_reduce": amax.nbytes}
+            count_encoded(NAME, ranks, shard.numel() * weight.element_size(), sent, _GATHER)
+        return list(zip(*messages, strict=True))
 
     def _unpack(self, batch: _Batch) -> None:
         for work in batch.works:
             work.wait()
-        for gathered in batch.weights:
-            self._hand_over(gathered)
+        self._hand_over(batch.weights)
         if self._stream is not None:
             self._ready = self._stream.record_event()
         # each as soon as it is there: layers must not wait for later batches
         for group in dict.fromkeys(gathered.group for gathered in batch.weights):
             group.fill(self._ready)
 
-    def _hand_over(self, gathered: GatheredWeight) -> None:
+    def _hand_over(self, batch: list[GatheredWeight]) -> None:
         """Make of the gathered bytes what else is read."""
-        weight, quantized = gathered.layer.weight, gathered.quantized
-        in_16_bits = gathered.layer.fp8_config.keeps_16_bits
-        values = weight.data if in_16_bits else None
-        transpose = quantized.transpose if _keeps_transpose(gathered.layer) else None
-        unpack(quantized.data, quantized.inverse_scale, transpose, values)
-        if not in_16_bits:
-            self._release(gathered)
+        quantized, weights = [each.quantized for each in batch], [each.layer.weight for each in batch]
+        unpack(
+            [each.data for each in quantized],
+            [each.inverse_scale for each in quantized],
+            [each.quantized.transpose if _keeps_transpose(each.layer) else None for each in batch],
+            [each.layer.weight.data if each.layer.fp8_config.keeps_16_bits else None for each in batch],
+        )
+        for each in batch:
+            if not each.layer.fp8_config.keeps_16_bits:
+                self._release(each)
         # a graph that still holds the former values must not go backward with these
-        torch.autograd.graph.increment_version((*quantized[:3], weight))
+        written = [tensor for each in quantized for tensor in each[:3]]
+        torch.autograd.graph.increment_version([*written, *weights])
 
     def _release(self, gathered: GatheredWeight) -> None:
         """Give back the memory of a weight in 16 bits; what reads it sees NaN."""
@@ -458,7 +464,7 @@ class GatheredWeights:
         weight, quantized = gathered.layer.weight, gathered.quantized
         padded = weight.new_zeros(gathered.flat.numel())
         values = padded[: weight.numel()].view(weight.shape)
-        unpack(quantized.data, quantized.inverse_scale, None, values)
+        unpack([quantized.data], [quantized.inverse_scale], [None], [values])
         weight.data = values
         self._optimizer._working_param_to_padded_working_param[weight] = padded
         gathered.released = False

@@ -24,7 +24,7 @@ from fp8booster.comm.amax import agree_on_amax, largest_of_each
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.transport import gather_bytes, new_message
 from fp8booster.kernels.alignment import ALIGNMENT, aligned
-from fp8booster.kernels.shard_cast import cast_shard, unpack
+from fp8booster.kernels.shard_cast import cast_shards, unpack
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.resharded import ReshardedWeight
@@ -194,12 +194,13 @@ class FlatWeights:
         inverse_scales.copy_(scaling.scale_of(amaxes, config.weight_format, config.power_of_two)[1])
         values = own[: self._fp8_counts[self._rank]].view(config.weight_format)
         outs = values.split([part.numel() for part in fp8_parts])
-        for place, part, out, amax, inverse_scale in zip(
-            self._fp8, fp8_parts, outs, amaxes, inverse_scales, strict=True
-        ):
-            if part.numel():
-                cast_shard(part, amax, out, inverse_scale, config.power_of_two)  # writes the same scale again
-                place.layer.fp8_casts.note_weight(part, out, inverse_scale)
+        mine = [each for each, part in enumerate(fp8_parts) if part.numel()]
+        if mine:
+            given, made, of_made = ([column[each] for each in mine] for column in (fp8_parts, outs, inverse_scales))
+            # writes the same scales again
+            cast_shards(given, [amaxes[each] for each in mine], made, of_made, config.power_of_two)
+            for each, *what in zip(mine, given, made, of_made, strict=True):
+                self._fp8[each].layer.fp8_casts.note_weight(*what)
         if any(part.numel() for part in plain_parts):
             self._plain_values(own, self._rank, shard).copy_(torch.cat(plain_parts))
         self._count(shard, size, amaxes.nbytes)
@@ -237,17 +238,19 @@ class FlatWeights:
         matrices = [
             values.view(place.shape) for place, values in zip(self._fp8, fp8.view(dtype).split(sizes), strict=True)
         ]
+        stored: list[QuantizedMatrix] = []
         for group in self._groups:
             data, inverse_scale = stack_rows(matrices[group.weights]), inverse_scales[group.weights.start]
             transpose = data.new_empty(data.shape[::-1])
             if group.source is not None:
                 group.source.held = QuantizedMatrix(data, transpose, inverse_scale, None)
-            places = self._fp8[group.weights]
-            rows = [place.shape[0] for place in places]
-            for place, part, of_part in zip(places, data.split(rows), transpose.split(rows, 1), strict=True):
-                unpack(part, inverse_scale, of_part, whole[place.start : place.end].view(place.shape))
-                stored = QuantizedMatrix(part, of_part, inverse_scale, None)
-                cast(ReshardedWeight, place.layer.fp8_weight).held = place.layer.in_product_layout(stored)
+            rows = [place.shape[0] for place in self._fp8[group.weights]]
+            for part, of_part in zip(data.split(rows), transpose.split(rows, 1), strict=True):
+                stored.append(QuantizedMatrix(part, of_part, inverse_scale, None))
+        parts, transposes, of_parts, _ = zip(*stored, strict=True)
+        unpack(parts, of_parts, transposes, [whole[each.start : each.end].view(each.shape) for each in self._fp8])
+        for place, each in zip(self._fp8, stored, strict=True):
+            cast(ReshardedWeight, place.layer.fp8_weight).held = place.layer.in_product_layout(each)
 
     def drop(self) -> None:
         """Take the FP8 weights back from the layers, so that their memory can be given out again."""
