@@ -190,8 +190,10 @@ SETTINGS: dict[str, Callable[[nn.Module], None]] = {
     'FP8, recompute="activations"': fp8("16-bit", "activations"),
     'FP8, recompute="norms"': fp8("16-bit", "norms"),
     'FP8, recompute="both"': fp8("16-bit", "both"),
+    'FP8, recompute="all"': fp8("16-bit", "all"),
     'FP8, saved_activations="8-bit"': fp8("8-bit"),
     'FP8, saved_activations="8-bit", recompute="norms"': fp8("8-bit", "norms"),
+    'FP8, saved_activations="8-bit", recompute="all"': fp8("8-bit", "all"),
 }
 
 

@@ -153,10 +153,11 @@ class FP8Config:
     recompute: str = "none"
     """Which inputs of products backward computes again, in place of keeping them in FP8: "activations", what SwiGLU and
     its like give the down projection, from gate and up; "norms", what a decoder layer's norms give q, k and v, and gate
-    and up, from the norms' inputs; "both"; or "none". What they are computed from is saved anyway, and gradients stay
-    the same, bit for bit. A layer of LLaMA then saves 12.9, 13.2 or 11.9 in place of 14.2 times its hidden states in 16
-    bits. With `saved_activations="8-bit"` activations are computed again whatever this says, and norms' outputs from
-    their inputs in 8 bits. For fused layers; inputs that ranks gather are kept."""
+    and up, from the norms' inputs; "both"; "all", both of these, and what attention gives its output projection is cast
+    again; or "none". What they are computed from is saved anyway, and gradients stay the same, bit for bit. A layer of
+    LLaMA then saves 12.9, 13.2, 11.9 or 11.4 in place of 14.2 times its hidden states in 16 bits. With
+    `saved_activations="8-bit"` activations are computed again whatever this says, and norms' outputs from their inputs
+    in 8 bits. For fused layers; inputs that ranks gather are kept."""
 
     gradient_accumulation: str = "32-bit"
     """How ZeRO keeps a rank's part of reduced gradients until the next micro-batch's are added: "32-bit", in FP32 after
@@ -277,12 +278,17 @@ class FP8Config:
     @cached_property
     def recomputes_activations(self) -> bool:
         """Whether backward computes again what fused activations give."""
-        return self.saves_in_8_bits or self.recompute in ("activations", "both")
+        return self.saves_in_8_bits or self.recompute in ("activations", "both", "all")
 
     @cached_property
     def recomputes_norms(self) -> bool:
         """Whether backward computes again what the norms of fused decoder layers give."""
-        return self.recompute in ("norms", "both")
+        return self.recompute in ("norms", "both", "all")
+
+    @cached_property
+    def recasts_attention(self) -> bool:
+        """Whether backward casts again what fused attention gives."""
+        return self.recompute == "all"
 
     @cached_property
     def keeps_16_bits(self) -> bool:
@@ -304,6 +310,7 @@ _DERIVED = (
     "saves_in_8_bits",
     "recomputes_activations",
     "recomputes_norms",
+    "recasts_attention",
     "keeps_16_bits",
     "keeps_transposes",
 )
@@ -351,7 +358,7 @@ _ALLOWED = {
     "keep_weight_transposes": (None, *_SWITCH),
     "cuda_graphs": (None, *_SWITCH),
     "saved_activations": ("16-bit", "8-bit"),
-    "recompute": ("none", "activations", "norms", "both"),
+    "recompute": ("none", "activations", "norms", "both", "all"),
     "gradient_accumulation": GRADIENT_ACCUMULATIONS,
     "emulate": _SWITCH,
 }

@@ -27,7 +27,7 @@ from fp8booster.nn.fused.self_attention import FusedAttention, unfused_calls
 from fp8booster.nn.fused.trials import head_size, heads_of_a_key, value_size
 from fp8booster.nn.graphs import captured_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
-from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.linear.layer import FP8Layer, config_around
 from fp8booster.nn.modules import is_looked_at
 
 PASSES = ("fprop", "dgrad", "wgrad")
@@ -102,6 +102,9 @@ class Report:
     recomputed: tuple[str, ...] = ()
     """Whose outputs backward computes again for the product that read them, counted in the same way."""
 
+    recast: int = 0
+    """Of how many attentions backward casts the output again, for the projection that read it."""
+
     head_in_fp8: bool = False
     """Whether a vocabulary head is among the layers in FP8."""
 
@@ -152,6 +155,8 @@ class Report:
             line += f", inputs of {' and '.join(self.saved_in_8_bits)} saved in 8 bits (an error of 0.7 %)"
         if self.recomputed:
             line += f", outputs of {' and '.join(self.recomputed)} computed again in backward"
+        if self.recast:
+            line += f", outputs of {_counted(self.recast, 'attention')} cast again in backward"
         for reason, count in Counter(group.why_not_merged for group in self.merged).items():
             if reason is not None:
                 line += f", {_counted(count, 'group')} of layers not merged ({reason})"
@@ -239,6 +244,7 @@ def report(model: nn.Module) -> Report:
         tuple(name for name, is_dropped in dropped.items() if is_dropped),
         tuple(_counted(count, part) for part, count in _saving_in_8_bits(model).items()),
         tuple(_counted(count, part) for part, count in _recomputed(model).items()),
+        _recast(model),
         any(id(layer) in heads for layer in layers),
         _attention(model),
         unfused_calls=tuple(unfused_calls(model).items()),
@@ -277,6 +283,13 @@ def _recomputed(model: nn.Module) -> Counter[str]:
         lambda block, config: config.recomputes_norms and _reads_its_own_tokens(block),
         lambda config: config.recomputes_activations and not config.saves_in_8_bits,
     )
+
+
+def _recast(model: nn.Module) -> int:
+    """How many fused attentions have an output that `FP8Config.recompute` lets backward cast again."""
+    attentions = [module for module in model.modules() if isinstance(module, FusedAttention)]
+    configs = [config_around([getattr(module, module.part.output)]) for module in attentions]
+    return sum(config is not None and config.recasts_attention for config in configs)
 
 
 def _reads_its_own_tokens(block: nn.Module) -> bool:

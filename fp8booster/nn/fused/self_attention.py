@@ -16,6 +16,8 @@ from fp8booster.nn.fused.packing import Sequences, sequences_of
 from fp8booster.nn.fused.part import FusedPart, own_product
 from fp8booster.nn.fused.pointwise import latent_heads, rotate_heads, split_and_rotate
 from fp8booster.nn.fused.trials import Form, cos_and_sin, dropout_of, head_size, heads_of_a_key
+from fp8booster.nn.linear.layer import config_around
+from fp8booster.nn.linear.made_again import Recipe, as_saved, deliver_recipe
 from fp8booster.nn.modules import is_looked_at, run_with
 
 
@@ -95,8 +97,9 @@ class FusedAttention(MergedAttention):
             attended = self.attend_packed(query, key, value, sequences)
         else:
             raise ValueError("packed sequences cannot go on from a cache; leave past_key_values out")
-        output = getattr(self, self.part.output)(self.after_attention(attended.transpose(1, 2)).flatten(2))
-        return (output, None, cache)[: self.form.outputs]
+        output = getattr(self, self.part.output)
+        heads = _cast_again(self.after_attention(attended.transpose(1, 2)).flatten(2), attended, output)
+        return (output(heads), None, cache)[: self.form.outputs]
 
     def rotated(self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, ...]:
         """q, k and v, [B, S, H, D], of which q and k have gone through their norms and were rotated.
@@ -263,6 +266,18 @@ def head_norms(attention: nn.Module) -> list[Any]:
         norms = [modules.get(name) or norm for name, norm in zip(names, norms, strict=True)]
     found = [norm for norm in norms if norm is not None]
     return [norm if isinstance(norm, FusedNorm) else HeadNorms.of(norm) or norm for norm in found]
+
+
+def _cast_again(heads: torch.Tensor, attended: torch.Tensor, output: nn.Module) -> torch.Tensor:
+    """What the output projection reads, [B, S', features], with the recipe by which backward casts it again, if asked.
+
+    Not where it is what ranks made of what attention gave, or a copy: attention itself saves neither.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and heads.data_ptr() == attended.data_ptr():
+        config = config_around([output])
+        if config is not None and config.recasts_attention:
+            deliver_recipe(heads, Recipe(as_saved, (heads.detach(),)))
+    return heads
 
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")

@@ -13,8 +13,9 @@ import torch
 _ATTRIBUTE = "_fp8booster_recipe"
 
 
-Make = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""Takes what was saved and gives a tensor as a matrix, [M, K], and its amax: float32, whose largest entry counts."""
+Make = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""Takes what was saved and gives a tensor as a matrix, [M, K], and its amax: float32, whose largest entry counts; None
+where its cast must find it."""
 
 
 class Recipe(NamedTuple):
@@ -40,3 +41,8 @@ def delivered_recipe(tensor: torch.Tensor) -> Recipe | None:
         return None
     found = getattr(tensor, _ATTRIBUTE, None)
     return found[1] if found is not None and found[0] == tensor._version else None
+
+
+def as_saved(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """The recipe of a tensor, [..., K], that another node of the graph saves itself."""
+    return tensor.reshape(-1, tensor.shape[-1]), None

@@ -17,13 +17,15 @@ from tests.nn.fused.test_decoder import fused, sqnr, step
 from tests.nn.fused.test_saved_activations import LOST_DB, PLUGINS
 from tests.plugins.training import boost
 
-PARTS = ("activations", "norms", "both")
+PARTS = ("activations", "norms", "both", "all")
 
 UNITS = {
     'FP8, recompute="activations"': 12.90,
     'FP8, recompute="norms"': 13.24,
     'FP8, recompute="both"': 11.90,
+    'FP8, recompute="all"': 11.40,
     'FP8, saved_activations="8-bit", recompute="norms"': 8.27,
+    'FP8, saved_activations="8-bit", recompute="all"': 7.77,
 }
 
 
@@ -65,7 +67,7 @@ def test_finer_scales_give_the_same_gradients_too(granularity: str) -> None:
     model = build(hidden_size=128, intermediate_size=384)
     (_, right), (_, found) = (
         step(fused(copy.deepcopy(model), FP8Config(granularity=granularity, recompute=parts, emulate=True)))
-        for parts in ("none", "both")
+        for parts in ("none", "all")
     )
     assert all(torch.equal(found[name], gradient) for name, gradient in right.items())
 
@@ -82,7 +84,7 @@ def test_norms_whose_inputs_are_in_8_bits_err_by_that() -> None:
 
 
 def test_checkpointed_layers_and_a_second_backward_give_the_same_gradients() -> None:
-    model = fused(build(hidden_size=128, intermediate_size=344), FP8Config(recompute="both"))
+    model = fused(build(hidden_size=128, intermediate_size=344), FP8Config(recompute="all"))
     _, right = step(model)
     loss = model(input_ids=batch(), labels=batch()).loss
     for _ in range(2):
@@ -114,6 +116,10 @@ def test_the_report_tells_what_is_computed_again() -> None:
     fuse_blocks(unfused)
     assert report(unfused).recomputed == ("4 norms", "2 SwiGLUs")
     assert "outputs of 4 norms and 2 SwiGLUs computed again in backward" in report(unfused).summary()
+    assert "cast again" not in report(unfused).summary()
+    every = report(fused(build(), FP8Config(recompute="all")))
+    assert every.recast == 2
+    assert "computed again in backward, outputs of 2 attentions cast again in backward" in every.summary()
     eight = fused(build(), FP8Config(saved_activations="8-bit", recompute="both"))
     assert report(eight).recomputed == ("4 norms",)
     assert report(eight).saved_in_8_bits == ("4 norms", "2 SwiGLUs")
@@ -143,7 +149,7 @@ def test_plugins_train_to_the_same_losses(plugin: str) -> None:
     import fp8booster.plugins
 
     losses, said = [], []
-    for parts in ("none", "both"):
+    for parts in ("none", "all"):
         config = FP8Config(recompute=parts, emulate=True)
         made = getattr(fp8booster.plugins, plugin)(use_fp8=True, fp8_config=config, **PLUGINS[plugin])
         boosted = boost(made, tiny_llama().bfloat16())
