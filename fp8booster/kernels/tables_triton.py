@@ -26,8 +26,8 @@ _RUN = 16
 RUN = tl.constexpr(_RUN)
 """Programs in a row that work on one entry. The last of them may have nothing left to do."""
 
-_KEPT: list[Tensor] = []
-"""What CUDA graphs copy tables from at each replay; nothing says when a graph is gone."""
+MOST_FIELDS = 10
+"""Of an entry, with its place and its first program."""
 
 
 @triton.jit
@@ -54,6 +54,30 @@ def own_size(entry, field, ALIGNED: tl.constexpr):
     """The size in a field of an entry, int64."""
     size = tl.load(entry + field)
     return tl.multiple_of(size, 16) if ALIGNED else size
+
+
+@triton.jit(do_not_specialize=[f"field{number}" for number in range(MOST_FIELDS)])
+def fill_entry_kernel(
+    entry, field0, field1, field2, field3, field4, field5, field6, field7, field8, field9, COUNT: tl.constexpr
+):
+    """Store the first COUNT fields."""
+    tl.store(entry, field0)
+    tl.store(entry + 1, field1)
+    tl.store(entry + 2, field2)
+    if COUNT > 3:
+        tl.store(entry + 3, field3)
+    if COUNT > 4:
+        tl.store(entry + 4, field4)
+    if COUNT > 5:
+        tl.store(entry + 5, field5)
+    if COUNT > 6:
+        tl.store(entry + 6, field6)
+    if COUNT > 7:
+        tl.store(entry + 7, field7)
+    if COUNT > 8:
+        tl.store(entry + 8, field8)
+    if COUNT > 9:
+        tl.store(entry + 9, field9)
 
 
 def launch_over(
@@ -93,40 +117,45 @@ def launch_over(
     for (aligned, *_), places in alike.items():
         first = places[0]
         device = kinds[0][first].device
-        firsts, owners, total = _owners(device, tuple([programs[place] for place in places]))
-        fields = [*([column[place] for place in places] for column in (*addresses, *sizes)), places, firsts]
-        entries = _uploaded(list(chain.from_iterable(zip(*fields, strict=True))), torch.int64, device)
+        runs = tuple([ceil_div(programs[place], _RUN) for place in places])
+        firsts = list(accumulate(runs, initial=0))
+        total = firsts.pop()
+        columns = [[column[place] for place in places] for column in (*addresses, *sizes)]
+        rows = list(zip(*columns, places, [run * _RUN for run in firsts], strict=True))
+        entries, owners = (_captured_table if _is_captured(device) else _table)(rows, runs, device)
         pointers = (entries, owners, *(kind[first] for kind in kinds), *others)
-        launch(kernel, total, pointers, numbers, **options, ALIGNED=aligned)
+        launch(kernel, total * _RUN, pointers, numbers, **options, ALIGNED=aligned)
 
 
-def _owners(device: torch.device, programs: tuple[int, ...]) -> tuple[list[int], Tensor, int]:
-    """Each entry's first program; the entry of each run, int32 [runs] on the device; and how many programs there are.
+def _table(rows: list[tuple[int, ...]], runs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The entries, int64, and the entry of each run, int32; the host does not wait.
 
     Args:
-        device: of the tensors.
-        programs: how many each entry takes.
+        rows: of each entry, its fields.
+        runs: of each entry.
+        device: of both.
     """
-    return (_cached_owners if not _is_captured(device) else _cached_owners.__wrapped__)(device, programs)
+    values = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64, pin_memory=device.type == "cuda")
+    return values.to(device, non_blocking=True), _owners(runs, device)
 
 
 @functools.lru_cache(maxsize=2**10)
-def _cached_owners(device: torch.device, programs: tuple[int, ...]) -> tuple[list[int], Tensor, int]:
-    runs = [ceil_div(count, _RUN) for count in programs]
-    *firsts, total = accumulate(runs, initial=0)
-    owners = _uploaded([entry for entry, count in enumerate(runs) for _ in range(count)], torch.int32, device)
-    if device.type == "cuda" and not _is_captured(device):
-        torch.cuda.current_stream(device).synchronize()  # other streams will read it
-    return [run * _RUN for run in firsts], owners, total * _RUN
+def _owners(runs: tuple[int, ...], device: torch.device) -> Tensor:
+    owners = torch.tensor([entry for entry, count in enumerate(runs) for _ in range(count)], dtype=torch.int32)
+    return owners.to(device)  # the host waits: other streams will read it
 
 
-def _uploaded(values: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Integers on a device, ready in the order of its current stream; the host does not wait."""
-    captured = _is_captured(device)
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda" and not captured)
-    if captured:
-        _KEPT.append(host)
-    return host.to(device, non_blocking=True)
+def _captured_table(rows: list[tuple[int, ...]], runs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """As `_table`, while a CUDA graph is captured, which would copy from memory of the host at each replay.
+
+    The numbers are arguments of launches, so that the graph holds them itself.
+    """
+    entries = torch.empty(len(rows), len(rows[0]), dtype=torch.int64, device=device)
+    for entry, row in zip(entries.unbind(), rows, strict=True):
+        fill_entry_kernel[(1,)](entry, *row, *[0] * (MOST_FIELDS - len(row)), COUNT=len(row))
+    starts = entries[:, -1] // _RUN
+    owners = torch.searchsorted(starts, torch.arange(sum(runs), device=device), right=True) - 1
+    return entries, owners.int()
 
 
 def _is_captured(device: torch.device) -> bool:

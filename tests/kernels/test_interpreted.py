@@ -165,6 +165,21 @@ def shard_casts_differ() -> Iterator[str]:
         yield from compare(f"unpack {dtype} {target}", *results)
 
 
+def tables_differ() -> Iterator[str]:
+    """What a captured launch fills by itself."""
+    from fp8booster.kernels import tables_triton
+
+    runs, device = (1, 3, 1, 40), torch.device("cpu")
+    rows = [(2**40 + place, 16 * place, 1, place, 16 * sum(runs[:place])) for place in range(len(runs))]
+    (entries, owners), (captured, of_captured) = (
+        make(rows, runs, device) for make in (tables_triton._table, tables_triton._captured_table)
+    )
+    if not torch.equal(entries, captured.flatten()):
+        yield f"entries: {entries} {captured}"
+    if not torch.equal(owners, of_captured):
+        yield f"owners: {owners} {of_captured}"
+
+
 def many_casts_differ() -> Iterator[str]:
     from fp8booster.kernels.many_cast import ManyCast
     from fp8booster.kernels.many_cast_triton import Launches
@@ -245,6 +260,7 @@ CHECKS: tuple[Callable[[], Iterator[str]], ...] = (
     matrix_casts_differ,
     delayed_casts_differ,
     shard_casts_differ,
+    tables_differ,
     many_casts_differ,
     adam_updates_differ,
     norms_differ,

@@ -37,9 +37,9 @@ def test_merged_layers_wait_for_their_own_weights_alone() -> None:
         order.append(source)
         fill(source, *arguments)
 
-    def note_hand_over(weights: GatheredWeights, gathered: GatheredWeight) -> None:
-        order.append(gathered.layer)
-        hand_over(weights, gathered)
+    def note_hand_over(weights: GatheredWeights, batch: list[GatheredWeight]) -> None:
+        order.extend(gathered.layer for gathered in batch)
+        hand_over(weights, batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathered_weights, "BATCH_BYTES", 1)  # a batch a weight
