@@ -141,6 +141,7 @@ _SMALLER: dict[str, Callable[[TrainOptions], TrainOptions]] = {
     "no copies": _no_copies,
     "8-bit moments": _small_moments,
     "8-bit gradient sums": _small_sums,
+    "recomputed inputs": lambda options: _with_fp8(options, "recompute=all"),
     "8-bit activations": lambda options: _with_fp8(options, "saved_activations=8-bit"),
     "checkpointing": lambda options: dataclasses.replace(options, checkpointing=True),
 }

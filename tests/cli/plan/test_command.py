@@ -53,6 +53,7 @@ def test_a_plan_as_json():
         "FP8",
         "+ no copies",
         "+ 8-bit moments",
+        "+ recomputed inputs",
         "+ 8-bit activations",
         "+ checkpointing",
     ]
@@ -103,12 +104,12 @@ def test_the_first_in_fp8_that_fits_has_its_command():
 
 
 def test_as_few_layers_are_checkpointed_as_must_be():
-    found = planning._with_fewest_checkpointed(plan(100, 95, 92, 91, 90, 58), GPUS["H100"])
+    found = planning._with_fewest_checkpointed(plan(100, 95, 92, 91, 91, 90, 58), GPUS["H100"])
     assert [each.name for each in found[-2:]] == ["+ checkpointing 15 of 32", "+ checkpointing"]
     assert found[-2].parts.total() == 75 * GIB  # of 79, with 4 left free
     assert "--checkpointed-layers 15" in " ".join(found[-2].command)
-    for sizes in ((100, 95, 92, 91, 70, 58), (100, 95, 92, 91, 90, 80)):  # it fits without; nothing fits
-        assert len(planning._with_fewest_checkpointed(plan(*sizes), GPUS["H100"])) == 6
+    for sizes in ((100, 95, 92, 91, 91, 70, 58), (100, 95, 92, 91, 91, 90, 80)):  # it fits without; nothing fits
+        assert len(planning._with_fewest_checkpointed(plan(*sizes), GPUS["H100"])) == 7
 
 
 def test_where_nothing_fits_it_says_what_to_change():
@@ -131,17 +132,32 @@ def test_what_cannot_be_counted_is_named():
 def test_settings_that_the_user_gave_stay():
     given = TrainOptions(fp8_options=("keep_weight_transposes=true",), checkpointing=True, stage=1)
     found = configurations(given)
-    assert [each.name for each in found] == ["BF16", "FP8", "+ no copies", "+ 8-bit moments", "+ 8-bit activations"]
+    assert [each.name for each in found] == [
+        "BF16",
+        "FP8",
+        "+ no copies",
+        "+ 8-bit moments",
+        "+ recomputed inputs",
+        "+ 8-bit activations",
+    ]
     assert found[2].options.fp8_options == ("keep_weight_transposes=true", "weights_in_16_bits=false")
     assert not any("weights_in_16_bits" in pair for pair in _last_options(TrainOptions(plugin="ddp")))
 
 
 def test_a_level_leaves_what_is_not_in_it_yet():
     found = configurations(TrainOptions(level="O2"))
-    assert [each.name for each in found] == ["BF16", "FP8, O2", "+ no copies", "+ 8-bit activations", "+ checkpointing"]
+    assert [each.name for each in found] == [
+        "BF16",
+        "FP8, O2",
+        "+ no copies",
+        "+ recomputed inputs",
+        "+ 8-bit activations",
+        "+ checkpointing",
+    ]
     assert found[0].options.level is None
     assert "--level O2" in " ".join(found[1].command)
-    assert [each.name for each in configurations(TrainOptions(level="lean"))][1:] == ["FP8, lean", "+ checkpointing"]
+    lean = configurations(TrainOptions(level="lean"))
+    assert [each.name for each in lean[1:]] == ["FP8, lean", "+ recomputed inputs", "+ checkpointing"]
 
 
 def _last_options(options: TrainOptions) -> tuple[str, ...]:
