@@ -126,8 +126,9 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
     def _sum(self, parameters: list[nn.Parameter], sums: SummedGradients) -> None:
         parts = self._parts(parameters)
         sums.sum(parts)
-        for parameter in parts:
-            self._norms.pop(id(parameter), None)  # kernels write past torch's count of changes
+        for part in parts.values():
+            if part is not None:
+                self._norms.pop(part, None)  # kernels write past torch's count of changes
 
     def _norm(self) -> torch.Tensor:
         """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device.
@@ -141,7 +142,7 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
             for parameter in parameters
             if (gradient := self._own_gradient(group_id, parameter)) is not None
         ]
-        norms = self._norms_of({id(parameter): gradient for parameter, gradient in pairs})
+        norms = self._norms_of([gradient for _, gradient in pairs])
         squares = self.shared_squares.own(zip((parameter for parameter, _ in pairs), norms, strict=True))
         # in the widest group no two ranks hold a part of the same: those of experts lie within it
         ranks = max(self.pg_to_grad_store, key=dist.get_world_size)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -65,8 +65,10 @@ class ScaleGroup:
     filled: list[_Filled]
     """The source of each weight, and behind them that of all."""
 
-    members: list[GatheredWeight] = field(default_factory=list)
-    """The weights that share the scale."""
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """Those that share the scale."""
+        return self.filled[-1].weights
 
     def fill(self, ready: torch.cuda.Event | None = None) -> None:
         """Hand the layers what was gathered; `ready` as in `EngineWeight.fill`."""
@@ -76,7 +78,7 @@ class ScaleGroup:
             source.fill(weights, quantized, ready)
 
 
-@dataclass(eq=False)
+@dataclass
 class GatheredWeight:
     """One weight: the layer that multiplies by it, and the memory that its FP8 copy lives in."""
 
@@ -92,9 +94,6 @@ class GatheredWeight:
 
     _parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
-    def __post_init__(self) -> None:
-        self.group.members.append(self)
-
     def parts(self, ranks: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(a rank's shard, FP8; all shards and its own as bytes, as they are gathered); views made once."""
         if self._parts is None:
@@ -103,30 +102,11 @@ class GatheredWeight:
         return self._parts
 
 
-_Tensors = Mapping[GatheredWeight, torch.Tensor]
-
-
 class _Batch(NamedTuple):
     """Weights on their way."""
 
     weights: list[GatheredWeight]
     works: list[dist.Work]
-
-
-def _batches(weights: list[GatheredWeight]) -> Iterator[list[GatheredWeight]]:
-    """The weights, in batches of about `BATCH_BYTES`; those that share a scale are in one."""
-    batch, size, taken = [], 0, set()
-    for weight in weights:
-        if weight in taken:
-            continue
-        taken.update(weight.group.members)
-        batch += weight.group.members
-        size += sum([each.flat.nbytes for each in weight.group.members])
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 def _keeps_transpose(layer: FP8Layer) -> bool:
@@ -189,7 +169,7 @@ class GatheredWeights:
             if isinstance(module, FP8Experts):
                 reason = "experts held as one parameter"
                 self._reasons.update((getattr(module, name), reason) for name in module.fp8_weights)
-        self._first_of_scale: dict[tuple[GatheredWeight, ...], torch.Tensor] = {}
+        self._first_of_scale: dict[tuple[nn.Parameter, ...], torch.Tensor] = {}
         sent = {weight: layer for weight, layer in layers.items() if weight not in self._reasons}
         self._buffers = self._buffers_of_experts(model, sent)
         for merged in merged_layers(model):
@@ -202,7 +182,7 @@ class GatheredWeights:
             if weight not in self._weights:
                 self._weights[weight] = self._allocate(layer)
         self._ready: torch.cuda.Event | None = None
-        self._read_beside: tuple[_Tensors, ...] | None = None
+        self._read_beside: tuple[Mapping[nn.Parameter, torch.Tensor], ...] | None = None
         alone = [each for each in self._weights.values() if not each.layer.fp8_config.keeps_16_bits]
         for gathered in alone:
             gathered.layer.register_state_dict_pre_hook(restore_weight)
@@ -314,17 +294,16 @@ class GatheredWeights:
             masters: this rank's shard of each updated weight, on the weight's device.
             amaxes: of the shards whose amax is known already: float32 [], on the weight's device.
         """
-        due = self._with_scale_groups({self._weights[working]: master for working, master in masters.items()})
-        known = {self._weights[working]: amax for working, amax in amaxes.items()}
-        by_group: dict[dist.ProcessGroup, list[GatheredWeight]] = {}
-        for gathered in due:
-            by_group.setdefault(self._optimizer.param_to_pg[gathered.layer.weight], []).append(gathered)
+        masters = self._with_scale_groups(masters)
+        by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        for working in masters:
+            by_group.setdefault(self._optimizer.param_to_pg[working], []).append(working)
         with self._beside():
-            for group, of_group in by_group.items():
-                self._publish(of_group, due, known, group)
+            for group, parameters in by_group.items():
+                self._publish(parameters, masters, amaxes, group)
         if self._stream is not None:
             # so that the allocator gives their memory to nobody before `wait`
-            self._read_beside = due, known
+            self._read_beside = masters, amaxes
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -342,20 +321,25 @@ class GatheredWeights:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._read_beside = None
 
-    def _with_scale_groups(self, masters: _Tensors) -> dict[GatheredWeight, torch.Tensor]:
+    def _with_scale_groups(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> dict[nn.Parameter, torch.Tensor]:
         """The updated weights, and those that share a scale with one of them."""
-        due = dict(masters)
-        for gathered, master in masters.items():
-            for each in gathered.group.members:
-                if each not in due:
-                    due[each] = self._optimizer.working_to_master_param[id(each.layer.weight)].to(master.device)
-        return due
+        all_masters = dict(masters)
+        for working, master in masters.items():
+            for weight in self._weights[working].group.weights:
+                if weight not in all_masters:
+                    other = self._optimizer.working_to_master_param[id(weight)]
+                    all_masters[weight] = other.to(master.device)
+        return all_masters
 
     def _publish(
-        self, weights: list[GatheredWeight], masters: _Tensors, known: _Tensors, group: dist.ProcessGroup
+        self,
+        parameters: list[nn.Parameter],
+        masters: Mapping[nn.Parameter, torch.Tensor],
+        known: Mapping[nn.Parameter, torch.Tensor],
+        group: dist.ProcessGroup,
     ) -> None:
         """Cast, gather and unpack batch by batch: while one is sent, the next is cast and the last is unpacked."""
-        batches = list(_batches(weights))
+        batches = list(self._batches(parameters))
         under_way: _Batch | None = None
         amaxes = self._agree(batches[0], masters, known, group)
         for batch, following in zip_longest(batches, batches[1:]):
@@ -369,33 +353,56 @@ class GatheredWeights:
             under_way = leaving
         self._unpack(under_way)
 
+    def _batches(self, parameters: list[nn.Parameter]) -> Iterator[list[GatheredWeight]]:
+        """The weights, in batches of about `BATCH_BYTES`; those that share a scale are in one."""
+        batch, size, taken = [], 0, set()
+        for parameter in parameters:
+            if parameter in taken:
+                continue
+            for weight in self._weights[parameter].group.weights:
+                taken.add(weight)
+                gathered = self._weights[weight]
+                batch.append(gathered)
+                size += gathered.flat.nbytes
+            if size >= BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+        if batch:
+            yield batch
+
     def _agree(
-        self, batch: list[GatheredWeight], masters: _Tensors, known: _Tensors, group: dist.ProcessGroup
+        self,
+        batch: list[GatheredWeight],
+        masters: Mapping[nn.Parameter, torch.Tensor],
+        known: Mapping[nn.Parameter, torch.Tensor],
+        group: dist.ProcessGroup,
     ) -> Sequence[torch.Tensor]:
         """The amax that each weight is cast by, float32 []."""
-        rank, values = dist.get_rank(group), []
-        for gathered in batch:
-            master = masters[gathered]
-            # without the padding of the last shard, of which an optimizer may make anything
-            values.append(master[: max(0, gathered.layer.weight.numel() - rank * master.numel())])
-        amaxes = agree_on_amax(values, group, [known.get(gathered) for gathered in batch])
-        return largest_of_each(amaxes, self._firsts_of_scale(batch)).unbind()
+        weights, rank = [gathered.layer.weight for gathered in batch], dist.get_rank(group)
+        # without the padding of the last shard, of which an optimizer may make anything
+        values = [masters[each][: max(0, each.numel() - rank * masters[each].numel())] for each in weights]
+        amaxes = agree_on_amax(values, group, [known.get(weight) for weight in weights])
+        return largest_of_each(amaxes, self._firsts_of_scale(weights)).unbind()
 
-    def _firsts_of_scale(self, batch: list[GatheredWeight]) -> torch.Tensor:
-        """For each weight the place of the first one that it shares a scale with: int64 [len(batch)]."""
-        key = tuple(batch)
+    def _firsts_of_scale(self, weights: list[nn.Parameter]) -> torch.Tensor:
+        """For each weight the place of the first one that it shares a scale with: int64 [len(weights)]."""
+        key = tuple(weights)
         if key not in self._first_of_scale:
-            groups = [gathered.group for gathered in batch]
+            groups = [self._weights[weight].group for weight in weights]
             firsts = [groups.index(group) for group in groups]
-            self._first_of_scale[key] = torch.tensor(firsts, device=batch[0].flat.device)
+            self._first_of_scale[key] = torch.tensor(firsts, device=weights[0].device)
         return self._first_of_scale[key]
 
     def _cast(
-        self, batch: list[GatheredWeight], masters: _Tensors, amaxes: Sequence[torch.Tensor], group: dist.ProcessGroup
+        self,
+        batch: list[GatheredWeight],
+        masters: Mapping[nn.Parameter, torch.Tensor],
+        amaxes: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Cast this rank's shards; what is to be gathered, and its own part, as bytes."""
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        shards = [masters[gathered] for gathered in batch]
+        shards = [masters[gathered.layer.weight] for gathered in batch]
         outs, *messages = zip(*[gathered.parts(ranks, rank) for gathered in batch], strict=True)
         inverse_scales = [gathered.quantized.inverse_scale for gathered in batch]
         for power_of_two in (False, True):

@@ -29,8 +29,8 @@ def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:
     sets = _sets(model)
     if sets:
         optimizer.__class__ = _ordered(type(optimizer))
-        optimizer._sets = [_Set(members) for members in sets]
-        optimizer._set_of = {id(each): one for one in optimizer._sets for each in one.members}
+        optimizer._set_of = {each: members for members in sets for each in members}
+        optimizer._arrived = {}
 
 
 def _sets(model: nn.Module) -> list[tuple[nn.Parameter, ...]]:
@@ -47,19 +47,6 @@ def _sets(model: nn.Module) -> list[tuple[nn.Parameter, ...]]:
     return sets
 
 
-class _Set:
-    """Parameters whose gradients enter the buckets together, in this order.
-
-    Args:
-        members: the parameters.
-    """
-
-    def __init__(self, members: tuple[nn.Parameter, ...]) -> None:
-        self.members = members
-        self.arrived: dict[int, int] = {}
-        """By the id of each parameter whose gradient is held back, its group."""
-
-
 @functools.cache
 def _ordered(native: type[LowLevelZeroOptimizer]) -> type[LowLevelZeroOptimizer]:
     return type(native.__name__, (_InOneOrder, native), {})
@@ -68,39 +55,41 @@ def _ordered(native: type[LowLevelZeroOptimizer]) -> type[LowLevelZeroOptimizer]
 class _InOneOrder(LowLevelZeroOptimizer):
     """Mixin before a ZeRO optimizer, which holds gradients back until those of their set are there."""
 
-    _sets: list[_Set]
+    _set_of: dict[nn.Parameter, tuple[nn.Parameter, ...]]
+    """The parameters whose gradients enter the buckets with that of a parameter, in their order."""
 
-    _set_of: dict[int, _Set]
-    """By the id of a parameter, the set that it is in."""
+    _arrived: dict[tuple[nn.Parameter, ...], dict[nn.Parameter, int]]
+    """By set, the parameters whose gradients are held back, with their groups."""
 
     _holds_back: bool = True
 
     def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
-        its_set = self._set_of.get(id(param)) if self._holds_back else None
-        if its_set is None:
+        members = self._set_of.get(param) if self._holds_back else None
+        if members is None:
             super()._add_to_bucket(param, group_id)
             return
-        its_set.arrived[id(param)] = group_id
-        if len(its_set.arrived) == len(its_set.members):
-            self._release(its_set)
+        arrived = self._arrived.setdefault(members, {})
+        arrived[param] = group_id
+        if len(arrived) == len(members):
+            self._release(members)
 
-    def _release(self, one: _Set) -> None:
-        arrived, one.arrived = one.arrived, {}
-        for each in one.members:
-            if id(each) in arrived:
-                super()._add_to_bucket(each, arrived[id(each)])
+    def _release(self, members: tuple[nn.Parameter, ...]) -> None:
+        arrived = self._arrived.pop(members)
+        for each in members:
+            if each in arrived:
+                super()._add_to_bucket(each, arrived[each])
 
     def _reduce_grad(self, partition_grad: bool) -> None:
         """As it is, behind sets of which some parameters got no gradient."""
-        for each in self._sets:
-            self._release(each)
+        for members in dict.fromkeys(self._set_of.values()):
+            if members in self._arrived:
+                self._release(members)
         super()._reduce_grad(partition_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As it is; forgets what a backward that broke off held back."""
         super().zero_grad(set_to_none)
-        for each in self._sets:
-            each.arrived.clear()
+        self._arrived.clear()
 
     def _sync_grad(self) -> None:
         """As it is: it takes what gradients there are in the order of the parameters."""

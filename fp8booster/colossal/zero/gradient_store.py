@@ -37,28 +37,14 @@ class AccumulatedGradients(GradientStore):
         """Whether there is a gradient of this parameter."""
         return bool(self._grads_of_params.get(group_id, {}).get(param_id))
 
-    def add(self, gradient: torch.Tensor, group_id: int, param_id: int) -> GradientSum:
-        """Add a micro-batch's gradient, on the current stream, to those before it; the sum."""
+    def add(self, gradient: torch.Tensor, group_id: int, param_id: int) -> None:
+        """Add a micro-batch's gradient, on the current stream, to those before it."""
         held = self._grads_of_params.setdefault(group_id, {}).setdefault(param_id, [])
         before = held.pop() if held else None
         held.append(self._sum(before, gradient, param_id))
         self._dtype = gradient.dtype
         self.grad_to_param_mapping.pop(id(before), None)
         self.grad_to_param_mapping[id(held[0])] = param_id
-        return held[0]
-
-    def own(self, group_id: int, param_id: int) -> torch.Tensor | None:
-        """The gradient of a parameter, decoded; None: there is none."""
-        self._decode(group_id, param_id)
-        held = self._grads_of_params.get(group_id, {}).get(param_id)
-        return held[0] if held else None
-
-    def own_of_group(self, group_id: int) -> dict[int, torch.Tensor]:
-        """The gradients of a parameter group, decoded, by their parameters' ids."""
-        parameters = self._grads_of_params.get(group_id, {})
-        for param_id in parameters:
-            self._decode(group_id, param_id)
-        return {param_id: held[0] for param_id, held in parameters.items()}
 
     def _sum(self, before: GradientSum | None, gradient: torch.Tensor, param_id: int) -> GradientSum:
         if isinstance(before, torch.Tensor):

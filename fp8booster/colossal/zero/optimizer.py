@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from colossalai.zero.low_level.bookkeeping import BucketStore
 from colossalai.zero.low_level.zero_hook import set_all_gather_handle
 from torch import nn
 from torch.distributed import ReduceOp
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8booster import comm
 from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
@@ -39,21 +40,6 @@ from fp8booster.optim.clipping import clipping_divisor
 
 Updated = list[tuple[nn.Parameter, torch.Tensor]]
 """(working weight, this rank's master shard) of each parameter that got a gradient."""
-
-
-class NotedNorm(NamedTuple):
-    """The norm of a gradient as it was."""
-
-    gradient: torch.Tensor
-    changes: int
-    """torch's count of them, then."""
-
-    norm: torch.Tensor
-    """float32 []."""
-
-    def of(self, gradient: torch.Tensor) -> bool:
-        """Whether it is that of a gradient as it is now."""
-        return self.gradient is gradient and self.changes == gradient._version
 
 
 class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
@@ -87,11 +73,11 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     _updated_amaxes: dict[nn.Parameter, torch.Tensor]
     """Of each working weight that this backward has updated the master of, the amax of this rank's shard."""
 
-    _norms: dict[int, NotedNorm]
-    """Of this rank's parts of gradients, by the id of the working weight."""
+    _norms: WeakIdKeyDictionary
+    """By gradient, its count of changes and its norm then."""
 
-    _group_of: dict[int, int]
-    """The parameter group of each working weight, by its id."""
+    _group_of: dict[nn.Parameter, int]
+    """The parameter group of each working weight."""
 
     _warned_of_no_sync: bool = False
 
@@ -109,9 +95,9 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """
         optimizer.__class__ = cls
         optimizer.gathered_weights = GatheredWeights(model, optimizer)
-        optimizer._norms = {}
+        optimizer._norms = WeakIdKeyDictionary()
         optimizer._group_of = {
-            id(working): group_id for group_id, group in optimizer._working_param_groups.items() for working in group
+            working: group_id for group_id, group in optimizer._working_param_groups.items() for working in group
         }
         optimizer.gradient_encoding = Encoding(block_size=None) if config.gradient_scaling == "tensor" else Encoding()
         optimizer.automatic_scaling = (
@@ -173,12 +159,11 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             if self.updates_in_backward:
                 self._update(dict(zip(parameters, own.split(sizes), strict=True)))
                 return
-            sums = {}
-            for parameter, part in zip(map(id, parameters), own.split(sizes), strict=True):
-                self._norms.pop(parameter, None)
-                sums[parameter] = self.pid_to_grad_store[parameter].add(part, self._group_of[parameter], parameter)
+            groups = [self._group_of[parameter] for parameter in parameters]
+            for parameter, group_id, part in zip(parameters, groups, own.split(sizes), strict=True):
+                self.pid_to_grad_store[id(parameter)].add(part, group_id, id(parameter))
             if not self._accumulates_codes:  # whose norms are those of what the step decodes
-                self._note_norms(sums)
+                self._note_norms(list(map(self._own_gradient, groups, parameters)))
 
     def _update(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Update the masters of working weights, given this rank's parts of their gradients.
@@ -291,13 +276,15 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         for working, master in pairs:
             gradient = self._own_gradient(group_id, working)
             if gradient is not None:
-                taken.append((working, master, _on(master.device, gradient)))
+                taken.append((working, master, gradient.to(master.device)))
         self.optim.param_groups[group_id]["params"] = [master for _, master, _ in taken]
         return taken
 
     def _own_gradient(self, group_id: int, working: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of a working weight's reduced gradient."""
-        return self.pid_to_grad_store[id(working)].own(group_id, id(working))
+        store = self.pid_to_grad_store[id(working)]
+        gradients = store.get_partitioned_gradients_by_param_id(group_id, id(working))
+        return gradients[0] if gradients else None
 
     def _divisor(self) -> torch.Tensor | None:
         """What gradients are divided by, to undo the loss scale and to clip by the norm over all ranks as Colossal-AI
@@ -384,11 +371,11 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         device = get_accelerator().get_current_device()
         squares = torch.zeros((), dtype=torch.float32, device=device)
         for group, store in self.pg_to_grad_store.items():
-            gradients = {
-                parameter: gradient
+            gradients = [
+                gradient
                 for group_id in range(self.num_param_groups)
-                for parameter, gradient in store.own_of_group(group_id).items()
-            }
+                for gradient in store.get_working_grads_by_group_id(group_id)
+            ]
             of_group = torch.zeros_like(squares)
             if gradients:
                 of_group += torch.stack(self._norms_of(gradients)).square().sum()
@@ -397,26 +384,25 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             squares += of_group
         return squares.sqrt()
 
-    def _norms_of(self, gradients: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """The norm of each gradient, by the id of its working weight; computed now where it is not noted."""
-        noted = self._norms
-        unknown = {
-            parameter: gradient
-            for parameter, gradient in gradients.items()
-            if parameter not in noted or not noted[parameter].of(gradient)
-        }
+    def _norms_of(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The norm of each gradient, computed now where none is remembered."""
+        noted = list(map(self._noted_norm, gradients))
+        unknown = [gradient for gradient, norm in zip(gradients, noted, strict=True) if norm is None]
+        if not unknown:
+            return noted
         self._note_norms(unknown)
-        return [noted[parameter].norm for parameter in gradients]
+        return list(map(self._noted_norm, gradients))
 
-    def _note_norms(self, gradients: Mapping[int, torch.Tensor]) -> None:
-        """Note the norms of gradients, as they are now, by the ids of their working weights."""
-        for (parameter, gradient), norm in zip(gradients.items(), norms_of(list(gradients.values())), strict=True):
-            self._norms[parameter] = NotedNorm(gradient, gradient._version, norm)
+    def _note_norms(self, gradients: list[torch.Tensor]) -> None:
+        """Remember the norms of gradients, as they are now."""
+        if gradients:
+            for gradient, norm in zip(gradients, norms_of(gradients), strict=True):
+                self._norms[gradient] = gradient._version, norm
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As Colossal-AI's."""
-        super().zero_grad(set_to_none)
-        self._norms.clear()
+    def _noted_norm(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """The norm that was remembered, unless the gradient has changed since."""
+        version, norm = self._norms.get(gradient, (None, None))
+        return norm if version == gradient._version else None
 
     def _publish(self, updated: Updated, works: list[dist.Work], amaxes: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Send the new weights of FP8 layers in FP8 to all ranks, and wait for the others.
@@ -427,10 +413,9 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             amaxes: of the masters whose amax is known.
         """
         device = get_accelerator().get_current_device()
-        in_fp8 = [pair for pair in updated if pair[0] in self.gathered_weights]
+        in_fp8 = {working: master.to(device) for working, master in updated if working in self.gathered_weights}
         self.gathered_weights.publish(
-            {working: _on(device, master) for working, master in in_fp8},
-            {working: _on(device, amaxes[master]) for working, master in in_fp8 if master in amaxes},
+            in_fp8, {working: amaxes[master].to(device) for working, master in updated if master in amaxes}
         )
         for work in works:
             work.wait()
@@ -502,11 +487,6 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
 def zero_part_of(optimizer: LowLevelZeroOptimizer, master: torch.Tensor) -> int:
     """Which part of its parameter a master shard is."""
     return get_nd_rank(optimizer.param_to_pg[optimizer.master_to_working_param[id(master)]])
-
-
-def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """As `tensor.to(device)`, which takes longer to find that nothing is to be done."""
-    return tensor if tensor.device == device else tensor.to(device)
 
 
 def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
