@@ -88,17 +88,21 @@ def cast_shards_triton(
 ) -> None:
     """`cast_shards`, byte for byte."""
     require_contiguous(shards, outs)
-    counts = [shard.numel() for shard in shards]
-    launch_over(
-        cast_shards_kernel,
-        [shards, outs],
-        [counts],
-        [ceil_div(count, _BLOCK) for count in counts],
-        scalars=[amaxes, inverse_scales],
-        num_warps=8,
-        **rounding(outs[0].dtype, power_of_two),
-        BLOCK=_BLOCK,
-    )
+    columns = shards, outs, amaxes, inverse_scales
+    for dtype in dict.fromkeys(out.dtype for out in outs):
+        of_dtype = [place for place, out in enumerate(outs) if out.dtype is dtype]
+        given, made, *scalars = ([column[place] for place in of_dtype] for column in columns)
+        counts = [shard.numel() for shard in given]
+        launch_over(
+            cast_shards_kernel,
+            [given, made],
+            [counts],
+            [ceil_div(count, _BLOCK) for count in counts],
+            scalars=scalars,
+            num_warps=8,
+            **rounding(dtype, power_of_two),
+            BLOCK=_BLOCK,
+        )
 
 
 def unpack_triton(
@@ -109,12 +113,13 @@ def unpack_triton(
 ) -> None:
     """`unpack`, byte for byte."""
     wanted = [
-        (transpose is not None, weight is not None) for transpose, weight in zip(transposes, weights, strict=True)
+        (matrix.dtype, transpose is not None, weight is not None)
+        for matrix, transpose, weight in zip(matrices, transposes, weights, strict=True)
     ]
-    for transposed, decoded in dict.fromkeys(wanted):
+    for dtype, transposed, decoded in dict.fromkeys(wanted):
         if not (transposed or decoded):
             continue
-        alike = [place for place, what in enumerate(wanted) if what == (transposed, decoded)]
+        alike = [place for place, what in enumerate(wanted) if what == (dtype, transposed, decoded)]
         given = [matrices[place] for place in alike]
         rows, columns = [matrix.shape[0] for matrix in given], [matrix.shape[1] for matrix in given]
         flipped = [transposes[place] for place in alike] if transposed else given
@@ -124,7 +129,7 @@ def unpack_triton(
             [rows, columns, [tensor.stride(0) if transposed else 0 for tensor in flipped]],
             [ceil_div(height, _TILE) * ceil_div(width, _TILE) for height, width in zip(rows, columns, strict=True)],
             scalars=[[inverse_scales[place] for place in alike]],
-            E4M3=given[0].dtype is formats.E4M3,
+            E4M3=dtype is formats.E4M3,
             TRANSPOSED=transposed,
             VALUES=decoded,
             TILE=_TILE,

@@ -151,6 +151,13 @@ def shard_casts_differ() -> Iterator[str]:
             function(shards, list(map(amax_of, shards)), given, inverse_scales, power_of_two)
             results.append((*outs, *inverse_scales))
         yield from compare(f"shards {dtype} {power_of_two} {source}", *results)
+    shards, amaxes = [exact((1, 300), 7.0, torch.float32).view(-1)] * 2, [torch.tensor(448.0)] * 2
+    results = []
+    for function in (cast_shards_triton, cast_shards.reference):
+        outs = [filled((300,), 0x55, dtype) for dtype in formats.FORMATS]
+        function(shards, amaxes, outs, [torch.tensor(0.0), torch.tensor(0.0)])
+        results.append(outs)
+    yield from compare("shards of two formats", *results)
     for dtype, _, target in SETTINGS:
         matrices = [exact(shape, 7.0, torch.float32).to(dtype) for shape in SHAPES]
         inverse_scales = [torch.tensor(2.0**-place) for place in range(len(SHAPES))]
