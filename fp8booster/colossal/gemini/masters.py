@@ -113,10 +113,11 @@ def _cast(chunk: FP8Chunk, payload: torch.Tensor, amaxes: torch.Tensor, runs: Se
         amaxes = amaxes.to(values.device)
     values = values.view(chunk.weight_format)
     unused = torch.empty((), dtype=torch.float32, device=values.device)
-    parts = [payload[begin:end].to(values.device, non_blocking=values.is_cuda) for _, begin, end in runs]
-    outs = [values[begin:end] for _, begin, end in runs]
-    if runs:
-        cast_shards(parts, [amaxes[first] for first, *_ in runs], outs, [unused] * len(runs), chunk.power_of_two)
+    # what an offloaded master is copied to is freed before the next part is
+    for some in [runs] if payload.device == values.device else [[run] for run in runs]:
+        parts = [payload[begin:end].to(values.device, non_blocking=values.is_cuda) for _, begin, end in some]
+        outs = [values[begin:end] for _, begin, end in some]
+        cast_shards(parts, [amaxes[first] for first, *_ in some], outs, [unused] * len(some), chunk.power_of_two)
 
 
 def _note(chunk: FP8Chunk, payload: torch.Tensor, ranges: Sequence[tuple[int, int]]) -> None:
