@@ -27,7 +27,7 @@ from fp8booster.nn.fused.self_attention import FusedAttention, unfused_calls
 from fp8booster.nn.fused.trials import head_size, heads_of_a_key, value_size
 from fp8booster.nn.graphs import captured_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
-from fp8booster.nn.linear.layer import FP8Layer, config_around
+from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import is_looked_at
 
 PASSES = ("fprop", "dgrad", "wgrad")
@@ -244,7 +244,7 @@ def report(model: nn.Module) -> Report:
         tuple(name for name, is_dropped in dropped.items() if is_dropped),
         tuple(_counted(count, part) for part, count in _saving_in_8_bits(model).items()),
         tuple(_counted(count, part) for part, count in _recomputed(model).items()),
-        _recast(model),
+        sum(isinstance(module, FusedAttention) and module.casts_output_again for module in model.modules()),
         any(id(layer) in heads for layer in layers),
         _attention(model),
         unfused_calls=tuple(unfused_calls(model).items()),
@@ -283,13 +283,6 @@ def _recomputed(model: nn.Module) -> Counter[str]:
         lambda block, config: config.recomputes_norms and _reads_its_own_tokens(block),
         lambda config: config.recomputes_activations and not config.saves_in_8_bits,
     )
-
-
-def _recast(model: nn.Module) -> int:
-    """How many fused attentions have an output that `FP8Config.recompute` lets backward cast again."""
-    attentions = [module for module in model.modules() if isinstance(module, FusedAttention)]
-    configs = [config_around([getattr(module, module.part.output)]) for module in attentions]
-    return sum(config is not None and config.recasts_attention for config in configs)
 
 
 def _reads_its_own_tokens(block: nn.Module) -> bool:

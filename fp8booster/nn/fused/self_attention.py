@@ -97,9 +97,23 @@ class FusedAttention(MergedAttention):
             attended = self.attend_packed(query, key, value, sequences)
         else:
             raise ValueError("packed sequences cannot go on from a cache; leave past_key_values out")
-        output = getattr(self, self.part.output)
-        heads = _cast_again(self.after_attention(attended.transpose(1, 2)).flatten(2), attended, output)
-        return (output(heads), None, cache)[: self.form.outputs]
+        heads = self.after_attention(attended.transpose(1, 2)).flatten(2)
+        # of a copy attention saves nothing
+        if torch.is_grad_enabled() and self.casts_output_again and heads.data_ptr() == attended.data_ptr():
+            deliver_recipe(heads, Recipe(as_saved, (heads.detach(),)))
+        output = getattr(self, self.part.output)(heads)
+        return (output, None, cache)[: self.form.outputs]
+
+    @property
+    def casts_output_again(self) -> bool:
+        """Whether backward casts again what attention gives its output projection.
+
+        Not where ranks exchange it in between: attention saves what it gave itself.
+        """
+        if torch.compiler.is_compiling() or type(self).after_attention is not FusedAttention.after_attention:
+            return False
+        config = config_around([getattr(self, self.part.output)])
+        return config is not None and config.recasts_attention
 
     def rotated(self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, ...]:
         """q, k and v, [B, S, H, D], of which q and k have gone through their norms and were rotated.
@@ -266,18 +280,6 @@ def head_norms(attention: nn.Module) -> list[Any]:
         norms = [modules.get(name) or norm for name, norm in zip(names, norms, strict=True)]
     found = [norm for norm in norms if norm is not None]
     return [norm if isinstance(norm, FusedNorm) else HeadNorms.of(norm) or norm for norm in found]
-
-
-def _cast_again(heads: torch.Tensor, attended: torch.Tensor, output: nn.Module) -> torch.Tensor:
-    """What the output projection reads, [B, S', features], with the recipe by which backward casts it again, if asked.
-
-    Not where it is what ranks made of what attention gave, or a copy: attention itself saves neither.
-    """
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and heads.data_ptr() == attended.data_ptr():
-        config = config_around([output])
-        if config is not None and config.recasts_attention:
-            deliver_recipe(heads, Recipe(as_saved, (heads.detach(),)))
-    return heads
 
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past")

@@ -144,6 +144,18 @@ def test_the_report_leaves_out_norms_whose_tokens_ranks_gather() -> None:
 
 
 @ranks(2)
+def test_the_report_leaves_out_attention_whose_output_ranks_exchange() -> None:
+    import fp8booster.plugins
+
+    config, said = FP8Config(recompute="all", emulate=True), []
+    for sizes in ({"tp_size": 2}, {"tp_size": 1, "sp_size": 2, "sequence_parallelism_mode": "all_to_all"}):
+        options = {"pp_size": 1, "precision": "bf16", "enable_sequence_parallelism": "sp_size" in sizes}
+        made = fp8booster.plugins.HybridParallelPlugin(use_fp8=True, fp8_config=config, **options, **sizes)
+        said.append(report(boost(made, tiny_llama().bfloat16()).model.unwrap()).recast)
+    assert said == [2, 0]
+
+
+@ranks(2)
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_plugins_train_to_the_same_losses(plugin: str) -> None:
     import fp8booster.plugins
