@@ -44,19 +44,15 @@ def test_what_cannot_be_is_refused_with_what_to_give(arguments: list[str], named
     assert named in done.output
 
 
+COMPARED = ["BF16", "FP8", "+ no copies", "+ 8-bit moments", "+ recomputed inputs", "+ 8-bit activations"]
+"""Of a run that asks for nothing of it, but checkpointing."""
+
+
 def test_a_plan_as_json():
     done = run_program("fp8booster", "plan", "tiny", "--sequence", "512", "--tokens", "1024", "--gpus", "2", "--json")
     assert done.returncode == 0, done.stderr
     records = json.loads(done.stdout)
-    assert [record["name"] for record in records] == [
-        "BF16",
-        "FP8",
-        "+ no copies",
-        "+ 8-bit moments",
-        "+ recomputed inputs",
-        "+ 8-bit activations",
-        "+ checkpointing",
-    ]
+    assert [record["name"] for record in records] == [*COMPARED, "+ checkpointing"]
     for record in records:
         assert record["peak_bytes"] == max(sum(parts.values()) for parts in record["bytes_by_phase"].values())
         assert record["fits_on"] == "L40S"
@@ -132,14 +128,7 @@ def test_what_cannot_be_counted_is_named():
 def test_settings_that_the_user_gave_stay():
     given = TrainOptions(fp8_options=("keep_weight_transposes=true",), checkpointing=True, stage=1)
     found = configurations(given)
-    assert [each.name for each in found] == [
-        "BF16",
-        "FP8",
-        "+ no copies",
-        "+ 8-bit moments",
-        "+ recomputed inputs",
-        "+ 8-bit activations",
-    ]
+    assert [each.name for each in found] == COMPARED
     assert found[2].options.fp8_options == ("keep_weight_transposes=true", "weights_in_16_bits=false")
     assert not any("weights_in_16_bits" in pair for pair in _last_options(TrainOptions(plugin="ddp")))
 
