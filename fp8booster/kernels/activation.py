@@ -9,8 +9,8 @@
 SiLU that gates is SwiGLU (Shazeer, arXiv 2002.05202, equation 6); GELU is that of Hendrycks and Gimpel
 (arXiv 1606.08415), exact or by their tanh.
 
-x and up may be halves of one tensor, as one product of both gives them. Those that `activate` was asked to encode, it
-takes in their place as well: then it makes y again, for a product of backward.
+x and up may be halves of one tensor, as one product of both gives them. Those that `activate` was asked to encode are
+taken in their place as well, to make y again for a product of backward.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fp8booster.kernels.cast import cast
 from fp8booster.kernels.group_codes import GroupCodes, encode_groups, values_of
 from fp8booster.kernels.operators import operator
 from fp8booster.scaling import amax_of
@@ -61,6 +62,30 @@ def activate(
     y = (y if up is None else y * values_of(up)).to(x.dtype)
     codes = [None if each is None or not encoded else encode_groups(each) for each in (x, up)]
     return Activated(y, amax_of(y), *codes)
+
+
+@operator(rounds_to_fp8=True)
+def activate_transposed(
+    x: Tensor | GroupCodes,
+    up: Tensor | GroupCodes | None = None,
+    *,
+    kind: str = "silu",
+    amax: Tensor,
+    dtype: torch.dtype,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The transpose of `activate`'s y in FP8, in one pass, for who has cast y before.
+
+    Args:
+        x, up, kind: as in `activate`.
+        amax: what `activate` gave. What lies beyond it, as of codes, saturates.
+        dtype, power_of_two: as in `kernels.cast.cast`.
+
+    Returns:
+        ([F16, M16], inverse scale of shape []), as `kernels.cast.cast` gives them.
+    """
+    y = activate.reference(x, up, kind=kind).y
+    return cast(y, dtype, plain=False, transposed=True, power_of_two=power_of_two, amax=amax)[1:]
 
 
 @operator()

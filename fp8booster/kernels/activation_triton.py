@@ -14,8 +14,16 @@ from fp8booster.kernels.activation import CUBIC, LINEAR, Activated
 from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
 from fp8booster.kernels.group_codes import GroupCodes, new_codes
-from fp8booster.kernels.group_codes_triton import AT_ONCE, amax_place, decode_tile, encode_tile
 from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, ceil_div
+from fp8booster.kernels.tiles_triton import (
+    cast_transposed,
+    launch_transposed,
+    load_tile,
+    store_codes,
+    tile_amaxes,
+    tile_inside,
+    tile_place,
+)
 
 PROGRAMS = 8
 """A processor."""
@@ -25,43 +33,6 @@ TILE_COLUMNS = 1024
 
 _LINEAR, _CUBIC, _SLOPE = (tl.constexpr(each) for each in (LINEAR, LINEAR * CUBIC, 3 * LINEAR * CUBIC))
 _ROOT_HALF, _DENSITY = tl.constexpr(math.sqrt(0.5)), tl.constexpr(1 / math.sqrt(2 * math.pi))
-
-
-@triton.jit
-def tile_inside(tile, rows, columns, column_tiles, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
-    """(row, column, mask) of a tile's values."""
-    row = (tile // column_tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS).to(tl.int64)[:, None]
-    column = (tile % column_tiles) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
-    return row, column, (row < rows) & (column < columns)
-
-
-@triton.jit
-def load_tile(
-    values,
-    amaxes,  # of the codes, where DECODE
-    place,
-    inside,
-    amax_at,
-    amax_inside,
-    DECODE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_COLUMNS: tl.constexpr,
-):
-    """A tile in FP32, of values or of codes."""
-    tile = tl.load(values + place, mask=inside, other=0)
-    if DECODE:
-        tile = decode_tile(tile, tl.load(amaxes + amax_at, mask=amax_inside, other=0.0), TILE_ROWS, TILE_COLUMNS)
-    return tile.to(tl.float32)
-
-
-@triton.jit
-def store_codes(
-    values, codes, amaxes, place, inside, amax_at, amax_inside, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr
-):
-    """Store a tile, FP32 with zeros outside, in 8 bits."""
-    tile, amax = encode_tile(values, TILE_ROWS, TILE_COLUMNS)
-    tl.store(codes + place, tile, mask=inside)
-    tl.store(amaxes + amax_at, amax.to(amaxes.dtype.element_ty), mask=amax_inside)
 
 
 @triton.jit
@@ -119,16 +90,14 @@ def activation_kernel(
     TILE_COLUMNS: tl.constexpr,
 ):
     """Each program takes every num_programs-th tile."""
-    at_once: tl.constexpr = AT_ONCE // out.dtype.element_ty.primitive_bitwidth
     largest = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.int32)
     for tile in tl.range(tl.program_id(0), tile_count, tl.num_programs(0)):
         row, column, inside = tile_inside(tile, rows, columns, column_tiles, TILE_ROWS, TILE_COLUMNS)
-        amax_at, amax_inside = amax_place(row, (tile % column_tiles) * TILE_COLUMNS, columns, TILE_COLUMNS)
-        amax_inside &= row < rows
-        place = tl.max_contiguous(row * x_stride + column, (1, at_once))
+        amax_at, amax_inside = tile_amaxes(tile, row, rows, columns, column_tiles, TILE_COLUMNS)
+        place = tile_place(row, column, x_stride, out)
         values = load_tile(x, x_amaxes, place, inside, amax_at, amax_inside, DECODE, TILE_ROWS, TILE_COLUMNS)
         if GATED:
-            place = tl.max_contiguous(row * up_stride + column, (1, at_once))
+            place = tile_place(row, column, up_stride, out)
             factors = load_tile(up, up_amaxes, place, inside, amax_at, amax_inside, DECODE, TILE_ROWS, TILE_COLUMNS)
         if BACKWARD:
             gradient = tl.load(dy + row * columns + column, mask=inside, other=0.0).to(tl.float32)
@@ -152,11 +121,65 @@ def activation_kernel(
             tl.store(out + row * columns + column, y, mask=inside)
             largest = tl.maximum(largest, magnitude_bits(y))
         if ENCODE:
-            place = tl.max_contiguous(row * columns + column, (1, at_once))
+            place = tile_place(row, column, columns, out)
             store_codes(values, x_codes, x_amaxes, place, inside, amax_at, amax_inside, TILE_ROWS, TILE_COLUMNS)
             if GATED:
                 store_codes(factors, up_codes, up_amaxes, place, inside, amax_at, amax_inside, TILE_ROWS, TILE_COLUMNS)
     tl.store(partials + tl.program_id(0), tl.max(tl.max(largest, 1), 0).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def activation_transposed_kernel(
+    x,
+    up,
+    x_amaxes,  # where DECODE: then x and up are codes; else x and up again
+    up_amaxes,
+    partials,
+    transpose,
+    inverse_scale,
+    partial_count,
+    rows,
+    columns,
+    x_stride,
+    up_stride,
+    out_rows,
+    out_columns,
+    column_tiles,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    DECODE: tl.constexpr,
+    E4M3: tl.constexpr,
+    LIMIT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    PARTIALS_BLOCK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Each program makes one tile of y, rounded as by `activation_kernel`, and stores it in y's transpose in FP8."""
+    tile = tl.program_id(0)
+    row, column, inside = tile_inside(tile, rows, columns, column_tiles, TILE_ROWS, TILE_COLUMNS)
+    amax_at, amax_inside = tile_amaxes(tile, row, rows, columns, column_tiles, TILE_COLUMNS)
+    place = tile_place(row, column, x_stride, x_amaxes)
+    y = value_of(load_tile(x, x_amaxes, place, inside, amax_at, amax_inside, DECODE, TILE_ROWS, TILE_COLUMNS), KIND)
+    if GATED:
+        place = tile_place(row, column, up_stride, x_amaxes)
+        y *= load_tile(up, up_amaxes, place, inside, amax_at, amax_inside, DECODE, TILE_ROWS, TILE_COLUMNS)
+    y = y.to(x_amaxes.dtype.element_ty).to(tl.float32)
+    cast_transposed(
+        y,
+        row,
+        column,
+        partials,
+        transpose,
+        inverse_scale,
+        partial_count,
+        out_rows,
+        out_columns,
+        E4M3,
+        LIMIT,
+        POWER_OF_TWO,
+        PARTIALS_BLOCK,
+    )
 
 
 def _run(
@@ -220,6 +243,26 @@ def activate_triton(
     y = (x if isinstance(x, Tensor) else x.amaxes).new_empty(x.shape)
     written = tuple(new_codes(y) for each in (x, up) if each is not None) if encoded else ()
     return Activated(y, _run(None, x, up, kind, y, written), *(*written, None, None)[:2])
+
+
+def activate_transposed_triton(
+    x: Tensor | GroupCodes,
+    up: Tensor | GroupCodes | None = None,
+    *,
+    kind: str = "silu",
+    amax: Tensor,
+    dtype: torch.dtype,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`activate_transposed`."""
+    gated, encoded = up is not None, isinstance(x, GroupCodes)
+    up = up if gated else x
+    tensors = (x.codes, up.codes, x.amaxes, up.amaxes) if encoded else (x, up, x, up)
+    strides = tensors[0].stride(0), tensors[1].stride(0)
+    options = {"KIND": kind, "GATED": gated, "DECODE": encoded}
+    return launch_transposed(
+        activation_transposed_kernel, tensors, x.shape, strides, amax, dtype, power_of_two, **options
+    )
 
 
 def activate_backward_triton(

@@ -21,9 +21,9 @@ from torch import Tensor
 from fp8booster import formats
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.cast_triton import (
-    amax_partials,
     largest_partial,
     magnitude_bits,
+    partial_amaxes_triton,
     rounding,
     scale_from_bits,
     to_bits,
@@ -372,7 +372,7 @@ def encode_triton(
     # pointers that are not read need some tensor
     partials, partial_count, table, part = message, 1, message, layout.counts[0]
     if layout.block_size is None:
-        partials = amax_partials(values.view(1, -1))
+        partials = partial_amaxes_triton(values.view(1, -1))
         partial_count = partials.numel()
     if layout.is_even:
         values, part = _without_ones(values, part, len(layout.counts))

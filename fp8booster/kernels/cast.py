@@ -44,6 +44,16 @@ def output_shapes(rows: int, columns: int, plain: bool, transposed: bool) -> tup
     return (rows, columns) if plain else (0,), (columns, rows) if transposed else (0,)
 
 
+@operator()
+def partial_amaxes(matrix: Tensor) -> Tensor:
+    """float32, any number of values, whose largest is the amax of a matrix: what `cast` finds where it is given none.
+
+    Args:
+        matrix: [R, C], BF16, FP16 or FP32, any strides.
+    """
+    return scaling.amax_of(matrix).view(1)
+
+
 @operator(rounds_to_fp8=True, fake=cast_outputs)
 def cast(
     matrix: Tensor,

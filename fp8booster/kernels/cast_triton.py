@@ -120,6 +120,13 @@ def as_bytes(pointer):
 
 
 @triton.jit
+def store_transposed(transpose, bits, row, column, out_rows, out_columns):
+    """Store a tile of bytes in the transpose, FP8 [out_columns, out_rows]."""
+    place = as_bytes(transpose) + tl.trans(column.to(tl.int64) * out_rows + row)
+    tl.store(place, tl.trans(bits), mask=tl.trans((row < out_rows) & (column < out_columns)))
+
+
+@triton.jit
 def cast_kernel(
     x,
     partials,
@@ -154,12 +161,11 @@ def cast_kernel(
     amax_bits = largest_partial(partials, partial_count, PARTIALS_BLOCK)
     scale, inverse = scale_from_bits(amax_bits, LIMIT, POWER_OF_TWO)
     bits = to_bits(values.to(tl.float32) * scale, E4M3, LIMIT)
-    writable = (row < out_rows) & (column < out_columns)
     if PLAIN:
+        writable = (row < out_rows) & (column < out_columns)
         tl.store(as_bytes(plain) + row * out_columns + column, bits, mask=writable)
     if TRANSPOSED:
-        place = as_bytes(transpose) + tl.trans(column * out_rows + row)
-        tl.store(place, tl.trans(bits), mask=tl.trans(writable))
+        store_transposed(transpose, bits, row, column, out_rows, out_columns)
     if tl.program_id(0) == 0:
         tl.store(inverse_scale, inverse)
     if FINDS_AMAXES:
@@ -174,8 +180,8 @@ _AMAX_PROGRAMS_PER_PROCESSOR = 8
 _LARGE = 2**26
 
 
-def amax_partials(matrix: Tensor) -> Tensor:
-    """Partial maxima of a matrix's magnitudes: float32 [P], the largest of which is its amax."""
+def partial_amaxes_triton(matrix: Tensor) -> Tensor:
+    """`partial_amaxes`, one of each program."""
     if matrix.is_contiguous():
         launch, programs = _amax_launch(1, matrix.numel(), None, matrix.device)
     else:
@@ -241,7 +247,7 @@ def cast_triton(
     rows, columns = matrix.shape
     if columns == 1:
         matrix = widened(matrix)
-    partials = amax_partials(matrix) if amax is None else amax.contiguous()
+    partials = partial_amaxes_triton(matrix) if amax is None else amax.contiguous()
     launch, plain_shape, transposed_shape, tiles = _cast_launch(
         rows, columns, matrix.stride(), partials.numel(), dtype, plain, transposed, power_of_two, finds_amaxes
     )

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from fp8booster.kernels.cast import cast
 from fp8booster.kernels.group_codes import GroupCodes, encode_groups, values_of
 from fp8booster.kernels.operators import operator
 from fp8booster.scaling import amax_of
@@ -86,6 +88,33 @@ def row_norm(
     y = _by_kind(values * inverse_rms[:, None], weight) * _factors(weight, unit_offset)
     y = (y if bias is None else y + bias.float()).to(x.dtype).view(x.shape)
     return Normalized(y, h, inverse_rms, amax_of(y), encode_groups(h) if encoded else None)
+
+
+@operator(rounds_to_fp8=True)
+def row_norm_transposed(
+    h: Tensor | GroupCodes,
+    weight: Tensor,
+    inverse_rms: Tensor,
+    *,
+    unit_offset: bool = False,
+    amax: Tensor,
+    dtype: torch.dtype,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The transpose of an RMS norm's y in FP8, in one pass, for who has cast y before.
+
+    Args:
+        h: of `Normalized`, or its codes.
+        weight: [K].
+        inverse_rms, amax: of `Normalized`. What lies beyond the amax, as of codes, saturates.
+        unit_offset: as in `row_norm`.
+        dtype, power_of_two: as in `kernels.cast.cast`.
+
+    Returns:
+        ([K16, M16], inverse scale of shape []), as `kernels.cast.cast` gives them.
+    """
+    y = values_of(h) * inverse_rms[:, None] * _factors(weight, unit_offset)
+    return cast(y.to(h.dtype), dtype, plain=False, transposed=True, power_of_two=power_of_two, amax=amax)[1:]
 
 
 @operator()

@@ -16,6 +16,14 @@ from fp8booster.kernels.group_codes import GROUP, GroupCodes, new_codes
 from fp8booster.kernels.group_codes_triton import AT_ONCE, amax_place, decode_tile, encode_tile
 from fp8booster.kernels.launch import MOST_LAUNCHES, Launch
 from fp8booster.kernels.row_norm import Normalized, NormGradients
+from fp8booster.kernels.tiles_triton import (
+    cast_transposed,
+    launch_transposed,
+    load_tile,
+    tile_amaxes,
+    tile_inside,
+    tile_place,
+)
 
 FORWARD_PROGRAMS = 8
 BACKWARD_PROGRAMS = 2
@@ -90,6 +98,60 @@ def row_norm_kernel(
             amax_at, amax_inside = amax_place(tl.zeros([1, 1], tl.int64) + row, 0, columns, BLOCK)
             tl.store(amaxes + amax_at, amax.to(amaxes.dtype.element_ty), mask=amax_inside)
     tl.store(partials + tl.program_id(0), tl.max(largest, 0).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def row_norm_transposed_kernel(
+    h,  # or its codes
+    amaxes,  # of the codes, where DECODE; else h again
+    weight,
+    inverse_rms,
+    partials,
+    transpose,
+    inverse_scale,
+    partial_count,
+    rows,
+    columns,
+    out_rows,
+    out_columns,
+    column_tiles,
+    UNIT_OFFSET: tl.constexpr,
+    DECODE: tl.constexpr,
+    E4M3: tl.constexpr,
+    LIMIT: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+    PARTIALS_BLOCK: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_COLUMNS: tl.constexpr,
+):
+    """Each program makes one tile of y, rounded as by `row_norm_kernel`, and stores it in y's transpose in FP8."""
+    tile = tl.program_id(0)
+    row, column, inside = tile_inside(tile, rows, columns, column_tiles, TILE_ROWS, TILE_COLUMNS)
+    amax_at, amax_inside = tile_amaxes(tile, row, rows, columns, column_tiles, TILE_COLUMNS)
+    place = tile_place(row, column, columns, amaxes)
+    values = load_tile(h, amaxes, place, inside, amax_at, amax_inside, DECODE, TILE_ROWS, TILE_COLUMNS)
+    # vectors: as a column and a row of two dimensions, they would impose their layouts on the tile
+    of_rows = (tile // column_tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    of_columns = (tile % column_tiles) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
+    inverse = tl.load(inverse_rms + of_rows, mask=of_rows < rows, other=0.0)
+    factors = load_factors(weight + of_columns, of_columns < columns, UNIT_OFFSET)
+    y = tl.where(inside, values * inverse[:, None] * factors[None, :], 0.0)  # not -0, of a factor below 0
+    y = y.to(amaxes.dtype.element_ty).to(tl.float32)
+    cast_transposed(
+        y,
+        row,
+        column,
+        partials,
+        transpose,
+        inverse_scale,
+        partial_count,
+        out_rows,
+        out_columns,
+        E4M3,
+        LIMIT,
+        POWER_OF_TWO,
+        PARTIALS_BLOCK,
+    )
 
 
 @triton.jit
@@ -229,6 +291,23 @@ def _forward_launch(
         **_block(columns),
     )
     return launch, programs
+
+
+def row_norm_transposed_triton(
+    h: Tensor | GroupCodes,
+    weight: Tensor,
+    inverse_rms: Tensor,
+    *,
+    unit_offset: bool = False,
+    amax: Tensor,
+    dtype: torch.dtype,
+    power_of_two: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`row_norm_transposed`."""
+    encoded = isinstance(h, GroupCodes)
+    tensors = (*(h if encoded else (h, h)), weight, inverse_rms)
+    options = {"UNIT_OFFSET": unit_offset, "DECODE": encoded}
+    return launch_transposed(row_norm_transposed_kernel, tensors, h.shape, (), amax, dtype, power_of_two, **options)
 
 
 def row_norm_backward_triton(

@@ -12,12 +12,14 @@ pytest.importorskip("triton")
 from fp8booster.kernels import activation_triton, rope_triton, row_norm_triton, token_rows_triton
 from tests.kernels.compiled import narrow_accesses, stages_of
 
-FLOATS = ("inverse_rms", "partials", "weights", "dweights", "dbiases")
+FLOATS = ("inverse_rms", "partials", "weights", "dweights", "dbiases", "inverse_scale")
 PLAIN = {"BIAS": False, "CENTERED": False, "UNIT_OFFSET": False}
 LAYER_NORM = {"BIAS": True, "CENTERED": True, "UNIT_OFFSET": False, "ENCODE": False, "DECODE": False}
 ENCODED = {"EPS": 1e-5, "RESIDUAL": True, "ENCODE": True, "BLOCK": 4096, **PLAIN}
 TILE = {"KIND": "silu", "GATED": True, "TILE_ROWS": 2, "TILE_COLUMNS": 1024}
 OF_CODES = TILE | {"ENCODE": False, "DECODE": True}
+CAST = {"E4M3": True, "LIMIT": 448.0, "POWER_OF_TWO": False, "PARTIALS_BLOCK": 2048}
+TRANSPOSED = {"TILE_ROWS": 64, "TILE_COLUMNS": 128, "UNIT_OFFSET": False, "DECODE": False, **CAST}
 
 PAIRS = {"INTERLEAVED": False, "INTERLEAVED_ANGLES": False}
 ROPE = {"PARTIAL": False, **PAIRS, "GROUPED": False, "LAST": False, "HALF": 64, "HEADS": 32}
@@ -29,6 +31,8 @@ class Types(dict):
     def __missing__(self, name: str) -> str:
         if name == "places":
             return "*i64"
+        if name == "transpose":
+            return "*fp8e4nv"
         if name.endswith("codes"):
             return "*i8"
         if name.endswith("amaxes"):
@@ -66,6 +70,14 @@ CASES = {
         TILE | {"BACKWARD": True, "ENCODE": False, "DECODE": False},
         4,
     ),
+    "SwiGLU's transpose": (activation_triton.activation_transposed_kernel, TILE | TRANSPOSED, 8),
+    "SwiGLU's transpose, of codes": (
+        activation_triton.activation_transposed_kernel,
+        TILE | TRANSPOSED | {"DECODE": True},
+        8,
+    ),
+    "norm's transpose": (row_norm_triton.row_norm_transposed_kernel, TRANSPOSED, 8),
+    "norm's transpose, of codes": (row_norm_triton.row_norm_transposed_kernel, TRANSPOSED | {"DECODE": True}, 8),
     "GELU by tanh": (
         activation_triton.activation_kernel,
         TILE | {"KIND": "gelu_tanh", "BACKWARD": False, "ENCODE": False, "DECODE": False},
@@ -112,6 +124,14 @@ def test_eight_codes_are_moved_at_once(case: str) -> None:
     moved = "ld" if "of codes" in case else "st"
     assert f"{moved}.global.v2.b32" in ptx
     assert {access.split(".")[-1] for access in narrow_accesses(ptx)} == {"b16"}  # amaxes, one for 128 values
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "transpose" in case])
+def test_tiles_are_transposed_by_whole_matrices(case: str) -> None:
+    """Not byte by byte through shared memory, as where a value of FP8 takes part in what is transposed."""
+    ptx = compiled(case)["ptx"]
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in ptx
+    assert "shared.b8" not in ptx
 
 
 def compiled(case: str) -> Mapping[str, str]:
