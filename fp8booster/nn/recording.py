@@ -90,6 +90,10 @@ class _Recorded(Casts):
                 first += rows
         return made
 
+    def scales_inputs_by_their_amax(self, config: FP8Config) -> bool:
+        """As `Casts.scales_inputs_by_their_amax`."""
+        return self.casts.scales_inputs_by_their_amax(config)
+
     def note_weight(self, values: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> None:
         """As `Casts.note_weight`."""
         if self._recorder.is_sampling and values.numel():

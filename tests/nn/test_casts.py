@@ -1,9 +1,10 @@
-"""Every cast of a layer's operand passes through `Casts`, whatever computes the layer."""
+"""Casts of a layer's operands pass through `Casts`, whatever computes the layer."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ class Listed(Casts):
     """Lists what it casts."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.seen: list[tuple[str, torch.Size]] = []
 
     def quantize(self, role: str, *arguments: object, **how: object) -> QuantizedMatrix:
@@ -72,9 +74,26 @@ def test_fused_layers_cast_through_that_of_their_one_product(saved: str) -> None
         assert each.fp8_casts.seen[1][1][0] == sum(map(len, each.weights))
         assert not any(layer.fp8_casts.seen for layer in each.layers)
     block = model.model.layers[0]
-    again = [INPUT] if saved == "8-bit" else []  # by its recipe
-    assert [role for role, _ in block.mlp.down_proj.fp8_casts.seen] == [INPUT, WEIGHT, OUTPUT_GRADIENT, *again]
+    assert [role for role, _ in block.mlp.down_proj.fp8_casts.seen] == [INPUT, WEIGHT, OUTPUT_GRADIENT]
     assert {role for role, _ in model.lm_head.fp8_casts.seen} == {INPUT, WEIGHT, OUTPUT_GRADIENT}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("self_attn.q_proj", {"granularity": "rowwise", "emulate": True}),  # layers of one input one by one
+        ("mlp.down_proj", {"scaling": "delayed"}),
+    ],
+)
+def test_what_backward_makes_again_is_cast_by_other_scales_than_its_amax(name: str, options: dict[str, Any]) -> None:
+    model = build(hidden_size=128, intermediate_size=384)
+    convert_to_fp8(model, FP8Config(recompute="both", always=True, **options))
+    fuse(model)
+    product = model.model.layers[0].get_submodule(name)
+    product.fp8_casts = Listed()
+    ids = batch()
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert [role for role, _ in product.fp8_casts.seen] == [INPUT, WEIGHT, OUTPUT_GRADIENT, INPUT]
 
 
 def test_experts_cast_through_those_of_their_grouped_products() -> None:

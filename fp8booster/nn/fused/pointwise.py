@@ -5,7 +5,7 @@ Each delivers the amax of what it makes, forward and backward, to the cast that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from fp8booster.kernels.group_codes import GroupCodes, values_of
 from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import unaliased, unsafe_view
-from fp8booster.nn.linear.made_again import Recipe, deliver_recipe
+from fp8booster.nn.linear.made_again import Make, Recipe, deliver_recipe
 
 Observer = Callable[[torch.Tensor, GroupCodes], None]
 """Sees what is saved in 8 bits: the values, a matrix, and their codes."""
@@ -78,8 +78,10 @@ class _RowNorm(torch.autograd.Function):
         if saving.again:
             # copies: where an engine gathers the norm's parameters, they are gone when the product's backward runs
             factors = [each.detach().clone() for each in (weight, bias) if each is not None]
-            made = partial(_normalized_again, eps, kind, len(factors))
-            deliver_recipe(y, Recipe(made, (*factors, *(each.detach() for each in kept))))
+            in_tiles = not kind["centered"] and weight.dim() == 1  # a value needs no more of its row than was saved
+            transpose = partial(_normalized_transpose, kind["unit_offset"]) if in_tiles else None
+            make = Make(partial(_normalized_again, eps, kind, len(factors)), transpose)
+            deliver_recipe(y, Recipe(make, (amax, inverse_rms, *factors, *(each.detach() for each in kept))))
         h = x.view_as(x) if residual is None else h.view(x.shape)
         return deliver_amax(y, amax), h
 
@@ -104,13 +106,32 @@ class _RowNorm(torch.autograd.Function):
 
 
 def _normalized_again(
-    eps: float, kind: dict[str, bool], factors: int, *tensors: torch.Tensor
+    eps: float,
+    kind: dict[str, bool],
+    factors: int,
+    amax: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    weight: torch.Tensor,
+    *others: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Recipe.make`."""
-    weight, bias, saved = tensors[0], tensors[1] if factors > 1 else None, tensors[factors:]
+    """As `Make.matrix`: `others` are a bias, if there are two factors, and the rows or their codes."""
+    bias, saved = others[0] if factors > 1 else None, others[factors - 1 :]
     rows = saved[0] if len(saved) == 1 else values_of(GroupCodes(*saved)).to(saved[1].dtype)
     y, _, _, amax, _ = row_norm_kernel.row_norm(rows, weight, eps, None, bias, **kind)
     return y, amax
+
+
+def _normalized_transpose(
+    unit_offset: bool,
+    amax: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    weight: torch.Tensor,
+    *saved: torch.Tensor,
+    **cast: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Make.transpose`, of an RMS norm."""
+    h = saved[0] if len(saved) == 1 else GroupCodes(*saved)
+    return row_norm_kernel.row_norm_transposed(h, weight, inverse_rms, unit_offset=unit_offset, amax=amax, **cast)
 
 
 def rms_norm(
@@ -328,17 +349,17 @@ class _Activation(torch.autograd.Function):
                     observe(part, of_part)
         codes = [tensor for each in (made.x, made.up) if each is not None for tensor in each]
         ctx.save_for_backward(*(codes or (x,)))
-        ctx.kind, ctx.gated, ctx.encoded = kind, gated, bool(codes)
+        ctx.kind, ctx.gated = kind, gated
         y = unsafe_view(made.y, (*x.shape[:-1], made.y.shape[1]))
         if saving.again:
-            deliver_recipe(y, Recipe(partial(_activated_again, kind, gated), tuple(codes) or (x.detach(),)))
+            make = Make(partial(_activated_again, kind, gated), partial(_activated_transpose, kind, gated))
+            deliver_recipe(y, Recipe(make, (made.amax, *(codes or (x.detach(),)))))
         return deliver_amax(y, made.amax)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple:
-        saved = ctx.saved_tensors
-        parts = _decodable(*saved) if ctx.encoded else _parts(saved[0], ctx.gated)
+        parts = _saved_parts(ctx.saved_tensors, ctx.gated)
         rows = dy.reshape(-1, dy.shape[-1]).contiguous()
         dx, amax = activation_kernel.activate_backward(rows, *parts, kind=ctx.kind)
         return deliver_amax(dx.view(*dy.shape[:-1], dx.shape[1]), amax), None, None, None
@@ -350,15 +371,25 @@ def _parts(x: torch.Tensor, gated: bool) -> tuple[torch.Tensor, ...]:
     return rows.chunk(2, 1) if gated else (rows,)
 
 
-def _decodable(*codes: torch.Tensor) -> list[GroupCodes]:
-    """The same, of what was saved of them in 8 bits."""
-    return [GroupCodes(*pair) for pair in zip(codes[::2], codes[1::2], strict=True)]
+def _saved_parts(saved: Sequence[torch.Tensor], gated: bool) -> Sequence[torch.Tensor | GroupCodes]:
+    """The same, of what was saved: in 16 bits one tensor, in 8 bits codes and amaxes of each."""
+    if len(saved) == 1:
+        return _parts(saved[0], gated)
+    return [GroupCodes(*pair) for pair in zip(saved[::2], saved[1::2], strict=True)]
 
 
-def _activated_again(kind: str, gated: bool, *saved: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Recipe.make`."""
-    parts = _parts(saved[0], gated) if len(saved) == 1 else _decodable(*saved)
-    return activation_kernel.activate(*parts, kind=kind)[:2]
+def _activated_again(
+    kind: str, gated: bool, amax: torch.Tensor, *saved: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Make.matrix`."""
+    return activation_kernel.activate(*_saved_parts(saved, gated), kind=kind)[:2]
+
+
+def _activated_transpose(
+    kind: str, gated: bool, amax: torch.Tensor, *saved: torch.Tensor, **cast: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `Make.transpose`."""
+    return activation_kernel.activate_transposed(*_saved_parts(saved, gated), kind=kind, amax=amax, **cast)
 
 
 def activate(x: torch.Tensor, kind: str, *, saving: Saving = IN_16_BITS) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 
+from fp8booster.config import FP8Config
 from fp8booster.nn.fused.attention import attend, attend_packed, why_unlike
 from fp8booster.nn.fused.families import WITH_SINKS, has_sinks
 from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
@@ -17,7 +18,7 @@ from fp8booster.nn.fused.part import FusedPart, own_product
 from fp8booster.nn.fused.pointwise import latent_heads, rotate_heads, split_and_rotate
 from fp8booster.nn.fused.trials import Form, cos_and_sin, dropout_of, head_size, heads_of_a_key
 from fp8booster.nn.linear.layer import config_around
-from fp8booster.nn.linear.made_again import Recipe, as_saved, deliver_recipe
+from fp8booster.nn.linear.made_again import deliver_as_saved
 from fp8booster.nn.modules import is_looked_at, run_with
 
 
@@ -98,22 +99,26 @@ class FusedAttention(MergedAttention):
         else:
             raise ValueError("packed sequences cannot go on from a cache; leave past_key_values out")
         heads = self.after_attention(attended.transpose(1, 2)).flatten(2)
-        # of a copy attention saves nothing
-        if torch.is_grad_enabled() and self.casts_output_again and heads.data_ptr() == attended.data_ptr():
-            deliver_recipe(heads, Recipe(as_saved, (heads.detach(),)))
+        recasts = self._recasts() if torch.is_grad_enabled() else None
+        if recasts is not None and heads.data_ptr() == attended.data_ptr():  # of a copy attention saves nothing
+            deliver_as_saved(heads, one_scale=recasts.scale_for == "tensor")
         output = getattr(self, self.part.output)(heads)
         return (output, None, cache)[: self.form.outputs]
 
     @property
     def casts_output_again(self) -> bool:
-        """Whether backward casts again what attention gives its output projection.
+        """Whether backward casts again what attention gives its output projection."""
+        return self._recasts() is not None
 
-        Not where ranks exchange it in between: attention saves what it gave itself.
+    def _recasts(self) -> FP8Config | None:
+        """By what; None: it does not.
+
+        Nor where ranks exchange it in between: attention saves what it gave itself.
         """
         if torch.compiler.is_compiling() or type(self).after_attention is not FusedAttention.after_attention:
-            return False
+            return None
         config = config_around([getattr(self, self.part.output)])
-        return config is not None and config.recasts_attention
+        return config if config is not None and config.recasts_attention else None
 
     def rotated(self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, ...]:
         """q, k and v, [B, S, H, D], of which q and k have gone through their norms and were rotated.

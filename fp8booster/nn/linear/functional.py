@@ -179,11 +179,13 @@ _WEIGHTS = 3
 """Where the weights begin among the arguments of `_Linear`."""
 
 
-def _made_again(recipe: Make, source: list[torch.Tensor], how: _How) -> tuple[torch.Tensor, torch.Tensor]:
-    """The transpose of x in FP8, by its recipe, and its inverse scale."""
-    matrix, amax = recipe(*source)
-    dtype = how.config.input_format
-    x = how.casts.quantize(INPUT, how.config, matrix, dtype, plain=False, transposed=True, amax=amax)
+def _made_again(make: Make, source: list[torch.Tensor], how: _How) -> tuple[torch.Tensor, torch.Tensor]:
+    """The transpose of x in FP8, made again, and its inverse scale."""
+    config, dtype = how.config, how.config.input_format
+    if make.transpose is not None and how.casts.scales_inputs_by_their_amax(config):
+        return make.transpose(*source, dtype=dtype, power_of_two=config.power_of_two)
+    matrix, amax = make.matrix(*source)
+    x = how.casts.quantize(INPUT, config, matrix, dtype, plain=False, transposed=True, amax=amax)
     return x.transpose, x.scale_of_transpose()
 
 
@@ -275,7 +277,7 @@ def linear_from_quantized(
         backward_weight: backward asks it for the weight's transpose, and holds none itself; None keeps that of `w`, or
             makes it in backward where `w` has none, with rowwise scales for a weight without a gradient.
         casts: the layer's; casts the output's gradient.
-        recipe: backward makes the input's transpose by it, with a scale of its own, and holds none itself.
+        recipe: backward makes the input's transpose by it, and holds none itself.
 
     Returns:
         [..., N] of the input's dtype, or of autocast's.

@@ -259,12 +259,12 @@ def _base_dgrad(
 
 
 def _of_a(
-    dlow: torch.Tensor, recipe: Make | None, source: Sequence[torch.Tensor], a: Sequence[torch.Tensor]
+    dlow: torch.Tensor, make: Make | None, source: Sequence[torch.Tensor], a: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of a: of x as it was, made again, or as fprop read it."""
     rows, columns = len(dlow), a[0].shape[1]
-    if recipe is not None:
-        gradient = dlow.t() @ recipe(*source)[0]
+    if make is not None:
+        gradient = dlow.t() @ make.matrix(*source)[0]
     else:
         data, inverse_scale = source
         # a value of FP8 is one of BF16 too; the scale comes after the sum

@@ -1,4 +1,7 @@
-"""The casts of a layer's operands, with the scales that `FP8Config` asks for: all of them pass through one `Casts`."""
+"""The casts of a layer's operands, with the scales that `FP8Config` asks for: they pass through one `Casts`.
+
+Not the transpose of an input that backward makes again by the scale of forward, in one pass (`linear.made_again`).
+"""
 
 from __future__ import annotations
 
@@ -70,6 +73,11 @@ class Casts:
             power_of_two=config.power_of_two,
             amax=amax,
         )
+
+    def scales_inputs_by_their_amax(self, config: FP8Config) -> bool:
+        """Whether `quantize` gives an input one scale, by its amax as it is, and nothing else enters."""
+        remembers = config.remembers_amaxes and self._histories is not None
+        return config.scale_for == "tensor" and not remembers and not self.by_channel
 
     @property
     def remembered(self) -> dict[str, torch.Tensor]:

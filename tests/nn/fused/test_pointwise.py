@@ -79,7 +79,7 @@ def test_an_activation_is_that_of_torch(gated: bool, saving: Saving, device: tor
     assert (recipe is not None) == saving.again
     near = {"rtol": 0.1, "atol": 0.05} if saving.in_8_bits else {}
     if recipe is not None:
-        again, amax = recipe.make(*recipe.of)
+        again, amax = recipe.make.matrix(*recipe.of)
         torch.testing.assert_close(again, right.flatten(0, -2), **near)
         assert torch.equal(amax.amax(), amax_of(again))
     dy = torch.randn_like(found)
