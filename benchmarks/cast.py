@@ -77,9 +77,9 @@ def work_of(kind: CastKind, device: torch.device) -> Work:
 
 def _amax(device: torch.device) -> Work:
     if device.type == "cuda":
-        from fp8booster.kernels.cast_triton import amax_partials
+        from fp8booster.kernels.cast_triton import partial_amaxes_triton
 
-        return lambda matrix, amax: amax_partials(matrix)
+        return lambda matrix, amax: partial_amaxes_triton(matrix)
     return lambda matrix, amax: scaling.amax_of(matrix)
 
 

@@ -98,23 +98,35 @@ def count_encoded(
         transports: bytes given to each collective of torch.distributed that it uses.
         collective: the plain one, where the row has another name.
     """
+    count_calls(name, 1, *bytes_of_encoded(name, ranks, payload, transports, collective))
+
+
+def bytes_of_encoded(
+    name: str, ranks: int, payload: int, transports: dict[str, int], collective: str | None = None
+) -> tuple[int, int]:
+    """What `count_encoded` counts of a call: bytes that the plain collective would send, and that are sent."""
     wire = sum([bytes_sent(transport, given, ranks) for transport, given in transports.items()])
-    note(partial(_count, name, bytes_sent(collective or name, payload, ranks), wire, None))
+    return bytes_sent(collective or name, payload, ranks), wire
+
+
+def count_calls(name: str, calls: int, raw: int, wire: int) -> None:
+    """Count calls that go in FP8, whose bytes are known together."""
+    note(partial(_count, name, calls, raw, wire, None))
 
 
 def count_plain(name: str, ranks: int, payload: int, reason: str, collective: str | None = None) -> None:
     """Count a call that goes uncompressed; arguments as in `count_encoded`."""
     sent = bytes_sent(collective or name, payload, max(ranks, 1))
-    note(partial(_count, name, sent, sent, reason))
+    note(partial(_count, name, 1, sent, sent, reason))
 
 
-def _count(name: str, raw: int, wire: int, reason: str | None) -> None:
+def _count(name: str, calls: int, raw: int, wire: int, reason: str | None) -> None:
     with _lock:
         row = _rows.get(name)
         if row is None:
             row = _rows[name] = Row()
-        row.calls += 1
+        row.calls += calls
         row.raw_bytes += raw
         row.wire_bytes += wire
         if reason is not None:
-            row.uncompressed[reason] += 1
+            row.uncompressed[reason] += calls

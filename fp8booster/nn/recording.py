@@ -55,6 +55,8 @@ class _Recorded(Casts):
         weights: names of layers whose weights are stacked, with the rows of each; empty for one weight.
     """
 
+    sees_weights = True
+
     def __init__(self, casts: Casts, recorder: Recorder, name: str, weights: Sequence[tuple[str, int]] = ()) -> None:
         self.casts, self._recorder, self._name, self._weights = casts, recorder, name, weights
         self.by_channel = casts.by_channel

@@ -33,6 +33,9 @@ class Casts:
     """Whether input and weight have factors for each channel of the input, found at the weight's casts: then the weight
     of a call is cast first, and no one else casts either."""
 
+    sees_weights: bool = False
+    """Whether `note_weight` looks at what it is given."""
+
     def __init__(self, remembers: bool = True) -> None:
         self._histories: dict[str, AmaxHistory] | None = {} if remembers else None
         self._loaded: dict[str, torch.Tensor] = {}

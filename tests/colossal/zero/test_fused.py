@@ -7,7 +7,8 @@ import torch
 
 from fp8booster import FP8Config, forget_weights
 from fp8booster.colossal.zero import gathered_weights
-from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights
+from fp8booster.colossal.zero.gathered_weights import GatheredWeights
+from fp8booster.colossal.zero.weight_batch import WeightBatch
 from fp8booster.kernels.cast import cast
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.weights import cached
@@ -37,8 +38,8 @@ def test_merged_layers_wait_for_their_own_weights_alone() -> None:
         order.append(source)
         fill(source, *arguments)
 
-    def note_hand_over(weights: GatheredWeights, batch: list[GatheredWeight]) -> None:
-        order.extend(gathered.layer for gathered in batch)
+    def note_hand_over(weights: GatheredWeights, batch: WeightBatch) -> None:
+        order.extend(gathered.layer for gathered in batch.weights)
         hand_over(weights, batch)
 
     with pytest.MonkeyPatch.context() as patch:
