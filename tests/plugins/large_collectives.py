@@ -43,13 +43,13 @@ class Calls:
 
 @contextmanager
 def each_call() -> Iterator[Calls]:
-    """The collectives that are called while the context lasts, one by one."""
+    """The collectives that are called while the context lasts, one by one, or those that are counted together."""
     calls = Calls()
     count, add = statistics._count, traffic._add
 
-    def counting(name: str, raw: int, wire: int, reason: str | None) -> None:
+    def counting(name: str, number: int, raw: int, wire: int, reason: str | None) -> None:
         calls.counted.append(Call(name, raw, wire, reason))
-        count(name, raw, wire, reason)
+        count(name, number, raw, wire, reason)
 
     def adding(into: Any, lock: Any, name: str, handed: Any, group: Any) -> None:
         tensors = [handed] if isinstance(handed, torch.Tensor) else handed or []

@@ -18,6 +18,7 @@ from fp8booster.colossal.hybrid.gradient_norm import SharedSquares
 from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated, shared_between_stages
 from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
 from fp8booster.colossal.hybrid.sums import SummedGradients
+from fp8booster.colossal.zero.noted_norms import forget_norm, noted_norms
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.norms import norms_of
@@ -128,7 +129,7 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
         sums.sum(parts)
         for part in parts.values():
             if part is not None:
-                self._norms.pop(part, None)  # kernels write past torch's count of changes
+                forget_norm(part)  # kernels write past torch's count of changes
 
     def _norm(self) -> torch.Tensor:
         """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device.
@@ -140,9 +141,9 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
             (parameter, gradient)
             for group_id, parameters in self._working_param_groups.items()
             for parameter in parameters
-            if (gradient := self._own_gradient(group_id, parameter)) is not None
+            if (gradient := self.pid_to_grad_store[id(parameter)].gradient(group_id, id(parameter))) is not None
         ]
-        norms = self._norms_of([gradient for _, gradient in pairs])
+        norms = noted_norms([gradient for _, gradient in pairs])
         squares = self.shared_squares.own(zip((parameter for parameter, _ in pairs), norms, strict=True))
         # in the widest group no two ranks hold a part of the same: those of experts lie within it
         ranks = max(self.pg_to_grad_store, key=dist.get_world_size)

@@ -37,14 +37,17 @@ class AccumulatedGradients(GradientStore):
         """Whether there is a gradient of this parameter."""
         return bool(self._grads_of_params.get(group_id, {}).get(param_id))
 
-    def add(self, gradient: torch.Tensor, group_id: int, param_id: int) -> None:
-        """Add a micro-batch's gradient, on the current stream, to those before it."""
+    def add(self, gradient: torch.Tensor, group_id: int, param_id: int) -> GradientSum:
+        """Add a micro-batch's gradient, on the current stream, to those before it; the sum, as it is kept."""
         held = self._grads_of_params.setdefault(group_id, {}).setdefault(param_id, [])
         before = held.pop() if held else None
-        held.append(self._sum(before, gradient, param_id))
+        total = self._sum(before, gradient, param_id)
+        held.append(total)
         self._dtype = gradient.dtype
-        self.grad_to_param_mapping.pop(id(before), None)
-        self.grad_to_param_mapping[id(held[0])] = param_id
+        if before is not None:
+            self.grad_to_param_mapping.pop(id(before), None)
+        self.grad_to_param_mapping[id(total)] = param_id
+        return total
 
     def _sum(self, before: GradientSum | None, gradient: torch.Tensor, param_id: int) -> GradientSum:
         if isinstance(before, torch.Tensor):
@@ -60,6 +63,12 @@ class AccumulatedGradients(GradientStore):
             self.grad_to_param_mapping.pop(id(held[0]), None)
             held[0] = value_of(held[0], dtype=self._dtype)
             self.grad_to_param_mapping[id(held[0])] = param_id
+
+    def gradient(self, group_id: int, param_id: int) -> torch.Tensor | None:
+        """This rank's part of a parameter's gradient, decoded; None: there is none."""
+        self._decode(group_id, param_id)
+        held = self._grads_of_params.get(group_id, {}).get(param_id)
+        return held[0] if held else None
 
     def get_partitioned_gradients_by_param_id(self, group_id: int, param_id: int) -> list[torch.Tensor]:
         """As it is, decoded."""

@@ -24,17 +24,16 @@ from colossalai.zero.low_level.bookkeeping import BucketStore
 from colossalai.zero.low_level.zero_hook import set_all_gather_handle
 from torch import nn
 from torch.distributed import ReduceOp
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fp8booster import comm
 from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
 from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.colossal.zero.gradient_store import AccumulatedGradients
+from fp8booster.colossal.zero.noted_norms import note_norms, noted_norms
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.transport import gather_many
 from fp8booster.config import FP8Config
 from fp8booster.kernels.message_layout import side_by_side
-from fp8booster.kernels.norms import norms_of
 from fp8booster.optim import AdamW, one_pass
 from fp8booster.optim.clipping import clipping_divisor
 
@@ -73,9 +72,6 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     _updated_amaxes: dict[nn.Parameter, torch.Tensor]
     """Of each working weight that this backward has updated the master of, the amax of this rank's shard."""
 
-    _norms: WeakIdKeyDictionary
-    """By gradient, its count of changes and its norm then."""
-
     _group_of: dict[nn.Parameter, int]
     """The parameter group of each working weight."""
 
@@ -95,7 +91,6 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """
         optimizer.__class__ = cls
         optimizer.gathered_weights = GatheredWeights(model, optimizer)
-        optimizer._norms = WeakIdKeyDictionary()
         optimizer._group_of = {
             working: group_id for group_id, group in optimizer._working_param_groups.items() for working in group
         }
@@ -160,10 +155,12 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 self._update(dict(zip(parameters, own.split(sizes), strict=True)))
                 return
             groups = [self._group_of[parameter] for parameter in parameters]
-            for parameter, group_id, part in zip(parameters, groups, own.split(sizes), strict=True):
+            sums = [
                 self.pid_to_grad_store[id(parameter)].add(part, group_id, id(parameter))
+                for parameter, group_id, part in zip(parameters, groups, own.split(sizes), strict=True)
+            ]
             if not self._accumulates_codes:  # whose norms are those of what the step decodes
-                self._note_norms(list(map(self._own_gradient, groups, parameters)))
+                note_norms(sums)
 
     def _update(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Update the masters of working weights, given this rank's parts of their gradients.
@@ -274,17 +271,11 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             self._working_param_groups[group_id], self._master_param_groups_of_current_rank[group_id], strict=True
         )
         for working, master in pairs:
-            gradient = self._own_gradient(group_id, working)
+            gradient = self.pid_to_grad_store[id(working)].gradient(group_id, id(working))
             if gradient is not None:
-                taken.append((working, master, gradient.to(master.device)))
+                taken.append((working, master, _on(master.device, gradient)))
         self.optim.param_groups[group_id]["params"] = [master for _, master, _ in taken]
         return taken
-
-    def _own_gradient(self, group_id: int, working: nn.Parameter) -> torch.Tensor | None:
-        """This rank's part of a working weight's reduced gradient."""
-        store = self.pid_to_grad_store[id(working)]
-        gradients = store.get_partitioned_gradients_by_param_id(group_id, id(working))
-        return gradients[0] if gradients else None
 
     def _divisor(self) -> torch.Tensor | None:
         """What gradients are divided by, to undo the loss scale and to clip by the norm over all ranks as Colossal-AI
@@ -378,31 +369,11 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             ]
             of_group = torch.zeros_like(squares)
             if gradients:
-                of_group += torch.stack(self._norms_of(gradients)).square().sum()
+                of_group += torch.stack(noted_norms(gradients)).square().sum()
             for ranks in group if isinstance(group, tuple) else (group,):
                 dist.all_reduce(of_group, group=ranks)
             squares += of_group
         return squares.sqrt()
-
-    def _norms_of(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The norm of each gradient, computed now where none is remembered."""
-        noted = list(map(self._noted_norm, gradients))
-        unknown = [gradient for gradient, norm in zip(gradients, noted, strict=True) if norm is None]
-        if not unknown:
-            return noted
-        self._note_norms(unknown)
-        return list(map(self._noted_norm, gradients))
-
-    def _note_norms(self, gradients: list[torch.Tensor]) -> None:
-        """Remember the norms of gradients, as they are now."""
-        if gradients:
-            for gradient, norm in zip(gradients, norms_of(gradients), strict=True):
-                self._norms[gradient] = gradient._version, norm
-
-    def _noted_norm(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The norm that was remembered, unless the gradient has changed since."""
-        version, norm = self._norms.get(gradient, (None, None))
-        return norm if version == gradient._version else None
 
     def _publish(self, updated: Updated, works: list[dist.Work], amaxes: Mapping[torch.Tensor, torch.Tensor]) -> None:
         """Send the new weights of FP8 layers in FP8 to all ranks, and wait for the others.
@@ -413,9 +384,9 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             amaxes: of the masters whose amax is known.
         """
         device = get_accelerator().get_current_device()
-        in_fp8 = {working: master.to(device) for working, master in updated if working in self.gathered_weights}
+        in_fp8 = {working: _on(device, master) for working, master in updated if working in self.gathered_weights}
         self.gathered_weights.publish(
-            in_fp8, {working: amaxes[master].to(device) for working, master in updated if master in amaxes}
+            in_fp8, {working: _on(device, amaxes[master]) for working, master in updated if master in amaxes}
         )
         for work in works:
             work.wait()
@@ -507,3 +478,8 @@ def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter]
         gradients.append(nn.functional.pad(gradient, [0, padding]) if padding else gradient)
         parameter.grad = None
     return [parameter for parameter, _ in entries], gradients
+
+
+def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on a device, where most lie already: a call of `to` takes longer than a look."""
+    return tensor if tensor.device == device else tensor.to(device)
