@@ -88,6 +88,7 @@ class LayerGraphs:
         self._shared = shared
         self._kinds: dict[Hashable, _Kind] = {}
         self._modules: list[nn.Module] = []
+        self._children: list[list[nn.Module | None]] = []
         self._parameters: list[tuple[int, bool]] = []
         self._ran_without_gradients = False
         self.why_not: str | None = TOO_EARLY
@@ -129,15 +130,18 @@ class LayerGraphs:
 
     def _why_never(self, layer: nn.Module) -> str | None:
         """Why a layer as it is now cannot be captured."""
-        modules = list(layer.modules())
+        if [list(module._modules.values()) for module in self._modules] != self._children or not self._modules:
+            self._modules = list(layer.modules())
+            self._children = [list(module._modules.values()) for module in self._modules]
+            self._kinds.clear()
         # others after `load_state_dict(assign=True)`; the graphs of those before hold them, so their ids stay theirs
-        parameters = [(id(each), each.requires_grad) for module in modules for each in _parameters_of(module)]
-        if (modules, parameters) != (self._modules, self._parameters):
-            self._modules, self._parameters = modules, parameters
+        parameters = [(id(each), each.requires_grad) for module in self._modules for each in _parameters_of(module)]
+        if parameters != self._parameters:
+            self._parameters = parameters
             self._kinds.clear()
         if _saving() not in (None, _CHECKPOINTING):
             return "what it saves for backward is stored elsewhere"
-        for module in modules:
+        for module in self._modules:
             if "experts" in module._modules:
                 return "the host must know how many tokens an expert gets"
             if isinstance(module, FP8Layer) and module.fp8_config.remembers_amaxes:
