@@ -342,7 +342,10 @@ class GatheredWeights:
             [each.data for each in batch.quantized],
             batch.inverse_scales,
             batch.transposes,
-            [each.layer.weight.data if each.layer.fp8_config.keeps_16_bits else None for each in batch.weights],
+            [
+                weight if each.layer.fp8_config.keeps_16_bits else None
+                for weight, each in zip(batch.parameters, batch.weights, strict=True)
+            ],
         )
         for each in batch.weights:
             if not each.layer.fp8_config.keeps_16_bits:

@@ -50,6 +50,8 @@ class AccumulatedGradients(GradientStore):
         return total
 
     def _sum(self, before: GradientSum | None, gradient: torch.Tensor, param_id: int) -> GradientSum:
+        if before is None and self.kind == "32-bit":
+            return gradient
         if isinstance(before, torch.Tensor):
             if self.kind == "32-bit" and not self._widens:
                 return before.add_(gradient)

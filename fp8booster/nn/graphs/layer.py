@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,6 +90,7 @@ class LayerGraphs:
         self._modules: list[nn.Module] = []
         self._children: list[list[nn.Module | None]] = []
         self._parameters: list[tuple[int, bool]] = []
+        self._why_parameters: str | None = None
         self._ran_without_gradients = False
         self.why_not: str | None = TOO_EARLY
         """Why the last call in training was not replayed; None: it was."""
@@ -135,10 +136,16 @@ class LayerGraphs:
             self._children = [list(module._modules.values()) for module in self._modules]
             self._kinds.clear()
         # others after `load_state_dict(assign=True)`; the graphs of those before hold them, so their ids stay theirs
-        parameters = [(id(each), each.requires_grad) for module in self._modules for each in _parameters_of(module)]
-        if parameters != self._parameters:
-            self._parameters = parameters
+        found = [
+            (id(each), each.requires_grad)
+            for module in self._modules
+            for each in module._parameters.values()
+            if each is not None
+        ]
+        if found != self._parameters:
+            self._parameters = found
             self._kinds.clear()
+            self._why_parameters = self._why_no_graph_reads(layer.parameters())
         if _saving() not in (None, _CHECKPOINTING):
             return "what it saves for backward is stored elsewhere"
         for module in self._modules:
@@ -148,11 +155,14 @@ class LayerGraphs:
                 return f"{module.fp8_config.scaling} scales, of which a graph cannot tell when a step begins"
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
                 return "hooks of a module inside must run"
-            for parameter in _parameters_of(module):
-                if type(parameter) is not nn.Parameter:
-                    return f"a weight is a {type(parameter).__name__}"
-                if self._shared.record_on(parameter.device) is None:
-                    return "CUDA graphs take a GPU"
+        return self._why_parameters
+
+    def _why_no_graph_reads(self, parameters: Iterable[nn.Parameter]) -> str | None:
+        for each in parameters:
+            if type(each) is not nn.Parameter:
+                return f"a weight is a {type(each).__name__}"
+            if self._shared.record_on(each.device) is None:
+                return "CUDA graphs take a GPU"
         return None
 
     def _kind_of(
@@ -222,10 +232,6 @@ class LayerGraphs:
 
     def __reduce__(self) -> tuple:
         return LayerGraphs, (self._shared,)
-
-
-def _parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    return [each for each in module._parameters.values() if each is not None]
 
 
 TOO_EARLY = f"it has not run {WARM_UP + 1} times alike yet"
