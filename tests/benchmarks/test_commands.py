@@ -8,7 +8,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import accumulation, adamw, attention, cast, energy, gemm, linear, speed_model
+from benchmarks import accumulation, adamw, attention, cast, energy, gemm, linear, made_again, speed_model
 from benchmarks.harness import power, products, timing
 from benchmarks.layers.layer import Layer
 from benchmarks.layers.records import summarize
@@ -25,13 +25,39 @@ def run(main: Callable[..., None], *arguments: str) -> object:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 @pytest.mark.parametrize(
     "main",
-    [gemm.main, cast.main, speed_model.main, linear.main, accumulation.main, adamw.main, energy.main, attention.main],
+    [
+        gemm.main,
+        cast.main,
+        made_again.main,
+        speed_model.main,
+        linear.main,
+        accumulation.main,
+        adamw.main,
+        energy.main,
+        attention.main,
+    ],
 )
 def test_without_a_gpu_one_sentence_and_exit_code_2(main) -> None:
     result = run(main)
     assert result.exit_code == 2
     assert "measures a CUDA GPU and torch finds none" in result.output
     assert len(result.output.strip().splitlines()) == 1
+
+
+def test_what_is_made_again_is_timed_in_one_pass_and_in_two(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(made_again, "SHAPES", {"SwiGLU": (48,), "norm": (64,)})
+    file = tmp_path / "made-again.json"
+    result = run(made_again.main, *FAST, "--tokens", "32", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    records = json.loads(file.read_text())["tables"]["made again"]
+    assert [(each["kind"], each["coded"]) for each in records] == [
+        ("SwiGLU", False),
+        ("SwiGLU", True),
+        ("norm", False),
+        ("norm", True),
+    ]
+    assert [each["bytes"] / 32 for each in records] == [48 * 5, 48 * 3, 64 * 3, 64 * 2]
+    assert all(each["ms"][way]["median"] > 0 for each in records for way in ("one pass", "two"))
 
 
 def test_energy(tmp_path, monkeypatch) -> None:
