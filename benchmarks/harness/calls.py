@@ -62,6 +62,7 @@ def idle_gpu() -> Iterator[None]:
         (product, "_decodable"): lambda a, b, inverse_scale_a, inverse_scale_b: (inverse_scale_a, inverse_scale_b),
         (torch.Tensor, "is_cuda"): True,
         (torch.Tensor, "is_cpu"): False,
+        (torch.Tensor, "record_stream"): lambda tensor, stream: None,
         (torch.cuda, "is_current_stream_capturing"): lambda: False,
         (torch._C, "_cuda_getCurrentRawStream"): lambda device: 0,
     }

@@ -2,16 +2,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import accumulation, adamw, attention, cast, energy, gemm, linear, made_again, speed_model
+from benchmarks import accumulation, adamw, attention, cast, energy, gemm, host_step, linear, made_again, speed_model
 from benchmarks.harness import power, products, timing
 from benchmarks.layers.layer import Layer
 from benchmarks.layers.records import summarize
+from tests.distributed import run_ranks
 
 FAST = ["--device", "cpu", "--rounds", "2", "--sample-ms", "0.01"]
 
@@ -58,6 +60,24 @@ def test_what_is_made_again_is_timed_in_one_pass_and_in_two(tmp_path, monkeypatc
     ]
     assert [each["bytes"] / 32 for each in records] == [48 * 5, 48 * 3, 64 * 3, 64 * 2]
     assert all(each["ms"][way]["median"] > 0 for each in records for way in ("one pass", "two"))
+
+
+def host_records(file: Path) -> list[dict]:
+    result = run(host_step.main, "--layers", "2", "--buckets", "2", "--steps", "1", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    return json.loads(file.read_text())["tables"]["step"]
+
+
+def test_replayed_layers_take_fewer_calls_of_python_in_a_step(tmp_path) -> None:
+    pytest.importorskip("triton")
+    ((one_by_one, replayed),) = run_ranks(host_records, 1, tmp_path / "host-step.json", initialize=False)
+    assert not one_by_one["graphs"]
+    assert replayed["graphs"]
+    for record in (one_by_one, replayed):
+        assert list(record["ms"]) == list(record["python_calls"]) == [*host_step.PHASES, "all"]
+        assert record["ms"]["all"]["median"] > 0
+    for phase in ("forward", "backward"):
+        assert replayed["python_calls"][phase] < one_by_one["python_calls"][phase]
 
 
 def test_energy(tmp_path, monkeypatch) -> None:

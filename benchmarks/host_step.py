@@ -1,0 +1,148 @@
+"""What Python does for a whole training step under `LowLevelZeroPlugin`, without a GPU.
+
+    python -m benchmarks.host_step --out results --json results/host-step.json
+
+One rank and a model of many small layers. Tensors of the CPU take the way of a GPU's, launches do nothing, and replays
+of CUDA graphs do nothing either (`harness.calls.idle_gpu`). So what is timed is what the host does for a GPU, and what
+PyTorch computes on the CPU where no kernel of fp8booster's does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import typer
+
+from benchmarks.harness import command, environment
+from benchmarks.harness.calls import idle_gpu, python_calls
+from benchmarks.harness.results import Column, Record, Result, Table, spread
+from benchmarks.harness.statistics import Samples
+from benchmarks.training.job import Job
+
+WARM_UP = 8
+"""Steps, after which layers have been captured."""
+
+PHASES = ("forward", "backward", "update")
+
+
+class _Replays:
+    """Captures work by doing it once; a replay does nothing."""
+
+    def __call__(self, work: Callable[[], Any], *, passing: bool = False) -> tuple[Callable[[], None], Any]:
+        return _nothing, work()
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Step:
+    """A training step in its phases.
+
+    Args:
+        layers: of the model micro.
+        buckets: about so many, in which ZeRO reduces the gradients.
+        graphs: layers are replayed.
+    """
+
+    def __init__(self, layers: int, buckets: int, graphs: bool) -> None:
+        from benchmarks.training.data import batches
+        from benchmarks.training.engines import ENGINES
+        from fp8booster.training.boosted import causal
+
+        options = ("always=true", *(("cuda_graphs=true",) if graphs else ()))
+        job = Job(model="micro", layers=layers, sequence=32, micro_batch=1, device="cpu", fp8_options=options)
+        built = ENGINES["fp8booster-fp8"].load()(job, torch.device("cpu"))
+        self._boosted = built.boosted
+        self._batch = causal(batches(job, built.replica, torch.device("cpu"))(0))
+        values = sum(parameter.numel() for parameter in self._boosted.model.parameters())
+        self._boosted.optimizer._reduce_bucket_size = values // buckets
+
+    def forward(self) -> None:
+        """Compute the loss."""
+        self._loss = self._boosted.model(**self._batch).loss
+
+    def backward(self) -> None:
+        """Compute and reduce the gradients."""
+        self._boosted.booster.backward(self._loss, self._boosted.optimizer)
+
+    def update(self) -> None:
+        """Update the masters and publish the weights."""
+        self._boosted.update(1.0)
+
+
+def measure(layers: int, buckets: int, graphs: bool, steps: int) -> Record:
+    """Time and Python calls of each phase."""
+    from fp8booster.nn.graphs import recorder
+
+    with patch.object(recorder, "recorder_for", lambda device: _Replays()):
+        step = _Step(layers, buckets, graphs)
+        with idle_gpu():
+            phases = {name: getattr(step, name) for name in PHASES}
+            for _ in range(WARM_UP):
+                for phase in phases.values():
+                    phase()
+            ms: dict[str, list[float]] = {name: [] for name in PHASES}
+            for _ in range(steps):
+                for name, phase in phases.items():
+                    begin = time.perf_counter()
+                    phase()
+                    ms[name].append(1e3 * (time.perf_counter() - begin))
+            calls = {name: python_calls(phase) for name, phase in phases.items()}
+    ms["all"] = [sum(of_step) for of_step in zip(*ms.values(), strict=True)]
+    calls["all"] = sum(calls.values())
+    return {
+        "graphs": graphs,
+        "ms": {name: Samples.of(values).as_record() for name, values in ms.items()},
+        "python_calls": calls,
+    }
+
+
+def _column(phase: str) -> Column:
+    return Column(f"{phase}, ms", lambda r: spread(r["ms"][phase], 1))
+
+
+def _calls(phase: str) -> Column:
+    return Column(f"{phase}, calls", lambda r: str(r["python_calls"][phase]))
+
+
+COLUMNS = (
+    Column("layers", lambda r: "replayed as CUDA graphs" if r["graphs"] else "run one by one"),
+    *(_column(phase) for phase in (*PHASES, "all")),
+    *(_calls(phase) for phase in (*PHASES, "all")),
+)
+NOTE = (
+    "Median [10th-90th percentile] of the steps. Calls are those of Python functions in a step, the same at every run."
+)
+
+
+def main(
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers; 22 are those of LLaMA 1B.")] = 22,
+    buckets: Annotated[int, typer.Option(min=1, help="In which gradients are reduced; 19 are those of LLaMA 1B.")] = 19,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 40,
+    json: command.JsonFile = None,
+    out: command.Folder = None,
+    commit: command.Commit = None,
+) -> None:
+    """Time what Python does for a training step, with and without CUDA graphs."""
+    _, gpu = command.measured_device("cpu")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        records = [measure(layers, buckets, graphs, steps) for graphs in (False, True)]
+    finally:
+        dist.destroy_process_group()
+    head = environment.head(gpu, commit=commit) | {"model": f"micro LLaMA, {layers} layers; about {buckets} buckets"}
+    result = Result(
+        "host-step", "What Python does for a training step", head, [Table("step", "Host", COLUMNS, records, NOTE)]
+    )
+    command.deliver(result, folder=out, json_file=json)
+
+
+if __name__ == "__main__":
+    command.run_command(main)
