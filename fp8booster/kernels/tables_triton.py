@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import reduce
 from itertools import accumulate, chain
-from operator import attrgetter, or_
+from operator import or_
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ from fp8booster.kernels.launch import ceil_div, launch
 _RUN = 16
 RUN = tl.constexpr(_RUN)
 """Programs in a row that work on one entry. The last of them may have nothing left to do."""
-
-_dtype = attrgetter("dtype")
 
 MOST_FIELDS = 10
 """Of an entry, with its place and its first program."""
@@ -109,47 +107,24 @@ def launch_over(
         scalars: as `tensors`, for those of one value.
     """
     kinds = [*tensors, *scalars]
-    dtypes = [list(map(_dtype, kind)) for kind in kinds]
+    dtypes = [[tensor.dtype for tensor in kind] for kind in kinds]
     addresses = [list(map(Tensor.data_ptr, kind)) for kind in kinds]
-    columns = [*addresses, *sizes]
-    for aligned, places in _alike(programs, [*addresses[: len(tensors)], *sizes], dtypes):
-        first = places[0]
-        device = kinds[0][first].device
-        of_these = columns
-        if len(places) < len(programs):
-            of_these = [[column[place] for place in places] for column in columns]
-        runs = tuple([ceil_div(programs[place], _RUN) for place in places])
-        firsts = list(accumulate(runs, initial=0))
-        total = firsts.pop()
-        rows = list(zip(*of_these, places, [run * _RUN for run in firsts], strict=True))
-        entries, owners = (_captured_table if _is_captured(device) else _table)(rows, runs, device)
-        pointers = (entries, owners, *(kind[first] for kind in kinds), *others)
-        launch(kernel, total * _RUN, pointers, numbers, **options, ALIGNED=aligned)
-
-
-def _alike(
-    programs: Sequence[int], numbers: Sequence[Sequence[int]], dtypes: Sequence[Sequence[torch.dtype]]
-) -> list[tuple[bool, Sequence[int]]]:
-    """Places of entries that take programs, those together that have the same dtypes and are aligned alike.
-
-    Args:
-        programs: of each entry.
-        numbers: addresses and sizes, each for all entries.
-        dtypes: of each kind of tensor, those of all entries.
-
-    Returns:
-        (whether addresses and sizes are multiples of 16, places).
-    """
-    if programs and all(programs) and all(of_kind.count(of_kind[0]) == len(programs) for of_kind in dtypes):
-        misaligned = reduce(or_, map(partial(reduce, or_), numbers)) % ALIGNMENT
-        if not misaligned:  # nearly always: told by few calls from Python
-            return [(True, range(len(programs)))]
-    bits = [reduce(or_, of_entry) for of_entry in zip(*numbers, strict=True)]
+    bits = [reduce(or_, values) for values in zip(*addresses[: len(tensors)], *sizes, strict=True)]
     alike: dict[tuple, list[int]] = {}
     for place, (count, *kind) in enumerate(zip(programs, bits, *dtypes, strict=True)):
         if count > 0:
             alike.setdefault((kind[0] % ALIGNMENT == 0, *kind[1:]), []).append(place)
-    return [(aligned, places) for (aligned, *_), places in alike.items()]
+    for (aligned, *_), places in alike.items():
+        first = places[0]
+        device = kinds[0][first].device
+        runs = tuple([ceil_div(programs[place], _RUN) for place in places])
+        firsts = list(accumulate(runs, initial=0))
+        total = firsts.pop()
+        columns = [[column[place] for place in places] for column in (*addresses, *sizes)]
+        rows = list(zip(*columns, places, [run * _RUN for run in firsts], strict=True))
+        entries, owners = (_captured_table if _is_captured(device) else _table)(rows, runs, device)
+        pointers = (entries, owners, *(kind[first] for kind in kinds), *others)
+        launch(kernel, total * _RUN, pointers, numbers, **options, ALIGNED=aligned)
 
 
 def _table(rows: list[tuple[int, ...]], runs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
