@@ -89,9 +89,11 @@ class WeightBatch:
         self.inverse_scales = [each.inverse_scale for each in self.quantized]
         self.transposes = [each.quantized.transpose if keeps_transpose(each.layer) else None for each in weights]
         self.written = [tensor for each in self.quantized for tensor in each[:3]]
-        self.groups = list(dict.fromkeys(each.group for each in weights))
-        groups = [each.group for each in weights]
-        self.firsts = torch.tensor([groups.index(group) for group in groups], device=self.parameters[0].device)
+        groups, device = [each.group for each in weights], self.parameters[0].device
+        self.groups = list(dict.fromkeys(groups))
+        # pinned, for the host must not wait: where experts get no gradient, other weights are updated at each step
+        firsts = torch.tensor([groups.index(group) for group in groups], pin_memory=device.type == "cuda")
+        self.firsts = firsts.to(device, non_blocking=True)
         """For each weight the place of the first one that it shares a scale with: int64."""
 
         self._own = [each.flat.chunk(ranks)[rank] for each in weights]
