@@ -89,7 +89,7 @@ class LayerGraphs:
         self._kinds: dict[Hashable, _Kind] = {}
         self._modules: list[nn.Module] = []
         self._children: list[list[nn.Module | None]] = []
-        self._parameters: list[tuple[int, bool]] = []
+        self._parameters: list[tuple[int, type, torch.device, bool]] = []
         self._why_parameters: str | None = None
         self._ran_without_gradients = False
         self.why_not: str | None = TOO_EARLY
@@ -137,7 +137,7 @@ class LayerGraphs:
             self._kinds.clear()
         # others after `load_state_dict(assign=True)`; the graphs of those before hold them, so their ids stay theirs
         found = [
-            (id(each), each.requires_grad)
+            (id(each), type(each), each.device, each.requires_grad)
             for module in self._modules
             for each in module._parameters.values()
             if each is not None

@@ -13,7 +13,7 @@ from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.config import GRADIENT_ACCUMULATIONS
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.graphs import capture_layers, captured_layers, free_graphs, recorder
-from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP
+from fp8booster.nn.graphs.layer import MOST_KINDS, TOO_EARLY, WARM_UP, LayerGraphs, _Shared
 from fp8booster.optim import AdamW
 from tests.nn.fused.models import VOCABULARY, build
 from tests.nn.graphs.rerun import Rerun
@@ -430,3 +430,22 @@ def test_what_the_gpu_takes_longer_for_is_left_alone(device: torch.device, monke
     capture_layers(model, only_where_host_limits=True)
     monkeypatch.setattr("fp8booster.nn.graphs.layer.SLOW_GPU", 1.0)
     assert reasons(model, device) == ["the GPU takes longer than the host"]
+
+
+@pytest.mark.gpu
+def test_a_layer_that_moves_to_a_gpu_may_be_captured_there() -> None:
+    """`nn.Module.to` keeps the parameters, and moves their data."""
+    layer, graphs = nn.Linear(16, 16), LayerGraphs(_Shared(only_where_host_limits=False))
+    assert graphs._why_never(layer) == "CUDA graphs take a GPU"
+    assert graphs._why_never(layer.cuda()) is None
+
+
+def test_a_parameter_that_changes_its_class_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other(nn.Parameter):
+        """Whatever a library makes of it."""
+
+    monkeypatch.setattr(recorder, "recorder_for", lambda _: Rerun())
+    layer, graphs = nn.Linear(16, 16), LayerGraphs(_Shared(only_where_host_limits=False))
+    assert graphs._why_never(layer) is None
+    layer.weight.__class__ = Other
+    assert graphs._why_never(layer) == "a weight is a Other"
