@@ -92,3 +92,9 @@ def step(run: Boosted, *inputs: torch.Tensor, forward: Callable[[torch.Tensor], 
 def batch() -> torch.Tensor:
     """One batch of tokens of this rank."""
     return rank_batches(1)[0]
+
+
+def own_gradients(run: Boosted) -> list[torch.Tensor]:
+    """This rank's part of each gradient, as reduced up to now."""
+    (store,) = run.optimizer.pg_to_grad_store.values()
+    return store.get_working_grads_by_group_id(0)

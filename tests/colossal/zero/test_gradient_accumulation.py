@@ -12,9 +12,9 @@ from fp8booster import FP8Config
 from fp8booster.kernels.group_codes import GroupCodes
 from tests.colossal.hybrid.runs import fp8 as hybrid
 from tests.colossal.hybrid.runs import norm_gradients, start
-from tests.colossal.zero.runs import CLOSE, Layers, batch, features, masters, wire
-from tests.colossal.zero.test_options import FP16, OVERFLOWING, own_gradients
+from tests.colossal.zero.runs import CLOSE, Layers, batch, features, masters, own_gradients, wire
 from tests.distributed import ranks
+from tests.plugins.test_low_level_zero_native import FP16, OVERFLOWING
 from tests.plugins.training import (
     STAGES,
     Boosted,
