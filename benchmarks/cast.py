@@ -16,7 +16,7 @@ import torch
 import typer
 
 from benchmarks.harness import command, environment
-from benchmarks.harness.results import Column, Record, Result, Table, spread
+from benchmarks.harness.results import Column, Record, Result, Table, microseconds
 from benchmarks.harness.roofline import CopyBandwidth, cast_bytes
 from benchmarks.harness.timing import Timing, Variant, input_sets, time_interleaved
 from fp8booster import formats, scaling
@@ -153,8 +153,8 @@ def cast_records(timings: dict[str, Timing], rows: int, columns: int, bytes_per_
 COLUMNS = (
     Column("work", lambda r: r["work"]),
     Column("matrix", lambda r: "{} x {}".format(*r["shape"])),
-    Column("us on the GPU", lambda r: _microseconds(r["ms"])),
-    Column("us called", lambda r: _microseconds(r["called_ms"])),
+    Column("us on the GPU", lambda r: microseconds(r["ms"])),
+    Column("us called", lambda r: microseconds(r["called_ms"])),
     Column("us of the host", lambda r: f"{1e3 * r['host_ms']['median']:.0f}"),
     Column("GB/s", lambda r: f"{r['bytes_per_second'] / 1e9:.0f}"),
     Column("roofline GB/s (copy)", lambda r: f"{r['copy_bytes_per_second'] / 1e9:.0f}"),
@@ -166,10 +166,6 @@ NOTE = (
     "measured interleaved: BF16 read once for the amax unless it is given, once for the cast, one byte written for "
     "each layout. A cache that keeps part of a matrix from the first read to the second can beat it."
 )
-
-
-def _microseconds(ms: Record) -> str:
-    return spread({key: 1e3 * ms[key] for key in ("median", "p10", "p90")}, 1)
 
 
 def parse_shape(text: str) -> tuple[int, int]:

@@ -17,14 +17,14 @@ import torch
 import typer
 
 from benchmarks.harness import command, environment
-from benchmarks.harness.results import Column, Record, Result, Table, spread
+from benchmarks.harness.results import Column, Record, Result, Table, microseconds
 from benchmarks.harness.roofline import CopyBandwidth
 from benchmarks.harness.timing import Timing, Variant, input_sets, time_interleaved
 from fp8booster import formats
-from fp8booster.kernels.activation import activate, activate_transposed
+from fp8booster.kernels.activation import Activated, activate, activate_transposed
 from fp8booster.kernels.cast import cast
-from fp8booster.kernels.group_codes import encode_groups, values_of
-from fp8booster.kernels.row_norm import row_norm, row_norm_transposed
+from fp8booster.kernels.group_codes import GroupCodes, encode_groups, values_of
+from fp8booster.kernels.row_norm import Normalized, row_norm, row_norm_transposed
 
 Ways = dict[str, list[Callable[[], object]]]
 """By "one pass" and "two", the work on each input set."""
@@ -57,12 +57,12 @@ def norm(tokens: int, features: int, coded: bool, sets: int, device: torch.devic
     return {"one pass": one, "two": two}
 
 
-def _normalized(given, weight: torch.Tensor):
+def _normalized(given: torch.Tensor | GroupCodes, weight: torch.Tensor) -> Normalized:
     rows = given if isinstance(given, torch.Tensor) else values_of(given).to(given.dtype)
     return row_norm(rows, weight, EPS)
 
 
-def _cast_of(make: Callable[[], object]) -> tuple[torch.Tensor, ...]:
+def _cast_of(make: Callable[[], Activated | Normalized]) -> tuple[torch.Tensor, ...]:
     made = make()
     return cast(made.y, formats.E4M3, plain=False, transposed=True, amax=made.amax)
 
@@ -103,8 +103,8 @@ COLUMNS = (
     Column("made again", lambda r: r["kind"]),
     Column("from", lambda r: "8-bit codes" if r["coded"] else "BF16"),
     Column("output", lambda r: "{} x {}".format(*r["shape"])),
-    Column("one pass, us", lambda r: _microseconds(r["ms"]["one pass"])),
-    Column("two passes, us", lambda r: _microseconds(r["ms"]["two"])),
+    Column("one pass, us", lambda r: microseconds(r["ms"]["one pass"])),
+    Column("two passes, us", lambda r: microseconds(r["ms"]["two"])),
     Column("two over one", lambda r: f"{r['ms']['two']['median'] / r['ms']['one pass']['median']:.2f}"),
     Column("floor us", lambda r: f"{1e3 * r['floor_ms']:.1f}"),
     Column("one pass over floor", lambda r: f"{r['ms']['one pass']['median'] / r['floor_ms']:.2f}"),
@@ -115,10 +115,6 @@ NOTE = (
 )
 SHAPES = {"SwiGLU": (11008, 13824), "norm": (4096, 5120)}
 """Features of LLaMA 7B and 13B."""
-
-
-def _microseconds(ms: Record) -> str:
-    return spread({key: 1e3 * ms[key] for key in ("median", "p10", "p90")}, 1)
 
 
 def main(

@@ -116,3 +116,8 @@ def _code(key: str, value: str) -> str:
 def spread(samples: Record, digits: int) -> str:
     """A `Samples` record as "median [10th-90th percentile]"."""
     return f"{samples['median']:.{digits}f} [{samples['p10']:.{digits}f}-{samples['p90']:.{digits}f}]"
+
+
+def microseconds(ms: Record) -> str:
+    """`spread` of milliseconds, in microseconds."""
+    return spread({key: 1e3 * ms[key] for key in ("median", "p10", "p90")}, 1)
