@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -15,13 +14,15 @@ from fp8booster.kernels.group_codes import encode_groups, values_of
 from tests.kernels.interpreted import interpreted
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-SMALL = [(70, 150)]
+SMALL = (70, 150)
 
 
-def _norms_that_differ(kernels: bool, device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[str]:
+def _norms_that_differ(
+    kernels: bool, device: torch.device, shape: tuple[int, int], dtype: torch.dtype
+) -> Iterator[str]:
     """Args: kernels: compare Triton's, whatever the device; else what the operators run there."""
     norm, transposed, cast_again = _ways(row_norm.row_norm, row_norm.row_norm_transposed, kernels)
-    for shape, dtype, unit_offset in product(shapes, DTYPES, (False, True)):
+    for unit_offset in (False, True):
         h, weight = torch.randn(shape, device=device).to(dtype), torch.randn(shape[1], device=device).to(dtype)
         made = norm(h, weight, 1e-5, unit_offset=unit_offset)
         codes = encode_groups(h)
@@ -36,10 +37,13 @@ def _norms_that_differ(kernels: bool, device: torch.device, shapes: list[tuple[i
                     yield f"{shape} {dtype} {unit_offset} {type(given).__name__} {of_cast['dtype']}"
 
 
-def _activations_that_differ(kernels: bool, device: torch.device, shapes: list[tuple[int, int]]) -> Iterator[str]:
+def _activations_that_differ(
+    kernels: bool, device: torch.device, shape: tuple[int, int], dtype: torch.dtype, kinds: Iterable[str]
+) -> Iterator[str]:
     """Args: kernels: as in `_norms_that_differ`."""
     activate, transposed, cast_again = _ways(activation.activate, activation.activate_transposed, kernels)
-    for (rows, columns), dtype, kind in product(shapes, DTYPES, activation.KINDS):
+    rows, columns = shape
+    for kind in kinds:
         halves = (3 * torch.randn(rows, 2 * columns, device=device)).to(dtype).chunk(2, 1)
         of_codes = [encode_groups(half) for half in halves]
         for parts in (halves, halves[:1], of_codes, of_codes[:1]):
@@ -72,33 +76,43 @@ def _same(found: tuple[torch.Tensor, ...], right: tuple[torch.Tensor, ...]) -> b
     )
 
 
-def what_differs() -> list[str]:
-    """The small cases, by the interpreter."""
-    device = torch.device("cpu")
-    return [*_norms_that_differ(True, device, SMALL), *_activations_that_differ(True, device, SMALL)]
+def _small_cases_that_differ(kernels: bool) -> list[str]:
+    cpu = torch.device("cpu")
+    return [
+        each
+        for dtype in DTYPES
+        for each in (
+            *_norms_that_differ(kernels, cpu, SMALL, dtype),
+            *_activations_that_differ(kernels, cpu, SMALL, dtype, activation.KINDS),
+        )
+    ]
 
 
 def test_the_kernels_interpreted_have_the_bytes_of_a_cast() -> None:
-    assert interpreted(what_differs) == []
+    assert interpreted(_small_cases_that_differ, True) == []
 
 
 def test_the_references_have_the_bytes_of_a_cast() -> None:
     torch.manual_seed(0)
-    device = torch.device("cpu")
-    assert list(_norms_that_differ(False, device, SMALL)) == []
-    assert list(_activations_that_differ(False, device, SMALL)) == []
-
-
-LARGE = [(1, 1), (7, 100), (130, 4096), (8192, 4096), (300, 5120), (64, 11008), (1000, 8192)]
+    assert _small_cases_that_differ(False) == []
 
 
 @pytest.mark.gpu
-def test_the_kernels_have_the_bytes_of_a_cast_every_time() -> None:
+@pytest.mark.parametrize("shape", [(1, 1), (7, 100), (130, 4096), (8192, 4096), (300, 5120), (64, 11008)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_kernels_have_the_bytes_of_a_cast(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
-    device = torch.device("cuda")
-    for _ in range(3):
-        assert list(_norms_that_differ(True, device, LARGE)) == []
-        assert list(_activations_that_differ(True, device, LARGE)) == []
+    cuda = torch.device("cuda")
+    for _ in range(2):
+        assert list(_norms_that_differ(True, cuda, shape, dtype)) == []
+        assert list(_activations_that_differ(True, cuda, shape, dtype, ["silu"])) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", activation.KINDS)
+def test_the_kernels_of_each_activation_have_the_bytes_of_a_cast(kind: str) -> None:
+    torch.manual_seed(0)
+    assert list(_activations_that_differ(True, torch.device("cuda"), (130, 4096), torch.bfloat16, [kind])) == []
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
