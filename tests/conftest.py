@@ -26,6 +26,13 @@ def pytest_runtest_setup() -> None:
     torch.default_generator.manual_seed(0)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Many processes share a GPU, and what PyTorch keeps in one of them is missing in the others."""
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Each device that FP8 products run on; `pytest -m gpu` asks for the GPU."""
