@@ -9,6 +9,7 @@ order than one by one, and in FP8 a layer gives weight and bias in another order
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass, field
 
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
@@ -29,21 +30,31 @@ def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:
     sets = _sets(model)
     if sets:
         optimizer.__class__ = _ordered(type(optimizer))
-        optimizer._set_of = {each: members for members in sets for each in members}
-        optimizer._arrived = {}
+        optimizer._sets = sets
+        optimizer._set_of = {id(each): of_set for of_set in sets for each in of_set.members}
 
 
-def _sets(model: nn.Module) -> list[tuple[nn.Parameter, ...]]:
+@dataclass(eq=False)
+class _Set:
+    """Parameters whose gradients enter the buckets together, in their order."""
+
+    members: list[nn.Parameter]
+
+    arrived: dict[int, int] = field(default_factory=dict)
+    """The groups of those whose gradients are held back, by their ids."""
+
+
+def _sets(model: nn.Module) -> list[_Set]:
     """The trained parameters of layers that may run as one product, and those of each other FP8 layer or experts."""
     by_layer = [merged.layers for merged in merged_layers(model)]
     by_layer += [(module,) for module in model.modules() if isinstance(module, (FP8Layer, FP8Experts))]
     sets, taken = [], set()
     for layers in by_layer:
         found = (each for layer in layers for each in layer.parameters(recurse=False))
-        members = tuple(each for each in found if each.requires_grad and each not in taken)
+        members = [each for each in found if each.requires_grad and each not in taken]
         taken.update(members)
         if len(members) > 1:
-            sets.append(members)
+            sets.append(_Set(members))
     return sets
 
 
@@ -55,41 +66,40 @@ def _ordered(native: type[LowLevelZeroOptimizer]) -> type[LowLevelZeroOptimizer]
 class _InOneOrder(LowLevelZeroOptimizer):
     """Mixin before a ZeRO optimizer, which holds gradients back until those of their set are there."""
 
-    _set_of: dict[nn.Parameter, tuple[nn.Parameter, ...]]
-    """The parameters whose gradients enter the buckets with that of a parameter, in their order."""
+    _sets: list[_Set]
 
-    _arrived: dict[tuple[nn.Parameter, ...], dict[nn.Parameter, int]]
-    """By set, the parameters whose gradients are held back, with their groups."""
+    _set_of: dict[int, _Set]
+    """By the id of a parameter."""
 
     _holds_back: bool = True
 
     def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
-        members = self._set_of.get(param) if self._holds_back else None
-        if members is None:
+        of_set = self._set_of.get(id(param)) if self._holds_back else None
+        if of_set is None:
             super()._add_to_bucket(param, group_id)
             return
-        arrived = self._arrived.setdefault(members, {})
-        arrived[param] = group_id
-        if len(arrived) == len(members):
-            self._release(members)
+        of_set.arrived[id(param)] = group_id
+        if len(of_set.arrived) == len(of_set.members):
+            self._release(of_set)
 
-    def _release(self, members: tuple[nn.Parameter, ...]) -> None:
-        arrived = self._arrived.pop(members)
-        for each in members:
-            if each in arrived:
-                super()._add_to_bucket(each, arrived[each])
+    def _release(self, of_set: _Set) -> None:
+        arrived, of_set.arrived = of_set.arrived, {}
+        for each in of_set.members:
+            if id(each) in arrived:
+                super()._add_to_bucket(each, arrived[id(each)])
 
     def _reduce_grad(self, partition_grad: bool) -> None:
         """As it is, behind sets of which some parameters got no gradient."""
-        for members in dict.fromkeys(self._set_of.values()):
-            if members in self._arrived:
-                self._release(members)
+        for of_set in self._sets:
+            if of_set.arrived:
+                self._release(of_set)
         super()._reduce_grad(partition_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As it is; forgets what a backward that broke off held back."""
         super().zero_grad(set_to_none)
-        self._arrived.clear()
+        for of_set in self._sets:
+            of_set.arrived.clear()
 
     def _sync_grad(self) -> None:
         """As it is: it takes what gradients there are in the order of the parameters."""

@@ -10,6 +10,7 @@ the buckets as backward makes them, so that the blocks that share a scale, and w
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar
@@ -36,6 +37,10 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.message_layout import side_by_side
 from fp8booster.optim import AdamW, one_pass
 from fp8booster.optim.clipping import clipping_divisor
+from fp8booster.optim.gradient_sums import GradientSum
+
+NORM_BYTES = 2**29
+"""Gradients whose norms are found at once, beside backward."""
 
 Updated = list[tuple[nn.Parameter, torch.Tensor]]
 """(working weight, this rank's master shard) of each parameter that got a gradient."""
@@ -72,8 +77,11 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     _updated_amaxes: dict[nn.Parameter, torch.Tensor]
     """Of each working weight that this backward has updated the master of, the amax of this rank's shard."""
 
-    _group_of: dict[nn.Parameter, int]
-    """The parameter group of each working weight."""
+    _group_of: dict[int, int]
+    """The parameter group of each working weight, by its id."""
+
+    _without_norm: defaultdict[BucketStore, list[GradientSum]]
+    """Of each bucket, the parts that this backward has reduced and whose norms are yet to be found."""
 
     _warned_of_no_sync: bool = False
 
@@ -92,8 +100,9 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         optimizer.__class__ = cls
         optimizer.gathered_weights = GatheredWeights(model, optimizer)
         optimizer._group_of = {
-            working: group_id for group_id, group in optimizer._working_param_groups.items() for working in group
+            id(working): group_id for group_id, group in optimizer._working_param_groups.items() for working in group
         }
+        optimizer._without_norm = defaultdict(list)
         optimizer.gradient_encoding = Encoding(block_size=None) if config.gradient_scaling == "tensor" else Encoding()
         optimizer.automatic_scaling = (
             AutomaticScaling(
@@ -133,6 +142,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         for bucket in self.pg_to_bucket_store.values():
             if bucket.num_elements_in_bucket() > 0:
                 self._reduce_bucket(bucket)
+            self._without_norm[bucket].clear()  # the step finds the norms of the last ones
             if self.reduces_beside_backward and accelerator.name == "cuda":
                 accelerator.current_stream().wait_stream(bucket.comm_stream)
 
@@ -154,13 +164,21 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             if self.updates_in_backward:
                 self._update(dict(zip(parameters, own.split(sizes), strict=True)))
                 return
-            groups = [self._group_of[parameter] for parameter in parameters]
+            store, group_of = self.pid_to_grad_store, self._group_of
             sums = [
-                self.pid_to_grad_store[id(parameter)].add(part, group_id, id(parameter))
-                for parameter, group_id, part in zip(parameters, groups, own.split(sizes), strict=True)
+                store[number].add(part, group_of[number], number)
+                for number, part in zip(map(id, parameters), own.split(sizes), strict=True)
             ]
             if not self._accumulates_codes:  # whose norms are those of what the step decodes
-                note_norms(sums)
+                self._find_norms(bucket, sums)
+
+    def _find_norms(self, bucket: BucketStore, sums: list[GradientSum]) -> None:
+        """Find the norms of a bucket's sums, and of those before, when they are many: a launch takes the host time."""
+        waiting = self._without_norm[bucket]
+        waiting += sums
+        if sum(each.nbytes for each in waiting) >= NORM_BYTES:
+            note_norms(waiting)
+            waiting.clear()
 
     def _update(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Update the masters of working weights, given this rank's parts of their gradients.
@@ -198,7 +216,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 whole = side_by_side(gradients, ranks)
                 part = whole.new_empty(sum(sizes))
                 self.automatic_scaling.reduce_scatter_tensor(part, whole, ReduceOp.AVG, group, sizes=sizes)
-            gradients = part.split(sizes)
+            if group is not groups[-1]:
+                gradients = part.split(sizes)
         return part.to(kept)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -467,9 +486,10 @@ def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter]
     lie. A parameter that backward reached again while its gradient waited here, as checkpointed segments make it do,
     has one gradient.
     """
+    each_once = {id(entry[0]): entry for entry in zip(bucket._param_list, bucket._padding_size, strict=True)}
+    ranks = bucket.world_size
     entries = sorted(
-        dict(zip(bucket._param_list, bucket._padding_size, strict=True)).items(),
-        key=lambda entry: (entry[0].numel() + entry[1]) // bucket.world_size % block_size != 0,
+        each_once.values(), key=lambda entry: (entry[0].numel() + entry[1]) // ranks % block_size != 0
     )
     bucket.reset_all()
     gradients = []
