@@ -114,10 +114,19 @@ def count_calls(name: str, calls: int, raw: int, wire: int) -> None:
     note(partial(_count, name, calls, raw, wire, None))
 
 
-def count_plain(name: str, ranks: int, payload: int, reason: str, collective: str | None = None) -> None:
-    """Count a call that goes uncompressed; arguments as in `count_encoded`."""
+def count_plain(
+    name: str, ranks: int, payload: int, reason: str, collective: str | None = None, *, calls: int = 1
+) -> None:
+    """Count calls that go uncompressed.
+
+    Args:
+        name, ranks, collective: as in `count_encoded`.
+        payload: of all calls.
+        reason: why they do.
+        calls: how many.
+    """
     sent = bytes_sent(collective or name, payload, max(ranks, 1))
-    note(partial(_count, name, 1, sent, sent, reason))
+    note(partial(_count, name, calls, sent, sent, reason))
 
 
 def _count(name: str, calls: int, raw: int, wire: int, reason: str | None) -> None:

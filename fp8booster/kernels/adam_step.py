@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -47,12 +48,12 @@ class AdamShards(NamedTuple):
 
     def require_contiguous(self) -> None:
         """Raise ValueError where a tensor's values lie apart."""
-        require_contiguous(tensor for tensors in self[:4] for tensor in tensors)
+        require_contiguous(chain.from_iterable(self[:4]))
 
 
 def require_contiguous(tensors: Iterable[Tensor]) -> None:
     """Raise ValueError where the values of a tensor that Adam's update reads or writes lie apart."""
-    if not all(tensor.is_contiguous() for tensor in tensors):
+    if not all(map(Tensor.is_contiguous, tensors)):
         raise ValueError("Adam's update reads and writes values one after the other; give contiguous tensors")
 
 

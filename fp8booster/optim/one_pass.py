@@ -6,7 +6,7 @@ parameter groups and its schedule are its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -74,31 +74,30 @@ def has_hooks(optimizer: Optimizer) -> bool:
 def step_group(
     optimizer: Adam | HybridAdam | AdamW8bit,
     group: dict[str, Any],
-    gradients: Mapping[torch.Tensor, torch.Tensor],
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[torch.Tensor],
     divisor: torch.Tensor | None = None,
-) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Take a step with the parameters of a group that have a gradient, which need not have their dtype.
+) -> list[torch.Tensor]:
+    """Take a step with parameters of a group, whose gradients need not have their dtype.
 
     Args:
         optimizer: one for which `why_not` finds no reason.
         group: one of its parameter groups.
-        gradients: by parameter, on its device: BF16, FP16 or FP32. What `.grad` holds is not read.
+        parameters: of this group.
+        gradients: of each, on its device: BF16, FP16 or FP32. What `.grad` holds is not read.
         divisor: gradients are divided by it first: float32 []. None: they are not.
 
     Returns:
-        (parameter, the largest magnitude among its new values: float32 [], on the parameter's device).
+        Of each parameter the largest magnitude among its new values: float32 [], on its device.
     """
-    taken = [parameter for parameter in group["params"] if parameter in gradients]
-    if not taken:
-        return []
     update_shards = optimizer.update_shards if isinstance(optimizer, AdamW8bit) else partial(_update_shards, optimizer)
-    amaxes: dict[nn.Parameter, torch.Tensor] = {}
-    for device in dict.fromkeys(parameter.device for parameter in taken):
-        here = [parameter for parameter in taken if parameter.device == device]
-        of_here = [gradients[parameter] for parameter in here]
+    amaxes: dict[int, torch.Tensor] = {}
+    for device in dict.fromkeys(parameter.device for parameter in parameters):
+        places = [place for place, parameter in enumerate(parameters) if parameter.device == device]
+        here, of_here = [parameters[place] for place in places], [gradients[place] for place in places]
         found = update_shards(group, here, of_here, None if divisor is None else divisor.to(device))
-        amaxes.update(zip(here, found.unbind(), strict=True))
-    return list(amaxes.items())
+        amaxes.update(zip(places, found.unbind(), strict=True))
+    return [amaxes[place] for place in range(len(parameters))]
 
 
 def _update_shards(
@@ -119,8 +118,8 @@ def _next_shards(
     optimizer: Adam, group: dict[str, Any], parameters: list[nn.Parameter], gradients: list[torch.Tensor]
 ) -> AdamShards:
     """As `HybridAdam.next_shards`; torch makes the states where there are none."""
-    _make_states(optimizer, group, [each for each in parameters if not optimizer.state[each]])
     states = [optimizer.state[each] for each in parameters]
+    _make_states(optimizer, group, [each for each, state in zip(parameters, states, strict=True) if not state])
     exp_avgs, exp_avg_sqs, steps = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
     torch._foreach_add_(steps, 1)
     return AdamShards([each.detach() for each in parameters], gradients, exp_avgs, exp_avg_sqs, steps)
@@ -131,6 +130,8 @@ def _make_states(optimizer: Adam, group: dict[str, Any], parameters: list[nn.Par
 
     It reads no more of a gradient: the values stand in for it.
     """
+    if not parameters:
+        return
     held = [each.grad for each in parameters]
     for each in parameters:
         each.grad = each.detach()

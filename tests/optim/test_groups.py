@@ -46,7 +46,7 @@ def by_itself(optimizer: Optimizer) -> None:
 
 def in_one_pass(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
-        one_pass.step_group(optimizer, group, {each: each.grad for each in group["params"]})
+        one_pass.step_group(optimizer, group, group["params"], [each.grad for each in group["params"]])
 
 
 def parameters() -> list[nn.Parameter]:

@@ -28,8 +28,14 @@ def groups(of: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": of[:2]}, {"params": of[2:], "lr": 0.3, "weight_decay": 0.0}]
 
 
-def gradients_of(of: list[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
-    return {parameter: parameter.grad for parameter in of if parameter.grad is not None}
+def step(optimizer: Any, divisor: torch.Tensor | None = None) -> dict[nn.Parameter, torch.Tensor]:
+    """Step with what has a gradient; the amax of each."""
+    amaxes: dict[nn.Parameter, torch.Tensor] = {}
+    for group in optimizer.param_groups:
+        taken = [each for each in group["params"] if each.grad is not None]
+        found = one_pass.step_group(optimizer, group, taken, [each.grad for each in taken], divisor)
+        amaxes.update(zip(taken, found, strict=True))
+    return amaxes
 
 
 def give_gradients(of: list[nn.Parameter], step: int) -> None:
@@ -47,15 +53,13 @@ def test_parameters_and_states_are_those_of_the_optimizer(kind, options, device)
     expected = kind(groups(theirs), fused=True, **({"lr": 0.1} | options))
     found = kind(groups(ours), fused=True, **({"lr": 0.1} | options))
     assert one_pass.why_not(found) is None
-    for step in range(4):
+    for number in range(4):
         for each in (theirs, ours):
-            give_gradients(each, step)
-            if step == 0:
+            give_gradients(each, number)
+            if number == 0:
                 each[3].grad = None  # it begins when another of its group has states already
         expected.step()
-        amaxes = {}
-        for group in found.param_groups:
-            amaxes |= one_pass.step_group(found, group, gradients_of(ours))
+        amaxes = step(found)
         assert amaxes.keys() == {one for one in ours if one.grad is not None}
         for one, amax in amaxes.items():
             assert torch.equal(amax, one.detach().abs().max())
@@ -68,7 +72,7 @@ def test_parameters_and_states_are_those_of_the_optimizer(kind, options, device)
     # each goes on from the other's states
     found.load_state_dict(copy.deepcopy(expected.state_dict()))
     give_gradients(ours, 9)
-    one_pass.step_group(found, found.param_groups[0], gradients_of(ours))
+    step(found)
     expected.load_state_dict(copy.deepcopy(found.state_dict()))
     give_gradients(theirs, 9)
     expected.step()
@@ -82,8 +86,7 @@ def test_gradients_are_divided(device) -> None:
         parameter.grad /= 8
     give_gradients(ours, 0)
     expected.step()
-    for group in found.param_groups:
-        one_pass.step_group(found, group, gradients_of(ours), torch.tensor(8.0))
+    step(found, torch.tensor(8.0))
     for one, other in zip(theirs, ours, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
 
@@ -99,7 +102,7 @@ def test_gradients_need_not_have_the_dtype_of_the_parameters(device) -> None:
     ours[0].grad = own = torch.full_like(ours[0], 7.0)
     expected.step()
     for group in found.param_groups:
-        one_pass.step_group(found, group, narrow)
+        one_pass.step_group(found, group, group["params"], [narrow[each] for each in group["params"]])
     for one, other in zip(theirs, ours, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
         assert found.state[other]["exp_avg"].dtype is torch.float32
@@ -113,15 +116,13 @@ def test_a_hybrid_adam_is_stepped_as_it_steps_by_itself(options, device) -> None
     theirs, ours = parameters(device), parameters(device)
     expected, found = (HybridAdam(groups(of), lr=0.1, **options) for of in (theirs, ours))
     assert one_pass.why_not(found) is None
-    for step in range(3):
+    for number in range(3):
         for each in (theirs, ours):
-            give_gradients(each, step)
-            if step == 0:
+            give_gradients(each, number)
+            if number == 0:
                 each[3].grad = None  # it begins when another of its group has states already
         expected.step()
-        amaxes = {}
-        for group in found.param_groups:
-            amaxes |= one_pass.step_group(found, group, gradients_of(ours))
+        amaxes = step(found)
         assert all(torch.equal(amax, one.detach().abs().max()) for one, amax in amaxes.items())
     for one, other in zip(theirs, ours, strict=True):
         assert torch.equal(one, other)
@@ -131,7 +132,7 @@ def test_a_hybrid_adam_is_stepped_as_it_steps_by_itself(options, device) -> None
 
 def test_a_group_without_gradients_is_left_alone() -> None:
     optimizer = AdamW(parameters(), fused=True)
-    assert one_pass.step_group(optimizer, optimizer.param_groups[0], {}) == []
+    assert one_pass.step_group(optimizer, optimizer.param_groups[0], [], []) == []
     assert not optimizer.state
 
 
@@ -180,11 +181,11 @@ def test_on_a_gpu_torchs_default_is_taken_and_what_was_chosen_is_not() -> None:
     assert "fused=True" in one_pass.why_not(AdamW(parameters("cuda"), foreach=True))
     theirs, ours = parameters("cuda"), parameters("cuda")
     expected, found = AdamW(theirs, lr=0.1), AdamW(ours, lr=0.1)
-    for step in range(3):
-        give_gradients(theirs, step)
-        give_gradients(ours, step)
+    for number in range(3):
+        give_gradients(theirs, number)
+        give_gradients(ours, number)
         expected.step()
-        one_pass.step_group(found, found.param_groups[0], gradients_of(found.param_groups[0]["params"]))
+        step(found)
     for one, other in zip(theirs, ours, strict=True):
         torch.testing.assert_close(one, other, **CLOSE)
         assert found.state[other]["step"].device == expected.state[one]["step"].device

@@ -13,7 +13,8 @@ padded size of a weight is kept in its `_working_param_to_padded_working_param` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -30,11 +31,13 @@ from fp8booster.colossal.zero.weight_batch import (
     Filled,
     GatheredWeight,
     ScaleGroup,
+    Sent,
     WeightBatch,
     keeps_transpose,
 )
 from fp8booster.comm.amax import agree_on_amax, largest_of_each
 from fp8booster.comm.statistics import count_plain
+from fp8booster.comm.threshold import ranks_of
 from fp8booster.comm.transport import gather_many
 from fp8booster.kernels.shard_cast import unpack
 from fp8booster.nn.experts.grouped import grouped_experts
@@ -56,17 +59,14 @@ benchmarks/results/h200/collectives-4-one-sided)."""
 class _Plan:
     """What is sent after a step that updates certain weights."""
 
-    updated: list[nn.Parameter]
+    updated: list[GatheredWeight]
     """These, in the order in which they are given."""
 
-    others: list[nn.Parameter]
+    others: list[GatheredWeight]
     """Those that share a scale with one of them."""
 
-    batches: list[tuple[dist.ProcessGroup, list[WeightBatch]]]
-
-    def is_for(self, updated: Iterable[nn.Parameter]) -> bool:
-        """Whether these are the weights."""
-        return list(map(id, self.updated)) == list(map(id, updated))
+    batches: list[tuple[dist.ProcessGroup, list[tuple[WeightBatch, list[int]]]]]
+    """With the places of a batch's weights among the updated ones and the others behind them."""
 
 
 def _stacked(layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,7 +136,7 @@ class GatheredWeights:
                 self._weights[weight] = self._allocate(layer)
         self._plan: _Plan | None = None  # of the last step
         self._ready: torch.cuda.Event | None = None
-        self._read_beside: tuple[Mapping[nn.Parameter, torch.Tensor], ...] | None = None
+        self._read_beside: tuple[Sequence[torch.Tensor | None], ...] | None = None
         alone = [each for each in self._weights.values() if not each.layer.fp8_config.keeps_16_bits]
         for gathered in alone:
             gathered.layer.register_state_dict_pre_hook(restore_weight)
@@ -144,21 +144,37 @@ class GatheredWeights:
         beside = len(alone) == len(self._weights) > 0 and alone[0].flat.is_cuda
         self._stream = torch.cuda.Stream(alone[0].flat.device) if beside else None
 
+    def of(self, working: nn.Parameter) -> GatheredWeight | None:
+        """What a working weight is sent as; None: it is sent in 16 bits."""
+        return self._weights.get(working)
+
     def __contains__(self, working: nn.Parameter) -> bool:
         return working in self._weights
 
     def __len__(self) -> int:
         return len(self._weights)
 
-    def count_in_16_bits(self, working: nn.Parameter, shard: torch.Tensor) -> None:
-        """Count a gather of a working weight in 16 bits, with its reason, for `fp8booster.comm.statistics`."""
-        groups = self._optimizer.param_to_pg[working]
-        reason = "for a checkpoint" if working in self else "not the weight of an FP8 layer"
-        payload = shard.nbytes
-        for group in reversed(groups if isinstance(groups, tuple) else (groups,)):
-            ranks = dist.get_world_size(group)
-            count_plain(NAME, ranks, payload, self._reasons.get(working, reason), GATHER)
-            payload *= ranks
+    def count_in_16_bits(self, working: Sequence[nn.Parameter], shards: Sequence[torch.Tensor]) -> None:
+        """Count gathers of working weights in 16 bits, with their reasons, for `fp8booster.comm.statistics`.
+
+        Args:
+            working: the weights, in the order of `shards`.
+            shards: what this rank sends of each.
+        """
+        calls: Counter[tuple[int, str]] = Counter()
+        payloads: Counter[tuple[int, str]] = Counter()
+        for weight, shard in zip(working, shards, strict=True):
+            groups, payload = self._optimizer.param_to_pg[weight], shard.nbytes
+            reason = self._reasons.get(weight) or (
+                "for a checkpoint" if weight in self else "not the weight of an FP8 layer"
+            )
+            for group in reversed(groups) if isinstance(groups, tuple) else (groups,):
+                ranks = ranks_of(group)
+                calls[ranks, reason] += 1
+                payloads[ranks, reason] += payload
+                payload *= ranks
+        for (ranks, reason), count in calls.items():
+            count_plain(NAME, ranks, payloads[ranks, reason], reason, GATHER, calls=count)
 
     def _buffers_of_experts(
         self, model: nn.Module, sent: Mapping[nn.Parameter, FP8Layer]
@@ -239,37 +255,41 @@ class GatheredWeights:
         return None if whole is None else (stacked_view(parts), whole)
 
     @torch.no_grad()
-    def publish(
-        self, masters: Mapping[nn.Parameter, torch.Tensor], amaxes: Mapping[nn.Parameter, torch.Tensor]
-    ) -> None:
-        """Cast, gather and hand to the layers the weights of this step.
-
-        Args:
-            masters: this rank's shard of each updated weight, on the weight's device.
-            amaxes: of the shards whose amax is known already: float32 [], on the weight's device.
-        """
-        if self._plan is None or not self._plan.is_for(masters):
-            self._plan = self._planned(list(masters))
-        all_masters = dict(masters)
-        for weight in self._plan.others:
-            all_masters[weight] = self._optimizer.working_to_master_param[id(weight)].to(weight.device)
+    def publish(self, sent: Sequence[Sent]) -> None:
+        """Cast, gather and hand to the layers the weights of this step."""
+        updated = [each.weight for each in sent]
+        if self._plan is None or self._plan.updated != updated:
+            self._plan = self._planned(updated)
+        shards, amaxes = [each.shard for each in sent], [each.amax for each in sent]
+        for other in self._plan.others:
+            weight = other.layer.weight
+            shards.append(self._optimizer.working_to_master_param[id(weight)].to(weight.device))
+            amaxes.append(None)
         with self._beside():
             for group, batches in self._plan.batches:
-                self._publish(batches, all_masters, amaxes, group)
+                self._publish([_Cast(batch, places, shards, amaxes) for batch, places in batches], group)
         if self._stream is not None:
             # so that the allocator gives their memory to nobody before `wait`
-            self._read_beside = all_masters, amaxes
+            self._read_beside = shards, amaxes
 
-    def _planned(self, updated: list[nn.Parameter]) -> _Plan:
+    def _planned(self, updated: list[GatheredWeight]) -> _Plan:
         """What is sent after a step that updates these weights."""
         sent = dict.fromkeys(updated)
-        for working in updated:
-            sent.update(dict.fromkeys(self._weights[working].group.weights))
-        by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
-        for working in sent:
-            by_group.setdefault(self._optimizer.param_to_pg[working], []).append(working)
-        batches = [(group, list(self._batches(weights, group))) for group, weights in by_group.items()]
+        for each in updated:
+            sent.update(dict.fromkeys(self._sharing_scale(each)))
+        places = {each: place for place, each in enumerate(sent)}
+        by_group: dict[dist.ProcessGroup, list[GatheredWeight]] = {}
+        for each in sent:
+            by_group.setdefault(self._optimizer.param_to_pg[each.layer.weight], []).append(each)
+        batches = [
+            (group, [(batch, [places[each] for each in batch.weights]) for batch in self._batches(weights, group)])
+            for group, weights in by_group.items()
+        ]
         return _Plan(updated, list(sent)[len(updated) :], batches)
+
+    def _sharing_scale(self, gathered: GatheredWeight) -> list[GatheredWeight]:
+        """The weights under one scale with this one, and itself."""
+        return [self._weights[weight] for weight in gathered.group.weights]
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -287,39 +307,33 @@ class GatheredWeights:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._read_beside = None
 
-    def _publish(
-        self,
-        batches: list[WeightBatch],
-        masters: Mapping[nn.Parameter, torch.Tensor],
-        known: Mapping[nn.Parameter, torch.Tensor],
-        group: dist.ProcessGroup,
-    ) -> None:
+    def _publish(self, casts: list[_Cast], group: dist.ProcessGroup) -> None:
         """Cast, gather and unpack batch by batch: while one is sent, the next is cast and the last is unpacked."""
         under_way: tuple[WeightBatch, list[dist.Work]] | None = None
-        amaxes = _agreed(batches[0], masters, known, group)
-        for batch, following in zip_longest(batches, batches[1:]):
-            batch.cast(masters, amaxes)
+        amaxes = casts[0].agreed(group)
+        for cast, following in zip_longest(casts, casts[1:]):
+            cast.batch.cast(cast.shards, amaxes)
             if following is not None:
                 # first: it would wait for what is under way
-                amaxes = _agreed(following, masters, known, group)
-            leaving = batch, gather_many(batch.messages, group)
+                amaxes = following.agreed(group)
+            leaving = cast.batch, gather_many(cast.batch.messages, group)
             if under_way is not None:
                 self._unpack(*under_way)
             under_way = leaving
         if under_way is not None:
             self._unpack(*under_way)
 
-    def _batches(self, weights: list[nn.Parameter], group: dist.ProcessGroup) -> Iterator[WeightBatch]:
+    def _batches(self, weights: list[GatheredWeight], group: dist.ProcessGroup) -> Iterator[WeightBatch]:
         """The weights, in batches of about `BATCH_BYTES`; those that share a scale are in one."""
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         batch: list[GatheredWeight] = []
-        taken: set[nn.Parameter] = set()
+        taken: set[GatheredWeight] = set()
         for first in weights:
             if first in taken:
                 continue
-            of_scale = self._weights[first].group.weights
+            of_scale = self._sharing_scale(first)
             taken.update(of_scale)
-            batch += [self._weights[weight] for weight in of_scale]
+            batch += of_scale
             if sum(gathered.flat.nbytes for gathered in batch) >= BATCH_BYTES:
                 yield WeightBatch(batch, ranks, rank)
                 batch = []
@@ -380,17 +394,30 @@ class GatheredWeights:
         gathered.group.fill()
 
 
-def _agreed(
-    batch: WeightBatch,
-    masters: Mapping[nn.Parameter, torch.Tensor],
-    known: Mapping[nn.Parameter, torch.Tensor],
-    group: dist.ProcessGroup,
-) -> Sequence[torch.Tensor]:
-    """The amax that each weight of a batch is cast by, float32 []."""
-    amaxes = [known.get(weight) for weight in batch.parameters]
-    # without the padding of the last shard, of which an optimizer may make anything
-    values = [
-        masters[weight][:count] if amax is None else masters[weight]
-        for weight, count, amax in zip(batch.parameters, batch.counts, amaxes, strict=True)
-    ]
-    return largest_of_each(agree_on_amax(values, group, amaxes), batch.firsts).unbind()
+class _Cast:
+    """A batch, and what it is cast from in this step.
+
+    Args:
+        batch: what is cast.
+        places: of its weights in the lists.
+        shards, amaxes: as in `Sent`, of all batches.
+    """
+
+    def __init__(
+        self,
+        batch: WeightBatch,
+        places: Sequence[int],
+        shards: Sequence[torch.Tensor],
+        amaxes: Sequence[torch.Tensor | None],
+    ) -> None:
+        self.batch, self.shards = batch, [shards[place] for place in places]
+        self._known = [amaxes[place] for place in places]
+
+    def agreed(self, group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
+        """The amax that each weight is cast by, float32 []."""
+        # without the padding of the last shard, of which an optimizer may make anything
+        values = [
+            shard[:count] if amax is None else shard
+            for shard, count, amax in zip(self.shards, self.batch.counts, self._known, strict=True)
+        ]
+        return largest_of_each(agree_on_amax(values, group, self._known), self.batch.firsts).unbind()

@@ -11,9 +11,9 @@ the buckets as backward makes them, so that the blocks that share a scale, and w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
 from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.colossal.zero.gradient_store import AccumulatedGradients
 from fp8booster.colossal.zero.noted_norms import note_norms, noted_norms
+from fp8booster.colossal.zero.weight_batch import GatheredWeight, Sent
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.transport import gather_many
 from fp8booster.config import FP8Config
@@ -42,8 +43,22 @@ from fp8booster.optim.gradient_sums import GradientSum
 NORM_BYTES = 2**29
 """Gradients whose norms are found at once, beside backward."""
 
-Updated = list[tuple[nn.Parameter, torch.Tensor]]
-"""(working weight, this rank's master shard) of each parameter that got a gradient."""
+
+class _Update(NamedTuple):
+    """A parameter that is updated, or sent as if it had been."""
+
+    working: nn.Parameter
+
+    master: torch.Tensor
+    """This rank's shard."""
+
+    group_id: int
+
+    gathered: GatheredWeight | None
+    """What it is sent as in FP8; None: it is sent in the working dtype."""
+
+    gradient: torch.Tensor | None = None
+    """This rank's part, on the master's device."""
 
 
 class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
@@ -78,7 +93,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     """Of each working weight that this backward has updated the master of, the amax of this rank's shard."""
 
     _group_of: dict[int, int]
-    """The parameter group of each working weight, by its id."""
+    """The parameter group of each working weight, by its id as in Colossal-AI's stores."""
 
     _without_norm: defaultdict[BucketStore, list[GradientSum]]
     """Of each bucket, the parts that this backward has reduced and whose norms are yet to be found."""
@@ -191,9 +206,23 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 "a second backward has come before step(), and the optimizer updates in backward; call step() after "
                 "each backward, or make the optimizer without update_in_backward"
             )
-        masters = {self.working_to_master_param[id(working)]: each for working, each in gradients.items()}
-        amaxes = self._in_one_pass({master: each.to(master.device) for master, each in masters.items()}, None)
-        self._updated_amaxes |= {self.master_to_working_param[id(master)]: amax for master, amax in amaxes.items()}
+        updates = [
+            update._replace(gradient=_on(update.master.device, gradient))
+            for update, gradient in zip(map(self._update_of, gradients), gradients.values(), strict=True)
+        ]
+        self._updated_amaxes.update(zip(gradients, self._in_one_pass(updates, None), strict=True))
+
+    def _update_of(self, working: nn.Parameter) -> _Update:
+        return _Update(
+            working,
+            self.working_to_master_param[id(working)],
+            self._group_of[id(working)],
+            self.gathered_weights.of(working),
+        )
+
+    def _updates_of_all(self) -> list[_Update]:
+        """Of each working weight, without a gradient."""
+        return [self._update_of(working) for group in self._working_param_groups.values() for working in group]
 
     def _reduced(self, bucket: BucketStore, gradients: list[torch.Tensor]) -> torch.Tensor:
         """This rank's parts of the means over ranks, one after the other.
@@ -258,43 +287,37 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         divisor = self._divisor()
         if self.before_update is not None:
             self.before_update()
-        taken = [entry for group_id in range(self.num_param_groups) for entry in self._taken(group_id)]
-        updated = [(working, master) for working, master, _ in taken]
-        gradients = {master: gradient for _, master, gradient in taken}
-        works, amaxes = self._step_optimizer(updated, gradients, divisor)
+        updates = [update for group_id in range(self.num_param_groups) for update in self._taken(group_id)]
+        works, amaxes = self._step_optimizer(updates, divisor)
         for group_id, masters in self._master_param_groups_of_current_rank.items():
             release_param_grad(masters)
             self.optim.param_groups[group_id]["params"] = masters
-        self._publish(updated, works, amaxes)
+        self._publish(updates, works, amaxes)
 
     def _publish_updated(self) -> None:
         """Publish the weights whose masters backward has updated."""
-        updated = [
-            (working, self.working_to_master_param[id(working)])
-            for group in self._working_param_groups.values()
-            for working in group
-            if working in self._updated_amaxes
-        ]
-        amaxes = {master: self._updated_amaxes[working] for working, master in updated}
-        self._updated_amaxes = {}
+        amaxes, self._updated_amaxes = self._updated_amaxes, {}
+        updates = [update for update in self._updates_of_all() if update.working in amaxes]
         self._step_of_nothing()
-        self._publish(updated, self._gather(self._in_16_bits(updated)), amaxes)
+        self._publish(updates, self._gather(_in_16_bits(updates)), [amaxes[update.working] for update in updates])
 
-    def _taken(self, group_id: int) -> list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]:
-        """(working weight, this rank's master shard, its gradient) of what a step updates, on the master's device.
+    def _taken(self, group_id: int) -> list[_Update]:
+        """What a step updates of a parameter group.
 
         Parameters without a gradient, such as of a dropped layer, are left out, of the optimizer's group too.
         """
-        taken = []
+        updates = []
+        store_of, gathered_as = self.pid_to_grad_store, self.gathered_weights.of
         pairs = zip(
             self._working_param_groups[group_id], self._master_param_groups_of_current_rank[group_id], strict=True
         )
         for working, master in pairs:
-            gradient = self.pid_to_grad_store[id(working)].gradient(group_id, id(working))
+            gradient = store_of[id(working)].gradient(group_id, id(working))
             if gradient is not None:
-                taken.append((working, master, _on(master.device, gradient)))
-        self.optim.param_groups[group_id]["params"] = [master for _, master, _ in taken]
-        return taken
+                gradient = _on(master.device, gradient)
+                updates.append(_Update(working, master, group_id, gathered_as(working), gradient))
+        self.optim.param_groups[group_id]["params"] = [update.master for update in updates]
+        return updates
 
     def _divisor(self) -> torch.Tensor | None:
         """What gradients are divided by, to undo the loss scale and to clip by the norm over all ranks as Colossal-AI
@@ -311,38 +334,36 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         return None if divisor == 1 else torch.full_like(norm, divisor)
 
     def _step_optimizer(
-        self, updated: Updated, gradients: Mapping[torch.Tensor, torch.Tensor], divisor: torch.Tensor | None
-    ) -> tuple[list[dist.Work], dict[torch.Tensor, torch.Tensor]]:
+        self, updates: list[_Update], divisor: torch.Tensor | None
+    ) -> tuple[list[dist.Work], Sequence[torch.Tensor | None]]:
         """Step with the masters that have a gradient, and begin to send the weights that are sent in 16 bits.
 
         Where the optimizer is one of torch's, it is one pass over memory, over these weights first: the next forward
         reads them first, and they are sent while the others are updated.
 
         Args:
-            updated: what has a gradient.
-            gradients: by master.
-            divisor: what they are divided by; None: they are not.
+            updates: of what has a gradient.
+            divisor: what gradients are divided by; None: they are not.
 
         Returns:
-            what `_gather` gave for the weights in 16 bits, and the amaxes of masters that are known now: float32 [], on
-            their device.
+            what `_gather` gave for the weights in 16 bits, and the amax of each master: float32 [], on its device, or
+            None where it is not known.
         """
-        in_16_bits = self._in_16_bits(updated)
+        in_16_bits = _in_16_bits(updates)
         reason = one_pass.why_not(self.optim)
         if reason != self._why_by_itself:
             self._why_by_itself = reason
             if reason is not None:
                 self._logger.info(f"The optimizer steps by itself, in more passes: {reason}.", ranks=[0])
         if reason is not None:
-            self._attach(gradients, divisor)
+            self._attach(updates, divisor)
             self.optim.step()
-            return self._gather(in_16_bits), {}
-        first = {master: gradients[master] for _, master in in_16_bits}
-        self._in_one_pass(first, divisor)
+            return self._gather(in_16_bits), [None] * len(updates)
+        first = iter(self._in_one_pass(in_16_bits, divisor))
         works = self._gather(in_16_bits)
-        amaxes = self._in_one_pass({master: gradients[master] for _, master in updated if master not in first}, divisor)
+        rest = iter(self._in_one_pass([each for each in updates if each.gathered is not None], divisor))
         self._step_of_nothing()
-        return works, amaxes
+        return works, [next(first if each.gathered is None else rest) for each in updates]
 
     def _step_of_nothing(self) -> None:
         """Let the optimizer inside step when all masters are updated: schedules count its calls."""
@@ -352,29 +373,24 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         for group_id, masters in self._master_param_groups_of_current_rank.items():
             self.optim.param_groups[group_id]["params"] = masters
 
-    def _in_one_pass(
-        self, gradients: Mapping[torch.Tensor, torch.Tensor], divisor: torch.Tensor | None
-    ) -> dict[torch.Tensor, torch.Tensor]:
-        """Update masters, in the order of the optimizer's groups; the amax of each."""
-        return {
-            master: amax
-            for group in self.optim.param_groups
-            for master, amax in one_pass.step_group(self.optim, group, gradients, divisor)
-        }
+    def _in_one_pass(self, updates: Sequence[_Update], divisor: torch.Tensor | None) -> list[torch.Tensor]:
+        """Update masters; the amax of each."""
+        amaxes: dict[int, torch.Tensor] = {}
+        for group_id, group in enumerate(self.optim.param_groups):
+            places = [place for place, update in enumerate(updates) if update.group_id == group_id]
+            masters, gradients = [updates[each].master for each in places], [updates[each].gradient for each in places]
+            found = one_pass.step_group(self.optim, group, masters, gradients, divisor)
+            amaxes.update(zip(places, found, strict=True))
+        return [amaxes[place] for place in range(len(updates))]
 
-    def _in_16_bits(self, updated: Updated) -> Updated:
-        """What of it is sent in the working dtype."""
-        return [pair for pair in updated if pair[0] not in self.gathered_weights]
-
-    def _attach(self, gradients: Mapping[torch.Tensor, torch.Tensor], divisor: torch.Tensor | None) -> None:
+    def _attach(self, updates: list[_Update], divisor: torch.Tensor | None) -> None:
         """Give masters their gradients, of their dtype and divided, for an optimizer that steps by itself."""
-        for master, gradient in gradients.items():
-            master.grad = gradient.to(master.dtype)
+        masters = [update.master for update in updates]
+        for master, update in zip(masters, updates, strict=True):
+            master.grad = update.gradient.to(master.dtype)
         if divisor is not None:
-            for device in {master.device for master in gradients}:  # offloaded ones lie on the CPU
-                torch._foreach_div_(
-                    [master.grad for master in gradients if master.device == device], divisor.to(device)
-                )
+            for device in {master.device for master in masters}:  # offloaded ones lie on the CPU
+                torch._foreach_div_([master.grad for master in masters if master.device == device], divisor.to(device))
 
     def _norm(self) -> torch.Tensor:
         """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device."""
@@ -394,33 +410,32 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             squares += of_group
         return squares.sqrt()
 
-    def _publish(self, updated: Updated, works: list[dist.Work], amaxes: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    def _publish(self, updates: list[_Update], works: list[dist.Work], amaxes: Sequence[torch.Tensor | None]) -> None:
         """Send the new weights of FP8 layers in FP8 to all ranks, and wait for the others.
 
         Args:
-            updated: what is sent in all.
+            updates: of what is sent in all.
             works: the gathers of what is sent in 16 bits, under way.
-            amaxes: of the masters whose amax is known.
+            amaxes: of each master, where it is known.
         """
         device = get_accelerator().get_current_device()
-        in_fp8 = {working: _on(device, master) for working, master in updated if working in self.gathered_weights}
         self.gathered_weights.publish(
-            in_fp8, {working: _on(device, amaxes[master]) for working, master in updated if master in amaxes}
+            [
+                Sent(update.gathered, _on(device, update.master), None if amax is None else _on(device, amax))
+                for update, amax in zip(updates, amaxes, strict=True)
+                if update.gathered is not None
+            ]
         )
         for work in works:
             work.wait()
         # a graph that still holds the former values must not go backward with these; Colossal-AI writes past torch's
         # count
-        torch.autograd.graph.increment_version([working for working, _ in self._in_16_bits(updated)])
+        torch.autograd.graph.increment_version([update.working for update in _in_16_bits(updates)])
 
     def publish_masters(self) -> None:
         """Send every weight as a step would, after the masters were set from outside; every rank calls it."""
-        updated = [
-            (working, self.working_to_master_param[id(working)])
-            for group in self._working_param_groups.values()
-            for working in group
-        ]
-        self._publish(updated, self._gather(self._in_16_bits(updated)), amaxes={})
+        updates = self._updates_of_all()
+        self._publish(updates, self._gather(_in_16_bits(updates)), [None] * len(updates))
 
     def gather_working_weights(self) -> None:
         """Set every working weight to its master's value, rounded once; every rank calls it.
@@ -428,7 +443,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         The working weights of FP8 layers hold the values of their FP8 copies between steps, or none.
         """
         self.gathered_weights.restore()
-        self._gather([(working, self.working_to_master_param[id(working)]) for working in self._in_fp8()], wait=True)
+        self._gather([self._update_of(working) for working in self._in_fp8()], wait=True)
 
     def groups_that_gather(self) -> list[dist.ProcessGroup]:
         """The groups of ranks over which `gather_working_weights` communicates."""
@@ -447,24 +462,26 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """(weights that are sent in FP8, all trained parameters)."""
         return len(self.gathered_weights), sum(map(len, self._working_param_groups.values()))
 
-    def _gather(self, pairs: Updated, wait: bool = False) -> list[dist.Work]:
+    def _gather(self, updates: Sequence[_Update], wait: bool = False) -> list[dist.Work]:
         """Begin to gather master shards into working weights, as Colossal-AI does at the end of its step (:590).
 
         Args:
-            pairs: what to gather.
+            updates: of what is to be gathered.
             wait: for all of it; else for what is returned, and with `overlap_allgather` when it is used.
         """
         device = get_accelerator().get_current_device()
         messages: dict[dist.ProcessGroup, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for working, master in pairs:
-            shard = master.detach().to(device).to(self._dtype)
-            group = self.param_to_pg[working]
-            padded = self._working_param_to_padded_working_param[working]
-            self.gathered_weights.count_in_16_bits(working, shard)
+        shards = [_on(device, update.master.detach()).to(self._dtype) for update in updates]
+        self.gathered_weights.count_in_16_bits([update.working for update in updates], shards)
+        for update, shard in zip(updates, shards, strict=True):
+            group = self.param_to_pg[update.working]
+            padded = self._working_param_to_padded_working_param[update.working]
             if isinstance(group, tuple):  # the second gather sends what the first received, so neither is late
                 all_gather_into_flat_tensor_nd(padded, shard, group)
             elif self._overlap_allgather and not wait:
-                set_all_gather_handle(working, all_gather_into_flat_tensor_nd(padded, shard, group, async_op=True))
+                set_all_gather_handle(
+                    update.working, all_gather_into_flat_tensor_nd(padded, shard, group, async_op=True)
+                )
             else:
                 messages.setdefault(group, []).append((padded, shard))
         works = [work for group, of_group in messages.items() for work in gather_many(of_group, group)]
@@ -472,6 +489,11 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             for work in works:
                 work.wait()
         return works
+
+
+def _in_16_bits(updates: Sequence[_Update]) -> list[_Update]:
+    """What of it is sent in the working dtype."""
+    return [update for update in updates if update.gathered is None]
 
 
 def zero_part_of(optimizer: LowLevelZeroOptimizer, master: torch.Tensor) -> int:
@@ -488,9 +510,7 @@ def _taken_out(bucket: BucketStore, block_size: int) -> tuple[list[nn.Parameter]
     """
     each_once = {id(entry[0]): entry for entry in zip(bucket._param_list, bucket._padding_size, strict=True)}
     ranks = bucket.world_size
-    entries = sorted(
-        each_once.values(), key=lambda entry: (entry[0].numel() + entry[1]) // ranks % block_size != 0
-    )
+    entries = sorted(each_once.values(), key=lambda entry: (entry[0].numel() + entry[1]) // ranks % block_size != 0)
     bucket.reset_all()
     gradients = []
     for parameter, padding in entries:

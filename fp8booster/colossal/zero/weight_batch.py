@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import NamedTuple
@@ -53,7 +53,7 @@ class ScaleGroup:
             source.fill(weights, quantized, ready)
 
 
-@dataclass
+@dataclass(eq=False)
 class GatheredWeight:
     """One weight: the layer that multiplies by it, and the memory that its FP8 copy lives in."""
 
@@ -66,6 +66,18 @@ class GatheredWeight:
 
     released: bool = False
     """The weight has no values in 16 bits now."""
+
+
+class Sent(NamedTuple):
+    """What a weight is cast from."""
+
+    weight: GatheredWeight
+
+    shard: torch.Tensor
+    """This rank's part of the master weight, on the weight's device."""
+
+    amax: torch.Tensor | None = None
+    """Of the shard, where it is known already: float32 [], on the weight's device."""
 
 
 def keeps_transpose(layer: FP8Layer) -> bool:
@@ -112,9 +124,8 @@ class WeightBatch:
         ]
         self._bytes = [sum(column) for column in zip(*sent, strict=True)]
 
-    def cast(self, masters: Mapping[nn.Parameter, torch.Tensor], amaxes: Sequence[torch.Tensor]) -> None:
+    def cast(self, shards: Sequence[torch.Tensor], amaxes: Sequence[torch.Tensor]) -> None:
         """Cast this rank's shards of the master weights, by the amax of each: into `messages`."""
-        shards = [masters[weight] for weight in self.parameters]
         columns = shards, amaxes, self._own, self.inverse_scales
         for power_of_two in (False, True):
             rounded_so = [each.layer.fp8_config.power_of_two is power_of_two for each in self.weights]

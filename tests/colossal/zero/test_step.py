@@ -89,9 +89,9 @@ def test_a_fused_optimizer_divides_the_gradients_itself(option: str) -> None:
         group["fused"] = True
     divisors, step_group = [], one_pass.step_group
 
-    def observed(optimizer: Any, group: Any, gradients: Any, divisor: torch.Tensor) -> Any:
+    def observed(optimizer: Any, group: Any, masters: Any, gradients: Any, divisor: torch.Tensor) -> Any:
         divisors.append(float(divisor))
-        return step_group(optimizer, group, gradients, divisor)
+        return step_group(optimizer, group, masters, gradients, divisor)
 
     with mock.patch.object(one_pass, "step_group", observed):
         losses = [train(run) for run in runs]
