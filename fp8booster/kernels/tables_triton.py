@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from functools import reduce
-from itertools import accumulate, chain
-from operator import or_
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -107,35 +105,35 @@ def launch_over(
         scalars: as `tensors`, for those of one value.
     """
     kinds = [*tensors, *scalars]
-    dtypes = [[tensor.dtype for tensor in kind] for kind in kinds]
-    addresses = [list(map(Tensor.data_ptr, kind)) for kind in kinds]
-    bits = [reduce(or_, values) for values in zip(*addresses[: len(tensors)], *sizes, strict=True)]
+    fields = np.array([*(list(map(Tensor.data_ptr, kind)) for kind in kinds), *sizes], dtype=np.int64)
+    bits = np.bitwise_or.reduce(fields[: len(tensors)]) | np.bitwise_or.reduce(fields[len(kinds) :])
+    counts = np.array(programs, dtype=np.int64)
     alike: dict[tuple, list[int]] = {}
-    for place, (count, *kind) in enumerate(zip(programs, bits, *dtypes, strict=True)):
-        if count > 0:
-            alike.setdefault((kind[0] % ALIGNMENT == 0, *kind[1:]), []).append(place)
+    dtypes = ([tensor.dtype for tensor in kind] for kind in kinds)
+    for place, kind in enumerate(zip((bits % ALIGNMENT == 0).tolist(), *dtypes, strict=True)):
+        if programs[place] > 0:
+            alike.setdefault(kind, []).append(place)
     for (aligned, *_), places in alike.items():
         first = places[0]
+        runs = ceil_div(counts[places], _RUN)
+        ends = np.cumsum(runs)
+        rows = np.column_stack((fields[:, places].T, places, (ends - runs) * _RUN))
         device = kinds[0][first].device
-        runs = tuple([ceil_div(programs[place], _RUN) for place in places])
-        firsts = list(accumulate(runs, initial=0))
-        total = firsts.pop()
-        columns = [[column[place] for place in places] for column in (*addresses, *sizes)]
-        rows = list(zip(*columns, places, [run * _RUN for run in firsts], strict=True))
-        entries, owners = (_captured_table if _is_captured(device) else _table)(rows, runs, device)
+        entries, owners = (_captured_table if _is_captured(device) else _table)(rows, tuple(runs.tolist()), device)
         pointers = (entries, owners, *(kind[first] for kind in kinds), *others)
-        launch(kernel, total * _RUN, pointers, numbers, **options, ALIGNED=aligned)
+        launch(kernel, int(ends[-1]) * _RUN, pointers, numbers, **options, ALIGNED=aligned)
 
 
-def _table(rows: list[tuple[int, ...]], runs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _table(rows: np.ndarray, runs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """The entries, int64, and the entry of each run, int32; the host does not wait.
 
     Args:
-        rows: of each entry, its fields.
+        rows: of each entry, its fields: int64.
         runs: of each entry.
         device: of both.
     """
-    values = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64, pin_memory=device.type == "cuda")
+    values = torch.empty(rows.shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+    values.numpy()[:] = rows
     return values.to(device, non_blocking=True), _owners(runs, device)
 
 
@@ -145,13 +143,13 @@ def _owners(runs: tuple[int, ...], device: torch.device) -> Tensor:
     return owners.to(device)  # the host waits: other streams will read it
 
 
-def _captured_table(rows: list[tuple[int, ...]], runs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _captured_table(rows: np.ndarray, runs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """As `_table`, while a CUDA graph is captured, which would copy from memory of the host at each replay.
 
     The numbers are arguments of launches, so that the graph holds them itself.
     """
-    entries = torch.empty(len(rows), len(rows[0]), dtype=torch.int64, device=device)
-    for entry, row in zip(entries.unbind(), rows, strict=True):
+    entries = torch.empty(rows.shape, dtype=torch.int64, device=device)
+    for entry, row in zip(entries.unbind(), rows.tolist(), strict=True):
         fill_entry_kernel[(1,)](entry, *row, *[0] * (MOST_FIELDS - len(row)), COUNT=len(row))
     starts = entries[:, -1] // _RUN
     owners = torch.searchsorted(starts, torch.arange(sum(runs), device=device), right=True) - 1

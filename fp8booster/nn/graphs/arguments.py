@@ -27,9 +27,9 @@ def flatten(value: Any, tensors: list[torch.Tensor]) -> Hashable:
     if isinstance(value, _CONSTANTS):
         return type(value), value
     if type(value) in (tuple, list):
-        return (type(value), *(flatten(each, tensors) for each in value))
+        return (type(value), *[flatten(each, tensors) for each in value])
     if type(value) is dict:
-        return (dict, *((name, flatten(each, tensors)) for name, each in value.items()))
+        return (dict, *[(name, flatten(each, tensors)) for name, each in value.items()])
     raise Unsupported(type(value).__name__)
 
 

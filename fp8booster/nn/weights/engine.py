@@ -46,14 +46,18 @@ class EngineWeight(CachedWeight):
     def forward(
         self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
     ) -> QuantizedMatrix:
-        held = are_copies_held()  # a capture has other leaves for the weights
-        if self._filled is None or not (held or self.is_provided(weights)):
+        # a capture has other leaves for the weights
+        if self._filled is None or not (are_copies_held() or self.is_provided(weights)):
             self._drop()
             return super().forward(weights, config, transpose=transpose, casts=casts)
         note_use(self, weights, config, transpose, casts)
-        if self._ready is not None and not held:  # a graph cannot wait for what was recorded outside it
-            torch.cuda.current_stream().wait_event(self._ready)
+        self.wait()
         return self._filled
+
+    def wait(self) -> None:
+        """Let the current stream wait for what fills it, but where that is captured."""
+        if self._ready is not None and not are_copies_held():  # a graph cannot wait for what was recorded outside it
+            torch.cuda.current_stream().wait_event(self._ready)
 
     def pin(
         self,
@@ -104,21 +108,26 @@ class _PinnedFilling:
     def __init__(
         self, source: EngineWeight, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool
     ) -> None:
-        self._source, self._weights, self._config, self._transpose = source, tuple(weights), config, transpose
-        self._memory = self._now()
+        self._source, self._weights = source, tuple(weights)
+        self._filled = source.forward(weights, config, transpose=transpose)
+        self._memory = _addresses(self._filled)
 
     def refresh(self) -> bool:
         """As `Pinned.refresh`; waits for what fills it."""
-        return self._source.is_provided(self._weights) and self._now() == self._memory
+        if not self._source.is_provided(self._weights):
+            return False
+        self._source.wait()
+        filled = self._source.held
+        return filled is self._filled or _addresses(filled) == self._memory
 
     def version(self) -> tuple[int, ...]:
         """As `Pinned.version`."""
         filled = self._source.held
         return () if filled is None else (filled.data._version,)
 
-    def _now(self) -> tuple[int, ...]:
-        matrix = self._source.forward(self._weights, self._config, transpose=self._transpose)
-        return tuple(0 if each is None else each.data_ptr() for each in matrix)
+
+def _addresses(matrix: QuantizedMatrix) -> tuple[int, ...]:
+    return tuple(0 if each is None else each.data_ptr() for each in matrix)
 
 
 def _places(weights: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
