@@ -59,17 +59,18 @@ class AccumulatedGradients(GradientStore):
                 before.record_stream(get_accelerator().current_stream())  # it may have been decoded on another
         return added(before, gradient, self.kind, param_id)
 
-    def _decode(self, group_id: int, param_id: int) -> None:
-        held = self._grads_of_params.get(group_id, {}).get(param_id)
+    def _decode(self, group_id: int, param_id: int) -> list[torch.Tensor]:
+        """What is held of a parameter's gradient, a tensor or nothing."""
+        held = self._grads_of_params.get(group_id, {}).get(param_id, [])
         if held and isinstance(held[0], GroupCodes):
             self.grad_to_param_mapping.pop(id(held[0]), None)
             held[0] = value_of(held[0], dtype=self._dtype)
             self.grad_to_param_mapping[id(held[0])] = param_id
+        return held
 
     def gradient(self, group_id: int, param_id: int) -> torch.Tensor | None:
         """This rank's part of a parameter's gradient, decoded; None: there is none."""
-        self._decode(group_id, param_id)
-        held = self._grads_of_params.get(group_id, {}).get(param_id)
+        held = self._decode(group_id, param_id)
         return held[0] if held else None
 
     def get_partitioned_gradients_by_param_id(self, group_id: int, param_id: int) -> list[torch.Tensor]:

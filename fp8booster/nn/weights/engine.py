@@ -114,10 +114,10 @@ class _PinnedFilling:
 
     def refresh(self) -> bool:
         """As `Pinned.refresh`; waits for what fills it."""
-        if not self._source.is_provided(self._weights):
+        filled = self._source.held
+        if filled is None or not self._source.is_provided(self._weights):
             return False
         self._source.wait()
-        filled = self._source.held
         return filled is self._filled or _addresses(filled) == self._memory
 
     def version(self) -> tuple[int, ...]:
