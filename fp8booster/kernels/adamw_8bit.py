@@ -162,6 +162,7 @@ def step_rows(
             for t in steps
         ],
         dtype=torch.float32,
+        pin_memory=device.type == "cuda",  # the host must not wait: it comes here for each bucket within backward
     )
     seeds = [(t * 0x9E3779B1 + number * 0x85EBCA77) & 0x7FFFFFFF for t, number in zip(steps, numbers, strict=True)]
     rows.view(torch.int32)[:, SEED] = torch.tensor(seeds, dtype=torch.int32)
