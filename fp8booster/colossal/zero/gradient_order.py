@@ -69,7 +69,7 @@ class _InOneOrder(LowLevelZeroOptimizer):
     _sets: list[_Set]
 
     _set_of: dict[int, _Set]
-    """By the id of a parameter, which the set holds: the hash of a tensor is a call of Python."""
+    """By the id of a parameter."""
 
     _holds_back: bool = True
 

@@ -20,28 +20,6 @@ def note_norms(gradients: Sequence[torch.Tensor]) -> None:
         setattr(gradient, _ATTRIBUTE, (gradient._version, norm))
 
 
-NORM_BYTES = 2**29
-"""Of gradients whose norms are found by one launch while backward goes on. Each launch takes the host time."""
-
-
-class LateNorms:
-    """Gradients whose norms are found when they are many."""
-
-    def __init__(self) -> None:
-        self._gradients: list[torch.Tensor] = []
-
-    def add(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Let gradients wait, or remember the norms of all that do."""
-        self._gradients += gradients
-        if sum(each.nbytes for each in self._gradients) >= NORM_BYTES:
-            note_norms(self._gradients)
-            self._gradients.clear()
-
-    def leave(self) -> None:
-        """Leave those that still wait to `noted_norms`."""
-        self._gradients.clear()
-
-
 def forget_norm(gradient: torch.Tensor) -> None:
     """Forget the norm of a gradient that was changed past torch's count."""
     gradient.__dict__.pop(_ATTRIBUTE, None)

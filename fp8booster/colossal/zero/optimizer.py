@@ -30,7 +30,7 @@ from fp8booster import comm
 from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
 from fp8booster.colossal.zero.gathered_weights import GatheredWeights
 from fp8booster.colossal.zero.gradient_store import AccumulatedGradients
-from fp8booster.colossal.zero.noted_norms import LateNorms, noted_norms
+from fp8booster.colossal.zero.noted_norms import note_norms, noted_norms
 from fp8booster.colossal.zero.weight_batch import GatheredWeight, Sent
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.transport import gather_many
@@ -38,6 +38,10 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.message_layout import side_by_side
 from fp8booster.optim import AdamW, one_pass
 from fp8booster.optim.clipping import clipping_divisor
+from fp8booster.optim.gradient_sums import GradientSum
+
+NORM_BYTES = 2**29
+"""Gradients whose norms are found at once, beside backward."""
 
 
 class _Update(NamedTuple):
@@ -91,8 +95,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
     _group_of: dict[int, int]
     """The parameter group of each working weight, by its id as in Colossal-AI's stores."""
 
-    _late_norms: defaultdict[BucketStore, LateNorms]
-    """Of the parts of gradients that backward reduces: by bucket, for each has a stream of its own."""
+    _without_norm: defaultdict[BucketStore, list[GradientSum]]
+    """Of each bucket, the parts that this backward has reduced and whose norms are yet to be found."""
 
     _warned_of_no_sync: bool = False
 
@@ -113,7 +117,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         optimizer._group_of = {
             id(working): group_id for group_id, group in optimizer._working_param_groups.items() for working in group
         }
-        optimizer._late_norms = defaultdict(LateNorms)
+        optimizer._without_norm = defaultdict(list)
         optimizer.gradient_encoding = Encoding(block_size=None) if config.gradient_scaling == "tensor" else Encoding()
         optimizer.automatic_scaling = (
             AutomaticScaling(
@@ -153,7 +157,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         for bucket in self.pg_to_bucket_store.values():
             if bucket.num_elements_in_bucket() > 0:
                 self._reduce_bucket(bucket)
-            self._late_norms[bucket].leave()
+            self._without_norm[bucket].clear()  # the step finds the norms of the last ones
             if self.reduces_beside_backward and accelerator.name == "cuda":
                 accelerator.current_stream().wait_stream(bucket.comm_stream)
 
@@ -181,7 +185,15 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
                 for number, part in zip(map(id, parameters), own.split(sizes), strict=True)
             ]
             if not self._accumulates_codes:  # whose norms are those of what the step decodes
-                self._late_norms[bucket].add(sums)
+                self._find_norms(bucket, sums)
+
+    def _find_norms(self, bucket: BucketStore, sums: list[GradientSum]) -> None:
+        """Find the norms of a bucket's sums, and of those before, when they are many: a launch takes the host time."""
+        waiting = self._without_norm[bucket]
+        waiting += sums
+        if sum(each.nbytes for each in waiting) >= NORM_BYTES:
+            note_norms(waiting)
+            waiting.clear()
 
     def _update(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Update the masters of working weights, given this rank's parts of their gradients.
@@ -373,12 +385,12 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
 
     def _attach(self, updates: list[_Update], divisor: torch.Tensor | None) -> None:
         """Give masters their gradients, of their dtype and divided, for an optimizer that steps by itself."""
-        for update in updates:
-            update.master.grad = update.gradient.to(update.master.dtype)
+        masters = [update.master for update in updates]
+        for master, update in zip(masters, updates, strict=True):
+            master.grad = update.gradient.to(master.dtype)
         if divisor is not None:
-            gradients = [update.master.grad for update in updates]
-            for device in {each.device for each in gradients}:  # those of offloaded masters lie on the CPU
-                torch._foreach_div_([each for each in gradients if each.device == device], divisor.to(device))
+            for device in {master.device for master in masters}:  # offloaded ones lie on the CPU
+                torch._foreach_div_([master.grad for master in masters if master.device == device], divisor.to(device))
 
     def _norm(self) -> torch.Tensor:
         """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device."""

@@ -110,6 +110,7 @@ class _PinnedFilling:
     ) -> None:
         self._source, self._weights = source, tuple(weights)
         self._filled = source.forward(weights, config, transpose=transpose)
+        self._memory = _addresses(self._filled)
 
     def refresh(self) -> bool:
         """As `Pinned.refresh`; waits for what fills it."""
@@ -117,7 +118,7 @@ class _PinnedFilling:
         if filled is None or not self._source.is_provided(self._weights):
             return False
         self._source.wait()
-        return filled is self._filled or _addresses(filled) == _addresses(self._filled)
+        return filled is self._filled or _addresses(filled) == self._memory
 
     def version(self) -> tuple[int, ...]:
         """As `Pinned.version`."""
