@@ -40,7 +40,7 @@ GROWTH = 2.0 ** (1 / 1000)
 """Of mu in a step without saturation."""
 
 _SIGN_CLEARED = 0x7F
-_LARGEST_BITS = int(torch.tensor(formats.MAX[FORMAT]).to(FORMAT).view(torch.uint8))
+_LARGEST_BITS = int(torch.tensor(formats.MAX[FORMAT], dtype=torch.float32).to(FORMAT).view(torch.uint8))
 
 
 class _Counts(NamedTuple):
@@ -64,7 +64,7 @@ class AutomaticScaling:
 
     def __init__(self, ranks: int, device: torch.device) -> None:
         """`ranks`: how many gradients are added; `device`: where they lie."""
-        self.mu = torch.full((), 1.0 / ranks, device=device)
+        self.mu = torch.full((), 1.0 / ranks, dtype=torch.float32, device=device)
         self._counts: dict[int | None, _Counts] = {}
         """By the stream that adds to them: two that add to one tensor lose counts."""
         self._mu_is_set: torch.cuda.Event | None = None
@@ -150,7 +150,7 @@ class AutomaticScaling:
 
     def _set_mu(self, counts: Tensor) -> None:
         saturated, cast = counts.double()
-        factor = torch.where(saturated > SATURATED_AT_MOST * cast, 0.5, GROWTH)
+        factor = torch.where(saturated > SATURATED_AT_MOST * cast, self.mu.new_full((), 0.5), GROWTH)
         self.mu *= torch.where(cast > 0, factor, 1.0)
 
     def _count(self, encoded: Tensor) -> None:

@@ -53,7 +53,7 @@ def peer_memory(group: dist.ProcessGroup, device: torch.device, size: int) -> Pe
     own = torch._C._distributed_c10d._SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
     handle = symmetric_memory.rendezvous(own, group)
     views = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(dist.get_world_size(group))]
-    addresses = torch.tensor([view.data_ptr() for view in views], device=device)
+    addresses = torch.tensor([view.data_ptr() for view in views], dtype=torch.int64, device=device)
     timeout = group._get_backend(device).options._timeout // timedelta(milliseconds=1)
     return PeerMemory(own, addresses, lambda: handle.barrier(timeout_ms=timeout))
 

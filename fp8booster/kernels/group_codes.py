@@ -72,7 +72,7 @@ def encode_roots(groups: Tensor) -> tuple[Tensor, Tensor]:
     scale = (LARGEST_SQUARE / torch.where(is_usable, amax, torch.inf).double()).float()
     root = ((groups.abs() * scale[..., None]).view(torch.int32) // 2 + HALF_ONE).view(torch.float32)
     code = torch.where(is_usable[..., None], root.copysign(groups).round(), 0).to(torch.int8)
-    return code, torch.where(is_usable, amax, torch.where(amax.isfinite(), 0.0, torch.nan))
+    return code, torch.where(amax.isfinite(), torch.where(is_usable, amax, 0.0), torch.nan)
 
 
 def decode_roots(codes: Tensor, amaxes: Tensor) -> Tensor:

@@ -106,7 +106,9 @@ class Launches:
             tiles.append(ceil_div(rows, TILE_ROWS) * ceil_div(columns, TILE_COLUMNS))
         device = inverse_scales.device
         self.table = torch.tensor(entries, dtype=torch.int64, device=device)
-        self.matrix_of_tile = torch.arange(len(tiles), dtype=torch.int32).repeat_interleave(torch.tensor(tiles))
+        self.matrix_of_tile = torch.arange(len(tiles), dtype=torch.int32).repeat_interleave(
+            torch.tensor(tiles, dtype=torch.int64)
+        )
         self.matrix_of_tile = self.matrix_of_tile.to(device)
         self.amax = torch.zeros(len(tiles), dtype=torch.int32, device=device)
 

@@ -158,7 +158,7 @@ def _decodable(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: T
         (scale * formats.MAX[operand.dtype] >= 2.0**126).any()
         for operand, scale in ((a, inverse_scale_a), (b, inverse_scale_b))
     )
-    factor = torch.where(large_b, 2.0, 1.0) / torch.where(large_a, 2.0, 1.0)
+    factor = (1 + large_b.float()) / (1 + large_a.float())
     return inverse_scale_a * factor, inverse_scale_b / factor
 
 
@@ -166,7 +166,7 @@ def _decodable(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: T
 @functools.cache
 def _cpu_multiplies_by_rows() -> bool:
     """Whether PyTorch's own kernel for the CPU takes a scale for each row: torch 2.11's does not, and 2.13's does."""
-    operand, scale = torch.zeros(16, 16, dtype=formats.E4M3), torch.ones(16, 1)
+    operand, scale = torch.zeros(16, 16, dtype=formats.E4M3), torch.ones(16, 1, dtype=torch.float32)
     with _disable_current_modes():  # whoever counts products does not mean this one
         try:
             _scaled_mm_on_cpu(operand, operand.t(), scale_a=scale, scale_b=scale.t(), out_dtype=torch.bfloat16)

@@ -152,7 +152,7 @@ def _captured_table(rows: np.ndarray, runs: tuple[int, ...], device: torch.devic
     for entry, row in zip(entries.unbind(), rows.tolist(), strict=True):
         fill_entry_kernel[(1,)](entry, *row, *[0] * (MOST_FIELDS - len(row)), COUNT=len(row))
     starts = entries[:, -1] // _RUN
-    owners = torch.searchsorted(starts, torch.arange(sum(runs), device=device), right=True) - 1
+    owners = torch.searchsorted(starts, torch.arange(sum(runs), dtype=torch.int64, device=device), right=True) - 1
     return entries, owners.int()
 
 

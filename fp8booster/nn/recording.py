@@ -243,7 +243,7 @@ class Recording:
         device = value.device if isinstance(value, torch.Tensor) else None
         if device is None:
             device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-        finite = torch.as_tensor(value, device=device).detach().isfinite().all().float()
+        finite = torch.as_tensor(value, dtype=torch.float64, device=device).detach().isfinite().all().float()
         dist.all_reduce(finite, dist.ReduceOp.MIN)
         return bool(finite)
 

@@ -222,7 +222,7 @@ class AdamW(Optimizer):
         if isinstance(div_scale, torch.Tensor):
             divisor = div_scale
         elif div_scale != -1:
-            divisor = torch.tensor(float(div_scale))
+            divisor = torch.tensor(float(div_scale), dtype=torch.float32)
         if any(parameter.grad is not None for parameter in self._taken):
             raise RuntimeError(
                 "a parameter got a gradient after backward had taken that of this rank, as DistributedDataParallel "

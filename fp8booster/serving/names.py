@@ -27,7 +27,7 @@ class StoredNames:
         """By the name of a tensor in the model, its shape there."""
         self._rules = _rules_of(model)
         self._last: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
-        state = {name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
+        state = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in self.shapes.items()}
         parts = self._parts_of_each(state)
         self.of = {name: tuple(each) for name, each in parts.items()}
         """By the name of a tensor in the model, its names in files."""

@@ -176,7 +176,7 @@ def causal(tokens: torch.Tensor, separator: int | None = None) -> dict[str, torc
         return {"input_ids": tokens, "labels": tokens}
     begins = torch.zeros_like(tokens, dtype=torch.bool)
     begins[:, 1:] = tokens[:, :-1] == separator
-    place = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    place = torch.arange(tokens.shape[1], dtype=torch.int64, device=tokens.device).expand_as(tokens)
     positions = place - torch.where(begins, place, 0).cummax(1).values
     return {"input_ids": tokens, "labels": tokens.masked_fill(begins, -100), "position_ids": positions}
 

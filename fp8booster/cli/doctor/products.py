@@ -78,8 +78,8 @@ def check(device: torch.device, operands: tuple[torch.dtype, torch.dtype]) -> Ch
         return Check(str(device), names, None, reason)
     rows, depth, columns = 256, 512, 384
     try:
-        a = quantize(torch.randn(rows, depth, device=device), operands[0])
-        b = quantize(torch.randn(columns, depth, device=device), operands[1])
+        a = quantize(torch.randn(rows, depth, dtype=torch.float32, device=device), operands[0])
+        b = quantize(torch.randn(columns, depth, dtype=torch.float32, device=device), operands[1])
         result = product(a.data, b.data, a.inverse_scale, b.inverse_scale, out_dtype=torch.bfloat16).double()
     except RuntimeError as failure:
         return Check(str(device), names, None, f"the product failed: {str(failure).partition(chr(10))[0]}")

@@ -46,7 +46,9 @@ class Masters:
         places = [0, *accumulate(self._sizes)]
         first = [place + of for chunk, place in zip(chunks, places, strict=False) for of in chunk.scale_of]
         shares = len(set(first)) < len(first)
-        self._first = torch.tensor(first, device=chunks[0].inverse_scales.device) if shares else None
+        self._first = None
+        if shares:
+            self._first = torch.tensor(first, dtype=torch.int64, device=chunks[0].inverse_scales.device)
         self._ranges = [
             [(begin, max(begin, end)) for begin, end in map(chunk.own_range, chunk.tensors_info)] for chunk in chunks
         ]

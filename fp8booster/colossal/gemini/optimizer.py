@@ -52,7 +52,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
             for shard in group["params"]:
                 device = shard.device
                 if device not in nothing:
-                    nothing[device] = torch.empty(0, device=device)
+                    nothing[device] = torch.empty(0, dtype=torch.float32, device=device)
                 shard.data = nothing[device]
         for chunk in self.chunk16_set:
             chunk.optim_update()
@@ -88,7 +88,7 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
         Returns:
             float64 [], on the device, as native computes with it on the host.
         """
-        zero = torch.zeros((), device=get_accelerator().get_current_device())
+        zero = torch.zeros((), dtype=torch.float32, device=get_accelerator().get_current_device())
         kinds = list(itertools.product((False, True), repeat=2))
         """(sharded by ZeRO, sharded by tensor parallelism)"""
         found: dict[tuple[bool, bool], list[torch.Tensor]] = {kind: [zero] for kind in kinds}

@@ -45,7 +45,7 @@ class SharedSquares:
         by_holders: dict[int, list[torch.Tensor]] = {}
         for parameter, norm in norms:
             by_holders.setdefault(self._holders(parameter), []).append(norm)
-        total = torch.zeros((), device=get_accelerator().get_current_device())
+        total = torch.zeros((), dtype=torch.float32, device=get_accelerator().get_current_device())
         for holders, of_these in by_holders.items():
             total.add_(torch.stack(of_these).square().sum(), alpha=1 / holders)
         return total

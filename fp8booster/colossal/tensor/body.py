@@ -138,7 +138,7 @@ def _ring(
         length *= 1 if is_first else config.sequence_parallel_size
         attention_mask = torch.ones(batch, length, dtype=torch.bool, device=hidden_states.device)
     if position_ids is None:
-        position_ids = torch.arange(attention_mask.shape[1], device=hidden_states.device).unsqueeze(0)
+        position_ids = torch.arange(attention_mask.shape[1], dtype=torch.int64, device=hidden_states.device)[None]
     prepare = RingAttention.prepare_varlen_batch
     if not is_first:
         position_ids, mask, _ = prepare(attention_mask, group, position_ids.expand(attention_mask.shape))
@@ -166,7 +166,7 @@ def _whole_sequences(
         length *= config.sequence_parallel_size
     if position_ids is None:
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        position_ids = torch.arange(past, past + length, device=hidden_states.device).unsqueeze(0)
+        position_ids = torch.arange(past, past + length, dtype=torch.int64, device=hidden_states.device).unsqueeze(0)
     if config.enable_flash_attention:
         mask = ColoAttention.prepare_attn_kwargs(
             (batch, 1, length, length),
@@ -232,7 +232,7 @@ def _cache(self: Any, past_key_values: Any, position_ids: torch.Tensor) -> dict[
     """What a layer is told of a cache, with the places of the tokens in it, which the newest do not ask for."""
     name = "past_key_value" if _is_of_4_51(self) else "past_key_values"
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
-    places = torch.arange(past, past + position_ids.shape[-1], device=position_ids.device)
+    places = torch.arange(past, past + position_ids.shape[-1], dtype=torch.int64, device=position_ids.device)
     return {name: past_key_values, "use_cache": True, "cache_position": places}
 
 

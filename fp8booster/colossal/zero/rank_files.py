@@ -49,7 +49,7 @@ def save_moments(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) ->
     codes = {}
     for name, _, master in _pairs(model, optimizer):
         for entry, value in states[master].codes.items() if master in states else ():
-            codes[_entry(name, entry)] = torch.as_tensor(value)
+            codes[_entry(name, entry)] = _as_tensor(value)
     _save(optimizer, folder, codes)
 
 
@@ -91,7 +91,7 @@ def load_moments(model: nn.Module, optimizer: OptimizerWrapper, folder: Path) ->
         for name, working, master in pairs
     }
     shapes = {
-        _entry(name, entry): torch.as_tensor(value).shape
+        _entry(name, entry): _as_tensor(value).shape
         for name, entries in codes.items()
         for entry, value in entries.items()
     }
@@ -116,6 +116,10 @@ def _state(shards: Any, name: str, entries: Iterable[str]) -> State:
 
 def _entry(name: str, entry: str) -> str:
     return f"{name}:{entry}"
+
+
+def _as_tensor(value: torch.Tensor | int) -> torch.Tensor:
+    return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.int64)
 
 
 def _save(optimizer: OptimizerWrapper, folder: Path, tensors: dict[str, torch.Tensor]) -> None:

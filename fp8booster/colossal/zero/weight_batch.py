@@ -104,7 +104,9 @@ class WeightBatch:
         groups, device = [each.group for each in weights], self.parameters[0].device
         self.groups = list(dict.fromkeys(groups))
         # pinned, for the host must not wait: where experts get no gradient, other weights are updated at each step
-        firsts = torch.tensor([groups.index(group) for group in groups], pin_memory=device.type == "cuda")
+        firsts = torch.tensor(
+            [groups.index(group) for group in groups], dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
         self.firsts = firsts.to(device, non_blocking=True)
         """For each weight the place of the first one that it shares a scale with: int64."""
 

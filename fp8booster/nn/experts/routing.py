@@ -35,7 +35,7 @@ class Routes(NamedTuple):
             keys = keys.to(torch.int16)  # a GPU sorts them in two passes, not in eight
         choices = keys.argsort(stable=True)
         places = torch.empty_like(choices)
-        places.scatter_(0, choices, torch.arange(len(choices), device=choices.device))
+        places.scatter_(0, choices, torch.arange(len(choices), dtype=torch.int64, device=choices.device))
         return cls(choices // chosen.shape[1], places.view(chosen.shape))
 
 

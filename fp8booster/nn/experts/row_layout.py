@@ -45,7 +45,7 @@ class RowLayout(NamedTuple):
         numbers = torch.tensor(ends + shifts + sizes, dtype=torch.int32, pin_memory=device.type == "cuda")
         numbers = numbers.to(device, non_blocking=True)
         group_ends, of_pieces, counted = numbers.split([len(ends), len(shifts), len(sizes)])
-        places = torch.arange(first, device=device)
+        places = torch.arange(first, dtype=torch.int64, device=device)
         places += of_pieces.repeat_interleave(counted, output_size=first)
         return cls(Groups(tuple(rows), group_ends), places)
 

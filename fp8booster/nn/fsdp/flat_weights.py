@@ -168,7 +168,7 @@ class FlatWeights:
         """For each weight that is gathered in FP8, the first one of those that share its scale."""
         if self._scales is None or self._scales.device != device:
             first = [each.weights.start for each in self._groups for _ in self._fp8[each.weights]]
-            self._scales = torch.tensor(first, device=device)
+            self._scales = torch.tensor(first, dtype=torch.int64, device=device)
         return self._scales
 
     @torch.no_grad()

@@ -287,14 +287,20 @@ def _attended(
     mask = None
     if has_sinks(attention):
         if form is None:
-            mask = torch.full((1, 1, 5, 5), -torch.inf, device="cpu").triu(1)
+            mask = torch.full((1, 1, 5, 5), -torch.inf, dtype=torch.float32, device="cpu").triu(1)
         else:
             embeddings = PackedEmbeddings(embeddings)
-            embeddings.sequences = Sequences(torch.tensor([0, 5], device="cpu"), 5)
+            embeddings.sequences = Sequences(torch.tensor([0, 5], dtype=torch.int64, device="cpu"), 5)
     taken = inspect.signature(type(attention).forward).parameters
-    given = {"position_embeddings": embeddings, "attention_mask": mask, "cache_position": torch.arange(5, device="cpu")}
+    given = {
+        "position_embeddings": embeddings,
+        "attention_mask": mask,
+        "cache_position": torch.arange(5, dtype=torch.int64, device="cpu"),
+    }
     output, weights, *rest = cls.forward(
-        probe, torch.zeros(1, 5, 4, device="cpu"), **{name: each for name, each in given.items() if name in taken}
+        probe,
+        torch.zeros(1, 5, 4, dtype=torch.float32, device="cpu"),
+        **{name: each for name, each in given.items() if name in taken},
     )
     # eager attention gives its weights also where nobody asks for them
     return output, None if has_sinks(attention) else weights, *rest

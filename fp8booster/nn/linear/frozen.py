@@ -206,8 +206,8 @@ class FrozenLayer(FP8Layer):
         if config.finer_scales:
             amax = None
         if config.scaling == "constant":
-            amax = torch.tensor(constant_amax(config, config.weight_format), device=matrix.device)
-            self.scale_inputs_by(torch.tensor(constant_amax(config, config.input_format), device=matrix.device))
+            amax = _constant_amax(config, config.weight_format, matrix.device)
+            self.scale_inputs_by(_constant_amax(config, config.input_format, matrix.device))
         if matrix.is_meta:
             self.hold(_nothing(shape, config, matrix.device), shape)
         else:
@@ -330,13 +330,18 @@ class FrozenFP8Linear(FrozenLayer, FP8Linear):
         self.hold(_nothing(shape, self.fp8_config, zeros.device), shape)
 
 
+def _constant_amax(config: FP8Config, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return the amax of constant scales of a format, float32 []."""
+    return torch.tensor(constant_amax(config, dtype), dtype=torch.float32, device=device)
+
+
 def _nothing(shape: tuple[int, int], config: FP8Config, device: torch.device) -> QuantizedMatrix:
     """A weight of zeros, [output, input features], each scale one."""
     multiple = multiple_for(config.granularity)
     rows, columns = (aligned(size, multiple) for size in shape)
     of_scales = {"tensorwise": (), "rowwise": (rows,), "blockwise": scales_shape(rows, columns, square=True)}
     data = torch.zeros(rows, columns, dtype=torch.uint8, device=device).view(config.weight_format)
-    scales = torch.ones(of_scales[config.granularity], device=device)
+    scales = torch.ones(of_scales[config.granularity], dtype=torch.float32, device=device)
     if scales.dim() == 2:
         scales[:, columns // multiple :] = 0  # as `blockwise_cast` leaves them
     return QuantizedMatrix(data, data.new_empty(0), scales, None)

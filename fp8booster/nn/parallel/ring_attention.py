@@ -200,7 +200,7 @@ class _RingAttention(torch.autograd.Function):
         scale: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         output = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-        lse = torch.full(q.shape[:3], -torch.inf, device=q.device)
+        lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32, device=q.device)
         for source, pair in ring.rotate(k, v):
             for queries, keys, causal in ring.blocks(source, q.shape, lengths):
                 block, block_lse = attend(q[queries], pair[0][keys], pair[1][keys], causal, scale)

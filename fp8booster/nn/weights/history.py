@@ -39,9 +39,10 @@ class AmaxHistory:
         self._config = config
         with torch.inference_mode(False):  # so that training may write to it after a forward in that mode
             if config.scaling == "constant":
-                self.amaxes = torch.full((2,), constant_amax(config, dtype, is_gradient), device=device)
+                amax = constant_amax(config, dtype, is_gradient)
+                self.amaxes = torch.full((2,), amax, dtype=torch.float32, device=device)
             else:
-                self.amaxes = torch.zeros(1 + config.delayed_history, device=device)
+                self.amaxes = torch.zeros(1 + config.delayed_history, dtype=torch.float32, device=device)
         self._first_step = self._step = optimizer_steps()
         if self.is_delayed and past is not None and past.shape == self.amaxes.shape:
             self.amaxes.copy_(past)

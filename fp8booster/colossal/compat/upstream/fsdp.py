@@ -22,7 +22,7 @@ _PLUGIN = "booster.plugin.torch_fsdp_plugin"
     f"{_PLUGIN}:TorchFSDPPlugin.configure",
     "553",
     needed_when="an optimizer has defaults that its constructor does not take, as torch.optim.AdamW has",
-    only_if=lambda module: bool(_unknown_defaults(AdamW([torch.zeros(1)]))),
+    only_if=lambda module: bool(_unknown_defaults(AdamW([torch.zeros(1, dtype=torch.float32)]))),
 )
 def fsdp_makes_optimizers_anew(
     upstream: Callable, self: Any, model: nn.Module, optimizer: Optimizer | None = None, *args: Any, **kwargs: Any

@@ -23,8 +23,8 @@ def zero_bubble_adds_weight_gradients(module: ModuleType, replacements: Replacem
     that others return are dropped.
     """
     store = module.WeightGradStore
-    weight = SimpleNamespace(grad=torch.zeros(()))
-    store.put(None, None, weight, lambda *_: torch.ones(()))
+    weight = SimpleNamespace(grad=torch.zeros((), dtype=torch.float32))
+    store.put(None, None, weight, lambda *_: torch.ones((), dtype=torch.float32))
     store.flush()
     store.pop()
     if weight.grad == 0:

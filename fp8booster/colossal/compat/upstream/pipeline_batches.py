@@ -46,7 +46,7 @@ def zero_bubble_evaluates(module: ModuleType, replacements: Replacements) -> Non
                 f"{planned * self.microbatch_size}, not {self.batch_size}"
             )
         ends_here = self.stage_manager.is_first_stage(ignore_chunk=True)
-        loss = torch.scalar_tensor(0, device=module.get_accelerator().get_current_device())
+        loss = torch.zeros((), dtype=torch.float32, device=module.get_accelerator().get_current_device())
         accumulated = loss if return_loss and ends_here else None
         outputs = [] if return_outputs and ends_here else None
         sent = []
