@@ -12,7 +12,7 @@ from typing import Any
 
 # fp8booster comes before colossalai, which it patches
 import fp8booster.plugins
-from fp8booster.checkpoints import checkpoints_in, new_checkpoint
+from fp8booster.checkpoints import checkpoints_in, is_finite, new_checkpoint
 from fp8booster.manifest import what_is_broken
 from fp8booster.training.boosted import BoostedModel
 from fp8booster.training.learning_rate import WarmupCosine
@@ -159,7 +159,7 @@ def train_and_save(
 
 def save(out: Path, step: int, boosted: BoostedModel, save_config: Callable[[Path], object]) -> None:
     """Write the checkpoint of a step; a kill on the way leaves the former ones as they were. Every rank calls it."""
-    with new_checkpoint(out, step, keep=KEPT) as folder:
+    with new_checkpoint(out, step, keep=KEPT, finite=boosted.is_finite()) as folder:
         boosted.save(folder)
         if dist.get_rank() == 0:
             save_config(folder / "model")
@@ -173,7 +173,7 @@ def load(checkpoint: Path, boosted: BoostedModel) -> int:
 
 
 def find_checkpoint(out: Path) -> Path:
-    """The newest checkpoint whose files are those that were saved together; rank 0 looks, and says what it passes over.
+    """The newest checkpoint whose files were saved together, with finite values; rank 0 looks, and names the others.
 
     Raises:
         ValueError: there is none.
@@ -183,6 +183,8 @@ def find_checkpoint(out: Path) -> Path:
         faults = []
         for checkpoint in reversed(checkpoints_in(out)):
             fault = what_is_broken(checkpoint)
+            if fault is None and not is_finite(checkpoint):
+                fault = f"{checkpoint} has values that are NaN or infinite"
             if fault is None:
                 print(f"going on from {checkpoint}", flush=True)
                 found[0] = str(checkpoint)

@@ -1,7 +1,8 @@
 """Folders of checkpoints: `step-<step>` is whole or not there, and the last ones stay.
 
 Every rank runs `with new_checkpoint(root, step, keep=2) as folder:`, with whatever belongs to the checkpoint in the
-block, as `booster.save_model(model, str(folder / "model"), shard=True)`. `newest_checkpoint(root)` is where to resume.
+block, as `booster.save_model(model, str(folder / "model"), shard=True)`. `newest_checkpoint(root)` is where to resume,
+unless `is_finite` is False of it: `last_finite` finds the one before.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from .files import former_of, put_in_place, sync_folder
 from .manifest import write_manifest
 
 _NAME = re.compile(r"\.?(step-(\d{8,}))(\.former)?")
+
+_NOT_FINITE = "not-finite.txt"
+"""In a checkpoint's folder where weights or optimizer states are not finite."""
 
 
 def checkpoints_in(root: Path) -> list[Path]:
@@ -39,8 +43,18 @@ def named_step(checkpoint: Path) -> int | None:
     return int(match[2]) if match else None
 
 
+def is_finite(checkpoint: Path) -> bool:
+    """Tell whether a checkpoint was saved as one whose weights and optimizer states are finite."""
+    return not (checkpoint / _NOT_FINITE).exists()
+
+
+def last_finite(checkpoints: Sequence[Path]) -> Path | None:
+    """Return the last of some checkpoints that was saved as finite; None where none was."""
+    return next(filter(is_finite, reversed(checkpoints)), None)
+
+
 @contextmanager
-def new_checkpoint(root: Path, step: int, *, keep: int = 0) -> Iterator[Path]:
+def new_checkpoint(root: Path, step: int, *, keep: int = 0, finite: bool = True) -> Iterator[Path]:
     """A new folder, which takes its place as the checkpoint of `step` when all ranks have left the block.
 
     Every rank enters and leaves. A block that is not finished, on any rank, leaves the checkpoints before as they
@@ -48,7 +62,8 @@ def new_checkpoint(root: Path, step: int, *, keep: int = 0) -> Iterator[Path]:
 
     Args:
         root: on a disk that all ranks share.
-        keep: newest checkpoints that stay, of those up to this step; 0: all.
+        keep: newest checkpoints that stay, of those up to this step, with the last finite one; 0: all.
+        finite: the weights and optimizer states of all ranks are, as `BoostedModel.is_finite` tells.
 
     Raises:
         OSError: the disk did not take what was written.
@@ -64,6 +79,8 @@ def new_checkpoint(root: Path, step: int, *, keep: int = 0) -> Iterator[Path]:
     yield partial
     _barrier()
     if _rank() == 0:
+        if not finite:
+            (partial / _NOT_FINITE).write_text("Weights or optimizer states in this checkpoint are NaN or infinite.\n")
         write_manifest(partial)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sync_folder(partial)
@@ -71,9 +88,11 @@ def new_checkpoint(root: Path, step: int, *, keep: int = 0) -> Iterator[Path]:
     if _rank() == 0:
         put_in_place(partial, final)
         written = [path for path in checkpoints_in(root) if named_step(path) <= step]
+        good = last_finite(written)
         for old in written[:-keep] if keep else []:
-            # out of sight first: a checkpoint that is removed in part is none
-            shutil.rmtree(old.rename(root / f".step-{named_step(old):08d}.old"))
+            if old != good:
+                # out of sight first: a checkpoint that is removed in part is none
+                shutil.rmtree(old.rename(root / f".step-{named_step(old):08d}.old"))
     _barrier()
 
 

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from fp8booster.checkpoints import checkpoints_in, named_step, new_checkpoint, newest_checkpoint
+from fp8booster.checkpoints import checkpoints_in, is_finite, last_finite, named_step, new_checkpoint, newest_checkpoint
+from fp8booster.manifest import what_is_broken
 
 
-def save(root: Path, step: int, keep: int = 0, text: str = "whole") -> None:
-    with new_checkpoint(root, step, keep=keep) as folder:
+def save(root: Path, step: int, keep: int = 0, text: str = "whole", finite: bool = True) -> None:
+    with new_checkpoint(root, step, keep=keep, finite=finite) as folder:
         (folder / "weights").write_text(text)
 
 
@@ -24,6 +25,24 @@ def test_the_last_checkpoints_stay(tmp_path) -> None:
     assert newest_checkpoint(tmp_path) == tmp_path / "step-00000003"
     save(tmp_path, 4)
     assert [named_step(path) for path in checkpoints_in(tmp_path)] == [2, 3, 4]
+
+
+def test_the_last_finite_one_stays_until_there_is_another(tmp_path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step, keep=1)
+    for step in (3, 4):
+        save(tmp_path, step, keep=1, finite=False)
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+    assert newest_checkpoint(tmp_path) == tmp_path / "step-00000004"
+    assert [is_finite(path) for path in checkpoints_in(tmp_path)] == [True, False]
+    assert last_finite(checkpoints_in(tmp_path)) == tmp_path / "step-00000002"
+    assert what_is_broken(tmp_path / "step-00000004") is None
+    save(tmp_path, 5, keep=1)
+    assert names(tmp_path) == ["step-00000005"]
+    save(tmp_path, 5, keep=1, finite=False)
+    assert last_finite(checkpoints_in(tmp_path)) is None
+    save(tmp_path, 6, keep=1, finite=False)
+    assert names(tmp_path) == ["step-00000006"]
 
 
 def test_steps_are_numbers_not_names(tmp_path) -> None:

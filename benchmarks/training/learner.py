@@ -74,7 +74,7 @@ def learn(task: dict[str, Any]) -> None:
                 folder.finish(NOT_FINITE, at_step=step - len(values) + bad + 1)
             return
         if late and step < job.steps:
-            with new_checkpoint(folder.checkpoints, step, keep=1) as place:
+            with new_checkpoint(folder.checkpoints, step, keep=1, finite=built.boosted.is_finite()) as place:
                 built.boosted.save(place)
             return
     found = evaluate(built, job, device)

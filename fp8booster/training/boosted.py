@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai before it is imported)
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 from colossalai.booster.plugin.plugin_base import Plugin
 from torch import nn
 
 from fp8booster.colossal.zero.rank_files import load_master_weights, load_moments, save_master_weights, save_moments
 from fp8booster.monitor.traffic import bytes_sent
+from fp8booster.nn.held_casts import remembered_amaxes
+from fp8booster.optim.states_8bit import State
 
 from .adapters import adapted, load_adapters, save_adapters
 from .batches import Replica
@@ -145,6 +148,38 @@ class BoostedModel:
         FSDP gathers what it shards where its own module is asked.
         """
         return self.model.unwrap() if self.name == "fsdp" and self.adapted is not None else self.adapted
+
+    def is_finite(self) -> bool:
+        """Tell whether all that a step reads is finite on all ranks; every rank calls it, between two steps.
+
+        That is what the optimizer trains, its states, and the amaxes that casts remember. It waits for the device.
+        """
+        found: dict[torch.device, list[torch.Tensor]] = {torch.device("cpu"): []}
+        for each in self._kept():
+            if each.is_floating_point() and each.numel():
+                # a NaN stays one, and no mask is made of what may fill a GPU
+                norm = torch.linalg.vector_norm(each.detach(), math.inf, dtype=torch.float32)
+                found.setdefault(each.device, []).append(norm)
+        bad = any(not bool(torch.stack(norms).isfinite().all()) for norms in found.values() if norms)
+        shared = torch.tensor(float(bad), dtype=torch.float32, device=get_accelerator().get_current_device())
+        dist.all_reduce(shared)
+        return not bool(shared)
+
+    def _kept(self) -> Iterator[torch.Tensor]:
+        """Go through what this rank's steps read; under ZeRO and Gemini masters in the place of weights."""
+        inside = self.optimizer.unwrap()
+        chunks = getattr(self.optimizer, "param_to_chunk16", {})  # Gemini's, whose parameters are empty between steps
+        for group in inside.param_groups:
+            for parameter in group["params"]:
+                if (chunk := chunks.get(parameter)) is None:
+                    yield parameter
+                else:
+                    yield chunk.paired_chunk.payload if self.optimizer.module.master_weights else chunk.payload
+        for state in inside.state.values():
+            kept = state.codes if isinstance(state, State) else state
+            yield from (value for value in kept.values() if isinstance(value, torch.Tensor))
+        for amaxes in remembered_amaxes(self.model).values():
+            yield from amaxes.values()
 
     def load(self, folder: Path) -> None:
         """Set model and optimizer to what `save` wrote; every rank calls it."""

@@ -80,11 +80,16 @@ def read_state(checkpoint: Path) -> RunState:
 
 
 def save_checkpoint(
-    root: Path, state: RunState, boosted: BoostedModel, config: PretrainedConfig, tokenizer: Path
+    root: Path, state: RunState, boosted: BoostedModel, config: PretrainedConfig, tokenizer: Path, finite: bool
 ) -> Path:
-    """Write the checkpoint of a step; every rank calls it. `root` is on a disk that all ranks share."""
+    """Write the checkpoint of a step; every rank calls it.
+
+    Args:
+        root: on a disk that all ranks share.
+        finite: as `BoostedModel.is_finite` tells.
+    """
     rank = dist.get_rank()
-    with new_checkpoint(root, state.step, keep=state.options.keep) as folder:
+    with new_checkpoint(root, state.step, keep=state.options.keep, finite=finite) as folder:
         if rank == 0:
             (folder / "random").mkdir()
         boosted.save(folder, codes=state.options.saves_codes(state.precision))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
 
 from fp8booster import record, report
-from fp8booster.checkpoints import newest_checkpoint
+from fp8booster.checkpoints import checkpoints_in, last_finite
 from fp8booster.cli.metrics import MetricsLog, StepMetrics
 from fp8booster.files import write_whole
 from fp8booster.monitor.sinks import FILE
@@ -40,6 +40,7 @@ from .checkpoint import RunState, load_checkpoint, save_checkpoint
 from .events import Events
 from .key_values import build_plugin, fp8_config
 from .model_folder import build_model, is_folder, load_config
+from .resume import why_not_finite
 from .task import Task
 from .tokenizer import load_tokenizer
 from .watch import Watch
@@ -93,12 +94,20 @@ class Trainer:
         replica = self._boosted.replica
         self._batches = Batches(task.tokens.open(), self._global_batch, replica.index, options.seed)
         self._step = self._position = 0
+        self._began_good: str | None = None  # the checkpoint that the run went on from
         if task.resume is not None:
             self._events.send("status", text=f"loading {task.resume}")
             state = load_checkpoint(Path(task.resume), task.tokens.identity, self._boosted, self._shapes, self._tied)
             self._step, self._position = state.step, state.position
+            if self._boosted.is_finite():
+                self._began_good = task.resume
+            else:  # an older version saved it, or somebody changed it
+                sentence = why_not_finite(Path(task.resume))
+                if options.on_nonfinite != "warn":
+                    raise ValueError(sentence)
+                self._tell(sentence)
             if dist.get_rank() == 0:
-                set_aside(task, lambda text: events.send("notice", text=text))
+                set_aside(task, self._tell)
         self._log = MetricsLog(task.folder, self._step) if dist.get_rank() == 0 else None
         self._recording: Recording | None = None
         if options.record and task.precision == "fp8":
@@ -127,8 +136,7 @@ class Trainer:
                 raise NotFinite(f"{error} {self._keep_last_good(saved)}") from None
             self._watch.step_ended()
             due = self._options.save and self._step % self._options.save == 0
-            if due or stopped or self._step == self._options.steps:
-                self._save()
+            if (due or stopped or self._step == self._options.steps) and self._save(stopped):
                 saved = self._step
         if self._step == self._options.steps:
             self._watch.expect("the result", long=True)
@@ -242,8 +250,7 @@ class Trainer:
         choice = self._options.on_nonfinite
         if choice == "raise":
             raise NotFinite(sentence)
-        if dist.get_rank() == 0:
-            self._events.send("notice", text=f"{sentence} The step is {'left out' if choice == 'skip' else 'taken'}.")
+        self._tell(f"{sentence} The step is {'left out' if choice == 'skip' else 'taken'}.")
         if choice == "skip":
             raise _Skip
 
@@ -251,11 +258,51 @@ class Trainer:
         if self._step == 0:
             return "That is the first step: look at the data and the learning rate (--lr, --warmup)."
         if saved < self._step:
-            self._save()
-        checkpoint = newest_checkpoint(self._task.checkpoints) or self._task.resume
-        return f"The state before it is in {checkpoint}; resume from there with a lower --lr or another --seed."
+            if not self._boosted.is_finite():
+                return f"Before it, weights or optimizer states were NaN or infinite already. {self._last_good()}"
+            self._write_checkpoint(finite=True)
+        return f"The state before it is in {self._good()}; resume from there with a lower --lr or another --seed."
 
-    def _save(self) -> None:
+    def _good(self) -> Path | str | None:
+        """Return the last checkpoint of finite values; None where there is none."""
+        return last_finite(checkpoints_in(self._task.checkpoints)) or self._began_good
+
+    def _last_good(self) -> str:
+        """Return the sentence that names it."""
+        if (checkpoint := self._good()) is None:
+            return "No checkpoint has finite ones; train anew with a lower --lr or another --seed, and another --out."
+        return (
+            f"The last checkpoint of finite values is {checkpoint}; resume from there with a lower --lr or another "
+            "--seed."
+        )
+
+    def _save(self, stopped: bool) -> bool:
+        """Save the state, unless it is not finite and the options end a run for that; tell whether it is saved.
+
+        Raises:
+            NotFinite: it is not, where the run was not to end anyhow.
+        """
+        finite = self._boosted.is_finite()
+        if finite:
+            self._write_checkpoint(finite)
+            return True
+        sentence = f"After step {self._step} weights or optimizer states are NaN or infinite"
+        if self._options.on_nonfinite != "raise":
+            self._write_checkpoint(finite)
+            self._tell(f"{sentence}, and saved as such. {self._last_good()}")
+            return True
+        sentence = f"{sentence}, and not saved. {self._last_good()}"
+        if not stopped:
+            raise NotFinite(sentence)
+        self._tell(sentence)
+        return False
+
+    def _tell(self, text: str) -> None:
+        """Send a sentence to keep, from one rank."""
+        if dist.get_rank() == 0:
+            self._events.send("notice", text=text)
+
+    def _write_checkpoint(self, finite: bool) -> None:
         state = RunState(
             step=self._step,
             position=self._position,
@@ -267,7 +314,7 @@ class Trainer:
         self._events.send("status", text=f"saving step {self._step}")
         self._watch.expect(f"saving step {self._step}", long=True)
         folder = save_checkpoint(
-            self._task.checkpoints, state, self._boosted, self._config, self._task.tokens.tokenizer
+            self._task.checkpoints, state, self._boosted, self._config, self._task.tokens.tokenizer, finite
         )
         self._events.send("checkpoint", folder=str(folder), step=self._step)
 

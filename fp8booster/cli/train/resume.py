@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8booster.checkpoints import checkpoints_in, named_step, newest_checkpoint
+from fp8booster.checkpoints import checkpoints_in, is_finite, last_finite, named_step, newest_checkpoint
 from fp8booster.files import write_whole
 from fp8booster.manifest import what_is_broken
 from fp8booster.reading import COPY_AGAIN, read_record
@@ -68,15 +68,39 @@ def find_resume(folder: str) -> Resume:
     )
 
 
-def require_whole(checkpoint: Path) -> None:
-    """Raise ValueError where a file of a checkpoint is not the one that was saved; it names the one before to take."""
-    fault = what_is_broken(checkpoint)
-    if fault is None:
-        return
+def require_sound(checkpoint: Path, on_nonfinite: str) -> None:
+    """Raise ValueError for a checkpoint that a run cannot go on from; it names the one before to take.
+
+    That is one with a file that is not the one that was saved, or, unless `on_nonfinite` is "warn", one that was saved
+    as not finite.
+    """
+    if (fault := what_is_broken(checkpoint)) is not None:
+        before = _last_sound_before(checkpoint)
+        raise ValueError(f"{fault}; {COPY_AGAIN}" + (f": --resume {shlex.quote(str(before))}" if before else "") + ".")
+    if on_nonfinite != "warn" and not is_finite(checkpoint):
+        raise ValueError(why_not_finite(checkpoint))
+
+
+def why_not_finite(checkpoint: Path) -> str:
+    """Return the sentence about a checkpoint whose values are not finite, which names the one before to take."""
+    before = _last_sound_before(checkpoint)
+    remedy = (
+        f"go on from the last one of finite values: --resume {shlex.quote(str(before))}, with a lower --lr or another "
+        "--seed"
+        if before
+        else "no checkpoint before it has finite ones: train anew, with a lower --lr and another --out"
+    )
+    return (
+        f"{checkpoint} has weights or optimizer states that are NaN or infinite; {remedy}. --on-nonfinite warn goes on "
+        "from it all the same."
+    )
+
+
+def _last_sound_before(checkpoint: Path) -> Path | None:
+    """Return the last checkpoint of an earlier step, beside this one, that a run can go on from."""
     step, others = named_step(checkpoint), checkpoints_in(checkpoint.parent)
     before = [other for other in others if step is not None and named_step(other) < step]
-    whole = next((other for other in reversed(before) if what_is_broken(other) is None), None)
-    raise ValueError(f"{fault}; {COPY_AGAIN}" + (f": --resume {shlex.quote(str(whole))}" if whole else "") + ".")
+    return last_finite([other for other in before if what_is_broken(other) is None])
 
 
 def read_run_file(run: Path) -> tuple[dict[str, Any], TrainOptions]:

@@ -26,7 +26,7 @@ from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_worker
 from .model_folder import is_folder, load_config, require_buildable, require_shareable
 from .options import PRECISIONS, TrainOptions
 from .progress import make_display, stderr_console
-from .resume import RUN_FILE, find_resume, require_whole, write_run_file
+from .resume import RUN_FILE, find_resume, require_sound, write_run_file
 from .summary import layer_lines, machine, render, write_summary
 from .task import Task
 from .tokens import TokenFile, prepare_tokens
@@ -95,7 +95,7 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given
     done = _finished(checkpoints, options, given)
     if is_main():
         for precision in checkpoints.keys() - done:
-            require_whole(Path(checkpoints[precision]))
+            require_sound(Path(checkpoints[precision]), options.on_nonfinite)
     display = make_display(options.progress if is_main() else "none")
     display.begin("data")
     try:

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from fp8booster.cli.train.defaults import resolve
 from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.resume import require_sound
 from fp8booster.cli.train.task import Task
 from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 from fp8booster.nn.recording import plain_name
@@ -127,3 +130,125 @@ def test_a_bad_step_is_taken_where_one_asks_for_it(prepared, tmp_path) -> None:
 def test_without_a_record_nobody_is_named(prepared, tmp_path) -> None:
     first, _ = run(prepared, tmp_path, "skip", record=0)
     assert first[2] == [f"The gradient norm became nan at step {BAD}. The step is left out."]
+
+
+def poison(trainer: Any, what: str) -> None:
+    """Make one value of rank 1's NaN, of the second moments or of the weights that the optimizer trains."""
+    optimizer = trainer._boosted.optimizer
+    if what == "weight":
+        last = optimizer.unwrap().param_groups[-1]["params"][-1]
+        chunk = getattr(optimizer, "param_to_chunk16", {}).get(last)
+        found = last.detach() if chunk is None else chunk.paired_chunk.payload
+    else:
+        state = list(optimizer.unwrap().state.values())[-1]
+        found = state.codes["exp_avg_amax"] if hasattr(state, "codes") else state["exp_avg_sq"]
+    found.view(-1)[0] = math.nan
+
+
+def train_and_poison(
+    options: TrainOptions, tokens: TokenFile, what: str, resume: str | None = None, signalled: bool = False
+) -> tuple[str | None, list[str], list[str], list[str]]:
+    """(what ended the run, checkpoints, those that are marked, notices); a value is poisoned in the step `BAD`."""
+    import fp8booster.colossal  # noqa: F401  isort: skip
+    import torch.distributed as dist
+
+    from fp8booster.checkpoints import checkpoints_in, is_finite
+    from fp8booster.cli.train.loop import Trainer
+    from fp8booster.monitor.traffic import count_traffic
+
+    task = Task(options=options, precision="fp8", tokens=tokens, resume=resume)
+    task.folder.mkdir(parents=True, exist_ok=True)
+    said, ended = Said(), None
+    with count_traffic() as traffic:
+        try:
+            trainer = Trainer(task, said, lambda: signalled and trainer._step + 1 == BAD, traffic)
+            update = trainer._boosted.update
+
+            def update_badly(max_norm: float) -> None:
+                update(max_norm)
+                if trainer._step + 1 == BAD and dist.get_rank() == 1:
+                    poison(trainer, what)
+
+            if what:
+                trainer._boosted.update = update_badly
+            trainer.run()
+        except ValueError as error:
+            ended = str(error)
+    dist.barrier()
+    left = checkpoints_in(task.checkpoints)
+    notices = [event["text"] for event in said.events if event["kind"] == "notice"]
+    return ended, [path.name for path in left], [path.name for path in left if not is_finite(path)], notices
+
+
+def run_poisoned(prepared: tuple[TrainOptions, TokenFile], folder: Path, what: str, **options: Any) -> list[Any]:
+    given, tokens = prepared
+    more = {name: options.pop(name) for name in ("resume", "signalled") if name in options}
+    given = dataclasses.replace(given, out=str(folder), record=0, **{"steps": 3, "save": 1, "keep": 1, **options})
+    return on_ranks(2, train_and_poison, options=given, tokens=tokens, what=what, **more)
+
+
+GOOD, WORSE = "step-00000001", f"step-{BAD:08d}"
+POISONED = [(plugin, "moment") for plugin in PLUGINS] + [("low_level_zero", "weight"), ("gemini", "weight")]
+
+
+@pytest.mark.parametrize(("plugin", "what"), POISONED)
+def test_values_that_are_not_finite_are_not_saved_and_do_not_cost_the_last_that_are(
+    prepared, plugin, what, tmp_path
+) -> None:
+    for ended, left, marked, _ in run_poisoned(prepared, tmp_path, what, **PLUGINS[plugin]):
+        assert ended.startswith(f"After step {BAD} weights or optimizer states are NaN or infinite, and not saved.")
+        assert f"finite values is {tmp_path / 'fp8' / 'checkpoints' / GOOD}; resume from there with a lower" in ended
+        assert (left, marked) == ([GOOD], [])
+
+
+def test_at_the_end_they_are_not_saved_either(prepared, tmp_path) -> None:
+    for ended, left, _, _ in run_poisoned(prepared, tmp_path, "moment", steps=BAD, optimizer="adamw-8bit"):
+        assert f"{GOOD}; resume from there" in ended
+        assert left == [GOOD]
+
+
+def test_nor_after_a_signal(prepared, tmp_path) -> None:
+    first, second = run_poisoned(prepared, tmp_path, "moment", signalled=True)
+    assert first[0] is None
+    assert first[1:3] == second[1:3] == ([GOOD], [])
+    (notice,) = first[3]
+    assert "not saved" in notice
+    assert GOOD in notice
+
+
+def test_the_state_before_a_bad_step_is_not_saved_where_it_is_bad_too(prepared, tmp_path) -> None:
+    for ended, left, _, _ in run_poisoned(prepared, tmp_path, "weight", save=0, steps=4):
+        assert "Before it, weights or optimizer states were NaN or infinite already." in ended
+        assert ended.endswith(
+            "No checkpoint has finite ones; train anew with a lower --lr or another --seed, and another --out."
+        )
+        assert left == []
+
+
+def test_where_bad_steps_are_taken_bad_states_are_marked_and_the_last_good_one_stays(prepared, tmp_path) -> None:
+    first, _ = run_poisoned(prepared, tmp_path, "moment", on_nonfinite="warn")
+    last = "step-00000003"
+    assert first[:3] == (None, [GOOD, last], [last])
+    assert f"After step {BAD} weights or optimizer states are NaN or infinite, and saved as such." in first[3][0]
+    assert GOOD in first[3][0]
+    marked = tmp_path / "fp8" / "checkpoints" / last
+    with pytest.raises(ValueError, match=f"{last} has weights or .* NaN or infinite; go on .*--resume .*{GOOD}, with"):
+        require_sound(marked, "skip")
+    require_sound(marked, "warn")
+    require_sound(marked.with_name(GOOD), "raise")
+
+
+def test_a_checkpoint_that_became_bad_is_refused_after_it_was_loaded(prepared, tmp_path) -> None:
+    run_poisoned(prepared, tmp_path, "", steps=2, keep=2)
+    checkpoint = tmp_path / "fp8" / "checkpoints" / WORSE
+    (masters,) = (checkpoint / "masters").glob("rank-00001-*")
+    tensors, metadata = load_file(masters), safe_open(masters, framework="pt").metadata()
+    next(iter(tensors.values())).view(-1)[0] = math.inf
+    save_file(tensors, masters, metadata)
+    for ended, left, _, _ in run_poisoned(prepared, tmp_path, "", resume=str(checkpoint)):
+        assert ended.startswith(f"{checkpoint} has weights or optimizer states that are NaN or infinite; go on from")
+        assert f"--resume {checkpoint.with_name(GOOD)}, with a lower --lr" in ended
+        assert left == [GOOD, WORSE]
+    first, _ = run_poisoned(prepared, tmp_path, "", resume=str(checkpoint), on_nonfinite="warn")
+    assert first[0] is None
+    assert first[3][0].startswith(f"{checkpoint} has weights or optimizer states that are NaN or infinite")
