@@ -16,10 +16,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .files import former_of, put_in_place, sync_folder
+from .files import put_in_place, sync_folder
 from .manifest import write_manifest
 
-_NAME = re.compile(r"\.?(step-(\d{8,}))(\.former)?")
+_PARTIAL, _FORMER, _OLD = (f".fp8booster-{role}" for role in ("partial", "former", "old"))
+"""Ends of names, which begin with a dot, of what is written, of what it replaces, and of what is removed."""
+
+_NAME = re.compile(rf"(step-(\d{{8,}}))|\.(step-(\d{{8,}})){_FORMER}")
+_LEFT = re.compile(rf"\.step-\d{{8,}}({_PARTIAL}|{_FORMER}|{_OLD})")
 
 _NOT_FINITE = "not-finite.txt"
 """In a checkpoint's folder where weights or optimizer states are not finite."""
@@ -27,8 +31,8 @@ _NOT_FINITE = "not-finite.txt"
 
 def checkpoints_in(root: Path) -> list[Path]:
     """The checkpoints in a folder of checkpoints, by step. Folders of other names are not looked at."""
-    finals = {root / match[1] for path in root.glob("*") if (match := _NAME.fullmatch(path.name))}
-    places = [final if final.is_dir() else former_of(final) for final in sorted(finals, key=named_step)]
+    finals = {root / (match[1] or match[3]) for path in root.glob("*") if (match := _NAME.fullmatch(path.name))}
+    places = [final if final.is_dir() else _hidden(final, _FORMER) for final in sorted(finals, key=named_step)]
     return [place for place in places if place.is_dir()]
 
 
@@ -40,7 +44,7 @@ def newest_checkpoint(root: Path) -> Path | None:
 def named_step(checkpoint: Path) -> int | None:
     """The step that a checkpoint's name says; None for a folder that was given another name."""
     match = _NAME.fullmatch(checkpoint.name)
-    return int(match[2]) if match else None
+    return int(match[2] or match[4]) if match else None
 
 
 def is_finite(checkpoint: Path) -> bool:
@@ -58,7 +62,7 @@ def new_checkpoint(root: Path, step: int, *, keep: int = 0, finite: bool = True)
     """A new folder, which takes its place as the checkpoint of `step` when all ranks have left the block.
 
     Every rank enters and leaves. A block that is not finished, on any rank, leaves the checkpoints before as they
-    were; what it wrote is removed by the next.
+    were; what it wrote is removed by the next. No folder is removed but those that this function made.
 
     Args:
         root: on a disk that all ranks share.
@@ -69,10 +73,10 @@ def new_checkpoint(root: Path, step: int, *, keep: int = 0, finite: bool = True)
         OSError: the disk did not take what was written.
     """
     final = root / f"step-{step:08d}"
-    partial = root / f".{final.name}.partial"
+    partial = _hidden(final, _PARTIAL)
     if _rank() == 0:
         for left in root.glob(".step-*"):
-            if left not in checkpoints_in(root):
+            if _LEFT.fullmatch(left.name) and left not in checkpoints_in(root):
                 shutil.rmtree(left)
         partial.mkdir(parents=True)
     _barrier()
@@ -86,14 +90,18 @@ def new_checkpoint(root: Path, step: int, *, keep: int = 0, finite: bool = True)
         sync_folder(partial)
     _barrier()
     if _rank() == 0:
-        put_in_place(partial, final)
+        put_in_place(partial, final, former=_hidden(final, _FORMER))
         written = [path for path in checkpoints_in(root) if named_step(path) <= step]
         good = last_finite(written)
         for old in written[:-keep] if keep else []:
             if old != good:
                 # out of sight first: a checkpoint that is removed in part is none
-                shutil.rmtree(old.rename(root / f".step-{named_step(old):08d}.old"))
+                shutil.rmtree(old.rename(_hidden(root / f"step-{named_step(old):08d}", _OLD)))
     _barrier()
+
+
+def _hidden(final: Path, end: str) -> Path:
+    return final.with_name(f".{final.name}{end}")
 
 
 def _rank() -> int:

@@ -1,22 +1,65 @@
-"""Files and folders that a kill, a full disk or a power cut leaves whole: as they were, or as they are to be."""
+"""Files and folders that a kill, a full disk or a power cut leaves whole: as they were, or as they are to be.
+
+What is written has a new name until it is whole. Nothing that is there already is written over or removed for it.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file: under another name, then to the disk, then in its place."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.replace(path)
+    """Write a file: under a new name, then to the disk, then in its place."""
+    for partial in _new_names(path):
+        try:
+            stream = partial.open("x", encoding="utf-8")
+            break
+        except FileExistsError:
+            continue
+    try:
+        with stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     _sync(path.parent)
+
+
+@contextmanager
+def new_folder(final: Path) -> Iterator[Path]:
+    """Yield an empty folder, which is renamed to `final` when the block ends, and removed where the block raises.
+
+    A kill may leave it, under a name beside `final` that begins with a dot.
+
+    Raises:
+        OSError: something is at `final`, or the disk did not take what was written.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for partial in _new_names(final):
+        try:
+            partial.mkdir()
+            break
+        except FileExistsError:
+            continue
+    try:
+        yield partial
+        sync_folder(partial)
+        if final.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+        partial.rename(final)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    _sync(final.parent)
 
 
 def sync_folder(folder: Path) -> None:
@@ -29,12 +72,11 @@ def sync_folder(folder: Path) -> None:
     _sync(folder)
 
 
-def put_in_place(partial: Path, final: Path) -> None:
+def put_in_place(partial: Path, final: Path, former: Path) -> None:
     """Rename a folder that is whole, and on the disk, to where it is looked for.
 
-    What was there waits as `.<name>.former` in between, and is removed.
+    What was there waits as `former` in between, and is removed; so is what is at `former` before.
     """
-    former = former_of(final)
     if final.exists():
         shutil.rmtree(former, ignore_errors=True)
         final.rename(former)
@@ -43,9 +85,9 @@ def put_in_place(partial: Path, final: Path) -> None:
     shutil.rmtree(former, ignore_errors=True)
 
 
-def former_of(final: Path) -> Path:
-    """Where `put_in_place` keeps what was at a place; there without the place itself only after a kill."""
-    return final.with_name(f".{final.name}.former")
+def _new_names(path: Path) -> Iterator[Path]:
+    """Names beside a path, to be tried until one is free; short enough for any file system."""
+    return (path.with_name(f".{path.name[:40]}.{number}.partial") for number in count(1))
 
 
 def _sync(path: Path) -> None:

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_a_later_step_does_not_cost_the_one_just_written(tmp_pat
 
 def test_stray_folders_are_no_checkpoints(tmp_path) -> None:
     save(tmp_path, 1)
-    for name in ("step-abc", "step-9", "step-00000007-copy", ".step-00000008.partial"):
+    for name in ("step-abc", "step-9", "step-00000007-copy", ".step-00000008.fp8booster-partial", ".step-00000008"):
         shutil.copytree(tmp_path / "step-00000001", tmp_path / name)
     (tmp_path / "step-00000009").write_text("a file")
     assert checkpoints_in(tmp_path) == [tmp_path / "step-00000001"]
@@ -76,12 +76,24 @@ def test_what_is_not_finished_is_none_and_is_removed_by_the_next(tmp_path) -> No
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
+def test_folders_of_other_names_are_never_removed(tmp_path) -> None:
+    own = [".step-notes", ".step-00000001.partial", ".step-00000001.former", ".step-00000001.old", "step-00000007-copy"]
+    for name in own:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own").write_text("kept")
+    for step in (1, 1, 2):
+        save(tmp_path, step, keep=1)
+    assert names(tmp_path) == sorted([*own, "step-00000002"])
+    assert all((tmp_path / name / "own").read_text() == "kept" for name in own)
+    assert checkpoints_in(tmp_path) == [tmp_path / "step-00000002"]
+
+
 def test_a_kill_between_the_two_renames_keeps_what_was_there(tmp_path, monkeypatch) -> None:
     save(tmp_path, 1, text="before")
     rename = Path.rename
 
     def killed(path: Path, target: Path) -> Path:
-        if path.name.endswith(".partial"):
+        if path.name.endswith("-partial"):
             raise KeyboardInterrupt
         return rename(path, target)
 

@@ -7,7 +7,6 @@ by, where the format has the scales that training had: the same cast of the same
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from fp8booster.config import FP8Config
-from fp8booster.files import put_in_place, sync_folder
+from fp8booster.files import new_folder
 from fp8booster.formats import E4M3
 from fp8booster.reading import read_record
 from fp8booster.scaling import amax_of
@@ -84,10 +83,7 @@ def export(
     source = _source_of(model, config, None if masters is None else Path(masters), in_fp8=chosen is not None)
     if chosen is not None and source.fp8_config.weight_format is not E4M3:
         raise ValueError(f"the weights train in {source.fp8_config.weight_format}, and engines load float8_e4m3fn")
-    part = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
+    with new_folder(folder) as part:
         writer = ShardWriter(part, shard_bytes)
         _write_tensors(source, chosen, writer)
         writer.close()
@@ -100,11 +96,6 @@ def export(
         if chosen is not None:
             record["quantization_config"] = chosen.settings(source.layout.kept_modules)
         (part / "config.json").write_text(json.dumps(record, indent=2) + "\n")
-        sync_folder(part)
-        put_in_place(part, folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
     layout = source.layout
     return Exported(folder, len(layout.groups), layout.kept, writer.total, source.from_masters, source.merged)
 

@@ -37,9 +37,17 @@ def reference(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Referen
 @pytest.mark.parametrize(
     ("rank", "event", "left"),
     [
-        (0, "native half /fp8/checkpoints/.step-00000004.partial/optimizer/pytorch_optim-00001.bin", "step 2"),
-        (1, "native half /fp8/checkpoints/.step-00000004.partial/masters/rank-00001-of-00002.safetensors", "step 2"),
-        (0, "os.remove /fp8/checkpoints/.step-00000002.old/state.json", "step 4"),
+        (
+            0,
+            "native half /fp8/checkpoints/.step-00000004.fp8booster-partial/optimizer/pytorch_optim-00001.bin",
+            "step 2",
+        ),
+        (
+            1,
+            "native half /fp8/checkpoints/.step-00000004.fp8booster-partial/masters/rank-00001-of-00002.safetensors",
+            "step 2",
+        ),
+        (0, "os.remove /fp8/checkpoints/.step-00000002.fp8booster-old/state.json", "step 4"),
     ],
 )
 def test_a_run_that_was_killed_in_a_save_goes_on_bit_for_bit(place, reference, tmp_path, rank, event, left):

@@ -26,10 +26,10 @@ from transformers import (
 )
 
 from fp8booster import FP8Config, convert_to_fp8, export, fuse, load_fp8, quantize
+from fp8booster import files as files_of_disk
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.serving import write
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
 from fp8booster.serving.layout import layout_of_config
 from fp8booster.serving.read import dequantized
@@ -434,10 +434,17 @@ def test_what_cannot_be_exported_is_a_sentence_and_leaves_nothing(tmp_path, monk
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(write, "sync_folder", full)
+    monkeypatch.setattr(files_of_disk, "sync_folder", full)
     with pytest.raises(OSError, match="no space"):
         export(llama(), out)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_beside_the_one_that_is_written_is_left_alone(tmp_path):
+    (own := tmp_path / ".keep.partial").mkdir()
+    (own / "own").write_text("kept")
+    export(llama(), tmp_path / "keep")
+    assert (own / "own").read_text() == "kept"
 
 
 def test_folders_that_cannot_be_exported_are_named(tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from fp8booster.files import put_in_place, sync_folder
+from fp8booster.files import new_folder
 from fp8booster.reading import read_record
 
 from .corpus import Corpus, open_corpus
@@ -72,12 +72,10 @@ def prepare_tokens(options: TrainOptions, tell: Callable[[str], None], tokenizer
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f"{identity}.lock"):
         if not folder.exists():
-            partial = cache / f"{identity}.partial"
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            _make(partial, corpus, options, tokenizer, tell)
-            sync_folder(partial)
-            put_in_place(partial, folder)
+            for left in cache.glob(f".{identity}.*.partial"):  # after a kill: while the lock is held, nobody writes it
+                shutil.rmtree(left)
+            with new_folder(folder) as partial:
+                _make(partial, corpus, options, tokenizer, tell)
     made = open_tokens(folder, f"remove the folder {folder}, which is made anew then")
     return replace(made, name=corpus.name)  # another file may have had the same text
 

@@ -28,7 +28,7 @@ def out(tmp_path) -> Path:
     values = json.loads((out / "run.json").read_text())["options"]
     for step in (10, 20):
         checkpoint(out / "fp8" / "checkpoints", step, values)
-    (out / "fp8" / "checkpoints" / ".step-00000030.partial").mkdir()
+    (out / "fp8" / "checkpoints" / ".step-00000030.fp8booster-partial").mkdir()
     return out
 
 

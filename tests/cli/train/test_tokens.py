@@ -93,11 +93,12 @@ def test_a_tokenizer_that_leaves_numbers_out_has_room_for_its_last_one(options, 
 
 def test_an_unfinished_file_is_made_anew(options):
     tokens, _ = prepare(options)
-    partial = tokens.folder.with_name(f"{tokens.identity}.partial")
+    partial = tokens.folder.with_name(f".{tokens.identity}.1.partial")
     tokens.folder.rename(partial)
     (partial / "tokens.bin").write_bytes(b"cut short")
     again, _ = prepare(options)
     assert len(again.open()) == tokens.count
+    assert not partial.exists()
 
 
 @pytest.mark.parametrize(
