@@ -34,6 +34,7 @@ from fp8booster.serving.formats import CHECKPOINT_FORMATS
 from fp8booster.serving.layout import layout_of_config
 from fp8booster.serving.read import dequantized
 from tests.colossal.models import VOCABULARY, tiny_llama, token_batch
+from tests.nn.fused.models import build
 from tests.nn.models import tiny_gpt2
 
 FORMATS = list(CHECKPOINT_FORMATS)
@@ -171,6 +172,48 @@ def test_finer_scales_are_those_of_training(tmp_path, granularity, format):
             assert torch.equal(scale.flatten(), held.inverse_scale.view(len(scale), -1)[:, : scale.shape[1]].flatten())
 
 
+def without_k(name, module):
+    return isinstance(module, torch.nn.Linear) and name.endswith("_proj") and "k_proj" not in name
+
+
+@pytest.mark.parametrize(
+    ("config", "together"),
+    [
+        (FP8Config(), [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]),
+        (FP8Config(fused=False), []),
+        (FP8Config(layers=without_k), [("gate_proj", "up_proj")]),
+    ],
+    ids=["fused", "apart", "k in 16 bits"],
+)
+def test_weights_share_a_scale_where_training_multiplies_them_as_one(tmp_path, config, together):
+    model = llama()
+    model.save_pretrained(tmp_path / "model")
+    state = model.state_dict()
+    for source, out in ((model, tmp_path / "live"), (tmp_path / "model", tmp_path / "stored")):
+        export(source, out, format="tensorwise", config=config)
+        there = files(out)
+        weights = [name for name, value in there.items() if value.dtype is torch.float8_e4m3fn]
+        assert len(weights) == (12 if config.layers is without_k else 14)
+        for name in weights:
+            path, end, _ = name.rsplit(".", 2)
+            mates = next((each for each in together if end in each), (end,))
+            amax = max(state[f"{path}.{each}.weight"].float().abs().max() for each in mates)
+            torch.testing.assert_close(there[f"{name}_scale_inv"], amax / 448, msg=name)
+
+
+@pytest.mark.parametrize(("granularity", "format"), [("tensorwise", "fine-grained"), ("blockwise", "tensorwise")])
+def test_scales_of_another_kind_than_trainings_are_the_default_ones(tmp_path, granularity, format):
+    """What training rounds its own to says nothing of others."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+    model, rounded = llama(**sizes), granularity == "tensorwise"
+    convert_to_fp8(model, FP8Config(granularity=granularity, always=True, power_of_two=rounded, fused=False))
+    model(input_ids=token_batch(0), labels=token_batch(0)).loss.backward()
+    export(model, tmp_path / "converted", format=format)
+    export(llama(**sizes), tmp_path / "plain", format=format, config=FP8Config(fused=False))
+    found, expected = files(tmp_path / "converted"), files(tmp_path / "plain")
+    assert all(torch.equal(bits(found[name]), bits(value)) for name, value in expected.items())
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_folder_gives_the_same_files_as_its_model(tmp_path, model):
     written = MODELS[model]()
@@ -252,19 +295,30 @@ def test_scales_have_the_shapes_of_the_parameters_that_they_are_read_into(tmp_pa
     assert files(tmp_path / "out")[scale].shape == shape
 
 
-def test_the_config_says_how_compressed_tensors_are_multiplied(tmp_path):
-    export(llama(), tmp_path / "out", format="compressed-tensors")
+@pytest.mark.parametrize(
+    ("format", "strategy"), [("compressed-tensors", "channel"), ("compressed-tensors-tensorwise", "tensor")]
+)
+def test_the_config_says_how_compressed_tensors_are_multiplied(tmp_path, format, strategy):
+    export(llama(), tmp_path / "out", format=format)
     settings = config_of(tmp_path / "out")["quantization_config"]
     group = settings["config_groups"]["group_0"]
     assert settings["format"] == "float-quantized"
     assert settings["ignore"] == ["lm_head"]
-    assert group["weights"]["strategy"] == "channel"
-    assert group["input_activations"] == {
-        "num_bits": 8,
-        "type": "float",
-        "symmetric": True,
-        "strategy": "token",
-        "dynamic": True,
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    assert group["weights"] == {**fp8, "strategy": strategy, "dynamic": False}
+    assert group["input_activations"] == {**fp8, "strategy": "token", "dynamic": True}
+    assert group["targets"] == ["Linear"]
+
+
+@pytest.mark.parametrize(("format", "block"), [("fine-grained", [128, 128]), ("tensorwise", None)])
+def test_the_config_says_how_fine_grained_weights_are_scaled(tmp_path, format, block):
+    export(llama(), tmp_path / "out", format=format)
+    assert config_of(tmp_path / "out")["quantization_config"] == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": block,
+        "modules_to_not_convert": ["lm_head"],
     }
 
 
@@ -328,7 +382,16 @@ def test_the_configs_are_those_of_a_model_that_is_served(tmp_path):
     for out in ("live", "stored"):
         assert config_of(tmp_path / out)["architectures"] == ["LlamaForCausalLM"]
         assert config_of(tmp_path / out)["use_cache"] is True
+        assert config_of(tmp_path / out)["torch_dtype"] == "bfloat16"
         assert GenerationConfig.from_pretrained(tmp_path / out).use_cache is True
+
+
+def test_a_folder_keeps_the_class_that_its_config_names(tmp_path):
+    llama().save_pretrained(tmp_path / "model")
+    record = config_of(tmp_path / "model") | {"architectures": ["OwnLlama"]}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(record))
+    export(tmp_path / "model", tmp_path / "out")
+    assert config_of(tmp_path / "out")["architectures"] == ["OwnLlama"]
 
 
 def test_what_is_of_this_process_is_in_no_config(tmp_path):
@@ -367,6 +430,32 @@ def test_a_model_in_fp16_stays_in_it(tmp_path, format):
         assert there["model.norm.weight"].dtype is torch.float16
 
 
+def test_a_model_of_both_16_bit_types_stays_in_bf16(tmp_path):
+    model = llama()
+    model.model.norm.half()
+    model.model.layers[0].input_layernorm.float()
+    model.save_pretrained(tmp_path / "model")
+    for source, out in ((model, tmp_path / "live"), (tmp_path / "model", tmp_path / "stored")):
+        export(source, out)
+        assert config_of(out)["torch_dtype"] == "bfloat16"
+        there = files(out)
+        assert there["model.norm.weight"].dtype is torch.float16
+        assert there["model.layers.0.input_layernorm.weight"].dtype is torch.bfloat16
+
+
+def test_buffers_keep_the_type_that_the_model_gives_them(tmp_path):
+    """As a router's bias for the choice of experts, which BF16 would round."""
+    model = build("deepseek_v3")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(bias).data = torch.linspace(0.1, 0.4, 4)
+    model.save_pretrained(tmp_path / "model")
+    for source, out in ((model, tmp_path / "live"), (tmp_path / "model", tmp_path / "stored")):
+        export(source, out)
+        there = files(out)
+        assert torch.equal(there[bias], torch.linspace(0.1, 0.4, 4))
+        assert there["model.norm.weight"].dtype is torch.bfloat16
+
+
 def test_layers_that_train_in_16_bits_are_exported_so(tmp_path):
     config = FP8Config(first_last_layers_in_16_bits=1)
     done = export(llama(num_hidden_layers=3), tmp_path / "out", config=config)
@@ -382,6 +471,38 @@ def test_weights_that_layers_cast_in_training_are_told_from_those_that_engines_c
     assert layout_of_config(config, FP8Config(smooth_swiglu=True)).cast_by_layers == down
     assert len(layout_of_config(config, FP8Config(granularity="rowwise")).cast_by_layers) == 14
     assert len(layout_of_config(phi().config, FP8Config()).cast_by_layers) == 2  # down reads 200, no multiple of 16
+    config.vocab_size = 100  # which the head makes
+    assert layout_of_config(config, FP8Config(vocabulary_head=True)).cast_by_layers == {"lm_head.weight"}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_scales_that_others_made_are_written_in_the_form_of_the_format(tmp_path, format):
+    """In 16 bits, and without the dimensions of size one; scales of what weights are multiplied by are left out."""
+    export(llama(), tmp_path / "first", format=format, config=FP8Config(vocabulary_head=True))
+    file, end = tmp_path / "first" / "model.safetensors", CHECKPOINT_FORMATS[format].scale_name
+    tensors, shapes = load_file(file), {}
+    for name, value in tensors.items():
+        if name.endswith(end):
+            shapes[name] = value.shape
+            tensors[name] = value.bfloat16() if format == "fine-grained" else value.bfloat16().flatten()
+    unused = ("input_scale", "activation_scale", "k_scale", "v_scale")
+    save_file(tensors | {f"model.layers.0.self_attn.k_proj.{name}": torch.ones(()) for name in unused}, file)
+    done = export(tmp_path / "first", tmp_path / "again", format=format)
+    assert (done.layers, done.kept) == (15, ())
+    again = files(tmp_path / "again")
+    assert again.keys() == tensors.keys() == dict(dequantized(tmp_path / "first")).keys() | shapes.keys()
+    for name, value in again.items():
+        assert torch.equal(bits(value).flatten(), bits(tensors[name].to(value.dtype)).flatten()), name
+    assert {name: again[name].shape for name in shapes} == shapes
+    assert {again[name].dtype for name in shapes} == {torch.float32}
+
+
+def test_a_tensor_of_a_folder_in_16_bits_is_no_scale_whatever_its_name(tmp_path):
+    llama().save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.self_attn.k_scale": torch.ones(())}, file)
+    with pytest.raises(ValueError, match=r"self_attn\.k_scale is \[\] in .*, and none in the model"):
+        export(tmp_path / "model", tmp_path / "out")
 
 
 def test_scales_that_others_made_are_read(tmp_path):
@@ -426,10 +547,11 @@ def test_what_cannot_be_exported_is_a_sentence_and_leaves_nothing(tmp_path, monk
             export(model, out, **arguments)
     with pytest.raises(TypeError, match="no model of transformers"):
         export(torch.nn.Linear(16, 16), out)
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.inf
-    with pytest.raises(ValueError, match="not finite"):
-        export(model, out)
+    for value, format in ((torch.inf, "fine-grained"), (torch.nan, "compressed-tensors"), (torch.nan, "tensorwise")):
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight[0, 0] = value
+        with pytest.raises(ValueError, match="not finite"):
+            export(model, out, format=format)
 
     def full(*_: object, **__: object) -> None:
         raise OSError("no space left")

@@ -7,7 +7,7 @@ import torch
 
 from fp8booster.config import FP8Config
 from fp8booster.formats import E4M3
-from fp8booster.serving.formats import CHECKPOINT_FORMATS, block_of, decode
+from fp8booster.serving.formats import CHECKPOINT_FORMATS, block_of, decode, granularity_of
 from fp8booster.tensor import quantize
 
 ROWS, COLUMNS = 200, 144
@@ -21,6 +21,8 @@ COMPRESSED = {
     "quant_method": "compressed-tensors",
     "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}},
 }
+
+BLOCKS_OF_64 = {"weights": {"num_bits": 8, "type": "float", "block_structure": [64, 64]}}
 
 
 @pytest.mark.parametrize("name", CHECKPOINT_FORMATS)
@@ -59,6 +61,61 @@ def test_stacked_weights_have_blocks_of_their_own():
 
 
 @pytest.mark.parametrize(
+    ("scale", "block", "expected"),
+    [
+        ((), None, "tensorwise"),
+        ((1,), None, "tensorwise"),
+        ((1,), (128, 128), "tensorwise"),
+        ((300,), None, "rowwise"),
+        ((300, 1), None, "rowwise"),
+        ((3, 1), (128, 128), "blockwise"),
+        ((100,), None, None),
+        ((1, 100), None, None),
+        ((1, 3), (128, 128), None),
+        ((3, 1), None, None),
+        ((300, 1), (1, 128), None),
+        ((300,), (128, 128), None),
+        ((3, 2), (128, 64), None),
+    ],
+)
+def test_the_granularity_is_told_by_both_shapes_and_the_blocks(scale, block, expected):
+    assert granularity_of((300, 100), scale, block) == expected
+
+
+@pytest.mark.parametrize("name", CHECKPOINT_FORMATS)
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("asked", [True, False])
+def test_scales_are_rounded_as_in_training_where_that_has_scales_of_this_kind(name, granularity, asked):
+    chosen = CHECKPOINT_FORMATS[name]
+    as_trained = granularity == chosen.granularity
+    expected = asked if as_trained else chosen.granularity != "tensorwise"
+    assert chosen.power_of_two(FP8Config(granularity=granularity, power_of_two=asked)) is expected
+
+
+@pytest.mark.parametrize("shape", [(128,), (128, 1)])
+def test_a_scale_of_each_row_multiplies_its_row(shape):
+    """Of a square weight, whose columns it would fit too."""
+    scale = torch.arange(1, 129, dtype=torch.float32)
+    values = decode(torch.ones(128, 128).to(E4M3), scale.view(shape), None, "weight")
+    assert torch.equal(values, scale[:, None].expand(128, 128))
+
+
+@pytest.mark.parametrize("kind", [E4M3, torch.float8_e5m2])
+def test_each_fp8_type_is_decoded_as_what_it_is(kind):
+    values = torch.tensor([[0.25, 3.0], [-1.5, 112.0]])
+    scale = torch.tensor(2.0, dtype=torch.bfloat16)
+    found = decode(values.to(kind), scale, None, "weight")
+    assert torch.equal(found, values * 2)
+    assert found.dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.float16])
+def test_what_is_not_in_fp8_is_not_decoded(kind):
+    with pytest.raises(ValueError, match=rf"weight is {kind} with scales of torch.float32; copy the model again"):
+        decode(torch.ones(4, 4, dtype=kind), torch.ones(()), None, "weight")
+
+
+@pytest.mark.parametrize(
     ("scale", "block", "words"),
     [
         (torch.ones(2, 2), None, "do not fit"),
@@ -77,6 +134,7 @@ def test_scales_that_do_not_fit_are_refused(scale, block, words):
         ({"quant_method": "fp8", "weight_block_size": [128, 64]}, (128, 64)),
         ({"quant_method": "fp8"}, None),
         (COMPRESSED, None),
+        ({**COMPRESSED, "config_groups": {"a": BLOCKS_OF_64, "b": BLOCKS_OF_64}}, (64, 64)),
         *(
             (each.settings(["lm_head"]), (128, 128) if name == "fine-grained" else None)
             for name, each in CHECKPOINT_FORMATS.items()
@@ -93,8 +151,15 @@ def test_blocks_are_those_of_the_config(settings, block):
         ({"quant_method": "awq"}, "quant_method 'awq'"),
         ([], "quant_method None"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "two whole numbers"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "two whole numbers"),
+        ({"quant_method": "fp8", "weight_block_size": [-128, 128]}, "two whole numbers"),
+        ({"quant_method": "fp8", "weight_block_size": [128.0, 128.0]}, "two whole numbers"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "two whole numbers"),
         ({"quant_method": "compressed-tensors"}, "0 sizes"),
         ({**COMPRESSED, "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}}}, "not in FP8"),
+        ({**COMPRESSED, "config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}}, "not in FP8"),
+        ({**COMPRESSED, "config_groups": {"a": {"weights": {"num_bits": 4, "type": "float"}}}}, "not in FP8"),
+        ({**COMPRESSED, "config_groups": {**COMPRESSED["config_groups"], "b": BLOCKS_OF_64}}, "2 sizes"),
         ({**COMPRESSED, "config_groups": {"a": None}}, "not in FP8"),
         ({**COMPRESSED, "config_groups": []}, "0 sizes"),
     ],

@@ -37,6 +37,19 @@ def frozen_layers(model: nn.Module) -> dict[str, FrozenFP8Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, FrozenFP8Linear)}
 
 
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a folder's one file."""
+    return load_file(folder / "model.safetensors")
+
+
+def change(folder: Path, **tensors: torch.Tensor) -> None:
+    """Put tensors in the place of those of a folder's one file, by the ends of their names in the first layer."""
+    save_file(stored(folder) | {FIRST + name: value for name, value in tensors.items()}, folder / "model.safetensors")
+
+
+FIRST = "model.layers.0."
+
+
 @pytest.mark.parametrize("format", CHECKPOINT_FORMATS)
 def test_an_fp8_checkpoint_stays_as_it_is(folder, tmp_path, format) -> None:
     export(folder, tmp_path / "fp8", format=format)
@@ -127,6 +140,70 @@ def test_what_cannot_be_kept_is_told(folder, tmp_path) -> None:
     save_file(tensors | {"model.layers.0.mlp.up_proj.weight_scale_inv": gone}, weights)
     with pytest.raises(ValueError, match=r"lacks model\.embed_tokens\.weight; copy"):
         load_fp8(tmp_path / "fp8", frozen=True)
+
+
+def test_e5m2_is_never_read_as_e4m3(folder, tmp_path) -> None:
+    export(folder, tmp_path / "fp8", format="tensorwise")
+    name, scale = "mlp.up_proj.weight", "mlp.up_proj.weight_scale_inv"
+    values = stored(tmp_path / "fp8")[FIRST + name].float()
+    change(tmp_path / "fp8", **{name: values.to(torch.float8_e5m2)})
+    with pytest.raises(ValueError, match=r"up_proj\.weight in .* is torch\.float8_e5m2; load it without frozen, which"):
+        load_fp8(tmp_path / "fp8", frozen=True)
+    with pytest.raises(ValueError, match=r"up_proj\.weight is kept in FP8 alone, with other scales, and the format"):
+        export(tmp_path / "fp8", tmp_path / "again", format="tensorwise")
+    exact = values.to(torch.float8_e5m2).float() * stored(tmp_path / "fp8")[FIRST + scale]
+    export(tmp_path / "fp8", tmp_path / "bf16", format="bf16")
+    decoded = load_fp8(tmp_path / "fp8").get_parameter(FIRST + name)
+    assert torch.equal(decoded, exact.bfloat16())
+    assert torch.equal(stored(tmp_path / "bf16")[FIRST + name], exact.bfloat16())
+
+
+def test_fp8_codes_without_a_scale_are_refused_whoever_reads_them(folder, tmp_path) -> None:
+    export(folder, tmp_path / "fp8")
+    change(tmp_path / "fp8", **{"input_layernorm.weight": torch.ones(64).to(torch.float8_e5m2)})
+    for reader in (load_fp8, lambda where: load_fp8(where, frozen=True), lambda where: export(where, tmp_path / "out")):
+        with pytest.raises(ValueError, match=r"input_layernorm\.weight.* has no scale"):
+            reader(tmp_path / "fp8")
+    file = tmp_path / "fp8" / "config.json"
+    record = json.loads(file.read_text())
+    del record["quantization_config"]
+    file.write_text(json.dumps(record))
+    tensors = {
+        name: value for name, value in stored(tmp_path / "fp8").items() if value.dtype is not torch.float8_e4m3fn
+    }
+    save_file(tensors, tmp_path / "fp8" / "model.safetensors")
+    with pytest.raises(ValueError, match=r"holds weights in FP8, and its config\.json has no quantization_config"):
+        load_fp8(tmp_path / "fp8")
+
+
+@pytest.mark.parametrize(("format", "finer"), [("compressed-tensors", True), ("tensorwise", False)])
+def test_a_frozen_model_is_what_was_asked_for_but_for_its_granularity(tmp_path, format, finer) -> None:
+    """With biases, and scales in 16 bits, as others store them."""
+    model = tiny_llama(attention_bias=True).bfloat16()
+    for layer in model.model.layers:
+        nn.init.normal_(layer.self_attn.q_proj.bias)
+    export(model, tmp_path / "fp8", format=format)
+    end = "self_attn.q_proj.weight_scale" + ("" if finer else "_inv")
+    scale = stored(tmp_path / "fp8")[FIRST + end].bfloat16()
+    change(tmp_path / "fp8", **{end: scale})
+    asked = FP8Config(granularity="tensorwise" if finer else "blockwise", always=True, fast_accumulation_fprop=False)
+    kept = load_fp8(tmp_path / "fp8", frozen=True, dtype=torch.float16, fp8_config=asked)
+    layer = kept.model.layers[0].self_attn.q_proj
+    expected = FP8Config(granularity="rowwise" if finer else "tensorwise", always=True, fast_accumulation_fprop=False)
+    assert {each.fp8_config for each in frozen_layers(kept).values()} == {expected}
+    assert torch.equal(layer.bias, model.model.layers[0].self_attn.q_proj.bias.half())
+    assert torch.equal(layer.state_dict()["weight_scale_inv"].flatten(), scale.float().flatten())
+    assert {layer.weight.dtype, *(value.dtype for value in kept.parameters() if value.is_floating_point())} == {
+        torch.float16,
+        *({torch.float32} if layer.fp8_inverse_scale.is_floating_point() else set()),
+    }
+
+
+def test_a_configuration_of_the_folders_granularity_is_kept_whole(folder, tmp_path) -> None:
+    export(folder, tmp_path / "fp8", format="tensorwise")
+    asked = FP8Config(power_of_two=True, gradient_format=torch.float8_e4m3fn)
+    kept = load_fp8(tmp_path / "fp8", frozen=True, fp8_config=asked)
+    assert {each.fp8_config for each in frozen_layers(kept).values()} == {asked}
 
 
 def test_a_vector_that_is_missing_is_told(folder, tmp_path) -> None:

@@ -78,6 +78,40 @@ def test_each_token_and_head_has_a_scale_of_its_own(dtype, size, device) -> None
     assert torch.equal(unpack(pack(states.transpose(1, 2)), dtype), found.transpose(1, 2))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_tokens_are_packed_to_none(dtype) -> None:
+    packed = pack(torch.empty(2, 3, 0, 16, dtype=dtype))
+    assert packed.shape == (2, 3, 0, 20)
+    assert packed.dtype is torch.uint8
+    assert unpack(packed, dtype).shape == (2, 3, 0, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_keys_and_values_come_back_in_their_own_type_and_order(dtype) -> None:
+    """Keys may have another size than values, and another type."""
+    cache = FP8Cache()
+    keys, values = torch.ones(1, 2, 3, 16, dtype=dtype), torch.full((1, 2, 3, 8), 2.0, dtype=torch.float32)
+    cache.update(keys, values, 0)
+    keys.mul_(4), values.mul_(4)  # what is kept is no view
+    found = cache.update(keys[:, :, :1], values[:, :, :1], 0)
+    assert [each.dtype for each in found] == [dtype, torch.float32]
+    for each, (before, after), size in zip(found, ((1, 4), (2, 8)), (16, 8), strict=True):
+        assert each.shape == (1, 2, 4, size)
+        torch.testing.assert_close(each[:, :, :3].float(), torch.full((1, 2, 3, size), float(before)))
+        torch.testing.assert_close(each[:, :, 3:].float(), torch.full((1, 2, 1, size), float(after)))
+    assert cache_bytes(cache) == 2 * 4 * (16 + 4 + 8 + 4)
+
+
+def test_the_bytes_of_every_kind_of_cache_are_counted() -> None:
+    keys, values = torch.ones(1, 2, 3, 16, dtype=torch.bfloat16), torch.ones(1, 2, 3, 8, dtype=torch.float32)
+    cache = DynamicCache()
+    for layer in range(2):
+        cache.update(keys, values, layer)
+    expected = 2 * (keys.nbytes + values.nbytes)
+    assert cache_bytes(cache) == cache_bytes(((keys, values), (keys, values))) == expected
+    assert cache_bytes(None) == cache_bytes(DynamicCache()) == 0
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 def test_greedy_outputs_are_near_those_of_the_cache_in_16_bits(trained, quantized) -> None:
     model = copy.deepcopy(trained)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from fp8booster import FP8Config, export, load_fp8
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
 from fp8booster.serving.frozen import freeze
+from fp8booster.serving.merged import Merged
 from fp8booster.training.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from tests.colossal.models import tiny_llama, token_batch
 from tests.nn.models import tiny_gpt2
@@ -116,6 +117,35 @@ def test_merged_in_fp8_it_computes_as_the_adapted_model(base, tmp_path, format) 
         assert torch.equal(bits(merged[name]), bits(expected_files[name])), name
 
 
+def test_what_lies_beside_the_adapters_goes_along_before_what_lies_beside_the_model(base, tmp_path) -> None:
+    adapters_on(in_16_bits(base), tmp_path / "adapters")
+    for folder, names in ((base, ("tokenizer.json", "vocab.txt")), (tmp_path / "adapters", ("tokenizer.json",))):
+        for name in names:
+            (folder / name).write_text(json.dumps({"of": folder.name}))
+    export(tmp_path / "adapters", tmp_path / "out", format="bf16")
+    found = [json.loads((tmp_path / "out" / name).read_text())["of"] for name in ("tokenizer.json", "vocab.txt")]
+    assert found == ["adapters", "base"]
+    assert not (tmp_path / "out" / ADAPTER_CONFIG).exists()
+
+
+def test_adapters_on_a_model_in_fp16_are_merged_into_one(tmp_path) -> None:
+    model().half().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", torch_dtype=torch.float16, local_files_only=True)
+    adapters_on(base, tmp_path / "adapters")
+    export(tmp_path / "adapters", tmp_path / "out", format="bf16")
+    assert {value.dtype for value in files(tmp_path / "out").values()} == {torch.float16}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "float16"
+
+
+def test_one_weight_of_the_model_is_in_memory_at_a_time(base, tmp_path) -> None:
+    adapters_on(in_16_bits(base), tmp_path / "adapters")
+    source = Merged(tmp_path / "adapters", None, in_fp8=False)
+    for name, adapters in source._adapters.items():
+        layer = adapters.get_base_layer()
+        source.tensor(name)
+        assert layer.weight.untyped_storage().nbytes() < 16
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_on_a_base_in_fp8_weights_without_adapters_keep_their_bytes(base, tmp_path, format) -> None:
     export(base, tmp_path / "fp8", format=format)
@@ -209,6 +239,10 @@ def test_adapters_that_cannot_be_merged_are_told(base, tmp_path) -> None:
     refused("names no folder of a model here", base_model_name_or_path=None)
     refused("trains more than adapters", modules_to_save=["lm_head"])
     refused("trains more than adapters", lora_bias=True)
+    refused("trains more than adapters", bias="all")
+    refused("trains more than adapters", bias="lora_only")
+    refused("trains more than adapters", trainable_token_indices=[3])
+    refused("trains more than adapters", target_parameters=["mlp.experts.gate_up_proj"])
     refused("init_lora_weights 'pissa_niter_4', by which peft changed the model", init_lora_weights="pissa_niter_4")
     refused("lacks .*lora_A.* and 0 more", {name: value for name, value in weights.items() if name != first})
     refused("is of another model .*; give that as base", {**weights, first: torch.zeros(8, 12)})

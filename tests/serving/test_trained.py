@@ -43,6 +43,8 @@ def test_the_bytes_are_those_that_ranks_gathered(fused: bool, values: bool) -> N
     save_master_weights(model, run.optimizer, folder / "masters")
     if values and dist.get_rank() == 0:  # before a checkpoint gathers the masters
         export(model, folder / "live", format="tensorwise")
+        others = FP8Config(fused=fused, power_of_two=True)  # other scales than training's: cast anew
+        export(model, folder / "others", format="tensorwise", config=others)
     run.booster.save_model(run.model, str(folder / "model"), shard=True, use_safetensors=True)
     dist.barrier()
     if dist.get_rank() != 0:
@@ -58,6 +60,9 @@ def test_the_bytes_are_those_that_ranks_gathered(fused: bool, values: bool) -> N
         for name, (data, inverse_scale) in trained.items():
             assert torch.equal(there[f"{name}.weight"].view(torch.uint8), data.view(torch.uint8)), (out, name)
             assert there[f"{name}.weight_scale_inv"] == inverse_scale
+    for name in trained if values else ():
+        scale = files(folder / "others")[f"{name}.weight_scale_inv"]
+        assert scale.log2() == scale.log2().round()
     rounded = export(folder / "model", folder / "rounded", format="tensorwise", config=config)
     assert rounded.from_masters == 0  # cast from BF16 values, which are rounded twice
     assert any(
