@@ -1,0 +1,89 @@
+"""What tells calls of a layer apart: each field by itself, and that tensors come back where they were."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from fp8booster.nn.graphs.arguments import Unsupported, flatten, rebuild
+
+
+class Mode(Enum):
+    FAST, SLOW = 1, 2
+
+
+class Named(NamedTuple):
+    x: torch.Tensor
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu", trained: bool = False) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device, requires_grad=trained)
+
+
+def kind(value: Any) -> Any:
+    return flatten(value, [])
+
+
+ONLY_THIS_DIFFERS: dict[str, tuple[Any, Any]] = {
+    "shape": (x(4, 2), x(2, 4)),
+    "dtype": (x(4), x(4, dtype=torch.bfloat16)),
+    "device": (x(4), x(4, device="meta")),
+    "gradient": (x(4), x(4, trained=True)),
+    "number": (1.0, 2.0),
+    "integer or float": (1, 1.0),
+    "truth or number": (True, 1),
+    "nothing or false": (None, False),
+    "text": ("sum", "mean"),
+    "dtype by itself": (torch.float16, torch.bfloat16),
+    "device by itself": (torch.device("cpu"), torch.device("meta")),
+    "member": (Mode.FAST, Mode.SLOW),
+    "tuple or list": ((x(4),), [x(4)]),
+    "count": ((x(4),), (x(4), x(4))),
+    "place": ((x(4), None), (None, x(4))),
+    "depth": ((x(4), (x(4),)), ((x(4), x(4)),)),
+    "name": ({"one": x(4)}, {"other": x(4)}),
+    "value of a name": ({"one": 1}, {"one": 2}),
+    "order of names": ({"one": x(4), "other": x(4)}, {"other": x(4), "one": x(4)}),
+}
+
+
+@pytest.mark.parametrize("what", ONLY_THIS_DIFFERS)
+def test_values_that_differ_in_one_thing_are_of_two_kinds(what: str) -> None:
+    one, other = ONLY_THIS_DIFFERS[what]
+    assert kind(one) == kind(one)
+    assert kind(one) != kind(other)
+    assert len({kind(one), kind(other)}) == 2
+
+
+def test_tensors_of_other_values_are_of_one_kind() -> None:
+    assert kind([x(4), {"one": x(2, 2)}]) == kind([x(4) + 1, {"one": x(2, 2) - 1}])
+    with torch.no_grad():  # where nobody asks for a gradient
+        assert kind(x(4)) == kind(x(4, trained=True))
+
+
+def test_tensors_are_found_and_put_back_in_their_places() -> None:
+    value = (x(1), [x(2), "text", (x(3), None)], {"one": x(4), "two": 2.0})
+    found: list[torch.Tensor] = []
+    flatten(value, found)
+    assert [each.shape[0] for each in found] == [1, 2, 3, 4]
+    others = [torch.full_like(each, number) for number, each in enumerate(found)]
+    made = rebuild(value, iter(others))
+    assert made[0] is others[0]
+    assert type(made[1]) is list
+    assert made[1][0] is others[1]
+    assert made[1][1:2] == ["text"]
+    assert type(made[1][2]) is tuple
+    assert made[1][2][0] is others[2]
+    assert made[1][2][1] is None
+    assert list(made[2]) == ["one", "two"]
+    assert made[2]["one"] is others[3]
+    assert made[2]["two"] == 2.0
+
+
+@pytest.mark.parametrize("value", [Named(x(4)), {1, 2}, object(), torch.Size([1])])
+def test_what_a_graph_cannot_be_given_is_named_by_its_class(value: object) -> None:
+    with pytest.raises(Unsupported, match=f"^{type(value).__name__}$"):
+        flatten((x(4), {"deep": [value]}), [])
