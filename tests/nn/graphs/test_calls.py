@@ -198,6 +198,8 @@ def test_a_module_put_in_the_place_of_another_is_used(device: torch.device, name
         setattr(model[1], name, copy.deepcopy(other).to(device))
     for step in range(WARM_UP + 2):
         same_gradients(models, step)
+        if step < WARM_UP:
+            assert captured_layers(models[1]) == {TOO_EARLY: 1, None: LAYERS - 1}
     assert replayed(models)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,7 +19,8 @@ CONFIG = FP8Config(scaling="delayed", delayed_history=2, emulate=True)
 
 
 @ranks(2)
-def test_ranks_that_gather_a_sequence_have_the_scales_of_one_process() -> None:
+@pytest.mark.parametrize("communication", [True, False])
+def test_ranks_that_gather_a_sequence_have_the_scales_of_one_process(communication: bool) -> None:
     of_rank, alone = Casts(), Casts()
     layouts = {"plain": True, "transposed": True}
     for number, factors in enumerate(((1.0, 3.0), (8.0, 2.0), (1.0, 1.0), (1.0, 1.0), (1.0, 0.1))):
@@ -27,9 +29,13 @@ def test_ranks_that_gather_a_sequence_have_the_scales_of_one_process() -> None:
         part = whole.chunk(2, 1)[dist.get_rank()].contiguous()
         for role, dtype in ((INPUT, CONFIG.input_format), (OUTPUT_GRADIENT, CONFIG.gradient_format)):
             if role == INPUT:
-                found = SequenceColumn(dist.group.WORLD).input(part, CONFIG, transposed=True, casts=of_rank)
+                found = SequenceColumn(dist.group.WORLD, communication=communication).input(
+                    part, CONFIG, transposed=True, casts=of_rank
+                )
             else:
-                found = SequenceRow(dist.group.WORLD).output_gradient(part, CONFIG, casts=of_rank, **layouts)
+                found = SequenceRow(dist.group.WORLD, communication=communication).output_gradient(
+                    part, CONFIG, casts=of_rank, **layouts
+                )
             expected = alone.quantize(role, CONFIG, whole, dtype, transposed=True)
             assert all(same(one, other) for one, other in zip(found[:3], expected[:3], strict=True))
             assert torch.equal(of_rank._histories[role].amaxes, alone._histories[role].amaxes)

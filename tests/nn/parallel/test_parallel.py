@@ -21,7 +21,7 @@ from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
 from fp8booster.nn.parallel import tensor_parallel as parallel_module
 from fp8booster.nn.parallel.tensor_parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
-from fp8booster.nn.weights.casting import quantize_input, quantize_weight
+from fp8booster.nn.weights.casting import OUTPUT_GRADIENT, REAL_TIME, quantize_input, quantize_weight
 from tests.distributed import ranks
 from tests.nn.reference import products_kept, signal_to_noise
 
@@ -199,13 +199,69 @@ def test_what_is_gathered_has_the_bits_of_one_cast() -> None:
     config = FP8Config()
     for shape, sequence, features in itertools.product(SHAPES, (0, 1), (96, 40)):
         x = torch.randn(*shape, features).bfloat16().movedim(1, sequence).contiguous()
-        expected = quantize_input(x, config, transposed=True)
-        exchange = SequenceColumn(dist.group.WORLD, sequence)
-        found = exchange.input(part(x, sequence), config, transposed=True)
-        for one, other in zip(expected[:2], found[:2], strict=True):
-            assert one.dtype == other.dtype
-            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (shape, sequence, features)
-        assert torch.equal(expected.inverse_scale, found.inverse_scale)
+        for dimension, transposed, wire in itertools.product((sequence, sequence - 3), (True, False), (True, False)):
+            expected = quantize_input(x, config, transposed=transposed)
+            exchange = SequenceColumn(dist.group.WORLD, dimension, communication=wire)
+            assert exchange.shape(part(x, sequence).shape) == x.shape
+            assert exchange.growth == 2
+            found = exchange.input(part(x, sequence), config, transposed=transposed)
+            for one, other in zip(expected[:2], found[:2], strict=True):
+                assert one.dtype == other.dtype
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (shape, sequence, features)
+            assert torch.equal(expected.inverse_scale, found.inverse_scale)
+
+
+@ranks(2)
+def test_a_gathered_gradient_has_the_bits_of_one_cast_and_a_row_of_its_own() -> None:
+    config, dy = FP8Config(), torch.randn(3, 16, OUTPUTS).bfloat16()
+    assert config.gradient_format != config.input_format
+    for layouts in ({"plain": True, "transposed": False}, {"plain": False, "transposed": True}):
+        comm.reset_statistics()
+        expected = REAL_TIME.quantize(OUTPUT_GRADIENT, config, dy, config.gradient_format, **layouts)
+        for wire in (True, False):
+            exchange = SequenceRow(dist.group.WORLD, communication=wire)
+            found = exchange.output_gradient(part(dy, 1), config, **layouts)
+            for one, other in zip(expected[:2], found[:2], strict=True):
+                assert one.dtype == other.dtype
+                assert torch.equal(one.view(torch.uint8), other.view(torch.uint8)), (layouts, wire)
+        assert comm.statistics().rows.keys() == {parallel_module.GRADIENT_GATHER, "all_gather_into_tensor"}
+
+
+@ranks(2)
+def test_a_group_of_some_ranks_exchanges_with_no_others() -> None:
+    """Of one, so that the layer is a lone one; the ranks have other tensors."""
+    alone, _ = dist.new_subgroups(1)
+    torch.manual_seed(dist.get_rank())
+    for config, wire in itertools.product((CONFIGS[0], CONFIGS[1]), (True, False)):
+        whole = Whole.of((4, 16))
+        expected = whole.expected(config, bias=False)
+        for kind in (ColumnParallel, RowParallel, SequenceColumn, SequenceRow):
+            exchange = kind(alone, communication=wire)
+            found = run_layer(exchange, whole.x, whole.w, None, whole.dy, config)
+            for one, other in zip(expected, found, strict=True):
+                assert_near(one, other, SUMS_DB)
+
+
+OTHER_GATHERS: dict[str, Callable[[], SequenceColumn]] = {
+    "dimension": lambda: SequenceColumn(dist.group.WORLD, 0),
+    "communication": lambda: SequenceColumn(dist.group.WORLD, communication=False),
+    "group": lambda: SequenceColumn(dist.new_subgroups(1)[0]),
+}
+
+
+@ranks(2)
+@pytest.mark.parametrize("what", OTHER_GATHERS)
+def test_layers_that_gather_one_input_otherwise_do_not_share_it(what: str) -> None:
+    one, other = columns(2)
+    other.exchanges = OTHER_GATHERS[what]
+    for layers in ((one, other), (other, one)):
+        x = torch.randn(2, 16, INPUTS).bfloat16()
+        expected = [layer(x.clone()) for layer in layers]
+        with count_traffic() as traffic:
+            found = [layer(x) for layer in layers]
+        for right, y in zip(expected, found, strict=True):
+            assert torch.equal(right, y)
+        assert len(traffic.counts) == (3 if what == "communication" else 2)
 
 
 @ranks(2)
@@ -229,8 +285,10 @@ class _Column(FP8Layer, nn.Linear):
 
     original = nn.Linear
 
+    exchanges: Callable[[], SequenceColumn] = staticmethod(lambda: SequenceColumn(dist.group.WORLD))
+
     def fp8_exchange(self) -> SequenceColumn:
-        return SequenceColumn(dist.group.WORLD)
+        return self.exchanges()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.fp8_product(input, self.bias)
