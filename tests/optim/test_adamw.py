@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.optim import AdamW
@@ -163,6 +165,222 @@ def test_copies_and_pickles_go_on_with_the_same_bits(dtype, update_in_backward, 
         assert all((parameter.grad is None) is update_in_backward for parameter in other.parameters())
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_copies_keep_how_gradients_add_up_and_what_was_skipped(copied) -> None:
+    weight = nn.Parameter(torch.ones(300))
+    optimizer = AdamW([weight], update_in_backward=True, micro_batches=2, gradient_accumulation="32-bit")
+    for value in (torch.nan, 1.0):
+        (weight * value).sum().backward()
+    assert optimizer.skipped_blocks == 2
+    other_weight, other = copied((weight, optimizer))
+    assert other.skipped_blocks == 2
+    other_weight.sum().backward()
+    count, total = other.gradient_sums[other_weight]
+    assert (count, total.dtype) == (1, torch.float32)
+    assert not optimizer.gradient_sums
+    other_weight.sum().backward()
+    assert other.state[other_weight]["step"] == 2
+    assert optimizer.state[weight]["step"] == 1
+    assert (other_weight < 1).all()
+    assert (weight == 1).all()
+
+
+def test_an_engines_optimizer_and_its_copy_are_not_updated_in_backward(device) -> None:
+    weight = nn.Parameter(torch.ones(8, device=device))
+    optimizer = AdamW([weight], update_in_backward=True)
+    optimizer.train_for_engine({weight: (0, 0)})
+    weight.sum().backward()  # before ranks have reduced it
+    assert (weight == 1).all()
+    assert weight.grad is not None
+    optimizer.update_shards(optimizer.param_groups[0], [weight], [weight.grad])
+    weight.grad = None
+    other_weight, other = copy.deepcopy((weight, optimizer))
+    other_weight.sum().backward()
+    assert other_weight.grad is not None
+    assert torch.equal(other_weight, weight)
+
+
+@pytest.mark.parametrize("same", [(0, 0), (1, 0), (0, 1)])
+def test_chance_differs_between_parameters_and_their_parts(same) -> None:
+    """Second moments are rounded by chance, which must not be alike but on the ranks' copies of one part."""
+    found = []
+    for number, part in ((0, 0), same):
+        weight = nn.Parameter(torch.zeros(4096))
+        optimizer = AdamW([weight])
+        optimizer.train_for_engine({weight: (number, part)})
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            gradient = torch.randn(4096, generator=generator)
+            optimizer.update_shards(optimizer.param_groups[0], [weight], [gradient])
+        found.append(optimizer.state[weight]["exp_avg_sq"])
+    assert torch.equal(*found) is (same == (0, 0))
+
+
+def test_parameters_of_one_optimizer_have_chance_of_their_own() -> None:
+    weights = [nn.Parameter(torch.zeros(4096)) for _ in range(2)]
+    optimizer = AdamW(weights)
+    for _ in range(3):
+        gradient = torch.randn(4096)
+        for weight in weights:
+            weight.grad = gradient.clone()
+        optimizer.step()
+    assert not torch.equal(*(optimizer.state[weight]["exp_avg_sq"] for weight in weights))
+
+
+def test_a_part_and_the_next_parameter_have_other_chance() -> None:
+    weights = [nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    optimizer = AdamW(weights)
+    optimizer.train_for_engine({weights[0]: (0, 1), weights[1]: (1, 0)})
+    assert len(set(optimizer._numbers.values())) == 2
+
+
+def test_updates_in_backward_have_the_rates_of_their_group(device) -> None:
+    weights = [nn.Parameter(torch.ones(8, device=device)) for _ in range(2)]
+    groups = [{"params": [weights[0]], "lr": 0.5}, {"params": [weights[1]], "lr": 0.25}]
+    AdamW(groups, weight_decay=0.0, update_in_backward=True)
+    sum(weight.sum() for weight in weights).backward()
+    assert [weight[0].item() for weight in weights] == [0.5, 0.75]
+
+
+def test_step_updates_and_frees_what_backward_did_not_take(device) -> None:
+    """A gradient that was set by hand."""
+    weight = nn.Parameter(torch.ones(8, device=device))
+    optimizer = AdamW([weight], update_in_backward=True)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert (weight < 1).all()
+    assert weight.grad is None
+    in_step = AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    in_step.step()
+    assert weight.grad is not None  # as torch's, which leaves that to zero_grad
+
+
+def test_a_step_ends_what_backward_has_taken(device) -> None:
+    """Gradients that come after it are another step's."""
+    weight = nn.Parameter(torch.ones(8, device=device))
+    optimizer = AdamW([weight], update_in_backward=True)
+    weight.sum().backward()
+    optimizer.step()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert optimizer.state[weight]["step"] == 2
+
+
+@pytest.mark.parametrize("scale", [8.0, 0.125])
+def test_gradients_are_divided_by_the_scale(scale, device) -> None:
+    found = []
+    for divisor in (1.0, scale):
+        weight = nn.Parameter(torch.zeros(8, device=device))
+        optimizer = AdamW([weight], lr=0.1, weight_decay=0.0, eps=1.0)
+        weight.grad = torch.full_like(weight, 2 * divisor)
+        optimizer.step(**({} if divisor == 1 else {"div_scale": divisor}))
+        found.append(weight.detach())
+    assert torch.equal(*found)
+    torch.testing.assert_close(found[0], torch.full_like(found[0], -0.1 * 2 / 3), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_group_decays_as_it_says(decoupled, device) -> None:
+    """As torch's Adam and AdamW."""
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    ours, theirs = (nn.Parameter(torch.full((8,), 2.0, device=device)) for _ in range(2))
+    settings = {"lr": 0.1, "weight_decay": 0.5}
+    optimizers = (
+        AdamW([{"params": [ours], "decoupled_weight_decay": decoupled}], **settings),
+        kind([theirs], **settings),
+    )
+    for weight, optimizer in zip((ours, theirs), optimizers, strict=True):
+        weight.grad = torch.full_like(weight, -0.75)
+        optimizer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+
+
+def test_masters_are_loaded_into_fp32_weights_and_are_copies(device) -> None:
+    one, other = (nn.Parameter(torch.full((8,), value, device=device)) for value in (1.0, 5.0))
+    optimizer, loaded = AdamW([one]), AdamW([other])
+    one.grad = torch.ones_like(one)
+    optimizer.step()
+    full = optimizer.full_state_dict()
+    kept = full["state"][0]["master"].clone()
+    loaded.load_state_dict(full)
+    assert torch.equal(other, one)
+    assert loaded.state[other]["step"] == 1
+    for weight, each in ((one, optimizer), (other, loaded)):
+        weight.grad = torch.ones_like(weight)
+        each.step()
+    assert torch.equal(full["state"][0]["master"], kept)
+    assert torch.equal(other, one)
+
+
+def test_a_state_dict_that_was_loaded_or_saved_is_not_written_to(device) -> None:
+    """The codes of both optimizers change in place."""
+    one, other = (nn.Parameter(torch.ones(8, dtype=torch.bfloat16, device=device)) for _ in range(2))
+    optimizer, loaded = AdamW([one]), AdamW([other])
+
+    def step(weight: nn.Parameter, of: AdamW) -> None:
+        weight.grad = torch.ones_like(weight)
+        of.step()
+
+    step(one, optimizer)
+    saved = optimizer.state_dict()
+    assert type(saved["state"][0]) is dict
+    loaded.load_state_dict(copy.deepcopy(saved))
+    given = copy.deepcopy(saved)
+    loaded.load_state_dict(given)
+    before = copy.deepcopy(given)
+    step(other, loaded)
+    for name, value in before["state"][0].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(given["state"][0][name])), name
+    step_before = saved["state"][0]["step"]
+    step(one, optimizer)
+    assert saved["state"][0]["step"] == step_before  # a number, which is no one's but the dict's
+
+
+def test_weights_of_another_dtype_get_or_lose_what_bf16_lacks(device) -> None:
+    weight = nn.Parameter(torch.ones(8, device=device))
+    optimizer = AdamW([weight])
+    for dtype, has in ((torch.float32, False), (torch.bfloat16, True), (torch.float32, False)):
+        weight.data = weight.data.to(dtype)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert ("master_low" in optimizer.state[weight]) is has
+
+
+def test_gradients_may_lie_otherwise_than_their_parameters(device) -> None:
+    gradient, found = torch.randn(6, 8, device=device), []
+    for lies_transposed in (False, True):
+        weight = nn.Parameter(torch.zeros(6, 8, device=device))
+        optimizer = AdamW([weight], lr=0.1)
+        given = gradient.t().contiguous().t() if lies_transposed else gradient
+        optimizer.update_shards(optimizer.param_groups[0], [weight], [given])
+        found.append(weight.detach())
+    assert torch.equal(*found)
+
+
+def test_what_an_optimizer_was_not_given_and_groups_of_torchs_options_are_refused(device) -> None:
+    weight, other = (nn.Parameter(torch.ones(4, device=device)) for _ in range(2))
+    optimizer = AdamW([weight])
+    group, gradients = optimizer.param_groups[0], [torch.ones(4, device=device)]
+    with pytest.raises(TypeError, match="an engine has put tensors in the place of this optimizer's parameters"):
+        optimizer.update_shards(group, [other], gradients)
+    for option in ("amsgrad", "maximize"):
+        with pytest.raises(ValueError, match="neither amsgrad nor maximize"):
+            optimizer.update_shards(group | {option: True}, [weight], gradients)
+    assert (weight == 1).all()
+    flat = nn.Parameter(torch.ones(4))
+    flat._is_flat_param = True  # as FullyShardedDataParallel's
+    AdamW([flat])  # which steps when ranks have reduced its gradient
+
+
+@ranks(1)
+def test_parameters_that_are_dtensors_are_refused() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh))
+    with pytest.raises(TypeError, match=r"a parameter is a DTensor; .* take torch.optim.AdamW"):
+        AdamW([weight])
+
+
 def test_an_accumulation_is_not_copied() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = AdamW([weight], update_in_backward=True, micro_batches=2)
@@ -238,6 +456,8 @@ def test_blocks_with_gradients_that_are_not_finite_are_counted(device) -> None:
     assert optimizer.skipped_blocks == 1
     assert (weight[:256] == 1).all()
     assert (weight[256:] != 1).all()
+    optimizer._skipped[torch.device("meta")] = torch.tensor(2)  # of another device
+    assert optimizer.skipped_blocks == 3
 
 
 def test_a_closure_is_called_and_empty_parameters_are_left() -> None:
@@ -260,6 +480,7 @@ def test_a_group_that_was_refused_may_be_corrected_and_added_again() -> None:
         optimizer.add_param_group({"params": [weight]})
     weight.data = weight.data.float()
     optimizer.add_param_group({"params": [weight]})
+    assert len(optimizer.param_groups) == 2
     weight.grad = torch.ones(2)
     optimizer.step()
     assert (weight < 1).all()

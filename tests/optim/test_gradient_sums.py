@@ -14,8 +14,8 @@ from torch import nn
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.config import GRADIENT_ACCUMULATIONS as KINDS
 from fp8booster.kernels.group_codes import GROUP, GroupCodes
-from fp8booster.optim import AdamW
-from fp8booster.optim.gradient_sums import GradientSum, value_of
+from fp8booster.optim import AdamW, adamw, gradient_sums
+from fp8booster.optim.gradient_sums import GradientSum, added, value_of
 from tests.optim.test_adamw import SETTINGS, model
 
 N = 4
@@ -139,6 +139,112 @@ def test_step_updates_what_got_fewer_gradients_and_ends_an_accumulation(device) 
     assert not optimizer.gradient_sums
 
 
+@pytest.mark.parametrize("is_a_tensor", [False, True])
+@pytest.mark.parametrize("scale", [8.0, 0.125])
+@pytest.mark.parametrize("kind", KINDS)
+def test_step_divides_what_waits_for_further_micro_batches_too(kind, scale, is_a_tensor, device) -> None:
+    """With an eps that tells gradients of other sizes apart, as moments alone do not."""
+    settings, found = {"lr": 0.1, "weight_decay": 0.0, "eps": 1.0}, []
+    for divisor in (1.0, scale):
+        weights = [nn.Parameter(torch.zeros(GROUP, device=device)) for _ in range(2)]
+        optimizer = AdamW(weights, **settings, update_in_backward=True, micro_batches=3, gradient_accumulation=kind)
+        for _ in range(2):
+            (weights[0] * (0.5 * divisor)).sum().backward()
+        weights[1].grad = torch.full_like(weights[1], 2 * divisor)
+        options = {"div_scale": torch.tensor(divisor, device=device) if is_a_tensor else divisor}
+        optimizer.step(**(options if divisor != 1 else {}))
+        assert all(weight.grad is None for weight in weights)
+        assert not optimizer.gradient_sums
+        found.append(torch.stack([weight.detach() for weight in weights]))
+    torch.testing.assert_close(found[1], found[0], rtol=0.01, atol=0)
+    expected = torch.tensor([[1.0], [2.0]], device=device)
+    torch.testing.assert_close(found[0], (-0.1 * expected / (expected + 1)).expand_as(found[0]), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_gradient_is_added_in_fp32(kind, device) -> None:
+    """One is lost beside 256 in BF16."""
+    gradients = [torch.full((GROUP,), value, dtype=torch.bfloat16, device=device) for value in (256.0, 1.0)]
+    total = added(None, gradients[0].clone(), kind)
+    assert torch.equal(value_of(total, gradients[1]), torch.full((GROUP,), 257.0, device=device))
+    assert torch.equal(value_of(total), torch.full((GROUP,), 256.0, device=device))
+    for dtype in (torch.bfloat16, torch.float32):
+        assert value_of(total, dtype=dtype).dtype is dtype
+        assert value_of(total, gradients[1], dtype).dtype is dtype
+    weights = [nn.Parameter(torch.zeros(GROUP, dtype=torch.bfloat16, device=device)) for _ in range(2)]
+    optimizers = [lean(weights[:1], kind, 2), AdamW(weights[1:], **SETTINGS)]
+    for gradient in gradients:
+        (weights[0] * gradient).sum().backward()
+    weights[1].grad = torch.full_like(weights[1], 257.0, dtype=torch.bfloat16)  # 256
+    optimizers[1].update_shards(
+        optimizers[1].param_groups[0], weights[1:], [torch.full((GROUP,), 257.0, device=device)]
+    )
+    first, second = (each.state[weight] for each, weight in zip(optimizers, weights, strict=True))
+    assert torch.equal(first["exp_avg"], second["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtypes"),
+    [
+        ("32-bit", (torch.bfloat16, torch.float32, torch.float32)),
+        ("16-bit", (torch.bfloat16, torch.bfloat16, torch.bfloat16)),
+    ],
+)
+def test_sums_have_the_dtype_of_their_kind(kind, dtypes, device) -> None:
+    total: GradientSum | None = None
+    for dtype in dtypes:
+        total = added(total, torch.ones(4, dtype=torch.bfloat16, device=device), kind)
+        assert total.dtype is dtype
+    assert added(None, torch.ones(4, dtype=torch.float32, device=device), kind).dtype is (
+        torch.float32 if kind == "32-bit" else torch.bfloat16
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_may_lie_transposed(kind, device) -> None:
+    values = [torch.randn(GROUP, 4, device=device).mul_(8).round_().bfloat16() for _ in range(3)]
+    sums = []
+    for lay in (lambda each: each.clone(), lambda each: each.t().contiguous().t()):
+        total: GradientSum | None = None
+        for each in values[:2]:
+            total = added(total, lay(each), kind)
+        sums.append(value_of(total, lay(values[2])))
+    assert torch.equal(*sums)
+    torch.testing.assert_close(sums[0], sum(each.float() for each in values).flatten(), rtol=0.03, atol=0.3)
+
+
+def test_a_sum_of_16_bits_may_go_on_in_8(device) -> None:
+    values = torch.randn(4, GROUP, device=device).bfloat16()
+    total = added(values.t().contiguous().t(), values.clone(), "8-bit")
+    torch.testing.assert_close(value_of(total), 2 * values.float().flatten(), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_observers_are_told_of_the_models_parameter(kind, device, monkeypatch) -> None:
+    """Which an engine may have put another tensor in the place of."""
+    weight, model_parameter = nn.Parameter(torch.ones(GROUP, device=device)), nn.Parameter(torch.ones(GROUP))
+    optimizer = lean([weight], kind, 2)
+    optimizer.parameters = {weight: model_parameter}
+    asked = {"sum": [], "update": []}
+    done: list[str] = []
+
+    def observer(name: str):
+        def observe(parameter: int, sample):
+            asked[name].append(parameter)
+            sample()
+            return lambda: done.append(name)
+
+        return observe
+
+    monkeypatch.setattr(gradient_sums, "observers", [observer("sum"), lambda *_: None])
+    monkeypatch.setattr(adamw, "observers", [observer("update"), lambda *_: None])
+    for _ in range(2):
+        weight.sum().backward()
+    assert asked["update"] == [id(model_parameter)]
+    assert asked["sum"] == ([id(model_parameter)] if kind == "8-bit" else [])
+    assert done == [*(["sum"] if kind == "8-bit" else []), "update"]
+
+
 def test_zero_grad_forgets_what_was_added_up(device) -> None:
     weight = nn.Parameter(torch.ones(300, device=device))
     optimizer = lean([weight])
@@ -204,8 +310,9 @@ def test_updates_in_backward_go_by_the_groups_of_a_loaded_state_dict() -> None:
 
 def test_accumulations_that_cannot_be_are_refused() -> None:
     weight = nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match="micro_batches=4 goes with update_in_backward=True; without it"):
-        AdamW([weight], micro_batches=4)
+    for count in (2, 4):
+        with pytest.raises(ValueError, match=f"micro_batches={count} goes with update_in_backward=True; without it"):
+            AdamW([weight], micro_batches=count)
     with pytest.raises(ValueError, match="micro_batches is 0; give at least 1"):
         lean([weight], micro_batches=0)
     with pytest.raises(ValueError, match="gradient_accumulation is 'fp8'; use '32-bit' or '16-bit' or '8-bit'"):
