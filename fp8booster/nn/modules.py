@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import cache
+from operator import is_
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -87,19 +88,40 @@ def must_be_called(module: nn.Module) -> bool:
 
 
 def may_be_bypassed(module: nn.Module) -> bool:
-    """Whether what a module without parameters gives may be computed without it: its hooks, if any, only wait."""
+    """Whether nobody sees how a module is called: its class's forward runs, and its hooks, if any, only wait."""
     return "forward" not in module.__dict__ and not is_looked_at(module)
 
 
 def run_with(forward: Callable[..., Any], module: nn.Module, parts: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    """What a forward of a module gives while it finds other things in the place of some of its parts."""
-    held = vars(module)  # looked at before what is registered
-    held.update(parts)
+    """Return what a forward gives that finds other things in the place of some of a module's parts.
+
+    The module itself is not changed, so other threads, and calls inside this one, see it as it is. What the forward
+    assigns to the module or deletes from it is assigned to the module or deleted.
+
+    Args:
+        forward: takes a module of the module's class, and the arguments.
+        module: given to it as another object that shares all that the module holds.
+        parts: by name.
+        args, kwargs: of the forward.
+    """
+    held = vars(module)
+    given = {**held, **parts}  # what is an attribute is looked at before what is registered
+    stand_in = object.__new__(type(module))
+    now = vars(stand_in)
+    now.update(given)
     try:
-        return forward(*args, **kwargs)
+        return forward(stand_in, *args, **kwargs)
     finally:
-        for name in parts:
-            del held[name]
+        if len(now) != len(given) or not all(map(is_, now.values(), given.values())):
+            _keep_changes(held, given, now, parts)
+
+
+def _keep_changes(held: dict[str, Any], given: dict[str, Any], now: dict[str, Any], parts: Container[str]) -> None:
+    """Bring what a stand-in's attributes are now, and were not, to what its module holds."""
+    for name in given:
+        if name not in now and name not in parts:
+            held.pop(name, None)
+    held.update({name: value for name, value in now.items() if name not in given or given[name] is not value})
 
 
 def held_by_modules(model: nn.Module, kind: type[Held]) -> list[Held]:

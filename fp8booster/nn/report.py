@@ -20,7 +20,7 @@ from fp8booster.nn.convert import Kept, heads_among, kept_reason, linear_layers,
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.attention import kernels
-from fp8booster.nn.fused.decoder import FusedDecoderLayer
+from fp8booster.nn.fused.decoder import FusedDecoderLayer, changed_parts
 from fp8booster.nn.fused.feed_forward import FusedMLP
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.fused.self_attention import FusedAttention, unfused_calls
@@ -28,7 +28,7 @@ from fp8booster.nn.fused.trials import head_size, heads_of_a_key, value_size
 from fp8booster.nn.graphs import captured_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import is_looked_at
+from fp8booster.nn.modules import may_be_bypassed
 
 PASSES = ("fprop", "dgrad", "wgrad")
 
@@ -114,6 +114,9 @@ class Report:
     unfused_calls: tuple[tuple[str, int], ...] = ()
     """Why fused attention ran as transformers wrote it for some calls in training, and how many layers' did."""
 
+    changed: tuple[tuple[str, int], ...] = ()
+    """Why norms and feed-forward blocks that were fused run as transformers wrote them now, and how many."""
+
     captured: tuple[tuple[str | None, int], ...] = ()
     """How many layers are replayed as CUDA graphs in training, beside None, and how many are not, beside the reason."""
 
@@ -169,6 +172,8 @@ class Report:
             line += f", {_counted(count, 'layer')}{why} replayed as CUDA graphs"
         for reason, count in self.unfused_calls:
             line += f", attention of {_counted(count, 'layer')} unfused for some calls ({reason})"
+        for reason, count in self.changed:
+            line += f", {_counted(count, 'part')} fused no longer ({reason})"
         if self.attention is not None:
             line += f", attention by {self.attention}"
         reasons = Counter((row.precision, row.notes) for row in self.other)
@@ -248,6 +253,7 @@ def report(model: nn.Module) -> Report:
         any(id(layer) in heads for layer in layers),
         _attention(model),
         unfused_calls=tuple(unfused_calls(model).items()),
+        changed=tuple(changed_parts(model).items()),
         captured=tuple(captured_layers(model).items()),
     )
 
@@ -308,8 +314,9 @@ def _fused_parts(
     for module in model.modules():
         config = module.fused_config if isinstance(module, (FusedDecoderLayer, FusedMLP)) else None
         if isinstance(module, FusedDecoderLayer) and config is not None and has_norms(module, config):
-            parts["norm"] += sum(not is_looked_at(norm) for norm in module.norms())
-        of_block = isinstance(module, FusedMLP) and config is not None and module.is_fused and has_activations(config)
+            parts["norm"] += sum(map(may_be_bypassed, module.norms()))
+        of_block = isinstance(module, FusedMLP) and module.why_not_now is None and module.is_fused
+        of_block = of_block and config is not None and has_activations(config)
         if module in more or of_block:
             parts["SwiGLU" if getattr(module, "kind", "silu") == "silu" else "activation"] += 1
     return parts

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
+from fp8booster.nn.fused.families import Part
+from fp8booster.nn.fused.trials import activation_kind, is_gated
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, may_be_bypassed, must_be_called
 
@@ -24,31 +26,37 @@ _GATED = {
 
 
 @cached_by_class
-def _names(cls: type[nn.Module]) -> tuple[str, ...]:
-    """What a class of experts calls its gate, up and down; empty: it is not known to compute no more than these."""
+def _known(cls: type[nn.Module]) -> tuple[type[nn.Module], Part] | None:
+    """The class of this name that a class of experts is made of, and what it calls its layers; None: no known name."""
     # classes of this package come before the one that they mix into
     written = next(each for each in cls.__mro__ if not each.__module__.startswith("fp8booster."))
     folder, _, file = written.__module__.rpartition(".")
     if folder.startswith(_HUB):
         folder = _HUB
-    return _GATED.get((f"{folder}.{file}", written.__name__), ())
+    names = _GATED.get((f"{folder}.{file}", written.__name__))
+    return None if names is None else (written, Part("expert", names[:2], names[-1]))
 
 
 def gate_up_down(expert: nn.Module) -> list[FP8Layer]:
     """The three layers of an expert of a known class."""
-    modules: Mapping[str, Any] = expert._modules
-    return [modules[name] for name in _names(type(expert))]
+    known, modules = _known(type(expert)), cast(Mapping[str, Any], expert._modules)
+    return [] if known is None else [modules[name] for name in (*known[1].merged, known[1].output)]
+
+
+_READ_BY_SOME = ("pretraining_tp",)
+"""Fields of the configuration that DeepSeek's own code reads, which cuts the weights where they are more than 1."""
 
 
 def why_not_gated(expert: nn.Module) -> str | None:
-    """Why a module is not known to compute `down(silu(gate(x)) * up(x))` and nothing else, or None where it is."""
-    if not _names(type(expert)):
+    """Return why a module is not known to compute `down(silu(gate(x)) * up(x))` and nothing else; None: it is."""
+    known = _known(type(expert))
+    if known is None or not is_gated(*known, "act_fn", _READ_BY_SOME):
         return f"{type(expert).__name__} has no grouped form"
     # past nn.Module's search, which is slow for what is not there
     if getattr(vars(expert).get("config"), "pretraining_tp", 1) > 1:
-        return "pretraining_tp is more than 1"  # DeepSeek's own code cuts the weights then
+        return "pretraining_tp is more than 1"
     activation = expert._modules.get("act_fn")
-    if not isinstance(activation, nn.SiLU):
+    if activation is None or activation_kind(activation) != "silu":
         return f"the activation is {type(expert.act_fn).__name__}"
     if must_be_called(expert):
         return "an expert has hooks or a forward of its own, which must run"

@@ -27,9 +27,9 @@ from fp8booster.nn.experts.grouped import EXPERTS_THAT_PAY
 from fp8booster.nn.experts.grouped_linear import grouped_linear, under_one_scale
 from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
 from fp8booster.nn.fused.pointwise import Saving, activate, activate_gated
-from fp8booster.nn.fused.trials import activation_kind, gate_kind
+from fp8booster.nn.fused.trials import fused_kind, gates_by_activation
 from fp8booster.nn.linear.speed_model import computes_in_fp8
-from fp8booster.nn.modules import cached_by_class, may_be_bypassed, members_of_made
+from fp8booster.nn.modules import cached_by_class, members_of_made
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import REAL_TIME, Casts
 from fp8booster.nn.weights.freshness import is_captured
@@ -103,15 +103,13 @@ class FP8Experts(nn.Module):
 
     def revert(self) -> None:
         """Turn the module into what it was, in place."""
-        del self.fp8_config, self.fp8_weights, self.fp8_casts, self._fp8_kind, self._fp8_ran, self._fp8_reasons
+        del self.fp8_config, self.fp8_weights, self.fp8_casts, self._fp8_ran, self._fp8_reasons
         self.__class__ = self.original  # type: ignore[assignment]
 
     def _start_fp8(self, config: FP8Config) -> None:
         self.fp8_config = config
         self.fp8_weights = {name: CachedWeight(self.is_transposed) for name in _names(self)}
         self.fp8_casts = {name: Casts() for name in self.fp8_weights}
-        find = gate_kind if self._is_gated else activation_kind
-        self._fp8_kind: str | None = find(self._own_activation) if config.fused else None
         self._fp8_ran = False
         self._fp8_reasons: dict[str, None] = {}
 
@@ -207,11 +205,20 @@ class FP8Experts(nn.Module):
         return routing.weighted_sum(rows, weights, routes).to(tokens.dtype)
 
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
-        activation = self._modules.get("act_fn")
-        if self._fp8_kind is not None and (activation is None or may_be_bypassed(activation)):
+        kind = self._fused_kind
+        if kind is not None:
             fused = activate_gated if self._is_gated else activate
-            return fused(x, self._fp8_kind, saving=Saving(in_8_bits=self.fp8_config.saves_in_8_bits))
+            return fused(x, kind, saving=Saving(in_8_bits=self.fp8_config.saves_in_8_bits))
         return self._own_activation(x).to(torch.bfloat16)
+
+    @property
+    def _fused_kind(self) -> str | None:
+        """What the kernel between the products computes now; None: the module's own activation runs."""
+        if not self.fp8_config.fused:
+            return None
+        if self._is_gated and ("_apply_gate" in vars(self) or not gates_by_activation(self.original)):
+            return None
+        return fused_kind(self.act_fn)
 
     @property
     def _own_activation(self) -> Any:

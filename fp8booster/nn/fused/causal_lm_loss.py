@@ -177,7 +177,7 @@ def _forward_like(native: Callable) -> Callable:
         if not _computes_loss_alone(self, arguments):
             return native(self, *args, **kwargs)
         name = _head_name(self)
-        outputs = run_with(native, self, {name: LateHead(getattr(self, name))}, self, *args, **kwargs)
+        outputs = run_with(native, self, {name: LateHead(getattr(self, name))}, *args, **kwargs)
         return type(outputs)(**{**outputs, "logits": None})
 
     return mark_fused(forward, native)

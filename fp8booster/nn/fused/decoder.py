@@ -60,7 +60,10 @@ class FusedDecoderLayer(nn.Module):
         if torch.compiler.is_compiling():  # the compiler sees sums and norms by itself
             return super().forward(hidden_states, *args, **kwargs)
         parts = parts_with_late_sums(self, FusedNorm, saving=Saving.of_norm(self.fused_config))
-        return made(run_with(super().forward, self, parts, LateSum(hidden_states), *args, **kwargs))
+        return made(run_with(FusedDecoderLayer._as_written, self, parts, LateSum(hidden_states), *args, **kwargs))
+
+    def _as_written(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
 
 
 ReplacedAttention = Callable[[nn.Module], type[FusedAttention] | str]
@@ -129,14 +132,20 @@ def mix(mixin: type[nn.Module], module: nn.Module) -> None:
     if issubclass(mixin, FusedAttention):
         vars(module)["unfused_calls"] = {}
     if issubclass(mixin, FusedMLP):
-        name = cast(str, activation_name(module))
-        vars(module).update(activation=name, kind=activation_kind(getattr(module, name)))
+        vars(module)["activation"] = activation_name(module)
     module.__class__ = _mixed_class(mixin, type(module))
 
 
 def unfused_parts(model: nn.Module) -> Counter[str]:
-    """How many parts of decoder layers `fuse_blocks` left alone, by what they are and why."""
-    return Counter(module.__dict__[_WHY_NOT] for module in model.modules() if _WHY_NOT in module.__dict__)
+    """How many parts of decoder layers are not fused, by what they are and why."""
+    left_alone = Counter(module.__dict__[_WHY_NOT] for module in model.modules() if _WHY_NOT in module.__dict__)
+    return left_alone + changed_parts(model)
+
+
+def changed_parts(model: nn.Module) -> Counter[str]:
+    """How many parts that `fuse_blocks` fused run as transformers wrote them now, by what they are and why."""
+    reasons = (module.why_not_now for module in model.modules() if isinstance(module, (FusedMLP, FusedNorm)))
+    return Counter(reason for reason in reasons if reason is not None)
 
 
 _WHY_NOT = "_fp8booster_unfused"
@@ -176,9 +185,8 @@ def _norm_mixin(norm: nn.Module) -> type[nn.Module] | str:
         return REPLACED
     weight = getattr(norm, "weight", None)
     heads = () if weight is None else weight.shape[:-1]
-    computes = (
-        norm_of(type(norm)) if len(heads) < 2 and norm_of(type(norm), *heads[:1]) == norm_of(type(norm)) else None
-    )
+    computes = norm_of(type(norm), *heads) if len(heads) < 2 else None
+    computes = computes if computes == norm_of(type(norm)) else None
     if computes is not None and (weight is not None or not computes.weighted):
         return FusedNorm
     return f"{type(norm).__name__} has no fused form"
@@ -197,7 +205,7 @@ def _mixin(module: nn.Module, part: Part, replaced_attention: ReplacedAttention 
     activation = None if name is None else getattr(module, name)
     if activation is None or activation_kind(activation) is None:
         return f"its activation is {type(activation).__name__}"
-    if is_gated(type(module), part):
+    if is_gated(type(module), part, cast(str, name)):
         return FusedGatedMLP
     if len(layers) > 1:
         what = f"{type(module).__name__} computes something else than this version knows"
@@ -247,9 +255,14 @@ def _in_fp8(layers: list[nn.Module]) -> bool:
     return all(isinstance(layer, FP8Layer) for layer in layers)
 
 
-@cached_by_class
 def _mixed_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    return _mixed_class_by(mixin, original, original.forward)  # a forward may be replaced for all modules of a class
+
+
+@cached_by_class
+def _mixed_class_by(mixin: type[nn.Module], original: type[nn.Module], forward: Callable) -> type[nn.Module]:
     members = {"__doc__": mixin.__doc__, **members_of_made(_mixed_class, mixin, original)}
+    members["tried"] = original, forward
     if issubclass(mixin, FusedNorm):
         members["computes"] = norm_of(original)
     if issubclass(mixin, FusedAttention):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
 from fp8booster.nn.fused.part import FusedPart
 from fp8booster.nn.fused.pointwise import Saving, activate, activate_gated
-from fp8booster.nn.modules import may_be_bypassed, run_with
+from fp8booster.nn.fused.trials import activation_kind, fused_kind
+from fp8booster.nn.modules import run_with
 
 
 class FusedMLP(FusedPart):
@@ -17,14 +19,30 @@ class FusedMLP(FusedPart):
     activation: str
     """Its name in the block."""
 
-    kind: str
-    """What it computes."""
+    @property
+    def kind(self) -> str | None:
+        """What the kernel computes in the activation's place, as that is now; None: the activation runs itself."""
+        return fused_kind(getattr(self, self.activation))
+
+    @property
+    def why_not_now(self) -> str | None:
+        """Why what was fused of it is not as it is now; None: it is."""
+        if not self.is_as_tried:
+            return f"{self.part.name}: the forward of its class was replaced"
+        activation = getattr(self, self.activation)
+        if activation_kind(activation) is None:
+            return f"{self.part.name}: its activation is {type(activation).__name__} now"
+        return None if self.kind is not None else f"{self.part.name}: its activation has hooks or a forward of its own"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not self.training or not may_be_bypassed(getattr(self, self.activation)):
+        kind = None if torch.compiler.is_compiling() or not self.training else self.kind
+        if kind is None:
             return super().forward(x)
-        fused = partial(activate, kind=self.kind, saving=Saving.of_activation(self.fused_config))
-        return run_with(super().forward, self, {self.activation: fused}, x)
+        fused = partial(activate, kind=kind, saving=Saving.of_activation(self.fused_config))
+        return run_with(FusedMLP._as_written, self, {self.activation: fused}, x)
+
+    def _as_written(self, *args: Any) -> torch.Tensor:
+        return super().forward(*args)
 
 
 class FusedGatedMLP(FusedMLP):
@@ -32,13 +50,15 @@ class FusedGatedMLP(FusedMLP):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As transformers', with one product for gate and up."""
+        if not self.is_as_tried:
+            return super(FusedMLP, self).forward(x)
         output = getattr(self, self.part.output)
         gate_up = self.merged_product(x)
-        if gate_up is not None and not may_be_bypassed(activation := getattr(self, self.activation)):
-            gate, up = gate_up.chunk(2, -1)
-            return output(activation(gate) * up)
+        if gate_up is not None and (kind := self.kind) is not None:
+            return output(activate_gated(gate_up, kind, saving=Saving.of_activation(self.fused_config)))
         if gate_up is not None:
-            return output(activate_gated(gate_up, self.kind, saving=Saving.of_activation(self.fused_config)))
+            gate, up = gate_up.unsafe_chunk(2, -1)  # an activation may write over its input
+            return output(getattr(self, self.activation)(gate) * up)
         if self.fp8_merged is None:
             return super(FusedMLP, self).forward(x)
         # up first: then backward gives gradients in the order of the one product, which a rank may run whose expert has

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp8booster.nn.modules import is_looked_at
+from fp8booster.nn.modules import may_be_bypassed
 
 
 class LateSum:
@@ -123,8 +123,8 @@ class _Norm(_Part):
         self._module, self._saving = module, saving
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # hooks see the norm as transformers calls it
-        if len(args) != 1 or kwargs or not isinstance(args[0], LateSum) or is_looked_at(self._module):
+        # hooks, and a forward of the norm's own, are given what transformers gives it
+        if len(args) != 1 or kwargs or not isinstance(args[0], LateSum) or not may_be_bypassed(self._module):
             return super().__call__(*args, **kwargs)
         *residual, x = args[0].terms
         y, total = self._module(x, *residual, both=True, saving=self._saving)

@@ -8,16 +8,23 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from fp8booster.nn.fused.part import Fused
 from fp8booster.nn.fused.pointwise import IN_16_BITS, Saving, layer_norm, rms_norm
 from fp8booster.nn.fused.trials import Norm
-from fp8booster.nn.modules import is_looked_at, wait_for_parameters
+from fp8booster.nn.modules import may_be_bypassed, wait_for_parameters
 
 
-class FusedNorm(nn.Module):
+class FusedNorm(Fused):
     """Mixin of a norm."""
 
     weight: nn.Parameter
+    bias: nn.Parameter | None
     computes: ClassVar[Norm]
+
+    @property
+    def why_not_now(self) -> str | None:
+        """Why it is not fused as it is now; None: it is."""
+        return None if self.is_as_tried else "norm: the forward of its class was replaced"
 
     def forward(
         self,
@@ -28,14 +35,18 @@ class FusedNorm(nn.Module):
         saving: Saving = IN_16_BITS,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The norm of `hidden_states + residual`; with `both`, that sum too. `saving`: how the sum is saved."""
-        centered, unit_offset, name, weighted = self.computes
+        if not self.is_as_tried:
+            h = hidden_states if residual is None else hidden_states + residual
+            y = super().forward(h)
+            return (y, h) if both else y
+        centered, unit_offset, name, weighted, biased = self.computes
         epsilon = getattr(self, name)
         weight: torch.Tensor = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
         if weight.dim() > 1 and weight.shape != hidden_states.shape[-weight.dim() :]:
             shape = list(hidden_states.shape)
             raise ValueError(f"a norm with weights {list(weight.shape)} was given {shape}; give it those heads")
         if centered:
-            bias = getattr(self, "bias", None)
+            bias = self.bias if biased else None
             y, h = layer_norm(hidden_states, weight, bias, epsilon, residual, saving=saving)
         else:
             y, h = rms_norm(hidden_states, weight, epsilon, residual, unit_offset=unit_offset, saving=saving)
@@ -64,7 +75,7 @@ class HeadNorms:
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
         """The norms of heads, [..., H, D]."""
-        if any(is_looked_at(norm) or "forward" in vars(norm) for norm in self.norms):
+        if not all(map(may_be_bypassed, self.norms)):
             return torch.cat([norm(each) for norm, each in zip(self.norms, heads.split(1, -2), strict=True)], -2)
         for norm in self.norms:
             wait_for_parameters(norm)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -139,15 +141,34 @@ def positions_in(sequences: Sequences, tokens: tuple[int, int]) -> torch.Tensor:
     return (place - sequences.boundaries[sequence]).long().view(tokens)
 
 
+class _Thread(threading.local):
+    """What a thread computes now: threads may share a model."""
+
+    def __init__(self) -> None:
+        self.sequences: weakref.WeakKeyDictionary[Packing, Sequences | None] = weakref.WeakKeyDictionary()
+        """Those of its batch, by the model's packing."""
+
+
+_thread = _Thread()
+
+
 class Packing:
     """The sequences of the batch that a model computes now."""
 
     def __init__(self) -> None:
-        self.sequences: Sequences | None = None
         self.reaches_all = True
         """Whether every attention of the model is fused, which alone reads `sequences_of`."""
         self.tells_rows = False
         """Whether attentions are told that each row is a sequence, as those with sinks are, which take no mask."""
+
+    @property
+    def sequences(self) -> Sequences | None:
+        """Those of this thread's batch; None where each row is one."""
+        return _thread.sequences.get(self)
+
+    @sequences.setter
+    def sequences(self, sequences: Sequences | None) -> None:
+        _thread.sequences[self] = sequences
 
     def before_model(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

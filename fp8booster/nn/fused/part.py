@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,10 +13,23 @@ from fp8booster.nn.fused.families import Part
 from fp8booster.nn.fused.merged_layers import Merged
 from fp8booster.nn.linear.layer import FP8Layer, config_around
 from fp8booster.nn.linear.low_rank import low_rank_of, low_rank_product
-from fp8booster.nn.modules import is_looked_at
+from fp8booster.nn.modules import may_be_bypassed
 
 
-class FusedPart(nn.Module):
+class Fused(nn.Module):
+    """Mixin of a module of transformers' whose class was tried out."""
+
+    tried: ClassVar[tuple[type[nn.Module], Callable]]
+    """The class that the module was, and its forward then."""
+
+    @property
+    def is_as_tried(self) -> bool:
+        """Whether that class has this forward still: someone may have replaced it for all its modules."""
+        original, forward = self.tried
+        return original.forward is forward
+
+
+class FusedPart(Fused):
     """Mixin of a part with linear layers of one input."""
 
     part: Part
@@ -51,9 +65,9 @@ class FusedPart(nn.Module):
 
 
 def own_product(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    """What a linear layer makes of an input, to be written over; a copy of it where a hook saw it, or an adapter may
-    keep it.
+    """What a linear layer makes of an input, to be written over; a copy of it where a hook saw it, or an adapter or a
+    forward of the layer's own may keep it.
     """
     product = layer(input)
-    is_own = isinstance(layer, (nn.Linear, FP8Layer)) and not is_looked_at(layer)
+    is_own = isinstance(layer, (nn.Linear, FP8Layer)) and may_be_bypassed(layer)
     return product if is_own else product.clone()

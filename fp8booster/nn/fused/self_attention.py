@@ -19,7 +19,7 @@ from fp8booster.nn.fused.pointwise import latent_heads, rotate_heads, split_and_
 from fp8booster.nn.fused.trials import Form, cos_and_sin, dropout_of, head_size, heads_of_a_key
 from fp8booster.nn.linear.layer import config_around
 from fp8booster.nn.linear.made_again import deliver_as_saved
-from fp8booster.nn.modules import is_looked_at, run_with
+from fp8booster.nn.modules import may_be_bypassed, run_with
 
 
 class MergedAttention(FusedPart):
@@ -29,9 +29,11 @@ class MergedAttention(FusedPart):
         product = self.merged_product(hidden_states)
         if product is None:
             return super().forward(hidden_states, *args, **kwargs)
-        return run_with(
-            super().forward, self, self._projections(hidden_states, product), hidden_states, *args, **kwargs
-        )
+        projections = self._projections(hidden_states, product)
+        return run_with(MergedAttention._as_written, self, projections, hidden_states, *args, **kwargs)
+
+    def _as_written(self, *args: Any, **kwargs: Any) -> tuple:
+        return super().forward(*args, **kwargs)
 
     def _projections(self, input: torch.Tensor, product: torch.Tensor) -> dict[str, Callable]:
         """What stands in for the merged layers: it gives their parts of the one product of their input."""
@@ -42,7 +44,7 @@ class MergedAttention(FusedPart):
         widths = [layer.out_features * product.shape[-1] // whole for layer in layers]
         return {
             name: lambda x, layer=layer, part=part: part if x is input else layer(x)
-            for name, layer, part in zip(names, layers, product.split(widths, -1), strict=True)
+            for name, layer, part in zip(names, layers, product.unsafe_split_with_sizes(widths, -1), strict=True)
         }
 
 
@@ -144,7 +146,7 @@ class FusedAttention(MergedAttention):
             )
             normal = [norm(each) for norm, each in zip(norms, split if of_all else heads, strict=True)]
             # what hooks saw is not written over
-            seen = [isinstance(norm, nn.Module) and is_looked_at(norm) for norm in norms]
+            seen = [isinstance(norm, nn.Module) and not may_be_bypassed(norm) for norm in norms]
             normal = [each.clone() if is_seen else each for is_seen, each in zip(seen, normal, strict=True)]
             heads = [each.view(like.shape) for each, like in zip(normal, heads, strict=True)]
         query, key = heads

@@ -1,7 +1,10 @@
-"""What classes of transformers compute, tried out on small numbers before they are fused.
+"""What parts of transformers' models compute, found out before they are fused.
 
-Families and versions say the same by other names, and something else by the same: here only what comes out counts. A
-trial runs the forward of a class, in FP32 on the CPU, on a module that has its attributes and small parts.
+Families and versions say the same by other names, and something else by the same. So the forward of a class is tried
+out, in FP32 on the CPU, on numbers of all sizes, on a module that has small parts: here only what comes out counts.
+Numbers cannot tell what hangs on an attribute, a mode or a parameter. So a trial of a norm or a feed-forward block
+watches what its forward reads of its module, and it must be nothing but the parts that the fused form reads at each
+call. Activations are few and have state: no trial, but a list by exact class, which is asked at each call.
 """
 
 from __future__ import annotations
@@ -9,6 +12,9 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import math
+import sys
+import types
 from collections.abc import Callable
 from itertools import product
 from typing import Any, NamedTuple, TypeVar, cast
@@ -20,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8booster.nn.fused.families import Part, has_sinks
 from fp8booster.nn.fused.packing import PackedEmbeddings, Sequences
-from fp8booster.nn.modules import cached_by_class
+from fp8booster.nn.modules import cached_by_class, may_be_bypassed
 
 Trial = TypeVar("Trial", bound=Callable[..., Any])
 
@@ -55,35 +61,65 @@ class Norm(NamedTuple):
     weighted: bool = True
     """It multiplies by its weight, of one dimension, or of one for each head."""
 
+    biased: bool = False
+    """It adds its bias, if it has one."""
 
-@cached_by_class
-@_computes
+
 def norm_of(cls: type[nn.Module], *heads: int) -> Norm | None:
-    """What a class of norms of the last dimension computes; None: something else.
+    """Return what a class of norms of the last dimension computes; None: something else.
 
     Args:
         cls: of norms.
         heads: how many rows its weight has, one for each head; left out, it has one dimension.
     """
-    x, weight, bias = _numbers(4, *heads, 8), _numbers(*heads, 8), _numbers(*heads, 8).flip(0)
-    for epsilon in ("variance_epsilon", "eps"):
-        probe = cls.__new__(cls)
-        nn.Module.__init__(probe)
-        vars(probe).update({epsilon: 0.25, "weight": weight, "normalized_shape": (*heads, 8)})
-        if issubclass(cls, nn.LayerNorm):
-            probe.bias = nn.Parameter(bias)
-        else:
-            bias = torch.zeros_like(bias)
-        found = _tried(cls.forward, probe, x)
-        for centered in (False, True):
-            values = x - centered * x.mean(-1, keepdim=True)
-            normal = values * (values.square().mean(-1, keepdim=True) + 0.25).rsqrt()
-            for unit_offset in (False,) if centered else (False, True):
-                if _alike(found, normal * (unit_offset + weight) + bias):
-                    return Norm(centered, unit_offset, epsilon)
-            if _alike(found, normal):
-                return Norm(centered, False, epsilon, weighted=False)
+    return _norm_of(cls, cls.forward, *heads)  # a forward may be replaced for all modules of a class
+
+
+@cached_by_class
+@_computes
+def _norm_of(cls: type[nn.Module], forward: Callable, *heads: int) -> Norm | None:
+    weight, bias = _numbers(*heads, 8), _numbers(*heads, 8).flip(0)
+    for name in ("variance_epsilon", "eps"):
+        for kind in _NORMS:
+            computes = kind._replace(epsilon=name)
+            if all(_is_norm(cls, forward, computes, *each, weight, bias) for each in _SIZES):
+                return computes
     return None
+
+
+_NORMS = (
+    Norm(False, False, ""),
+    Norm(False, True, ""),
+    Norm(False, False, "", weighted=False),
+    Norm(True, False, ""),
+    Norm(True, False, "", biased=True),
+)
+_SIZES = ((1.0, 0.25), (1e-3, 1e-6), (1e-3, 0.25), (300.0, 0.25), (300.0, 1e-6), (0.0, 1e-6))
+"""How large numbers are, and what is added to their mean square."""
+
+
+def _is_norm(
+    cls: type[nn.Module],
+    forward: Callable,
+    computes: Norm,
+    size: float,
+    epsilon: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+) -> bool:
+    """Tell whether a class of norms computes this, reading nothing else of its module."""
+    held: dict[str, Any] = {computes.epsilon: epsilon, "normalized_shape": weight.shape}
+    held |= {"weight": weight} if computes.weighted else {}
+    held |= {"bias": bias} if computes.biased else {}
+    for length in (4, 70):
+        x = size * _numbers(2, length, *weight.shape)
+        values = x - x.mean(-1, keepdim=True) if computes.centered else x
+        right = values * (values.square().mean(-1, keepdim=True) + epsilon).rsqrt()
+        right = right * (computes.unit_offset + weight) if computes.weighted else right
+        right = right + bias if computes.biased else right
+        if not _alike(_watched(cls, forward, held, x), right):
+            return False
+    return True
 
 
 def activation_name(block: nn.Module) -> str | None:
@@ -94,51 +130,170 @@ def activation_name(block: nn.Module) -> str | None:
 _ACTIVATIONS = ("act_fn", "activation_fn", "act")
 
 
-@_computes
-def activation_kind(activation: nn.Module) -> str | None:
-    """What an activation computes, as `pointwise.activate` calls it; None: something else."""
-    key = type(activation), repr(activation)
-    if key not in _KINDS:
-        x = 2 * _numbers(4, 8)
-        found = _tried(activation, x)
-        _KINDS[key] = next((kind for kind, compute in _ACTIVATED.items() if _alike(found, compute(x))), None)
-    return _KINDS[key]
+def activation_kind(activation: Any) -> str | None:
+    """Return what an activation computes now, as `pointwise.activate` calls it; None: another one, or one not known.
 
-
-_KINDS: dict[tuple[type, str], str | None] = {}
-_ACTIVATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-}
-
-
-@_computes
-def gate_kind(gate: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """What a function of gate and up, [M, 2 F], computes, as `pointwise.activate_gated` calls it.
+    It is asked at each call, for modules are replaced, and their attributes change.
 
     Args:
-        gate: its parts may be interleaved, clamped or changed otherwise: then it is None.
+        activation: a module, or a function.
     """
-    x = torch.cat([2 * _numbers(4, 8), 1e3 * _numbers(4, 8)])  # large ones too, which may be clamped
-    first, second = x.chunk(2, -1)
-    found = _tried(gate, x)
-    return next((kind for kind, compute in _ACTIVATED.items() if _alike(found, compute(first) * second)), None)
+    cls = type(activation)
+    rule = _rule_of(cls)
+    if rule is None or cls.forward is not rule.forward:
+        return None
+    return rule.kind(activation)
+
+
+def fused_kind(activation: Any) -> str | None:
+    """Return what may be computed in the place of an activation, as `activation_kind`; None: it must be called."""
+    if isinstance(activation, nn.Module) and not may_be_bypassed(activation):
+        return None
+    return activation_kind(activation)
+
+
+class _Rule(NamedTuple):
+    """How to tell what a module of a class computes."""
+
+    forward: Callable
+    """The forward that the class was written with."""
+
+    kind: Callable[[Any], str | None]
+    """Of a module, from its attributes."""
+
+
+@cached_by_class
+def _rule_of(cls: type[nn.Module]) -> _Rule | None:
+    """None for all but the very classes that are listed: those derived from them may compute anything."""
+    kind = _RULES.get((cls.__module__, cls.__qualname__))
+    if kind is None or getattr(sys.modules.get(cls.__module__), cls.__name__, None) is not cls:
+        return None
+    forward = vars(cls).get("forward")
+    written = (getattr(forward, "__module__", None), getattr(forward, "__qualname__", None))
+    return _Rule(forward, kind) if written == (cls.__module__, f"{cls.__qualname__}.forward") else None
+
+
+def _of_function(activation: Any) -> str | None:
+    """What a module computes that has a function of torch, or a method of its own, for its attribute `act`."""
+    function, options = vars(activation).get("act"), cast(dict[str, Any], {})
+    if isinstance(function, types.MethodType):
+        own = vars(type(activation)).get(function.__name__)
+        return _METHODS.get(function.__name__) if function.__func__ is own else None
+    if isinstance(function, functools.partial) and not function.args:
+        function, options = function.func, function.keywords
+    if function is not F.gelu or not options.keys() <= {"approximate"}:
+        return None
+    return _GELUS.get(options.get("approximate", "none"))
+
+
+_GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
+_METHODS = {"_gelu_python": "gelu", "_gelu_tanh_python": "gelu_tanh"}
+_OF_TRANSFORMERS = "transformers.activations"
+_RULES: dict[tuple[str, str], Callable[[Any], str | None]] = {
+    (nn.SiLU.__module__, "SiLU"): lambda _: "silu",
+    (nn.GELU.__module__, "GELU"): lambda activation: _GELUS.get(activation.approximate),
+    (_OF_TRANSFORMERS, "SiLUActivation"): lambda _: "silu",
+    (_OF_TRANSFORMERS, "GELUActivation"): _of_function,
+    (_OF_TRANSFORMERS, "GELUTanh"): _of_function,
+    (_OF_TRANSFORMERS, "PytorchGELUTanh"): lambda _: "gelu_tanh",
+    (_OF_TRANSFORMERS, "NewGELUActivation"): lambda _: "gelu_tanh",
+    (_OF_TRANSFORMERS, "FastGELUActivation"): lambda _: "gelu_tanh",
+    (_OF_TRANSFORMERS, "AccurateGELUActivation"): lambda activation: (
+        "gelu_tanh" if activation.precomputed_constant == math.sqrt(2 / math.pi) else None
+    ),
+}
+"""By module and name of a class: all that its modules' attributes can change. None of them has parameters."""
+
+
+def gates_by_activation(cls: type[nn.Module]) -> bool:
+    """Tell whether a class's `_apply_gate` of gate and up, [M, 2 F], is `act_fn(gate) * up`, gate first.
+
+    Not where its parts are interleaved, clamped or changed otherwise.
+
+    Args:
+        cls: of modules that hold experts.
+    """
+    return _gates_by_activation(cls, inspect.getattr_static(cls, "_apply_gate", None))
 
 
 @cached_by_class
 @_computes
-def is_gated(cls: type[nn.Module], part: Part) -> bool:
-    """Whether a class of feed-forward blocks computes `output(activation(gate) * up)`, gate first."""
-    probe = cls.__new__(cls)
-    nn.Module.__init__(probe)
-    x = _numbers(3, 8)
+def _gates_by_activation(cls: type[nn.Module], gate: Callable | None) -> bool:
+    if not callable(gate):
+        return False
+    for activation in _STAND_INS:
+        for size in _GATED_SIZES:
+            x = size * _numbers(70, 16)
+            first, second = x.chunk(2, -1)
+            if not _alike(_watched(cls, gate, {"act_fn": activation}, x), activation(first) * second):
+                return False
+    return True
+
+
+_STAND_INS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (F.silu, lambda x: 0.5 - x.abs())
+"""Two activations, so that a block with one of its own is seen."""
+
+_GATED_SIZES = (1.0, 0.0, 1e-3, 30.0, 1e4)
+"""How large numbers are: what is large may be clamped."""
+
+
+def is_gated(cls: type[nn.Module], part: Part, activation: str = "act_fn", unread: tuple[str, ...] = ()) -> bool:
+    """Tell whether a class of feed-forward blocks computes `output(activation(gate) * up)`, gate first.
+
+    Args:
+        cls: of blocks.
+        part: the layers that blocks have.
+        activation: its name in a block.
+        unread: fields of a block's configuration that may be read, where they are 1.
+    """
+    return _is_gated(cls, cls.forward, part, activation, unread)
+
+
+@cached_by_class
+@_computes
+def _is_gated(cls: type[nn.Module], forward: Callable, part: Part, activation: str, unread: tuple[str, ...]) -> bool:
     layers: list[Callable] = [lambda x: 2 * x, lambda x: 3 * x]
     if len(part.merged) == 1:
         layers = [lambda x: torch.cat([2 * x, 3 * x], -1)]
-    vars(probe).update(zip(part.merged, layers, strict=True))
-    vars(probe).update(dict.fromkeys(_ACTIVATIONS, F.silu) | {part.output: lambda x: 5 * x})
-    return _alike(_tried(cls.forward, probe, x), 5 * (F.silu(2 * x) * 3 * x))
+    held = dict(zip(part.merged, layers, strict=True)) | {part.output: lambda x: 5 * x}
+    if unread:
+        held["config"] = types.SimpleNamespace(**dict.fromkeys(unread, 1))
+    for compute in _STAND_INS:
+        for size in _GATED_SIZES:
+            for shape in ((3, 8), (2, 70, 8)):
+                x = size * _numbers(*shape)
+                found = _watched(cls, forward, held | {activation: compute}, x)
+                if not _alike(found, 5 * (compute(2 * x) * 3 * x)):
+                    return False
+    return True
+
+
+def _watched(cls: type[nn.Module], forward: Callable, held: dict[str, Any], *args: Any) -> Any:
+    """What a forward gives of a module that holds this; None: it fails, or reads anything else of its module.
+
+    Args:
+        cls: the module's.
+        forward: a function that takes the module first.
+        held: by name.
+        args: of the forward.
+    """
+    read: set[str] = set()
+
+    def look_up(self: nn.Module, name: str) -> Any:
+        read.add(name)
+        return object.__getattribute__(self, name)
+
+    watched = type(cls.__name__, (cls,), {"__getattribute__": look_up, "__module__": cls.__module__})
+    probe: Any = object.__new__(watched)
+    probe.__dict__.update(held)
+    found = _tried(forward, probe, *args)
+    return found if all(name in held or _is_code(cls, name) for name in read) else None
+
+
+def _is_code(cls: type[nn.Module], name: str) -> bool:
+    """Whether a class gives its modules a method of that name, whose reads are watched too."""
+    member = inspect.getattr_static(cls, name, None)
+    return name.startswith("__") or isinstance(member, (types.FunctionType, staticmethod, classmethod, property))
 
 
 class Rotation(NamedTuple):
@@ -339,4 +494,5 @@ def _tried(compute: Callable[..., Any], *args: Any) -> Any:
 def _alike(found: Any, right: Any) -> bool:
     if not (isinstance(found, torch.Tensor) and isinstance(right, torch.Tensor)) or found.shape != right.shape:
         return False
-    return torch.allclose(found, right, rtol=1e-4, atol=1e-5)
+    largest = right.abs().max().item() if right.numel() else 0.0
+    return torch.allclose(found, right, rtol=1e-4, atol=1e-6 * largest)

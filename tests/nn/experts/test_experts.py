@@ -267,6 +267,11 @@ def _resize(some: nn.ModuleList, features: int) -> None:
             layer.weight = nn.Parameter(torch.ones(shape).bfloat16())
 
 
+class Derived(nn.SiLU):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
 WHY = {
     "a layer has hooks or a forward of its own, which must run": lambda fp8: fp8[1].w2.register_forward_hook(
         lambda *_: None
@@ -279,6 +284,7 @@ WHY = {
     ].act_fn.register_forward_hook(lambda *_: None),
     "Adapted has no grouped form": lambda fp8: _rename(FP8Linear, fp8[1].w3),
     "the activation is GELU": lambda fp8: setattr(fp8[1], "act_fn", nn.GELU()),
+    "the activation is Derived": lambda fp8: setattr(fp8[1], "act_fn", Derived()),
     "the layers' FP8Configs differ": lambda fp8: setattr(
         fp8[1].w1, "fp8_config", FP8Config(emulate=True, power_of_two=True)
     ),
@@ -306,6 +312,14 @@ def test_what_cannot_be_grouped_runs_one_by_one_and_says_why(reason: str) -> Non
 )
 def test_configurations_that_cannot_be_grouped(config: FP8Config, reason: str) -> None:
     assert_one_by_one(experts(config), reason)
+
+
+def test_experts_whose_class_was_given_another_forward_are_not_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
+    fp8 = experts()
+    written = next(each for each in type(fp8[0]).__mro__ if each.__module__.startswith("transformers."))
+    forward = written.forward
+    monkeypatch.setattr(written, "forward", lambda self, x: 2 * forward(self, x))
+    assert_one_by_one(fp8, f"{type(fp8[0]).__name__} has no grouped form")
 
 
 @pytest.mark.parametrize("name", ["w1", "w2", "w3"])

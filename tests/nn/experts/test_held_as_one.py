@@ -237,6 +237,25 @@ def test_a_hook_on_the_activation_runs() -> None:
     assert_in_fp8(experts)
 
 
+@pytest.mark.parametrize("form", ["gated", "without gates"])
+def test_an_activation_that_is_replaced_counts(form: str) -> None:
+    experts, right = made(form), exact(form)
+    before = results(experts)
+    for each in (experts, right):
+        each.act_fn = nn.Tanh()
+    assert_near(results(experts), results(right), 0.2)
+    experts.act_fn = nn.SiLU()
+    assert_same(results(experts), before)
+
+
+def test_a_gate_of_an_instance_counts() -> None:
+    experts, right = made(), exact()
+    results(experts)
+    for each in (experts, right):
+        each._apply_gate = lambda gate_up: gate_up.chunk(2, -1)[0].relu()
+    assert_near(results(experts), results(right), 0.2)
+
+
 def test_evaluation_computes_what_training_does_with_weights_that_it_casts_once(casts: list) -> None:
     experts, given = made(), routed()
     trained = experts(*given)
