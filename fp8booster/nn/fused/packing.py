@@ -121,7 +121,8 @@ def checked_sequences(
         return Sequences(boundaries.to(device, torch.int32), int(longest))
     found = boundaries.tolist()
     ordered = all(begin <= end for begin, end in pairwise(found))
-    if not ordered or not set(range(0, rows * length + 1, length)) <= set(found) or found[-1] > rows * length:
+    whole = set(range(0, rows * length + 1, length)) <= set(found)
+    if not (ordered and whole and found[0] == 0 and found[-1] == rows * length):
         raise ValueError(
             f"cu_seq_lens_q is {found} for {rows} rows of {length} tokens; give 0, where the second sequence begins, "
             f"..., {rows * length}, with the end of each row among them"
