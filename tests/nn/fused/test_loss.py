@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, fp8_linear
 from fp8booster.kernels.alignment import aligned
+from fp8booster.kernels.cast import cast
+from fp8booster.nn.fused import head_products
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.head_products import HeadProducts
 from fp8booster.nn.fused.loss import default_chunk, linear_cross_entropy
@@ -96,11 +98,16 @@ def test_what_lies_between_rows_of_logits_is_not_left_to_chance(monkeypatch) -> 
     assert (rows[:, VOCABULARY:] == 0).all()
 
 
-def test_another_ignored_target(device) -> None:
+@pytest.mark.parametrize("ignored", [5, -1, VOCABULARY])
+def test_another_ignored_target(ignored, device) -> None:
+    """A token, or none; then what is ignored otherwise is none."""
     leaves, targets = operands(torch.float32, device=device)
-    targets = torch.where(targets == -100, 5, targets)
-    right, gradients = exact(leaves, targets, ignore_index=5)
-    loss = fused(leaves, targets, ignore_index=5, chunk_tokens=13)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=f"holds -100, .*; tokens that do not count are {ignored}"):
+            fused(leaves, targets, ignore_index=ignored)
+    targets = torch.where(targets == -100, ignored, targets)
+    right, gradients = exact(leaves, targets, ignore_index=ignored)
+    loss = fused(leaves, targets, ignore_index=ignored, chunk_tokens=13)
     loss.backward()
     torch.testing.assert_close(loss.double(), right, rtol=1e-5, atol=0)
     for leaf, gradient in zip(leaves, gradients, strict=True):
@@ -213,6 +220,13 @@ def test_only_what_needs_a_gradient_is_multiplied() -> None:
         if loss.requires_grad:
             loss.backward()
         assert [leaf.grad is not None for leaf in leaves[:2]] == [hidden, weight]
+        with_bias = [*leaves[:2], torch.zeros(VOCABULARY, dtype=torch.bfloat16)]
+        for bias in (False, True):
+            loss_of_bias = fused([*leaves[:2], with_bias[2].requires_grad_(bias)], targets)
+            assert loss_of_bias.requires_grad == (hidden or weight or bias)
+            if loss_of_bias.requires_grad:
+                made = [each is not None for each in loss_of_bias.grad_fn.gradients]
+                assert made == [hidden, weight, bias]
         with Products() as products, torch.no_grad():
             assert torch.equal(fused(leaves, targets, chunk_tokens=25), loss.detach())
         assert products.count == 2
@@ -261,23 +275,36 @@ def test_fp16_sums_over_tokens_do_not_overflow() -> None:
     assert weight.grad[0, 0].item() == pytest.approx(-19.0, rel=1e-3)
 
 
-def test_many_chunks_are_added_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("config", [None, FP8Config(emulate=True)], ids=["BF16", "FP8"])
+def test_many_chunks_are_added_up_in_fp32(config, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     hidden, weight = torch.randn(2048, 32).bfloat16(), (0.1 * torch.randn(64, 32)).bfloat16()
-    targets = torch.randint(0, 64, (2048,))
-    _, gradients = exact([hidden, weight], targets)
+    bias, targets = torch.randn(64).bfloat16(), torch.randint(0, 64, (2048,))
+    _, gradients = exact([hidden, weight, bias], targets)
 
-    def weight_error(chunks: int) -> float:
-        leaf = weight.clone().requires_grad_()
-        linear_cross_entropy(hidden, leaf, targets, chunk_tokens=2048 // chunks).backward()
-        assert leaf.grad.dtype is torch.bfloat16
-        return error(leaf.grad, gradients[1])
+    def errors(chunks: float) -> list[float]:
+        """Of the gradients of weight and bias; in FP8 but for what its casts err by, which chunks change little."""
+        leaves = [leaf.clone().requires_grad_() for leaf in (weight, bias)]
+        amax = deliver_amax(hidden.clone(), amax_of(hidden))
+        chunk_tokens = int(2048 / chunks)
+        linear_cross_entropy(
+            amax, leaves[0], targets, bias=leaves[1], chunk_tokens=chunk_tokens, config=config
+        ).backward()
+        assert [leaf.grad.dtype for leaf in leaves] == [torch.bfloat16] * 2
+        return [error(leaf.grad, gradient) for leaf, gradient in zip(leaves, gradients[1:], strict=True)]
 
-    one, limit = weight_error(1), loss_module.CHUNKS_IN_16_BITS
-    assert one < weight_error(limit) < 2.5 * one
-    assert weight_error(64) < 1.05 * one
+    one, limit = errors(1), loss_module.CHUNKS_IN_16_BITS
+    several, over, many = errors(limit), errors(limit + 0.5), errors(64)
+    assert max(each[1] for each in (several, over, many)) < 1.1 * one[1]  # in FP32 always
     monkeypatch.setattr(loss_module, "CHUNKS_IN_16_BITS", 64)
-    assert weight_error(64) > 3 * one
+    rounded = errors(64)
+    if config is None:
+        assert one[0] < several[0] < 2.5 * one[0]
+        assert max(over[0], many[0]) < 1.05 * one[0]
+        assert rounded[0] > 3 * one[0]
+    else:
+        assert max(over[0], many[0]) < 1.05 * one[0]
+        assert rounded[0] > 1.02 * many[0]
 
 
 @pytest.mark.parametrize("rowwise", [False, True])
@@ -318,6 +345,50 @@ def test_chunks_of_a_head_in_fp8_share_its_weight(products, casts) -> None:
     plain_alone = quantize_weight(leaves[1], config, transposed=False)
     with pytest.raises(ValueError, match="no transpose"):
         fused(leaves, targets, config=config, quantized_weight=plain_alone)
+    leaves[0].requires_grad_(False)  # nothing reads the transpose
+    leaves[1].grad = None
+    fused(leaves, targets, config=config, quantized_weight=plain_alone, chunk_tokens=20).backward()
+    assert signal_to_noise(gradients[1], leaves[1].grad) > 20
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("weight", [False, True])
+def test_a_head_in_fp8_casts_the_layouts_that_its_products_read(hidden, weight, monkeypatch) -> None:
+    leaves, targets = operands(torch.bfloat16, bias=False)
+    leaves[0].requires_grad_(hidden), leaves[1].requires_grad_(weight)
+    layouts, right_cast = [], cast.run
+
+    def seen(matrix, *args, plain=True, transposed, **options):
+        layouts.append((tuple(matrix.shape), plain, transposed))
+        return right_cast(matrix, *args, plain=plain, transposed=transposed, **options)
+
+    monkeypatch.setattr(cast, "run", seen)
+    fused(leaves, targets, config=FP8Config())
+    expected = [((VOCABULARY, FEATURES), True, hidden), ((TOKENS, FEATURES), True, weight)]
+    assert layouts == expected + ([((TOKENS, VOCABULARY), hidden, weight)] if hidden or weight else [])
+
+
+@pytest.mark.parametrize("products_of", ["fprop", "dgrad", "wgrad"])
+def test_each_product_of_a_head_in_fp8_is_added_up_as_its_configuration_says(products_of, monkeypatch) -> None:
+    fast = {name: name == products_of for name in ("fprop", "dgrad", "wgrad")}
+    config = FP8Config(**{f"fast_accumulation_{name}": is_fast for name, is_fast in fast.items()})
+    seen, right_product = [], head_products.product
+
+    def product(*args, fast_accumulation, **options):
+        seen.append(fast_accumulation)
+        return right_product(*args, fast_accumulation=fast_accumulation, **options)
+
+    monkeypatch.setattr(head_products, "product", product)
+    leaves, targets = operands(torch.bfloat16, bias=False)
+    fused(leaves, targets, config=config)
+    assert seen == [fast["fprop"], fast["wgrad"], fast["dgrad"]]
+
+
+@pytest.mark.parametrize("gradient_format", [torch.float8_e5m2, torch.float8_e4m3fn])
+def test_the_gradient_of_logits_is_cast_to_the_gradients_format(gradient_format, casts) -> None:
+    leaves, targets = operands(torch.bfloat16, bias=False)
+    fused(leaves, targets, config=FP8Config(gradient_format=gradient_format))
+    assert [format for matrix, format in casts if matrix.shape == (TOKENS, VOCABULARY)] == [gradient_format]
 
 
 def test_an_amax_that_came_with_the_hidden_states_serves_all_chunks() -> None:

@@ -14,7 +14,7 @@ from transformers import DataCollatorWithFlattening
 from fp8booster import convert_to_fp8, fuse, report
 from fp8booster.nn.fused import attention
 from fp8booster.nn.fused.attention import attend, attend_packed, kernels
-from fp8booster.nn.fused.packing import Sequences
+from fp8booster.nn.fused.packing import Packing, Sequences, checked_sequences, find_sequences, positions_in
 from tests.nn.fused.models import FAMILIES, FILLS_CACHES_IN_16_BITS, INSTALLED, MAJOR, VOCABULARY, build
 from tests.nn.fused.test_decoder import sqnr
 from tests.nn.fused.test_transformers import make
@@ -210,6 +210,159 @@ def test_a_packed_batch_in_fp8_and_in_evaluation() -> None:
             assert sqnr(found[2][name], gradient) > 12, name
 
 
+IN_ORDER = [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "expected"),
+    [
+        ([IN_ORDER], None, None),
+        ([IN_ORDER, IN_ORDER], None, None),
+        ([[0, 1, 2, 0, 1, 2], IN_ORDER], None, ([0, 3, 6, 12], 6)),
+        ([[0, 1, 2, 0, 1, 2]] * 2, None, ([0, 3, 6, 9, 12], 3)),
+        ([[0, 1, 2, 3, 4, 0]], None, ([0, 5, 6], 5)),
+        ([[0, 0, 1, 2, 3, 4]], None, ([0, 1, 6], 5)),
+        ([[3, 4, 5, 2, 3, 4]], None, ([0, 3, 6], 3)),
+        ([[0, 2, 4, 6, 8, 10]], None, None),
+        ([[7, 8, 9, 10, 11, 12]], None, None),
+        ([[0, 0, 0, 1, 2, 3]], [[0, 0, 1, 1, 1, 1]], None),
+        ([[0, 1, 2, 3, 1, 1]], [[1, 1, 1, 1, 0, 0]], None),
+        ([[0, 1, 2, 0, 1, 2]], [[1, 1, 1, 1, 1, 1]], ([0, 3, 6], 3)),
+        ([[0, 0, 0, 1, 2, 3]], [[0, 1, 1, 0, 0, 1, 1, 1, 1]], None),
+        ([[0, 1, 2, 0, 1, 2]], [[0, 0, 0, 1, 1, 1, 1, 1, 1]], ([0, 3, 6], 3)),
+        ([[0, 1, 2, 0, 1, 2]], [[1, 1, 1, 1, 1, 0]], "attention_mask has padding; leave the mask out"),
+        ([[0, 1, 2, 0, 1, 2]], [[0, 1, 1, 1, 1, 1]], "attention_mask has padding; leave the mask out"),
+    ],
+)
+def test_sequences_begin_where_positions_do_not_grow(positions: list, mask: list | None, expected: Any) -> None:
+    given = torch.tensor(positions), None if mask is None else torch.tensor(mask)
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            find_sequences((len(positions), 6), *given)
+        return
+    found = find_sequences((len(positions), 6), *given)
+    assert (found is None) == (expected is None)
+    if found is not None:
+        assert (found.on_host, found.longest) == expected
+        assert found.boundaries.dtype is torch.int32
+        assert torch.equal(find_sequences((len(positions), 6), given[0].int(), given[1]).boundaries, found.boundaries)
+
+
+def test_positions_of_one_row_are_those_of_all() -> None:
+    assert find_sequences((2, 6), torch.tensor([IN_ORDER])) is None
+    assert find_sequences((2, 6), torch.tensor([[0, 1, 2, 0, 1, 2]])).on_host == [0, 3, 6, 9, 12]
+
+
+@pytest.mark.parametrize(
+    ("boundaries", "positions"),
+    [
+        ([0, 3, 6, 12], [[0, 1, 2, 0, 1, 2], IN_ORDER]),
+        ([0, 6, 7, 12], [IN_ORDER, [0, 0, 1, 2, 3, 4]]),
+        ([0, 0, 2, 2, 6, 12], [[0, 1, 0, 1, 2, 3], IN_ORDER]),
+    ],
+)
+def test_boundaries_tell_positions_and_the_longest(boundaries: list[int], positions: list[list[int]]) -> None:
+    sequences = checked_sequences((2, 6), torch.tensor(boundaries), 99, torch.device("cpu"))
+    assert (sequences.on_host, sequences.longest) == (boundaries, 6)
+    assert sequences.boundaries.dtype is torch.int32
+    found = positions_in(sequences, (2, 6))
+    assert torch.equal(found, torch.tensor(positions))
+    assert found.dtype is torch.int64
+
+
+@pytest.mark.parametrize(
+    "boundaries",
+    [[0, 3, 6], [0, 3, 6, 9], [0, 6, 12, 15], [3, 6, 12], [0, 3, 12], [0, 6, 3, 12], [0, 12, 6], [-1, 0, 6, 12], [0]],
+)
+def test_boundaries_that_do_not_divide_the_rows_are_refused(boundaries: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"for 2 rows of 6 tokens; give 0, where the second .*, \.\.\., 12"):
+        checked_sequences((2, 6), torch.tensor(boundaries), None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_boundaries_are_integers(kind: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"cu_seq_lens_q is {kind} with 1 dimensions; give the integers"):
+        checked_sequences((1, 6), torch.tensor([0, 3, 6]).to(kind), None, torch.device("cpu"))
+
+
+def test_boundaries_and_masks_do_not_reach_the_model() -> None:
+    """Whose mask of tokens by tokens would cost memory that no layer reads."""
+    model, batch = build("llama", torch.float32).model, flat(documents())
+    ids = batch["input_ids"]
+    more = {"max_length_q": 16, "max_length_k": 16, "cu_seq_lens_k": cumulated()}
+    ones = torch.ones_like(ids)
+    for given in ({"cu_seq_lens_q": cumulated(), **more}, {"position_ids": batch["position_ids"]}):
+        packing = Packing()
+        left, passed = packing.before_model(model, (ids,), {"attention_mask": ones, "use_cache": False, **given})
+        assert left == ()
+        assert passed.keys() == {"input_ids", "attention_mask", "use_cache", "position_ids"}
+        assert passed["input_ids"] is ids
+        assert torch.equal(passed["position_ids"], batch["position_ids"])
+        assert passed["attention_mask"] is None if MAJOR < 5 else passed["attention_mask"].shape == (1, 1, 1, 1)
+        assert packing.sequences.on_host == cumulated().tolist()
+        assert packing.before_model(model, (ids,), {"attention_mask": ones}) is None
+        assert packing.sequences is None
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 32, 32, dtype=torch.bool)])
+def test_a_mask_of_queries_by_keys_has_the_last_word_over_positions(mask: torch.Tensor | None) -> None:
+    packing, batch = Packing(), flat(documents())
+    batch = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "attention_mask": mask}
+    changed = packing.before_model(build("llama").model, (), batch)
+    assert (changed is None) == (packing.sequences is None) == (mask is not None)
+
+
+def test_a_stage_of_a_pipeline_takes_no_boundaries() -> None:
+    given = {"hidden_states": torch.zeros(1, 32, 64), "cu_seq_lens_q": cumulated()}
+    with pytest.raises(ValueError, match="cuts batches by rows, and cu_seq_lens_q has none; give position_ids"):
+        Packing().before_model(build("llama").model, (), given)
+
+
+def test_attention_of_packed_sequences_drops_out_in_training_alone() -> None:
+    model, texts = build("llama", torch.float32, attention_dropout=0.5), documents()
+    fuse(model)
+
+    def hidden(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        return packed(model, **flat(texts))[0]
+
+    assert torch.equal(hidden(0), hidden(0))
+    assert not torch.allclose(hidden(0), hidden(1), atol=1e-3)
+    model.eval()
+    assert torch.equal(hidden(0), hidden(1))
+    check(packed(model, **flat(texts)), apart(model, texts))
+
+
+def test_an_ordinary_batch_after_a_packed_one_is_not_cut() -> None:
+    model, texts = build("llama", torch.float32), documents()
+    ids = texts[1][None]
+    right = model.model(ids).last_hidden_state
+    fuse(model)
+    model.model(input_ids=torch.cat(texts)[None][:, :16], cu_seq_lens_q=torch.tensor([0, 3, 16]))
+    torch.testing.assert_close(model.model(ids).last_hidden_state, right)
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 4])
+def test_packed_attention_has_the_scale_window_and_sinks_that_it_is_given(
+    window: int | None, with_sinks: bool, scale: float | None
+) -> None:
+    """Against softmax written out; heads that share a key, and a sequence of one token and of none."""
+    q, k, v = tensors(torch.device("cpu"), torch.float32)
+    sinks = torch.linspace(-1, 2, 4) if with_sinks else None
+    boundaries = torch.tensor([0, 5, 5, 21, 22, 32], dtype=torch.int32)
+    y = attend_packed(q, k, v, Sequences(boundaries, 16), window=window, sinks=sinks, scale=scale)
+    place = torch.arange(32)
+    sequence = torch.searchsorted(boundaries, place, right=True)
+    seen = (sequence[:, None] == sequence) & (place[:, None] >= place) & (place[:, None] - place < (window or 32))
+    for head in range(4):
+        scores = q[0, head] @ k[0, head // 2].t() * (64**-0.5 if scale is None else scale)
+        parts = scores.masked_fill(~seen, -torch.inf).exp()
+        total = parts.sum(-1, keepdim=True) + (sinks[head].exp() if with_sinks else 0)
+        torch.testing.assert_close(y[0, head], parts / total @ v[0, head // 2])
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_packed_attention_is_bit_for_bit_that_of_each_sequence(window: int | None) -> None:
     q, k, v = tensors(torch.device("cpu"), torch.float32)
@@ -356,7 +509,10 @@ def test_several_tokens_go_on_from_a_cache() -> None:
         ({"output_attentions": True}, "attention of packed sequences is causal"),
         ({"cu_seq_lens_q": torch.tensor([0, 5, 21])}, "for 1 rows of 32 tokens; give 0, where the second"),
         ({"cu_seq_lens_q": torch.tensor([0, 21, 5, 32])}, "for 1 rows of 32 tokens; give 0, where the second"),
+        ({"cu_seq_lens_q": torch.tensor([0, 16, 32, 40])}, "for 1 rows of 32 tokens; give 0, where the second"),
         ({"cu_seq_lens_q": torch.tensor([[0, 32]])}, "with 2 dimensions; give the integers"),
+        ({"cu_seq_lens_q": cumulated(), "attention_mask": torch.arange(32)[None] < 30}, "takes no attention_mask; le"),
+        ({"cu_seq_lens_q": cumulated(), "attention_mask": torch.ones(1, 1, 32, 32)}, "takes no attention_mask; leave"),
         ({"cu_seq_lens_q": cumulated(), "cu_seq_lens_k": torch.tensor([0, 32])}, "queries and keys are of the same"),
     ],
 )

@@ -12,6 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partly
 
+from fp8booster.formats import E4M3
 from fp8booster.nn.fused.pointwise import (
     IN_16_BITS,
     Saving,
@@ -25,29 +26,32 @@ from fp8booster.nn.fused.pointwise import (
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.linear.made_again import delivered_recipe
 from fp8booster.scaling import amax_of
+from fp8booster.tensor import quantize
 
 SIZE = 48
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], Callable]] = {
-    "RMS norm": (lambda: nn.RMSNorm(SIZE, 1e-6), lambda m, *x: rms_norm(x[0], m.weight, 1e-6, *x[1:])),
+    "RMS norm": (lambda: nn.RMSNorm(SIZE, 1e-6), lambda m, *x, **how: rms_norm(x[0], m.weight, 1e-6, *x[1:], **how)),
     "Gemma's": (
         lambda: GemmaRMSNorm(SIZE, 1e-6),
-        lambda m, *x: rms_norm(x[0], m.weight, m.eps, *x[1:], unit_offset=True),
+        lambda m, *x, **how: rms_norm(x[0], m.weight, m.eps, *x[1:], unit_offset=True, **how),
     ),
     "layer norm": (
         lambda: nn.LayerNorm(SIZE, 1e-5, bias=False),
-        lambda m, *x: layer_norm(x[0], m.weight, m.bias, m.eps, *x[1:]),
+        lambda m, *x, **how: layer_norm(x[0], m.weight, m.bias, m.eps, *x[1:], **how),
     ),
     "layer norm with a bias": (
         lambda: nn.LayerNorm(SIZE, 1e-5),
-        lambda m, *x: layer_norm(x[0], m.weight, m.bias, m.eps, *x[1:]),
+        lambda m, *x, **how: layer_norm(x[0], m.weight, m.bias, m.eps, *x[1:], **how),
     ),
 }
+SAVINGS = [IN_16_BITS, Saving(again=True), Saving(in_8_bits=True), Saving(in_8_bits=True, again=True)]
 
 
+@pytest.mark.parametrize("saving", SAVINGS)
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("name", NORMS)
-def test_a_norm_is_that_of_its_module(name: str, added: bool, device: torch.device) -> None:
+def test_a_norm_is_that_of_its_module(name: str, added: bool, saving: Saving, device: torch.device) -> None:
     make, fused = NORMS[name]
     module = make().to(device)
     for parameter in module.parameters():
@@ -57,14 +61,64 @@ def test_a_norm_is_that_of_its_module(name: str, added: bool, device: torch.devi
     leaves = [*given, *module.parameters()]
     h = sum(given)
     right = [module(h), h]
-    found = fused(module, *given)
+    found = fused(module, *given, saving=saving)
     assert torch.equal(delivered_amax(found[0]).amax(), amax_of(found[0]))
-    gradients = [torch.autograd.grad(made, leaves, [dy, dh]) for made in (found, right)]
-    for one, other in zip([*found, *gradients[0]], [*right, *gradients[1]], strict=True):
+    made_again(found[0], saving)
+    with torch.no_grad():
+        assert torch.equal(fused(module, *given)[0], found[0])
+        assert delivered_recipe(fused(module, *given, saving=saving)[0]) is None
+    gradients = [torch.autograd.grad(made, leaves, [dy, dh], retain_graph=True) for made in (found, right)]
+    for one, other in zip(found, right, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)
+    near = {"rtol": 0.1, "atol": 0.1} if saving.in_8_bits else {"rtol": 2e-5, "atol": 2e-5}
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, **near)
+    # where only one of the two is read
+    for number, gradient in enumerate((dy, dh)):
+        alone = [torch.autograd.grad(made[number], given, gradient, retain_graph=True) for made in (found, right)]
+        for one, other in zip(*alone, strict=True):
+            torch.testing.assert_close(one, other, **near)
 
 
-@pytest.mark.parametrize("saving", [IN_16_BITS, Saving(again=True), Saving(in_8_bits=True, again=True)])
+def made_again(found: torch.Tensor, saving: Saving) -> None:
+    """Check what its recipe makes of what was just made: it, and the transpose of its cast."""
+    recipe = delivered_recipe(found)
+    assert (recipe is not None) == saving.again
+    if recipe is None:
+        return
+    rows = found.detach().flatten(0, -2)
+    again, amax = recipe.make.matrix(*recipe.of)
+    near = {"rtol": 0.1, "atol": 0.05} if saving.in_8_bits else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(again, rows, **near)
+    assert again.dtype is found.dtype
+    assert torch.equal(amax.amax(), amax_of(again))
+    if recipe.make.transpose is not None:
+        for options in ({"dtype": E4M3}, {"dtype": torch.float8_e5m2, "power_of_two": True}):
+            transpose, scale = recipe.make.transpose(*recipe.of, **options)
+            expected = quantize(rows, options.pop("dtype"), **options)
+            torch.testing.assert_close(scale, expected.inverse_scale)
+            values = transpose.float()[: rows.shape[1], : len(rows)].t() * scale
+            wanted = expected.dequantize(*rows.shape)
+            torch.testing.assert_close(values, wanted, **near | ({"rtol": 0.3} if saving.in_8_bits else {}))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("name", ["RMS norm", "layer norm with a bias"])
+def test_a_sum_of_two_types_is_of_the_wider_one(name: str, dtypes: tuple) -> None:
+    """As under autocast: a block's output has 16 bits, and what it is added to 32."""
+    make, fused = NORMS[name]
+    module = make()
+    x, residual = (torch.randn(4, SIZE).to(dtype).requires_grad_() for dtype in dtypes)
+    y, h = fused(module, x, residual)
+    assert y.dtype is h.dtype is torch.float32
+    torch.testing.assert_close(h, x.float() + residual.float())
+    torch.testing.assert_close(y, module(h.detach()))
+    gradients = torch.autograd.grad(y.square().sum(), [x, residual])
+    assert [each.dtype for each in gradients] == list(dtypes)
+    torch.testing.assert_close(*[each.float() for each in gradients], rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("saving", SAVINGS)
 @pytest.mark.parametrize("gated", [True, False])
 def test_an_activation_is_that_of_torch(gated: bool, saving: Saving, device: torch.device) -> None:
     x = torch.randn(2, 5, 2 * SIZE, device=device, requires_grad=True)
@@ -75,13 +129,12 @@ def test_an_activation_is_that_of_torch(gated: bool, saving: Saving, device: tor
         found, right = activate(x, "gelu", saving=saving), F.gelu(x)
     assert torch.equal(delivered_amax(found).amax(), amax_of(found))
     torch.testing.assert_close(found, right)
-    recipe = delivered_recipe(found)
-    assert (recipe is not None) == saving.again
+    made_again(found, saving)
+    with torch.no_grad():
+        alone = activate_gated(x, "gelu_tanh", saving=saving) if gated else activate(x, "gelu", saving=saving)
+        assert torch.equal(alone, found)
+        assert delivered_recipe(alone) is None
     near = {"rtol": 0.1, "atol": 0.05} if saving.in_8_bits else {}
-    if recipe is not None:
-        again, amax = recipe.make.matrix(*recipe.of)
-        torch.testing.assert_close(again, right.flatten(0, -2), **near)
-        assert torch.equal(amax.amax(), amax_of(again))
     dy = torch.randn_like(found)
     dx = [torch.autograd.grad(y, x, dy)[0] for y in (found, right)]
     torch.testing.assert_close(*dx, **near)

@@ -118,3 +118,45 @@ def test_padding_of_a_whole_vocabulary_counts_for_nothing(case) -> None:
     losses, _ = part.cross_entropy(padded, targets, ignore_index=-100, factor=factor)
     torch.testing.assert_close(losses, right)
     assert not padded[:, VOCABULARY:].any()
+
+
+@pytest.mark.parametrize("adjusted", [{"scale": 2.0}, {"cap": 3.0}])
+def test_logits_of_several_ranks_are_neither_scaled_nor_capped(case, whole, adjusted) -> None:
+    part = VocabularyPart(VOCABULARY, SPLITS[1], group="two ranks")
+    with pytest.raises(ValueError, match=r"neither scaled nor capped here; compute them.*as Colossal-AI does"):
+        part.cross_entropy(case[0][:, : SPLITS[1]].clone(), case[1], ignore_index=-100, **adjusted)
+
+
+@pytest.mark.parametrize("adjusted", [{"scale": 0.25}, {"cap": 3.0}, {"scale": 2.0, "cap": 3.0}])
+def test_padded_logits_of_one_rank_are_scaled_and_capped(case, adjusted) -> None:
+    logits, targets = case
+    exact = logits.double().requires_grad_()
+    of_loss, cap = exact * adjusted.get("scale", 1.0), adjusted.get("cap")
+    of_loss = of_loss if cap is None else cap * (of_loss / cap).tanh()
+    right = F.cross_entropy(of_loss, targets, reduction="none", ignore_index=-100)
+    right.sum().backward()
+    padded = F.pad(logits, (0, 24), value=100.0)
+    part, factor = VocabularyPart(VOCABULARY, VOCABULARY), torch.ones((), device=targets.device)
+    losses, _ = part.cross_entropy(padded, targets, ignore_index=-100, factor=factor, **adjusted)
+    torch.testing.assert_close(losses.double(), right.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(padded[:, :VOCABULARY].double(), exact.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_rank_of_padding_alone_has_the_loss_and_no_gradient(case, monkeypatch) -> None:
+    logits, targets = case
+    right = F.cross_entropy(logits.double(), targets, reduction="none")
+    known = targets.clamp(min=0)
+
+    def gather(output: torch.Tensor, values: torch.Tensor, group: object) -> None:
+        of_others = torch.cat([logits.logsumexp(1), logits.gather(1, known[:, None])[:, 0]])
+        output.copy_(torch.cat([of_others, values]))
+
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(vocabulary, "gather_bytes", gather)
+    padding = torch.full((ROWS, 24), 100.0, device=targets.device)
+    part = VocabularyPart(VOCABULARY, 0, VOCABULARY, group="two ranks")
+    factor = torch.ones((), device=targets.device)
+    losses, amax = part.cross_entropy(padding, targets, ignore_index=-100, factor=factor)
+    torch.testing.assert_close(losses.double(), right, rtol=1e-5, atol=1e-5)
+    assert amax is None
+    assert not padding.any()

@@ -1,0 +1,157 @@
+"""Logits that are late compute what logits do, whatever is done to them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fp8booster.nn.fused import late_logits
+from fp8booster.nn.fused.late_logits import LateLogits
+from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
+from fp8booster.scaling import amax_of
+
+ROWS, TOKENS, FEATURES, VOCABULARY = 2, 5, 16, 12
+
+Use = Callable[[Any, torch.Tensor], torch.Tensor]
+"""Makes a loss of logits, [ROWS, TOKENS, VOCABULARY], and targets, [ROWS, TOKENS]."""
+
+
+def flat(logits: Any) -> Any:
+    return logits.float().view(-1, VOCABULARY)
+
+
+def loss_with(change: Callable[[Any], Any] = lambda logits: logits, **options: Any) -> Use:
+    return lambda logits, targets: F.cross_entropy(flat(change(logits)), targets.flatten(), **options)
+
+
+IN_CHUNKS: dict[str, Use] = {
+    "mean": loss_with(),
+    "sum": loss_with(reduction="sum"),
+    "another ignored target": lambda logits, targets: F.cross_entropy(
+        flat(logits), targets.flatten().clamp(min=0), ignore_index=3
+    ),
+    "as a matrix before it is in FP32": lambda logits, targets: F.cross_entropy(
+        logits.view(-1, VOCABULARY).float().contiguous(), targets.view(-1)
+    ),
+    "scaled": loss_with(lambda logits: logits * 0.3),
+    "scaled from the left": loss_with(lambda logits: 0.3 * logits),
+    "scaled by an integer": loss_with(lambda logits: logits * 3),
+    "divided": loss_with(lambda logits: logits / 3.0),
+    "scaled twice": loss_with(lambda logits: logits * 2 / 5.0),
+    "capped": loss_with(lambda logits: torch.tanh(logits / 2.0) * 2.0),
+    "scaled and capped": loss_with(lambda logits: torch.tanh(logits * 0.7) * 3.0),
+    "capped and divided": loss_with(lambda logits: torch.tanh(logits) * 3.0 / 2),
+}
+"""What is computed from hidden states, chunk by chunk."""
+
+MADE: dict[str, Use] = {
+    "smoothed": loss_with(label_smoothing=0.2),
+    "weighted": loss_with(weight=torch.linspace(0.5, 2.0, VOCABULARY)),
+    "not reduced": lambda logits, targets: (
+        F.cross_entropy(flat(logits), targets.flatten(), reduction="none").square().sum()
+    ),
+    "not averaged": loss_with(size_average=False),
+    "not reduced, as of old": lambda logits, targets: (
+        F.cross_entropy(flat(logits), targets.flatten(), reduce=False).square().sum()
+    ),
+    "of distributions": lambda logits, targets: F.cross_entropy(
+        flat(logits), F.one_hot(targets.flatten().clamp(min=0), VOCABULARY).float()
+    ),
+    "of a tensor with tokens last": lambda logits, targets: F.cross_entropy(logits.transpose(1, 2), targets),
+    "scaled by a number below zero": loss_with(lambda logits: logits * -0.3),
+    "scaled by zero": loss_with(lambda logits: logits * 0),
+    "divided by a number below zero": loss_with(lambda logits: logits / -2.0),
+    "scaled by a tensor": loss_with(lambda logits: logits * torch.linspace(0.5, 2.0, VOCABULARY)),
+    "divided by a tensor": loss_with(lambda logits: logits / torch.linspace(0.5, 2.0, VOCABULARY)),
+    "shifted": loss_with(lambda logits: logits + torch.linspace(-1.0, 1.0, VOCABULARY)),
+    "capped twice": loss_with(lambda logits: torch.tanh(torch.tanh(logits * 2) * 3) * 0.5),
+    "capped below zero": loss_with(lambda logits: torch.tanh(logits) * -3.0),
+    "cut": lambda logits, targets: F.cross_entropy(
+        flat(logits.narrow(1, 0, TOKENS - 1).contiguous()), targets[:, 1:].flatten()
+    ),
+    "viewed otherwise": lambda logits, targets: logits.view(ROWS * TOKENS * VOCABULARY // 6, 6).square().sum(),
+    "another function": lambda logits, targets: F.log_softmax(logits, -1)[..., 0].sum(),
+    "another loss": lambda logits, targets: F.nll_loss(flat(logits).log_softmax(-1), targets.flatten()),
+}
+"""What is computed from logits."""
+
+
+def outcome(logits_of: Callable, use: Use, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss, and the gradients of hidden states, weight and bias."""
+    torch.manual_seed(0)
+    head = nn.Linear(FEATURES, VOCABULARY, dtype=dtype)
+    hidden = torch.randn(ROWS, TOKENS, FEATURES, dtype=torch.float32).to(dtype).requires_grad_()
+    targets = torch.randint(0, VOCABULARY, (ROWS, TOKENS))
+    targets[0, 1], targets[1, 3] = -100, 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of arguments that torch has new names for
+        loss = use(logits_of(head, hidden), targets)
+    return loss.detach(), list(torch.autograd.grad(3 * loss, [hidden, head.weight, head.bias]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*IN_CHUNKS, *MADE])
+def test_a_loss_of_late_logits_is_that_of_logits(name, dtype, monkeypatch) -> None:
+    calls: list[int] = []
+    right_loss = late_logits.head_loss
+    monkeypatch.setattr(late_logits, "head_loss", lambda *args, **how: calls.append(1) or right_loss(*args, **how))
+    use = IN_CHUNKS.get(name) or MADE[name]
+    right, expected = outcome(lambda head, hidden: head(hidden).float(), use, dtype)
+    loss, found = outcome(LateLogits, use, dtype)
+    assert len(calls) == (name in IN_CHUNKS)
+    near = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.03, "atol": 0.03}
+    assert loss.dtype is right.dtype
+    torch.testing.assert_close(loss, right, **near)
+    for gradient, other in zip(found, expected, strict=True):
+        assert gradient.dtype is dtype
+        torch.testing.assert_close(gradient, other, **near)
+
+
+def test_what_torch_refuses_of_logits_it_refuses_of_late_ones() -> None:
+    late = LateLogits(nn.Linear(FEATURES, VOCABULARY), torch.randn(ROWS, TOKENS, FEATURES))
+    for logits, targets in ((late, torch.zeros(ROWS)), (flat(late), torch.zeros(ROWS * TOKENS - 1))):
+        with pytest.raises((ValueError, RuntimeError)):
+            F.cross_entropy(logits, targets.long())
+
+
+def test_logits_that_were_made_are_not_those_of_what_is_made_of_them_later() -> None:
+    head, hidden = nn.Linear(FEATURES, VOCABULARY), torch.randn(ROWS, TOKENS, FEATURES)
+    late, right = LateLogits(head, hidden), head(hidden)
+    torch.testing.assert_close(late.made(), right)
+    assert late.made() is late.made()
+    torch.testing.assert_close((late * 2).made(), right * 2)
+    torch.testing.assert_close((torch.tanh(late) * 2).made(), right.tanh() * 2)
+    torch.testing.assert_close(late.view(-1, VOCABULARY).made(), right.view(-1, VOCABULARY))
+    torch.testing.assert_close(late.made(), right)
+
+
+def test_they_tell_their_shape_and_are_made_in_fp32() -> None:
+    head, hidden = nn.Linear(FEATURES, VOCABULARY, dtype=torch.bfloat16), torch.randn(ROWS, TOKENS, FEATURES).bfloat16()
+    late = LateLogits(head, hidden)
+    assert late.shape == (ROWS, TOKENS, VOCABULARY)
+    assert late.view(-1, VOCABULARY).shape == (ROWS * TOKENS, VOCABULARY)
+    assert late.device == hidden.device
+    assert late.made().dtype is torch.float32
+    assert torch.equal(late.argmax(-1), head(hidden).argmax(-1))
+    late = LateLogits(head, hidden)
+    head.old_num_embeddings = 10  # Colossal-AI's name for how many of its rows are tokens
+    assert LateLogits(head, hidden).shape == (ROWS, TOKENS, 10)
+
+
+def test_an_amax_is_that_of_all_hidden_states_or_of_none() -> None:
+    head, whole = nn.Linear(FEATURES, VOCABULARY), torch.randn(ROWS, TOKENS, FEATURES)
+    whole[:, 0] *= 8
+    amax = amax_of(whole)
+    deliver_amax(whole, amax)
+    assert delivered_amax(LateLogits(head, whole)._hidden) is amax
+    assert delivered_amax(LateLogits(head, whole[:, :])._hidden) is amax
+    assert delivered_amax(LateLogits(head, whole[:, 1:])._hidden) is None
+    assert delivered_amax(LateLogits(head, whole[:, -1:])._hidden) is None
+    own = deliver_amax(whole[:, :], torch.tensor(7.0))
+    assert delivered_amax(LateLogits(head, own)._hidden) == 7
