@@ -19,8 +19,9 @@ READY5 := $(VENV5)/.fp8booster-ready
 # What concerns transformers: models and what is fused of them; of each plugin, and of the command, that it shards,
 # trains, communicates, recomputes and saves these models. The rest is the same with any version.
 TESTS5 := tests/nn/test_families.py tests/nn/test_modules.py tests/nn/linear/test_conv1d.py \
-  tests/nn/fused/test_recompute.py tests/serving/test_export.py tests/serving/test_names.py tests/serving/test_compressed_tensors.py \
-  $(addprefix tests/nn/fused/test_,causal_lm_loss.py decoder.py fuse.py transformers.py) \
+  $(addprefix tests/serving/test_,export.py names.py compressed_tensors.py key_value_cache.py) \
+  $(addprefix tests/nn/fused/test_,causal_lm_loss.py decoder.py families.py fuse.py packing.py recompute.py transformers.py) \
+  tests/colossal/test_missing_imports.py tests/colossal/tensor/test_body.py \
   tests/plugins/test_low_level_zero_fused.py tests/plugins/test_sharding.py \
   tests/nn/experts/test_held_as_one.py tests/plugins/test_experts_held_as_one.py tests/cli/train/test_model_folder.py \
   $(addprefix tests/plugins/test_low_level_zero_checkpoints.py::test_, \

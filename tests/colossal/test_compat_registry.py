@@ -75,6 +75,26 @@ def test_a_stand_in_lasts_for_the_import_only(module_name: str) -> None:
     assert patch.state is compat.State.APPLIED
 
 
+def test_a_stand_in_for_a_package_lasts_while_any_of_its_modules_runs(tmp_path: Path, module_name: str) -> None:
+    """Also after one that it imported itself; and another module finds it again later."""
+    package = tmp_path / f"package_of_{module_name}"
+    package.mkdir()
+    asks = "import sys\nseen = 'stand_in' in sys.modules\n"
+    (package / "inner.py").write_text(asks)
+    (package / "__init__.py").write_text(f"from . import inner\nfrom {module_name} import value\n" + asks)
+    (package / "later.py").write_text(asks)
+    patch = _patch(
+        package.name, lambda replacements: replacements.add_module(ModuleType("stand_in")), during_import=True
+    )
+    patch.watch()
+    outer = importlib.import_module(package.name)
+    assert outer.inner.seen
+    assert outer.seen
+    assert "stand_in" not in sys.modules
+    assert importlib.import_module(f"{package.name}.later").seen
+    assert "stand_in" not in sys.modules
+
+
 def test_the_loader_keeps_its_type(module_name: str) -> None:
     _patch(module_name, _set_value).watch()
     module = importlib.import_module(module_name)
@@ -87,7 +107,10 @@ def test_apply_refuses_an_unknown_name() -> None:
 
 
 def test_only_an_applied_patch_is_taken_out() -> None:
-    with pytest.raises(ValueError, match="cannot be taken out: it"), compat.taken_out("galore_torch_is_optional"):
+    with (
+        pytest.raises(ValueError, match="cannot be taken out: it"),
+        compat.taken_out("missing_imports_are_late_errors"),
+    ):
         pass
 
 

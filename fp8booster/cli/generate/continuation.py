@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -90,20 +91,22 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
     # transformers takes from the model's own what settings leave at its defaults: sampling at temperature 0, penalties
     model.generation_config = settings
     torch.manual_seed(options.seed)
+    # transformers 5.24 calls it otherwise, and warns of the older name
+    cache = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
     begin = time.perf_counter()
     done = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         generation_config=settings,
-        past_key_values=CACHES[options.kv_cache](),
         return_dict_in_generate=True,
+        **{cache: CACHES[options.kv_cache]()},
     )
     made = done.sequences[0].tolist()
     seconds = time.perf_counter() - begin
     new = len(made) - ids.shape[1]
     tell(
         f"{new} tokens in {seconds:.1f} s; {sum(each.nbytes for each in model.parameters()) / 2**20:,.1f} MiB of "
-        f"parameters, {cache_bytes(done.past_key_values) / 2**20:,.2f} MiB of keys and values"
+        f"parameters, {cache_bytes(getattr(done, cache)) / 2**20:,.2f} MiB of keys and values"
     )
     return tokenizer.decode(made, skip_special_tokens=True)
 

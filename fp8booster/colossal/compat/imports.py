@@ -21,7 +21,7 @@ class _Watcher(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name not in self.around and name not in self.after:
+        if not self._keys(name) and name not in self.after:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(name, path, target) for finder in others)
@@ -35,18 +35,25 @@ class _Watcher(MetaPathFinder):
     def _execute(self, execute: Callable[[ModuleType], None], module: ModuleType) -> None:
         name = module.__name__
         with contextlib.ExitStack() as contexts:
-            for around in self.around.get(name, ()):
+            for around in (each for key in self._keys(name) for each in self.around[key]):
                 contexts.enter_context(around())
             execute(module)
         for callback in self.after.pop(name, ()):
             callback(module)
+
+    def _keys(self, name: str) -> list[str]:
+        """Return under which names `around` has something for module `name`."""
+        return [key for key in dict.fromkeys((name.partition(".")[0], name)) if key in self.around]
 
 
 _watcher = _Watcher()
 
 
 def around_import(name: str, around: Callable[[], AbstractContextManager[None]]) -> None:
-    """Enter `around()` while the code of module `name` runs; no effect if it is imported already."""
+    """Enter `around()` while the code of module `name` runs, or of any within it if `name` is that of a package.
+
+    It has no effect on what is imported already.
+    """
     _install()
     _watcher.around.setdefault(name, []).append(around)
 

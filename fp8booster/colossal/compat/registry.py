@@ -47,8 +47,10 @@ class Patch:
     kind: Kind
     repair: Callable[..., None]
     during_import: bool = False
-    """True: the patch lasts only while the code of `module` runs (a stand-in for a missing package)."""
+    """True: the patch lasts only while the code of `module` runs, or of one within it (a stand-in for a package)."""
     state: State = State.WAITING
+    _running: int = 0
+    """How many modules run around whose code the patch is put in: one imports another."""
     _replacements: Replacements = field(default_factory=Replacements, repr=False)
 
     @property
@@ -58,12 +60,10 @@ class Patch:
 
     def watch(self) -> None:
         """Patch `module` when it is imported, which may have happened already."""
-        if not self.during_import:
-            after_import(self.module, self.put_in)
-        elif self.module in sys.modules:
-            self.state = State.NOT_NEEDED
-        else:
+        if self.during_import:
             around_import(self.module, self._around)
+        else:
+            after_import(self.module, self.put_in)
 
     def put_in(self, *module: ModuleType) -> None:
         """Patch `module`, unless this patch is left out."""
@@ -78,11 +78,15 @@ class Patch:
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        self.put_in()
+        self._running += 1
+        if not self._replacements:
+            self.put_in()
         try:
             yield
         finally:
-            self._replacements.undo()
+            self._running -= 1
+            if not self._running:
+                self._replacements.undo()
 
 
 _PATCHES: dict[str, Patch] = {}
@@ -93,7 +97,7 @@ def patch(module: str, lines: str, *, needed_when: str, during_import: bool = Fa
     """Register `repair(module, replacements)`, which looks whether `module` has the defect and patches it if so.
 
     Args:
-        module: without "colossalai." before it, or one of torch's.
+        module: without "colossalai." before it, or one of torch's; "colossalai" is all of them.
         lines: of the defect in the module's file; with the files' names where they are others.
         needed_when: when the defect shows.
         during_import: register `repair(replacements)` instead, called before the code of `module` runs and undone after
@@ -101,7 +105,7 @@ def patch(module: str, lines: str, *, needed_when: str, during_import: bool = Fa
     """
 
     def register(repair: Function) -> Function:
-        name = module if module.partition(".")[0] == "torch" else f"colossalai.{module}"
+        name = module if module.partition(".")[0] in ("torch", "colossalai") else f"colossalai.{module}"
         place = lines if ".py" in lines else f"{module.replace('.', '/')}.py:{lines}"
         kind = Kind[repair.__module__.rpartition(".compat.")[2].partition(".")[0].upper()]
         # in the order of registration where two patches share a module

@@ -7,7 +7,7 @@ This one is for LLaMA, Mistral and Qwen2, and for transformers 4.51 as for 5, wh
     the causal mask is made by    the body, `_update_causal_mask`     `masking_utils`, one for each kind of layer
     a layer is checkpointed by    the body                            itself
     a layer returns               a tuple                             the hidden states
-    its cache is called           past_key_value                      past_key_values
+    its cache is called           past_key_value                      past_key_values; cache since 5.24
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from fp8booster.colossal.temporarily import temporarily
+from fp8booster.nn.fused.packing import CACHES
 
 Masks = list[Any]
 """What each layer's attention is given."""
@@ -40,6 +41,7 @@ def body_forward(
     past_key_values: Any = None,
     inputs_embeds: torch.Tensor | None = None,
     *,
+    cache: Any = None,
     shard_config: ShardConfig,
     stage_manager: PipelineStageManager | None = None,
     stage_index: list[int] | None = None,
@@ -56,7 +58,7 @@ def body_forward(
         input_ids: [B, S]; or `inputs_embeds`, [B, S, H]. A later stage reads neither.
         attention_mask: [B, S], 0 for padding; None where there is none.
         position_ids: [1 or B, S]; None: tokens are counted.
-        past_key_values: a cache, where neither flash attention nor a pipeline is.
+        past_key_values: a cache, where neither flash attention nor a pipeline is; or `cache`, as 5.24 calls it.
         shard_config: by which the model was sharded.
         stage_manager: of the pipeline; None without one.
         stage_index: this stage's layers, first and last + 1.
@@ -71,6 +73,7 @@ def body_forward(
         ValueError: for tokens that are not there or there twice, and for what a sharded model does not give.
     """
     name = type(self).__name__
+    past_key_values = cache if past_key_values is None else past_key_values
     if output_attentions or (output_hidden_states and stage_manager is not None):
         raise ValueError(f"a sharded {name} gives no attention weights, and in a pipeline no layer's hidden states")
     if past_key_values is not None and (shard_config.enable_flash_attention or stage_manager is not None):
@@ -99,7 +102,11 @@ def body_forward(
             "position_embeddings": angles,
         }
         if past_key_values is not None:
-            arguments |= _cache(self, past_key_values, position_ids)
+            arguments |= {
+                _cache_name(layer): past_key_values,
+                "use_cache": True,
+                "cache_position": _places(past_key_values, position_ids),
+            }
         hidden_states = _run(self, layer, hidden_states, arguments, checkpoint=index < checkpointed)
 
     if stage_manager is not None and not stage_manager.is_last_stage():
@@ -201,7 +208,7 @@ def _masks(
 ) -> Masks:
     """Those that transformers makes for its own attentions."""
     config, count = self.config, len(self.layers)
-    places = _cache(self, past_key_values, position_ids)["cache_position"]
+    places = _places(past_key_values, position_ids)
     if _is_of_4_51(self):
         return [self._update_causal_mask(attention_mask, hidden_states, places, past_key_values, False)] * count
     from transformers import masking_utils
@@ -219,6 +226,7 @@ def _masks(
         "attention_mask": attention_mask,
         "cache_position": places,  # 5.0 asks for it
         "past_key_values": past_key_values,
+        "cache": past_key_values,  # as 5.24 calls it
         "position_ids": position_ids,
     }
     made = {}
@@ -228,12 +236,17 @@ def _masks(
     return [made[kind] for kind in kinds]
 
 
-def _cache(self: Any, past_key_values: Any, position_ids: torch.Tensor) -> dict[str, Any]:
-    """What a layer is told of a cache, with the places of the tokens in it, which the newest do not ask for."""
-    name = "past_key_value" if _is_of_4_51(self) else "past_key_values"
+def _cache_name(layer: nn.Module) -> str:
+    """Return what a layer, as transformers wrote it or with mixins before that, calls the cache that it is given."""
+    forwards = [vars(cls)["forward"] for cls in type(layer).__mro__ if "forward" in vars(cls)]
+    taken = {name for forward in forwards for name in inspect.signature(forward).parameters}
+    return next((name for name in CACHES if name in taken), CACHES[0])
+
+
+def _places(past_key_values: Any, position_ids: torch.Tensor) -> torch.Tensor:
+    """Return the places of the tokens behind those of a cache, which the newest layers do not ask for."""
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
-    places = torch.arange(past, past + position_ids.shape[-1], dtype=torch.int64, device=position_ids.device)
-    return {name: past_key_values, "use_cache": True, "cache_position": places}
+    return torch.arange(past, past + position_ids.shape[-1], dtype=torch.int64, device=position_ids.device)
 
 
 def _checkpointed_layers(self: Any, layers: int, config: ShardConfig, stage: PipelineStageManager | None) -> int:

@@ -209,6 +209,10 @@ class Packing:
         return packed
 
 
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
+"""What models and attentions call the cache that they are given, the newest name first: 5.24 of transformers says
+`cache`. What takes one name takes the older ones too, and transformers hands it on by the newer."""
+
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What transformers calls them."""
 
@@ -252,7 +256,7 @@ def _rows(model: nn.Module, given: dict[str, Any]) -> Sequences | None:
     """Each row of what a model is given in training, where its attentions need nothing else of it."""
     config: Any = model.config
     asks = given.get("output_attentions") or getattr(config, "output_attentions", False)
-    held = [given.get(name) for name in ("attention_mask", "past_key_values", "is_causal")]
+    held = [given.get(name) for name in ("attention_mask", "is_causal", *CACHES)]
     if not model.training or asks or any(each is not None for each in held):
         return None
     if config._attn_implementation != WITH_SINKS:

@@ -13,7 +13,7 @@ from fp8booster.config import FP8Config
 from fp8booster.nn.fused.attention import attend, attend_packed, why_unlike
 from fp8booster.nn.fused.families import WITH_SINKS, has_sinks
 from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
-from fp8booster.nn.fused.packing import Sequences, sequences_of
+from fp8booster.nn.fused.packing import CACHES, Sequences, sequences_of
 from fp8booster.nn.fused.part import FusedPart, own_product
 from fp8booster.nn.fused.pointwise import latent_heads, rotate_heads, split_and_rotate
 from fp8booster.nn.fused.trials import Form, cos_and_sin, dropout_of, head_size, heads_of_a_key
@@ -99,7 +99,7 @@ class FusedAttention(MergedAttention):
         elif key.shape[2] == query.shape[2]:
             attended = self.attend_packed(query, key, value, sequences)
         else:
-            raise ValueError("packed sequences cannot go on from a cache; leave past_key_values out")
+            raise ValueError("packed sequences cannot go on from a cache; give none to the model")
         heads = self.after_attention(attended.transpose(1, 2)).flatten(2)
         recasts = self._recasts() if torch.is_grad_enabled() else None
         if recasts is not None and heads.data_ptr() == attended.data_ptr():  # of a copy attention saves nothing
@@ -166,7 +166,8 @@ class FusedAttention(MergedAttention):
 
     def cache_in(self, arguments: dict[str, Any]) -> Any:
         """The cache that a layer is given, if any; also in training, where `use_cache` was left on."""
-        return next((arguments.get(name) for name in _CACHES if name in self.native_arguments), None)
+        own = next((place for place, name in enumerate(CACHES) if name in self.native_arguments), len(CACHES))
+        return next((arguments[name] for name in CACHES[own:] if arguments.get(name) is not None), None)
 
     def cached(
         self, key: torch.Tensor, value: torch.Tensor, cache: Any, arguments: dict[str, Any]
@@ -207,6 +208,8 @@ class FusedAttention(MergedAttention):
             implementation = "sdpa"
         if not getattr(self, "is_causal", True):
             return "it was told not to be causal"
+        if "cache" in self.native_arguments:  # else it is one of pages, which transformers' attention reads
+            arguments.pop("cache", None)
         return why_unlike(implementation, arguments)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> torch.Tensor:
@@ -287,7 +290,3 @@ def head_norms(attention: nn.Module) -> list[Any]:
         norms = [modules.get(name) or norm for name, norm in zip(names, norms, strict=True)]
     found = [norm for norm in norms if norm is not None]
     return [norm if isinstance(norm, FusedNorm) else HeadNorms.of(norm) or norm for norm in found]
-
-
-_CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""What attentions call the cache that they are given."""

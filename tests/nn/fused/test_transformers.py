@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import DynamicCache
 
 from fp8booster import convert_to_fp8, fuse
+from fp8booster.nn.fused.packing import CACHES
+from fp8booster.nn.fused.self_attention import unfused_calls
 from tests.colossal.moe.models import tiny_mixtral
 from tests.nn.fused.models import FAMILIES, batch, build
 from tests.nn.fused.test_decoder import sqnr
@@ -84,6 +87,7 @@ def test_the_cache_is_filled_in_training_too(family: str) -> None:
     ids = batch()
     right, found = (each(input_ids=ids, labels=ids) for each in (plain, model))
     torch.testing.assert_close(found.loss, right.loss)
+    assert not unfused_calls(model)
     held, expected = keys_and_values(found.past_key_values), keys_and_values(right.past_key_values)
     assert len(held) == len(expected) == 2
     assert held[0][0].shape == (2, 2, 32, 16)
@@ -98,6 +102,25 @@ def test_the_cache_is_filled_in_training_too(family: str) -> None:
     right, found = following
     torch.testing.assert_close(found, right)
     assert not torch.allclose(found, model.model(ids[:, :4]).last_hidden_state, atol=1e-3)
+
+
+def test_an_attention_takes_a_cache_by_its_name_and_the_one_before() -> None:
+    plain, model = pair("llama")
+    hidden, named = arguments_of_a_layer(plain)
+    taken = inspect.signature(type(plain.model.layers[0].self_attn).forward).parameters
+    own = next(name for name in CACHES if name in taken)
+    for name in {own, "past_key_values"} if own == "cache" else {own}:
+        caches = DynamicCache(), DynamicCache()
+        for _ in range(2):
+            outputs = [
+                each.model.layers[0].self_attn(hidden, attention_mask=None, **named, **{name: cache})[0]
+                for each, cache in zip((plain, model), caches, strict=True)
+            ]
+            torch.testing.assert_close(*outputs)
+        held, expected = map(keys_and_values, caches)
+        assert held[0][0].shape == (2, 2, 64, 16)
+        torch.testing.assert_close(held, expected)
+    assert not unfused_calls(model)
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -135,7 +158,8 @@ def test_what_attention_would_read_is_not_ignored(argument: str) -> None:
     _, model = pair("llama")
     attention = model.model.layers[0].self_attn
     assert attention.why_unlike(attention_mask=None, position_ids=None) is None
-    assert attention.why_unlike(**{argument: SimpleNamespace()}) == f"it is given {argument}"
+    is_own = argument in attention.native_arguments  # the cache of transformers 5.24
+    assert attention.why_unlike(**{argument: SimpleNamespace()}) == (None if is_own else f"it is given {argument}")
 
 
 def test_an_attention_may_be_told_later_not_to_be_causal() -> None:

@@ -12,7 +12,7 @@ from fp8booster.colossal.compat.upstream import (  # noqa: F401 (importing a fil
     gemini,
     hybrid,
     masks,
-    missing_packages,
+    missing_imports,
     mixtral,
     models,
     moe,

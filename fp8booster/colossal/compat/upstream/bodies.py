@@ -12,24 +12,6 @@ from fp8booster.colossal.compat.replacements import Replacements
 from fp8booster.colossal.sharding import why_model_is_not_sharded
 
 
-@patch(
-    "shardformer.modeling.llama",
-    "16-23",
-    needed_when="transformers >= 5, where modeling_llama has no StaticCache",
-    during_import=True,
-)
-def llama_imports_the_static_cache(replacements: Replacements) -> None:
-    """Policies of LLaMA import with transformers 5.
-
-    Without it: ImportError: cannot import name 'StaticCache' from 'transformers.models.llama.modeling_llama'.
-    """
-    from transformers import cache_utils
-    from transformers.models.llama import modeling_llama
-
-    if not hasattr(modeling_llama, "StaticCache"):
-        replacements.set(modeling_llama, "StaticCache", cache_utils.StaticCache)
-
-
 def _body_forward(*args: Any, **kwargs: Any) -> Any:
     from fp8booster.colossal.tensor.body import body_forward  # it imports modules that are patched
 
