@@ -23,6 +23,7 @@ from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.fused.decoder import mix
 from fp8booster.nn.fused.feed_forward import FusedGatedMLP
 from fp8booster.nn.linear import speed_model
+from fp8booster.nn.weights import freshness
 from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.resharded import ReshardedWeight
@@ -393,6 +394,39 @@ def test_autocast_is_left_to_the_layers() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert grouped(tokens(counts), counts) is None
     assert grouped.why_one_by_one == "under autocast"
+
+
+@pytest.mark.parametrize("how", ["inference mode", "capture"])
+def test_what_a_graph_captures_and_inference_mode_are_left_to_the_layers(how: str, monkeypatch) -> None:
+    """The host reads how many tokens an expert gets, and what is kept there is not to be read again."""
+    fp8, counts = experts(), COUNTS["even"]
+    grouped = GroupedExperts(fp8)
+    if how == "capture":
+        monkeypatch.setattr(freshness, "is_captured", lambda *_: True)
+    with torch.inference_mode(how == "inference mode"):
+        assert grouped(tokens(counts), counts) is None
+    assert grouped.why_one_by_one == "inference mode or a graph that is captured"
+    assert grouped._down.made is None
+
+
+@pytest.mark.parametrize("broken", range(3))
+def test_experts_of_which_one_evaluates_run_one_by_one(broken: int) -> None:
+    fp8, counts = experts(), COUNTS["even"]
+    fp8[broken].eval()
+    assert GroupedExperts(fp8)(tokens(counts), counts) is None
+
+
+def test_factors_of_each_expert_multiply_the_gradients_of_its_weights_alone() -> None:
+    fp8 = experts()
+    for grouped in (None, GroupedExperts(fp8)):
+        plain = results(fp8, COUNTS["ragged"], grouped)
+        for factors in ([1.0, 0.5, 2.0, 4.0], torch.tensor([1.0, 0.5, 2.0, 4.0]), [2.0] * 4):
+            found = results(fp8, COUNTS["ragged"], grouped, factors)
+            assert_near(found[:2], plain[:2], 0.02 if grouped is None else 0.0)
+            for number, factor in enumerate(factors):
+                of_expert = slice(2 + 3 * number, 5 + 3 * number)
+                for one, other in zip(found[of_expert], plain[of_expert], strict=True):
+                    torch.testing.assert_close(one, float(factor) * other, rtol=0.02, atol=1e-4)
 
 
 def test_weights_that_are_whole_only_in_their_layers_stay_there() -> None:

@@ -29,12 +29,12 @@ class Parts(nn.Module):
         return torch.cat([layer(x) for layer in self.layers], -1)
 
 
-def adapted(*outputs: int, bias: bool = False, device: torch.device, **lora: Any) -> Any:
+def adapted(*outputs: int, bias: bool = False, device: torch.device, granularity="tensorwise", **lora: Any) -> Any:
     """Peft's model of `Parts`, frozen in FP8, in BF16, with adapters that are not zero."""
     torch.manual_seed(0)
     model = Parts(*outputs, bias=bias).to(device, BF16)
     for layer in model.layers:
-        FrozenFP8Linear.convert_in_place(layer, FP8Config(emulate=device.type == "cpu"))
+        FrozenFP8Linear.convert_in_place(layer, FP8Config(emulate=device.type == "cpu", granularity=granularity))
     config = peft.LoraConfig(**{"r": 8, "lora_alpha": 4, "init_lora_weights": False, "target_modules": r".*\d"} | lora)
     adapted = peft.get_peft_model(model, config)
     for parameter in adapted.parameters():
@@ -70,26 +70,79 @@ def near(found: list[torch.Tensor], expected: list[torch.Tensor], bound: float =
     )
 
 
+UNLIKE = {"rank_pattern": {r"layers.1": 4}, "alpha_pattern": {r"layers.1": 12, r"layers.2": 1}}
+"""Ranks and factors of the second and the third layer's adapters."""
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [(32,), (3, 5)])
-def test_it_computes_what_peft_does_around_the_layer(bias, rows, device, by_peft) -> None:
-    model = adapted(96, 40, bias=bias, device=device)
+@pytest.mark.parametrize("outputs", [(96, 40), (40, 96)])
+def test_it_computes_what_peft_does_around_the_layer(outputs, bias, rows, device, by_peft) -> None:
+    model = adapted(*outputs, bias=bias, device=device, **UNLIKE)
     x, dy = (torch.randn(*rows, size, device=device, dtype=BF16) for size in (64, 136))
     found = outcome(model, x, dy)
     assert near(found, by_peft(outcome, model, x, dy))
     assert found[0].shape == (*rows, 136)
 
 
-def test_layers_of_one_input_are_the_same_side_by_side(device) -> None:
-    model = adapted(96, 32, 48, device=device)
+@pytest.mark.parametrize("lora", [{}, UNLIKE], ids=["alike", "unlike"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_of_one_input_are_the_same_side_by_side(bias, lora, device) -> None:
+    model = adapted(96, 32, 48, bias=bias, device=device, **lora)
     layers = list(model.base_model.model.layers)
-    x, dy = (torch.randn(32, size, device=device, dtype=BF16) for size in (64, 176))
+    x, dy = (torch.randn(3, 11, size, device=device, dtype=BF16) for size in (64, 176))
     expected = outcome(model, x, dy)
     model.forward = lambda x: low_rank_product(x, layers)
     found = outcome(model, x, dy)
     assert torch.equal(found[0], expected[0])
     # one cast of all gradients in place of one of each
     assert near(found[1:], expected[1:], 0.06)
+    assert {rows for layer in layers for rows in layer.base_layer.in_fp8} == {33}
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_layers_that_are_not_alike_are_called_one_by_one(place, device) -> None:
+    """Whichever of them it is."""
+    x = torch.randn(16, 64, device=device, dtype=BF16)
+    sizes = [96, 32, 48]
+
+    def layers_of(**options: Any) -> list[Any]:
+        return list(adapted(*sizes, device=device, **options).base_model.model.layers)
+
+    assert low_rank_product(x, layers_of(bias=True)) is not None
+    for granularity in ("rowwise", "blockwise"):
+        layers = layers_of(granularity=granularity)
+        assert low_rank_product(x, layers) is None
+        assert low_rank_product(x, layers[place : place + 1]) is None
+    layers = layers_of(bias=True)
+    layers[place].base_layer.bias.requires_grad_()
+    assert low_rank_product(x, layers) is None
+    assert low_rank_product(x, layers[place : place + 1]) is None
+    layers = layers_of()
+    layers[place].base_layer.fp8_config = FP8Config(emulate=device.type == "cpu", power_of_two=True)
+    assert low_rank_product(x, layers) is None
+    assert low_rank_product(x, layers[place : place + 1]) is not None
+    layers = layers_of()
+    layers[place].base_layer.scale_inputs_by(torch.tensor(3.0, device=device))
+    assert low_rank_product(x, layers) is None
+    assert low_rank_product(x, layers[place : place + 1]) is not None
+    layers = layers_of()
+    layers[place] = layers[place].base_layer
+    assert low_rank_product(x, layers) is None
+    sizes[place] = 40
+    layers = layers_of()
+    assert low_rank_product(x, layers) is None
+    assert low_rank_product(x, layers[place : place + 1]).shape == (16, 40)
+
+
+@pytest.mark.parametrize("amax", [0.5, 8.0])
+def test_an_amax_that_was_given_scales_the_input(amax, device, by_peft) -> None:
+    model = adapted(96, device=device)
+    model.base_model.model.layers[0].base_layer.scale_inputs_by(torch.tensor(amax, device=device))
+    x, dy = (torch.randn(32, size, device=device, dtype=BF16) for size in (64, 96))
+    found, expected = outcome(model, x, dy), by_peft(outcome, model, x, dy)
+    assert near(found[:2], expected[:2])
+    assert near(found[3:], expected[3:])  # a's gradient is of the input as fprop read it, saturated
 
 
 def test_backward_keeps_the_input_in_one_byte_a_value(device) -> None:
