@@ -194,7 +194,7 @@ def test_an_engines_optimizer_and_its_copy_are_not_updated_in_backward(device) -
     assert weight.grad is not None
     optimizer.update_shards(optimizer.param_groups[0], [weight], [weight.grad])
     weight.grad = None
-    other_weight, other = copy.deepcopy((weight, optimizer))
+    other_weight, _ = copy.deepcopy((weight, optimizer))
     other_weight.sum().backward()
     assert other_weight.grad is not None
     assert torch.equal(other_weight, weight)

@@ -271,6 +271,47 @@ def test_each_group_decays_by_its_own_rule(device) -> None:
     assert not torch.allclose(*ours)
 
 
+def test_one_pass_takes_all_values_at_once_and_torch_a_bounded_number(monkeypatch) -> None:
+    monkeypatch.setattr(hybrid_adam, "VALUES_AT_ONCE", 100)
+    of = [nn.Parameter(torch.zeros(60)) for _ in range(3)]
+    for each in of:
+        each.grad = torch.zeros(60)
+    optimizer = HybridAdam(of)
+    for in_one_pass, count in ((True, 1), (False, 3)):
+        monkeypatch.setattr(hybrid_adam, "_in_one_pass", lambda *_, found=in_one_pass: found)
+        assert len(list(optimizer._batches(optimizer.param_groups[0]))) == count
+
+
+def test_a_call_takes_parameters_of_one_dtype() -> None:
+    of = [nn.Parameter(torch.zeros(4, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
+    for each in of:
+        values, each.data = each.data, torch.zeros(4, dtype=torch.bfloat16)
+        each.grad = torch.zeros(4, dtype=torch.bfloat16)  # of all, as Gemini gives them
+        each.data = values
+    optimizer = HybridAdam(of)
+    batches = list(optimizer._batches(optimizer.param_groups[0]))
+    assert [[each.dtype for each in batch] for batch in batches] == [[torch.float32] * 2, [torch.bfloat16]]
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
+def test_steps_and_scales_are_fp32_under_any_default_dtype(default, device) -> None:
+    found = []
+    for dtype in (torch.float32, default):
+        of = shards(device)
+        torch.set_default_dtype(dtype)
+        try:
+            for each in of:
+                each.grad = torch.full_like(each, 3e4)
+            optimizer = HybridAdam(of, lr=0.1)
+            optimizer.step(div_scale=70000.0)  # which FP16 does not hold
+            shards_of = optimizer.next_shards(optimizer.param_groups[0], of, [each.grad for each in of])
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert {each.dtype for each in shards_of.steps} == {torch.float32}
+        found.append(of)
+    assert all(map(torch.equal, *found))
+
+
 def test_a_closure_gives_what_step_returns() -> None:
     parameter = nn.Parameter(torch.ones(2))
     optimizer = HybridAdam([parameter], lr=0.1)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fp8booster.optim import AdamW as AdamW8bit
 from fp8booster.optim import HybridAdam, one_pass
 
 SIZES = (7, 1, 300, 64)
@@ -167,11 +169,80 @@ def test_hooks_see_the_optimizers_own_step() -> None:
         optimizer.register_step_pre_hook,
         optimizer.register_step_post_hook,
         register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
     ):
         handle = register(lambda *_: None)
         assert "hooks" in one_pass.why_not(optimizer)
         handle.remove()
         assert one_pass.why_not(optimizer) is None
+
+
+def test_hooks_that_look_at_no_parameters_do_not_count() -> None:
+    optimizer = AdamW(parameters(), fused=True)
+
+    def counts(*_: object) -> None:
+        pass
+
+    setattr(counts, one_pass.COUNTS_STEPS, True)
+    optimizer.register_step_post_hook(counts)
+
+    def profiles(*_: object) -> None:
+        pass
+
+    profiles.__module__ = "torch.profiler"
+    optimizer.register_step_pre_hook(profiles)
+    assert one_pass.why_not(optimizer) is None
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize", "differentiable"])
+def test_an_option_of_any_group_is_seen(option) -> None:
+    of = parameters()
+    for kind in (lambda groups: AdamW(groups, fused=True), HybridAdam, AdamW8bit):
+        optimizer = kind([{"params": of[:2]}, {"params": of[2:]}])
+        optimizer.param_groups[1][option] = True
+        assert one_pass.why_not(optimizer) == f"it was made with {option}=True"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "on_gpu", "taken"),
+    [
+        ({}, (True, True), True),
+        ({}, (True, False), False),
+        ({"fused": False}, (True, True), False),
+        ({"foreach": False}, (True, True), False),
+    ],
+)
+def test_a_group_is_left_to_torch_where_nobody_chose_and_all_of_it_is_on_a_gpu(chosen, on_gpu, taken) -> None:
+    group = {"fused": None, "foreach": None, "params": [SimpleNamespace(is_cuda=each) for each in on_gpu]} | chosen
+    assert one_pass._left_to_torch(group) is taken
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+def test_parameters_of_several_devices_keep_their_order(by_itself, monkeypatch) -> None:
+    """What stands in for a device's update tells sizes for amaxes."""
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    devices = (cpu, meta, cpu, meta)
+    of = [nn.Parameter(torch.zeros(size, device=device)) for size, device in zip(SIZES, devices, strict=True)]
+    gradients = [torch.zeros(size, device=device) for size, device in zip(SIZES, devices, strict=True)]
+    seen = []
+
+    def update_shards(group: Any, here: Any, gradients: Any, divisor: torch.Tensor) -> torch.Tensor:
+        assert [each.device for each in gradients] == [each.device for each in here]
+        assert [each.numel() for each in gradients] == [each.numel() for each in here]
+        seen.append((here[0].device, divisor.device))
+        return torch.tensor([float(each.numel()) for each in here])
+
+    optimizer = AdamW8bit(of)
+    monkeypatch.setattr(optimizer, "update_shards", update_shards)
+    if by_itself:
+        for parameter, gradient in zip(of, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step(div_scale=2.0)
+        found = [optimizer.amaxes[each] for each in of]
+    else:
+        found = one_pass.step_group(optimizer, optimizer.param_groups[0], of, gradients, torch.tensor(2.0))
+    assert [float(each) for each in found] == list(map(float, SIZES))
+    assert seen == [(cpu, cpu), (meta, meta)]
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from torch import nn
 from fp8booster.kernels.group_codes import HALF_ONE, LARGEST_SQUARE
 from fp8booster.kernels.moments import BLOCK
 from fp8booster.optim import AdamW
-from fp8booster.optim.states_8bit import State, States, as_tensor
+from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
 
 
 def trained(count: int = 1000, dtype: torch.dtype = torch.float32) -> tuple[nn.Parameter, AdamW]:
@@ -37,6 +37,78 @@ def test_what_is_read_comes_back_bit_for_bit(dtype) -> None:
     again = State(plain)
     assert all(torch.equal(torch.as_tensor(again[name]), torch.as_tensor(plain[name])) for name in plain)
     assert again.nbytes == state.nbytes < 4.2 * len(parameter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_deep_copy_and_a_step_leave_each_other_alone(dtype) -> None:
+    """Engines write into copies, and steps write into codes."""
+    parameter, optimizer = trained(dtype=dtype)
+    state = optimizer.state[parameter]
+    copied, again = copy.deepcopy(state), copy.deepcopy(state)
+    parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    for name, value in again.items():
+        assert torch.equal(torch.as_tensor(copied[name]), torch.as_tensor(value)), name
+        assert not torch.equal(torch.as_tensor(copied[name]), torch.as_tensor(state[name])), name
+    before = {name: torch.as_tensor(value).clone() for name, value in state.items()}
+    for name in copied:
+        if name != "step":
+            copied[name].fill_(1)
+    assert all(torch.equal(torch.as_tensor(state[name]), value) for name, value in before.items())
+
+
+def test_what_is_set_has_its_own_shape_and_what_bf16_lacks_stays_in_16_bits() -> None:
+    state = State.zeros(nn.Parameter(torch.zeros(600, dtype=torch.bfloat16)))
+    assert state["step"] == 0
+    values = torch.linspace(-1, 1, 600)
+    state["exp_avg"], state["exp_avg_sq"] = values.view(20, 30), values.square().bfloat16().view(30, 20)
+    state["step"] = torch.tensor(7.0)
+    assert state["step"] == 7
+    assert state["exp_avg"].shape == (20, 30)
+    assert state["exp_avg_sq"].shape == (30, 20)
+    torch.testing.assert_close(state["exp_avg"].flatten(), values, rtol=0.05, atol=1e-3)
+    torch.testing.assert_close(state["exp_avg_sq"].flatten(), values.square(), rtol=0.1, atol=1e-3)
+    # as where an engine has cast it, rounded beyond its range
+    state[LOW] = torch.tensor([[2.0**15, -(2.0**15) - 128], [5.0, -5.0]])
+    assert torch.equal(state[LOW], torch.tensor([[2**15 - 1, -(2**15)], [5, -5]], dtype=torch.int16))
+    assert len(state) == 4
+    state.fit(nn.Parameter(torch.zeros(6, 100)))
+    assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (6, 100)
+
+
+def test_codes_are_taken_for_codes_and_values_for_values() -> None:
+    parameter, optimizer = trained(dtype=torch.bfloat16)
+    state = optimizer.state[parameter]
+    of_codes, of_values = State(state.codes), State(dict(state))
+    for again in (of_codes, of_values):
+        assert again.codes.keys() == state.codes.keys()
+        for name, value in state.codes.items():
+            assert torch.equal(torch.as_tensor(again.codes[name]), torch.as_tensor(value)), name
+        assert again[LOW].shape == parameter.shape
+
+
+def test_all_tensors_of_a_state_move() -> None:
+    state = State.zeros(nn.Parameter(torch.zeros(300, dtype=torch.bfloat16)))
+    meta = torch.device("meta")
+    state.codes["exp_avg"] = state.codes["exp_avg"].to(meta)  # one alone
+    state.move(meta)
+    assert {value.device for value in state.codes.values() if isinstance(value, torch.Tensor)} == {meta}
+    assert state.codes["step"] == 0
+
+
+def test_a_state_that_is_asked_for_is_kept_and_those_given_are_taken() -> None:
+    parameter, optimizer = trained()
+    states = States()
+    empty = states[parameter]
+    assert parameter in states
+    assert states[parameter] is empty
+    taken = States(optimizer.state, as_tensor)
+    assert isinstance(taken[parameter]["step"], torch.Tensor)
+    assert taken[parameter]["step"].dtype is torch.float32
+    assert taken[parameter]["step"] == 5
+    other = States(show_step=int)
+    other[parameter] = taken[parameter]  # each shows as the mapping that has it
+    assert type(other[parameter]["step"]) is int
 
 
 def test_files_hold_ordinary_dicts(tmp_path) -> None:
