@@ -1,0 +1,113 @@
+"""The order in which gradients enter the buckets, whatever the order in which backward makes them."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from colossalai.zero.low_level import LowLevelZeroOptimizer
+from torch import nn
+
+from fp8booster import FP8Config, convert_to_fp8
+from fp8booster.colossal.zero.gradient_order import _sets, keep_one_order
+
+
+class Native(LowLevelZeroOptimizer):
+    """What enters buckets, and when they are emptied."""
+
+    grad_handles = ()
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[str, int]] = []
+        self.name_of: dict[int, str] = {}
+
+    def _add_to_bucket(self, param: nn.Parameter, group_id: int) -> None:
+        self.entered.append((self.name_of[id(param)], group_id))
+
+    def _reduce_grad(self, partition_grad: bool) -> None:
+        self.entered.append(("reduced", int(partition_grad)))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.entered.clear()
+
+    def _sync_grad(self) -> None:
+        self._add_to_bucket(self.layer.bias, 5)
+
+    sync_dp_grads = _sync_grad
+
+
+def optimizer_of(model: nn.Module) -> Native:
+    optimizer = Native()
+    optimizer.name_of = {id(each): name for name, each in model.named_parameters()}
+    optimizer.layer = model[0]
+    keep_one_order(optimizer, model)
+    return optimizer
+
+
+def layers() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32, bias=False))
+    return convert_to_fp8(model, FP8Config(always=True, emulate=True))
+
+
+GROUPS = {"0.weight": 0, "0.bias": 1, "1.weight": 2, "2.weight": 3}
+
+
+@pytest.mark.parametrize("order", list(permutations(GROUPS)), ids=" ".join)
+def test_a_layers_gradients_enter_together_in_their_order_and_with_their_groups(order: tuple[str, ...]) -> None:
+    model = layers()
+    optimizer, parameters = optimizer_of(model), dict(model.named_parameters())
+    for name in order:
+        optimizer._add_to_bucket(parameters[name], GROUPS[name])
+    last = max(order.index("0.weight"), order.index("0.bias"))
+    expected = []
+    for place, name in enumerate(order):
+        if place == last:
+            expected += [("0.weight", 0), ("0.bias", 1)]
+        elif not name.startswith("0."):
+            expected.append((name, GROUPS[name]))
+    assert optimizer.entered == expected
+
+
+def test_what_is_held_back_enters_when_backward_has_ended_and_once() -> None:
+    model = layers()
+    optimizer = optimizer_of(model)
+    optimizer._add_to_bucket(model[0].bias, 1)  # the weight gets none
+    assert optimizer.entered == []
+    optimizer._reduce_grad(True)
+    assert optimizer.entered == [("0.bias", 1), ("reduced", 1)]
+    optimizer._reduce_grad(False)
+    assert optimizer.entered[2:] == [("reduced", 0)]
+
+
+def test_what_a_backward_that_broke_off_held_back_is_forgotten() -> None:
+    model = layers()
+    optimizer = optimizer_of(model)
+    optimizer._add_to_bucket(model[0].bias, 1)
+    optimizer.zero_grad()
+    optimizer._add_to_bucket(model[0].weight, 0)
+    assert optimizer.entered == []
+
+
+@pytest.mark.parametrize("name", ["_sync_grad", "sync_dp_grads"])
+def test_what_is_taken_in_the_order_of_the_parameters_is_not_held_back(name: str) -> None:
+    model = layers()
+    optimizer = optimizer_of(model)
+    getattr(optimizer, name)()
+    assert optimizer.entered == [("0.bias", 5)]
+    optimizer._add_to_bucket(model[0].bias, 1)  # is held back as ever
+    assert optimizer.entered == [("0.bias", 5)]
+
+
+def test_sets_are_of_trained_parameters_that_no_other_set_has() -> None:
+    model = layers()
+    assert [of_set.members for of_set in _sets(model)] == [[model[0].weight, model[0].bias]]
+    model[0].bias.requires_grad_(False)
+    assert _sets(model) == []
+    plain = nn.Sequential(nn.Linear(4, 4))
+    optimizer = Native()
+    keep_one_order(optimizer, plain)
+    assert type(optimizer) is Native
+    tied = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    tied[1].weight = tied[0].weight
+    convert_to_fp8(tied, FP8Config(always=True, emulate=True))
+    assert [list(map(id, of_set.members)) for of_set in _sets(tied)] == [[id(tied[0].weight), id(tied[0].bias)]]

@@ -1,0 +1,99 @@
+"""Sums of gradients by their kind: what is kept, what is read, and whose it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from colossalai.zero.low_level.bookkeeping import GradientStore
+
+from fp8booster.colossal.zero.gradient_store import AccumulatedGradients
+from fp8booster.config import GRADIENT_ACCUMULATIONS
+from fp8booster.kernels.group_codes import GROUP, GroupCodes
+
+GROUP_ID, PARAMETER = 1, 77
+
+
+def store_of(kind: str, widens: bool = True) -> AccumulatedGradients:
+    store = object.__new__(GradientStore)
+    store._grads_of_params, store.grad_to_param_mapping, store._working_index = {}, {}, 3
+    AccumulatedGradients.convert_in_place(store, kind, widens=widens)
+    return store
+
+
+def of(value: float, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.full((GROUP,), value, dtype=dtype)
+
+
+READERS: dict[str, Callable[[AccumulatedGradients], torch.Tensor | None]] = {
+    "gradient": lambda store: store.gradient(GROUP_ID, PARAMETER),
+    "partitioned": lambda store: store.get_partitioned_gradients_by_param_id(GROUP_ID, PARAMETER)[0],
+    "of a group": lambda store: store.get_working_grads_by_group_id(GROUP_ID)[0],
+    "of a parameter": lambda store: store.get_working_grad_by_param_id(PARAMETER),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("kind", GRADIENT_ACCUMULATIONS)
+def test_whoever_reads_has_the_sum_as_a_tensor_and_may_change_it(kind: str, reader: str) -> None:
+    store = store_of(kind)
+    for value in (1.0, 2.0):
+        store.add(of(value), GROUP_ID, PARAMETER)
+    found = READERS[reader](store)
+    assert isinstance(found, torch.Tensor)
+    assert found.dtype is (torch.float32 if kind == "32-bit" else torch.bfloat16)
+    torch.testing.assert_close(found.float(), of(3.0).float(), rtol=0.02, atol=0)
+    found.mul_(4)
+    for other in READERS.values():
+        assert other(store) is found
+    store.add(of(2.0), GROUP_ID, PARAMETER)
+    torch.testing.assert_close(READERS[reader](store).float(), of(14.0).float(), rtol=0.02, atol=0)
+
+
+@pytest.mark.parametrize("kind", GRADIENT_ACCUMULATIONS)
+def test_each_sum_knows_its_parameter_and_no_former_one_stays(kind: str) -> None:
+    store = store_of(kind)
+    for _ in range(3):
+        total = store.add(of(1.0), GROUP_ID, PARAMETER)
+        assert store.grad_to_param_mapping == {id(total): PARAMETER}
+        assert store._grads_of_params == {GROUP_ID: {PARAMETER: [total]}}
+    assert isinstance(total, GroupCodes) is (kind == "8-bit")
+    found = store.gradient(GROUP_ID, PARAMETER)
+    assert store.grad_to_param_mapping == {id(found): PARAMETER}
+
+
+def test_sums_of_16_bits_have_the_bits_of_bf16_and_of_32_of_fp32() -> None:
+    expected = {("32-bit", True): (torch.float32, 257.0), ("32-bit", False): (torch.bfloat16, 256.0)}
+    expected[("16-bit", True)] = torch.bfloat16, 256.0
+    for (kind, widens), (dtype, value) in expected.items():
+        store = store_of(kind, widens)
+        first = of(256.0)
+        store.add(first, GROUP_ID, PARAMETER)
+        total = store.add(of(1.0), GROUP_ID, PARAMETER)
+        assert total.dtype is dtype
+        assert total.unique().tolist() == [value]
+        assert (total is first) is (dtype is torch.bfloat16)  # changed in place
+    narrow = store_of("32-bit").add(of(1.0), GROUP_ID, PARAMETER)
+    assert narrow.dtype is torch.bfloat16  # one alone stays as it is
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_are_read_in_the_dtype_of_one_micro_batch(dtype: torch.dtype) -> None:
+    store = store_of("8-bit")
+    store.add(of(2.0, dtype), GROUP_ID, PARAMETER)
+    assert store.gradient(GROUP_ID, PARAMETER).dtype is dtype
+
+
+def test_where_there_is_no_gradient_none_is_told() -> None:
+    store = store_of("8-bit")
+    assert store._working_index == 0
+    assert store.gradient(GROUP_ID, PARAMETER) is None
+    assert not store.holds(GROUP_ID, PARAMETER)
+    assert store.get_working_grads_by_group_id(GROUP_ID) == []
+    store.add(of(1.0), GROUP_ID, PARAMETER)
+    assert store.holds(GROUP_ID, PARAMETER) is True
+    assert not store.holds(GROUP_ID, PARAMETER + 1)
+    assert not store.holds(GROUP_ID + 1, PARAMETER)
+    store._grads_of_params[GROUP_ID][PARAMETER].clear()
+    assert not store.holds(GROUP_ID, PARAMETER)
