@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fp8booster import FP8Linear, fp8_linear
 from fp8booster.nn.weights import freshness
+from fp8booster.nn.weights.pinned import copies_are_held
 
 
 class Graph:
@@ -72,6 +75,92 @@ def test_another_thread_may_cast_weights_while_a_step_frees_copies(monkeypatch) 
     assert there.fp8_weight.held is not None
     step(here)
     assert there.fp8_weight.held is None
+
+
+def other_stream(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(freshness, "current_stream", lambda tensor: 77)
+
+
+def another_dtype(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same memory."""
+    weight.data = weight.data.view(torch.int32)
+
+
+def changed(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.no_grad():
+        weight.add_(1)
+
+
+def moved(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight.data = weight.data.clone()
+
+
+def stepped(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = torch.nn.Parameter(torch.ones(1))
+    other.grad = torch.ones(1)
+    torch.optim.SGD([other]).step()
+
+
+@pytest.mark.parametrize("change", [other_stream, another_dtype, changed, moved, stepped])
+def test_a_copy_is_stale_when_one_thing_differs(change, monkeypatch) -> None:
+    weights = [torch.randn(4, 4) for _ in range(2)]
+    copy = freshness.FreshCopy()
+    copy.put(weights, "key", "made")
+    assert copy.get(weights, "key") == "made"
+    change(weights[1], monkeypatch)
+    assert copy.get(weights, "key") is None
+
+
+def test_a_copy_is_of_its_weights_in_their_order_by_its_key() -> None:
+    one, other = torch.randn(4, 4), torch.randn(4, 4)
+    copy = freshness.FreshCopy()
+    copy.put([one, other], "key", "made")
+    for weights in ([other, one], [one], [one, other, other], [one, one], [one, one.view_as(one)]):
+        assert copy.get(weights, "key") is None
+    assert copy.get([one, other], "another key") is None
+    assert copy.get([one, other], "key") == copy.made == "made"
+    with copies_are_held():  # a capture has leaves of its own, over the same memory
+        assert copy.get([one.view_as(one), other.view_as(other)], "key") == "made"
+        assert copy.get([other, one], "key") is None
+    copy.forget()
+    assert copy.get([one, other], "key") is copy.made is None
+
+
+def test_a_change_that_is_noted_makes_every_copy_of_a_weight_stale() -> None:
+    weight, copies = torch.randn(4, 4), [freshness.FreshCopy() for _ in range(2)]
+    for copy in copies:
+        copy.put([weight], "key", torch.ones(2))
+    assert len(list(freshness.fresh_tensors())) >= 2
+    version = weight._version
+    freshness.note_change([weight])
+    assert weight._version > version
+    assert [copy.made for copy in copies] == [None, None]
+    assert list(freshness.fresh_tensors()) == []
+    with torch.inference_mode():
+        freshness.note_change([torch.ones(2)])  # which has no version
+
+
+@pytest.mark.parametrize("what", ["nothing", "input", "weight", "mode", "compiled code", "captured"])
+def test_casts_are_used_again_where_none_of_these_is(what, monkeypatch) -> None:
+    with torch.inference_mode():
+        made = torch.ones(2)
+    input, weight = (made if what == name else torch.ones(2) for name in ("input", "weight"))
+    if what == "compiled code":
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    if what == "captured":
+        monkeypatch.setattr(freshness, "is_captured", lambda tensor: tensor is input)
+    with torch.inference_mode(what == "mode"):
+        assert freshness.reusable(input, weight) is (what == "nothing")
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("capturing", [False, True])
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_a_capture_on_a_gpu_finds_copies_that_are_held_alone(is_cuda, capturing, held, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    with copies_are_held() if held else nullcontext():
+        found = freshness.is_captured(SimpleNamespace(is_cuda=is_cuda))
+    assert found is (is_cuda and capturing and not held)
 
 
 @pytest.mark.gpu

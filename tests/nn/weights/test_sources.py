@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +13,11 @@ from torch import nn
 
 from fp8booster import FP8Config
 from fp8booster.nn.weights.cached import CachedWeight
-from fp8booster.nn.weights.casting import quantize_weight
+from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
+from fp8booster.nn.weights.pinned import copies_are_held
 from fp8booster.nn.weights.resharded import ReshardedWeight
-from fp8booster.nn.weights.source import WeightSource
+from fp8booster.nn.weights.source import WeightSource, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix
 
 CONFIG = FP8Config()
@@ -98,6 +101,242 @@ def test_other_weights_in_the_place_of_a_stack_are_cast_anew() -> None:
     assert_same(source.forward(swapped, CONFIG, transpose=True).data, whole(swapped, False).data)
     fewer = weights[:1]
     assert_same(source.forward(fewer, CONFIG, transpose=True).data, whole(fewer, False).data)
+
+
+def elsewhere(weights: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The same objects, whose values lie elsewhere, under the same version."""
+    versions = [weight._version for weight in weights]
+    for weight in weights:
+        weight.data = weight.detach().clone()
+    assert versions == [weight._version for weight in weights]
+    return weights
+
+
+OTHER_WEIGHTS: dict[str, Callable[[list[nn.Parameter]], list[nn.Parameter]]] = {
+    "in another order": lambda weights: weights[::-1],
+    "fewer": lambda weights: weights[:1],
+    "one twice": lambda weights: [weights[0], weights[0]],
+    "elsewhere": elsewhere,
+}
+
+
+@pytest.mark.parametrize("which", OTHER_WEIGHTS)
+def test_what_an_engine_made_serves_no_other_weights(which: str) -> None:
+    weights = [nn.Parameter(torch.randn(32, 48)) for _ in range(2)]
+    source = provided(EngineWeight(), weights, False)
+    other = OTHER_WEIGHTS[which](weights)
+    assert not source.is_provided(other)
+    assert_same(source.forward(other, CONFIG, transpose=True).data, whole(other, False).data)
+
+
+def test_what_an_engine_makes_takes_the_place_of_a_copy_and_is_left_to_it() -> None:
+    weights = [nn.Parameter(torch.randn(32, 48))]
+    source = EngineWeight()
+    copied = source.forward(weights, CONFIG, transpose=True)
+    assert source.held is copied
+    made = whole(weights, False)
+    source.fill(weights, made)
+    assert source.held is made
+    assert source.inverse_scale is made.inverse_scale
+    assert CachedWeight.held.fget(source) is None  # the copy's memory is free
+    source.end_evaluation()
+    assert source.held is made
+    source.forget()
+    assert source.held is source.inverse_scale is None
+    assert made.data.numel()
+
+
+def test_values_that_an_engine_keeps_away_are_asked_back() -> None:
+    asked: list[int] = []
+    source = EngineWeight(restore=lambda: asked.append(1))
+    assert source.lacks_values
+    source.restore_values()
+    assert asked == [1]
+    assert not EngineWeight().lacks_values
+    EngineWeight().restore_values()
+
+
+def test_who_reads_what_another_stream_fills_waits_for_it_but_in_a_capture(monkeypatch) -> None:
+    weights, ready, waited = [nn.Parameter(torch.randn(32, 48))], object(), []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waited.append))
+    source, made = EngineWeight(), whole(weights, False)
+    source.fill(weights, made, ready)
+    pinned = source.pin(weights, CONFIG, transpose=True, record=None)
+    waited.clear()
+    assert source.forward(weights, CONFIG, transpose=True) is made
+    assert pinned.refresh()
+    assert waited == [ready] * 2
+    with copies_are_held():
+        assert source.forward(weights, CONFIG, transpose=True) is made
+    assert waited == [ready] * 2
+    source.fill(weights, made)
+    source.forward(weights, CONFIG, transpose=True)
+    assert waited == [ready] * 2
+
+
+def test_a_filling_stays_pinned_while_the_engine_fills_the_same_memory() -> None:
+    weights = [nn.Parameter(torch.randn(32, 48))]
+    source, made = provided(EngineWeight(), weights, False), whole(weights, False)
+    source.fill(weights, made)
+    pinned = source.pin(weights, CONFIG, transpose=True, record=None)
+    before = pinned.version()
+    source.fill(weights, QuantizedMatrix(*(each if each is None else each.view_as(each) for each in made)))
+    assert pinned.refresh()
+    assert pinned.version() == before
+    source.held.data.view(torch.uint8).add_(1)
+    assert pinned.version() != before
+    source.fill(weights, whole(weights, False))
+    assert not pinned.refresh()
+    source.fill(weights, made)
+    assert pinned.refresh()
+    with torch.no_grad():
+        weights[0].mul_(2)
+    assert not pinned.refresh()
+
+
+class Counting(Casts):
+    """Casts as ever, and counts."""
+
+    count = 0
+
+    def quantize(self, *args: object, **options: object) -> QuantizedMatrix:
+        self.count += 1
+        return super().quantize(*args, **options)
+
+
+def test_copies_serve_calls_that_ask_for_no_more_and_for_the_same() -> None:
+    weights, casts, source = [nn.Parameter(torch.randn(32, 48))], Counting(), CachedWeight()
+
+    def asked(transpose: bool = True, config: FP8Config = CONFIG, casts: Casts = casts) -> QuantizedMatrix:
+        return source.forward(weights, config, transpose=transpose, casts=casts)
+
+    assert not asked(transpose=False).transpose.numel()
+    both = asked()
+    assert both.transpose.numel()
+    assert casts.count == 2
+    assert asked() is asked(transpose=False) is both
+    assert casts.count == 2
+    powers = asked(config=FP8Config(power_of_two=True))
+    assert casts.count == 3
+    assert not torch.equal(powers.inverse_scale, both.inverse_scale)
+    asked()
+    assert casts.count == 4
+    evaluated = asked(casts=REAL_TIME)  # whose scales may be others
+    assert asked() is not evaluated
+    assert casts.count == 5
+    assert asked(casts=REAL_TIME) is not evaluated
+
+
+def record(work: Callable[[], QuantizedMatrix], *, passing: bool = False) -> tuple[Callable[[], None], QuantizedMatrix]:
+    """What does a cast again, into the same memory."""
+    made = work()
+
+    def again() -> None:
+        for place, values in zip(made[:3], work()[:3], strict=True):
+            place.copy_(values)
+
+    return again, made
+
+
+def test_a_pinned_copy_is_cast_again_into_its_memory_when_its_weight_has_changed() -> None:
+    weights, casts, source = [nn.Parameter(torch.randn(32, 48)) for _ in range(2)], Counting(), CachedWeight()
+    pinned = source.pin(weights, CONFIG, transpose=True, record=record, casts=casts)
+    assert pinned.refresh()
+    held, casts.count, version = source.held, 0, pinned.version()
+    assert source.forward(weights, CONFIG, transpose=True, casts=casts) is held
+    assert pinned.refresh()
+    assert casts.count == 0
+    with torch.no_grad():
+        weights[1].mul_(2)
+    assert pinned.version() != version
+    assert pinned.refresh()
+    assert casts.count == 1
+    assert source.held is held
+    assert_same(held.data, whole(weights, False).data)
+    elsewhere(weights)
+    assert not pinned.refresh()
+
+
+def test_graphs_of_one_weight_read_one_copy_as_long_as_it_is_the_same() -> None:
+    weights, source = [nn.Parameter(torch.randn(32, 48)) for _ in range(2)], CachedWeight()
+
+    def pin(of: list[nn.Parameter] = weights, config: FP8Config = CONFIG, transpose: bool = True) -> object:
+        return source.pin(of, config, transpose=transpose, record=record)
+
+    first = pin()
+    assert pin() is first
+    others = [pin(transpose=False), pin(config=FP8Config(power_of_two=True)), pin(weights[::-1]), pin(weights[:1])]
+    assert first not in others
+    assert len(set(map(id, others))) == len(others)
+    again = pin()
+    elsewhere(weights)
+    assert pin() is not again
+
+
+CAST_ALONE: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "compiled": lambda patch: patch.setattr(torch.compiler, "is_compiling", lambda: True),
+    "captured": lambda patch: patch.setattr("fp8booster.nn.weights.source.is_captured", lambda tensor: True),
+}
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("how", [*CAST_ALONE, "a weight of inference mode"])
+def test_a_call_that_can_keep_none_has_a_cast_of_its_own(how: str, trained: bool, monkeypatch) -> None:
+    if how in CAST_ALONE:
+        CAST_ALONE[how](monkeypatch)
+    with torch.inference_mode(how not in CAST_ALONE):
+        weight = torch.randn(32, 48)
+    source, x = CachedWeight(), torch.randn(16, 48, requires_grad=trained)
+    found = source.for_call(weight, CONFIG, x, training=True)
+    assert source.held is None
+    assert bool(found.transpose.numel()) is trained  # for the backward of this call alone
+    assert_same(found.data, whole([weight], False).data)
+    with torch.no_grad():
+        assert not source.for_call(weight, CONFIG, x, training=True).transpose.numel()
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_kept_copy_has_the_transpose_that_its_mode_needs(keeps: bool) -> None:
+    config, weight = FP8Config(keep_weight_transposes=keeps), nn.Parameter(torch.randn(32, 48))
+    x, trained = torch.randn(16, 48), torch.randn(16, 48, requires_grad=True)
+    for training, input, expected in (
+        (True, x, keeps),  # as a checkpointed forward without gradients
+        (True, trained, keeps),
+        (False, x, False),
+        (False, trained, True),
+    ):
+        source = CachedWeight()
+        found = source.for_call(weight, config, input, training=training)
+        assert source.held is found
+        assert bool(found.transpose.numel()) is expected, (training, input.requires_grad)
+
+
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise"])
+def test_a_transpose_that_backward_makes_is_that_of_the_values_then(granularity: str) -> None:
+    config = FP8Config(granularity=granularity, emulate=True)
+    made = quantize_weight(torch.randn(128, 256), config, transposed=True)
+    alone = QuantizedMatrix(made.data, made.data.new_empty(0), made.inverse_scale, None)
+    backward_weight = transposed_in_backward(alone)
+    transpose, scale = backward_weight()
+    assert_same(transpose, made.data.t())
+    if granularity == "blockwise":
+        assert torch.equal(scale, made.scale_of_transpose())
+    elif granularity == "rowwise":
+        assert scale == 1  # each row's is the output's, which who multiplies applies
+    else:
+        assert torch.equal(scale, made.inverse_scale)
+    made.data.view(torch.uint8).zero_()
+    with pytest.raises(RuntimeError, match="a weight needed for gradient computation has been modified"):
+        backward_weight()
+
+
+def test_scales_that_do_not_come_from_what_is_cast_are_noted() -> None:
+    delayed = FP8Config(scaling="delayed", emulate=True)
+    assert CachedWeight().notes_of_scaling(CONFIG) == []
+    assert CachedWeight().notes_of_scaling(delayed) == ["delayed scales"]
+    assert EngineWeight().notes_of_scaling(delayed) == [
+        "delayed scales, real-time ones of a weight that an engine casts"
+    ]
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda source: pickle.loads(pickle.dumps(source))])
