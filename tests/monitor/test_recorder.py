@@ -7,9 +7,11 @@ import torch
 
 from fp8booster import formats
 from fp8booster.comm.encoding import Encoding, observers
+from fp8booster.kernels.group_codes import encode_groups
 from fp8booster.kernels.message_layout import side_by_side
 from fp8booster.monitor.recorder import Recorder
 from fp8booster.monitor.watchdog import Watchdog
+from fp8booster.tensor import quantize
 
 ENCODINGS = [Encoding(), Encoding(format=formats.E5M2, block_size=32), Encoding(block_size=None)]
 
@@ -68,6 +70,77 @@ def test_a_message_is_recorded_as_it_is_decoded(encoding, how) -> None:
     assert row.flushed == int((nonzero & (decoded == 0)).sum()) / int(nonzero.sum())
     noise = (exact - decoded).square().sum()
     assert row.snr_db == pytest.approx(float(10 * torch.log10(exact.square().sum() / noise)), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("every", "done", "sampled"),
+    [(3, 0, [1, 3, 6]), (1, 0, [1, 2, 3, 4, 5, 6, 7]), (3, 4, [6, 9]), (3, 6, [9, 12]), (10, 1, [])],
+)
+def test_the_first_step_is_sampled_and_each_whose_number_is_a_multiple(every, done, sampled) -> None:
+    sink = Kept()
+    recorder = Recorder(every, [sink], {}, done, Watchdog(), pytest.fail)
+    taken = []
+    for _ in range(7):
+        taken += [recorder.step] * recorder.is_sampling
+        values = torch.ones(16, 16)
+        recorder.note("layer", "input", values, quantize(values, formats.E4M3), remember=True)
+        recorder.end_step()
+    recorder.close()
+    assert taken == [row.step for row in sink] == sampled
+
+
+@pytest.mark.parametrize("layouts", [{}, {"transposed": True}, {"plain": False, "transposed": True}], ids=str)
+@pytest.mark.parametrize("scale_for", ["tensor", "row", "group", "block"])
+@pytest.mark.parametrize("shape", [(40, 144), (3, 5, 144)])
+def test_a_cast_is_recorded_by_its_values_and_micro_batches_add_up(shape, scale_for, layouts) -> None:
+    torch.manual_seed(0)
+    sink, batches = Kept(), [torch.randn(shape) * torch.exp(2 * torch.randn(shape)) for _ in range(2)]
+    recorder = Recorder(1, [sink], {}, 0, Watchdog(flushed=None), pytest.fail)
+    exact, decoded = [], []
+    for values in batches:
+        values[0] = 0.0
+        values[1] *= 1e-4
+        quantized = quantize(values.flatten(0, -2), formats.E4M3, scale_for=scale_for, **layouts)
+        recorder.note("layer", "input", values, quantized, remember=False)
+        matrix = values.flatten(0, -2)
+        if not layouts.get("plain", True):  # its values are those of the cast by columns
+            quantized = quantize(matrix.t(), formats.E4M3, scale_for=scale_for)
+            matrix = matrix.t()
+        exact.append(matrix.double())
+        decoded.append(quantized.dequantize(*matrix.shape).double())
+    assert recorder.seen == []
+    recorder.end_step()
+    recorder.close()
+    (row,) = sink
+    exact, decoded = torch.stack(exact), torch.stack(decoded)
+    assert (row.layer, row.role, row.saturated, row.non_finite) == ("layer", "input", 0.0, 0)
+    assert row.amax == float(exact.abs().max())
+    assert row.flushed == int(((exact != 0) & (decoded == 0)).sum()) / int((exact != 0).sum())
+    noise = (exact - decoded).square().sum()
+    assert row.snr_db == pytest.approx(float(10 * torch.log10(exact.square().sum() / noise)), abs=1e-3)
+
+
+def test_casts_of_a_step_are_remembered_until_it_ends() -> None:
+    recorder, values = Recorder(100, [], {}, 1, Watchdog(), pytest.fail), torch.ones(16, 16)
+    for role, remember in (("weight", False), ("input", True), ("output gradient", True)):
+        recorder.note("layer", role, values, quantize(values, formats.E4M3), remember)
+    assert [(seen.layer, seen.role) for seen in recorder.seen] == [("layer", "input"), ("layer", "output gradient")]
+    assert all(float(seen.inverse_scale) == pytest.approx(1 / 448) for seen in recorder.seen)
+    recorder.end_step()
+    assert recorder.seen == []
+
+
+def test_what_is_saved_in_8_bits_is_of_the_layer_whose_input_is_cast_next_in_that_step() -> None:
+    sink, values = Kept(), torch.randn(16, 128)
+    recorder = Recorder(1, [sink], {}, 0, Watchdog(flushed=None), pytest.fail)
+    recorder.note_saved(values, encode_groups(values))
+    recorder.end_step()  # nobody read it in this step
+    recorder.note_saved(values, encode_groups(values))
+    for layer, role in (("first", "weight"), ("second", "input"), ("third", "input")):
+        recorder.note(layer, role, values, quantize(values, formats.E4M3), remember=False)
+    recorder.end_step()
+    recorder.close()
+    assert [(row.step, row.layer) for row in sink if row.role == "saved activation"] == [(2, "second")]
 
 
 def test_sums_that_are_cast_again_are_recorded_as_they_are_decoded() -> None:

@@ -25,6 +25,12 @@ def test_a_line_has_shares_and_decibels() -> None:
     assert (row.non_finite, row.ranks) == (0, 1)
 
 
+def test_shares_and_outliers_are_of_the_values_that_count() -> None:
+    row = row_of(1, KEY, totals(values=12, nonzero=4, flushed=1, saturated=3, non_finite=2, signal=40.0))
+    assert (row.flushed, row.saturated, row.non_finite) == (0.25, 0.25, 2)
+    assert row.outlier == pytest.approx(2.0 / math.sqrt(40.0 / 10))  # what is not finite has no part in the root
+
+
 def test_ranks_add_up_and_the_largest_amax_has_the_scale() -> None:
     other = totals(8.0, 1.0, signal=20.0, noise=0.1, non_finite=3)
     (whole,) = merged([{KEY: totals()}, {KEY: other}]).values()

@@ -59,6 +59,30 @@ def test_a_run_that_goes_on_drops_what_it_left(tmp_path) -> None:
         stream.write('{"step": 15, "lay')
     write(path, 7, row(10, amax=3.0))
     assert [(each.step, each.amax) for each in read_scales(path)[1]] == [(1, 2.0), (5, 2.0), (10, 3.0)]
+    write(path, 5, row(10, amax=4.0))  # the step that is done last stays
+    assert [(each.step, each.amax) for each in read_scales(path)[1]] == [(1, 2.0), (5, 2.0), (10, 4.0)]
+
+
+def test_what_was_written_is_there_before_the_end(tmp_path) -> None:
+    sink = JsonLines(tmp_path / "scales.jsonl")
+    sink.begin(HEADER, 0)
+    sink.write([row(1)])
+    assert read_scales(sink.path)[1] == [row(1)]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        sink.write([row(5, amax=float("nan"))])
+    sink.close()
+
+
+def test_tensorboard_drops_what_a_run_left(tmp_path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for done, rows in ((0, [row(5), row(7), row(8, flushed=0.5)]), (7, [row(8)])):
+        sink = TensorBoard(tmp_path)
+        sink.begin(HEADER, done)
+        sink.write(rows)
+        sink.close()
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("weight/flushed/layers.0")
+    assert [(event.step, event.value) for event in events] == [(5, 0.125), (7, 0.125), (8, 0.125)]
 
 
 def test_a_run_that_begins_anew_keeps_nothing(tmp_path) -> None:

@@ -10,7 +10,21 @@ from tests.distributed import run_ranks
 
 @pytest.mark.parametrize(
     ("name", "sent"),
-    [("all_reduce", 150), ("reduce_scatter_tensor", 75), ("all_gather", 300), ("all_to_all_single", 75), ("send", 100)],
+    [
+        ("all_reduce", 150),
+        ("all_reduce_coalesced", 150),
+        ("reduce", 75),
+        ("broadcast", 75),
+        ("reduce_scatter", 75),
+        ("reduce_scatter_tensor", 75),
+        ("all_gather", 300),
+        ("all_gather_into_tensor", 300),
+        ("all_to_all", 75),
+        ("all_to_all_single", 75),
+        ("scatter", 75),
+        ("send", 100),
+        ("isend", 100),
+    ],
 )
 def test_bytes_that_a_rank_sends_of_a_payload_of_100_among_4(name, sent):
     assert bytes_sent(name, 100, 4) == sent
@@ -20,6 +34,7 @@ def _exchange() -> dict[str, list[tuple[str, str, int, int, int]]]:
     rank, other = dist.get_rank(), 1 - dist.get_rank()
     ones, half = torch.ones(8), torch.ones(8, dtype=torch.bfloat16)
     original = dist.all_reduce
+    alone = [dist.new_group([each]) for each in (0, 1)][rank]
     with count_traffic() as outer:
         dist.all_reduce(ones, group=dist.group.WORLD)
         with count_traffic() as inner:
@@ -36,6 +51,11 @@ def _exchange() -> dict[str, list[tuple[str, str, int, int, int]]]:
             else:
                 dist.recv(ones, 0)
             dist.all_gather_object([None, None], "text")
+            dist.reduce_scatter(torch.empty(2), [ones[:2], ones[2:4]])
+            dist.all_to_all([torch.empty(3), torch.empty(3)], [ones[:3], ones[3:6]])
+            dist.scatter(torch.empty(5), [ones[:5], ones[:5]] if rank == 0 else None)
+            dist.reduce(ones[:6], 0)
+            dist.all_reduce(torch.ones(7, dtype=torch.float64), dist.ReduceOp.SUM, alone)
         dist.all_reduce(half)
     assert outer.latest == "all_reduce of 8 bfloat16 values"
     assert dist.all_reduce is original
@@ -57,6 +77,11 @@ def test_every_collective_is_counted_where_it_is_called():
     assert inner["send", "float32"] == (1, 32, 32)  # and not again as the isend it is made of
     assert ("send", "float32") not in {row[:2] for row in second["inner"]}
     assert inner["all_gather", "uint8"][1] > 0  # the pickled object
+    assert inner["reduce_scatter", "float32"] == (1, 16, 8)
+    assert inner["all_to_all", "float32"] == (1, 24, 12)
+    assert inner["scatter", "float32"] == (1, 40, 20)
+    assert inner["reduce", "float32"] == (1, 24, 12)
+    assert inner["all_reduce", "float64"] == (1, 56, 0)  # a group of one rank sends nothing
     outer = {row[:2]: row[2:] for row in first["outer"]}
     assert outer["all_reduce", "float32"] == (1, 32, 32)
     assert outer["all_reduce", "bfloat16"] == (1, 16, 16)
