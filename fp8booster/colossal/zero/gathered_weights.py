@@ -381,6 +381,13 @@ class GatheredWeights:
             self._restore(gathered)
 
     @torch.no_grad()
+    def note_values(self) -> None:
+        """Let the layers know that the values in 16 bits, which are those of the masters now, are of these weights."""
+        for group in dict.fromkeys(gathered.group for gathered in self._weights.values()):
+            for filled in group.filled:
+                filled.source.note_values(filled.weights)
+
+    @torch.no_grad()
     def _restore(self, gathered: GatheredWeight) -> None:
         if not gathered.released:
             return

@@ -444,6 +444,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """
         self.gathered_weights.restore()
         self._gather([self._update_of(working) for working in self._in_fp8()], wait=True)
+        self.gathered_weights.note_values()
 
     def groups_that_gather(self) -> list[dist.ProcessGroup]:
         """The groups of ranks over which `gather_working_weights` communicates."""

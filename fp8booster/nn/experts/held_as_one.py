@@ -32,7 +32,7 @@ from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import cached_by_class, members_of_made
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import REAL_TIME, Casts
-from fp8booster.nn.weights.freshness import is_captured
+from fp8booster.nn.weights.freshness import is_captured, look_again
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import WeightSource
 
@@ -244,10 +244,12 @@ class FP8Experts(nn.Module):
             source.invalidate([] if weight is None else [weight])
 
     def train(self, mode: bool = True) -> FP8Experts:
-        """As `nn.Module.train`; copies that were made in evaluation go."""
-        if not self.training:
-            for source in self.fp8_weights.values():
+        """As `nn.Module.train`; unless it was and stays in training, the weights are looked at again."""
+        if not (self.training and mode):
+            for name, source in self.fp8_weights.items():
                 source.end_evaluation()
+                if (weight := self._parameters.get(name)) is not None:
+                    look_again(weight)
         return super().train(mode)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FP8Experts:

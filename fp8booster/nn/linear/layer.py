@@ -20,7 +20,7 @@ from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts, computes_in_fp8
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import REAL_TIME, Casts
-from fp8booster.nn.weights.freshness import note_change, reusable
+from fp8booster.nn.weights.freshness import look_again, note_change, reusable
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
@@ -159,9 +159,11 @@ class FP8Layer(nn.Module):
         )
 
     def train(self, mode: bool = True) -> FP8Layer:
-        """As `nn.Module.train`; copies that were made in evaluation go."""
-        if not self.training:
+        """As `nn.Module.train`; unless it was and stays in training, the weight is looked at again."""
+        if not (self.training and mode):
             self.fp8_weight.end_evaluation()
+            if (weight := self._parameters.get("weight")) is not None:
+                look_again(weight)
         return super().train(mode)
 
     def _computes_in_fp8(self, rows: int, matrix: torch.Tensor, again: bool) -> bool:

@@ -7,14 +7,20 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fp8booster.config import FP8Config
+from fp8booster.kernels.shard_cast import unpack
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import REAL_TIME, Casts
+from fp8booster.nn.weights.freshness import looks
 from fp8booster.nn.weights.pinned import Pinned, Record, are_copies_held, note_use
+from fp8booster.nn.weights.stacking import as_matrix
 from fp8booster.tensor import QuantizedMatrix
 
 
 class EngineWeight(CachedWeight):
-    """Gives what an engine made together with the weights, until someone else changes them; then it casts them.
+    """Gives what an engine made together with the weights, while they have its values; else it casts them.
+
+    Where the weights may have been written by someone else, it compares them, once: an average of weights that was
+    swapped in is cast, and what the engine made is given again when the weights have their values back.
 
     A copy or a pickle of it is a `CachedWeight`.
 
@@ -41,14 +47,14 @@ class EngineWeight(CachedWeight):
             ready: recorded behind what writes it, where another stream does.
         """
         self.forget()
-        self._filled, self._ready, self._filled_for = quantized, ready, _places(weights)
+        self._filled, self._ready = quantized, ready
+        self._seen_at, self._is_right, self._noted = _places(weights), True, None
 
     def forward(
         self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
     ) -> QuantizedMatrix:
         # a capture has other leaves for the weights
         if self._filled is None or not (are_copies_held() or self.is_provided(weights)):
-            self._drop()
             return super().forward(weights, config, transpose=transpose, casts=casts)
         note_use(self, weights, config, transpose, casts)
         self.wait()
@@ -74,29 +80,57 @@ class EngineWeight(CachedWeight):
         return super().pin(weights, config, transpose=transpose, record=record, casts=casts)
 
     def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether the engine filled it for the weights as they are."""
-        return self._filled is not None and self._filled_for == _places(weights)
+        """Tell whether the weights, as they are, have the values of what the engine made."""
+        if self._filled is None:
+            return False
+        places = _places(weights)
+        if places != self._seen_at:
+            self._is_right, self._seen_at = self._has_values_of(weights, self._filled), places
+            if self._is_right:
+                super().forget()
+        return self._is_right
+
+    def note_values(self, weights: Sequence[torch.Tensor]) -> None:
+        """Remember the weights as they are, which the engine wrote, as other values of what it made last."""
+        if self._filled is not None:
+            self._noted = _sums(as_matrix(weights, self.is_transposed))
+
+    def _has_values_of(self, weights: Sequence[torch.Tensor], filled: QuantizedMatrix) -> bool:
+        """Compare the weights with what the engine made; the host waits for it."""
+        if all(self.lacks_values and _lacks_values(weight) for weight in weights):
+            return True  # there is no other value
+        if any(weight.device != filled.data.device for weight in weights):
+            return False
+        self.wait()
+        matrix = as_matrix(weights, self.is_transposed)
+        values = torch.empty(filled.data.shape, dtype=matrix.dtype, device=matrix.device)
+        unpack([filled.data], [filled.inverse_scale], [None], [values])
+        if torch.equal(values, matrix):
+            return True
+        return self._noted is not None and all(map(torch.equal, self._noted, _sums(matrix)))
 
     @property
     def held(self) -> QuantizedMatrix | None:
         """What the engine made, or the copy."""
-        return super().held if self._filled is None else self._filled
+        return self._filled if self._is_right else super().held
 
     def forget(self) -> None:
-        """Free the copy, and leave what the engine made to the engine."""
+        """Free the copy; what the engine made counts where it is found to have the weights' values."""
         super().forget()
-        self._drop()
+        self._seen_at, self._is_right = None, False
 
     def restore_values(self) -> None:
         if self._restore is not None:
             self._restore()
 
-    def _drop(self) -> None:
-        self._filled = self._ready = None
-
     _filled: QuantizedMatrix | None = None
     _ready: torch.cuda.Event | None = None
-    _filled_for: list[tuple[int, int]]
+    _is_right: bool = False
+    """The weights that were seen last have the values of what the engine made."""
+
+    _seen_at: list[tuple[int, int, int]] | None = None
+    _noted: tuple[torch.Tensor, ...] | None = None
+    """Of `note_values`."""
 
     def __reduce__(self) -> tuple:
         return CachedWeight, (self.is_transposed,)
@@ -130,5 +164,15 @@ def _addresses(matrix: QuantizedMatrix) -> tuple[int, ...]:
     return tuple(0 if each is None else each.data_ptr() for each in matrix)
 
 
-def _places(weights: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    return [(weight.data_ptr(), weight._version) for weight in weights]
+def _places(weights: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
+    return [(weight.data_ptr(), weight._version, looks(weight)) for weight in weights]
+
+
+def _sums(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the sums of the columns and of the rows, which tell a matrix from another: float64."""
+    return matrix.sum(0, dtype=torch.float64), matrix.sum(1, dtype=torch.float64)
+
+
+def _lacks_values(weight: torch.Tensor) -> bool:
+    """Whether the memory of a weight is one value, seen through its shape."""
+    return weight.numel() > 1 and not any(weight.stride())

@@ -8,7 +8,8 @@ steps sees these. A step that was captured into a CUDA graph runs no hook when i
 replay counts.
 
 A change through `.data` between two steps, made by hand, is seen by none of these, nor is one that a replayed graph
-makes without a step: call `forget_weights(model)` after it.
+makes without a step. The next call of `eval()`, or of `train()` after it, makes the copies of a layer's weight stale,
+for averages of weights are written so before it (`look_again`); else call `forget_weights(model)` after such a change.
 
 A step makes every copy stale, so it frees them all: between a step and the next forward FP8 weights that are cast once
 a step take no memory.
@@ -100,7 +101,20 @@ def weight_state(weight: torch.Tensor) -> tuple:
     """What changes when a copy of the weight is no longer fresh; ask it when the copy is made."""
     watch_memory(weight)
     # another stream casts anew rather than read a copy that this one may not have finished
-    return weight.data_ptr(), weight._version, weight.dtype, _Changes.count, current_stream(weight)
+    return weight.data_ptr(), weight._version, looks(weight), weight.dtype, _Changes.count, current_stream(weight)
+
+
+def look_again(weight: torch.Tensor) -> None:
+    """Make what was made of a weight stale, and what an engine made of it unsure: it may have been written unseen."""
+    setattr(weight, _LOOKS, looks(weight) + 1)
+
+
+def looks(weight: torch.Tensor) -> int:
+    """Return how often `look_again` was called for a weight."""
+    return getattr(weight, _LOOKS, 0)
+
+
+_LOOKS = "_fp8booster_looks"
 
 
 def fresh_tensors() -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, forget_weights, fp8_linear
+from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
@@ -182,6 +183,21 @@ def test_each_pass_of_evaluation_sees_what_was_written_unseen_before_it(layer, x
             assert torch.equal(layer(x), fp8_linear(x, swapped))
     layer.weight.data.copy_(own)
     assert torch.equal(layer.train()(x), fp8_linear(x, own))
+
+
+@pytest.mark.parametrize("modes", [(False, True), (False, False, True)])
+def test_merged_layers_see_what_was_written_before_the_mode_changed(modes, device) -> None:
+    torch.manual_seed(0)
+    module = nn.ModuleList(nn.Linear(32, size, bias=False) for size in (32, 16)).to(device)
+    convert_to_fp8(module, FP8Config(always=True))
+    merged, x = MergedLayers(list(module)), torch.randn(16, 32, device=device)
+    before = merged(x)
+    assert merged(x).equal(before)
+    for layer in module:
+        layer.weight.data.mul_(-2)
+    for mode in modes:
+        module.train(mode)
+    assert torch.equal(merged(x), -2 * before)
 
 
 def test_a_forward_without_gradients_makes_the_copy_that_training_reads(layer, x, casts) -> None:

@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config
+from fp8booster.nn.weights import engine
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
+from fp8booster.nn.weights.freshness import look_again
 from fp8booster.nn.weights.pinned import copies_are_held
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import WeightSource, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix
+from tests.nn.reference import count_calls
 
 CONFIG = FP8Config()
 CASES = {"one": (1, False), "transposed": (1, True), "stacked": (3, False)}
@@ -359,3 +362,76 @@ def test_forgetting_frees_what_is_held(case) -> None:
         assert source.held is not None
         source.forget()
         assert source.held is None
+
+
+@pytest.fixture
+def decoded() -> tuple[EngineWeight, list[nn.Parameter], QuantizedMatrix]:
+    """An engine's weights, whose 16-bit values are those of its FP8 bytes."""
+    weights = [nn.Parameter(torch.randn(size, 48).bfloat16()) for size in (32, 16)]
+    quantized = whole(weights, False)
+    values = quantized.dequantize(48, 48).bfloat16()
+    source = EngineWeight()
+    for weight, part in zip(weights, values.split([32, 16]), strict=True):
+        weight.data.copy_(part)
+    source.fill(weights, quantized)
+    return source, weights, quantized
+
+
+def test_weights_written_unseen_are_compared_when_they_are_looked_at_again(decoded) -> None:
+    source, weights, quantized = decoded
+    kept = weights[1].data.clone()
+    weights[1].data[3, 5] += 1
+    assert source.forward(weights, CONFIG, transpose=True) is quantized  # nobody saw it
+    look_again(weights[1])
+    assert not source.is_provided(weights)
+    found = source.forward(weights, CONFIG, transpose=True)
+    assert_same(found.data, whole(weights, False).data)
+    assert source.held is found
+    weights[1].data.copy_(kept)
+    look_again(weights[0])
+    assert source.forward(weights, CONFIG, transpose=True) is quantized
+    with torch.no_grad():
+        weights[0].mul_(2)
+        assert source.forward(weights, CONFIG, transpose=True) is not quantized
+        weights[0].div_(2)
+    assert source.forward(weights, CONFIG, transpose=True) is quantized
+
+
+def test_they_are_compared_once(decoded, monkeypatch) -> None:
+    source, weights, quantized = decoded
+    compared = count_calls(monkeypatch, engine, "unpack")
+    for _ in range(3):
+        source.forward(weights, CONFIG, transpose=True)
+    assert not compared
+    look_again(weights[0])
+    for _ in range(3):
+        assert source.forward(weights, CONFIG, transpose=True) is quantized
+    assert len(compared) == 1
+
+
+def test_other_values_that_the_engine_wrote_itself_are_of_the_same_weights(decoded) -> None:
+    source, weights, quantized = decoded
+    for weight in weights:
+        weight.data.add_(0.01 * torch.randn_like(weight))  # as a checkpoint's values are
+    source.note_values(weights)
+    look_again(weights[0])
+    assert source.forward(weights, CONFIG, transpose=True) is quantized
+    first, second = weights[0].data[0, :2].tolist()
+    weights[0].data[0, :2] = torch.tensor([second, first], dtype=torch.bfloat16)  # the same values elsewhere
+    look_again(weights[0])
+    assert not source.is_provided(weights)
+    source.fill(weights, quantized)
+    look_again(weights[0])
+    assert not source.is_provided(weights)  # what was written before is no value of what is made now
+
+
+def test_weights_without_values_are_what_the_engine_made(decoded) -> None:
+    _, weights, quantized = decoded
+    source = EngineWeight(restore=lambda: None)
+    for weight in weights:
+        weight.data = weight.new_full((), torch.nan).expand(weight.shape)
+    source.fill(weights, quantized)
+    look_again(weights[0])
+    assert source.forward(weights, CONFIG, transpose=True) is quantized
+    weights[0].data, weights[1].data = torch.ones(32, 48).bfloat16(), torch.ones(16, 48).bfloat16()
+    assert source.forward(weights, CONFIG, transpose=True).inverse_scale.item() == pytest.approx(1 / 448)
