@@ -96,6 +96,14 @@ def test_all_tensors_of_a_state_move() -> None:
     assert state.codes["step"] == 0
 
 
+def test_a_step_takes_its_state_to_the_parameters_device() -> None:
+    parameter = nn.Parameter(torch.empty(300, device="meta"))
+    optimizer = AdamW([parameter])
+    optimizer.state[parameter] = State.zeros(nn.Parameter(torch.zeros(300)))
+    state = optimizer._state_of(parameter)
+    assert {value.device.type for value in state.codes.values() if isinstance(value, torch.Tensor)} == {"meta"}
+
+
 def test_a_state_that_is_asked_for_is_kept_and_those_given_are_taken() -> None:
     parameter, optimizer = trained()
     states = States()
