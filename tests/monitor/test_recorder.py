@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -165,3 +167,29 @@ def test_sums_that_are_cast_again_are_recorded_as_they_are_decoded() -> None:
     noise = (sums.double() - decoded.double()).square().sum()
     assert row.snr_db == pytest.approx(float(10 * torch.log10(sums.double().square().sum() / noise)), abs=1e-4)
     assert row.amax == float(sums.abs().max())
+
+
+def test_casts_are_remembered_until_their_step_ends_without_their_values() -> None:
+    recorder = Recorder(2, [], {}, 0, Watchdog(), pytest.fail)
+    scales = []
+    for step in range(1, 5):
+        for role, remember in (("input", True), ("weight", False), ("output gradient", True)):
+            made = quantize(torch.full((16, 16), float(step)), formats.E4M3)
+            recorder.note(f"layer of step {step}", role, torch.full((16, 16), float(step)), made, remember)
+            scales.append(made.inverse_scale)
+        of_data = weakref.ref(made.data)
+        del made
+        assert [(each.layer, each.role) for each in recorder.seen] == [
+            (f"layer of step {step}", role) for role in ("input", "output gradient")
+        ]
+        assert [each.inverse_scale for each in recorder.seen] == [scales[-3], scales[-1]]
+        assert recorder.step == step
+        assert recorder.is_sampling is (step in (1, 2, 4))
+        if not recorder.is_sampling:
+            assert of_data() is None
+        recorder.end_step()
+        assert recorder.seen == []
+        assert of_data() is None
+    recorder.note("layer", "input", torch.ones(16, 16), quantize(torch.ones(16, 16), formats.E4M3), True)
+    recorder.close()
+    assert recorder.seen == []

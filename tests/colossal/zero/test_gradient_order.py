@@ -10,6 +10,7 @@ from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.colossal.zero.gradient_order import _sets, keep_one_order
+from tests.nn.experts.test_held_as_one import Experts
 
 
 class Native(LowLevelZeroOptimizer):
@@ -103,6 +104,8 @@ def test_sets_are_of_trained_parameters_that_no_other_set_has() -> None:
     assert [of_set.members for of_set in _sets(model)] == [[model[0].weight, model[0].bias]]
     model[0].bias.requires_grad_(False)
     assert _sets(model) == []
+    experts = convert_to_fp8(nn.Sequential(Experts().bfloat16()), FP8Config(always=True, emulate=True))
+    assert [of_set.members for of_set in _sets(experts)] == [list(experts[0].parameters())]
     plain = nn.Sequential(nn.Linear(4, 4))
     optimizer = Native()
     keep_one_order(optimizer, plain)

@@ -58,7 +58,7 @@ def test_each_sum_knows_its_parameter_and_no_former_one_stays(kind: str) -> None
         total = store.add(of(1.0), GROUP_ID, PARAMETER)
         assert store.grad_to_param_mapping == {id(total): PARAMETER}
         assert store._grads_of_params == {GROUP_ID: {PARAMETER: [total]}}
-    assert isinstance(total, GroupCodes) is (kind == "8-bit")
+        assert isinstance(total, GroupCodes) is (kind == "8-bit")
     found = store.gradient(GROUP_ID, PARAMETER)
     assert store.grad_to_param_mapping == {id(found): PARAMETER}
 
@@ -76,6 +76,7 @@ def test_sums_of_16_bits_have_the_bits_of_bf16_and_of_32_of_fp32() -> None:
         assert (total is first) is (dtype is torch.bfloat16)  # changed in place
     narrow = store_of("32-bit").add(of(1.0), GROUP_ID, PARAMETER)
     assert narrow.dtype is torch.bfloat16  # one alone stays as it is
+    assert store_of("16-bit").add(of(1.0, torch.float32), GROUP_ID, PARAMETER).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -316,6 +318,7 @@ class Noting(nn.Module):
     def __init__(self, noted: list[tuple[bool, bool]]) -> None:
         super().__init__()
         self.linear, self.noted, self.draws = nn.Linear(32, 32), noted, 0
+        self.outputs: list[weakref.ref[torch.Tensor]] = []
         self.linear.weight.factor = 3.0
 
     def forward(self, x: torch.Tensor | None = None, other: object = None) -> torch.Tensor:
@@ -324,7 +327,9 @@ class Noting(nn.Module):
             self.draws -= 1
             torch.rand(1, device=self.linear.weight.device)
         x = torch.ones(4, 32, device=self.linear.weight.device) if x is None else x
-        return self.linear(x) * self.linear.weight.factor
+        y = self.linear(x) * self.linear.weight.factor
+        self.outputs.append(weakref.ref(y))
+        return y
 
 
 def noting(device: torch.device) -> tuple[Noting, list[tuple[bool, bool]]]:
@@ -361,6 +366,8 @@ def test_a_checkpointed_forward_is_captured_without_gradients(record: Rerun | No
     assert reason(layer, lambda: checkpoint(layer, x, use_reentrant=False), 1) is None
     # the forward, what it is in backward, and where graphs are rerun each once more
     assert [of_forward for of_forward, _ in noted[:2]] == [False, True]
+    gc.collect()
+    assert not any(output() is not None for output in layer.outputs)  # what it saved for backward is free
 
 
 @pytest.mark.parametrize("how", ["evaluation", "compiled code", "without gradients"])
