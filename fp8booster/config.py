@@ -179,15 +179,14 @@ class FP8Config:
             raise ValueError(
                 f"FP8Config.first_last_layers_in_16_bits is {count!r}; give a whole number of layers, 0 or more"
             )
-        defaults = _DEFAULTS_BY_GRANULARITY.get(self.granularity, {}) | _DEFAULTS_BY_SCALING.get(self.scaling, {})
+        for name in ("granularity", "scaling"):  # by which others have their defaults
+            self._require_allowed(name)
+        defaults = _DEFAULTS_BY_GRANULARITY[self.granularity] | _DEFAULTS_BY_SCALING[self.scaling]
         for name, value in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
-        for name, allowed in _ALLOWED.items():
-            value = getattr(self, name)
-            if not any(type(value) is type(choice) and value == choice for choice in allowed):
-                choices = " or ".join(repr(choice) for choice in allowed)
-                raise ValueError(f"FP8Config.{name} is {value!r}; use {choices}")
+        for name in _ALLOWED:
+            self._require_allowed(name)
         for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
@@ -200,7 +199,20 @@ class FP8Config:
                 'that its FP8 values do not tell; keep the transposes or use granularity="tensorwise"'
             )
         self._check_scaling()
+        for name in ("saved_activations", "recompute"):
+            value = getattr(self, name)
+            if not self.fused and value != getattr(type(self), name):
+                raise ValueError(
+                    f"FP8Config.{name} is {value!r}, which fused layers do, and fused is False; use "
+                    f"{name}={getattr(type(self), name)!r}, or leave fused out"
+                )
         if self.granularity == "blockwise":
+            for name in ("fast_accumulation_dgrad", "fast_accumulation_wgrad"):
+                if getattr(self, name):
+                    raise ValueError(
+                        f"FP8Config.{name} is True, and products with blockwise scales have no fast accumulation; "
+                        "leave it out"
+                    )
             for name in ("input_format", "weight_format", "gradient_format"):
                 if getattr(self, name) is not formats.E4M3:
                     raise ValueError(
@@ -214,9 +226,15 @@ class FP8Config:
                     f"only by E4M3; use torch.float8_e4m3fn for {other}"
                 )
 
+    def _require_allowed(self, name: str) -> None:
+        value, allowed = getattr(self, name), _ALLOWED[name]
+        if not any(type(value) is type(choice) and value == choice for choice in allowed):
+            choices = " or ".join(repr(choice) for choice in allowed)
+            raise ValueError(f"FP8Config.{name} is {value!r}; use {choices}")
+
     def _check_scaling(self) -> None:
         what = f"FP8Config.scaling is {self.scaling!r}"
-        if "power_of_two" in _DEFAULTS_BY_SCALING.get(self.scaling, {}) and not self.power_of_two:
+        if "power_of_two" in _DEFAULTS_BY_SCALING[self.scaling] and not self.power_of_two:
             raise ValueError(f"{what}, whose scales are powers of two, and power_of_two is False; leave it out")
         for scaling, names in _OPTIONS_OF_SCALING.items():
             for name in names:
@@ -367,6 +385,27 @@ _MULTIPLIED = (
     ("gradient_format", "weight_format"),  # dgrad
     ("gradient_format", "input_format"),  # wgrad
 )
+
+
+TRAINING_ALONE = frozenset(
+    (
+        "gradient_format",
+        "fast_accumulation_dgrad",
+        "fast_accumulation_wgrad",
+        *_OPTIONS_OF_SCALING["delayed"],
+        "gradient_bias",
+        "smooth_swiglu",
+        "communication",
+        "gradient_scaling",
+        "weights_in_16_bits",
+        "keep_weight_transposes",
+        "cuda_graphs",
+        "saved_activations",
+        "recompute",
+        "gradient_accumulation",
+    )
+)
+"""Fields that inference does not read."""
 
 
 def config_or_default(config: FP8Config | None, name: str = "config") -> FP8Config:

@@ -45,7 +45,7 @@ def level(name: str, **fields: Any) -> Level:
         ValueError: there is no such level, or a field has a value that is not allowed with the others.
         TypeError: a field that does not exist, or of the wrong type.
     """
-    if name not in _KINDS:
+    if name not in LEVELS:
         raise ValueError(f"there is no level {name!r}; use {', '.join(LEVELS[:-1])} or {LEVELS[-1]}")
     own, optimizer = _KINDS[name]
     return Level(FP8Config(**{**own, **fields}), optimizer)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 
@@ -7,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from fp8booster import FP8Config
-from fp8booster.config import all_but_vocabulary_heads
+from fp8booster import FP8Config, quantize
+from fp8booster.config import TRAINING_ALONE, all_but_vocabulary_heads
 
 SWITCHES = (
     "fast_accumulation_fprop",
@@ -115,3 +116,67 @@ def test_equal_fields_make_equal_configurations_through_pickle_too() -> None:
 )
 def test_the_vocabulary_head_is_left_out_by_default(name, chosen) -> None:
     assert FP8Config().layers(name, nn.Linear(1, 1)) is chosen
+
+
+WRONG = {bool: ("no", 1, 0.0), int: (True, 2.0, "2"), float: (True, "1"), str: (3, True)}
+"""For a type, values of others that Python would take for it."""
+
+
+@pytest.mark.parametrize("field", list(dataclasses.fields(FP8Config)), ids=lambda each: each.name)
+def test_no_field_takes_a_value_of_another_type(field) -> None:
+    default = getattr(FP8Config(), field.name)
+    kind = bool if default is None else type(default)
+    for value in (*WRONG.get(kind, ("no", 1, True)), [], object()):
+        with pytest.raises((TypeError, ValueError), match=f"FP8Config.{field.name} is "):
+            FP8Config(**{field.name: value})
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        (
+            {"fused": False, "recompute": "norms"},
+            "recompute is 'norms', which fused layers do, and fused is False; use",
+        ),
+        ({"fused": False, "saved_activations": "8-bit"}, "use saved_activations='16-bit', or leave fused out"),
+        (
+            {"granularity": "blockwise", "fast_accumulation_dgrad": True},
+            "fast_accumulation_dgrad is True, and products",
+        ),
+        (
+            {"granularity": "blockwise", "fast_accumulation_wgrad": True},
+            "fast_accumulation_wgrad is True, and products",
+        ),
+    ],
+)
+def test_a_field_that_changes_nothing_beside_another_is_refused(fields, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        FP8Config(**fields)
+    for left_out in fields:
+        FP8Config(**{name: value for name, value in fields.items() if name != left_out})
+
+
+@pytest.mark.parametrize("field", sorted(TRAINING_ALONE))
+def test_inference_does_not_read_what_is_of_training_alone(field) -> None:
+    default = getattr(FP8Config(), field)
+    others = {
+        torch.dtype: torch.float8_e4m3fn,
+        bool: not default,
+        type(None): True,
+        int: 5,
+        str: {"gradient_accumulation": "8-bit", "saved_activations": "8-bit", "recompute": "all"}.get(field, "tensor"),
+    }
+    needs: dict[str, object] = {"delayed_amax": "most recent"}
+    if field in ("delayed_amax", "delayed_history", "delayed_margin", "smooth_swiglu"):
+        return  # of a scaling that `quantize` refuses
+    scaling = {"scaling": "constant"} if field == "gradient_bias" else {}
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 64, dtype=torch.bfloat16), torch.randn(32, 64, dtype=torch.bfloat16)
+    found = []
+    for fields in ({}, {field: needs.get(field, others[type(default)])}):
+        config = FP8Config(**scaling, **fields)
+        assert bool(fields) == (config != FP8Config(**scaling))
+        model = quantize(nn.Sequential(copy.deepcopy(layer)), config)
+        with torch.no_grad():
+            found.append(model(x))
+    assert found[0].equal(found[1])

@@ -12,7 +12,7 @@ from torch import nn
 
 from fp8booster.cli.export.source import FoundModel, find_source
 from fp8booster.cli.instructions import avoid_trapping_instructions
-from fp8booster.cli.train.key_values import fp8_config
+from fp8booster.cli.train.key_values import inference_fp8_config
 from fp8booster.cli.train.model_folder import build_model, folder_config, has_weights, is_folder
 from fp8booster.cli.train.tokenizer import folder_has_tokenizer
 from fp8booster.config import FP8Config
@@ -61,7 +61,7 @@ def inference_config(source: FoundModel, options: Sequence[str]) -> FP8Config:
         options: `key=value` pairs.
     """
     if options:
-        return fp8_config(tuple(options))
+        return inference_fp8_config(tuple(options))
     scaling = "real-time" if source.config.scaling == "delayed" else source.config.scaling
     return replace(source.config, scaling=scaling, smooth_swiglu=False)
 

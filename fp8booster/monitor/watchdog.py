@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from fp8booster.argument_types import require_types
 from fp8booster.monitor.scales import MOMENTS, SAVED, SUM, ScaleRow
 
 ON_NONFINITE = ("raise", "skip", "warn")
@@ -19,6 +20,7 @@ class Watchdog:
 
     Raises:
         ValueError: a field has a value that is not allowed.
+        TypeError: a field has the wrong type.
     """
 
     on_nonfinite: str = "raise"
@@ -35,6 +37,7 @@ class Watchdog:
     never."""
 
     def __post_init__(self) -> None:
+        require_types(Watchdog, vars(self), "Watchdog.")
         if self.on_nonfinite not in ON_NONFINITE:
             choices = " or ".join(map(repr, ON_NONFINITE))
             raise ValueError(f"Watchdog.on_nonfinite is {self.on_nonfinite!r}; use {choices}")

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from fp8booster.argument_types import require_types
 from fp8booster.config import GRADIENT_ACCUMULATIONS
 from fp8booster.kernels.adam_step import AdamRates, require_rates
 from fp8booster.kernels.adamw_8bit import AMAX, master_of, split, step_rows, update_8bit
@@ -29,6 +30,8 @@ _OPTIONS_OF_TORCH = {
     "decoupled_weight_decay": True,
 }
 """Entries of a group that torch's AdamW looks for when it goes on with a checkpoint of this one."""
+
+DEFAULT_ACCUMULATION = "16-bit"
 
 _COPIED = ("micro_batches", "updates_in_backward", "_accumulation", "_numbers", "_has_engine", "_skipped")
 """Attributes of a copy beside those of torch's optimizers."""
@@ -75,9 +78,9 @@ class AdamW(Optimizer):
 
     Raises:
         ValueError: a rate, beta, eps or decay outside its range, a parameter whose values lie apart, less than one
-            micro-batch, or more than one without `update_in_backward`.
-        TypeError: a parameter of another dtype, one that is sharded as a DTensor, or with `update_in_backward` the flat
-            one of FullyShardedDataParallel.
+            micro-batch, more than one without `update_in_backward`, or `gradient_accumulation` without more than one.
+        TypeError: an argument of another type, a parameter of another dtype, one that is sharded as a DTensor, or with
+            `update_in_backward` the flat one of FullyShardedDataParallel.
     """
 
     num_fp32_shards_per_param = 3
@@ -103,15 +106,16 @@ class AdamW(Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         *,
         update_in_backward: bool = False,
         micro_batches: int = 1,
-        gradient_accumulation: str = "16-bit",
+        gradient_accumulation: str = DEFAULT_ACCUMULATION,
     ) -> None:
+        require_types(AdamW.__init__, locals())
         require_rates(lr, betas, eps, weight_decay)
         _require_accumulation(update_in_backward, micro_batches, gradient_accumulation)
         self.micro_batches, self._accumulation, self.gradient_sums = micro_batches, gradient_accumulation, {}
@@ -454,4 +458,9 @@ def _require_accumulation(update_in_backward: bool, micro_batches: int, kind: st
         raise ValueError(
             f"micro_batches={micro_batches} goes with update_in_backward=True; without it backward adds gradients up, "
             "and step() updates: call it after so many backwards"
+        )
+    if micro_batches == 1 and kind != DEFAULT_ACCUMULATION:
+        raise ValueError(
+            f"gradient_accumulation={kind!r} is about gradients that wait for further micro-batches, and micro_batches "
+            "is 1; give update_in_backward=True and the number of micro_batches, or leave it out"
         )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
+from fp8booster.argument_types import require_types
 from fp8booster.kernels.adam_step import AdamRates, AdamShards, require_rates
 from fp8booster.kernels.adamw import update, update_by_torch
 from fp8booster.kernels.device import runs_triton
@@ -38,12 +39,13 @@ class HybridAdam(Optimizer):
         lr, betas, eps, weight_decay: as in `torch.optim.Adam`.
         bias_correction: divide the moments by what they have yet to collect.
         adamw_mode: decay the weights themselves (AdamW), not by way of the gradient (Adam with L2).
-        nvme_offload_fraction, nvme_offload_dir: as in Colossal-AI's, for a fraction of 0: states on a disk are refused.
+        nvme_offload_fraction, nvme_offload_dir: as in Colossal-AI's, at their defaults: states on a disk are refused.
         amsgrad, maximize: as in `torch.optim.Adam`.
         initial_scale: as in Colossal-AI's, without effect: the loss scale is the plugin's.
 
     Raises:
         ValueError: a rate, beta, eps or decay outside its range, or states on a disk.
+        TypeError: an argument of another type.
     """
 
     num_fp32_shards_per_param = 4
@@ -55,7 +57,7 @@ class HybridAdam(Optimizer):
     def __init__(
         self,
         model_params: Iterable[Any],
-        lr: float = 1e-3,
+        lr: float | torch.Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -68,12 +70,14 @@ class HybridAdam(Optimizer):
         maximize: bool = False,
         initial_scale: float | None = None,
     ) -> None:
+        require_types(HybridAdam.__init__, locals())
         require_rates(lr, betas, eps, weight_decay)
-        if nvme_offload_fraction != 0:
-            raise ValueError(
-                f"nvme_offload_fraction is {nvme_offload_fraction!r}, and this optimizer keeps no states on a disk; "
-                "leave it at 0, and use GeminiPlugin(offload_optim_frac=...) to keep states on the host"
-            )
+        for name, value in (("fraction", nvme_offload_fraction), ("dir", nvme_offload_dir)):
+            if value not in (0, None):
+                raise ValueError(
+                    f"nvme_offload_{name} is {value!r}, and this optimizer keeps no states on a disk; leave it out, "
+                    "and use GeminiPlugin(offload_optim_frac=...) to keep states on the host"
+                )
         if initial_scale is not None:
             warnings.warn(
                 "initial_scale has no effect on an optimizer, as in Colossal-AI; give it to the plugin", stacklevel=2

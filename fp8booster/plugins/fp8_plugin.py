@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from fp8booster.argument_types import wrong_type
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.colossal.zero.lone_save import saved_by_every_rank
 from fp8booster.config import FP8Config, config_or_default
@@ -48,8 +49,8 @@ class FP8Plugin(Plugin):
     Raises:
         ValueError: `use_fp8` with precision "fp32", or, when boosting, on a GPU without FP8 products or with a model
             that has no layer for it.
-        TypeError: an argument that Colossal-AI's plugin does not have, an `fp8_config` of another type, or, when
-            boosting, an optimizer that the engine cannot run.
+        TypeError: an argument that Colossal-AI's plugin does not have, or of another type, or, when boosting, an
+            optimizer that the engine cannot run.
     """
 
     native: ClassVar[type[Plugin]]
@@ -61,12 +62,16 @@ class FP8Plugin(Plugin):
     integer_steps: ClassVar[bool] = False
     """Colossal-AI's optimizer takes a state's `step` as an int alone."""
 
+    no_effect: list[str]
+    """Sentences about what `fp8_config` asks for and this plugin does not do, which are logged too."""
+
     sends_fp8: bool
     """Gradients, and what else ranks exchange, are communicated in FP8, by `fp8booster.comm`."""
 
     def __init__(self, *args: Any, fp8_config: FP8Config | None = None, **kwargs: Any) -> None:
         arguments = _bind(self.native, args, kwargs)
         self.require_support(arguments)
+        self._require_types(arguments)
         use_fp8 = arguments.pop("use_fp8", False)
         communication = arguments.pop("fp8_communication", None)
         self.fp8_config = config_or_default(fp8_config, "fp8_config")
@@ -85,8 +90,19 @@ class FP8Plugin(Plugin):
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
         self.use_fp8 = use_fp8
         self.logger = get_dist_logger()
-        if fp8_config is not None:
-            self._warn_of_no_effect(arguments)
+        self.no_effect = [] if fp8_config is None else self._find_no_effect(arguments)
+        for sentence in self.no_effect:
+            self.logger.warning(sentence, ranks=[0])
+
+    def _require_types(self, arguments: Mapping[str, Any]) -> None:
+        """Raise TypeError for an argument of the wrong type; without FP8, Colossal-AI's are left to it."""
+        parameters = inspect.signature(self.native).parameters
+        own = {"use_fp8": bool, "fp8_communication": bool | None}
+        theirs = {name: each.annotation for name, each in parameters.items()} if arguments.get("use_fp8") else {}
+        for name, hint in {**theirs, **own}.items():
+            default = parameters[name].default if name in parameters else inspect.Parameter.empty
+            if name in arguments and (wanted := wrong_type(arguments[name], hint, default)) is not None:
+                raise TypeError(f"{self.native.__name__}'s {name} is {arguments[name]!r}; it must be {wanted}")
 
     def require_support(self, arguments: Mapping[str, Any]) -> None:
         """Raise ImportError where what is installed does not serve these arguments of the constructor."""
@@ -115,8 +131,8 @@ class FP8Plugin(Plugin):
         """Why `cuda_graphs` has no effect, and what to do; None where it has."""
         return None
 
-    def _warn_of_no_effect(self, arguments: Mapping[str, Any]) -> None:
-        """Warn, on rank 0, of a configuration that nothing reads, and of options in it that do nothing."""
+    def _find_no_effect(self, arguments: Mapping[str, Any]) -> list[str]:
+        """Return sentences about a configuration that nothing reads, and about options in it that do nothing."""
         scaling = self.fp8_config.gradient_scaling
         option = f'fp8_config.gradient_scaling="{scaling}" has no effect'
         warnings = []
@@ -126,17 +142,6 @@ class FP8Plugin(Plugin):
             reason = self.why_weights_in_16_bits(arguments)
             if reason is not None and self.fp8_config.weights_in_16_bits is False:
                 warnings.append(f"fp8_config.weights_in_16_bits=False has no effect: {reason}")
-            if self.fp8_config.saves_in_8_bits and not self.fp8_config.fused:
-                warnings.append(
-                    'fp8_config.saved_activations="8-bit" has no effect: only fused layers save so, and '
-                    "fp8_config.fused is False; turn it on, or leave the option out"
-                )
-            if self.fp8_config.recompute != "none" and not self.fp8_config.fused:
-                warnings.append(
-                    f'fp8_config.recompute="{self.fp8_config.recompute}" has no effect: only outputs of fused norms '
-                    "and activations are computed again, and fp8_config.fused is False; turn it on, or leave the "
-                    "option out"
-                )
             if scaling != "block" and not self.sends_fp8:
                 warnings.append(
                     f"{option}: gradients are sent uncompressed without fp8_communication; turn it on, or leave the "
@@ -149,8 +154,7 @@ class FP8Plugin(Plugin):
             accumulation = self.fp8_config.gradient_accumulation
             if accumulation != "32-bit" and (reason := self.why_accumulates_by_itself()) is not None:
                 warnings.append(f'fp8_config.gradient_accumulation="{accumulation}" has no effect: {reason}')
-        for warning in warnings:
-            self.logger.warning(warning, ranks=[0])
+        return warnings
 
     def __del__(self) -> None:
         """Destroy the process groups, where Colossal-AI's plugin does; one whose arguments were refused has none."""

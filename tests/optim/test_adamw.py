@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from fp8booster import FP8Config, convert_to_fp8
-from fp8booster.optim import AdamW
+from fp8booster.optim import AdamW, HybridAdam
 from tests.distributed import ranks
 
 SETTINGS = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.05}
@@ -524,3 +525,41 @@ def test_what_cannot_be_updated_is_refused() -> None:
         AdamW([weight]).load_state_dict({**state, "state": {0: of_weight}})
     with pytest.raises(ValueError, match="has no 'momentum'; load a state of an AdamW"):
         AdamW([weight]).load_state_dict({**state, "state": {0: {"step": 1, "momentum": torch.ones(2)}}})
+
+
+SWITCH, NUMBER, PAIR, WHOLE, TEXT = ("no", 1), (True, "0.1", None), (0.9, (0.9, "x"), (0.9,)), (True, 2.0, "2"), (3,)
+WRONG = {
+    AdamW: {
+        **dict.fromkeys(("lr", "eps", "weight_decay"), NUMBER),
+        "betas": PAIR,
+        "update_in_backward": SWITCH,
+        "micro_batches": WHOLE,
+        "gradient_accumulation": TEXT,
+    },
+    HybridAdam: {
+        **dict.fromkeys(("lr", "eps", "weight_decay", "nvme_offload_fraction"), NUMBER),
+        "betas": PAIR,
+        **dict.fromkeys(("bias_correction", "adamw_mode", "amsgrad", "maximize"), SWITCH),
+        "nvme_offload_dir": TEXT,
+        "initial_scale": (True, "0.1"),
+    },
+}
+"""By optimizer and argument, values of other types, of which Python would take many."""
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_no_argument_takes_a_value_of_another_type(kind: type[torch.optim.Optimizer]) -> None:
+    assert WRONG[kind].keys() == set(list(inspect.signature(kind).parameters)[1:])
+    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=torch.float32))]
+    for name, values in WRONG[kind].items():
+        for value in values:
+            with pytest.raises(TypeError, match=f"^{name} is .*; it must be "):
+                kind(parameters, **{name: value})
+
+
+def test_sums_of_gradients_are_chosen_where_some_wait() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(4, dtype=torch.float32))]
+    for options in ({}, {"update_in_backward": True}):
+        with pytest.raises(ValueError, match="gradient_accumulation='8-bit' is about gradients that wait for further"):
+            AdamW(parameters, gradient_accumulation="8-bit", **options)
+    AdamW(parameters, gradient_accumulation="8-bit", update_in_backward=True, micro_batches=2)

@@ -124,8 +124,10 @@ def test_arguments_of_colossal_ai_are_taken() -> None:
     HybridAdam(parameters, 1e-3, True, (0.9, 0.999), 1e-8, 0.0, True, 0.0, None)
     with pytest.warns(UserWarning, match="give it to the plugin"):
         HybridAdam(parameters, initial_scale=2**5)
-    with pytest.raises(ValueError, match=r"nvme_offload_fraction is 0.5, .* leave it at 0"):
+    with pytest.raises(ValueError, match=r"nvme_offload_fraction is 0.5, .* leave it out"):
         HybridAdam(parameters, nvme_offload_fraction=0.5, nvme_offload_dir="somewhere")
+    with pytest.raises(ValueError, match=r"nvme_offload_dir is 'somewhere', .* leave it out"):
+        HybridAdam(parameters, nvme_offload_dir="somewhere")
 
 
 def test_states_are_what_gemini_saves(device) -> None:

@@ -166,34 +166,6 @@ def test_sums_of_gradients_in_8_bits_are_warned_of_where_others_add_them_up(case
         assert not warnings_of(case[0], use_fp8=True, fp8_config=FP8Config(), **arguments)
 
 
-@ranks(2)
-@pytest.mark.parametrize("fused", [True, False])
-def test_activations_of_layers_that_are_not_fused_are_saved_as_ever(fused: bool) -> None:
-    said = warnings_of("TorchDDPPlugin", use_fp8=True, fp8_config=FP8Config(saved_activations="8-bit", fused=fused))
-    assert [line for line in said if "saved_activations" in line] == (
-        []
-        if fused
-        else [
-            'fp8_config.saved_activations="8-bit" has no effect: only fused layers save so, and fp8_config.fused is '
-            "False; turn it on, or leave the option out"
-        ]
-    )
-
-
-@ranks(2)
-@pytest.mark.parametrize("fused", [True, False])
-def test_outputs_of_what_is_not_fused_are_kept_as_ever(fused: bool) -> None:
-    said = warnings_of("TorchDDPPlugin", use_fp8=True, fp8_config=FP8Config(recompute="both", fused=fused))
-    assert [line for line in said if "recompute" in line] == (
-        []
-        if fused
-        else [
-            'fp8_config.recompute="both" has no effect: only outputs of fused norms and activations are computed '
-            "again, and fp8_config.fused is False; turn it on, or leave the option out"
-        ]
-    )
-
-
 NO_GRAPHS: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
     ("LowLevelZeroPlugin", "any"): ({}, None),
     ("TorchDDPPlugin", "any"): ({}, None),
@@ -217,3 +189,21 @@ def test_graphs_that_nothing_captures_are_warned_of(case: tuple[str, str]) -> No
     if says is not None:
         assert f"fp8_config.cuda_graphs=True has no effect: {says}" in warnings[0]
     assert not warnings_of(case[0], use_fp8=True, fp8_config=FP8Config(cuda_graphs=None), **arguments)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"use_fp8": "no"}, "LowLevelZeroPlugin's use_fp8 is 'no'; it must be true or false"),
+        ({"use_fp8": 1}, "use_fp8 is 1; it must be true or false"),
+        ({"fp8_communication": "no"}, "fp8_communication is 'no'; it must be true or false or None"),
+        ({"use_fp8": True, "overlap_communication": "no"}, "overlap_communication is 'no'; it must be true or false"),
+        ({"use_fp8": True, "stage": True}, "stage is True; it must be a whole number"),
+        ({"use_fp8": True, "max_norm": "1"}, "max_norm is '1'; it must be a number"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_another_type_is_refused(arguments: dict[str, Any], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        warnings_of("LowLevelZeroPlugin", **arguments)

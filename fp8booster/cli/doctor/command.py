@@ -28,6 +28,9 @@ def doctor(
 
     Exits with 1 when FP8 training cannot run here. Of RUN, suggests a recipe from what it recorded.
     """
+    for flag, given in (("--no-speed", not speed), ("--patches", patches)):
+        if given and run is not None:
+            raise ValueError(f"{flag} is about this machine, and RUN about {run}; leave one of them out.")
     if run is not None:
         _suggest(run, as_json)
         return

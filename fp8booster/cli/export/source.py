@@ -8,7 +8,7 @@ from pathlib import Path
 from fp8booster.cli.train.checkpoint import is_checkpoint, read_state
 from fp8booster.cli.train.key_values import fp8_config, parse_pairs
 from fp8booster.cli.train.model_folder import folder_config
-from fp8booster.cli.train.resume import RUN_FILE, find_resume, require_sound
+from fp8booster.cli.train.resume import RUN_FILE, find_resume, require_whole
 from fp8booster.config import FP8Config
 from fp8booster.training.adapters import ADAPTER_CONFIG
 
@@ -47,7 +47,7 @@ def find_source(folder: Path) -> FoundModel:
         raise ValueError(f"{folder} has saved no checkpoint yet; give a run that has, or train it with --save.")
     precision = "fp8" if "fp8" in found.checkpoints else "bf16"
     checkpoint = Path(found.checkpoints[precision])
-    require_sound(checkpoint, "warn")  # whose weights, as they are read, must be finite
+    require_whole(checkpoint)  # whose weights must be finite as they are read
     options = read_state(checkpoint).options
     if precision == "bf16":
         return FoundModel(checkpoint / "model", FP8Config(), None, options.sequence)

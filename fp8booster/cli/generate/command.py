@@ -24,7 +24,7 @@ def generate(
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Of sampling; 0: always the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of sampling.", show_default="0")] = None,
     kv_cache: Annotated[str, typer.Option(help="Keep keys and values in bf16 or fp8.")] = "bf16",
     fp8_option: Annotated[
         list[str] | None,

@@ -50,7 +50,8 @@ class GenerateOptions:
     """None: 128, or as many as the model has positions for."""
     temperature: float
     """0: greedy."""
-    seed: int
+    seed: int | None
+    """Of sampling; None: 0."""
     kv_cache: str
     fp8_options: Sequence[str]
 
@@ -65,6 +66,8 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
     require_one_of(options.kv_cache, CACHES, "--kv-cache")
     require_one_of(options.precision, PRECISIONS, "--precision")
     _require_sampling(options.temperature, options.seed)
+    if options.fp8_options and options.precision != "fp8":
+        raise ValueError(f"--fp8-option is about FP8, and --precision is {options.precision}; leave one of them out.")
     source = find_model(options.checkpoint)
     device, trapping = inference_device()
     if trapping is not None:
@@ -90,7 +93,7 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
     )
     # transformers takes from the model's own what settings leave at its defaults: sampling at temperature 0, penalties
     model.generation_config = settings
-    torch.manual_seed(options.seed)
+    torch.manual_seed(options.seed or 0)
     # transformers 5.24 calls it otherwise, and warns of the older name
     cache = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
     begin = time.perf_counter()
@@ -111,14 +114,16 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
     return tokenizer.decode(made, skip_special_tokens=True)
 
 
-def _require_sampling(temperature: float, seed: int) -> None:
-    """Raise ValueError where logits divided by the temperature may not be finite, or torch has no such seed."""
+def _require_sampling(temperature: float, seed: int | None) -> None:
+    """Raise ValueError where logits divided by the temperature may not be finite, or for a seed of no use."""
     if temperature != 0 and not _LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(
             f"--temperature is {temperature:g}; give 0, for the likeliest token always, or a number from "
             f"{_LEAST_TEMPERATURE:g} on."
         )
-    if not 0 <= seed < _SEEDS:
+    if seed is not None and temperature == 0:
+        raise ValueError(f"--seed {seed} is of sampling, and --temperature is 0; give one above, or leave --seed out.")
+    if seed is not None and not 0 <= seed < _SEEDS:
         raise ValueError(f"--seed is {seed}; give a whole number from 0 to {_SEEDS - 1}.")
 
 

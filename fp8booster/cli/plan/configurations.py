@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 
 from fp8booster.cli.train.key_values import fp8_config, parse_pairs
-from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.options import TrainOptions, flag_of
 from fp8booster.training.parallel import ZERO_STAGES
 
 from .parts import Footprint
@@ -79,7 +79,7 @@ class Configuration:
         words = ["fp8booster", "train", "--precision", self.precision]
         for field in dataclasses.fields(TrainOptions):
             value = getattr(self.options, field.name)
-            flag = (field.metadata["flags"] or (f"--{field.name.replace('_', '-')}",))[0]
+            flag = flag_of(field.name)
             if field.name in _NOT_SAID or value in (None, defaults[field.name]):
                 continue
             if isinstance(value, tuple):
@@ -96,7 +96,7 @@ def configurations(options: TrainOptions) -> list[Configuration]:
         options: as given.
     """
     found = [
-        Configuration(name="BF16", precision="bf16", options=dataclasses.replace(options, level=None)),
+        Configuration(name="BF16", precision="bf16", options=options.of_precision("bf16")),
         Configuration(name=f"FP8, {options.level}" if options.level else "FP8", precision="fp8", options=options),
     ]
     for name, change in _SMALLER.items():
@@ -108,16 +108,24 @@ def configurations(options: TrainOptions) -> list[Configuration]:
 
 
 def _with_fp8(options: TrainOptions, *pairs: str) -> TrainOptions:
-    """The options with fields of FP8Config that they do not set yet, and that have another value."""
-    given = parse_pairs(options.fp8_options, "--fp8-option")
+    """The options with fields of FP8Config that they do not set yet, have another value, and go with the others."""
     config = fp8_config(options.fp8_options, options.level)
-    wanted = {pair: parse_pairs([pair], "--fp8-option") for pair in pairs}
     new = tuple(
         pair
-        for pair, fields in wanted.items()
-        if not any(name in given or getattr(config, name) == value for name, value in fields.items())
+        for pair in pairs
+        if any(getattr(config, name) != value for name, value in parse_pairs([pair], "--fp8-option").items())
+        and _is_accepted(options, pair)
     )
     return dataclasses.replace(options, fp8_options=(*options.fp8_options, *new))
+
+
+def _is_accepted(options: TrainOptions, pair: str) -> bool:
+    """Tell whether a pair may be added: its field is not set yet, and goes with those that are."""
+    try:
+        fp8_config((*options.fp8_options, pair), options.level)
+    except ValueError:
+        return False
+    return True
 
 
 def _no_copies(options: TrainOptions) -> TrainOptions:

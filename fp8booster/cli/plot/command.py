@@ -21,6 +21,10 @@ def plot(
     """
     from .run import PAGE, read_run  # imports numpy
 
+    if as_json:
+        for flag, value in (("--against", against), ("--out", out)):
+            if value is not None:
+                raise ValueError(f"{flag} {value} is of the page, which --json does not write; leave one of them out.")
     found = read_run(run)
     if as_json:
         typer.echo(json.dumps(found.as_record(), indent=2))

@@ -105,4 +105,4 @@ def _new_folder(run: Path, first: int) -> Path:
 def _copy_run_file(run: Path, aside: Path, precision: str) -> None:
     about, options = read_run_file(run)
     del about["options"]
-    write_run_file(dataclasses.replace(options, precision=precision, out=str(aside)), about)
+    write_run_file(dataclasses.replace(options.of_precision(precision), out=str(aside)), about)

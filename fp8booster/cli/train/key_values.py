@@ -7,14 +7,15 @@ import contextlib
 import dataclasses
 import inspect
 import io
-from collections.abc import Collection, Iterable
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fp8booster import FP8Config
+from fp8booster.argument_types import WORDS, is_of, types_of
+from fp8booster.config import TRAINING_ALONE
 from fp8booster.formats import E4M3, E5M2
 from fp8booster.kernels.device import require_fp8
 from fp8booster.levels import level
@@ -51,18 +52,6 @@ _LONGEST = 1000
 _FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DTYPES = {**_FLOATS, "e4m3": E4M3, "e5m2": E5M2}
 
-_WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    torch.dtype: "bf16, fp16 or fp32",
-    NoneType: "None",
-    list[int]: "a list of whole numbers",
-    dict: "a dict",
-}
-"""The types that can be written on the command line, and their names there."""
-
 _COUNTS = (
     "reduce_bucket_size_in_m zero_bucket_size_in_m bucket_cap_mb ddp_bucket_cap_mb extra_dp_size num_model_chunks "
     "make_vocab_size_divisible_by inner_ring_size growth_interval hysteresis search_range_m hidden_dim"
@@ -79,11 +68,41 @@ _RANGES: dict[str, Rule] = {
     "growth_factor": above(1),
     "backoff_factor": (lambda value: 0 < value < 1, "above 0 and below 1"),
     "max_prefetch": finite(0),
-    "communication_dtype": (lambda value: value in _FLOATS.values(), _WORDS[torch.dtype]),
+    "communication_dtype": (lambda value: value in _FLOATS.values(), WORDS[torch.dtype]),
     "placement_policy": (lambda value: value in ("static", "auto"), "static or auto"),
     "num_layers_per_stage": (lambda value: min(value, default=0) >= 1, "of at least one layer for each stage"),
 }
 """What an argument's value must be, beside its type."""
+
+
+_LOSS_SCALE = (
+    "initial_scale",
+    "min_scale",
+    "max_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "hysteresis",
+)
+_STATIC = ("shard_param_frac", "offload_optim_frac", "offload_param_frac")
+_AUTO = ("warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio")
+
+
+def _why_no_effect(name: str, arguments: Mapping[str, Any], options: TrainOptions) -> str | None:
+    """Return why a plugin's option changes nothing beside the others; None where it does."""
+    placement = arguments.get("placement_policy", "static")
+    if name in _LOSS_SCALE:
+        return "it is about the loss scale of FP16, and a run computes in BF16"
+    for names, policy in ((_STATIC, "static"), (_AUTO, "auto")):
+        if name in names and placement != policy:
+            return f"placement_policy is {placement}; give placement_policy={policy}"
+    if name == "num_model_chunks" and arguments.get("pp_style", "1f1b") == "1f1b":
+        return "a stage holds one piece of the model with pp_style=1f1b; give pp_style=interleaved or zbv"
+    if name == "num_layers_per_stage" and options.pp == 1:
+        return "there is one stage; give --pp"
+    if name == "inner_ring_size" and options.sp_mode != "ring_attn":
+        return "it is about rings; give --sp-mode ring_attn"
+    return None
 
 
 def check_plugin(options: TrainOptions) -> None:
@@ -144,6 +163,17 @@ def fp8_config(pairs: tuple[str, ...], level_name: str | None = None) -> FP8Conf
     return FP8Config(**arguments) if level_name is None else level(level_name, **arguments).config
 
 
+def inference_fp8_config(pairs: tuple[str, ...]) -> FP8Config:
+    """The configuration that the `--fp8-option` pairs of a command ask for that trains nothing; errors as `fp8_config`.
+
+    Raises ValueError for a field that training alone reads, too.
+    """
+    for key in parse_pairs(pairs, "--fp8-option"):
+        if key in TRAINING_ALONE:
+            raise ValueError(f"--fp8-option {key} is about training, and changes nothing here; leave it out.")
+    return fp8_config(pairs)
+
+
 def _plugin_class(name: str) -> type[Plugin]:
     import fp8booster.plugins
 
@@ -162,6 +192,8 @@ def _plugin_arguments(options: TrainOptions, plugin_class: type[Plugin]) -> dict
     _require_known(arguments, f"The plugin {options.plugin}", known)
     for name, value in arguments.items():
         _require_value(known[name], value)
+        if (reason := _why_no_effect(name, arguments, options)) is not None:
+            raise ValueError(f"The plugin's option {name!r} changes nothing: {reason}, or leave it out.")
     return with_chunks(arguments, options.parallel)
 
 
@@ -182,15 +214,17 @@ def _constructor_arguments(plugin_class: type) -> dict[str, inspect.Parameter]:
 def parse_pairs(pairs: Iterable[str], flag: str) -> dict[str, Any]:
     """`key=value` pairs as arguments: Python literals, names from _DTYPES, else strings.
 
-    Raises ValueError for a pair without `=`, or with a value too long to be one.
+    Raises ValueError for a pair without `=`, or with a value too long to be one, and for a key that is given twice.
     """
-    arguments = {}
+    arguments: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals:
             raise ValueError(f"{flag} {pair!r} has no '='; write it as key=value.")
         if len(text) > _LONGEST:
             raise ValueError(f"{flag} {key} has a value of {len(text)} characters; give one of at most {_LONGEST}.")
+        if key in arguments:
+            raise ValueError(f"{flag} {key} is given twice; give it once.")
         arguments[key] = _parse(text)
     return arguments
 
@@ -213,31 +247,12 @@ def _parse(text: str) -> Any:
 def _require_value(argument: inspect.Parameter, value: Any) -> None:
     """Raise ValueError for a value that a constructor's argument does not take, or would take and go wrong with."""
     name = argument.name
-    types = _types(argument)
+    types = types_of(argument.annotation, argument.default)
     if not types:
         raise ValueError(f"The plugin's option {name!r} is an object of Python's; it can be set in a script alone.")
-    if not any(_is_of(value, each) for each in types):
+    if not any(is_of(value, each) for each in types):
         raise ValueError(
-            f"The plugin's option {name!r} is {value!r}; it must be {' or '.join(_WORDS[each] for each in types)}."
+            f"The plugin's option {name!r} is {value!r}; it must be {' or '.join(WORDS[each] for each in types)}."
         )
     if value is not None and name in _RANGES and not _RANGES[name][0](value):
         raise ValueError(f"The plugin's option {name!r} is {value!r}; it must be {_RANGES[name][1]}.")
-
-
-def _types(argument: inspect.Parameter) -> list[Any]:
-    """The types of an argument that can be written; none where it takes an object."""
-    hint = argument.annotation
-    kinds = list(get_args(hint)) if get_origin(hint) in (Union, UnionType) else [hint]
-    kinds = [list[int] if kind == list[int] or get_args(kind) == (int,) else kind for kind in kinds]
-    known = [kind for kind in kinds if kind in _WORDS]
-    if argument.default is None and NoneType not in known and known:
-        known.append(NoneType)
-    return [] if known == [NoneType] else known
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    if kind == list[int]:
-        return isinstance(value, list) and all(type(each) is int for each in value)
-    if kind is float:
-        return type(value) in (int, float)
-    return isinstance(value, kind) if kind in (torch.dtype, dict) else type(value) is kind

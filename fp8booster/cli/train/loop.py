@@ -40,7 +40,7 @@ from .checkpoint import RunState, load_checkpoint, save_checkpoint
 from .events import Events
 from .key_values import build_plugin, fp8_config
 from .model_folder import build_model, is_folder, load_config
-from .resume import why_not_finite
+from .resume import why_not_resumed
 from .task import Task
 from .tokenizer import load_tokenizer
 from .watch import Watch
@@ -102,7 +102,7 @@ class Trainer:
             if self._boosted.is_finite():
                 self._began_good = task.resume
             else:  # an older version saved it, or somebody changed it
-                sentence = why_not_finite(Path(task.resume))
+                sentence = why_not_resumed(Path(task.resume))
                 if options.on_nonfinite != "warn":
                     raise ValueError(sentence)
                 self._tell(sentence)
@@ -165,6 +165,8 @@ class Trainer:
         if options.packing and self._task.precision == "bf16":
             fuse(network)
         plugin = build_plugin(options, self._task.precision == "fp8", network)
+        for sentence in getattr(plugin, "no_effect", ()):
+            self._tell(sentence)
         rates = {"lr": options.lr, "betas": _BETAS, "weight_decay": options.weight_decay}
         trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
         optimizer = make_optimizer(options.optimizer_of(self._task.precision), trained, **rates)

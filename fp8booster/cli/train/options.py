@@ -214,10 +214,14 @@ class TrainOptions:
                 raise ValueError(f"--{field.name.replace('_', '-')} is {value!r}; it must be {rule[1]}.")
         if self.lr is not None and self.min_lr is not None and self.min_lr > self.lr:
             raise ValueError(f"--min-lr is {self.min_lr}, above --lr {self.lr}; give one at or below it.")
-        if self.level is not None and self.precision == "bf16":
-            raise ValueError(
-                f"--level {self.level} is of runs in FP8; give --precision fp8 or compare, or leave it out."
-            )
+        if self.precision == "bf16":
+            for name, value in _OF_FP8.items():
+                if getattr(self, name) != value:
+                    flag, given = flag_of(name), getattr(self, name)
+                    shown = " ".join(given) if isinstance(given, tuple) else given
+                    raise ValueError(
+                        f"{flag} {shown} is of runs in FP8; give --precision fp8 or compare, or leave it out."
+                    )
         self.parallel.check(PLUGINS)
         self._check_lora()
         if self.checkpointed_layers is not None and (self.pp > 1 or not self.checkpointing):
@@ -251,6 +255,10 @@ class TrainOptions:
                 "FSDP shards no layer of which a part is frozen in 16 bits; give --lora with --precision fp8, where "
                 "what is frozen stays whole on each rank, or with another --plugin."
             )
+
+    def of_precision(self, precision: str) -> TrainOptions:
+        """Return those of the run in one precision, without what others alone read."""
+        return dataclasses.replace(self, precision=precision, **(_OF_FP8 if precision == "bf16" else {}))
 
     @property
     def recomputed(self) -> bool | int:
@@ -311,6 +319,16 @@ class TrainOptions:
             return cls(**{field: tuple(value) if isinstance(value, list) else value for field, value in values.items()})
         except ValueError as error:
             raise ValueError(f"The options in {name} are wrong ({error}); {remedy}.") from None
+
+
+_OF_FP8: dict[str, Any] = {"level": None, "fp8_options": (), "record": 0}
+"""Options that runs in FP8 alone read, with their defaults."""
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a field of `TrainOptions`."""
+    field = next(each for each in dataclasses.fields(TrainOptions) if each.name == name)
+    return (field.metadata["flags"] or (f"--{name.replace('_', '-')}",))[0]
 
 
 def _json_types(hint: Any) -> tuple[type, ...]:

@@ -45,7 +45,7 @@ def find_resume(folder: str) -> Resume:
         state = read_state(path)
         run = path.absolute().parent.parent.parent
         out = str(run) if (run / RUN_FILE).is_file() else None
-        options = dataclasses.replace(state.options, precision=state.precision, out=out)
+        options = dataclasses.replace(state.options.of_precision(state.precision), out=out)
         return Resume(options, {state.precision: folder})
     if (path / RUN_FILE).is_file():
         about, options = read_run_file(path)
@@ -68,20 +68,21 @@ def find_resume(folder: str) -> Resume:
     )
 
 
-def require_sound(checkpoint: Path, on_nonfinite: str) -> None:
-    """Raise ValueError for a checkpoint that a run cannot go on from; it names the one before to take.
-
-    That is one with a file that is not the one that was saved, or, unless `on_nonfinite` is "warn", one that was saved
-    as not finite.
-    """
+def require_whole(checkpoint: Path) -> None:
+    """Raise ValueError where a file of a checkpoint is not the one that was saved; it names the one before to take."""
     if (fault := what_is_broken(checkpoint)) is not None:
         before = _last_sound_before(checkpoint)
         raise ValueError(f"{fault}; {COPY_AGAIN}" + (f": --resume {shlex.quote(str(before))}" if before else "") + ".")
+
+
+def require_resumable(checkpoint: Path, on_nonfinite: str) -> None:
+    """Raise ValueError for a checkpoint that is not whole, or not finite unless `on_nonfinite` is "warn"."""
+    require_whole(checkpoint)
     if on_nonfinite != "warn" and not is_finite(checkpoint):
-        raise ValueError(why_not_finite(checkpoint))
+        raise ValueError(why_not_resumed(checkpoint))
 
 
-def why_not_finite(checkpoint: Path) -> str:
+def why_not_resumed(checkpoint: Path) -> str:
     """Return the sentence about a checkpoint whose values are not finite, which names the one before to take."""
     before = _last_sound_before(checkpoint)
     remedy = (

@@ -26,9 +26,10 @@ from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_worker
 from .model_folder import is_folder, load_config, require_buildable, require_shareable
 from .options import PRECISIONS, TrainOptions
 from .progress import make_display, stderr_console
-from .resume import RUN_FILE, find_resume, require_sound, write_run_file
+from .resume import RUN_FILE, find_resume, require_resumable, write_run_file
 from .summary import layer_lines, machine, render, write_summary
 from .task import Task
+from .tokenizer import folder_has_tokenizer
 from .tokens import TokenFile, prepare_tokens
 
 _CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "nproc", "timeout", "save_codes", "record"}
@@ -55,6 +56,7 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     trapping = None if torch.cuda.is_available() else avoid_trapping_instructions()
     if trapping is not None and is_main():
         stderr_console().print(trapping)
+    _require_effect(given, options)
     check_plugin(options)
     require_fp8_here(options)
     if is_folder(options.model):
@@ -62,6 +64,19 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     options = resolve(options, is_launched())
     with _held(Path(options.out), new=resume is None) if is_main() else nullcontext():
         return _run(options, checkpoints, command, sorted(given.keys() - _CHANGED_AT_ANY_TIME))
+
+
+def _require_effect(given: dict[str, Any], options: TrainOptions) -> None:
+    """Raise ValueError for an option that is given and changes nothing where the command runs, or for its model."""
+    if is_launched() and given.get("nproc", ranks(options)) != ranks(options):
+        raise ValueError(
+            f"--nproc is {given['nproc']}, and the launcher has started {ranks(options)} processes; leave it out."
+        )
+    if "vocabulary" in given and is_folder(options.model) and folder_has_tokenizer(options.model):
+        raise ValueError(
+            f"--vocabulary is of a tokenizer that is trained, and the folder {options.model} brings its own; leave it "
+            "out."
+        )
 
 
 @contextmanager
@@ -95,7 +110,7 @@ def _run(options: TrainOptions, checkpoints: dict[str, str], command: str, given
     done = _finished(checkpoints, options, given)
     if is_main():
         for precision in checkpoints.keys() - done:
-            require_sound(Path(checkpoints[precision]), options.on_nonfinite)
+            require_resumable(Path(checkpoints[precision]), options.on_nonfinite)
     display = make_display(options.progress if is_main() else "none")
     display.begin("data")
     try:

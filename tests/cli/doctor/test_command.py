@@ -87,3 +87,10 @@ def test_a_problem_that_stops_training_gives_exit_code_1_and_its_reason(monkeypa
     assert result.exit_code == 1
     assert f"stops training: PyTorch {torch.__version__} is older than 3.0." in result.stdout
     assert "FP8 training cannot run here" in result.stdout
+
+
+@pytest.mark.parametrize("flag", ["--no-speed", "--patches"])
+def test_what_is_about_a_machine_does_not_go_with_a_run(flag, tmp_path):
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path), flag])
+    assert done.exit_code == 2
+    assert f"{flag} is about this machine, and RUN about" in " ".join(done.stderr.split())

@@ -229,3 +229,10 @@ def test_what_colossalai_advertises_is_no_part_of_a_plan(monkeypatch, recwarn):
     monkeypatch.setattr(planning, "counted", advertise)
     planning.make_plan(TrainOptions(model="tiny", nproc=1), None, GPUS["H100"])
     assert not list(recwarn)
+
+
+def test_commands_are_those_that_train_takes():
+    found = configurations(TrainOptions(model="1b", level="O2", fp8_options=("fused=false",)))
+    assert found[0].command == ["fp8booster", "train", "--precision", "bf16", "--model", "1b"]
+    assert not any("recompute" in word or "saved_activations" in word for each in found for word in each.command)
+    assert "keep_weight_transposes=false" in found[2].command

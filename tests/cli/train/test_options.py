@@ -58,8 +58,22 @@ def test_a_level_has_an_optimizer_for_fp8_alone():
     assert TrainOptions(level="O1").optimizer_of("fp8") == TrainOptions().optimizer_of("fp8") == "adamw"
     assert TrainOptions(level="O2", optimizer="adamw").optimizer_of("fp8") == "adamw"
     assert TrainOptions(optimizer="adamw-8bit").optimizer_of("bf16") == "adamw-8bit"
-    with pytest.raises(ValueError, match="--level O1 is of runs in FP8; give --precision fp8 or compare"):
-        TrainOptions(level="O1", precision="bf16")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"level": "O1"}, "--level O1 is of runs in FP8; give --precision fp8 or compare"),
+        ({"fp8_options": ("always=true",)}, "--fp8-option always=true is of runs in FP8"),
+        ({"record": 5}, "--record 5 is of runs in FP8"),
+    ],
+)
+def test_what_runs_in_fp8_alone_read_is_refused_without_one(options, says):
+    with pytest.raises(ValueError, match=says):
+        TrainOptions(precision="bf16", **options)
+    of_both = TrainOptions(**options)
+    assert of_both.of_precision("bf16") == TrainOptions(precision="bf16")
+    assert of_both.of_precision("fp8") == TrainOptions(precision="fp8", **options)
 
 
 @pytest.mark.parametrize(

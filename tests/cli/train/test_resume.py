@@ -149,3 +149,9 @@ def test_a_stray_folder_is_no_checkpoint_of_a_run(out):
     stray.mkdir()
     (stray / "state.json").write_text("{}")
     assert find_resume(str(out)).checkpoints["fp8"].endswith("step-00000020")
+
+
+def test_a_checkpoint_in_bf16_of_a_run_in_both_goes_on_without_what_fp8_alone_reads(out):
+    path = out / "fp8" / "checkpoints" / "step-00000020"
+    change(path / "state.json", precision="bf16", options={"level": "O2", "record": 5, "fp8_options": ["always=true"]})
+    assert find_resume(str(path)).options == TrainOptions(precision="bf16", out=str(out))
