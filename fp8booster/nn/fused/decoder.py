@@ -144,8 +144,11 @@ def unfused_parts(model: nn.Module) -> Counter[str]:
 
 def changed_parts(model: nn.Module) -> Counter[str]:
     """How many parts that `fuse_blocks` fused run as transformers wrote them now, by what they are and why."""
-    reasons = (module.why_not_now for module in model.modules() if isinstance(module, (FusedMLP, FusedNorm)))
-    return Counter(reason for reason in reasons if reason is not None)
+    found: Counter[str] = Counter()
+    for module in model.modules():
+        if isinstance(module, (FusedMLP, FusedNorm, FusedAttention)) and (reason := module.why_not_now) is not None:
+            found[f"{module.part.name if isinstance(module, FusedPart) else 'norm'}: {reason}"] += 1
+    return found
 
 
 _WHY_NOT = "_fp8booster_unfused"

@@ -28,11 +28,11 @@ class FusedMLP(FusedPart):
     def why_not_now(self) -> str | None:
         """Why what was fused of it is not as it is now; None: it is."""
         if not self.is_as_tried:
-            return f"{self.part.name}: the forward of its class was replaced"
+            return "the forward of its class was replaced"
         activation = getattr(self, self.activation)
         if activation_kind(activation) is None:
-            return f"{self.part.name}: its activation is {type(activation).__name__} now"
-        return None if self.kind is not None else f"{self.part.name}: its activation has hooks or a forward of its own"
+            return f"its activation is {type(activation).__name__} now"
+        return None if self.kind is not None else "its activation has hooks or a forward of its own"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kind = None if torch.compiler.is_compiling() or not self.training else self.kind

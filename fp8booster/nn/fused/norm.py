@@ -24,7 +24,7 @@ class FusedNorm(Fused):
     @property
     def why_not_now(self) -> str | None:
         """Why it is not fused as it is now; None: it is."""
-        return None if self.is_as_tried else "norm: the forward of its class was replaced"
+        return None if self.is_as_tried else "the forward of its class was replaced"
 
     def forward(
         self,

@@ -16,6 +16,7 @@ import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from operator import is_
 from typing import Any
 
 import torch
@@ -161,6 +162,26 @@ class Packing:
         """Whether every attention of the model is fused, which alone reads `sequences_of`."""
         self.tells_rows = False
         """Whether attentions are told that each row is a sequence, as those with sinks are, which take no mask."""
+        self._seen: list[tuple[nn.Module, tuple[nn.Module | None, ...]]] | None = None
+        """The modules that hold attentions, and what they held; empty: it is of a copy, whose modules are others."""
+
+    def __reduce__(self) -> tuple:
+        return type(self), (), {**vars(self), "_seen": []}
+
+    def look(self, model: nn.Module) -> None:
+        """Look which attentions of a model are fused."""
+        attentions = {each for each in model.modules() if is_attention(each)}
+        self.reaches_all = not any(map(_is_unfused_attention, attentions))
+        self.tells_rows = self.reaches_all and any(map(has_sinks, attentions))
+        holders = (each for each in model.modules() if not attentions.isdisjoint(each.modules()))
+        self._seen = [(each, tuple(each._modules.values())) for each in holders if each not in attentions]
+
+    def _is_as_seen(self) -> bool:
+        """Whether none of the attentions was replaced since, nor what holds them."""
+        return self._seen != [] and all(
+            len(module._modules) == len(held) and all(map(is_, module._modules.values(), held))
+            for module, held in self._seen or ()
+        )
 
     @property
     def sequences(self) -> Sequences | None:
@@ -177,6 +198,8 @@ class Packing:
         """A forward pre-hook: takes boundaries out of what the model is given; None where no row is packed."""
         given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs if args else kwargs
         packed = _given_sequences(given)
+        if (packed is not None or self.tells_rows) and not self._is_as_seen():
+            self.look(model)
         self.sequences = _rows(model, given) if packed is None and self.tells_rows else packed
         if self.sequences is None:
             return None
@@ -295,8 +318,7 @@ def let_pack(model: nn.Module) -> None:
         model.register_forward_pre_hook(packing.before_model, with_kwargs=True)
         for rotary in makers:
             rotary.register_forward_hook(packing.after_rotary)
-    packing.reaches_all = not any(map(_is_unfused_attention, model.modules()))
-    packing.tells_rows = packing.reaches_all and any(map(has_sinks, model.modules()))
+    packing.look(model)
 
 
 def _let_wrapper_pack(model: nn.Module) -> None:

@@ -16,7 +16,15 @@ from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
 from fp8booster.nn.fused.packing import CACHES, Sequences, sequences_of
 from fp8booster.nn.fused.part import FusedPart, own_product
 from fp8booster.nn.fused.pointwise import latent_heads, rotate_heads, split_and_rotate
-from fp8booster.nn.fused.trials import Form, cos_and_sin, dropout_of, head_size, heads_of_a_key
+from fp8booster.nn.fused.trials import (
+    Form,
+    cos_and_sin,
+    dropout_of,
+    form_after_changes,
+    head_size,
+    heads_of_a_key,
+    is_of_form,
+)
 from fp8booster.nn.linear.layer import config_around
 from fp8booster.nn.linear.made_again import deliver_as_saved
 from fp8booster.nn.modules import may_be_bypassed, run_with
@@ -70,8 +78,10 @@ class FusedAttention(MergedAttention):
         arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
         embeddings = arguments["position_embeddings"]
         sequences = sequences_of(embeddings)
+        if not is_of_form(self, self.form):
+            self.form = form_after_changes(self, self.part)
         angles = cos_and_sin(embeddings, self.form.angles) if self.form.rotation.rotates else None
-        reason = self.why_unlike(**arguments)
+        reason = self.why_not_now or self.why_unlike(**arguments)
         if angles is not None and not self.takes_places(angles[0].shape[-1]):
             reason = "there are angles for more places than a head has"
         is_one = sequences is None and self.is_tempered
@@ -106,6 +116,15 @@ class FusedAttention(MergedAttention):
             deliver_as_saved(heads, one_scale=recasts.scale_for == "tensor")
         output = getattr(self, self.part.output)(heads)
         return (output, None, cache)[: self.form.outputs]
+
+    @property
+    def why_not_now(self) -> str | None:
+        """Why it is not fused as it is now; None: it is."""
+        if not self.is_as_tried:
+            return "the forward of its class was replaced"
+        if not all(isinstance(norm, (FusedNorm, HeadNorms)) for norm in head_norms(self)):
+            return "a norm of its heads was replaced by one that has no fused form"
+        return None if self.form.fused else "its attributes have changed, and it computes something else now"
 
     @property
     def casts_output_again(self) -> bool:

@@ -15,7 +15,7 @@ import inspect
 import math
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -278,16 +278,20 @@ def _watched(cls: type[nn.Module], forward: Callable, held: dict[str, Any], *arg
         args: of the forward.
     """
     read: set[str] = set()
+    probe: Any = object.__new__(_watching(cls, read))
+    probe.__dict__.update(held)
+    found = _tried(forward, probe, *args)
+    return found if all(name in held or _is_code(cls, name) for name in read) else None
+
+
+def _watching(cls: type[nn.Module], read: set[str]) -> type[nn.Module]:
+    """A class of modules like another, which notes the names of the attributes that are read of them."""
 
     def look_up(self: nn.Module, name: str) -> Any:
         read.add(name)
         return object.__getattribute__(self, name)
 
-    watched = type(cls.__name__, (cls,), {"__getattribute__": look_up, "__module__": cls.__module__})
-    probe: Any = object.__new__(watched)
-    probe.__dict__.update(held)
-    found = _tried(forward, probe, *args)
-    return found if all(name in held or _is_code(cls, name) for name in read) else None
+    return type(cls.__name__, (cls,), {"__getattribute__": look_up, "__module__": cls.__module__})
 
 
 def _is_code(cls: type[nn.Module], name: str) -> bool:
@@ -321,6 +325,12 @@ class Form(NamedTuple):
     outputs: int = 2
     """How many things it gives: a third is the cache that it was given."""
 
+    hangs_on: tuple[tuple[bool, str, Any], ...] = ()
+    """What one of the two forwards alone reads: whether of its configuration or of itself, the name, and the value."""
+
+    fused: bool = True
+    """Its own forward computes the same."""
+
     @property
     def pairs(self) -> dict[str, bool]:
         """The rotation, as functions of `nn.fused.pointwise` take it."""
@@ -348,29 +358,90 @@ def cos_and_sin(position_embeddings: Any, angles: str) -> tuple[torch.Tensor, to
 
 @_computes
 def form_of(attention: Any, part: Part, fused: type[nn.Module]) -> Form | None:
-    """The form of an attention; None: its own forward computes something else than that of its fused class.
+    """Return the form of an attention; None: its own forward computes something else than that of its fused class.
 
     Args:
-        attention: not fused yet, whole.
+        attention: whole; fused or not.
         part: of it.
         fused: has a `merged_product` and a `form`, which the trial replaces.
     """
+    native = cast(Any, fused).tried[0]
     size = head_size(attention)
     places = getattr(attention, "qk_rope_head_dim", getattr(attention, "rotary_ndims", size))
     for angles in ANGLES:
         # where it takes angles for parts of heads, it must rotate these alone
-        right = {
-            each: _tried(_attended, attention, part, type(attention), each, angles) for each in (places, size // 2)
-        }
+        right = {each: _tried(_attended, attention, part, native, each, angles) for each in (places, size // 2)}
         if right[places] is None:
             continue
         for rotation, grouped in product(ROTATIONS, (False, True) if len(part.merged) == 1 else (False,)):
             form = Form(rotation, angles, grouped, len(right[places]))
             found = {each: _tried(_attended, attention, part, fused, each, angles, form) for each in right}
             if all(right[each] is None or _same(found[each], right[each]) for each in right):
-                return form
+                return _watched_form(attention, part, fused, places, form)
         return None
     return None
+
+
+def _watched_form(attention: Any, part: Part, fused: type[nn.Module], places: int, form: Form) -> Form | None:
+    """A form that was found, with what it hangs on; None: it is another for other numbers, or in training."""
+    reads: tuple[set[str], set[str]] = (set(), set())
+    longest = min(filter(None, (_limit(attention, name) for name in _LIMITS)), default=_LONG)
+    for how in (_How(training=True), _How(size=5.0), _How(length=min(_LONG, longest))):
+        right, found = (
+            _tried(_attended, attention, part, cls, places, form.angles, of_fused, how, read)
+            for cls, of_fused, read in zip((cast(Any, fused).tried[0], fused), (None, form), reads, strict=True)
+        )
+        if right is None or not _same(found, right):
+            return None
+    # what both read, the fused forward reads as it is at each call
+    return form._replace(hangs_on=tuple(_plain_attributes(attention, reads[0] ^ reads[1])))
+
+
+class _How(NamedTuple):
+    """What an attention is tried out on."""
+
+    length: int = 5
+    size: float = 1.0
+    training: bool = False
+
+
+_USUAL = _How()
+_LONG = 40
+_LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale")
+"""Lengths from which on masks and scales are others, of which the fused forward knows."""
+
+
+def _limit(attention: Any, name: str) -> int:
+    """The most tokens that an attention, or its configuration, treats as fewer ones; 0: any number."""
+    limits = (getattr(each, name, None) for each in (attention, attention.config))
+    return min((limit - 1 for limit in limits if isinstance(limit, int) and limit > 1), default=0)
+
+
+def is_of_form(attention: Any, form: Form) -> bool:
+    """Whether what the form of an attention hangs on is as it was."""
+    for of_config, name, value in form.hangs_on:
+        now = vars(attention.config if of_config else attention).get(name)
+        if now is not value and now != value:
+            return False
+    return True
+
+
+def form_after_changes(attention: Any, part: Part) -> Form:
+    """Return the form of a fused attention whose attributes have changed: one that is not `fused` if there is none."""
+    form = form_of(attention, part, type(attention))
+    if form is not None:
+        return form
+    names = {f"config.{name}" if of_config else name for of_config, name, _ in attention.form.hangs_on}
+    return attention.form._replace(hangs_on=tuple(_plain_attributes(attention, names)), fused=False)
+
+
+def _plain_attributes(attention: Any, names: set[str]) -> Iterator[tuple[bool, str, Any]]:
+    """As `Form.hangs_on`, of names that begin with "config." where they are of the configuration."""
+    for each in sorted(names):
+        of_config, _, name = each.rpartition("config.")
+        held = vars(attention.config if of_config else attention)
+        if name in held and type(held[name]) in (bool, int, float, str, type(None)):
+            yield bool(of_config), name, held[name]
 
 
 def _same(found: tuple | None, right: tuple) -> bool:
@@ -403,7 +474,14 @@ def dropout_of(attention: Any) -> Any:
 
 
 def _attended(
-    attention: Any, part: Part, cls: type[nn.Module], places: int, kind: str, form: Form | None = None
+    attention: Any,
+    part: Part,
+    cls: type[nn.Module],
+    places: int,
+    kind: str,
+    form: Form | None = None,
+    how: _How = _USUAL,
+    read: set[str] | None = None,
 ) -> tuple:
     """What the forward of a class gives of an attention whose layers give numbers of their own.
 
@@ -413,27 +491,34 @@ def _attended(
         places: of a head that are rotated.
         kind: of angles.
         form: of a fused one.
+        how: the numbers, and the mode. Nothing is dropped.
+        read: gets the names of attributes that are read, and "config." with those of the configuration.
     """
-    size, groups = head_size(attention), heads_of_a_key(attention)
+    size, groups, length = head_size(attention), heads_of_a_key(attention), how.length
     query_heads = attention.config.num_attention_heads
     widths = [query_heads * size] + 2 * [query_heads // groups * size]
     if part.of_latents:
         widths = [getattr(attention, name).out_features for name in part.merged]
-    made = _numbers(1, 5, sum(widths))
+    made = how.size * _numbers(1, length, sum(widths))
     probe = _on_cpu(attention)
-    probe.__class__ = cls
+    probe.__class__ = cls if read is None else _watching(cls, read)
     outputs = dict(zip(part.merged, made.split(widths if len(part.merged) > 1 else sum(widths), -1), strict=True))
     norms = {
         name: _whole_on_cpu(each) for name, each in attention._modules.items() if each is not None and "norm" in name
     }
-    vars(probe).update(_modules=norms, training=False, part=part, form=form)
+    vars(probe).update(_modules=norms, training=how.training, part=part, form=form)
+    if read is not None:
+        vars(probe)["config"] = _WatchedConfig(attention.config, read)
+    if how.training and hasattr(attention, "attention_dropout"):
+        whole = isinstance(attention.attention_dropout, nn.Module)
+        vars(probe)["attention_dropout"] = nn.Dropout(0.0) if whole else 0.0
     vars(probe).update({name: lambda _, output=output: output.clone() for name, output in outputs.items()})
     for name in part.of_latents:
         if (layer := attention._modules.get(name)) is not None:
-            heads = _numbers(1, 5, layer.out_features)  # of the latent too, as far as its mean tells
+            heads = how.size * _numbers(1, length, layer.out_features)  # of the latent too, as far as its mean tells
             vars(probe)[name] = lambda x, heads=heads: heads + (x * _numbers(x.shape[-1])).mean(-1, keepdim=True)
     vars(probe).update({part.output: lambda x: x, "merged_product": lambda _: made.clone()})
-    angles = _numbers(1, 5, places // 2)
+    angles = _numbers(1, length, places // 2)
     if kind == "places":
         angles = angles.repeat(1, 1, 2)
     embeddings: Any = (angles.cos(), angles.sin())
@@ -442,23 +527,36 @@ def _attended(
     mask = None
     if has_sinks(attention):
         if form is None:
-            mask = torch.full((1, 1, 5, 5), -torch.inf, dtype=torch.float32, device="cpu").triu(1)
+            mask = torch.full((1, 1, length, length), -torch.inf, device="cpu", dtype=torch.float32).triu(1)
         else:
             embeddings = PackedEmbeddings(embeddings)
-            embeddings.sequences = Sequences(torch.tensor([0, 5], dtype=torch.int64, device="cpu"), 5)
-    taken = inspect.signature(type(attention).forward).parameters
-    given = {
-        "position_embeddings": embeddings,
-        "attention_mask": mask,
-        "cache_position": torch.arange(5, dtype=torch.int64, device="cpu"),
-    }
+            embeddings.sequences = Sequences(torch.tensor([0, length], device="cpu", dtype=torch.int32), length)
+    taken = inspect.signature(_forward_of(cls)).parameters
+    positions = torch.arange(length, device="cpu", dtype=torch.int64)
+    given = {"position_embeddings": embeddings, "attention_mask": mask, "cache_position": positions}
     output, weights, *rest = cls.forward(
         probe,
-        torch.zeros(1, 5, 4, dtype=torch.float32, device="cpu"),
+        torch.zeros(1, length, 4, device="cpu", dtype=torch.float32),
         **{name: each for name, each in given.items() if name in taken},
     )
     # eager attention gives its weights also where nobody asks for them
     return output, None if has_sinks(attention) else weights, *rest
+
+
+def _forward_of(cls: type[nn.Module]) -> Callable:
+    """The forward that transformers wrote, of its class or of a fused one."""
+    return getattr(cls, "tried", (cls, cls.forward))[1]
+
+
+class _WatchedConfig:
+    """A configuration that notes what is read of it."""
+
+    def __init__(self, config: Any, read: set[str]) -> None:
+        self.__dict__.update(_config=config, _read=read)
+
+    def __getattr__(self, name: str) -> Any:
+        self._read.add(f"config.{name}")
+        return getattr(self._config, name)
 
 
 def _on_cpu(module: nn.Module) -> Any:

@@ -126,7 +126,7 @@ def test_the_report_counts_activations_that_run() -> None:
     assert ", 1 part fused no longer (MLP: its activation is ReLU now)" in report(model).summary()
 
 
-@pytest.mark.parametrize("cls", [modeling_llama.LlamaMLP, modeling_llama.LlamaRMSNorm])
+@pytest.mark.parametrize("cls", [modeling_llama.LlamaMLP, modeling_llama.LlamaRMSNorm, modeling_llama.LlamaAttention])
 def test_a_forward_replaced_in_a_class_runs(cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     exact = build(dtype=torch.float32)
     model = copy.deepcopy(exact)
@@ -141,6 +141,68 @@ def test_a_forward_replaced_in_a_class_runs(cls: type[nn.Module], monkeypatch: p
     monkeypatch.setattr(cls, "forward", forward)
     assert_computes_the_same(model, exact)
     assert "the forward of its class was replaced" in fused_summary(model)
+
+
+class Tempered(modeling_llama.LlamaAttention):
+    """An attention with attributes that no other has: one that its forward reads alone."""
+
+    temperature = None
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
+        output, *others = super().forward(hidden_states, **kwargs)
+        return (output if self.temperature == 1.0 else output * self.temperature, *others)
+
+
+Tempered.__module__ = modeling_llama.__name__
+
+
+def test_an_attribute_that_an_attention_alone_reads_counts() -> None:
+    exact = build(dtype=torch.float32)
+    for layer in exact.model.layers:
+        layer.self_attn.__class__ = Tempered
+        layer.self_attn.temperature = 1.0
+    model = copy.deepcopy(exact)
+    assert " not: " not in fuse(model)
+    for temperature in (3.0, 2.0, 1.0):
+        for each in (exact, model):
+            for layer in each.model.layers:
+                layer.self_attn.temperature = temperature
+        assert_computes_the_same(model, exact)
+        why = "attention: its attributes have changed, and it computes something else now"
+        assert report(model).changed == (() if temperature == 1.0 else ((why, 2),))
+
+
+def test_a_norm_of_heads_may_be_replaced() -> None:
+    exact = build("qwen3", torch.float32)
+    model = copy.deepcopy(exact)
+    fuse(model)
+    for each in (exact, model):
+        for layer in each.model.layers:
+            layer.self_attn.q_norm = Half(16)
+    assert_computes_the_same(model, exact)
+    assert report(model).changed == (("attention: a norm of its heads was replaced by one that has no fused form", 2),)
+
+
+@pytest.mark.parametrize("replace", ["attention", "layer", "layers"])
+def test_packed_batches_are_refused_once_an_attention_is_replaced(replace: str) -> None:
+    exact = build(dtype=torch.float32)
+    model = copy.deepcopy(exact)
+    fuse(model)
+    packed = {"input_ids": batch()[:1], "position_ids": torch.arange(32)[None] % 16}
+    for each in (model, copy.deepcopy(model)):
+        each(**packed)
+        plain = copy.deepcopy(exact).model.layers
+        if replace == "attention":
+            each.model.layers[1].self_attn = plain[1].self_attn
+        elif replace == "layer":
+            each.model.layers[1] = plain[1]
+        else:
+            each.model.layers = plain
+        with pytest.raises(ValueError, match="some attention of the model is not fused"):
+            each(**packed)
 
 
 def test_threads_share_a_fused_model() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -189,6 +190,36 @@ class Blocks:
             return super().forward(x) * (2 if x.shape[1] > 64 else 1)
 
 
+class Attention(modeling_llama.LlamaAttention):
+    """With a forward that a trial can call."""
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any = None, **kwargs: Any
+    ) -> tuple:
+        kwargs |= {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
+        output, *others = super().forward(hidden_states, **kwargs)
+        return (self.changed(output), *others)
+
+    def changed(self, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+
+class Attentions:
+    """Attentions that are like LLaMA's for some numbers, or in one mode."""
+
+    class InTraining(Attention):
+        def changed(self, output: torch.Tensor) -> torch.Tensor:
+            return output * (1.01 if self.training else 1.0)
+
+    class Clamped(Attention):
+        def changed(self, output: torch.Tensor) -> torch.Tensor:
+            return output.clamp(-6, 6)
+
+    class Long(Attention):
+        def changed(self, output: torch.Tensor) -> torch.Tensor:
+            return output * (2 if output.shape[1] > 32 else 1)
+
+
 def members(of: type) -> list[type[nn.Module]]:
     return [each for each in vars(of).values() if isinstance(each, type)]
 
@@ -201,6 +232,17 @@ def test_a_norm_that_is_like_another_is_not_taken_for_it(cls: type[nn.Module]) -
 @pytest.mark.parametrize("cls", members(Blocks))
 def test_a_block_that_is_like_another_is_not_taken_for_it(cls: type[nn.Module]) -> None:
     assert not is_gated(cls, GATED)
+
+
+@pytest.mark.parametrize("cls", [Attention, *members(Attentions)])
+def test_an_attention_that_is_like_another_is_not_taken_for_it(
+    cls: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cls, "__module__", modeling_llama.__name__)
+    model = build(dtype=torch.float32)
+    model.model.layers[0].self_attn.__class__ = cls
+    why = f"1 not: attention but for its one product: {cls.__name__} has no fused form"
+    assert (why in fuse(model)) == (cls is not Attention)
 
 
 def test_a_method_of_a_norm_that_it_calls_is_looked_into() -> None:
