@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.nn.fused.head import head_loss, vocabulary_size
+from fp8booster.nn.fused.late_operators import with_operators
 from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 
@@ -37,6 +38,7 @@ class LateHead:
         return getattr(self._head, name)
 
 
+@with_operators
 class LateLogits:
     """The logits of a head.
 

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from fp8booster.nn.fused.late_operators import with_operators
 from fp8booster.nn.modules import may_be_bypassed
 
 
+@with_operators
 class LateSum:
     """A tensor, or the sum of two that is made when it is needed.
 

@@ -69,6 +69,11 @@ MADE: dict[str, Use] = {
     "divided by a number below zero": loss_with(lambda logits: logits / -2.0),
     "scaled by a tensor": loss_with(lambda logits: logits * torch.linspace(0.5, 2.0, VOCABULARY)),
     "divided by a tensor": loss_with(lambda logits: logits / torch.linspace(0.5, 2.0, VOCABULARY)),
+    "shifted by a number": loss_with(lambda logits: logits - 0.5),
+    "cut by a slice": lambda logits, targets: F.cross_entropy(
+        flat(logits[:, :-1].contiguous()), targets[:, 1:].flatten()
+    ),
+    "negated": loss_with(lambda logits: -logits),
     "shifted": loss_with(lambda logits: logits + torch.linspace(-1.0, 1.0, VOCABULARY)),
     "capped twice": loss_with(lambda logits: torch.tanh(torch.tanh(logits * 2) * 3) * 0.5),
     "capped below zero": loss_with(lambda logits: torch.tanh(logits) * -3.0),
@@ -142,6 +147,40 @@ def test_they_tell_their_shape_and_are_made_in_fp32() -> None:
     late = LateLogits(head, hidden)
     head.old_num_embeddings = 10  # Colossal-AI's name for how many of its rows are tokens
     assert LateLogits(head, hidden).shape == (ROWS, TOKENS, 10)
+
+
+def test_every_operator_is_that_of_the_logits() -> None:
+    """Also those that Python looks up in a class alone."""
+    head, hidden = nn.Linear(FEATURES, VOCABULARY), torch.randn(ROWS, TOKENS, FEATURES)
+    late, right = LateLogits(head, hidden), head(hidden)
+    for use in OPERATORS:
+        torch.testing.assert_close(use(late), use(right))
+    assert len(late) == ROWS
+    assert len({late, late}) == 1
+    with pytest.raises(RuntimeError, match="ambiguous"):
+        bool(late)
+
+
+OPERATORS: list[Callable[[Any], Any]] = [
+    lambda x: x[1, :3],
+    lambda x: torch.stack(list(x)),
+    lambda x: -x,
+    lambda x: abs(x),
+    lambda x: x + 1,
+    lambda x: 1 - x,
+    lambda x: x - x,
+    lambda x: x**2,
+    lambda x: 2**x,
+    lambda x: 1 / x,
+    lambda x: x @ torch.ones(x.shape[-1], 2),
+    lambda x: x == 0,
+    lambda x: x != 0,
+    lambda x: x > 0,
+    lambda x: 0 >= x,
+    lambda x: torch.ones(x.shape[-1]) - x,
+    lambda x: torch.ones(x.shape[-1]) < x,
+]
+"""Of a tensor, or what stands for one."""
 
 
 def test_an_amax_is_that_of_all_hidden_states_or_of_none() -> None:
