@@ -92,3 +92,32 @@ def test_a_resized_storage_counts_with_its_new_size():
         tensor.untyped_storage().resize_(0)
         tracker.resized(tensor.untyped_storage())
         assert tracker.bytes == 0
+        tracker.name("mine", [tensor])
+        tensor.untyped_storage().resize_(2 * MIB)
+        tracker.begin_step()
+        tracker.resized(tensor.untyped_storage())
+        torch.zeros(1)
+        assert tracker.bytes == 2 * MIB
+        assert tracker.peaks()[FORWARD]["mine"] == 2 * MIB
+
+
+def test_gradients_wait_for_those_of_the_next_micro_batch():
+    with MemoryTracker() as tracker:
+        weight = torch.zeros(VALUES, requires_grad=True)
+        tracker.name("weights", [weight])
+        tracker.begin_step()
+        (weight * 1).sum().backward()
+        held = torch.zeros(2 * VALUES)
+        assert tracker.peaks()[FORWARD][GRADIENTS] == MIB
+        del held
+
+
+def test_what_follows_backward_may_count_as_that():
+    with MemoryTracker() as tracker:
+        tracker.begin_step()
+        with tracker.backward():
+            first = torch.zeros(3 * VALUES)
+        assert tracker.peaks()[BACKWARD].total() == first.nbytes
+        assert tracker.peaks()[FORWARD].total() == 0
+        second = torch.zeros(VALUES)
+        assert tracker.peaks()[FORWARD].total() == first.nbytes + second.nbytes

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+import fp8booster.kernels.cast_statistics as statistics_module
 from fp8booster import formats
 from fp8booster.comm.encoding import Encoding, observers
 from fp8booster.kernels.group_codes import encode_groups
@@ -94,14 +95,15 @@ def test_the_first_step_is_sampled_and_each_whose_number_is_a_multiple(every, do
 @pytest.mark.parametrize("layouts", [{}, {"transposed": True}, {"plain": False, "transposed": True}], ids=str)
 @pytest.mark.parametrize("scale_for", ["tensor", "row", "group", "block"])
 @pytest.mark.parametrize("shape", [(40, 144), (3, 5, 144)])
-def test_a_cast_is_recorded_by_its_values_and_micro_batches_add_up(shape, scale_for, layouts) -> None:
-    torch.manual_seed(0)
+def test_a_cast_is_recorded_by_its_values_and_micro_batches_add_up(shape, scale_for, layouts, monkeypatch) -> None:
+    monkeypatch.setattr(statistics_module, "_CHUNK", 1000)  # so that there are several parts
     sink, batches = Kept(), [torch.randn(shape) * torch.exp(2 * torch.randn(shape)) for _ in range(2)]
     recorder = Recorder(1, [sink], {}, 0, Watchdog(flushed=None), pytest.fail)
     exact, decoded = [], []
     for values in batches:
-        values[0] = 0.0
+        values[0] = -0.0  # whose scale tells nothing
         values[1] *= 1e-4
+        values *= 1e-3
         quantized = quantize(values.flatten(0, -2), formats.E4M3, scale_for=scale_for, **layouts)
         recorder.note("layer", "input", values, quantized, remember=False)
         matrix = values.flatten(0, -2)
@@ -117,6 +119,7 @@ def test_a_cast_is_recorded_by_its_values_and_micro_batches_add_up(shape, scale_
     exact, decoded = torch.stack(exact), torch.stack(decoded)
     assert (row.layer, row.role, row.saturated, row.non_finite) == ("layer", "input", 0.0, 0)
     assert row.amax == float(exact.abs().max())
+    assert row.scale == pytest.approx(448 / row.amax)
     assert row.flushed == int(((exact != 0) & (decoded == 0)).sum()) / int((exact != 0).sum())
     noise = (exact - decoded).square().sum()
     assert row.snr_db == pytest.approx(float(10 * torch.log10(exact.square().sum() / noise)), abs=1e-3)

@@ -147,6 +147,9 @@ def test_logits_are_there_for_who_asks() -> None:
         assert torch.equal(model(**arguments)[1], right)
     native.config.return_dict = model.config.return_dict = True
     assert model(**arguments).logits is None
+    native.config.torchscript = model.config.torchscript = True
+    assert torch.equal(model(**arguments)[1], native(**arguments)[1])
+    native.config.torchscript = model.config.torchscript = False
     native.eval(), model.eval()
     right, output = native(**arguments), model(**arguments)
     assert torch.equal(output.loss, right.loss)
@@ -293,6 +296,23 @@ def test_a_head_in_fp8_is_counted_and_reported(products, small_chunks, monkeypat
     model.lm_head.fp8_config = FP8Config(weights_in_16_bits=False)
     model(**labelled())
     assert len(products) == 2 * 3  # there may be no 16-bit weight to compute with
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_head_that_evaluates_alone_notes_no_amaxes(training, monkeypatch) -> None:
+    """Its model trains: delayed scales are learned where the head does."""
+    model = build()
+    convert_to_fp8(model, FP8Config(layers=lambda name, module: name == "lm_head", emulate=True))
+    assert use_fused_loss(model)
+    asked, cast = [], model.lm_head.fp8_casts.quantize
+    monkeypatch.setattr(
+        model.lm_head.fp8_casts, "quantize", lambda role, *of, **how: asked.append(role) or cast(role, *of, **how)
+    )
+    model.lm_head.train(training)
+    output = model(**labelled())
+    assert output.logits is None
+    assert output.loss.isfinite()
+    assert bool(asked) == training
 
 
 def test_a_head_in_fp8_takes_the_amax_that_came_with_its_input(small_chunks) -> None:

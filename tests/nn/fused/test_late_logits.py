@@ -176,7 +176,7 @@ OPERATORS: list[Callable[[Any], Any]] = [
     lambda x: x == 0,
     lambda x: x != 0,
     lambda x: x > 0,
-    lambda x: 0 >= x,
+    lambda x: x <= 0,
     lambda x: torch.ones(x.shape[-1]) - x,
     lambda x: torch.ones(x.shape[-1]) < x,
 ]

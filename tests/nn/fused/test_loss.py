@@ -275,6 +275,16 @@ def test_fp16_sums_over_tokens_do_not_overflow() -> None:
     assert weight.grad[0, 0].item() == pytest.approx(-19.0, rel=1e-3)
 
 
+def test_a_chunk_is_added_to_the_gradient_before_that_is_rounded() -> None:
+    """256 + (1 + 2^-9) is 258 in BF16; with the chunk's sum rounded first it would be 256."""
+    products = HeadProducts(torch.zeros(1, 1).bfloat16(), None, (False, True), torch.bfloat16)
+    gradient, hidden = torch.tensor([[1.0], [2.0**-9]]).bfloat16(), torch.ones(2, 1).bfloat16()
+    total = torch.full((1, 1), 256.0).bfloat16()
+    _, found = products.gradients(hidden, gradient, None, total)
+    assert found.item() == 258
+    assert found.data_ptr() == total.data_ptr()
+
+
 @pytest.mark.parametrize("config", [None, FP8Config(emulate=True)], ids=["BF16", "FP8"])
 def test_many_chunks_are_added_up_in_fp32(config, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
