@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
@@ -21,13 +21,16 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.low_rank import low_rank_adapters
 from fp8booster.nn.modules import vocabulary_heads
-from fp8booster.nn.weights.memory import without_large_transposes
+from fp8booster.nn.weights.memory import is_lazy, without_large_transposes
 
 PADDING_LIMIT = 1.125
 """A layer whose features, rounded up to multiples of 16 or 128, make its products larger than this stays in BF16."""
 
-ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Names, besides `experts`, of layers that choose a token's experts."""
+GATES = ("gate", "shared_expert_gate")
+"""Names, besides experts, of what chooses a token's experts: a layer, or a module that holds layers."""
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Attributes of what holds experts, that tell how many there are."""
 
 WITH_THE_FROZEN = "its product is made with that of the frozen FP8 layer that it adapts"
 WHY_NOT_ROUTERS = "a router, where rounding would send tokens to other experts"
@@ -198,21 +201,52 @@ def _warn_of_nothing(reasons: list[str], chosen: set[str]) -> None:
 
 
 def _routers(model: nn.Module) -> set[int]:
-    """The identities of the layers that choose among experts."""
-    return {
-        id(child)
-        for module in model.modules()
-        if "experts" in module._modules
-        for name, child in module.named_children()
-        if name in ROUTERS
-    }
+    """Return the identities of what chooses among experts, and of all inside it.
+
+    That is what is called a router, and what lies next to experts and is called a gate or gives a number for each.
+    """
+    found: set[int] = set()
+    for module in model.modules():
+        counts = _counts_of_experts(module)
+        for name, child in module.named_children():
+            chooses = "router" in name.lower() or "Router" in type(child).__name__
+            if chooses or (counts is not None and (name in GATES or _scores(child, counts))):
+                found.update(map(id, child.modules()))
+    return found
+
+
+def _counts_of_experts(module: nn.Module) -> set[int] | None:
+    """How many experts the children of a module are or hold, by all that tells; None: they hold none."""
+    holders = [child for name, child in module.named_children() if _holds_experts(name, child)]
+    if not holders:
+        return None
+    told = {getattr(each, count, None) for each in (module, *holders) for count in _COUNTS}
+    listed = {len(each) for each in holders if isinstance(each, (nn.ModuleList, nn.ModuleDict))}
+    stacked = {len(value) for each in holders for value in each.parameters(recurse=False) if value.dim() == 3}
+    return {count for count in told | listed | stacked if isinstance(count, int) and count > 1}
+
+
+def _holds_experts(name: str, module: nn.Module) -> bool:
+    named_so = "experts" in name or "Experts" in type(module).__name__
+    return named_so and "shared" not in name and not is_linear(module)
+
+
+def _scores(module: nn.Module, counts: Collection[int]) -> bool:
+    """Whether a module next to experts gives one number for each, and not, as a block does, features as it reads."""
+    layers = [layer for layer in module.modules() if is_linear(layer) and not _is_elsewhere(layer)]
+    sizes = [product_features(layer) for layer in layers]
+    return any(outputs in counts for _, outputs in sizes) and all(outputs != sizes[0][0] for _, outputs in sizes)
 
 
 def is_linear(module: nn.Module) -> bool:
     """Whether a module is a linear layer: nn.Linear, an FP8 layer, or what looks like them."""
     weight = module._parameters.get("weight")
     return isinstance(module, (nn.Linear, FP8Layer, *known_kinds())) or (
-        weight is not None and weight.dim() == 2 and hasattr(module, "in_features") and hasattr(module, "out_features")
+        weight is not None
+        and not is_lazy(weight)
+        and weight.dim() == 2
+        and hasattr(module, "in_features")
+        and hasattr(module, "out_features")
     )
 
 
@@ -255,7 +289,7 @@ def _outside(module: nn.Module, reason: str) -> dict[str, Kept]:
         name: Kept(reason, tuple(parameter.shape))
         for name, parameter in module._parameters.items()
         if isinstance(parameter, nn.Parameter)
-        and not isinstance(parameter, nn.parameter.UninitializedParameter)
+        and not is_lazy(parameter)
         and sum(size > 1 for size in parameter.shape) > 1
     }
 
@@ -292,6 +326,8 @@ def why_kept(
     `asked`: it was asked for, whatever `config.layers` says.
     """
     original = _original(module)
+    if is_lazy(module._parameters.get("weight")):
+        return "it has no size before its first batch; run the model once, and convert it then"
     if original not in kinds:
         if issubclass(original, nn.Linear):
             return f"{original.__name__} is a subclass of nn.Linear that may compute its product otherwise"
@@ -323,8 +359,10 @@ def product_features(module: nn.Module, kinds: Kinds = KINDS) -> tuple[int, int]
     """(input, output features) of a linear layer's products: of this rank's shard where its weight is sharded."""
     if isinstance(module, FP8Layer):
         return module.product_features
-    if _KEPT in module.__dict__:
+    if _KEPT in module.__dict__ and all(module.__dict__[_KEPT].shape):
         return module.__dict__[_KEPT].shape
+    if is_lazy(module._parameters.get("weight")):
+        return 0, cast(int, module.out_features)
     kind = known_kinds(kinds).get(type(module), FP8Linear)
     rows, columns = cast(torch.Tensor, module.weight).shape
     return (rows, columns) if kind.weight_is_transposed else (columns, rows)

@@ -266,3 +266,14 @@ def test_a_llama_trains_as_it_does_in_high_precision(dtype, device) -> None:
     assert curves[0][-1] < curves[0][0] - 0.5
     torch.testing.assert_close(curves[1], curves[0], rtol=0.01, atol=0)
     assert curves[1] != curves[0]
+
+
+@pytest.mark.parametrize("kept", [(nn.LazyLinear(32),), (nn.LazyConv1d(4, 1), nn.LazyBatchNorm1d())])
+def test_layers_without_a_size_before_their_first_batch_stop_nothing(kept: tuple[nn.Module, ...]) -> None:
+    model = convert_to_fp8(nn.Sequential(nn.Linear(32, 32), *kept))
+    assert [row.name for row in report(model).fp8] == ["0"]
+    notes = [row.notes for row in report(model).rows[1:]]
+    assert notes == ["it has no size before its first batch; run the model once, and convert it then"] * len(notes)
+    model(torch.randn(4, 32) if notes else torch.randn(4, 32, 32))
+    assert [row.name for row in report(convert_to_fp8(model)).fp8] == (["0", "1"] if notes else ["0"])
+    assert not notes or report(model).rows[1].shape == (32, 32)

@@ -35,8 +35,13 @@ def without_large_copies(config: FP8Config, copies_fit: bool) -> FP8Config:
 def fits(model: nn.Module, bytes_a_value: int) -> bool:
     """Whether copies of all parameters of a rank are small compared with its GPU's memory; without a GPU, yes."""
     memory = gpu_memory()
-    values = sum(parameter.numel() for parameter in model.parameters())
+    values = sum(parameter.numel() for parameter in model.parameters() if not is_lazy(parameter))
     return memory is None or values * bytes_a_value <= LARGEST_SHARE * memory
+
+
+def is_lazy(parameter: torch.Tensor | None) -> bool:
+    """Tell whether a parameter, such as that of nn.LazyLinear, has no size before the first batch."""
+    return isinstance(parameter, nn.parameter.UninitializedParameter)
 
 
 def gpu_memory() -> int | None:
