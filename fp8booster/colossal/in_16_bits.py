@@ -34,6 +34,6 @@ def uncompressed_reason(
         return "shared with another module"
     if layer.why_cast_by_itself is not None:
         return layer.why_cast_by_itself
-    if any(size % ALIGNMENT for size in layer.weight.shape):
+    if any(size % ALIGNMENT for size in layer.held_weight.shape):
         return f"size no multiple of {ALIGNMENT}"
     return None

@@ -81,7 +81,7 @@ def refresh_weights(model: nn.Module) -> int:
     layers: dict[_Kind, list[FP8Layer]] = {}
     for module in model.modules():
         if isinstance(module, FP8Layer) and _can_be_served(module):
-            weight, config = module.weight, module.fp8_config
+            weight, config = module.held_weight, module.fp8_config
             kind = _Kind(weight.dtype, weight.device, config.weight_format, config.power_of_two)
             layers.setdefault(kind, []).append(module)
     known = _plans.setdefault(model, {})
@@ -89,7 +89,7 @@ def refresh_weights(model: nn.Module) -> int:
         del known[kind]
     for kind, served in layers.items():
         # a tied weight once
-        weights: list[torch.Tensor] = list({id(layer.weight): layer.weight for layer in served}.values())
+        weights: list[torch.Tensor] = list({id(layer.held_weight): layer.held_weight for layer in served}.values())
         if kind not in known or not known[kind].serves(weights):
             known.pop(kind, None)
             for layer in served:
@@ -99,13 +99,13 @@ def refresh_weights(model: nn.Module) -> int:
         plan.casts.run()
         copies = {id(weight): copy for weight, copy in zip(weights, plan.copies, strict=True)}
         for layer in served:
-            copy = layer.in_product_layout(copies[id(layer.weight)])
-            cast(CachedWeight, layer.fp8_weight).put([layer.weight], layer.fp8_config, copy)
+            copy = layer.in_product_layout(copies[id(layer.held_weight)])
+            cast(CachedWeight, layer.fp8_weight).put([layer.held_weight], layer.fp8_config, copy)
     return sum(map(len, layers.values()))
 
 
 def _can_be_served(layer: FP8Layer) -> bool:
-    weight = layer.weight
+    weight = layer.held_weight
     return (
         type(weight) is nn.Parameter  # no shard, and not computed anew at each look
         and layer.why_cast_by_itself is None

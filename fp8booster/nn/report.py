@@ -32,6 +32,9 @@ from fp8booster.nn.modules import may_be_bypassed
 
 PASSES = ("fprop", "dgrad", "wgrad")
 
+READ_ALONE = "its weight is read without the layer, which has not run"
+NOT_RUN = "has not run"
+
 
 @dataclass(frozen=True)
 class LayerRow:
@@ -45,10 +48,10 @@ class LayerRow:
     shape of another module's parameter."""
 
     precision: str
-    """"FP8", or the dtype of its weight, such as "BF16"."""
+    """"FP8", or the dtype of its weight, such as "BF16"; "none" where it has not run while its neighbours did."""
 
     passes: tuple[str, str, str]
-    """What fprop, dgrad and wgrad compute in; "none" for the gradient of a weight that is not trained."""
+    """What fprop, dgrad and wgrad compute in; "none" too for the gradient of a weight that is not trained."""
 
     notes: str
     """Why it is not in FP8, what was padded, or why it is not merged with its neighbours."""
@@ -178,7 +181,8 @@ class Report:
             line += f", attention by {self.attention}"
         reasons = Counter((row.precision, row.notes) for row in self.other)
         for (precision, reason), count in reasons.items():
-            line += f"; {count} in {precision} ({reason})"
+            not_run = f"; {count} that {'have' if count > 1 else 'has'} not run"
+            line += not_run if precision == "none" else f"; {count} in {precision} ({reason})"
         kinds = dict.fromkeys((row.precision, row.notes) for row in self.outside)
         for precision, reason in kinds:
             rows = [row for row in self.outside if (row.precision, row.notes) == (precision, reason)]
@@ -225,10 +229,12 @@ def report(model: nn.Module) -> Report:
 
     Args:
         model: any module, boosted or not. Rows padded for the token count, token counts for which a layer chose BF16,
-            and what only a batch shows to keep layers from being merged or fused, appear once such a batch has run
-            outside compiled code, which serves many layers with one graph and so cannot tell which.
+            layers that the model's forward passes over, and what only a batch shows to keep layers from being merged
+            or fused, appear once such a batch has run outside compiled code, which serves many layers with one graph
+            and so cannot tell which.
     """
     layers = [module for module in model.modules() if isinstance(module, FP8Layer)]
+    bypassed = _bypassed(model)
     dropped = {
         "16-bit copies": any(layer.fp8_weight.lacks_values for layer in layers),
         "transposes": any(not layer.fp8_config.keeps_transposes for layer in layers),
@@ -239,7 +245,7 @@ def report(model: nn.Module) -> Report:
         layer: group for group in groups if group.why_not_merged is not None for layer in group.layers
     }
     return Report(
-        tuple(_layer_row(name, module, apart.get(module)) for name, module in linears),
+        tuple(_layer_row(name, module, apart.get(module), bypassed.get(module)) for name, module in linears),
         tuple(
             _outside_row(f"{path}.{name}" if path else name, module, getattr(module, name), kept)
             for path, module, name, kept in weights_outside(model)
@@ -322,9 +328,31 @@ def _fused_parts(
     return parts
 
 
-def _layer_row(name: str, module: nn.Module, group: MergedLayers | None) -> LayerRow:
+def _bypassed(model: nn.Module) -> dict[nn.Module, str]:
+    """The FP8 layers that have not run while the model did, as far as uncompiled code tells, and what is known of each.
+
+    A layer by itself may wait for its turn, as an expert does or half of a GAN. It was passed over where somebody
+    looked at its weight, or where another layer of the module that holds it has run.
+    """
+    found: dict[nn.Module, str] = {}
+    has_run = any(layer.has_run for layer in model.modules() if isinstance(layer, FP8Layer))
+    for holder in model.modules() if has_run else ():
+        layers = [child for child in holder.children() if isinstance(child, FP8Layer)]
+        for layer in layers:
+            if layer.has_run:
+                continue
+            if layer.weight_read_in_training or layer.weight_read_in_evaluation:
+                found[layer] = READ_ALONE
+            elif any(other.has_run for other in layers):
+                found.setdefault(layer, NOT_RUN)
+    return found
+
+
+def _layer_row(name: str, module: nn.Module, group: MergedLayers | None, bypassed: str | None) -> LayerRow:
     weight, precision = _stored_weight(module), None
-    if isinstance(module, FP8Layer):
+    if isinstance(module, FP8Layer) and bypassed is not None:
+        precision, notes = "none" if bypassed is NOT_RUN else None, bypassed
+    elif isinstance(module, FP8Layer):
         never = module.in_fp8 and not any(module.in_fp8.values())
         precision, notes = None if never else "FP8", module.fp8_notes()
     else:
@@ -356,6 +384,8 @@ def _stored_weight(module: nn.Module) -> torch.Tensor:
     """
     if isinstance(module, FrozenLayer):
         return module.fp8_data
+    if isinstance(module, FP8Layer) and "weight" in module._parameters:
+        return module.held_weight
     if not parametrize.is_parametrized(module, "weight"):
         return cast(torch.Tensor, module.weight)
     originals = cast(nn.ModuleDict, module.parametrizations)["weight"]

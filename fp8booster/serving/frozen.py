@@ -42,7 +42,7 @@ def freeze(model: nn.Module, config: FP8Config) -> nn.Module:
     for module in model.modules():
         if not isinstance(module, FP8Layer) or isinstance(module, FrozenFP8Linear):
             continue
-        if module.original is nn.Linear and id(module.weight) not in tied:
+        if module.original is nn.Linear and id(module._parameters.get("weight")) not in tied:
             FrozenFP8Linear.convert_in_place(module, module.fp8_config)
     return model
 

@@ -106,7 +106,7 @@ def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
         frozenset(
             weights[id(layer)]
             for layer in layers
-            if layer.why_cast_by_itself is not None or any(size % ALIGNMENT for size in layer.weight.shape)
+            if layer.why_cast_by_itself is not None or any(size % ALIGNMENT for size in layer.held_weight.shape)
         ).union(*stacks),
         tuple(dict.fromkeys(_path(name) for name in stored if name not in groups)),
         names,

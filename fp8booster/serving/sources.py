@@ -143,15 +143,15 @@ class Live(Source):
 
     def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         layer = self._layers.get(self.layout.names.origin[name])
-        if layer is None or not layer.fp8_weight.is_provided([layer.weight]):
+        if layer is None or not layer.fp8_weight.is_provided([layer.held_weight]):
             return None
         config = layer.fp8_config
         if isinstance(layer, FrozenLayer):
             _require_granularity(name, config.granularity, chosen)
         elif (config.granularity, config.power_of_two) != (chosen.granularity, power_of_two):
             return None
-        quantized = layer.fp8_weight.forward([layer.weight], config, transpose=False)
-        rows, columns = layer.weight.shape
+        quantized = layer.fp8_weight.forward([layer.held_weight], config, transpose=False)
+        rows, columns = layer.held_weight.shape
         return quantized.data[:rows, :columns], stored_scale(quantized.inverse_scale, rows, columns)
 
     def record(self) -> dict[str, Any]:

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
 from fp8booster.nn.fused import fuse_blocks
+from fp8booster.nn.quantize import quantize
 from tests.nn.fused.models import batch, build
 from tests.nn.models import tiny_llama
 
@@ -211,3 +213,75 @@ def test_the_shape_is_that_before_an_engine_flattened_a_parameter() -> None:
     model = convert_to_fp8(Block())
     model.experts.down_proj.data = model.experts.down_proj.data.flatten()[:7]
     assert report(model).outside[2].weights == 4096
+
+
+class Around(nn.Module):
+    """Holds an FP8 layer that runs, one whose weight alone is read, one whose dtype is read, and one that waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs, self.read, self.asked, self.waits = (nn.Linear(32, 32) for _ in range(4))
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+        self.projection = nn.ModuleDict({"inside": nn.Linear(32, 32)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.runs(x).to(self.asked.weight.dtype)
+        x = F.linear(self.asked(x), self.read.weight)
+        return F.linear(x, self.projection["inside"].weight)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_what_is_shown_in_fp8_has_run_once_the_model_did(training) -> None:
+    model = convert_to_fp8(Around()).train(training)
+    assert len(report(model).fp8) == 7
+    with torch.set_grad_enabled(training):
+        model(torch.randn(16, 32))
+    rows = {row.name: row for row in report(model).rows}
+    assert {name: row.precision for name, row in rows.items()} == {
+        "runs": "FP8",
+        "read": "FP32",
+        "asked": "FP8",
+        "waits": "none",
+        "experts.0": "FP8",  # may run with the next batch
+        "experts.1": "FP8",
+        "projection.inside": "FP32",
+    }
+    alone = "its weight is read without the layer, which has not run"
+    assert {name: row.notes for name, row in rows.items() if row.notes} == {
+        "read": alone,
+        "waits": "has not run",
+        "projection.inside": alone,
+    }
+    assert report(model).summary() == (
+        f"FP8: 4 of 7 linear layers (57 % of the weights of matrix products); 2 in FP32 ({alone}); 1 that has not run"
+    )
+    model.waits(torch.randn(16, 32))
+    assert [row.name for row in report(model).other] == ["read", "projection.inside"]
+    assert len(report(convert_to_fp8(model)).fp8) == 7  # it begins anew
+
+
+def test_a_fast_path_of_evaluation_that_bypasses_layers_is_shown() -> None:
+    layer = convert_to_fp8(nn.TransformerEncoderLayer(32, 2, 32, batch_first=True))
+    x = torch.randn(2, 8, 32)
+    layer(x)
+    notes = {row.name: row.notes for row in report(layer).fp8}
+    assert notes == {"linear1": "", "linear2": ""}
+    layer.eval()
+    with torch.no_grad():
+        layer(x)
+        bypassed = {row.name: row.notes for row in report(layer).fp8}
+        assert bypassed == dict.fromkeys(notes, "in evaluation its weight was read without it")
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            layer(x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+    assert {row.name: row.notes for row in report(layer).fp8} == notes
+
+
+def test_a_frozen_layer_whose_values_are_read_has_not_run_in_fp8() -> None:
+    model = quantize(nn.ModuleDict({"read": nn.Linear(32, 32), "runs": nn.Linear(32, 32)}))
+    with torch.no_grad():
+        F.linear(model["runs"](torch.randn(16, 32)), model["read"].weight)
+    assert [row.name for row in report(model).fp8] == ["runs"]

@@ -59,8 +59,8 @@ class Plan:
 
         readers, weights = count_readers(model), set()
         for module in model.modules():
-            if isinstance(module, FP8Layer) and module.weight.requires_grad:
-                weight = module.weight
+            if isinstance(module, FP8Layer) and module.held_weight.requires_grad:
+                weight = module.held_weight
                 reason = uncompressed_reason(module, master_weights=master_weights, readers=readers[weight])
                 if reason is None:
                     weights.add(weight)

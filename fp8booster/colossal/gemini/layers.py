@@ -127,17 +127,17 @@ def gather_for_layers(model: nn.Module, manager: ChunkManager) -> None:
         if isinstance(module, FP8Experts):
             module.fp8_config = dataclasses.replace(module.fp8_config, always=True)  # as layers, below
             module.follow_resharding()
-        if not isinstance(module, FP8Layer) or is_ddp_ignored(module.weight):
+        if not isinstance(module, FP8Layer) or is_ddp_ignored(module.held_weight):
             continue  # frozen: whole on every rank, so its FP8 copy may stay too
         # for any number of tokens: ranks with different ones must gather and reduce chunks in one order, and layers
         # that run as one product do it in another than one by one; nor has an FP8 chunk 16-bit values to compute with
         module.fp8_config = dataclasses.replace(module.fp8_config, always=True)
         if module._parameters.get("weight") is None:
             continue  # computed anew for each forward, as by spectral norm, from a parameter that Gemini gathers then
-        chunk = manager.get_chunk(module.weight)
+        chunk = manager.get_chunk(module.held_weight)
         if isinstance(chunk, FP8Chunk):
-            module.fp8_weight = ChunkWeight(chunk, [module.weight], module.weight_is_transposed)
-            chunk.layers[module.weight] = module
+            module.fp8_weight = ChunkWeight(chunk, [module.held_weight], module.weight_is_transposed)
+            chunk.layers[module.held_weight] = module
         else:
             module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
     for merged in merged_layers(model):

@@ -199,5 +199,5 @@ def _group_experts(block: ExpertParallel) -> None:
     own = list(block.experts[start : start + block.num_experts_per_ep])
     layers = [layer for expert in own for layer in expert.modules() if isinstance(layer, FP8Layer)]
     # another pipeline stage's are shells
-    if layers and all(layer.weight is not None and layer.fp8_config.fused for layer in layers):
+    if layers and all(layer.held_weight is not None and layer.fp8_config.fused for layer in layers):
         block.fp8_grouped_experts = GroupedExperts(own)

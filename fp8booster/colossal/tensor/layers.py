@@ -45,7 +45,7 @@ class ShardedLayer(FP8Layer):
 
     def fp8_defer(self) -> Defer | None:
         """Under the zero-bubble schedule, what its passes for weights work off."""
-        return defer_weight_gradient(self.weight) if self.use_zbv else None
+        return defer_weight_gradient(self.held_weight) if self.use_zbv else None
 
 
 class WholeLayer(ShardedLayer):

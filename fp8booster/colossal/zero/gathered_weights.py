@@ -6,6 +6,7 @@ bytes, so that whatever reads it sees the weight that the products used; a check
 
 With `FP8Config.weights_in_16_bits` off a working weight has no memory between steps. Then nothing but the layers reads
 what is gathered, and the layers wait for it by themselves: it is sent on a stream of its own, during the next forward.
+A weight that somebody reads without its layer, as Mamba does, gets its values when it is read first, and keeps them.
 
 Shards are those that LowLevelZeroOptimizer makes (_create_master_param_current_rank, low_level_optim.py:262), and the
 padded size of a weight is kept in its `_working_param_to_padded_working_param` (:176).
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -71,8 +73,8 @@ class _Plan:
 
 def _stacked(layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, torch.Tensor]:
     """Memory for the FP8 weights of layers, stacked by rows, [N, K], and for their transpose, [K, N] or empty."""
-    first, dtype = layers[0].weight, layers[0].fp8_config.weight_format
-    columns, rows = first.shape[1], sum(len(layer.weight) for layer in layers)
+    first, dtype = layers[0].held_weight, layers[0].fp8_config.weight_format
+    columns, rows = first.shape[1], sum(len(layer.held_weight) for layer in layers)
     kept = keeps_transpose(layers[0])
     return (first.new_empty((rows, columns), dtype=dtype), first.new_empty((columns, rows) if kept else 0, dtype=dtype))
 
@@ -102,9 +104,9 @@ class GatheredWeights:
         for by_stage in getattr(optimizer, "shared_params", ()):
             readers.update(by_stage.values())  # other pipeline stages hold it too
         layers = {
-            module.weight: module
+            weight: module
             for module in model.modules()
-            if isinstance(module, FP8Layer) and id(module.weight) in masters
+            if isinstance(module, FP8Layer) and id(weight := module._parameters.get("weight")) in masters
         }
         copies_fit = fits(model, bytes_a_value=2)
         for weight, layer in layers.items():
@@ -191,7 +193,7 @@ class GatheredWeights:
         buffers = {}
         for experts in grouped_experts(model):
             for layers in experts.products():
-                weights = [layer.weight for layer in layers]
+                weights = [layer.held_weight for layer in layers]
                 if all(weight in sent and not self._is_padded(weight) for weight in weights):
                     buffers.update(zip(weights, _parts(*_stacked(layers), weights), strict=True))
         return buffers
@@ -201,7 +203,7 @@ class GatheredWeights:
         return self._optimizer._working_param_to_padded_working_param[weight].numel() != weight.numel()
 
     def _allocate(self, layer: FP8Layer) -> GatheredWeight:
-        weight, dtype = layer.weight, layer.fp8_config.weight_format
+        weight, dtype = layer.held_weight, layer.fp8_config.weight_format
         buffer = self._buffers.get(weight)
         if buffer is None:
             flat = weight.new_empty(self._optimizer._working_param_to_padded_working_param[weight].numel(), dtype=dtype)
@@ -216,9 +218,12 @@ class GatheredWeights:
 
     def _fill_later(self, layer: FP8Layer, quantized: QuantizedMatrix) -> Filled:
         """Let a layer take its FP8 weight from here."""
-        restore = None if layer.fp8_config.keeps_16_bits else self.restore
-        layer.fp8_weight = EngineWeight(layer.weight_is_transposed, restore)
-        return Filled(layer, layer.fp8_weight, [layer.weight], layer.in_product_layout(quantized))
+        if layer.fp8_config.keeps_16_bits:
+            layer.fp8_weight = EngineWeight(layer.weight_is_transposed)
+        else:
+            keep = partial(self._keep, layer.held_weight)
+            layer.fp8_weight = EngineWeight(layer.weight_is_transposed, self.restore, keep)
+        return Filled(layer, layer.fp8_weight, [layer.held_weight], layer.in_product_layout(quantized))
 
     def _can_lie_together(self, merged: MergedLayers) -> bool:
         """Whether weights that are multiplied as one can be gathered into one matrix, under one scale."""
@@ -238,7 +243,7 @@ class GatheredWeights:
         for layer, (part, transposed) in zip(merged.layers, parts, strict=True):
             quantized = QuantizedMatrix(part, transposed, inverse_scale, None)
             group.filled.append(self._fill_later(layer, quantized))
-            self._weights[layer.weight] = GatheredWeight(layer, group, part.view(-1), quantized)
+            self._weights[layer.held_weight] = GatheredWeight(layer, group, part.view(-1), quantized)
         merged.fp8_weight = EngineWeight()
         whole = QuantizedMatrix(data, transpose, inverse_scale, None)
         group.filled.append(Filled(merged, merged.fp8_weight, weights, whole))
@@ -262,7 +267,7 @@ class GatheredWeights:
             self._plan = self._planned(updated)
         shards, amaxes = [each.shard for each in sent], [each.amax for each in sent]
         for other in self._plan.others:
-            weight = other.layer.weight
+            weight = other.layer.held_weight
             shards.append(self._optimizer.working_to_master_param[id(weight)].to(weight.device))
             amaxes.append(None)
         with self._beside():
@@ -280,7 +285,7 @@ class GatheredWeights:
         places = {each: place for place, each in enumerate(sent)}
         by_group: dict[dist.ProcessGroup, list[GatheredWeight]] = {}
         for each in sent:
-            by_group.setdefault(self._optimizer.param_to_pg[each.layer.weight], []).append(each)
+            by_group.setdefault(self._optimizer.param_to_pg[each.layer.held_weight], []).append(each)
         batches = [
             (group, [(batch, [places[each] for each in batch.weights]) for batch in self._batches(weights, group)])
             for group, weights in by_group.items()
@@ -357,19 +362,19 @@ class GatheredWeights:
             batch.inverse_scales,
             batch.transposes,
             [
-                weight if each.layer.fp8_config.keeps_16_bits else None
+                weight if each.keeps_16_bits else None
                 for weight, each in zip(batch.parameters, batch.weights, strict=True)
             ],
         )
         for each in batch.weights:
-            if not each.layer.fp8_config.keeps_16_bits:
+            if not each.keeps_16_bits:
                 self._release(each)
         # a graph that still holds the former values must not go backward with these
         torch.autograd.graph.increment_version([*batch.written, *batch.parameters])
 
     def _release(self, gathered: GatheredWeight) -> None:
-        """Give back the memory of a weight in 16 bits; what reads it sees NaN."""
-        weight = gathered.layer.weight
+        """Give back the memory of a weight in 16 bits; who finds it among the parameters sees NaN."""
+        weight = gathered.layer.held_weight
         weight.data = weight.new_full((), torch.nan).expand(weight.shape)
         self._optimizer._working_param_to_padded_working_param[weight] = weight.new_empty(0)
         gathered.released = True
@@ -378,6 +383,15 @@ class GatheredWeights:
         """Give every weight its value in 16 bits again, until the next step, for what reads parameters."""
         self.wait()
         for gathered in self._weights.values():
+            self._restore(gathered)
+
+    def _keep(self, weight: nn.Parameter) -> None:
+        """Give a weight its value in 16 bits, after each step too."""
+        self.wait()
+        self._stream = self._ready = None  # what reads it does not wait
+        gathered = self._weights[weight]
+        gathered.was_read = True
+        with torch.inference_mode(False):  # autograd may save it later
             self._restore(gathered)
 
     @torch.no_grad()
@@ -391,7 +405,7 @@ class GatheredWeights:
     def _restore(self, gathered: GatheredWeight) -> None:
         if not gathered.released:
             return
-        weight, quantized = gathered.layer.weight, gathered.quantized
+        weight, quantized = gathered.layer.held_weight, gathered.quantized
         padded = weight.new_zeros(gathered.flat.numel())
         values = padded[: weight.numel()].view(weight.shape)
         unpack([quantized.data], [quantized.inverse_scale], [None], [values])

@@ -67,6 +67,14 @@ class GatheredWeight:
     released: bool = False
     """The weight has no values in 16 bits now."""
 
+    was_read: bool = False
+    """Somebody multiplies by the weight without its layer, so it keeps its values in 16 bits."""
+
+    @property
+    def keeps_16_bits(self) -> bool:
+        """The weight has values in 16 bits between steps."""
+        return self.was_read or self.layer.fp8_config.keeps_16_bits
+
 
 class Sent(NamedTuple):
     """What a weight is cast from."""
@@ -96,7 +104,7 @@ class WeightBatch:
 
     def __init__(self, weights: Sequence[GatheredWeight], ranks: int, rank: int) -> None:
         self.weights = list(weights)
-        self.parameters = [each.layer.weight for each in weights]
+        self.parameters = [each.layer.held_weight for each in weights]
         self.quantized = [each.quantized for each in weights]
         self.inverse_scales = [each.inverse_scale for each in self.quantized]
         self.transposes = [each.quantized.transpose if keeps_transpose(each.layer) else None for each in weights]

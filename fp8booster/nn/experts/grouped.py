@@ -57,8 +57,8 @@ def _grouped_weight(layers: Sequence[FP8Layer], experts: int, provided: bool, ca
     """
     config = layers[0].fp8_config
     if not provided:
-        return cast_experts(stack_rows([layer.weight for layer in layers]), experts, config, casts)
-    matrices = [layer.fp8_weight.forward([layer.weight], config, transpose=False) for layer in layers]
+        return cast_experts(stack_rows([layer.held_weight for layer in layers]), experts, config, casts)
+    matrices = [layer.fp8_weight.forward([layer.held_weight], config, transpose=False) for layer in layers]
     parts = [matrix.data for matrix in matrices]
     if are_stacked(parts):
         data = stacked_view(parts)
@@ -166,7 +166,7 @@ class GroupedExperts:
         if tokens.dtype != torch.bfloat16:
             return "grouped products give BF16 alone"
         _, _, down = gate_up_down(self.experts[0])
-        if not reusable(tokens, down.weight):
+        if not reusable(tokens, down.held_weight):
             return "inference mode or a graph that is captured"
         reason = None if self._always else self._why_slower(rows)
         if reason is not None:
@@ -183,11 +183,12 @@ class GroupedExperts:
         """Why grouped products of so many rows in all would take longer, or None where they would not."""
         gate, _, down = gate_up_down(self.experts[0])
         config, count = down.fp8_config, len(self.experts)
-        inputs, outputs = gate.weight.shape[1], 2 * gate.weight.shape[0]
-        products = (2 * gate.weight.numel() + down.weight.numel()) / 2
+        outputs, inputs = gate.held_weight.shape
+        products = (2 * gate.held_weight.numel() + down.held_weight.numel()) / 2
         if rows / count * products >= ONE_BY_ONE_FROM:
             return "one by one is faster for so many tokens"
-        if count >= EXPERTS_THAT_PAY or computes_in_fp8(config, int(rows), inputs, outputs, down.weight.device):
+        device = down.held_weight.device
+        if count >= EXPERTS_THAT_PAY or computes_in_fp8(config, int(rows), inputs, 2 * outputs, device):
             return None
         return "too few tokens for so few experts"
 
@@ -208,13 +209,13 @@ class GroupedExperts:
         config = down.fp8_config
         if not gate.fp8_config == up.fp8_config == config:
             return "the layers' FP8Configs differ"
-        if any(size % ALIGNMENT for layer in first for size in layer.weight.shape):
+        if any(size % ALIGNMENT for layer in first for size in layer.held_weight.shape):
             return f"a size is no multiple of {ALIGNMENT}"
         if down.why_cast_by_itself is not None:
             return down.why_cast_by_itself
         if config.input_format is not E4M3 or config.weight_format is not E4M3:
             return "grouped products multiply E4M3 alone"
-        return why_no_grouped_product(down.weight.device, config.emulate)
+        return why_no_grouped_product(down.held_weight.device, config.emulate)
 
 
 def _why_not_like(layer: nn.Module, same: FP8Layer) -> str | None:

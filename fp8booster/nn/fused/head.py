@@ -17,7 +17,7 @@ from fp8booster import formats
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.fused.loss import linear_cross_entropy
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
-from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.linear.layer import FP8Layer, held_weight
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import has_hooks
@@ -42,7 +42,7 @@ class HeldHead(nn.Module):
 
 def vocabulary_size(head: nn.Linear) -> int:
     """How many tokens a head makes logits of; padding, of which Colossal-AI's heads know, is none."""
-    return getattr(head, "old_num_embeddings", head.weight.shape[0])
+    return getattr(head, "old_num_embeddings", held_weight(head).shape[0])
 
 
 def why_not_bypassed(head: nn.Module, classes: Collection[type[nn.Module]]) -> str | None:
@@ -56,12 +56,12 @@ def why_not_bypassed(head: nn.Module, classes: Collection[type[nn.Module]]) -> s
     if (head.head_class if held else type(head)) not in classes:
         return f"its lm_head is a {type(head).__name__}, whose product may be another than that of nn.Linear"
     if not held and type(head._parameters.get("weight")) not in (nn.Parameter, FakeTensor):
-        kind = type(head.weight).__name__
+        kind = type(held_weight(head)).__name__
         return f"the weight of its lm_head is a {kind}: sharded, or gathered when an operator of torch reads it"
     if has_hooks(head):
         return "its lm_head has hooks, which would not run"
-    if head.weight.dtype not in formats.HIGH_PRECISION:
-        return f"the weight of its lm_head is {head.weight.dtype}"
+    if (dtype := held_weight(head).dtype) not in formats.HIGH_PRECISION:
+        return f"the weight of its lm_head is {dtype}"
     if not held and isinstance(head, FP8Layer) and head.fp8_weight.is_transient:
         return "the weight of its lm_head is whole only while the layer runs"
     if "forward" in head.__dict__:
@@ -91,11 +91,11 @@ def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tenso
         if in_fp8:
             casts = head.fp8_casts if head.training else REAL_TIME
             fp8 |= {"config": config, "casts": casts}
-            if reusable(hidden, head.weight):
+            if reusable(hidden, held_weight(head)):
                 fp8["quantized_weight"] = _with_transpose(head, casts)
     return linear_cross_entropy(
         deliver_amax(hidden.flatten(0, -2), delivered_amax(hidden)),
-        head.weight,
+        held_weight(head),
         targets.flatten().to(hidden.device),
         bias=head.bias,
         **how,
@@ -105,7 +105,7 @@ def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tenso
 
 def _with_transpose(head: FP8Layer, casts: Casts) -> QuantizedMatrix:
     """The head's FP8 weight in both layouts, wherever it keeps them."""
-    weight, config = head.weight, head.fp8_config
+    weight, config = head.held_weight, head.fp8_config
     quantized = head.fp8_weight.forward([weight], config, transpose=True, casts=casts)
     backward_weight = head.fp8_weight.backward([weight], config, casts=casts)
     if quantized.transpose.numel():

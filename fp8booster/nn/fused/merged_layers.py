@@ -20,7 +20,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
-from fp8booster.nn.linear.layer import FP8Layer, config_around, without_adapter
+from fp8booster.nn.linear.layer import FP8Layer, config_around, held_weight, without_adapter
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.made_again import delivered_recipe
 from fp8booster.nn.linear.shared_input import share_input
@@ -32,7 +32,7 @@ from fp8booster.nn.weights.freshness import reusable
 from fp8booster.nn.weights.source import WeightSource
 from fp8booster.nn.weights.stacking import are_stacked, stacked_view
 
-_in_training, _weight = attrgetter("training"), attrgetter("weight")
+_in_training = attrgetter("training")
 
 
 class Merged:
@@ -50,8 +50,8 @@ class Merged:
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """The layers' weights, in the order of their outputs."""
-        return list(map(_weight, self.layers))
+        """The layers' weights, in the order of their outputs; those of FP8 layers may have no values in 16 bits."""
+        return list(map(held_weight, self.layers))
 
     @property
     def why_not_merged(self) -> str | None:
@@ -197,7 +197,7 @@ class MergedLayers(Merged):
         def defer(compute: Callable[[], torch.Tensor]) -> None:
             late = _LateRows(compute, [len(weight) for weight in self.weights])
             for number, (layer, give) in enumerate(zip(self.layers, by_layer, strict=True)):
-                if layer.weight.requires_grad:
+                if layer.held_weight.requires_grad:
                     give(partial(late.take, number))
 
         return defer

@@ -24,7 +24,11 @@ class FP8Conv1D(FP8Layer, Conv1D):  # type: ignore[misc]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., input features] to [..., output features]; errors as in `fp8_linear`."""
         output = self.fp8_product(x, self.bias)
-        return super().forward(x) if output is None else output
+        if output is not None:
+            return output
+        # as transformers does, which would look at the weight as somebody else
+        product = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.held_weight)
+        return product.view((*x.size()[:-1], self.nf))
 
 
 class FrozenFP8Conv1D(FrozenLayer, FP8Conv1D):  # type: ignore[misc]

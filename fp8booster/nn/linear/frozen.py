@@ -21,7 +21,7 @@ from fp8booster.kernels.blockwise_cast import scales_shape
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.linear.exchange import NO_EXCHANGE
 from fp8booster.nn.linear.functional import check_operands, linear_from_quantized
-from fp8booster.nn.linear.layer import FP8Layer, restore_weight
+from fp8booster.nn.linear.layer import FP8Layer, note_read, restore_weight
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts
@@ -136,6 +136,7 @@ class FrozenLayer(FP8Layer):
         """The weight's values, decoded at each look: of `weight_dtype`, and no parameter. It lies as `original`'s."""
         for call in before_decoding:
             call()
+        note_read(self)
         rows, columns = self.fp8_shape
         values = self.quantized.dequantize(rows, columns).to(self.weight_dtype)
         values = values.t() if self.weight_is_transposed else values
@@ -160,6 +161,8 @@ class FrozenLayer(FP8Layer):
 
     def fp8_product(self, input: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """As `FP8Layer.fp8_product`, for an input of any dtype, empty or not."""
+        if not self.training:
+            self.note_evaluation()
         stand_in = input.new_empty(()).expand(self.fp8_shape)  # it has no values where products ask for shapes alone
         check_operands(input, stand_in, bias)
         if input.numel() == 0:  # as of an expert without tokens, whatever dtype the others have
@@ -190,6 +193,7 @@ class FrozenLayer(FP8Layer):
     def _start_frozen(self, config: FP8Config, dtype: torch.dtype) -> None:
         self.fp8_config, self.weight_dtype = config, dtype
         self.fp8_casts, self.in_fp8 = FrozenCasts(), TokenCounts()
+        self._forget_uses()
         self.register_parameter("input_amax", None)
 
     @torch.no_grad()

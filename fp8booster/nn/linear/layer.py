@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -25,6 +25,41 @@ from fp8booster.nn.weights.source import WeightSource
 from fp8booster.tensor import QuantizedMatrix
 
 
+class _ReadableWeight:
+    """`FP8Layer.weight` for whoever reads it without the layer: it has values, also where an engine keeps none.
+
+    A descriptor without `__set__`: attributes of the layer itself, such as the views that FSDP puts there, come first.
+    """
+
+    def __get__(self, layer: FP8Layer | None, kind: type | None = None) -> Any:
+        if layer is None:
+            return self
+        held, parameters = layer.__dict__, layer.__dict__.get("_parameters", {})
+        if "weight" not in parameters:
+            raise AttributeError("weight")  # nn.Module looks among buffers then, and tells
+        source = held.get("fp8_weight")
+        if source is not None:
+            if source.lacks_values:
+                _keep_values(source)
+            note_read(layer)
+        return parameters["weight"]
+
+
+def note_read(layer: FP8Layer) -> None:
+    """Remember that somebody has looked at a layer's weight, which is no sign that its own product ran."""
+    if not torch.compiler.is_compiling():
+        layer.__dict__[_READ_IN_TRAINING if layer.training else _READ_IN_EVALUATION] = True
+
+
+@torch.compiler.disable
+def _keep_values(source: WeightSource) -> None:
+    source.keep_values()
+
+
+_READ_IN_TRAINING, _READ_IN_EVALUATION = "weight_read_in_training", "weight_read_in_evaluation"
+_RAN_IN_EVALUATION = "ran_in_evaluation"
+
+
 class FP8Layer(nn.Module):
     """A linear layer in FP8: a mixin before the class that the layer was.
 
@@ -41,7 +76,18 @@ class FP8Layer(nn.Module):
     weight_is_transposed: ClassVar[bool] = False
     """The weight lies as [input features, output features], not as nn.Linear's does."""
 
-    weight: torch.Tensor
+    weight: torch.Tensor = _ReadableWeight()  # type: ignore[assignment]
+    """The weight, for whoever multiplies by it without the layer; the layer itself reads `held_weight`."""
+
+    weight_read_in_training: bool = False
+    """Somebody has looked at `weight` in training mode."""
+
+    weight_read_in_evaluation: bool = False
+    """Somebody has looked at `weight` in evaluation mode."""
+
+    ran_in_evaluation: bool = False
+    """The layer was called in evaluation mode, outside compiled code."""
+
     fp8_config: FP8Config
     fp8_weight: WeightSource
     fp8_casts: Casts
@@ -59,16 +105,34 @@ class FP8Layer(nn.Module):
     def revert(self) -> None:
         """Turn the layer into what it was, in place."""
         del self.fp8_config, self.fp8_weight, self.fp8_casts, self.in_fp8, self._whole_shape
+        self._forget_uses()
         self.__class__ = self.original  # type: ignore[assignment]
 
     def _start_fp8(self, config: FP8Config) -> None:
         if "fp8_weight" in vars(self):
             restore_weight(self)  # an engine before may have left no other copy than the one that goes here
         self.fp8_config = config
-        self._whole_shape = self.weight.shape
+        self._whole_shape = self.held_weight.shape
+        self._forget_uses()
         self.fp8_weight = CachedWeight(self.weight_is_transposed)
         self.fp8_casts = Casts()
         self.in_fp8 = TokenCounts()
+
+    def _forget_uses(self) -> None:
+        """Count the layer as one that neither ran nor was read."""
+        for note in (_READ_IN_TRAINING, _READ_IN_EVALUATION, _RAN_IN_EVALUATION):
+            self.__dict__.pop(note, None)
+
+    @property
+    def held_weight(self) -> torch.Tensor:
+        """The weight as it is, which may have no values in 16 bits."""
+        weight = self._parameters.get("weight")
+        return self.weight if weight is None else weight  # computed for each forward, or a view of what was gathered
+
+    @property
+    def has_run(self) -> bool:
+        """Whether the layer was called, outside compiled code, on any tokens."""
+        return bool(self.in_fp8) or self.ran_in_evaluation
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str | None:
@@ -91,7 +155,8 @@ class FP8Layer(nn.Module):
     def product_features(self) -> tuple[int, int]:
         """(input, output features) of this layer's products: of this rank's shard where the weight is sharded."""
         # FSDP with use_orig_params leaves a part of the flattened weight between forwards
-        rows, columns = self.weight.shape if self.weight.dim() == 2 else self._whole_shape
+        shape = self.held_weight.shape
+        rows, columns = shape if len(shape) == 2 else self._whole_shape
         return (rows, columns) if self.weight_is_transposed else (columns, rows)
 
     @property
@@ -121,15 +186,18 @@ class FP8Layer(nn.Module):
         if input.numel() == 0:
             return None
         if input.dim() == 0:  # whose tokens cannot be counted
-            check_operands(input, self.weight.t() if self.weight_is_transposed else self.weight, bias)
+            held = self.held_weight
+            check_operands(input, held.t() if self.weight_is_transposed else held, bias)
         remembers = self.fp8_config.remembers_amaxes or self.fp8_casts.by_channel
         if torch.compiler.is_compiling() and (self.fp8_weight.lacks_values or (self.training and remembers)):
             # compiled code casts the weight, which has no values where an engine keeps its FP8 copy alone; and it notes
             # no amaxes
             return torch.compiler.disable(FP8Layer.fp8_product)(self, input, bias)
-        config, weight, exchange = self.fp8_config, self.weight, self.fp8_exchange()
+        config, weight, exchange = self.fp8_config, self.held_weight, self.fp8_exchange()
         if weight.numel() == 0:
             return None
+        if not self.training:
+            self.note_evaluation()
         matrix = weight.t() if self.weight_is_transposed else weight
         again = reusable(input, weight)
         if not self._computes_in_fp8(input.numel() // input.shape[-1] * exchange.growth, matrix, again):
@@ -157,6 +225,11 @@ class FP8Layer(nn.Module):
             casts=casts,
             recipe=recipe,
         )
+
+    def note_evaluation(self) -> None:
+        """Remember that the layer was called in evaluation mode."""
+        if not torch.compiler.is_compiling():
+            self.__dict__[_RAN_IN_EVALUATION] = True
 
     def train(self, mode: bool = True) -> FP8Layer:
         """As `nn.Module.train`; unless it was and stays in training, the weight is looked at again."""
@@ -199,6 +272,10 @@ class FP8Layer(nn.Module):
         """What the report says besides the precision: emulation, sizes padded as "from->to", token counts in BF16."""
         notes = ["emulated in FP32"] if self.fp8_config.emulate else []
         notes += self.fp8_weight.notes_of_scaling(self.fp8_config)
+        if self.fp8_weight.was_read:
+            notes.append("its 16-bit copy is kept, for its weight is read without it")
+        elif self.weight_read_in_evaluation and self.in_fp8 and not self.ran_in_evaluation:
+            notes.append("in evaluation its weight was read without it")
         if self.fp8_casts.by_channel:
             notes.append("scales by channel (smooth SwiGLU)")
         tokens = {
@@ -215,6 +292,11 @@ class FP8Layer(nn.Module):
             why = "where it would take longer; FP8Config(always=True) does it"
             notes.append(f"not in FP8 for {counts}, {why}")
         return "; ".join(notes)
+
+
+def held_weight(layer: nn.Module) -> torch.Tensor:
+    """Return the weight of a linear layer as it is; that of an FP8 layer may have no values in 16 bits."""
+    return layer.held_weight if isinstance(layer, FP8Layer) else cast(torch.Tensor, layer.weight)
 
 
 def config_around(layers: Iterable[nn.Module | None]) -> FP8Config | None:

@@ -37,7 +37,7 @@ class FP8Linear(FP8Layer, nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]; errors as in `fp8_linear`."""
         output = self.fp8_product(input, self.bias)
-        return F.linear(input, self.weight, self.bias) if output is None else output
+        return F.linear(input, self.held_weight, self.bias) if output is None else output
 
     def fp8_merges_by(self) -> Hashable | None:
         """Its class, unless it is a subclass, whose forward may be another."""

@@ -27,13 +27,19 @@ class EngineWeight(CachedWeight):
     Args:
         is_transposed: as in `WeightSource`.
         restore: gives the weights their values in 16 bits again, where the engine keeps none.
+        keep: gives these weights theirs, and keeps them from then on.
     """
 
     may_be_filled = True
 
-    def __init__(self, is_transposed: bool = False, restore: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        is_transposed: bool = False,
+        restore: Callable[[], None] | None = None,
+        keep: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(is_transposed)
-        self._restore = restore
+        self._restore, self._keep = restore, keep
         self.lacks_values = restore is not None
 
     def fill(
@@ -97,15 +103,18 @@ class EngineWeight(CachedWeight):
 
     def _has_values_of(self, weights: Sequence[torch.Tensor], filled: QuantizedMatrix) -> bool:
         """Compare the weights with what the engine made; the host waits for it."""
-        if all(self.lacks_values and _lacks_values(weight) for weight in weights):
+        without = list(map(_lacks_values, weights))
+        if all(without):
             return True  # there is no other value
         if any(weight.device != filled.data.device for weight in weights):
             return False
         self.wait()
+        if any(without):  # of several, those that somebody reads without their layers have values
+            parts = filled.data.split([len(weight) for weight in weights])
+            pairs = zip(weights, parts, without, strict=True)
+            return all(lacks or _decodes_to(weight, part, filled.inverse_scale) for weight, part, lacks in pairs)
         matrix = as_matrix(weights, self.is_transposed)
-        values = torch.empty(filled.data.shape, dtype=matrix.dtype, device=matrix.device)
-        unpack([filled.data], [filled.inverse_scale], [None], [values])
-        if torch.equal(values, matrix):
+        if _decodes_to(matrix, filled.data, filled.inverse_scale):
             return True
         return self._noted is not None and all(map(torch.equal, self._noted, _sums(matrix)))
 
@@ -122,6 +131,11 @@ class EngineWeight(CachedWeight):
     def restore_values(self) -> None:
         if self._restore is not None:
             self._restore()
+
+    def keep_values(self) -> None:
+        if self._keep is not None:
+            self._keep()
+            self.was_read, self.lacks_values = True, False
 
     _filled: QuantizedMatrix | None = None
     _ready: torch.cuda.Event | None = None
@@ -166,6 +180,13 @@ def _addresses(matrix: QuantizedMatrix) -> tuple[int, ...]:
 
 def _places(weights: Sequence[torch.Tensor]) -> list[tuple[int, int, int]]:
     return [(weight.data_ptr(), weight._version, looks(weight)) for weight in weights]
+
+
+def _decodes_to(matrix: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> bool:
+    """Tell whether FP8 values have the values of a matrix in 16 bits; the host waits for it."""
+    values = torch.empty(data.shape, dtype=matrix.dtype, device=matrix.device)
+    unpack([data], [inverse_scale], [None], [values])
+    return torch.equal(values, matrix)
 
 
 def _sums(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:

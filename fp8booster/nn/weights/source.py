@@ -39,6 +39,9 @@ class WeightSource:
     lacks_values: bool = False
     """The weights may have no values in 16 bits until `restore_values`."""
 
+    was_read: bool = False
+    """The weights have values in 16 bits because somebody reads them without their layers (`keep_values`)."""
+
     may_be_filled: ClassVar[bool] = False
     """An engine may cast the weights."""
 
@@ -144,6 +147,10 @@ class WeightSource:
 
     def restore_values(self) -> None:
         """Give the weights their values in 16 bits again, where an engine keeps none."""
+
+    def keep_values(self) -> None:
+        """Give the weights values in 16 bits, and let them keep these: somebody reads them without their layers."""
+        self.restore_values()
 
     def __deepcopy__(self, memo: dict) -> WeightSource:
         kind, arguments = self.__reduce__()

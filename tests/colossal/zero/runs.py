@@ -44,7 +44,7 @@ def masters(run: Boosted) -> dict[str, torch.Tensor]:
 def gathered(run: Boosted) -> Iterator[tuple[str, FP8Linear]]:
     """The layers whose weights are sent in FP8, by the name of the weight."""
     for name, module in run.model.unwrap().named_modules():
-        if isinstance(module, FP8Linear) and module.weight in run.optimizer.gathered_weights:
+        if isinstance(module, FP8Linear) and module.held_weight in run.optimizer.gathered_weights:
             yield f"{name}.weight", module
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fp8booster import FP8Config, forget_weights
+from fp8booster.nn import report
 from tests.colossal.models import tiny_llama
-from tests.colossal.zero.runs import CLOSE, batch, gathered, masters, wire
+from tests.colossal.zero.runs import CLOSE, batch, features, gathered, masters, step, wire
 from tests.distributed import ranks, shared_folder
 from tests.plugins.test_low_level_zero_fp8 import LAYERS
 from tests.plugins.training import STAGES, Boosted, assert_close, assert_equal, boost, train
@@ -36,7 +39,6 @@ def test_it_trains_bit_for_bit_as_with_16_bits(stage: int) -> None:
 
 @ranks(2)
 def test_by_default_large_models_keep_their_weights_in_fp8_alone() -> None:
-    from fp8booster.nn import report
     from fp8booster.nn.weights import memory
 
     undisturbed, memory.gpu_memory = memory.gpu_memory, lambda: 1
@@ -49,11 +51,76 @@ def test_by_default_large_models_keep_their_weights_in_fp8_alone() -> None:
     assert_equal(masters(beside), masters(run))
     assert gathered(run)
     for _, layer in gathered(run):
-        assert layer.weight.isnan().all()
-        assert layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose.numel() == 0
+        assert layer.held_weight.isnan().all()
+        assert layer.fp8_weight.forward([layer.held_weight], layer.fp8_config, transpose=False).transpose.numel() == 0
     assert "without 16-bit copies and transposes of their weights" in report(run.model).summary()
     for _, layer in gathered(beside):
-        assert not layer.weight.isnan().any()
+        assert not layer.held_weight.isnan().any()
+
+
+class Reader(nn.Module):
+    """Multiplies by the weights of some of its layers without calling them, as Mamba and WavLM do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.called, self.both, self.read = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.called(x).tanh()
+        x = x + self.both(x) + x @ self.both.weight
+        return (self.read.weight @ x.t()).float().square().mean()
+
+
+def reader(weights_in_16_bits: bool) -> Boosted:
+    options = FP8Config(weights_in_16_bits=weights_in_16_bits, always=True)
+    return boost(wire(fp8_config=options, max_norm=1.0), Reader())
+
+
+@ranks(2)
+def test_what_reads_a_weight_without_its_layer_finds_its_values() -> None:
+    beside, alone = reader(True), reader(False)
+    for number in range(3):
+        expected = step(beside, features())
+        assert math.isfinite(expected)
+        assert step(alone, features()) == expected, number
+    assert_equal(masters(beside), masters(alone))
+    started, trained = masters(reader(False)), masters(alone)
+    assert not any(torch.equal(started[name], trained[name]) for name in ("both.weight", "read.weight"))
+    model = alone.model.unwrap()
+    assert model.called.held_weight.isnan().all()  # what nobody reads takes no memory
+    notes = {row.name: (row.precision, row.notes) for row in report(model).rows}
+    assert notes["called"] == ("FP8", "")
+    assert notes["both"] == ("FP8", "its 16-bit copy is kept, for its weight is read without it")
+    assert notes["read"] == ("BF16", "its weight is read without the layer, which has not run")
+
+
+@ranks(2)
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_what_reads_a_weight_in_evaluation_finds_its_values(mode: str) -> None:
+    """The fast path of nn.TransformerEncoderLayer reads weights that the layers alone read in training."""
+    runs = []
+    for weights_in_16_bits in (True, False):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(64, 4, 64, dropout=0.0, batch_first=True)
+        options = FP8Config(weights_in_16_bits=weights_in_16_bits, always=True)
+        runs.append(boost(wire(fp8_config=options), layer))
+    losses = []
+    for run in runs:
+
+        def loss(x: torch.Tensor, run: Boosted = run) -> torch.Tensor:
+            return run.model(x).float().square().mean()
+
+        losses += [step(run, features()[None], forward=loss) for _ in range(2)]
+        run.model.eval()
+        with getattr(torch, mode)():
+            losses.append(loss(features()[None]).item())
+        run.model.train()
+        losses.append(step(run, features()[None], forward=loss))
+    assert all(map(math.isfinite, losses))
+    assert losses[:4] == losses[4:]
+    (row,) = (row for row in report(runs[1].model).rows if row.name.endswith("linear1"))
+    assert row.notes == "its 16-bit copy is kept, for its weight is read without it"
 
 
 @ranks(2)
@@ -77,14 +144,14 @@ def test_it_trains_bit_for_bit_as_with_transposes_kept() -> None:
         beside = alone(fused=fused)
         run = alone(fused=fused, keep_weight_transposes=False)
         assert all(
-            layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=False).transpose.numel() == 0
+            layer.fp8_weight.forward([layer.held_weight], layer.fp8_config, transpose=False).transpose.numel() == 0
             for _, layer in gathered(run)
         )
         assert train(beside, steps=3) == train(run, steps=3)
         assert_equal(masters(beside), masters(run))
         run.optimizer.gather_working_weights()  # a checkpoint reads them
         for name, layer in gathered(run):
-            assert layer.weight.isfinite().all(), name
+            assert layer.held_weight.isfinite().all(), name
 
 
 @ranks(2)
@@ -131,13 +198,13 @@ def test_a_step_between_a_forward_and_its_backward_is_refused_without_transposes
 @ranks(2)
 def test_after_a_step_the_parameters_are_nan_and_take_no_memory() -> None:
     run = alone()
-    assert all(layer.weight.isfinite().all() for _, layer in gathered(run))
+    assert all(layer.held_weight.isfinite().all() for _, layer in gathered(run))
     train(run, steps=1)
     layers = [layer for _, layer in gathered(run)]
     assert len(layers) == LAYERS
     for layer in layers:
-        assert layer.weight.isnan().all()
-        assert layer.weight.untyped_storage().nbytes() <= 16
+        assert layer.held_weight.isnan().all()
+        assert layer.held_weight.untyped_storage().nbytes() <= 16
     assert run.loss(batch()).isfinite()
     run.model.eval()
     with torch.no_grad():
@@ -153,8 +220,8 @@ def test_what_is_saved_holds_values_and_changes_nothing(how: str) -> None:
     if how == "state dict":
         saved = run.model.unwrap().state_dict()
         for name, layer in gathered(run):
-            copy = layer.fp8_weight.forward([layer.weight], layer.fp8_config, transpose=True)
-            assert torch.equal(saved[name], copy.dequantize(*layer.weight.shape).to(layer.weight.dtype))
+            copy = layer.fp8_weight.forward([layer.held_weight], layer.fp8_config, transpose=True)
+            assert torch.equal(saved[name], copy.dequantize(*layer.held_weight.shape).to(layer.held_weight.dtype))
     else:
         path = str(shared_folder("alone") / "model.bin")
         run.booster.save_model(run.model, path)
@@ -162,7 +229,7 @@ def test_what_is_saved_holds_values_and_changes_nothing(how: str) -> None:
         saved = torch.load(path, weights_only=True)
         assert_equal({name: value.bfloat16() for name, value in masters(run).items()}, saved)
     assert train(run) == train(undisturbed)
-    assert all(layer.weight.isnan().all() for _, layer in gathered(run))
+    assert all(layer.held_weight.isnan().all() for _, layer in gathered(run))
 
 
 @ranks(2)
@@ -182,7 +249,7 @@ def test_a_pickle_or_a_copy_holds_values_and_changes_nothing(what: str) -> None:
         # cast from 16-bit weights, not from their masters
         assert_close([expected.item()], [loss.item()], CLOSE)
     assert train(run) == train(undisturbed)
-    assert all(layer.weight.isnan().all() for _, layer in gathered(run))
+    assert all(layer.held_weight.isnan().all() for _, layer in gathered(run))
 
 
 @ranks(2)
