@@ -20,6 +20,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
+from fp8booster.nn.linear.inputs import is_plain
 from fp8booster.nn.linear.layer import FP8Layer, config_around, held_weight, without_adapter
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.made_again import delivered_recipe
@@ -143,7 +144,7 @@ class MergedLayers(Merged):
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
         """As `Merged.__call__`; None too where BF16 is faster."""
-        if not (all(map(_in_training, self.layers)) and input.numel()):
+        if not (all(map(_in_training, self.layers)) and is_plain(input) and input.numel()):
             return None
         if FrozenFP8Linear in map(type, self.layers):  # it has no merged form, and to look at its weight decodes it
             return None

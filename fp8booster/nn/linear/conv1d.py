@@ -12,6 +12,7 @@ import torch
 from transformers.pytorch_utils import Conv1D
 
 from fp8booster.nn.linear.frozen import FrozenLayer
+from fp8booster.nn.linear.inputs import is_plain, output_of
 from fp8booster.nn.linear.layer import FP8Layer
 
 
@@ -23,6 +24,8 @@ class FP8Conv1D(FP8Layer, Conv1D):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., input features] to [..., output features]; errors as in `fp8_linear`."""
+        if not is_plain(x):
+            return output_of(self, x)
         output = self.fp8_product(x, self.bias)
         if output is not None:
             return output

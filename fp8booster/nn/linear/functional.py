@@ -281,7 +281,15 @@ def linear_from_quantized(
 
     Returns:
         [..., N] of the input's dtype, or of autocast's.
+
+    Raises:
+        TypeError: torch.jit.trace runs it.
     """
+    if torch._C._is_tracing():  # scales and FP8 weights would be constants of the trace
+        raise TypeError(
+            "torch.jit.trace, also within torch.onnx, records no FP8 products; use torch.compile or torch.export, or "
+            "trace the model before it is converted"
+        )
     device = input.device.type
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else input.dtype
     weights = (weight,) if isinstance(weight, torch.Tensor) else weight

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.config import FP8Config
+from fp8booster.nn.linear.inputs import is_plain, output_of
 from fp8booster.nn.linear.layer import FP8Layer
 
 
@@ -36,6 +37,8 @@ class FP8Linear(FP8Layer, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]; errors as in `fp8_linear`."""
+        if not is_plain(input):
+            return output_of(self, input)
         output = self.fp8_product(input, self.bias)
         return F.linear(input, self.held_weight, self.bias) if output is None else output
 
