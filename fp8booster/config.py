@@ -130,7 +130,8 @@ class FP8Config:
     """Under ZeRO, keep the value of each gathered FP8 weight in 16 bits too, for what reads a parameter itself. False
     saves these two bytes a value, and weights are gathered while the next forward runs. The parameters of FP8 layers
     then read as NaN after a step, but in checkpoints and state dicts, and run in FP8 for any number of tokens. Where
-    something reads a layer's `weight` without the layer, that one keeps its 16-bit copy. None is False where these copies would take more than 1/32 of the GPU's memory (`nn.weights.memory`)."""
+    something reads a layer's `weight` without the layer, that one keeps its 16-bit copy. None is False where these
+    copies would take more than 1/32 of the GPU's memory (`nn.weights.memory`)."""
 
     keep_weight_transposes: bool | None = None
     """Keep the transpose of each FP8 weight, which backward reads, from step to step. False makes it in backward, at

@@ -124,6 +124,25 @@ def test_what_reads_a_weight_in_evaluation_finds_its_values(mode: str) -> None:
 
 
 @ranks(2)
+def test_an_evaluation_between_steps_leaves_merged_layers_merged() -> None:
+    """Also where one of their weights has values in 16 bits because somebody looked at it."""
+    run, undisturbed = alone(fused=True), alone(fused=True)
+    assert train(run, steps=2) == train(undisturbed, steps=2)
+    (attention, *_) = (module for module in run.model.modules() if hasattr(module, "q_proj"))
+    assert attention.q_proj.weight.isfinite().all()
+    for _ in range(2):
+        run.model.eval()
+        with torch.no_grad():
+            assert run.loss(batch()).isfinite()
+        run.model.train()
+        assert train(run, steps=2) == train(undisturbed, steps=2)
+    assert attention.k_proj.held_weight.isnan().all()
+    merged = report(run.model).merged
+    assert len(merged) == 4
+    assert all(group.why_not_merged is None for group in merged)
+
+
+@ranks(2)
 def test_an_optimizer_that_reads_the_weights_finds_their_values() -> None:
     from colossalai.booster import Booster
     from colossalai.nn.optimizer import Lamb
