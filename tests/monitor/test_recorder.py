@@ -10,11 +10,12 @@ import torch
 import fp8booster.kernels.cast_statistics as statistics_module
 from fp8booster import formats
 from fp8booster.comm.encoding import Encoding, observers
+from fp8booster.kernels.channel_cast import channel_cast
 from fp8booster.kernels.group_codes import encode_groups
 from fp8booster.kernels.message_layout import side_by_side
 from fp8booster.monitor.recorder import Recorder
 from fp8booster.monitor.watchdog import Watchdog
-from fp8booster.tensor import quantize
+from fp8booster.tensor import QuantizedMatrix, quantize
 
 ENCODINGS = [Encoding(), Encoding(format=formats.E5M2, block_size=32), Encoding(block_size=None)]
 
@@ -123,6 +124,26 @@ def test_a_cast_is_recorded_by_its_values_and_micro_batches_add_up(shape, scale_
     assert row.flushed == int(((exact != 0) & (decoded == 0)).sum()) / int((exact != 0).sum())
     noise = (exact - decoded).square().sum()
     assert row.snr_db == pytest.approx(float(10 * torch.log10(exact.square().sum() / noise)), abs=1e-3)
+
+
+@pytest.mark.parametrize("layouts", [{}, {"transposed": True}, {"plain": False, "transposed": True}], ids=str)
+def test_a_cast_whose_columns_have_factors_is_recorded_by_what_undoes_them(layouts) -> None:
+    torch.manual_seed(0)
+    sink, values = Kept(), torch.randn(40, 48) * torch.logspace(-3, 3, 48, base=2)
+    factors = torch.logspace(4, -4, 48, base=2).log2().round().exp2()
+    amax = (values * factors).abs().max()
+    data, transpose, inverse = channel_cast(values, factors, amax, formats.E4M3, **layouts)
+    quantized = QuantizedMatrix(data, transpose, inverse, inverse / factors)
+    recorder = Recorder(1, [sink], {}, 0, Watchdog(flushed=None), pytest.fail)
+    recorder.note("layer", "input", values, quantized, remember=False)
+    recorder.end_step()
+    recorder.close()
+    (row,) = sink
+    exact, decoded = values.double(), quantized.dequantize(40, 48).double()
+    noise = (exact - decoded).square().sum()
+    assert row.saturated == 0.0
+    assert row.snr_db == pytest.approx(float(10 * torch.log10(exact.square().sum() / noise)), abs=1e-3)
+    assert row.snr_db > 25
 
 
 def test_casts_of_a_step_are_remembered_until_it_ends() -> None:

@@ -16,6 +16,7 @@ from fp8booster import FP8Config, convert_to_fp8, report
 from fp8booster.nn.fsdp.resharding import follow_resharding
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.causal_lm_loss import use_fused_loss, use_native_loss, why_not_fused
+from fp8booster.nn.fused.head import _with_transpose
 from fp8booster.nn.linear import speed_model
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.scaling import amax_of
@@ -213,6 +214,10 @@ def head_hook(model: nn.Module) -> None:
     model.lm_head.register_forward_pre_hook(lambda module, args: None)
 
 
+def own_head_forward(model: nn.Module) -> None:
+    model.lm_head.forward = lambda hidden: hidden
+
+
 def larger_vocabulary(model: nn.Module) -> None:
     model.config.vocab_size += 1
 
@@ -229,6 +234,7 @@ def resharded_head(model: nn.Module) -> None:
         (other_head, "lm_head is a Sequential"),
         (other_parameter, "is a Sharded"),
         (head_hook, "has hooks"),
+        (own_head_forward, "the forward of its lm_head was replaced"),
         (larger_vocabulary, "vocab_size of 129"),
         (resharded_head, "whole only while the layer runs"),
         (lambda model: model.double(), "is torch.float64"),
@@ -298,12 +304,34 @@ def test_a_head_in_fp8_is_counted_and_reported(products, small_chunks, monkeypat
     assert len(products) == 2 * 3  # there may be no 16-bit weight to compute with
 
 
+def head_in_fp8(**config: Any) -> nn.Module:
+    model = build()
+    convert_to_fp8(model, FP8Config(layers=lambda name, module: name == "lm_head", **config))
+    assert use_fused_loss(model)
+    return model
+
+
+def test_what_a_head_casts_in_inference_mode_is_not_kept_for_training() -> None:
+    model = head_in_fp8()
+    with torch.inference_mode():
+        right = model(**labelled()).loss
+    assert model.lm_head.fp8_weight.held is None
+    torch.testing.assert_close(model(**labelled()).loss.detach(), right.clone(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_head_has_its_weight_in_both_layouts_as_products_read_them(kept: bool) -> None:
+    head = head_in_fp8(keep_weight_transposes=kept).lm_head
+    found = _with_transpose(head, head.fp8_casts)
+    assert found.transpose.is_contiguous()
+    assert torch.equal(found.transpose.float(), found.data.float().t())
+    assert torch.equal(found.scale_of_transpose(), found.inverse_scale)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_head_that_evaluates_alone_notes_no_amaxes(training, monkeypatch) -> None:
     """Its model trains: delayed scales are learned where the head does."""
-    model = build()
-    convert_to_fp8(model, FP8Config(layers=lambda name, module: name == "lm_head", emulate=True))
-    assert use_fused_loss(model)
+    model = head_in_fp8(emulate=True)
     asked, cast = [], model.lm_head.fp8_casts.quantize
     monkeypatch.setattr(
         model.lm_head.fp8_casts, "quantize", lambda role, *of, **how: asked.append(role) or cast(role, *of, **how)

@@ -25,3 +25,76 @@ def test_each_layer_reports_the_numbers_of_tokens_of_the_one_product() -> None:
     layers = nn.ModuleList(FP8Linear(64, 32, dtype=BF16) for _ in range(2))
     MergedLayers(list(layers))(torch.randn(40, 64, dtype=BF16))
     assert [row.notes for row in report(layers).fp8] == ["padded: tokens 40->48"] * 2
+
+
+KINDS = [(FP8Linear, MergedLayers), (nn.Linear, MergedLinears)]
+
+
+@pytest.mark.parametrize(("kind", "merged"), KINDS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_outputs_and_gradients_are_those_of_the_layers_side_by_side(kind, merged, bias) -> None:
+    """Of other numbers of features each."""
+    torch.manual_seed(0)
+    layers = [kind(64, size, bias=bias, dtype=torch.float32) for size in (32, 48, 16)]
+    together, x = merged(layers), torch.randn(2, 8, 64, requires_grad=True)
+    leaves = [x, *(parameter for layer in layers for parameter in layer.parameters())]
+    found, right = together(x), torch.cat([nn.functional.linear(x, each.weight, each.bias) for each in layers], -1)
+    dy = torch.randn_like(right)
+    gradients = [torch.autograd.grad(y, leaves, dy) for y in (found, right)]
+    exact = kind is nn.Linear
+    for one, other in zip([found, *gradients[0]], [right, *gradients[1]], strict=True):
+        assert (one - other).norm() <= (1e-5 if exact else 0.1) * other.norm()
+    assert together.why_not_merged is None
+
+
+@pytest.mark.parametrize(("kind", "merged"), KINDS)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_calls_that_are_not_for_one_product_are_left_to_the_layers(kind, merged, place) -> None:
+    layers = [kind(64, 32, dtype=BF16) for _ in range(3)]
+    together, x = merged(layers), torch.randn(16, 64, dtype=BF16)
+    assert together(x) is not None
+    assert together(x[:0]) is None
+    assert together(x.float()) is None
+    with torch.autocast("cpu", BF16):
+        assert together(x) is None
+    layers[place].eval()
+    assert together(x) is None
+    layers[place].train()
+    assert together(x) is not None
+    handle = layers[place].register_forward_hook(lambda *_: None)
+    assert together(x) is None
+    assert "a layer has hooks or a forward of its own" in together.why_not_merged
+    handle.remove()
+    layers[place].forward = layers[place].forward
+    assert together(x) is None
+    del layers[place].forward
+    assert together.stands_for(*layers)
+    assert not together.stands_for(*layers[:place], kind(64, 32, dtype=BF16), *layers[place + 1 :])
+    assert together.why_not_merged == "a layer was replaced"
+    assert together(x) is None
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_weights_that_have_moved_are_multiplied_one_by_one(place) -> None:
+    layers = [nn.Linear(64, 32, dtype=BF16) for _ in range(3)]
+    together, x = MergedLinears(layers), torch.randn(16, 64, dtype=BF16)
+    layers[place].weight.data = layers[place].weight.data.clone()
+    assert together(x) is None
+    assert "their weights have moved since" in together.why_not_merged
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+@pytest.mark.parametrize(("kind", "merged"), KINDS)
+def test_a_layer_that_is_frozen_gets_no_gradient_and_the_others_theirs(kind, merged, frozen) -> None:
+    torch.manual_seed(0)
+    layers = [kind(64, size, bias=False, dtype=BF16) for size in (32, 48, 16)]
+    x = torch.randn(16, 64, dtype=BF16)
+    merged(layers)(x).float().square().sum().backward()
+    right = [layer.weight.grad for layer in layers]
+    for layer in layers:
+        layer.weight.grad = None
+    layers[frozen].weight.requires_grad_(False)
+    merged(layers)(x).float().square().sum().backward()
+    for number, layer in enumerate(layers):
+        assert (layer.weight.grad is None) == (number == frozen)
+        assert number == frozen or torch.equal(layer.weight.grad, right[number])

@@ -1,0 +1,71 @@
+"""Attention of fused layers against softmax written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fp8booster.nn.fused import attention
+from fp8booster.nn.fused.attention import attend, why_unlike
+
+QUERIES, PAST = 5, 3
+"""Tokens that attend, and those of a cache before them."""
+
+
+def written_out(query, key, value, seen, scale) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    heads = []
+    for head in range(query.shape[1]):
+        scores = query[:, head] @ key[:, head // groups].mT * scale
+        heads.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ value[:, head // groups])
+    return torch.stack(heads, 1)
+
+
+@pytest.mark.parametrize("scale", [None, 0.9])
+@pytest.mark.parametrize("key_heads", [4, 2, 1])
+@pytest.mark.parametrize("kernel", [True, False], ids=["shared keys", "repeated keys"])
+@pytest.mark.parametrize("case", ["causal", "masked", "behind a cache", "one token behind a cache"])
+def test_scores_are_scaled_masked_and_shared(case, kernel, key_heads, scale, monkeypatch) -> None:
+    """A mask may be longer than the keys, as transformers makes it for a cache of a fixed length."""
+    monkeypatch.setattr(attention, "takes_mask_and_groups", lambda query: kernel)
+    past = PAST if "cache" in case else 0
+    queries = 1 if "one" in case else QUERIES
+    keys = past + queries
+    query = torch.randn(2, 4, queries, 16, requires_grad=True)
+    key = torch.randn(2, key_heads, keys, 16, requires_grad=True)
+    value = torch.randn(2, key_heads, keys, 8, requires_grad=True)
+    seen = torch.ones(2, queries, keys, dtype=torch.bool).tril(past)
+    mask = None
+    if case == "masked":
+        seen[0, :, :2] = False
+        seen[0].fill_diagonal_(True)
+    if case in ("masked", "behind a cache"):
+        mask = torch.cat([seen, torch.ones(2, queries, 4, dtype=torch.bool)], -1)[:, None]
+    found = attend(query, key, value, mask, scale=scale)
+    right = written_out(query, key, value, seen, 16**-0.5 if scale is None else scale)
+    torch.testing.assert_close(found, right)
+    dy = torch.randn_like(right)
+    gradients = [torch.autograd.grad(each, [query, key, value], dy) for each in (found, right)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_scores_drop_out_by_the_share_that_is_asked_for() -> None:
+    ones = torch.ones(1, 1, 64, 16)
+    kept = attend(ones, ones, torch.eye(64)[None, None], torch.ones(1, 1, 64, 64, dtype=torch.bool), dropout=0.75)
+    assert (kept == 0).float().mean().item() == pytest.approx(0.75, abs=0.05)
+    assert kept.max().item() == pytest.approx(4 / 64)
+    assert math.isclose(attend(ones, ones, ones).mean().item(), 1.0, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["is_causal", "position_bias", "cache", "softcap", "head_mask"])
+def test_arguments_that_only_transformers_reads_are_left_to_it(name) -> None:
+    assert why_unlike("sdpa", {name: None}) is None
+    assert why_unlike("sdpa", {name: False}) == f"it is given {name}"
+
+
+def test_other_implementations_and_weights_are_left_to_transformers() -> None:
+    assert why_unlike("eager", {}) == "attn_implementation='eager'"
+    assert why_unlike("sdpa", {"output_attentions": True}) == "its weights are asked for"
+    assert why_unlike("sdpa", {"output_attentions": False, "use_cache": True}) is None
