@@ -207,8 +207,7 @@ def test_a_module_put_in_the_place_of_another_is_used(device: torch.device, name
     assert replayed(models)
 
 
-@pytest.mark.usefixtures("record")
-def test_only_so_many_forwards_wait(device: torch.device) -> None:
+def test_only_so_many_forwards_wait(record: Rerun | None, device: torch.device) -> None:
     models = layers(device)
     for step in range(2):
         gradients = []
@@ -220,6 +219,7 @@ def test_only_so_many_forwards_wait(device: torch.device) -> None:
             gradients.append(gradients_of(model.parameters()))
         assert all(map(torch.equal, *gradients))
         assert list(captured_layers(models[1])) == [f"{MOST_PAIRS} forwards wait for their backward"]
+        assert record is None or record.captured == LAYERS * MOST_PAIRS * 2
     same_gradients(models, 0)
     assert replayed(models)
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fp8booster import FP8Linear, fp8_linear
-from fp8booster.nn.weights import freshness
+from fp8booster.nn.weights import collectives, freshness
 from fp8booster.nn.weights.pinned import copies_are_held
+from fp8booster.nn.weights.steps import optimizer_steps
 
 
 class Graph:
@@ -39,12 +40,16 @@ def test_each_replay_of_a_step_that_was_captured_makes_weights_stale(graphs, mon
     layer, x = FP8Linear(48, 32, bias=False), torch.randn(16, 48)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    for _ in range(2):
-        step(layer)
+    step(layer)
+    counted = graphs.replay
+    step(layer)
+    assert graphs.replay is counted  # once, however many steps were captured
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for _ in range(3):
         layer(x)
+        before = optimizer_steps()
         graphs(layer).replay()
+        assert optimizer_steps() == before + 1  # of which delayed scales are told
         assert torch.equal(layer(x), fp8_linear(x, layer.weight))
 
 
@@ -95,13 +100,17 @@ def moved(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     weight.data = weight.data.clone()
 
 
+def looked_at_again(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    freshness.look_again(weight)
+
+
 def stepped(weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     other = torch.nn.Parameter(torch.ones(1))
     other.grad = torch.ones(1)
     torch.optim.SGD([other]).step()
 
 
-@pytest.mark.parametrize("change", [other_stream, another_dtype, changed, moved, stepped])
+@pytest.mark.parametrize("change", [other_stream, another_dtype, changed, moved, looked_at_again, stepped])
 def test_a_copy_is_stale_when_one_thing_differs(change, monkeypatch) -> None:
     weights = [torch.randn(4, 4) for _ in range(2)]
     copy = freshness.FreshCopy()
@@ -124,6 +133,16 @@ def test_a_copy_is_of_its_weights_in_their_order_by_its_key() -> None:
         assert copy.get([other, one], "key") is None
     copy.forget()
     assert copy.get([one, other], "key") is copy.made is None
+
+
+def test_a_step_of_anyone_changes_the_state_of_all_weights_and_ends_the_watch() -> None:
+    """Also of one whose copy another thread was about to hold."""
+    weight = torch.randn(4, 4)
+    before = freshness.weight_state(weight)
+    assert collectives._watched
+    stepped(weight, None)
+    assert not collectives._watched  # what lies there later is another's
+    assert freshness.weight_state(weight) != before
 
 
 def test_a_change_that_is_noted_makes_every_copy_of_a_weight_stale() -> None:
