@@ -40,6 +40,41 @@ def test_coalesced_tensors_are_reduced_in_place(op: str) -> None:
         assert torch.equal(first, tensor)
 
 
+@ranks(2)
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MAX"])
+def test_one_rank_alone_keeps_what_it_has_side_by_side(op: str) -> None:
+    alone, _ = dist.new_subgroups(1)
+    inputs = [torch.randn(2, 3).bfloat16(), torch.randn(5).bfloat16()]
+    output = torch.empty(11, dtype=torch.float32)
+    comm.reduce_scatter_coalesced(output, inputs, getattr(dist.ReduceOp, op), alone)
+    assert torch.equal(output, torch.cat([each.flatten() for each in inputs]).float())
+    assert comm.statistics()["reduce_scatter_tensor"].uncompressed == {"one rank": 1}
+
+
+@ranks(2)
+@pytest.mark.parametrize("op", ["MAX", "MIN"])
+def test_other_reductions_of_many_tensors_go_plain(op: str) -> None:
+    rank = dist.get_rank()
+    inputs = [torch.tensor([[1.0 + rank, 5.0], [4.0 - rank, 2.0]]), torch.tensor([3.0 * rank, 7.0])]
+    output = torch.empty(3)
+    comm.reduce_scatter_coalesced(output, inputs, getattr(dist.ReduceOp, op), min_bytes=0)
+    largest = [[2.0, 5.0, 3.0], [4.0, 2.0, 7.0]]
+    smallest = [[1.0, 5.0, 0.0], [3.0, 2.0, 7.0]]
+    assert output.tolist() == (largest if op == "MAX" else smallest)[rank]
+
+
+@ranks(1)
+def test_gathers_of_one_rank_move_what_lies_elsewhere_alone() -> None:
+    from fp8booster.comm.transport import gather_many
+
+    message, own = torch.zeros(4, dtype=torch.uint8), torch.arange(4, dtype=torch.uint8)
+    same = torch.arange(3, dtype=torch.uint8)
+    version = same._version
+    assert gather_many([(message, own), (same, same)], None) == []
+    assert torch.equal(message, own)
+    assert same._version == version
+
+
 class _Two(nn.Module):
     """Two weights, whose gradients lie side by side."""
 

@@ -176,3 +176,214 @@ def test_a_second_backward_before_the_step_is_refused_where_backward_updates() -
         made._update({working: torch.ones(2)})
     made._update({other: torch.ones(2)})
     assert {id(each): float(amax) for each, amax in made._updated_amaxes.items()} == {id(working): 1.0, id(other): 5.0}
+
+
+def test_every_bucket_that_holds_something_is_reduced_and_no_norm_is_left_to_find() -> None:
+    full, empty, last = Bucket((parameter(4), 0)), Bucket(), Bucket((parameter(2), 0))
+    reduced, waiting = [], {bucket: [torch.ones(1)] for bucket in (full, empty, last)}
+    made = optimizer(
+        pg_to_bucket_store={"one": full, "two": empty, "three": last},
+        _reduce_bucket=reduced.append,
+        _without_norm=waiting,
+        reduces_beside_backward=False,
+    )
+    made._run_reduction()
+    assert reduced == [full, last]
+    assert not any(waiting.values())
+
+
+def test_norms_are_found_when_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[list[torch.Tensor]] = []
+    monkeypatch.setattr(module, "NORM_BYTES", 100)
+    monkeypatch.setattr(module, "note_norms", lambda sums: noted.append(list(sums)))
+    sums = [torch.full((10,), float(number)) for number in range(4)]  # of 40 bytes
+    one, other = Bucket(), Bucket()
+    made = optimizer(_without_norm={one: [], other: []})
+    made._find_norms(one, sums[:1])
+    made._find_norms(other, sums[3:])
+    made._find_norms(one, sums[1:2])
+    assert noted == []
+    made._find_norms(one, sums[2:3])
+    assert [[int(each[0]) for each in of_call] for of_call in noted] == [[0, 1, 2]]
+    assert made._without_norm[one] == []
+    assert len(made._without_norm[other]) == 1
+
+
+def test_the_norm_is_over_all_groups_and_the_ranks_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands in for a reduction multiplies by as many as there are ranks."""
+    ranks = {"pair": 2, "four": 4, "three": 3}
+    monkeypatch.setattr(module.dist, "all_reduce", lambda squares, group: squares.mul_(ranks[group]))
+
+    def store(*groups: list[float]) -> SimpleNamespace:
+        of_groups = [[torch.tensor([value, 0.0]) for value in values] for values in groups]
+        return SimpleNamespace(get_working_grads_by_group_id=lambda group_id: of_groups[group_id])
+
+    made = optimizer(
+        _working_param_groups={0: [], 1: []},
+        pg_to_grad_store={
+            "pair": store([1.0, 2.0], [3.0]),
+            ("four", "three"): store([], [5.0]),
+            "three": store([], []),
+        },
+    )
+    norm = made._norm()
+    assert norm.dtype is torch.float32
+    assert float(norm) == pytest.approx((2 * (1 + 4 + 9) + 12 * 25) ** 0.5, rel=1e-6)
+
+
+def test_what_has_a_gradient_is_updated_and_the_optimizer_is_given_no_more() -> None:
+    working = [[parameter(2) for _ in range(3)], [parameter(2)]]
+    masters = [
+        [torch.full((1,), float(10 * group + place)) for place in range(len(of))] for group, of in enumerate(working)
+    ]
+    gradients = {id(working[0][0]): torch.ones(1), id(working[0][2]): torch.full((1,), 2.0)}
+
+    def gradient(group_id: int, number: int) -> torch.Tensor | None:
+        assert any(id(each) == number for each in working[group_id])
+        return gradients.get(number)
+
+    inner = SimpleNamespace(param_groups=[{"params": "all"}, {"params": "all"}])
+    sent = {working[0][2]: "in FP8"}
+    made = optimizer(
+        pid_to_grad_store={id(each): SimpleNamespace(gradient=gradient) for of in working for each in of},
+        gathered_weights=SimpleNamespace(of=sent.get),
+        _working_param_groups=dict(enumerate(working)),
+        _master_param_groups_of_current_rank=dict(enumerate(masters)),
+        optim=inner,
+    )
+    updates = made._taken(0)
+    assert [each.working is working[0][place] for each, place in zip(updates, (0, 2), strict=True)] == [True, True]
+    assert [float(each.master) for each in updates] == [0.0, 2.0]
+    assert [float(each.gradient) for each in updates] == [1.0, 2.0]
+    assert [each.gathered for each in updates] == [None, "in FP8"]
+    assert {each.group_id for each in updates} == {0}
+    assert [float(each) for each in inner.param_groups[0]["params"]] == [0.0, 2.0]
+    assert made._taken(1) == []
+    assert inner.param_groups[1]["params"] == []
+
+
+def test_what_is_sent_is_published_with_its_amax_and_the_rest_is_waited_for() -> None:
+    updates = [update(1, 0, "a"), update(2, 0), update(3, 0, "c")]
+    published, waited = [], []
+    made = optimizer(gathered_weights=SimpleNamespace(publish=published.extend))
+    versions = [each.working._version for each in updates]
+    works = [SimpleNamespace(wait=lambda number=number: waited.append(number)) for number in range(2)]
+    made._publish(updates, works, [torch.tensor(7.0), torch.tensor(8.0), None])
+    assert [(each.weight, float(each.shard[0]), each.amax) for each in published] == [
+        ("a", 1.0, torch.tensor(7.0)),
+        ("c", 3.0, None),
+    ]
+    assert waited == [0, 1]
+    changed = [each.working._version > version for each, version in zip(updates, versions, strict=True)]
+    assert changed == [False, True, False]  # those in FP8 by whoever fills them
+
+
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_masters_are_gathered_in_the_working_dtype_by_group(late: bool, wait: bool, monkeypatch) -> None:
+    updates = [update(number, 0) for number in range(4)]
+    groups = ["one", "other", ("first", "second"), "one"]
+    padded = {each.working: torch.zeros(4, dtype=torch.bfloat16) for each in updates}
+    begun, waited, handles, counted = [], [], [], []
+
+    def gather_nd(whole: torch.Tensor, shard: torch.Tensor, group: object, async_op: bool = False) -> str:
+        begun.append((group, int(shard[0]), shard.dtype, async_op))
+        return f"handle of {int(shard[0])}"
+
+    def gather(messages: list, group: object) -> list[SimpleNamespace]:
+        begun.append((group, [int(shard[0]) for _, shard in messages]))
+        assert all(any(whole is each for each in padded.values()) for whole, _ in messages)
+        return [SimpleNamespace(wait=lambda: waited.append(group))]
+
+    monkeypatch.setattr(module, "all_gather_into_flat_tensor_nd", gather_nd)
+    monkeypatch.setattr(module, "set_all_gather_handle", lambda working, handle: handles.append(handle))
+    monkeypatch.setattr(module, "gather_many", gather)
+    made = optimizer(
+        _dtype=torch.bfloat16,
+        _overlap_allgather=late,
+        param_to_pg={each.working: group for each, group in zip(updates, groups, strict=True)},
+        _working_param_to_padded_working_param=padded,
+        gathered_weights=SimpleNamespace(count_in_16_bits=lambda weights, shards: counted.append((weights, shards))),
+    )
+    works = made._gather(updates, wait=wait)
+    assert begun[0 if not late or wait else 2][:2] == (("first", "second"), 2)
+    if late and not wait:
+        assert handles == ["handle of 0", "handle of 1", "handle of 3"]
+        assert [(number, dtype, later) for _, number, dtype, later in begun] == [
+            (number, torch.bfloat16, number != 2) for number in range(4)
+        ]
+        assert works == []
+    else:
+        assert handles == []
+        assert begun[1:] == [("one", [0, 3]), ("other", [1])]
+        assert len(works) == 2
+    assert waited == (["one", "other"] if wait else [])
+    ((weights, shards),) = counted
+    assert [each is other.working for each, other in zip(weights, updates, strict=True)] == [True] * 4
+    assert {each.dtype for each in shards} == {torch.bfloat16}
+
+
+def test_groups_and_weights_are_those_that_are_sent_in_fp8() -> None:
+    working = [[parameter(1), parameter(1)], [parameter(1), parameter(1)]]
+    sent = {working[0][1]: "one", working[1][0]: "other", working[1][1]: "one"}
+    made = optimizer(
+        _working_param_groups=dict(enumerate(working)),
+        gathered_weights=sent,
+        param_to_pg={working[0][0]: "in 16 bits"} | sent,
+    )
+    assert made.groups_that_gather() == ["one", "other"]
+    assert made.count_weights() == (3, 4)
+
+
+def test_a_buckets_parts_are_added_to_the_sums_of_their_parameters_and_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = parameter(4), parameter(8)
+    bucket, added, found = Bucket((one, 0), (other, 0)), [], []
+    store = SimpleNamespace(add=lambda part, group_id, number: added.append((part.tolist(), group_id, number)) or part)
+    own = torch.arange(6.0)  # of both, on one of two ranks
+    made = optimizer(
+        gradient_encoding=SimpleNamespace(block_size=None),
+        updates_in_backward=False,
+        reduces_beside_backward=False,
+        _reduced=lambda of, gradients: own,
+        pid_to_grad_store={id(one): store, id(other): store},
+        _group_of={id(one): 1, id(other): 2},
+        _accumulates_codes=False,
+        _find_norms=lambda of, sums: found.append((of, len(sums))),
+    )
+    made._reduce_bucket(bucket)
+    assert added == [([0.0, 1.0], 1, id(one)), ([2.0, 3.0, 4.0, 5.0], 2, id(other))]
+    assert found == [(bucket, 2)]
+    made._accumulates_codes = True  # whose norms are those of what the step decodes
+    bucket.add_param_grad(1, one, 0)
+    one.grad = torch.ones(4)
+    made._reduced = lambda of, gradients: torch.ones(2)
+    made._reduce_bucket(bucket)
+    assert len(found) == 1
+
+
+def test_updates_of_backward_are_published_with_their_amaxes() -> None:
+    updates = [update(1, 0), update(2, 0, "b"), update(3, 0)]
+    published = []
+    made = optimizer(
+        _updated_amaxes={updates[1].working: torch.tensor(5.0), updates[0].working: torch.tensor(4.0)},
+        _updates_of_all=lambda: updates,
+        _step_of_nothing=lambda: None,
+        _gather=lambda of: [f"gather of {int(each.master[0])}" for each in of],
+        _publish=lambda *what: published.append(what),
+    )
+    made._publish_updated()
+    ((taken, works, amaxes),) = published
+    assert [int(each.master[0]) for each in taken] == [1, 2]
+    assert works == ["gather of 1"]
+    assert [float(each) for each in amaxes] == [4.0, 5.0]
+    assert made._updated_amaxes == {}
+
+
+def test_when_all_is_updated_the_optimizer_steps_with_nothing_and_has_its_masters_again() -> None:
+    stepped = []
+    inner = SimpleNamespace(param_groups=[{"params": [1]}, {"params": [2]}])
+    inner.step = lambda: stepped.append([group["params"] for group in inner.param_groups])
+    made = optimizer(optim=inner, _master_param_groups_of_current_rank={0: ["a"], 1: ["b", "c"]})
+    made._step_of_nothing()
+    assert stepped == [[[], []]]
+    assert [group["params"] for group in inner.param_groups] == [["a"], ["b", "c"]]
