@@ -101,12 +101,20 @@ def test_a_transpose_tells_the_same(device) -> None:
     assert close(whole(cast_statistics(matrix, made.transpose.t(), made.inverse_scale)), plain)
 
 
-def test_many_rows_are_the_sum_of_their_chunks(device) -> None:
-    matrix = spread((700, 3001), torch.bfloat16).to(device)
-    made = quantize(matrix, formats.E4M3)
+@pytest.mark.parametrize("scale_for", SCALES)
+def test_many_rows_are_the_sum_of_their_chunks(scale_for, device) -> None:
+    """Each with the scales of its own rows."""
+    matrix = spread((400, 3001), torch.bfloat16).to(device)
+    matrix[350:] *= 2.0**-6
+    made = quantize(matrix, formats.E4M3, scale_for=scale_for)
     found = whole(cast_statistics(matrix, made.data, scales_of(made)))
+    exact, decoded = matrix.double(), made.dequantize(400, 3001).double()
+    assert found["amax"] == float(exact.abs().max())
     assert found["nonzero"] == int((matrix != 0).sum())
-    assert found["signal"] == pytest.approx(float(matrix.double().square().sum()), rel=1e-12)
+    assert found["flushed"] == int(((matrix != 0) & (decoded == 0)).sum())
+    assert found["saturated"] == 0
+    assert found["signal"] == pytest.approx(float(exact.square().sum()), rel=1e-12)
+    assert found["noise"] == pytest.approx(float((exact - decoded).square().sum()), rel=1e-5)
 
 
 def test_an_empty_matrix_has_none() -> None:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from fp8booster.kernels import activation, row_norm
+from fp8booster.kernels import activation, code_statistics, row_norm
+from fp8booster.kernels.cast_statistics import statistics
 from fp8booster.kernels.group_codes import GROUP, LEAST_AMAX, GroupCodes, decode_groups, encode_groups
 from tests.kernels.interpreted import interpreted
 
@@ -119,3 +120,13 @@ def test_what_is_encoded_changes_no_result() -> None:
         for one, same in zip(made, plain, strict=True):
             if isinstance(one, torch.Tensor):
                 assert torch.equal(one.nan_to_num(), same.nan_to_num())
+
+
+@pytest.mark.parametrize("most", [2**20, 600])
+def test_of_a_large_matrix_evenly_spaced_rows_are_compared_with_their_own_codes(most, monkeypatch) -> None:
+    monkeypatch.setattr(code_statistics, "MOST", most)
+    matrix = torch.randn(40, 150) * torch.logspace(-3, 3, 40)[:, None]
+    count, found = code_statistics.activation_statistics(matrix, encode_groups(matrix))
+    some = matrix[:: max(1, matrix.numel() // most)]
+    assert count == some.numel()
+    assert torch.equal(found, statistics(some, decode_groups(encode_groups(some))))
