@@ -20,6 +20,9 @@ With TORCH_DISTRIBUTED_DEBUG at INFO or DETAIL every call is compared, but those
 ranks that make two calls which all know in another order are not seen. Never compared: sizes of uneven parts, which
 differ by design; point-to-point messages; a `broadcast` on its arrival, which proves that its source has come and no
 other.
+
+The last rank to read that all agree deletes the keys of the call. Where a call was refused, or a rank did not look,
+each rank deletes those of its calls when the group ends: another may come that has its name and numbers calls anew.
 """
 
 from __future__ import annotations
@@ -34,12 +37,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
+from fp8booster.comm.group_end import LeftKeys
 from fp8booster.comm.replays import note
 
 PATIENCE = timedelta(seconds=10)
 """How long a blocking call that is new waits for the other ranks before it sends."""
 
 _AGREED = "agreed"
+_KEYS = ("first", "came", "verdict", "read")
 
 
 class _Calls:
@@ -51,6 +56,7 @@ class _Calls:
         self.known: set[tuple] = set()
         self.ranks, self.rank = group.size(), dist.get_rank()
         self.store: dist.Store = dist.PrefixStore("fp8booster", _get_process_group_store(group))
+        self.left = LeftKeys(group, self.store)
         self.always = dist.get_debug_level() != dist.DebugLevel.OFF
         self.compares = True
 
@@ -79,6 +85,7 @@ class Claim:
             ValueError: they do not agree.
         """
         calls = self.calls
+        calls.left.keys.update(map(self._key, _KEYS))
         mine = f"rank {calls.rank} calls {self._text}"
         first = calls.store.compare_set(self._key("first"), "", mine).decode()
         if first.split(" ", 2)[2] != mine.split(" ", 2)[2]:
@@ -122,8 +129,9 @@ class Claim:
         if verdict != _AGREED:
             self._refuse(verdict)
         if store.add(self._key("read"), 1) == self.calls.ranks:
-            for name in ("first", "came", "verdict", "read"):
+            for name in _KEYS:
                 store.delete_key(self._key(name))
+        self.calls.left.keys.difference_update(map(self._key, _KEYS))
 
     def _refuse(self, what: str) -> NoReturn:
         self.calls.known.discard(self._signature)

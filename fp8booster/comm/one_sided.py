@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.encoding import Encoding
+from fp8booster.comm.group_end import before_end
 from fp8booster.comm.threshold import INSIDE_A_NODE, group_or_all, topology
 from fp8booster.comm.work import Transfer
 from fp8booster.kernels.message_layout import MessageLayout, Peers
@@ -181,6 +182,7 @@ def queued_transfer(asynchronous: bool, outputs: Sequence[Tensor]) -> Transfer:
 
 
 _mailboxes: dict[str, Mailbox] = {}
+"""By the name of a group, until this ends."""
 
 
 def use_one_sided(group: dist.ProcessGroup | None = None, *, capacity: int, device: torch.device | None = None) -> None:
@@ -215,6 +217,7 @@ def use_one_sided(group: dist.ProcessGroup | None = None, *, capacity: int, devi
     if dist.get_world_size(group) > 1:
         memory = peer_memory(group, device, 2 * (-(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT))
         _mailboxes[group.group_name] = Mailbox(dist.get_rank(group), device, memory)
+        before_end(group, partial(_mailboxes.pop, group.group_name, None))
 
 
 def stop_one_sided(group: dist.ProcessGroup | None = None) -> None:

@@ -7,8 +7,8 @@ ranks of a call know: the size that they share, the dtype, the group, whether it
 
 from __future__ import annotations
 
-import functools
 import os
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -130,11 +130,18 @@ def topology(device: torch.device, group: dist.ProcessGroup | None) -> str:
     """The topology class of a group: what its slowest link is."""
     if device.type == "cpu":
         return ON_THE_CPU
-    return _topology(group_or_all(group).group_name, tuple(dist.get_process_group_ranks(group)))
+    group = group_or_all(group)
+    found = _topologies.get(group)
+    if found is None:
+        found = _topologies[group] = _topology(dist.get_process_group_ranks(group))
+    return found
 
 
-@functools.cache
-def _topology(group_name: str, ranks: tuple[int, ...]) -> str:
+_topologies: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+"""By the group, not by its name and ranks, which another may have later under other launchers' variables."""
+
+
+def _topology(ranks: list[int]) -> str:
     # torchrun numbers the ranks of a node one after the other. A launcher that does not say how many a node has is
     # taken to start several nodes: there fewer bytes always help. Nodes may have different numbers of ranks, so each
     # rank looks where its own node begins: what members of one group find is the same.

@@ -28,7 +28,7 @@ def topologies() -> dict[str, str]:
             places = [(place, size) for size in nodes for place in range(size)]
             place, size = places[dist.get_rank()]
             os.environ |= {"LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(size)}
-        threshold._topology.cache_clear()
+        threshold._topologies.clear()
         found[f"{nodes}: all"] = threshold.topology(gpu, None)
         for name, group in pairs.items():
             if dist.get_rank() in dist.get_process_group_ranks(group):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from colossalai.checkpoint_io import CheckpointIO
 from torch import nn
 
+from fp8booster.comm.group_end import LeftKeys
 from fp8booster.listing import first_of
 
 PATIENCE = 30.0
@@ -19,8 +20,17 @@ PATIENCE = 30.0
 
 _LOOK = 0.02  # seconds between looks
 
-_calls: Counter[str] = Counter()
-"""By the name of a group, how often this rank has taken part."""
+
+class _Saves:
+    """How often this rank has taken part in a group's saves, and what it left in the store of all."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.count = 0
+        self.store = dist.distributed_c10d._get_default_store()
+        self.left = LeftKeys(group, self.store)
+
+
+_saves: weakref.WeakKeyDictionary[dist.ProcessGroup, _Saves] = weakref.WeakKeyDictionary()
 
 
 def saved_by_every_rank(io: CheckpointIO) -> CheckpointIO:
@@ -55,10 +65,13 @@ def require_all_ranks(group: dist.ProcessGroup) -> None:
     """
     ranks = dist.get_process_group_ranks(group)
     own = dist.get_rank()
-    store = dist.distributed_c10d._get_default_store()
-    name = group.group_name
-    keys = {rank: f"fp8booster/{name}/{_calls[name]}/{rank}" for rank in ranks[1:]}
+    saves = _saves.get(group)
+    if saves is None:
+        saves = _saves[group] = _Saves(group)
+    store = saves.store
+    keys = {rank: f"fp8booster/{group.group_name}/{saves.count}/{rank}" for rank in ranks[1:]}
     if own in keys:
+        saves.left.keys.add(keys[own])
         store.set(keys[own], "")
     elif absent := _absent(store, keys):
         raise RuntimeError(
@@ -69,7 +82,7 @@ def require_all_ranks(group: dist.ProcessGroup) -> None:
     else:
         for key in keys.values():
             store.delete_key(key)
-    _calls[name] += 1
+    saves.count += 1
 
 
 def _absent(store: dist.Store, keys: dict[int, str]) -> list[str]:
