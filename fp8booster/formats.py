@@ -39,3 +39,20 @@ def require_high_precision(tensor: torch.Tensor, what: str) -> torch.Tensor:
     if tensor.dtype not in HIGH_PRECISION:
         raise TypeError(f"{what} is {tensor.dtype}; cast it to bfloat16, float16 or float32 first")
     return tensor
+
+
+def stored_fault(data: torch.Tensor, scale: torch.Tensor) -> str | None:
+    """Return why stored FP8 values and their scales are none that a cast gives; None where they may be.
+
+    Args:
+        data: FP8 of any shape.
+        scale: what the values are multiplied by.
+    """
+    if not scale.is_floating_point():
+        return f"its scales of {scale.dtype} are no floating-point numbers"
+    scale = scale.float()  # some types of scales know no comparison
+    if not bool((scale.isfinite() & (scale > 0)).all()):
+        return "it has scales that are not finite numbers above 0"
+    last = torch.tensor(MAX[data.dtype], dtype=data.dtype).view(torch.uint8).item()
+    magnitudes = data.view(torch.uint8) & 0x7F
+    return "it holds values that are not finite" if magnitudes.numel() and bool(magnitudes.max() > last) else None

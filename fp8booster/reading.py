@@ -47,13 +47,19 @@ def read_record(path: Path, fields: Mapping[str, Kind], remedy: str) -> dict[str
         ValueError: the file is missing, is no JSON object, or lacks one of the fields; the sentence ends with `remedy`.
         OSError: it cannot be read.
     """
+    require_file(path, remedy)
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path} is missing; {remedy}.") from None
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not text; {remedy}.") from None
     return parse_record(text, str(path), fields, remedy)
+
+
+def require_file(path: Path, remedy: str, named_by: Path | None = None) -> None:
+    """Raise ValueError unless a path is a regular file, or a link to one: a pipe or a device may never end."""
+    if not path.is_file():
+        fault = "is no regular file" if path.exists() else "is missing"
+        raise ValueError(f"{path} {fault}{f', which {named_by} names' if named_by else ''}; {remedy}.")
 
 
 def parse_record(text: str, name: str, fields: Mapping[str, Kind], remedy: str) -> dict[str, Any]:
@@ -113,12 +119,16 @@ def read_index(path: Path, remedy: str, written: bool = True) -> dict[str, Any]:
         ValueError: it is none, names a file that is not in its folder, or one that is missing.
     """
     index = read_record(path, {"weight_map": dict}, remedy)
+    for tensor, file in index["weight_map"].items():
+        if not is_of(file, str):
+            raise ValueError(f"{path} has {_kind_of(file)} in place of the file that holds {tensor!r}; {remedy}.")
     metadata = index.get("metadata")
     groups = metadata.get("param_groups") if isinstance(metadata, dict) else None
-    for name in {*map(str, index["weight_map"].values()), *([] if groups is None else [str(groups)])}:
+    groups = groups if groups is None else str(groups)
+    for name in {*index["weight_map"].values(), groups} - {None}:
         require_inside(name, path)
-        if written and "*" not in name and not (path.parent / name).is_file():
-            raise ValueError(f"{path.parent / name} is missing, which {path} names; {remedy}.")
+        if written and "*" not in name:
+            require_file(path.parent / name, remedy, named_by=path)
     return index
 
 

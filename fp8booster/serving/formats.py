@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fp8booster.config import FP8Config
-from fp8booster.formats import E4M3, FORMATS
+from fp8booster.formats import E4M3, FORMATS, stored_fault
 from fp8booster.kernels.alignment import BLOCK
 from fp8booster.tensor import quantize, stored_scale
 
@@ -164,6 +164,14 @@ def _block(value: Any, file: str) -> tuple[int, int] | None:
     return value[0], value[1]
 
 
+def require_stored(data: torch.Tensor, scale: torch.Tensor, name: str) -> None:
+    """Raise ValueError unless a weight is in FP8 and finite, and its scales are finite numbers above 0."""
+    if data.dtype not in FORMATS or not scale.is_floating_point():
+        raise ValueError(f"{name} is {data.dtype} with scales of {scale.dtype}; copy the model again, or give another.")
+    if fault := stored_fault(data, scale):
+        raise ValueError(f"{name} is damaged: {fault}; copy the model again, or give another.")
+
+
 def decode(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, name: str) -> torch.Tensor:
     """The values of a weight, in FP32.
 
@@ -174,10 +182,9 @@ def decode(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | Non
         name: of the weight, for errors.
 
     Raises:
-        ValueError: the scale has another shape or type, or `data` is not in FP8.
+        ValueError: the scale has another shape or type, `data` is not in FP8, or one of both is not finite.
     """
-    if data.dtype not in FORMATS or not scale.is_floating_point():
-        raise ValueError(f"{name} is {data.dtype} with scales of {scale.dtype}; copy the model again, or give another.")
+    require_stored(data, scale, name)
     values, scale = data.float(), scale.float()
     *_, rows, columns = data.shape
     if scale.numel() == 1:

@@ -20,8 +20,8 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_several
 from fp8booster.reading import read_record
 from fp8booster.serving.formats import block_of, granularity_of
+from fp8booster.serving.loading import whole_shards
 from fp8booster.serving.names import StoredNames
-from fp8booster.serving.shards import Shards
 from fp8booster.training.models import attention_of, causal_lm
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ def load_frozen(
         ValueError: tensors are missing or damaged, or in a form that products cannot read.
     """
     folder = Path(folder)
-    shards = Shards(folder)
     block = None
     record = read_record(folder / "config.json", {}, "give the folder of a model")
     if (settings := record.get("quantization_config")) is not None:
@@ -81,10 +80,11 @@ def load_frozen(
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
+    shards = whole_shards(folder, config, in_fp8=settings is not None)
     model = _skeleton(config, dtype)
     names = StoredNames(model)
     shards.rename({stored: name for name, stored in names.renamed.items()})
-    scale_of = shards.scales()
+    scale_of = {} if settings is None else shards.scales()
     names_of = _names_of_tied(model)
     if settings is None:
         freeze(model, fp8_config)
@@ -108,7 +108,7 @@ def load_frozen(
         end = name.rpartition(".")[2]
         if end == SCALE:
             scale = scale_of.get(name.removesuffix(SCALE) + "weight")
-            return None if scale is None else shards.tensor(scale).float()
+            return None if scale is None else shards.tensor(scale)
         there = next((each for each in names_of.get(name, [name]) if each in shards), None)
         if there is None:
             if any(part in shards for part in names.of.get(name, ())):
@@ -124,6 +124,8 @@ def load_frozen(
             if tensor.dtype is not E4M3:
                 raise ValueError(f"{name} in {folder} is {tensor.dtype}; load it without frozen, which decodes it.")
             return tensor
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"{name} in {folder} holds values that are not finite; give an earlier checkpoint.")
         return tensor.to(dtype)
 
     fill(model, read, device)
@@ -137,7 +139,7 @@ def as_loaded(model: Any, folder: Path) -> PreTrainedModel:
     file = folder / "generation_config.json"
     if file.is_file():
         model.generation_config = GenerationConfig.from_dict(read_record(file, {}, "copy the model again"))
-    model.name_or_path = str(folder)
+    model.name_or_path = model.config.name_or_path = str(folder)
     return model.eval()
 
 
@@ -191,7 +193,8 @@ def fill(model: Any, read: Read, device: torch.device | str) -> None:
         try:
             module.load_state_dict(state, strict=False, assign=True)
         except RuntimeError as error:
-            raise ValueError(f"{path or 'the model'} does not fit its config.json: {error}") from None
+            faults = " ".join(str(error).split())
+            raise ValueError(f"{path or 'the model'} cannot take what the folder holds: {faults}") from None
     model.tie_weights()
     model.to(device)
 

@@ -25,6 +25,8 @@ class StoredNames:
     def __init__(self, model: nn.Module) -> None:
         self.shapes = {name: value.shape for name, value in model.state_dict().items()}
         """By the name of a tensor in the model, its shape there."""
+        self.dtypes = {name: value.dtype for name, value in model.state_dict().items()}
+        """By the name of a tensor in the model, its type there."""
         self._rules = _rules_of(model)
         self._last: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
         state = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in self.shapes.items()}

@@ -19,10 +19,11 @@ from fp8booster.nn.adapters import is_adapted
 from fp8booster.nn.linear.frozen import INPUT_AMAX, SCALE, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.reading import read_record
-from fp8booster.serving.formats import UNUSED_SCALES, CheckpointFormat, block_of, decode, granularity_of
+from fp8booster.serving.formats import CheckpointFormat, block_of, decode, granularity_of, require_stored
 from fp8booster.serving.layout import Layout, layout_of, layout_of_config
+from fp8booster.serving.loading import weights_among, whole_shards
 from fp8booster.serving.read import forget_quantization
-from fp8booster.serving.shards import Masters, Shards
+from fp8booster.serving.shards import Masters
 from fp8booster.tensor import stored_scale
 from fp8booster.training.adapters import ADAPTER_CONFIG
 from fp8booster.training.models import causal_lm
@@ -185,27 +186,29 @@ class Folder(Source):
         settings = self._record.pop("quantization_config", None)
         self._block = None if settings is None else block_of(settings, str(file))
         self.fp8_config = config or FP8Config()
-        self._shards, self._masters = Shards(folder), Masters(masters)
         self.model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         """transformers', of the model in 16 bits."""
         forget_quantization(self.model_config)
+        self._shards = whole_shards(folder, self.model_config, in_fp8=settings is not None)
+        self._masters = Masters(masters)
         cast_anew = in_fp8 and settings is None
         self.layout = layout_of_config(self.model_config, self.fp8_config if cast_anew else None)
         self._shards.rename(self.layout.names.renamed)
+        for name in weights_among(self._shards, self._shards.scales() if settings is not None else {}):
+            if name not in self.layout.shapes:  # which transformers ignores, as what it makes from others
+                self._shards.drop(name)
         self._scale_of = {} if settings is None else self._shards.scales()
         if in_fp8 and self._scale_of:
             kept = tuple(name for name in self.layout.kept if f"{name}.weight" not in self._scale_of)
             self.layout = dataclasses.replace(self.layout, groups={name: (name,) for name in self._scale_of}, kept=kept)
         _require_shapes(self.layout, {name: self._shards.shape(name) for name in self._stored}, str(folder))
-        if {"F16", "BF16"} & {self._shards.dtype(name) for name in self._stored} == {"F16"}:
+        if {torch.float16, torch.bfloat16} & {self._shards.dtype(name) for name in self._stored} == {torch.float16}:
             self.dtype = torch.float16
 
     @property
     def _stored(self) -> list[str]:
         """All tensors but scales."""
-        scales = set(self._scale_of.values())
-        unused = UNUSED_SCALES if self._scale_of else ()
-        return [name for name in self._shards.names if name not in scales and not name.endswith(unused)]
+        return weights_among(self._shards, self._scale_of)
 
     @property
     def names(self) -> Iterable[str]:
@@ -226,7 +229,9 @@ class Folder(Source):
         place = self._scale_of.get(name)
         if place is None:
             return None
-        data, scale = self._shards.tensor(name), self._shards.tensor(place).float()
+        data, scale = self._shards.tensor(name), self._shards.tensor(place)
+        require_stored(data, scale, name)
+        scale = scale.float()
         granularity = granularity_of(tuple(data.shape), tuple(scale.shape), self._block)
         if data.dtype is not E4M3:
             granularity = None

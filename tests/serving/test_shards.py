@@ -28,7 +28,7 @@ def test_a_tensor_is_renamed_with_its_scales_and_never_over_another(tmp_path: Pa
     for name, origin in expected.items():
         assert torch.equal(shards.tensor(name), tensors[origin]), name
         assert shards.shape(name) == tensors[origin].shape
-        assert shards.dtype(name) == "F32"
+        assert shards.dtype(name) is torch.float32
 
 
 def test_a_tensor_may_be_renamed_twice(tmp_path: Path) -> None:

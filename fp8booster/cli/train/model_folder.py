@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +11,11 @@ import torch
 
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.config import FP8Config
-from fp8booster.reading import faults_named, first_line, read_index, read_record
+from fp8booster.reading import first_line, read_record
 from fp8booster.serving.frozen import load_frozen, random_frozen
-from fp8booster.serving.read import forget_quantization, load_fp8, require_loadable
+from fp8booster.serving.loading import whole_shards
+from fp8booster.serving.read import forget_quantization, load_model, require_loadable
+from fp8booster.serving.shards import weights_of
 from fp8booster.training.adapters import ADAPTER_FILE
 from fp8booster.training.models import MODELS, SIZES, attention_of, build, prepared
 from fp8booster.training.parallel import Parallel
@@ -24,13 +25,6 @@ if TYPE_CHECKING:
 
 _TRAINED_WITHOUT_SHIFT = ("cpmant", "xlm", "xlnet")
 """Types whose loss in transformers compares a token with its own position's output, not with that before it."""
-
-_WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
 
 
 def is_folder(model: str) -> bool:
@@ -65,8 +59,8 @@ def _saved_in(folder: Path) -> Path | None:
 
 
 def has_weights(folder: str) -> bool:
-    """Whether a folder in Hugging Face's format holds weights beside its config."""
-    return any((Path(folder) / name).is_file() for name in _WEIGHT_FILES)
+    """Tell whether a folder in Hugging Face's format holds weights beside its config; errors as `weights_of`."""
+    return weights_of(Path(folder)) is not None
 
 
 def load_config(model: str, vocabulary: int, sequence: int) -> PretrainedConfig:
@@ -179,9 +173,9 @@ def _require_heads(config: Mapping[str, Any], file: Path) -> None:
 
 
 def require_buildable(folder: str) -> None:
-    """Raise ValueError for a folder whose config no model can be built from, or whose weights are indexed elsewhere.
+    """Raise ValueError for a folder whose config no model can be built from, or whose weights are not those of it.
 
-    The model is built without memory for its weights.
+    The model is built without memory for its weights, and their values are not read.
     """
     from transformers import AutoModelForCausalLM
 
@@ -199,10 +193,8 @@ def require_buildable(folder: str) -> None:
             f"transformers builds no model from {file} ({type(error).__name__}: {first_line(error)}); correct the "
             "config."
         ) from None
-    for name in _WEIGHT_FILES:
-        index = Path(folder) / name
-        if name.endswith(".index.json") and index.is_file():
-            read_index(index, "copy the model again")
+    if has_weights(folder):
+        whole_shards(Path(folder), config, in_fp8=require_loadable(Path(folder)))
 
 
 def _is_encoder(config: PretrainedConfig) -> bool:
@@ -256,47 +248,10 @@ def build_model(
     Raises:
         ValueError: the folder's weights cannot be read, or do not fit its config.
     """
-    from safetensors import SafetensorError
-
     if not (is_folder(model) and has_weights(model)):
         if frozen is None and not one_by_one:
             return build(config, device=device, dtype=dtype, checkpointing=checkpointing)
         return prepared(random_frozen(config, frozen, device=device, dtype=dtype), checkpointing)
-    try:
-        network = _load_weights(model, config, dtype, frozen, device)
-    except SafetensorError as error:
-        raise ValueError(f"The weights in {model} cannot be read ({error}); copy or save them again.") from None
-    except RuntimeError as error:
-        if "mismatch" not in str(error):
-            raise
-        raise ValueError(
-            f"The weights in {model} do not fit its config.json (size mismatch); save both again, together."
-        ) from None
-    return prepared(network.to(device), checkpointing)
-
-
-def _load_weights(
-    folder: str, config: PretrainedConfig, dtype: torch.dtype, frozen: FP8Config | None, device: torch.device
-) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
-    with faults_named(remedy="copy the model again"):
-        if frozen is not None:
-            return load_frozen(folder, frozen, dtype=dtype, device=device, config=config)
-        if require_loadable(Path(folder)):
-            return load_fp8(folder, dtype=dtype, config=config)
-        try:
-            return AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                torch_dtype=dtype,
-                attn_implementation=attention_of(config),
-                local_files_only=True,
-                trust_remote_code=False,
-            )
-        except OSError as error:
-            # transformers answers what torch does not load with a guess at TensorFlow
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, pickle.UnpicklingError):
-                cause = cause.__context__
-            raise cause or error from None
+    if frozen is not None:
+        return prepared(load_frozen(model, frozen, dtype=dtype, device=device, config=config), checkpointing)
+    return prepared(load_model(model, dtype=dtype, config=config).to(device), checkpointing)

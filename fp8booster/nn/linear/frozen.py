@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.config import FP8Config
-from fp8booster.formats import FORMATS, HIGH_PRECISION
+from fp8booster.formats import FORMATS, HIGH_PRECISION, stored_fault
 from fp8booster.kernels.alignment import aligned, multiple_for
 from fp8booster.kernels.blockwise_cast import scales_shape
 from fp8booster.kernels.device import require_fp8
@@ -23,6 +23,7 @@ from fp8booster.nn.linear.exchange import NO_EXCHANGE
 from fp8booster.nn.linear.functional import check_operands, linear_from_quantized
 from fp8booster.nn.linear.layer import FP8Layer, note_read, restore_weight
 from fp8booster.nn.linear.linear import FP8Linear
+from fp8booster.nn.linear.saving import guard_save_pretrained
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts
 from fp8booster.nn.weights.casting import INPUT, WEIGHT, Casts
@@ -195,6 +196,7 @@ class FrozenLayer(FP8Layer):
         self.fp8_casts, self.in_fp8 = FrozenCasts(), TokenCounts()
         self._forget_uses()
         self.register_parameter("input_amax", None)
+        _guard_saves()
 
     @torch.no_grad()
     def hold_cast_of(self, matrix: torch.Tensor, amax: torch.Tensor | None = None) -> None:
@@ -233,7 +235,8 @@ class FrozenLayer(FP8Layer):
         del held[prefix + "fp8_data"], held[prefix + "fp8_inverse_scale"]
         rows, columns = self.fp8_shape
         quantized = self.quantized
-        destination[prefix + "weight"] = quantized.data[:rows, :columns].detach()
+        # whole: safetensors writes no part of a matrix
+        destination[prefix + "weight"] = quantized.data[:rows, :columns].detach().contiguous()
         destination[prefix + SCALE] = stored_scale(quantized.inverse_scale, rows, columns).detach()
         destination.update(held)
 
@@ -293,6 +296,8 @@ class FrozenLayer(FP8Layer):
         if scale is None or scale.squeeze().shape != expected.squeeze().shape:
             has = None if scale is None else list(scale.shape)
             return f"its scales are {has}, and {list(expected.shape)} here; quantize with the same granularity"
+        if (fault := stored_fault(weight, scale)) is not None:
+            return f"{fault}; load a state that was saved whole"
         scale = scale.reshape(expected.shape)
         held.data.view(torch.uint8)[:rows, :columns] = weight.view(torch.uint8)
         if held.inverse_scale.dim() == 0:
@@ -349,3 +354,10 @@ def _nothing(shape: tuple[int, int], config: FP8Config, device: torch.device) ->
     if scales.dim() == 2:
         scales[:, columns // multiple :] = 0  # as `blockwise_cast` leaves them
     return QuantizedMatrix(data, data.new_empty(0), scales, None)
+
+
+def _guard_saves() -> None:
+    guard_save_pretrained(lambda module: isinstance(module, FrozenLayer))
+
+
+_guard_saves()  # for a model that is unpickled, none of whose layers is made

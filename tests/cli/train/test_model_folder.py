@@ -152,11 +152,11 @@ def test_weights_that_cannot_be_loaded_are_told(tmp_path):
 
     config.intermediate_size = 512
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"do not fit its config\.json \(size mismatch"):
+    with pytest.raises(ValueError, match=r"do not fit its config\.json \(size mismatch of model"):
         build()
     weights = Path(tmp_path, "model.safetensors")
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ValueError, match=r"The weights in .* cannot be read"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         build()
 
 
