@@ -391,6 +391,14 @@ def test_what_stays_native_says_why() -> None:
     reason = "the zero-bubble schedule computes the weight gradient of its lm_head in a pass of its own"
     with mock.patch.object(model.lm_head, "use_zbv", True):
         assert why_not_fused(model) == reason
+    for name, value, reason in (
+        ("skip_bias_add", True, "its lm_head has skip_bias_add"),
+        ("gather_output", True, "parallel_output=False gathers its logits"),
+        ("seq_parallel_mode", "split_gather", "its lm_head reads a sequence that is spread over ranks"),
+    ):
+        with mock.patch.object(model.lm_head, name, value):
+            assert why_not_fused(model) == reason
+    assert why_not_fused(model) is None
     model = boosted("LLaMA", "SP2 all_to_all").model.unwrap()
     hook = model.lm_head.register_forward_hook(lambda *_: None)
     assert why_not_fused(model) == "its lm_head has hooks, which would not run"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -165,6 +167,52 @@ def test_what_weight_gradients_are_multiplied_by_counts_the_tokens_that_arrived(
     assert found[:8] == [*own, *arrived]
     assert found[8:] == ([] if expected is None else [8])
     assert (None if loads.factors is None else loads.factors.tolist()) == expected
+
+
+@ranks(2)
+@pytest.mark.parametrize("expert_parallel", [True, False])
+def test_ranks_choose_how_experts_run_by_the_tokens_that_all_have(expert_parallel: bool) -> None:
+    """Else gradients would come in other orders."""
+    from fp8booster.colossal.moe import blocks
+
+    block, asked = spread_block("Mixtral", communication=False, expert_parallel=expert_parallel), []
+    rows = 8 if dist.get_rank() == 0 else 24
+
+    def seen(rows: torch.Tensor, counts: Any, experts: Any, factors: Any, grouped: Any, usual_rows: float) -> Any:
+        asked.append((len(rows), usual_rows, len(experts)))
+        return run_experts(rows, counts, experts, factors, grouped, usual_rows)
+
+    with mock.patch.object(blocks, "run_experts", seen):
+        block(torch.randn(1, rows, 64))
+    ((own, usual, experts),) = asked
+    if expert_parallel:  # a rank's experts are its own, and all tokens for them are here
+        assert (usual, experts) == (own, EXPERTS // 2)
+    else:
+        assert (own, usual, experts) == (2 * rows, 2 * (8 + 24) / 2, EXPERTS)
+
+
+@ranks(2)
+def test_a_block_without_shared_experts_adds_none() -> None:
+    block = spread_block("DeepSeek-V3", communication=False)
+    x = inputs()
+    with torch.no_grad():
+        whole, shared = block(x), block.shared_experts(x)
+        block.config = SimpleNamespace(**{**vars(block.config), "n_shared_experts": None})
+        del block.shared_experts
+        torch.testing.assert_close(block(x), whole - shared)
+
+
+@ranks(2)
+@pytest.mark.parametrize("fused", [True, False])
+def test_experts_are_grouped_where_they_are_in_fp8_and_to_be_fused(fused: bool) -> None:
+    from fp8booster.colossal.moe import take_over_blocks
+
+    block = spread_block("Mixtral", communication=False).bfloat16()
+    take_over_blocks(block, communication=False)
+    assert block.fp8_grouped_experts is None
+    convert_to_fp8(block, FP8Config(emulate=True, fused=fused))
+    take_over_blocks(block, communication=False)
+    assert (block.fp8_grouped_experts is not None) == fused
 
 
 @ranks(2)

@@ -134,6 +134,19 @@ def test_what_may_not_be_rounded_arrives_bit_for_bit() -> None:
 
 
 @ranks(2)
+def test_what_is_no_tensor_goes_with_its_metadata_whatever_was_asked_for() -> None:
+    transport = communication()
+    for number in range(2):
+        sent = {"hidden_states": torch.ones(SHAPE, dtype=BF16), "number": number}
+        if dist.get_rank() == 0:
+            transport.send_forward(sent, send_metadata=False)
+        else:
+            found, _ = transport.recv_forward()
+            assert found["number"] == number
+            assert torch.equal(found["hidden_states"], sent["hidden_states"])
+
+
+@ranks(2)
 def test_shapes_may_differ_where_metadata_is_sent() -> None:
     sent = [{"hidden_states": torch.randn(rows, 64, dtype=BF16)} for rows in (40, 17, 80)]
     for message, found in zip(sent, transfer(sent), strict=dist.get_rank() == 1):
