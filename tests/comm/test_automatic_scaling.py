@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fp8booster import comm
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.monitor.traffic import count_traffic
+from fp8booster.scaling import MAX_SCALE
 from tests.comm.bounds import assert_within, rounding_bound
 from tests.distributed import ranks, run_ranks
 
@@ -199,6 +200,13 @@ def test_small_ones_go_uncompressed(device: torch.device) -> None:
     expected = values.view(-1, 2)[dist.get_rank()] * dist.get_world_size()
     torch.testing.assert_close(output, expected)
     assert comm.statistics()["reduce_scatter_tensor"].uncompressed == {"small": 1}
+
+
+def test_scales_stay_finite_and_their_inverses_undo_them() -> None:
+    scales, inverse_scales = comm.automatic_scaling.scales_of(torch.tensor([1e-38, 1.0, 0.0]), torch.tensor(4.0))
+    assert scales[0] == MAX_SCALE
+    assert scales[1] == 4 * 448
+    torch.testing.assert_close(scales * inverse_scales, torch.ones(3))
 
 
 def run_over_nccl() -> None:

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from fp8booster import formats
-from fp8booster.comm import Encoding
+from fp8booster import comm, formats
+from fp8booster.comm import Encoding, encoding
 from tests.comm.bounds import assert_within, block_amax, rounding_bound
+from tests.distributed import ranks
 
 
 @pytest.mark.parametrize("size", [0, 31, 48, 8192, -256])
@@ -68,3 +70,19 @@ def test_the_default_keeps_small_gradients_that_one_scale_flushes() -> None:
     assert default > 30
     assert default > noise_in_decibels(Encoding(format=formats.E5M2)) + 4
     assert default > noise_in_decibels(Encoding(block_size=None)) + 12
+
+
+@ranks(2)
+def test_what_is_cast_is_named_by_the_call_that_it_is_for() -> None:
+    names: list[str] = []
+    encoding.observers.append(lambda name, *_: names.append(name))
+    try:
+        values, other = torch.ones(4096), 1 - dist.get_rank()
+        comm.all_reduce(values)
+        for sends in (other == 1, other == 0):
+            (comm.isend(values, other) if sends else comm.irecv(values, other)).wait()
+            comm.all_gather_into_tensor(torch.empty(8192), values)
+    finally:
+        encoding.observers.clear()
+    reduced, gathered = ["all_reduce", "all_reduce sums"], "all_gather_into_tensor"
+    assert names == [*reduced, *(["send", gathered, gathered] if other else [gathered, "send", gathered])]

@@ -376,6 +376,32 @@ def test_hooks_on_the_step_are_called() -> None:
     assert len(calls) == STEPS
 
 
+def test_hooks_are_called_around_the_step_of_a_class_that_torch_has_not_seen() -> None:
+    calls: list[str] = []
+
+    class Fresh(HybridAdam):
+        def step(self, closure: Any = None, div_scale: float = -1) -> None:
+            calls.append("step")
+
+    optimizer = AdamW(shards(torch.device("cpu")))
+    Fresh.convert_in_place(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizer.step()
+    assert calls == ["before", "step", "after"]
+
+
+def test_the_scale_goes_to_where_the_parameters_are(monkeypatch) -> None:
+    parameter = nn.Parameter(torch.empty(3, device="meta"))
+    parameter.grad = torch.empty(3, device="meta")
+    seen = []
+    monkeypatch.setattr(hybrid_adam, "update_by_torch", lambda shards, rates, divisor, *_: seen.append(divisor.device))
+    optimizer = HybridAdam([parameter])
+    for scale in (torch.tensor(2.0), 2.0):
+        optimizer.step(div_scale=scale)
+    assert seen == [torch.device("meta")] * 2
+
+
 def test_what_cannot_turn_is_refused_with_what_to_give() -> None:
     parameters = shards(torch.device("cpu"))
 

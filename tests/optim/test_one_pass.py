@@ -80,6 +80,23 @@ def test_parameters_and_states_are_those_of_the_optimizer(kind, options, device)
     expected.step()
 
 
+@pytest.mark.parametrize("kind", [Adam, AdamW, HybridAdam])
+def test_a_group_that_does_not_say_how_it_decays_does_as_its_optimizer(kind, device) -> None:
+    """As of a checkpoint that an earlier torch wrote."""
+    found = []
+    for says in (True, False):
+        of = parameters(device)
+        options = {"adamw_mode": False} if kind is HybridAdam else {"fused": True}
+        optimizer = kind(groups(of), lr=0.1, weight_decay=0.5, **options)
+        if not says:
+            for group in optimizer.param_groups:
+                del group["decoupled_weight_decay"]
+        give_gradients(of, 0)
+        step(optimizer)
+        found.append(of)
+    assert all(map(torch.equal, *found))
+
+
 def test_gradients_are_divided(device) -> None:
     theirs, ours = parameters(device), parameters(device)
     expected, found = (AdamW(groups(of), lr=0.1, fused=True) for of in (theirs, ours))

@@ -90,6 +90,13 @@ def test_each_weight_is_cast_by_its_own_layers_rounding_of_scales(kinds: tuple[b
     assert not row.uncompressed
 
 
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("lies_transposed", [False, True])
+def test_a_weight_that_lies_transposed_has_both_layouts(kept: bool, lies_transposed: bool) -> None:
+    layer = SimpleNamespace(fp8_config=SimpleNamespace(keeps_transposes=kept), weight_is_transposed=lies_transposed)
+    assert keeps_transpose(layer) is (kept or lies_transposed)
+
+
 def test_weights_under_one_scale_know_the_first_of_them() -> None:
     one, two, three = (gathered_weight(16) for _ in range(3))
     two.group = one.group

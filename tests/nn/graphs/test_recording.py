@@ -52,3 +52,19 @@ def test_layers_are_replayed_when_recordings_have_ended_in_any_order(device) -> 
     for step in range(5):
         forward(model, tokens(step, device)).backward()
     assert captured_layers(model) == {None: LAYERS}
+
+
+@pytest.mark.usefixtures("record")
+@pytest.mark.parametrize("ends", ["first", "second"])
+def test_a_recording_that_ends_leaves_another_its_samples(device, ends: str) -> None:
+    _, model = pair_of_models(device)
+    recordings = [record_scales(model, every=every) for every in ((1, 1000) if ends == "second" else (1000, 1))]
+    for step in range(5):
+        forward(model, tokens(step, device)).backward()
+        for recording in recordings:
+            recording.end_step()
+    ended = recordings.pop(ends == "second")
+    ended.close()
+    forward(model, tokens(0, device)).backward()
+    assert captured_layers(model) == {SAMPLED: LAYERS}
+    recordings[0].close()

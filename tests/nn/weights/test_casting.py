@@ -87,3 +87,24 @@ def test_a_constant_scale_remembers_nothing() -> None:
 )
 def test_inputs_are_scaled_by_their_amax_alone(casts: Casts, config: FP8Config, found: bool) -> None:
     assert casts.scales_inputs_by_their_amax(config) is found
+
+
+def test_an_amax_that_is_known_scales_the_first_step_and_is_what_later_ones_remember() -> None:
+    """As that of a whole of which this is a part."""
+    casts, ones = Casts(), torch.ones(16, 16)
+    made = casts.quantize(INPUT, DELAYED, ones, formats.E4M3, amax=torch.tensor(16.0))
+    torch.testing.assert_close(made.inverse_scale, torch.tensor(16 / 448))
+    note_step()
+    made = casts.quantize(INPUT, DELAYED, ones, formats.E4M3)
+    torch.testing.assert_close(made.inverse_scale, torch.tensor(16 / 448))
+
+
+def test_delayed_scales_may_be_powers_of_two() -> None:
+    config = FP8Config(scaling="delayed", power_of_two=True, emulate=True)
+    casts, values = Casts(), torch.full((16, 16), 1.7)
+    for amax in (None, torch.tensor(1.7)):
+        made = casts.quantize(INPUT, config, values, formats.E4M3, amax=amax)
+        assert made.inverse_scale.log2().frac() == 0
+        note_step()
+        made = casts.quantize(INPUT, config, values, formats.E4M3, amax=amax)
+        assert made.inverse_scale.log2().frac() == 0

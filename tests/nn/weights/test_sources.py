@@ -17,7 +17,7 @@ from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.nn.weights.freshness import look_again
-from fp8booster.nn.weights.pinned import copies_are_held
+from fp8booster.nn.weights.pinned import collected_uses, copies_are_held
 from fp8booster.nn.weights.resharded import ReshardedWeight
 from fp8booster.nn.weights.source import WeightSource, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix
@@ -335,6 +335,55 @@ def test_a_transpose_that_backward_makes_is_that_of_the_values_then(granularity:
     made.data.view(torch.uint8).zero_()
     with pytest.raises(RuntimeError, match="a weight needed for gradient computation has been modified"):
         backward_weight()
+
+
+@pytest.mark.parametrize("granularity", ["tensorwise", "rowwise"])
+def test_backward_casts_weights_as_they_are_when_it_asks(granularity: str) -> None:
+    """Those that an engine has gathered again, in the same memory."""
+    config = FP8Config(granularity=granularity, emulate=True)
+    weights = [nn.Parameter(torch.randn(32, 48)) for _ in range(2)]
+    source = ReshardedWeight()
+    backward_weight = source.backward(weights, config)
+    with torch.no_grad():
+        weights[1].mul_(torch.linspace(1, 9, 48))
+    transpose, scale = backward_weight()
+    matrix = torch.cat([weight.detach() for weight in weights])
+    expected = quantize_weight(matrix, config, transposed=True)
+    assert_same(transpose, expected.transpose)
+    assert torch.equal(scale, expected.scale_of_transpose())
+    assert not source.forward(weights, config, transpose=True).transpose.numel()
+
+
+def test_what_was_gathered_is_forgotten_when_the_weights_were_changed_unseen() -> None:
+    weights = [nn.Parameter(torch.randn(32, 48))]
+    source = provided(ReshardedWeight(), weights, False)
+    source.invalidate(weights)
+    assert source.held is None
+
+
+def test_what_inference_mode_casts_may_be_read_by_a_backward() -> None:
+    weight, x = nn.Parameter(torch.randn(32, 48)), torch.randn(16, 48)
+    for training in (True, False):
+        source = CachedWeight()
+        with torch.inference_mode():
+            found = source.for_call(weight, CONFIG, x, training=training)
+        assert not found.data.is_inference()
+        assert not found.inverse_scale.is_inference()
+
+
+@pytest.mark.parametrize("by_engine", [False, True])
+def test_uses_are_collected_as_they_were_asked_for_and_inside_alone(by_engine: bool) -> None:
+    weights, casts, config = [nn.Parameter(torch.randn(32, 48))], Casts(), FP8Config(power_of_two=True)
+    source = provided(EngineWeight(), weights, False) if by_engine else CachedWeight()
+    with collected_uses() as uses:
+        source.forward(weights, CONFIG, transpose=False, casts=casts)
+        source.forward(weights, config, transpose=True)
+    source.forward(weights, CONFIG, transpose=False)
+    assert [(use.source, use.config, use.transpose, use.casts) for use in uses] == [
+        (source, CONFIG, False, casts),
+        (source, config, True, REAL_TIME),
+    ]
+    assert all(use.weights[0] is weights[0] for use in uses)
 
 
 def test_scales_that_do_not_come_from_what_is_cast_are_noted() -> None:

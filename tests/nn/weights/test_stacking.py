@@ -74,7 +74,7 @@ def test_consecutive_columns_are_viewed_as_one_matrix() -> None:
 
 
 def columns_apart() -> dict[str, list[torch.Tensor]]:
-    whole, flat = torch.randn(8, 16), torch.randn(64)
+    whole, flat, memory = torch.randn(8, 16), torch.randn(64), bytearray(64)
     return {
         "the other way round": [whole[:, 4:], whole[:, :4]],
         "a gap": [whole[:, :4], whole[:, 5:8]],
@@ -83,7 +83,11 @@ def columns_apart() -> dict[str, list[torch.Tensor]]:
         "rows": [whole[:4], whole[4:]],
         "beyond a row": [flat[:8].view(2, 4), flat[4:12].view(2, 4)],
         "columns that lie apart": [whole.t()[:, :4], whole.t()[:, 4:]],
-        "neighbours by chance": [each[:1] for each in neighbours_by_chance()],
+        "neighbours by chance": [
+            torch.frombuffer(memory, dtype=torch.float32, count=8, offset=offset).as_strided((1, 8), (16, 1))
+            for offset in (0, 32)
+        ],
+        "columns of columns": [flat.as_strided((4, 1), (2, 16), place) for place in range(2)],
     }
 
 
