@@ -21,6 +21,7 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.low_rank import low_rank_adapters
 from fp8booster.nn.modules import vocabulary_heads
+from fp8booster.nn.sharing import share_inputs
 from fp8booster.nn.weights.memory import is_lazy, without_large_transposes
 
 PADDING_LIMIT = 1.125
@@ -133,6 +134,7 @@ def convert_to_fp8(
         reasons = {kept_reason(module) for _, module in linears} | set(experts.values())
         _warn_of_nothing(sorted(reasons), {LEFT_OUT, WHY_NOT_ROUTERS, *at_the_ends.values()})
     follow_merges()
+    share_inputs(model)
     return model
 
 

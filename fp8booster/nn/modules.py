@@ -54,22 +54,28 @@ def _followed(recipe: Any) -> type[nn.Module]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own, forward or backward, which only a call runs."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    """Whether a module has hooks of its own, forward or backward, which only a call runs; not those marked."""
+    return any(
+        not getattr(hook, LOOKS_AT_NOTHING, False) for of_kind in _hooks(module) if of_kind for hook in of_kind.values()
     )
 
 
 def is_looked_at(module: nn.Module) -> bool:
     """Whether a module has hooks that may read what it is given or gives: all but those marked to only wait."""
-    return has_hooks(module) and any(
-        not getattr(hook, ONLY_WAITS, False) for of_kind in _hooks(module) for hook in of_kind.values()
+    return any(
+        not (getattr(hook, ONLY_WAITS, False) or getattr(hook, LOOKS_AT_NOTHING, False))
+        for of_kind in _hooks(module)
+        if of_kind
+        for hook in of_kind.values()
     )
 
 
 def _hooks(module: nn.Module) -> tuple[dict[int, Callable], ...]:
     return (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
 
+
+LOOKS_AT_NOTHING = "fp8_looks_at_nothing"
+"""Attribute of a hook that a module may run without."""
 
 ONLY_WAITS = "fp8_only_waits"
 """Attribute of a hook that does nothing but wait for parameters."""

@@ -18,6 +18,7 @@ from fp8booster.nn.convert import convert_to_fp8
 from fp8booster.nn.linear.frozen import SCALE, FrozenFP8Linear
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_several
+from fp8booster.nn.sharing import share_inputs
 from fp8booster.reading import read_record
 from fp8booster.serving.formats import block_of, granularity_of
 from fp8booster.serving.loading import whole_shards
@@ -103,6 +104,7 @@ def load_frozen(
                     f"for a weight, a row or a block of {BLOCK} x {BLOCK}: load it without frozen, which decodes it."
                 )
             FrozenFP8Linear.convert_in_place(module, _with_granularity(fp8_config, granularity))
+        share_inputs(model)
 
     def read(name: str, module: nn.Module) -> torch.Tensor | None:
         end = name.rpartition(".")[2]

@@ -177,7 +177,9 @@ class MergedLayers(Merged):
             input,
             weights,
             self._bias(),
-            share_input(input, config, transposed=for_weight and recipe is None, exchange=exchange, casts=casts),
+            share_input(
+                input, config, reader=self, transposed=for_weight and recipe is None, exchange=exchange, casts=casts
+            ),
             self.fp8_weight.forward(weights, config, transpose=config.keeps_transposes, casts=casts),
             config,
             defer=self._defer(),

@@ -181,8 +181,9 @@ class FrozenLayer(FP8Layer):
             self.in_fp8[rows] = True
         if self.input_amax is not None:
             return self.fp8_casts.quantize(INPUT, config, input, config.input_format, amax=self.input_amax)
-        cast = share_input if again else NO_EXCHANGE.input
-        return cast(input, config, transposed=False, casts=self.fp8_casts)
+        if again:
+            return share_input(input, config, reader=self, transposed=False, casts=self.fp8_casts)
+        return NO_EXCHANGE.input(input, config, transposed=False, casts=self.fp8_casts)
 
     def fp8_notes(self) -> str:
         """As `FP8Layer.fp8_notes`."""

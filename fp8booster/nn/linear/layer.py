@@ -209,7 +209,7 @@ class FP8Layer(nn.Module):
         casts = self.fp8_casts if self.training else REAL_TIME
         quantized_weight = partial(self.fp8_weight.for_call, weight, config, input, training=self.training, casts=casts)
         w = quantized_weight() if casts.by_channel else None  # its cast finds what the input is multiplied by
-        cast = partial(share_input, exchange=exchange) if again and w is None else exchange.input
+        cast = partial(share_input, reader=self, exchange=exchange) if again and w is None else exchange.input
         x = cast(input, config, transposed=for_weight and recipe is None, casts=casts)
         return linear_from_quantized(
             input,

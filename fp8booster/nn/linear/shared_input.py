@@ -1,30 +1,39 @@
-"""One cast for one input, however many layers read it.
+"""One cast for one input, however many layers of a module read it.
 
 q, k and v projections read the same tensor, and so do gate and up. Each layer asks for the FP8 copy of the tensor
-object it was given; the newest copy of this thread is kept until another is made or the tensor dies, so at most one
-input's FP8 copy outlives its use.
+object it was given. The newest copy serves the other layers until another is made, the tensor dies, or the forward
+that it was made in ends: that of the module that hooks opened it for (`nn.sharing`). Between two forwards whoever holds
+the tensor may write to its memory, by `.data`, NumPy, DLPack or from another process, which no counter of torch's
+tells. So a layer that runs by itself shares nothing, and one that reads a tensor again casts it again.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from typing import Any
 
 import torch
+from torch import nn
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import current_stream
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
+from fp8booster.nn.modules import LOOKS_AT_NOTHING
 from fp8booster.nn.weights.casting import REAL_TIME, Casts
 from fp8booster.tensor import QuantizedMatrix
 
 
 class _Newest:
-    """The newest cast of one thread: what it was made from, and the copy."""
+    """The newest cast of one forward: what it was made from, the copy, and which layers have read it."""
 
     source: weakref.ref | None = None
     made_from: tuple | None = None
     quantized: QuantizedMatrix | None = None
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.readers: set[object] = set()
 
     def forget(self, source: weakref.ref) -> None:
         if self.source is source:
@@ -32,33 +41,60 @@ class _Newest:
 
 
 class _Thread(threading.local):
-    """Leads to an object that other threads reach too: the one that runs the backward often drops the source."""
+    """Leads to objects that other threads reach too: the one that runs the backward often drops the source."""
 
     def __init__(self) -> None:
-        self.newest = _Newest()
+        self.forwards: list[_Newest] = []
+        """Those that run, the innermost last."""
 
 
 _thread = _Thread()
+
+
+def begin_forward(module: nn.Module, *_: Any) -> None:
+    """Let the layers of a module share casts from now on; its forward pre-hook."""
+    if not torch.compiler.is_compiling():
+        _thread.forwards.append(_Newest(module))
+
+
+def end_forward(module: nn.Module, *_: Any) -> None:
+    """Free what the layers of a module shared; its forward hook, also of a forward that raised."""
+    if torch.compiler.is_compiling():
+        return
+    forwards = _thread.forwards
+    while forwards and forwards.pop().module is not module:  # one that was interrupted
+        pass
+
+
+setattr(begin_forward, LOOKS_AT_NOTHING, True)
+setattr(end_forward, LOOKS_AT_NOTHING, True)
 
 
 def share_input(
     input: torch.Tensor,
     config: FP8Config,
     *,
+    reader: object,
     transposed: bool,
     exchange: Exchange = NO_EXCHANGE,
     casts: Casts = REAL_TIME,
 ) -> QuantizedMatrix:
-    """The FP8 copy of a layer's input, the newest one if it was made from this very tensor, unchanged.
+    """Return the FP8 copy of a layer's input: the newest of this forward if others read it from this very tensor.
 
     Args:
         input: [..., K].
         config: the input's format and scaling.
+        reader: the layer, which gets a copy once.
         transposed: the transpose is needed too.
         exchange: what ranks exchange around the layer; it may gather the input.
         casts: the layer's, asked where no copy is there.
     """
+    forwards = _thread.forwards
+    if not forwards:
+        return exchange.input(input, config, transposed=transposed, casts=casts)
+    newest = forwards[-1]
     made_from = (
+        input.data_ptr(),
         input._version,
         config.input_format,
         config.granularity,
@@ -67,17 +103,18 @@ def share_input(
         current_stream(input),
         exchange.input_key,
     )
-    newest = _thread.newest
     if (
         newest.source is not None
         and newest.quantized is not None
         and newest.source() is input
         and newest.made_from == made_from
         and (newest.quantized.transpose.numel() or not transposed)
+        and reader not in newest.readers
     ):
+        newest.readers.add(reader)
         return newest.quantized
     quantized = exchange.input(input, config, transposed=transposed, casts=casts)
     newest.source = None  # its death, at any time, must not take the new copy
-    newest.made_from, newest.quantized = made_from, quantized
+    newest.made_from, newest.quantized, newest.readers = made_from, quantized, {reader}
     newest.source = weakref.ref(input, newest.forget)
     return quantized

@@ -11,6 +11,7 @@ from torch import nn
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, formats, report
 from fp8booster.nn import FrozenFP8Linear
 from fp8booster.nn.linear.functional import fp8_linear
+from fp8booster.nn.linear.shared_input import begin_forward, end_forward
 from fp8booster.tensor import quantize
 
 BF16 = torch.bfloat16
@@ -230,9 +231,14 @@ def test_layers_of_one_input_share_its_cast(device, casts) -> None:
     layers = [made(device)[1] for _ in range(3)]
     x = torch.randn(16, 256, device=device, dtype=BF16)
     casts.clear()
+    module = nn.Sequential(*layers)
+    begin_forward(module)
     for layer in layers:
         layer(x)
+    end_forward(module)
     assert len(casts) == 1
+    layers[1](x)
+    assert len(casts) == 2
 
 
 def test_conversion_leaves_it_as_it_is_and_the_report_names_it() -> None:
