@@ -19,6 +19,7 @@ from fp8booster.monitor.traffic import count_traffic
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import Defer, linear_from_quantized
+from fp8booster.nn.linear.shared_input import begin_forward, end_forward
 from fp8booster.nn.parallel import tensor_parallel as parallel_module
 from fp8booster.nn.parallel.tensor_parallel import ColumnParallel, RowParallel, SequenceColumn, SequenceRow
 from fp8booster.nn.weights.casting import OUTPUT_GRADIENT, REAL_TIME, quantize_input, quantize_weight
@@ -305,8 +306,11 @@ def columns(count: int) -> nn.ModuleList:
 @ranks(2)
 def test_layers_that_read_one_input_gather_it_once_and_in_bytes() -> None:
     layers, x = columns(3), torch.randn(2, 16, INPUTS).bfloat16().requires_grad_()
+    holder = nn.ModuleList(layers)
     with count_traffic() as traffic:
+        begin_forward(holder)
         outputs = [layer(x) for layer in layers]
+        end_forward(holder)
     assert {(name, str(dtype)) for name, dtype in traffic.counts} == {
         ("all_gather_single", "torch.uint8"),
         ("all_reduce", "torch.float32"),
