@@ -6,6 +6,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from fp8booster.nn.held_casts import forget_step
+from fp8booster.nn.weights.steps import optimizer_steps
+
 
 class BoostedOptimizer:
     """A mixin before one of Colossal-AI's optimizers, whose norms stay on the device.
@@ -14,15 +17,34 @@ class BoostedOptimizer:
     to take a third longer for the same work.
     """
 
+    trained: Any
+    """The model, or its wrapper: a module."""
+
+    _unused_backward: int | None = None
+    """How often optimizers had stepped at the last backward; None where its gradients are gone."""
+
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Backward from a loss; errors and arguments as in Colossal-AI's."""
+        self._unused_backward = optimizer_steps()
         with torch.autograd.set_multithreading_enabled(False):
             super().backward(*args, **kwargs)  # type: ignore[misc]
 
     def backward_by_grad(self, *args: Any, **kwargs: Any) -> None:
         """Backward from a tensor's gradient, as pipelines do it."""
+        self._unused_backward = optimizer_steps()
         with torch.autograd.set_multithreading_enabled(False):
             super().backward_by_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Forget the gradients, and where no step has used them, all that the skipped step noted."""
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        if self._unused_backward == optimizer_steps():
+            self._unused_backward = None
+            self.forget_step()
+
+    def forget_step(self) -> None:
+        """Let scaling forget what it noted since the last step, as if the skipped one had not been."""
+        forget_step(self.trained)
 
     def add_param_group(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Not after boost.

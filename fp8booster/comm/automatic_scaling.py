@@ -136,6 +136,10 @@ class AutomaticScaling:
         if self.mu.is_cuda:
             self._mu_is_set = torch.cuda.current_stream(self.mu.device).record_event()
 
+    def forget_step(self) -> None:
+        """Forget what saturated since the last step: the gradients of a skipped one are dropped."""
+        self._counts = {}
+
     def _taken_counts(self) -> Tensor:
         """The sum over streams, int64 [2], which are counted from zero again."""
         total = torch.zeros(2, dtype=torch.int64, device=self.mu.device)

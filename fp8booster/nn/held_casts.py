@@ -74,6 +74,13 @@ def remember_amaxes(model: nn.Module, remembered: Mapping[str, Mapping[str, torc
             casts.remember(remembered[held.name])
 
 
+def forget_step(model: nn.Module) -> None:
+    """Let scaling forget what it noted of a model since the last optimizer step, for this one is skipped."""
+    for held in held_casts(model):
+        if (casts := held.get()) is not None:
+            casts.forget_step()
+
+
 def plain_name(name: str) -> str:
     """A module's name without what wrappers add to it."""
     return _WRAPPERS.sub("", name).lstrip(".")

@@ -31,7 +31,7 @@ from fp8booster.nn.convert import linear_layers
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused import pointwise
 from fp8booster.nn.graphs.layer import captured_layers, look_inside
-from fp8booster.nn.held_casts import HeldCasts, held_casts, plain_name
+from fp8booster.nn.held_casts import HeldCasts, forget_step, held_casts, plain_name
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.casting import INPUT, WEIGHT, Casts
 from fp8booster.optim import adamw, gradient_sums
@@ -112,6 +112,10 @@ class _Recorded(Casts):
         """As `Casts.remember`."""
         self.casts.remember(amaxes)
 
+    def forget_step(self) -> None:
+        """As `Casts.forget_step`."""
+        self.casts.forget_step()
+
     def __reduce__(self) -> tuple:
         return self.casts.__reduce__()
 
@@ -175,6 +179,7 @@ class Recording:
         if self._recorder.rank == 0:
             self._warn(f"{sentence} The step is {'skipped' if skips else 'taken all the same'}.")
         if skips:
+            forget_step(self._model)
             self.end_step()
         return not skips
 

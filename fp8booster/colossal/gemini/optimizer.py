@@ -24,6 +24,11 @@ class FP8GeminiOptimizer(BoostedOptimizer, GeminiOptimizer):
 
     module: FP8GeminiDDP
 
+    @property
+    def trained(self) -> FP8GeminiDDP:
+        """As in `BoostedOptimizer`."""
+        return self.module
+
     before_update: Callable[[], object] | None = None
     """Called in each step when the gradients' norm is known, where it is asked for, and no weight has changed; what it
     raises ends the step, whose gradients are gone then: some lie where weights do. With a hook of the optimizer inside,

@@ -54,6 +54,7 @@ class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParall
     def convert_in_place(cls, optimizer: HybridParallelAMPOptimizer) -> None:
         """Turn an optimizer over an `FP8HybridParallelModule` into this class in place."""
         optimizer.__class__ = cls
+        optimizer.trained = optimizer.model
         optimizer.shared_squares = SharedSquares(optimizer)
 
     def _compute_grad_norm(

@@ -113,6 +113,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             config: how gradients are scaled, and add up over micro-batches.
         """
         optimizer.__class__ = cls
+        optimizer.trained = model
         optimizer.gathered_weights = GatheredWeights(model, optimizer)
         optimizer._group_of = {
             id(working): group_id for group_id, group in optimizer._working_param_groups.items() for working in group
@@ -271,14 +272,13 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             raise ValueError("ZeRO's step takes no closure: its gradients are reduced before; call step() without one")
         if not self.require_grad_sync:
             return
-        if self.automatic_scaling is not None:
-            self.automatic_scaling.step()
         if self.mixed_precision_mixin is not None and self.mixed_precision_mixin.should_skip_step():
             if self._verbose:
                 self._logger.info("Found overflow. Skip step")
             self.zero_grad()
             return
         if self.updates_in_backward:
+            self._step_scaling()
             self._publish_updated()
             return
         self.gathered_weights.wait()  # the optimizer overwrites what they are cast from
@@ -287,12 +287,24 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         divisor = self._divisor()
         if self.before_update is not None:
             self.before_update()
+        self._step_scaling()
         updates = [update for group_id in range(self.num_param_groups) for update in self._taken(group_id)]
         works, amaxes = self._step_optimizer(updates, divisor)
         for group_id, masters in self._master_param_groups_of_current_rank.items():
             release_param_grad(masters)
             self.optim.param_groups[group_id]["params"] = masters
         self._publish(updates, works, amaxes)
+
+    def _step_scaling(self) -> None:
+        """Let automatic scaling go on to the next step: not in one that is skipped."""
+        if self.automatic_scaling is not None:
+            self.automatic_scaling.step()
+
+    def forget_step(self) -> None:
+        """As `BoostedOptimizer.forget_step`; counts of automatic scaling too."""
+        super().forget_step()
+        if self.automatic_scaling is not None:
+            self.automatic_scaling.forget_step()
 
     def _publish_updated(self) -> None:
         """Publish the weights whose masters backward has updated."""

@@ -93,6 +93,12 @@ class Casts:
         """Begin with what `remembered` gave, before anything was cast; a history of another length begins anew."""
         self._loaded = dict(amaxes)
 
+    def forget_step(self) -> None:
+        """Forget the amaxes noted since the last optimizer step: this step, whose gradients are dropped, is skipped."""
+        for role, history in (self._histories or {}).items():
+            if role != WEIGHT:  # it is as it was, and so is its cast
+                history.forget_step()
+
     def note_weight(self, values: torch.Tensor, data: torch.Tensor, inverse_scale: torch.Tensor) -> None:
         """An engine has cast a part of the layer's weight, which does not pass through `quantize`.
 

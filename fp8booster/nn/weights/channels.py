@@ -89,6 +89,11 @@ class ChannelCasts(Casts):
         """The amaxes that the next cast of the weight finds its powers from, [K]; ask between two steps."""
         return {} if self._seen is None else {INPUT: self._seen}
 
+    def forget_step(self) -> None:
+        """As `Casts.forget_step`; the factors stay, for so does the weight's cast."""
+        super().forget_step()
+        self._seen = None
+
     def remember(self, amaxes: Mapping[str, torch.Tensor]) -> None:
         """As `Casts.remember`; amaxes of another number of channels are left out."""
         self._seen = amaxes.get(INPUT)

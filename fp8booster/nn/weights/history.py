@@ -86,6 +86,11 @@ class AmaxHistory:
         note_amax(self.amaxes, amax, inverse_scale, new_step=new_step, factor=2.0**config.delayed_margin)
         return QuantizedMatrix(data, transpose, inverse_scale, None)
 
+    def forget_step(self) -> None:
+        """Forget the amaxes of the step that runs."""
+        if self.is_delayed and self._step == optimizer_steps():
+            self.amaxes[0] = 0.0
+
 
 def constant_amax(config: FP8Config, dtype: torch.dtype, is_gradient: bool = False) -> float:
     """The amax that constant scaling takes for all tensors of a format."""
