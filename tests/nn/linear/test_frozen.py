@@ -132,6 +132,8 @@ def test_its_state_is_that_of_fp8_checkpoints(granularity, sizes, device) -> Non
         assert torch.equal(
             value.view(torch.uint8) if name == "weight" else value, same.view(torch.uint8) if name == "weight" else same
         )
+    if granularity == "blockwise":  # beyond the blocks too, where products may read
+        assert torch.equal(other.fp8_inverse_scale, frozen.fp8_inverse_scale)
     x = torch.randn(24, inputs, device=device, dtype=BF16)
     assert torch.equal(other(x), frozen(x))
 
