@@ -77,7 +77,7 @@ def test_sums_of_32_bits_are_those_of_fp32_gradients(device) -> None:
 def test_one_micro_batch_has_the_bits_of_updates_in_backward(device) -> None:
     one, other = model(torch.bfloat16, device), model(torch.bfloat16, device)
     as_ever = AdamW(one.parameters(), **SETTINGS, update_in_backward=True)
-    assert learn(one, as_ever, 3, 1) == learn(other, lean(other.parameters(), micro_batches=1), 3, 1)
+    assert learn(one, as_ever, 3, 1) == learn(other, lean(other.parameters(), "16-bit", 1), 3, 1)
 
 
 @pytest.mark.parametrize(("kind", "allowed"), [("32-bit", 4), ("16-bit", 2), ("8-bit", 1 + 4 / GROUP)])
