@@ -18,7 +18,7 @@ from fp8booster.formats import E4M3, FORMATS
 from fp8booster.nn.adapters import is_adapted
 from fp8booster.nn.linear.frozen import INPUT_AMAX, SCALE, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.reading import read_record
+from fp8booster.reading import COPY_AGAIN, read_record, require_file
 from fp8booster.serving.formats import CheckpointFormat, block_of, decode, granularity_of, require_stored
 from fp8booster.serving.layout import Layout, layout_of, layout_of_config
 from fp8booster.serving.loading import weights_among, whole_shards
@@ -276,7 +276,8 @@ def copy_beside(source: Path, folder: Path) -> None:
     """Copy what of a model's folder says nothing of its weights: the tokenizer, generation_config.json."""
     for path in source.iterdir():
         of_weights = path.name in _OF_WEIGHTS or path.name.endswith(".index.json")
-        if path.is_file() and path.suffix in _BESIDE and not of_weights:
+        if not path.is_dir() and path.suffix in _BESIDE and not of_weights:
+            require_file(path, COPY_AGAIN)
             shutil.copy(path, folder / path.name)
         elif path.is_dir() and path.name == _TEMPLATES:
             shutil.copytree(path, folder / path.name, dirs_exist_ok=True)

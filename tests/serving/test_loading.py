@@ -295,6 +295,19 @@ def test_what_is_no_file_is_refused_at_once(copied, kind, name):
     refused(copied, rf"{name} is (no regular file|missing)")
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link to nowhere"])
+def test_a_tokenizer_that_is_no_file_is_not_left_out_of_an_export(copied, kind):
+    place = copied / "tokenizer.json"
+    place.unlink()
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to(copied / "gone")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is (no regular file|missing)"):
+        export(copied, copied.with_name("out"))
+    assert not copied.with_name("out").exists()
+
+
 def test_shards_without_their_index_are_not_taken_for_no_weights(copied):
     with indexed(copied):
         pass
