@@ -467,8 +467,13 @@ def test_the_report_counts_experts_that_save_gate_and_up_in_8_bits(fused: bool) 
     assert report(fp8).saved_in_8_bits == ((f"{EXPERTS - 1} SwiGLUs",) if fused else ())
 
 
-def saved_bytes(grouped: GroupedExperts) -> int:
-    """What autograd keeps of a forward."""
+def test_weights_are_kept_for_gradients_of_tokens_alone() -> None:
+    with_gradients, without = (saved_bytes(GroupedExperts(experts()), each) for each in (True, False))
+    assert with_gradients - without >= EXPERTS * 2 * FEATURES * HIDDEN
+
+
+def saved_bytes(grouped: GroupedExperts, of_tokens: bool = True) -> int:
+    """What autograd keeps of a forward, whose tokens need gradients or not."""
     kept: dict[int, int] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -476,7 +481,7 @@ def saved_bytes(grouped: GroupedExperts) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        assert grouped(tokens(COUNTS["even"]).requires_grad_(), COUNTS["even"]) is not None
+        assert grouped(tokens(COUNTS["even"]).requires_grad_(of_tokens), COUNTS["even"]) is not None
     return sum(kept.values())
 
 
