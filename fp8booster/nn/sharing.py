@@ -21,6 +21,8 @@ def share_inputs(model: nn.Module) -> None:
         model: converted.
     """
     for module in _bounds(model):
+        if isinstance(module, nn.TransformerEncoderLayer):
+            continue  # its layers share no input, and hooks would end its fast path in evaluation
         if begin_forward not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(begin_forward)
             module.register_forward_hook(end_forward, always_call=True)

@@ -1,10 +1,11 @@
 """The amax that came with a tensor, from the kernel that made it, so that a cast need not read the tensor for it.
 
-It is an attribute of the tensor object, together with the tensor's version. A tensor that was computed from it has
-none. One that was changed in place has another version: torch's operations raise it, our kernels and collectives do,
-and `weights.collectives` does so for those of torch.distributed. Who finds no amax that fits computes it. A change
-through `.data`, as a tensor hook may make it, is not seen. autograd hands the very object that one backward returned to
-the next, unless it had to add a second gradient to it.
+It is an attribute of the tensor object, together with the tensor's version and place. A tensor that was computed from
+it has none. One that was given other data lies elsewhere, and one that was changed in place has another version:
+torch's operations raise it, our kernels and collectives do, and `weights.collectives` does so for those of
+torch.distributed. Who finds no amax that fits computes it. A change in place through `.data`, as a tensor hook may make
+it, is not seen. autograd hands the very object that one backward returned to the next, unless it had to add a second
+gradient to it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _ATTRIBUTE = "_fp8booster_amax"
 def deliver_amax(tensor: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
     """Attach its amax, float32, whose largest entry counts, to a tensor just made; None: it is not known."""
     if amax is not None and not (torch.compiler.is_compiling() or tensor.is_inference()):
-        setattr(tensor, _ATTRIBUTE, (tensor._version, amax))
+        setattr(tensor, _ATTRIBUTE, (state_of(tensor), amax))
     return tensor
 
 
@@ -26,4 +27,9 @@ def delivered_amax(tensor: torch.Tensor) -> torch.Tensor | None:
     if torch.compiler.is_compiling():
         return None
     found = getattr(tensor, _ATTRIBUTE, None)
-    return found[1] if found is not None and found[0] == tensor._version else None
+    return found[1] if found is not None and found[0] == state_of(tensor) else None
+
+
+def state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what changes when a tensor is changed, or is given other data."""
+    return tensor._version, tensor.data_ptr()

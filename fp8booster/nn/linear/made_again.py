@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fp8booster.kernels.cast import partial_amaxes
-from fp8booster.nn.linear.delivered_amax import deliver_amax
+from fp8booster.nn.linear.delivered_amax import deliver_amax, state_of
 
 _ATTRIBUTE = "_fp8booster_recipe"
 
@@ -43,7 +43,7 @@ class Recipe(NamedTuple):
 def deliver_recipe(tensor: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Attach a recipe to a tensor just made, which one product will read."""
     if not torch.compiler.is_compiling():
-        setattr(tensor, _ATTRIBUTE, (tensor._version, recipe))
+        setattr(tensor, _ATTRIBUTE, (state_of(tensor), recipe))
     return tensor
 
 
@@ -52,7 +52,7 @@ def delivered_recipe(tensor: torch.Tensor) -> Recipe | None:
     if torch.compiler.is_compiling():
         return None
     found = getattr(tensor, _ATTRIBUTE, None)
-    return found[1] if found is not None and found[0] == tensor._version else None
+    return found[1] if found is not None and found[0] == state_of(tensor) else None
 
 
 def deliver_as_saved(tensor: torch.Tensor, *, one_scale: bool) -> None:

@@ -23,6 +23,7 @@ CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "in place": lambda y: y.mul_(100),
     "one value": lambda y: y[3, 5].fill_(1000.0),
     "through a view": lambda y: y.view(-1)[::2].mul_(100),
+    "other data": lambda y: setattr(y, "data", 100 * y.detach()),
     "through detach": lambda y: y.detach().mul_(100),
     "inplace module": nn.Hardtanh(-0.01, 0.01, inplace=True),
 }

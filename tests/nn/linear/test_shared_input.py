@@ -176,8 +176,15 @@ def test_hooks_are_put_once_and_count_as_none(projections) -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
 def test_copies_of_a_module_share_too(copied, casts) -> None:
-    module = copied(convert_to_fp8(nn.TransformerEncoderLayer(48, 2, 96), FP8Config(always=True)))
-    assert begin_forward in module._forward_pre_hooks.values()
+    module = copied(convert_to_fp8(Projections(nn.Identity()), FP8Config(always=True)))
+    x = torch.randn(16, 48)
+    module(x)
+    assert input_casts(casts, x) == 1
+
+
+def test_the_fast_path_of_torch_s_encoder_layers_stays() -> None:
+    model = convert_to_fp8(nn.TransformerEncoder(nn.TransformerEncoderLayer(48, 2, 96), 2), FP8Config(always=True))
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
 
 
 def test_decoder_layers_bound_what_attention_and_feed_forward_read() -> None:
