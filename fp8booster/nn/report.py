@@ -341,7 +341,7 @@ def _bypassed(model: nn.Module) -> dict[nn.Module, str]:
         for layer in layers:
             if layer.has_run:
                 continue
-            if layer.weight_read_in_training or layer.weight_read_in_evaluation:
+            if layer.weight_read_in_training or layer.weight_read_in_evaluation or layer.fp8_weight.was_read:
                 found[layer] = READ_ALONE
             elif any(other.has_run for other in layers):
                 found.setdefault(layer, NOT_RUN)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModel
 
 from fp8booster import FP8Config, convert_to_fp8, report
 from fp8booster.nn.convert import WHY_NOT_ROUTERS
+from fp8booster.serving.layout import layout_of_config
 from tests.nn.fused.models import MAJOR
 
 SIZES = {
@@ -70,6 +71,15 @@ def test_the_routers_of_a_family_and_nothing_else_of_it_stay_in_16_bits(family: 
     assert {re.sub(r"^.*?\d+\.(layer\.\d+\.)?|\d+$", "", name) for name in routers} == expected
     others = [row for row in rows if row.precision != "FP8" and row.name not in routers]
     assert all("rounded up to multiples of 16" in row.notes for row in others)
+
+
+@pytest.mark.parametrize("family", ["jetmoe", *(["hunyuan_v1_moe"] if MAJOR >= 5 else [])])
+def test_an_export_keeps_the_same_routers_in_16_bits(family: str) -> None:
+    sizes, routers = (FAMILIES | SINCE_5)[family]
+    layout = layout_of_config(AutoConfig.for_model(family, **(SIZES | EXPERTS | sizes)), FP8Config())
+    expected = {f"model.layers.{layer}.{router}" for layer in range(2) for router in routers}
+    assert {*layout.kept, "lm_head"} == expected | {"lm_head"}
+    assert not {f"{name}.weight" for name in expected} & layout.groups.keys()
 
 
 class Block(nn.Module):
