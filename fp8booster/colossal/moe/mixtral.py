@@ -28,7 +28,7 @@ class MixtralBlockSparseTop2MLP(nn.Module):
         super().__init__()
         gate, up = gate_up.chunk(2)
         self.w1, self.w2, self.w3 = _linear(gate, trained[0]), _linear(down, trained[1]), _linear(up, trained[0])
-        self.act_fn = nn.SiLU() if type(act_fn).__name__ == "SiLUActivation" else act_fn
+        self.act_fn = act_fn
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] to [T, H]."""

@@ -63,6 +63,8 @@ def why_not(module: nn.Module, config: FP8Config) -> str | None:
     """Why experts that a module holds cannot compute in FP8, or None where they can."""
     if "forward" in vars(module):
         return "a forward of its own, which must run"
+    if _has_rewritten_forward(getattr(type(module), "original", type(module))):
+        return "a forward of its class's own, which must run"
     shapes = [module._parameters[name].shape for name in _names(module)]  # type: ignore[union-attr]
     if any(size % ALIGNMENT for _, *sizes in shapes for size in sizes):
         return f"a size is no multiple of {ALIGNMENT}"
@@ -71,6 +73,15 @@ def why_not(module: nn.Module, config: FP8Config) -> str | None:
     if config.input_format is not E4M3 or config.weight_format is not E4M3:
         return "grouped products multiply E4M3 alone"
     return None
+
+
+def _has_rewritten_forward(cls: type[nn.Module]) -> bool:
+    """Whether a class has another forward than the one that transformers gave it, or its base, with `_apply_gate`."""
+    ways = [next(number for number, each in enumerate(cls.__mro__) if name in vars(each)) for name in _GIVEN]
+    return ways[0] < ways[1]
+
+
+_GIVEN = ("forward", "_apply_gate")
 
 
 class FP8Experts(nn.Module):

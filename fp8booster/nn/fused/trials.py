@@ -175,12 +175,13 @@ def _rule_of(cls: type[nn.Module]) -> _Rule | None:
 
 def _of_function(activation: Any) -> str | None:
     """What a module computes that has a function of torch, or a method of its own, for its attribute `act`."""
-    function, options = vars(activation).get("act"), cast(dict[str, Any], {})
+    function: Any = vars(activation).get("act")
+    options: dict[str, Any] = {}
     if isinstance(function, types.MethodType):
         own = vars(type(activation)).get(function.__name__)
         return _METHODS.get(function.__name__) if function.__func__ is own else None
     if isinstance(function, functools.partial) and not function.args:
-        function, options = function.func, function.keywords
+        options, function = function.keywords, function.func
     if function is not F.gelu or not options.keys() <= {"approximate"}:
         return None
     return _GELUS.get(options.get("approximate", "none"))

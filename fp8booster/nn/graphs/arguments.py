@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
+CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, Enum)
+"""Values that a graph has for good."""
 
 
 class Unsupported(Exception):
@@ -24,7 +25,7 @@ def flatten(value: Any, tensors: list[torch.Tensor]) -> Hashable:
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return torch.Tensor, value.shape, value.dtype, value.device, value.requires_grad and torch.is_grad_enabled()
-    if isinstance(value, _CONSTANTS):
+    if isinstance(value, CONSTANTS):
         return type(value), value
     if type(value) in (tuple, list):
         return (type(value), *[flatten(each, tensors) for each in value])

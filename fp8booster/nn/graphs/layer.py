@@ -6,13 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from fp8booster.nn.graphs import recorder
-from fp8booster.nn.graphs.arguments import Unsupported, flatten
+from fp8booster.nn.graphs.arguments import CONSTANTS, Unsupported, flatten
 from fp8booster.nn.graphs.pair import GraphPair, Moved
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, is_looked_at, members_of_made, repeated_layers, wait_for_parameters
@@ -88,6 +89,7 @@ class LayerGraphs:
         self._shared = shared
         self._kinds: dict[Hashable, _Kind] = {}
         self._modules: list[nn.Module] = []
+        self._attributes: list[tuple[list[Any], Hashable]] = []
         self._children: list[list[nn.Module | None]] = []
         self._parameters: list[tuple[int, type, torch.device, bool]] = []
         self._why_parameters: str | None = None
@@ -99,35 +101,48 @@ class LayerGraphs:
         """What a layer's forward gives: by a replay in training, once a call of the kind was captured."""
         if not layer.training or torch.compiler.is_compiling():
             return forward(*args, **kwargs)
+        replayed = False
+        try:  # a second forward of checkpointing breaks off
+            replayed, made = self._replayed(forward, layer, args, kwargs)
+        finally:
+            if not replayed:
+                self._note_attributes()  # what the layer's own forward has changed is no reason to capture it anew
+        return made
+
+    def _replayed(
+        self, forward: Callable[..., Any], layer: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[bool, Any]:
+        """Whether a call in training was a replay alone, and what it gave."""
         if not torch.is_grad_enabled():
             self._ran_without_gradients = True
-            return forward(*args, **kwargs)
+            return False, forward(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:  # checkpointing of a forward that was not replayed
             if self._ran_without_gradients:
                 self.why_not = "checkpointing computes it again within backward; use use_reentrant=False"
-            return forward(*args, **kwargs)
+            return False, forward(*args, **kwargs)
         self._ran_without_gradients = False
         if any(looks() for looks in self._shared.looks_inside):
             self.why_not = "a recording samples this step"
-            return forward(*args, **kwargs)
+            return False, forward(*args, **kwargs)
         given: list[torch.Tensor] = []
         kind: _Kind | None = None
         self.why_not = self._why_never(layer)
         if self.why_not is None:
             kind, self.why_not = self._kind_of(args, kwargs, given)
         if kind is None:
-            return forward(*args, **kwargs)
+            return False, forward(*args, **kwargs)
         if kind.calls < WARM_UP:
             self.why_not = TOO_EARLY
-            return _warm_up(kind, forward, args, kwargs, given[0].device)
+            return False, _warm_up(kind, forward, args, kwargs, given[0].device)
+        pairs = len(kind.pairs)
         pair, self.why_not = self._pair(kind, forward, layer, args, kwargs, given)
         if pair is not None:
             try:
-                return pair.run(given)
+                return len(kind.pairs) == pairs, pair.run(given)
             except Moved:
                 self._forget(kind)
                 self.why_not = kind.why_not or "its weights have moved"
-        return forward(*args, **kwargs)
+        return False, forward(*args, **kwargs)
 
     def _why_never(self, layer: nn.Module) -> str | None:
         """Why a layer as it is now cannot be captured."""
@@ -135,6 +150,11 @@ class LayerGraphs:
             self._modules = list(layer.modules())
             self._children = [list(module._modules.values()) for module in self._modules]
             self._kinds.clear()
+        if not self._have_attributes_as_seen():
+            seen = [settings for _, settings in self._attributes]
+            self._note_attributes()
+            if seen != [settings for _, settings in self._attributes]:
+                self._kinds.clear()
         # others after `load_state_dict(assign=True)`; the graphs of those before hold them, so their ids stay theirs
         found = [
             (id(each), type(each), each.device, each.requires_grad)
@@ -156,6 +176,19 @@ class LayerGraphs:
             if module is not layer and is_looked_at(module):  # the layer's own hooks run around its forward
                 return "hooks of a module inside must run"
         return self._why_parameters
+
+    def _note_attributes(self) -> None:
+        self._attributes = [(list(held.values()), _settings(held)) for held in map(vars, self._modules)]
+
+    def _have_attributes_as_seen(self) -> bool:
+        """Whether each module holds the very objects that it held."""
+        if len(self._attributes) != len(self._modules):
+            return False
+        for module, (values, _) in zip(self._modules, self._attributes, strict=True):
+            held = vars(module)
+            if len(held) != len(values) or not all(map(is_, held.values(), values)):
+                return False
+        return True
 
     def _why_no_graph_reads(self, parameters: Iterable[nn.Parameter]) -> str | None:
         for each in parameters:
@@ -232,6 +265,19 @@ class LayerGraphs:
 
     def __reduce__(self) -> tuple:
         return LayerGraphs, (self._shared,)
+
+
+def _settings(held: dict[str, Any]) -> Hashable:
+    """What a graph has of a module's attributes for good: numbers, modes and names, and a forward of its own."""
+    return tuple(
+        (name, value)
+        for name, value in held.items()
+        if name not in _BOOKKEEPING and (isinstance(value, CONSTANTS) or name == "forward")
+    )
+
+
+_BOOKKEEPING = frozenset(FP8Layer.__annotations__)
+"""Attributes by which FP8 layers note how they are used."""
 
 
 TOO_EARLY = f"it has not run {WARM_UP + 1} times alike yet"

@@ -6,6 +6,7 @@ which these are, `WeightSource.pin` makes them stay, and `copies_are_held` lets 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,29 +64,37 @@ class Use:
 
 
 class _Now:
-    """What this process does at the moment. Layers are captured on the thread that runs forward."""
+    """What this process does at the moment."""
+
+    held = False
+
+
+class _Thread(threading.local):
+    """What a thread does at the moment: others may run other layers, or the same in evaluation."""
 
     uses: list[Use] | None = None
-    held = False
+
+
+_thread = _Thread()
 
 
 def note_use(
     source: _Source, weights: Sequence[torch.Tensor], config: FP8Config, transpose: bool, casts: Casts
 ) -> None:
     """Called by sources that are asked."""
-    if _Now.uses is not None:
-        _Now.uses.append(Use(source, tuple(weights), config, transpose, casts))
+    if _thread.uses is not None:
+        _thread.uses.append(Use(source, tuple(weights), config, transpose, casts))
 
 
 @contextmanager
 def collected_uses() -> Iterator[list[Use]]:
-    """The list of what sources are asked inside, each once."""
+    """The list of what sources are asked inside, by this thread, each once."""
     uses: list[Use] = []
-    _Now.uses = uses
+    _thread.uses = uses
     try:
         yield uses
     finally:
-        _Now.uses = None
+        _thread.uses = None
 
 
 @contextmanager

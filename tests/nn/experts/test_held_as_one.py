@@ -285,6 +285,19 @@ def test_an_activation_that_is_replaced_counts(form: str) -> None:
     assert_same(results(experts), before)
 
 
+def test_experts_with_another_forward_than_their_attributes_tell_stay_as_they_are() -> None:
+    class Doubled(Experts):
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(*args)
+
+    torch.manual_seed(0)
+    experts = Doubled().bfloat16()
+    right = results(experts)
+    found = results(convert_to_fp8(experts, QUICK))
+    assert_same(found, right)
+    assert {row.notes for row in report(experts).outside} == {"a forward of its class's own, which must run"}
+
+
 def test_a_gate_of_an_instance_counts() -> None:
     experts, right = made(), exact()
     results(experts)

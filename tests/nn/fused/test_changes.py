@@ -143,6 +143,20 @@ def test_a_forward_replaced_in_a_class_runs(cls: type[nn.Module], monkeypatch: p
     assert "the forward of its class was replaced" in fused_summary(model)
 
 
+def test_a_forward_replaced_in_the_class_of_a_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(dtype=torch.float32)
+    fuse(model)
+    native, seen = modeling_llama.LlamaForCausalLM.forward, []
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(self)
+        return native(self, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", forward)
+    assert model(input_ids=batch(), labels=batch()).logits is not None
+    assert seen == [model]
+
+
 class Tempered(modeling_llama.LlamaAttention):
     """An attention with attributes that no other has: one that its forward reads alone."""
 
@@ -205,8 +219,11 @@ def test_packed_batches_are_refused_once_an_attention_is_replaced(replace: str) 
             each(**packed)
 
 
-def test_threads_share_a_fused_model() -> None:
+@pytest.mark.parametrize("config", [None, FP8Config(emulate=True, always=True)], ids=["FP32", "FP8"])
+def test_threads_share_a_fused_model(config: FP8Config | None) -> None:
     model = build(dtype=torch.float32)
+    if config is not None:
+        convert_to_fp8(model, config)
     fuse(model)
     fit = Barrier(4)
 

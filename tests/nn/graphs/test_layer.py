@@ -152,6 +152,33 @@ def test_layers_whose_parameters_change_are_captured_anew(
     assert all(map(torch.equal, *found))
 
 
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "a number": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 0.5),
+    "the mode of a part": lambda layer: layer.mlp.eval(),
+    "another part": lambda layer: setattr(layer.mlp, "act_fn", nn.ReLU()),
+    "a forward": lambda layer: setattr(layer.mlp, "forward", type(layer.mlp).forward.__get__(layer.mlp)),
+    "nothing": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 1e-6),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_whose_attributes_change_are_captured_anew(
+    record: Rerun | None, device: torch.device, change: str
+) -> None:
+    if record is None:
+        pytest.skip("counts what stands in for graphs")
+    _, model = pair_of_models(device)
+    for step in range(WARM_UP + 1):
+        forward(model, tokens(step, device)).backward()
+    before = record.captured
+    CHANGES[change](model.model.layers[0])
+    for step in range(WARM_UP + 1):
+        forward(model, tokens(step, device)).backward()
+        anew = change != "nothing" and step == WARM_UP
+        assert captured_layers(model) == ({None: LAYERS} if anew or change == "nothing" else {None: 1, TOO_EARLY: 1})
+    assert (record.captured > before) == (change != "nothing")
+
+
 def test_freed_graphs_are_captured_anew(record: Rerun | None, device: torch.device) -> None:
     models = pair_of_models(device)
     for step in range(WARM_UP + 6):
