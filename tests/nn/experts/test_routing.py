@@ -62,3 +62,12 @@ def test_without_tokens_there_are_no_rows() -> None:
     made.sum().backward()
     assert made.shape == tokens.grad.shape == (0, 16)
     assert weights.grad.shape == (0, 2)
+
+
+@pytest.mark.parametrize("experts", [127, 129, 300, 2**15 - 1, 2**15, 40000])
+def test_rows_lie_by_expert_however_many_there_are(experts: int) -> None:
+    """Also where their numbers do not fit into the types that a GPU sorts fast."""
+    chosen = torch.tensor([[experts - 1, 0], [1, experts - 2], [experts // 2, experts - 1]])
+    routes = Routes.of(chosen, experts)
+    by_row = [chosen[token, (routes.places[token] == row).nonzero().item()] for row, token in enumerate(routes.tokens)]
+    assert by_row == sorted(chosen.flatten().tolist())
