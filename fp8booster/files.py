@@ -23,7 +23,7 @@ def write_whole(path: Path, text: str) -> None:
         except FileExistsError:
             continue
     try:
-        with stream:
+        with naming(path), stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
@@ -32,6 +32,17 @@ def write_whole(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
         raise
     _sync(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let a write in the block that fails tell of which file it was, which the system does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 @contextmanager

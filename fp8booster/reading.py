@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -47,12 +47,21 @@ def read_record(path: Path, fields: Mapping[str, Kind], remedy: str) -> dict[str
         ValueError: the file is missing, is no JSON object, or lacks one of the fields; the sentence ends with `remedy`.
         OSError: it cannot be read.
     """
+    return parse_record(read_text(path, remedy), str(path), fields, remedy)
+
+
+def read_text(path: Path, remedy: str) -> str:
+    """Return the text in a file.
+
+    Raises:
+        ValueError: the file is missing, no regular one, or no text; the sentence ends with `remedy`.
+        OSError: it cannot be read.
+    """
     require_file(path, remedy)
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not text; {remedy}.") from None
-    return parse_record(text, str(path), fields, remedy)
 
 
 def require_file(path: Path, remedy: str, named_by: Path | None = None) -> None:
@@ -93,11 +102,22 @@ def require_known(record: Mapping[str, Any], name: str, known: Collection[str]) 
             )
 
 
+def require_rows(rows: Sequence[Any], name: str, fields: Mapping[str, Kind], remedy: str) -> None:
+    """Raise ValueError unless each row, of a list that `name` tells the place of, is an object with the fields."""
+    for number, row in enumerate(rows, 1):
+        place = f"row {number} of {name}"
+        if not isinstance(row, dict):
+            raise ValueError(f"{place} is {_kind_of(row)} where an object belongs; {remedy}.")
+        require_fields(row, place, fields, remedy)
+
+
 def is_of(value: Any, kind: Kind) -> bool:
-    """Whether a JSON value is of a type; true and false are no numbers, and a whole number is a number."""
+    """Whether a JSON value is of a type; true and false are no numbers, and a whole number of 64 bits is a number."""
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if isinstance(value, bool):
         return bool in kinds
+    if isinstance(value, int) and abs(value) >= _BEYOND:
+        return False
     return isinstance(value, kinds) or (float in kinds and isinstance(value, int))
 
 
@@ -106,7 +126,13 @@ def _kind(kind: Kind) -> str:
 
 
 def _kind_of(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= _BEYOND:
+        return "a number of more than 64 bits"
     return _WORDS[type(value)]
+
+
+_BEYOND = 2**63
+"""No count and no size reaches it, and Python's own numbers beyond it are none of NumPy's or torch's."""
 
 
 def read_index(path: Path, remedy: str, written: bool = True) -> dict[str, Any]:

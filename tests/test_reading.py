@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fp8booster.reading import faults_named, read_index, read_record
+from fp8booster.reading import faults_named, is_of, read_index, read_record, require_rows
 from tests.colossal.payload import Payload
 
 FIELDS = {"step": int, "lr": float, "name": (str, type(None)), "rows": list}
@@ -99,3 +99,18 @@ def test_errors_that_are_not_of_a_file_pass(tmp_path) -> None:
         torch.nn.Linear(2, 2).load_state_dict({"weight": torch.ones(3, 3), "bias": torch.ones(2)})
     with pytest.raises(FileNotFoundError), faults_named():
         torch.load(tmp_path / "absent.pt")
+
+
+def test_a_row_of_a_list_is_named() -> None:
+    require_rows([{"name": "a"}], "'rows' in a.json", {"name": str}, "copy it again")
+    for row, says in (({}, "has no 'name'"), ({"name": 1}, "is a whole number where text"), ([], "is a list where an")):
+        with pytest.raises(ValueError, match=says):
+            require_rows([{"name": "a"}, row], "'rows' in a.json", {"name": str}, "copy it again")
+
+
+@pytest.mark.parametrize("kind", [int, float])
+def test_a_number_is_one_of_64_bits(kind) -> None:
+    assert is_of(2**63 - 1, kind)
+    assert is_of(-(2**63) + 1, kind)
+    assert not is_of(2**63, kind)
+    assert not is_of(-(10**400), kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import typer
@@ -16,6 +17,12 @@ EXIT_CODE = 2
 
 class OneSentenceErrors(TyperGroup):
     """A group of commands that reports an error of use as one sentence, and with `--debug` as a traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line, on a terminal of any width: none, as COLUMNS=0 has it, would show no text at all."""
+        if os.environ.get("COLUMNS", "1").strip("0") == "":
+            del os.environ["COLUMNS"]
+        return super().main(*args, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command; exit with 2 on an error of use."""

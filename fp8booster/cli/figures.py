@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp8booster.cli.metrics import StepMetrics, read_metrics
 from fp8booster.listing import first_of
-from fp8booster.reading import read_record
+from fp8booster.reading import Kind, read_record, require_rows
 
 LAST = 0.05
 """Share of the steps whose mean is the final loss."""
@@ -19,7 +20,8 @@ _NAMED = 4  # layers that a line names
 REMOVE = "remove the file; --resume of the run writes it anew"
 """What to do about a file that tells of a run and is wrong."""
 
-_RESULT = {"world_size": int, "peak_memory": int, "parameters": int, "layers": list, "traffic": list}
+_LAYER: dict[str, Kind] = {"name": str, "precision": str, "notes": str}
+_RESULT: dict[str, Kind] = {"world_size": int, "peak_memory": int, "parameters": int, "layers": list, "traffic": list}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,13 @@ class RunFigures:
         return [f"{first_of(layers, _NAMED)} ({reason})" for reason, layers in names.items()]
 
 
+def read_result(path: Path, fields: Mapping[str, Kind]) -> dict[str, Any]:
+    """Return a run's `result.json`; errors as `read_record`, for rows of layers that are none too."""
+    result = read_record(path, fields, REMOVE)
+    require_rows(result["layers"], f"'layers' in {path}", _LAYER, REMOVE)
+    return result
+
+
 def read_figures(folder: Path, precision: str) -> tuple[RunFigures, list[StepMetrics]]:
     """The figures and the metrics of a finished run in `folder`/`precision`.
 
@@ -71,7 +80,7 @@ def read_figures(folder: Path, precision: str) -> tuple[RunFigures, list[StepMet
             f"{folder / precision / 'metrics.jsonl'} has no step: with --on-nonfinite skip, all may have been left "
             "out. Look at the data, and train anew with a lower --lr and another --out."
         )
-    result = read_record(folder / precision / "result.json", _RESULT, REMOVE)
+    result = read_result(folder / precision / "result.json", _RESULT)
     last = metrics[-max(1, round(len(metrics) * LAST)) :]
     column = RunFigures(
         precision=precision,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from fp8booster.files import write_whole
-from fp8booster.reading import parse_record, require_known
+from fp8booster.reading import parse_record, read_text, require_known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class StepMetrics:
 
 
 _FIELDS = get_type_hints(StepMetrics)
+_REMEDY = "put it right, or move the file away: the run's curve begins anew then"
 
 
 class MetricsLog:
@@ -60,13 +61,12 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> list[StepMetrics]:
     """The lines of a `metrics.jsonl`, a last one that a kill cut short left out."""
-    lines = path.read_text().split("\n")
+    lines = read_text(path, _REMEDY).split("\n")
     return [_metrics(line, f"Line {number} of {path}") for number, line in enumerate(lines[:-1], 1)]
 
 
 def _metrics(line: str, name: str) -> StepMetrics:
-    remedy = "put it right, or move the file away: the run's curve begins anew then"
-    values = parse_record(line, name, _FIELDS, remedy)
+    values = parse_record(line, name, _FIELDS, _REMEDY)
     require_known(values, name, _FIELDS)
     return StepMetrics(**values)
 

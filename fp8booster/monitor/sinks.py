@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast, get_type_hints
 
 from fp8booster.files import write_whole
 from fp8booster.monitor.scales import ScaleRow
-from fp8booster.reading import parse_record, require_known
+from fp8booster.reading import parse_record, read_text, require_known
 
 KIND = "scales"
 FILE = "scales.jsonl"
@@ -53,7 +53,14 @@ class JsonLines:
             ValueError: the file that is there is another.
             OSError: it cannot be written.
         """
-        rows = read_scales(self.path)[1] if self.path.exists() and done else []
+        rows = []
+        if self.path.exists():
+            if done:
+                rows = read_scales(self.path)[1]
+            else:
+                _header(
+                    read_text(self.path, _REMEDY).split("\n")[:1], self.path
+                )  # it must be such a file to be replaced
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [_line(dataclasses.asdict(row)) for row in rows if row.step <= done]
         write_whole(self.path, "".join([_line(header), *kept]))
@@ -124,14 +131,20 @@ def read_scales(path: str | Path) -> tuple[dict[str, Any], list[ScaleRow]]:
         ValueError: a line is none of them; the sentence names it.
         OSError: the file cannot be read.
     """
-    lines = Path(path).read_text(encoding="utf-8").split("\n")[:-1]
+    lines = read_text(Path(path), _REMEDY).split("\n")[:-1]
+    header = _header(lines, path)
+    return header, [_row(line, f"Line {number} of {path}") for number, line in enumerate(lines[1:], 2)]
+
+
+def _header(lines: Sequence[str], path: str | Path) -> dict[str, Any]:
+    """Return what the first line of a file tells. Raises ValueError for a file of another kind."""
     if not lines:
         raise ValueError(f"{path} is empty, without the line that tells what it is; {_REMEDY}.")
     name = f"Line 1 of {path}"
     header = parse_record(lines[0], name, {"kind": str, "every": int, "config": dict, "layers": dict}, _REMEDY)
     if header["kind"] != KIND:
         raise ValueError(f"{path} is a file of {header['kind']!r} and not of {KIND!r}; give {FILE} of a run.")
-    return header, [_row(line, f"Line {number} of {path}") for number, line in enumerate(lines[1:], 2)]
+    return header
 
 
 _FIELDS = {

@@ -54,3 +54,11 @@ def test_an_error_of_the_system_names_the_file_and_what_is_wrong_with_it(tmp_pat
         tmp_path.open("w")
     result = CliRunner().invoke(app_that_raises(raised.value), ["fail"])
     assert result.stderr == f"error: {tmp_path}: Is a directory.\n"
+
+
+@pytest.mark.parametrize("columns", ["0", "00", ""])
+def test_no_width_hides_no_text(columns):
+    done = CliRunner().invoke(app_that_raises(ValueError(SENTENCE)), ["fail"], env={"COLUMNS": columns})
+    assert done.stderr == f"error: {SENTENCE}\n"
+    helped = CliRunner().invoke(app_that_raises(ValueError(SENTENCE)), ["--help"], env={"COLUMNS": columns})
+    assert "Usage" in helped.stdout

@@ -24,6 +24,12 @@ OF_STEPS = ("all_to_all_single", "reduce_scatter_tensor", "batch_isend_irecv")
 """Collectives that no save has."""
 
 
+def environment_of_command() -> dict[str, str]:
+    """Return the variables by which a command and its ranks read `site/`."""
+    paths = [str(REPOSITORY / "tests" / "faults" / "site"), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+
+
 def resume(
     out: Path, *options: str, harm: tuple[int, int, int] | None = None, at_file: bool = True
 ) -> subprocess.Popen:
@@ -33,9 +39,7 @@ def resume(
         harm: rank, signal, and the number of the file event from the second save on, or of the collective.
         at_file: it is the former.
     """
-    site = [str(REPOSITORY / "tests" / "faults" / "site")] if harm else []
-    paths = [*site, str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    environment = environment_of_command()
     if harm is not None:
         place = [SECOND_SAVE, str(out)] if at_file else ["", ""]
         environment["FP8BOOSTER_FAULT"] = ",".join([*map(str, harm), *place])

@@ -16,6 +16,7 @@ import torch
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.manifest import write_manifest
 from tests.faults import runs
+from tests.faults.commands import environment_of_command
 from tests.faults.payloads import harmless, plant
 from tests.faults.ranks import Harm
 from tests.faults.runs import Reference, harmed, refer, went_on
@@ -135,3 +136,20 @@ def test_a_process_is_killed_before_the_event_that_is_asked_for(tmp_path: Path, 
             "os.remove /made/b",
             "os.rmdir /made",
         ]
+
+
+_PRODUCT = """
+import sys, torch
+torch.manual_seed(0)
+a, b = (torch.randn(64, 256, dtype=torch.float32).bfloat16() for _ in range(2))
+sys.stdout.write(str((a @ b.T).view(torch.int16).long().sum().item()))
+"""
+
+
+def test_ranks_of_a_command_multiply_as_those_of_the_campaign(tmp_path):
+    torch.manual_seed(0)
+    a, b = (torch.randn(64, 256, dtype=torch.float32).bfloat16() for _ in range(2))
+    here = (a @ b.T).view(torch.int16).long().sum().item()
+    environment = environment_of_command() | {"FP8BOOSTER_TRAIN_EVENTS": "0"}
+    done = subprocess.run([sys.executable, "-c", _PRODUCT], env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == here

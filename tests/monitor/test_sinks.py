@@ -87,7 +87,7 @@ def test_tensorboard_drops_what_a_run_left(tmp_path) -> None:
 
 def test_a_run_that_begins_anew_keeps_nothing(tmp_path) -> None:
     path = tmp_path / "scales.jsonl"
-    path.write_text("of another program\n")
+    write(path, 0, row(1), row(2))
     write(path, 0, row(1))
     assert read_scales(path)[1] == [row(1)]
 
@@ -130,3 +130,11 @@ def test_a_sink_is_a_path_or_has_three_methods(tmp_path) -> None:
     assert sinks_of(None) == []
     with pytest.raises(TypeError, match="is no sink: give a path"):
         sinks_of(print)
+
+
+def test_a_file_of_another_kind_is_not_written_over(tmp_path) -> None:
+    for text in ("notes\n", '{"step": 1, "loss": 2.0}\n'):
+        (tmp_path / "metrics.jsonl").write_text(text)
+        with pytest.raises(ValueError, match=r"metrics.jsonl"):
+            JsonLines(tmp_path / "metrics.jsonl").begin({}, 0)
+        assert (tmp_path / "metrics.jsonl").read_text() == text

@@ -7,11 +7,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessorList
 
 from fp8booster.cli.export.source import FoundModel
 from fp8booster.cli.inference import (
@@ -101,6 +102,7 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
         ids,
         attention_mask=torch.ones_like(ids),
         generation_config=settings,
+        logits_processor=LogitsProcessorList([partial(_require_numbers, source.model)]),
         return_dict_in_generate=True,
         **{cache: CACHES[options.kv_cache]()},
     )
@@ -112,6 +114,16 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
         f"parameters, {cache_bytes(getattr(done, cache)) / 2**20:,.2f} MiB of keys and values"
     )
     return tokenizer.decode(made, skip_special_tokens=True)
+
+
+def _require_numbers(model: Path, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a token. Raises ValueError for NaN or infinity, of which any choice would mean nothing."""
+    if bool((logits.isnan() | logits.isposinf()).any()):
+        raise ValueError(
+            f"The logits of token {ids.shape[1] + 1} are NaN or infinite: weights in {model} are, or what it computes "
+            "overflows. Take an earlier checkpoint, or try --precision bf16."
+        )
+    return logits
 
 
 def _require_sampling(temperature: float, seed: int | None) -> None:

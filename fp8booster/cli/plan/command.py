@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from fp8booster.cli.train.command import fields_of, flags, take_flags
-from fp8booster.cli.train.options import TrainOptions
+from fp8booster.cli.train.options import MOST_PROCESSES, TrainOptions
 
 from .configurations import GPUS, WITHOUT_FP8
 
@@ -35,10 +35,11 @@ _FLAGS = flags(
 
 def plan(
     model: Annotated[str, typer.Argument(help="As `fp8booster train --model`: a size, or a folder with a config.")],
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that train together.")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, max=MOST_PROCESSES, help="GPUs that train together.")] = 1,
     gpu: Annotated[str, typer.Option(help=f"The kind: {', '.join(GPUS)}.")] = "H100",
     tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that a replica of the model takes at once (default: by model).")
+        int | None,
+        typer.Option(min=1, max=2**30, help="Tokens that a replica of the model takes at once (default: by model)."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
     **given: Any,

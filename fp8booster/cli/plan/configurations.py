@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 
 from fp8booster.cli.train.key_values import fp8_config, parse_pairs
 from fp8booster.cli.train.options import TrainOptions, flag_of
+from fp8booster.config import FP8Config
 from fp8booster.training.parallel import ZERO_STAGES
 
 from .parts import Footprint
@@ -29,6 +31,8 @@ class Gpu:
     name: str
     memory: float
     """In GiB, as torch reports it."""
+    blockwise: bool = True
+    """Whether it has products with blockwise scales."""
 
     def takes(self, size: int) -> bool:
         """Whether a step fits whose tensors take so many bytes."""
@@ -36,7 +40,7 @@ class Gpu:
 
 
 GPUS = {
-    name: Gpu(name, memory)
+    name: Gpu(name, memory, blockwise=name.startswith("H"))
     for name, memory in {"L40S": 44, "H100": 79, "H100-NVL": 93, "H200": 139, "B200": 178}.items()
 }
 """The smallest first; their memory rounded down."""
@@ -70,7 +74,14 @@ class Configuration:
     @property
     def fits_on(self) -> str | None:
         """The smallest GPU that it fits on, or None."""
-        return next((name for name, gpu in GPUS.items() if gpu.takes(self.parts.total())), None)
+        blockwise = self.precision == "fp8" and self.fp8_config.granularity == "blockwise"
+        able = (gpu for gpu in GPUS.values() if gpu.blockwise or not blockwise)
+        return next((gpu.name for gpu in able if gpu.takes(self.parts.total())), None)
+
+    @property
+    def fp8_config(self) -> FP8Config:
+        """Of the run in FP8."""
+        return fp8_config(self.options.fp8_options, self.options.level)
 
     @property
     def command(self) -> list[str]:
@@ -166,7 +177,7 @@ def counted(plan: list[Configuration], gpu: Gpu) -> Iterator[Configuration]:
     workers = min(len(plan), os.cpu_count() or 1)
     context = get_context("forkserver")
     context.set_forkserver_preload([f"{__package__}.dry_run"])  # its imports take longer than a small model's steps
-    with ProcessPoolExecutor(workers, context) as pool:
+    with ProcessPoolExecutor(workers, context, initializer=_end_with_the_command) as pool:
         tasks = [pool.submit(_count, each, int(gpu.memory * GIB)) for each in plan]
         before = None
         for task in tasks:
@@ -174,6 +185,18 @@ def counted(plan: list[Configuration], gpu: Gpu) -> Iterator[Configuration]:
             if found.peaks is None or found.peaks != before:  # else the default was that already
                 yield found
             before = found.peaks
+
+
+def _end_with_the_command() -> None:
+    """Let this process end when the one that started it is gone, killed in the midst of a count."""
+
+    def wait() -> None:
+        command = parent_process()
+        assert command is not None  # this is a process of a pool
+        command.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _count(configuration: Configuration, gpu_memory: int) -> Configuration:

@@ -42,15 +42,10 @@ def footprint(options: TrainOptions, precision: str, gpu_memory: int) -> Footpri
         options: `nproc`, `batch` and `sequence` set.
         precision: "bf16" or "fp8".
         gpu_memory: bytes of a GPU, by which some defaults are chosen.
-
-    Raises:
-        ValueError: more layers are to be checkpointed than the model has.
     """
     config = planned_config(options)
     layers = config.num_hidden_layers
     if options.checkpointed_layers is not None:
-        if options.checkpointed_layers > layers:
-            raise ValueError(f"--checkpointed-layers is {options.checkpointed_layers}, and the model has {layers}")
         none, every = (
             footprint(replace(options, checkpointing=checkpointing, checkpointed_layers=None), precision, gpu_memory)
             for checkpointing in (False, True)

@@ -9,12 +9,12 @@ from rich.console import Console
 
 from fp8booster.cli.train.defaults import gpu_recipe
 from fp8booster.cli.train.events import OutOfMemory
-from fp8booster.cli.train.key_values import check_plugin
+from fp8booster.cli.train.key_values import check_plugin, fp8_config
 from fp8booster.cli.train.launch import ranks
-from fp8booster.cli.train.model_folder import is_folder, require_buildable, require_shareable
+from fp8booster.cli.train.model_folder import is_folder, require_buildable, require_layers, require_shareable
 from fp8booster.cli.train.options import TrainOptions
 
-from .configurations import GIB, Configuration, Gpu, configurations, counted
+from .configurations import GIB, GPUS, Configuration, Gpu, configurations, counted
 from .models import planned_config
 from .parts import extended
 from .table import show
@@ -48,7 +48,15 @@ def make_plan(options: TrainOptions, tokens: int | None, gpu: Gpu) -> list[Confi
     options = dataclasses.replace(options, sequence=sequence, batch=tokens // sequence)
     check_plugin(options)
     options.global_batch(options.nproc)
-    require_shareable(planned_config(options), options.parallel)
+    config = planned_config(options)
+    require_shareable(config, options.parallel)
+    require_layers(config, options.checkpointed_layers)
+    if not gpu.blockwise and fp8_config(options.fp8_options, options.level).granularity == "blockwise":
+        able = ", ".join(name for name, each in GPUS.items() if each.blockwise)
+        raise ValueError(
+            f"--fp8-option granularity=blockwise needs a Hopper GPU, which {gpu.name} is not; give --gpu {able}, or "
+            "granularity=rowwise."
+        )
     for name, value in (("plugin", options.plugin), ("sp-mode", options.sp_mode)):
         if value in NEEDS_VALUES:
             raise ValueError(f"--{name} {value} cannot be planned: {NEEDS_VALUES[value]}")

@@ -32,6 +32,8 @@ def plot(
     path = out or run / PAGE
     if path.is_dir():
         raise ValueError(f"--out {path} is a folder; give the page's file, as {path / PAGE}.")
+    if path.exists() and not _is_page(path):
+        raise ValueError(f"--out {path} is there and no HTML page, and is left as it is; give another file.")
     path.parent.mkdir(parents=True, exist_ok=True)
     from .page import write_page  # imports matplotlib
 
@@ -39,3 +41,14 @@ def plot(
     for each in found.advice:
         typer.echo(each.line)
     typer.echo(f"The page is in {path}.")
+
+
+def _is_page(path: Path) -> bool:
+    """Tell whether a file may be replaced by a page: it is one itself, or empty."""
+    if not path.is_file():  # as a device
+        return False
+    with path.open("rb") as stream:
+        return stream.read(len(_BEGINNING)).lower() in (b"", _BEGINNING)
+
+
+_BEGINNING = b"<!doctype html"

@@ -17,6 +17,8 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize, to_he
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fp8booster.files import naming
+
 _INK, _RULE = "#010203", "#040506"
 """Stand for the page's colours of text and of rules, which differ between light and dark."""
 
@@ -71,7 +73,8 @@ def draw_losses(
 
 def save_losses(path: Path, curves: Mapping[str, Mapping[int, float]], title: str) -> None:
     """`draw_losses` as a PNG."""
-    draw_losses(curves, title).savefig(path, dpi=120)
+    with naming(path):
+        draw_losses(curves, title).savefig(path, dpi=120)
 
 
 def draw_axes(limits: Box, layers: int) -> Figure:

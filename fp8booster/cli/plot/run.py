@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8booster.cli.figures import REMOVE
+from fp8booster.cli.figures import read_result
 from fp8booster.cli.json_values import finite_or_null
 from fp8booster.cli.metrics import read_metrics
 from fp8booster.listing import first_of
@@ -119,7 +119,7 @@ def read_run(folder: Path) -> RunRecord:
         )
     scales = scales_of(file) if file else None
     result, run = parts[-1] / "result.json", folder / "run.json"
-    layers = read_record(result, {"layers": list}, REMOVE)["layers"] if result.exists() else None
+    layers = read_result(result, {"layers": list})["layers"] if result.exists() else None
     worst = worst_first(scales) if scales else []
     return RunRecord(
         folder=folder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,9 @@ def folder_config(folder: str) -> PretrainedConfig:
         _require_heads(record, file)  # transformers 5 looks itself, and says less
         raise ValueError(f"{file} is not a config that transformers knows; {remedy}.") from None
     forget_quantization(config)
+    experts = record.get("num_local_experts")
+    if "num_experts" not in record and type(experts) is int and hasattr(config, "num_experts"):
+        config.num_experts = experts  # of Qwen3-MoE, which transformers 5 writes under Mixtral's name
     if (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         or config.is_encoder_decoder
@@ -145,12 +149,49 @@ _SIZES = (
 _ROTARY = ("rope_theta", "rope_parameters", "partial_rotary_factor")
 
 
+_COUNTED = re.compile(r"^(num|n)_|^d_(model|ff|inner|kv|state|conv)$|_(size|dim|heads|layers|experts|embeddings|rank)$")
+"""Names of fields that count something, of whatever model, parts of several included."""
+
+_MOST = tuple(
+    (re.compile(pattern), most)
+    for pattern, most in (
+        ("layer", 2**11),
+        ("expert", 2**14),
+        ("hidden|dim|head|embd|d_model|rank", 2**20),
+        ("", 2**27),
+    )
+)
+"""By name, more than any model has: one is built layer by layer and expert by expert, on the host."""
+
+_MOST_EXPERTS = 2**16
+"""In all layers."""
+
+
 def _require_sizes(config: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError for fields that count nothing."""
+    """Raise ValueError for fields that count nothing, or more than any model has."""
     for name in _SIZES:
         size = config.get(name)
         if size is not None and (type(size) is not int or size < 1):
             raise ValueError(f"{name} in {file} is {size!r}; it must be a whole number of at least 1.")
+    _require_bounds(config, file)
+
+
+def _require_bounds(config: Mapping[str, Any], file: Path) -> None:
+    """Raise ValueError for fields that count more than any model has, of parts too."""
+    largest: dict[int, int] = {}
+    for name, size in config.items():
+        if isinstance(size, dict):
+            _require_bounds(size, file)
+        elif _COUNTED.search(name) and isinstance(size, (int, float)):
+            most = next(most for pattern, most in _MOST if pattern.search(name))
+            if size > most:
+                shown = size if size < 2**63 else "a number of more than 64 bits"
+                raise ValueError(f"{name} in {file} is {shown}, and no model has more than {most}; correct it.")
+            if isinstance(size, int):
+                largest[most] = max(largest.get(most, 1), size)
+    layers, experts = (largest.get(most, 1) for _, most in _MOST[:2])
+    if layers * experts > _MOST_EXPERTS:
+        raise ValueError(f"{file} asks for {experts} experts in {layers} layers, more than any model has; correct it.")
 
 
 def _require_heads(config: Mapping[str, Any], file: Path) -> None:
@@ -214,6 +255,13 @@ def require_divisible_heads(config: PretrainedConfig, ranks: int, flag: str) -> 
                 f"The model has {heads} {name.removeprefix('num_').replace('_', ' ')}, which {flag} {ranks} cannot "
                 f"divide; give another {flag}."
             )
+
+
+def require_layers(config: PretrainedConfig, count: int | None) -> None:
+    """Raise ValueError for `--checkpointed-layers` beyond those of the model."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if None not in (count, layers) and count > layers:
+        raise ValueError(f"--checkpointed-layers is {count}, and the model has {layers}; give at most as many.")
 
 
 def require_shareable(config: PretrainedConfig, parallel: Parallel) -> None:

@@ -36,6 +36,9 @@ PROGRESS = ("auto", "bar", "lines", "none")
 _MODEL, _TRAINING, _MACHINE, _RUN = PANELS = ("Model and data", "Training", "Machine", "Run")
 """The parts of `fp8booster train --help`."""
 
+MOST_PROCESSES = 2**16
+"""That a run, or a plan, may be asked for."""
+
 Rule = tuple[Callable[[Any], bool], str]
 """Whether a value is allowed, and which are."""
 
@@ -54,6 +57,14 @@ def above(least: float) -> Rule:
 
 def within(least: int, most: int) -> Rule:
     return lambda value: least <= value <= most, f"from {least} to {most}"
+
+
+def counted(least: int, most: int) -> Rule:
+    return lambda value: least <= value <= most, f"at least {least}, and at most {most}"
+
+
+_PROCESSES = counted(1, MOST_PROCESSES)
+_OF_STEPS = counted(1, 10**12)
 
 
 def one_of(allowed: Any) -> Rule:
@@ -87,7 +98,7 @@ class TrainOptions:
     vocabulary: int | None = _option(
         _MODEL,
         "Tokens of the tokenizer that is trained when the model brings none",
-        rule=at_least(272),
+        rule=counted(272, 2**24),
         shown="by model",
     )
     cache: str | None = _option(_MODEL, "Folder for tokenizers and token files", shown="~/.cache/fp8booster")
@@ -98,24 +109,26 @@ class TrainOptions:
         "compare",
         rule=one_of(PRECISIONS),
     )
-    steps: int | None = _option(_TRAINING, "Optimizer steps", rule=at_least(1), shown="by model")
+    steps: int | None = _option(_TRAINING, "Optimizer steps", rule=_OF_STEPS, shown="by model")
     batch: int | None = _option(
-        _TRAINING, "Sequences a replica of the model takes at once", rule=at_least(1), shown="by model"
+        _TRAINING, "Sequences a replica of the model takes at once", rule=counted(1, 2**20), shown="by model"
     )
     accumulate: int = _option(
         _TRAINING,
         "Micro-batches for each optimizer step, accumulated or passed through a pipeline",
         1,
-        rule=at_least(1),
+        rule=counted(1, 2**12),
         flags=("--accumulate", "--micro-batches"),
     )
-    sequence: int | None = _option(_TRAINING, "Tokens of a sequence", rule=at_least(2), shown="by model")
+    sequence: int | None = _option(_TRAINING, "Tokens of a sequence", rule=counted(2, 2**24), shown="by model")
     packing: bool = _option(
         _TRAINING, "Let a token attend to its own document alone, where a sequence has the ends of others", False
     )
     lr: float | None = _option(_TRAINING, "Highest learning rate", rule=above(0), shown="by model")
-    warmup: int | None = _option(_TRAINING, "Steps of linear warm-up", rule=at_least(0), shown="a tenth of the steps")
-    decay: int | None = _option(_TRAINING, "Step at which the cosine decay ends", rule=at_least(1), shown="the last")
+    warmup: int | None = _option(
+        _TRAINING, "Steps of linear warm-up", rule=counted(0, 10**12), shown="a tenth of the steps"
+    )
+    decay: int | None = _option(_TRAINING, "Step at which the cosine decay ends", rule=_OF_STEPS, shown="the last")
     min_lr: float | None = _option(_TRAINING, "Learning rate after the decay", rule=finite(0), shown="lr / 10")
     level: str | None = _option(
         _TRAINING,
@@ -144,7 +157,7 @@ class TrainOptions:
     lora: int | None = _option(
         _TRAINING,
         "Rank of LoRA adapters, which train alone; in FP8 the frozen weights take one byte a value",
-        rule=at_least(1),
+        rule=counted(1, 2**16),
         shown="none: all weights train",
     )
     lora_alpha: float | None = _option(
@@ -159,9 +172,11 @@ class TrainOptions:
     stage: int | None = _option(
         _MACHINE, "ZeRO stage: low_level_zero 1, 2, hybrid 0, 1, 2", shown="2; hybrid 1", flags=("--stage", "--zero")
     )
-    tp: int = _option(_MACHINE, "Tensor parallel ranks: gemini, hybrid", 1)
-    pp: int = _option(_MACHINE, "Pipeline stages: hybrid", 1)
-    sp: int = _option(_MACHINE, f"Ranks that share a sequence in --sp-mode {' and '.join(MODES_OF_OWN_RANKS)}", 1)
+    tp: int = _option(_MACHINE, "Tensor parallel ranks: gemini, hybrid", 1, rule=_PROCESSES)
+    pp: int = _option(_MACHINE, "Pipeline stages: hybrid", 1, rule=_PROCESSES)
+    sp: int = _option(
+        _MACHINE, f"Ranks that share a sequence in --sp-mode {' and '.join(MODES_OF_OWN_RANKS)}", 1, rule=_PROCESSES
+    )
     sp_mode: str | None = _option(
         _MACHINE,
         f"Sequence parallelism: hybrid; {', '.join(MODES_OF_TENSOR_RANKS)} among --tp ranks, "
@@ -178,7 +193,7 @@ class TrainOptions:
         _MACHINE, "key=value for FP8Config, as granularity=rowwise", (), flags=("--fp8-option",)
     )
     nproc: int | None = _option(
-        _MACHINE, "Processes to start, when not under torchrun", rule=at_least(1), shown="one a GPU; without a GPU 2"
+        _MACHINE, "Processes to start, when not under torchrun", rule=_PROCESSES, shown="one a GPU; without a GPU 2"
     )
 
     out: str | None = _option(_RUN, "Folder of the run", shown="runs/<model>-<precision>-<time>")

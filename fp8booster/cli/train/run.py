@@ -16,6 +16,7 @@ from rich.console import Console
 from fp8booster.cli.figures import read_figures
 from fp8booster.cli.instructions import avoid_trapping_instructions
 from fp8booster.cli.plot.run import PAGE, has_scales, read_run
+from fp8booster.training.models import MODELS
 
 from .branches import is_own, left_behind
 from .checkpoint import read_state
@@ -23,7 +24,7 @@ from .defaults import resolve
 from .events import describe
 from .key_values import check_plugin, require_fp8_here
 from .launch import Interrupts, Outcome, is_launched, is_main, ranks, run_workers, serve_store
-from .model_folder import is_folder, load_config, require_buildable, require_shareable
+from .model_folder import folder_config, is_folder, load_config, require_buildable, require_layers, require_shareable
 from .options import PRECISIONS, TrainOptions
 from .progress import make_display, stderr_console
 from .resume import RUN_FILE, find_resume, require_resumable, write_run_file
@@ -36,6 +37,9 @@ _CHANGED_AT_ANY_TIME = {"steps", "out", "save", "keep", "progress", "cache", "np
 """Options that say nothing of steps that a run has taken."""
 
 _OF_ADAPTERS = ("lora", "lora_alpha", "lora_targets")
+
+_WRITTEN = ("summary.md", "summary.json", "loss.png", PAGE, "bf16", "fp8")
+"""In a run's folder, beside `RUN_FILE`, which is there first."""
 
 INTERRUPTED = 130
 """Exit status of a run that was stopped by a signal."""
@@ -61,6 +65,7 @@ def run(given: dict[str, Any], resume: str | None, command: str) -> int:
     require_fp8_here(options)
     if is_folder(options.model):
         require_buildable(options.model)
+    _require_layers(options)
     options = resolve(options, is_launched())
     with _held(Path(options.out), new=resume is None) if is_main() else nullcontext():
         return _run(options, checkpoints, command, sorted(given.keys() - _CHANGED_AT_ANY_TIME))
@@ -84,6 +89,10 @@ def _held(out: Path, new: bool) -> Iterator[None]:
     """Keep other commands out of a run's folder. Raises ValueError when it is not free."""
     if new and any(out.glob("*/metrics.jsonl")):
         raise ValueError(f"{out} already holds a run; continue it with --resume {out}, or give another --out.")
+    if new and not (out / RUN_FILE).exists() and (taken := [name for name in _WRITTEN if (out / name).exists()]):
+        raise ValueError(
+            f"{out} is no run's folder and has {', '.join(taken)}, which a run would write; give another --out."
+        )
     file = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
     if file is not None:
         raise ValueError(f"--out is {out}, and {file} is a file; give a folder.")
@@ -159,6 +168,13 @@ def _check_model(options: TrainOptions, vocabulary: int) -> None:
     if not is_folder(options.model):
         vocabulary = options.vocabulary
     require_shareable(load_config(options.model, vocabulary, options.sequence), options.parallel)
+
+
+def _require_layers(options: TrainOptions) -> None:
+    """Raise ValueError for more layers to checkpoint than the model has, before anything is read or made."""
+    sized = MODELS.get(options.model)
+    config = folder_config(options.model) if sized is None else sized.config(sized.sequence)
+    require_layers(config, options.checkpointed_layers)
 
 
 def _changed(options: TrainOptions, given: dict[str, Any]) -> TrainOptions:

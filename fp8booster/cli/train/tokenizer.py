@@ -16,6 +16,7 @@ END = "<|endoftext|>"
 """Ends every document under a trained tokenizer."""
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_PARTS = ("merges.txt", "vocab.txt", "added_tokens.json", "spiece.model", "sentencepiece.bpe.model")
 
 
 def folder_has_tokenizer(folder: str) -> bool:
@@ -24,9 +25,13 @@ def folder_has_tokenizer(folder: str) -> bool:
 
 
 def folder_identity(folder: str) -> str:
-    """Digest of the tokenizer's files in a model's folder."""
+    """Digest of the tokenizer's files in a model's folder.
+
+    With `tokenizer.json` those that it stands for are not read.
+    """
     digest = hashlib.sha256()
-    for name in (*_FILES, "tokenizer_config.json", "special_tokens_map.json"):
+    parts = () if (Path(folder) / _FILES[0]).is_file() else _PARTS
+    for name in (*_FILES, "tokenizer_config.json", "special_tokens_map.json", *parts):
         file = Path(folder) / name
         if file.is_file():
             digest.update(name.encode() + file.read_bytes())

@@ -188,3 +188,18 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(folder):
         done = CliRunner().invoke(app, ["generate", "--prompt", PROMPT, *map(str, arguments)])
         assert done.exit_code == 2, words
         assert words in " ".join(done.stderr.split()), done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--temperature", 1)])
+def test_logits_that_are_no_numbers_are_an_error(folder, tmp_path, options):
+    shutil.copytree(folder, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.bfloat16)
+    model.get_output_embeddings().weight.data[0, 0] = torch.nan
+    model.save_pretrained(tmp_path / "model")
+    arguments = ["generate", tmp_path / "model", "--prompt", PROMPT, "--precision", "bf16", *options]
+    done = CliRunner().invoke(app, list(map(str, arguments)))
+    assert done.exit_code == 2, done.output
+    assert done.stdout == ""
+    said = " ".join(done.stderr.split())
+    assert "NaN" in said
+    assert str(tmp_path / "model") in said

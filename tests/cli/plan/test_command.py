@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import time
 import warnings
 from collections import Counter
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -15,7 +21,16 @@ from typer.testing import CliRunner
 
 from fp8booster.cli.main import app
 from fp8booster.cli.plan import dry_run, planning
-from fp8booster.cli.plan.configurations import GIB, GPUS, RESERVED, Configuration, Gpu, _count, configurations
+from fp8booster.cli.plan.configurations import (
+    GIB,
+    GPUS,
+    RESERVED,
+    Configuration,
+    Gpu,
+    _count,
+    _end_with_the_command,
+    configurations,
+)
 from fp8booster.cli.plan.parts import MASTERS, MOMENTS
 from fp8booster.cli.plan.table import as_record, show
 from fp8booster.cli.train.events import OutOfMemory
@@ -36,6 +51,12 @@ from tests.programs import run_program
         (["7b", "--plugin", "gemini"], "docs/guide.md"),
         (["7b", "--gpus", "2", "--plugin", "hybrid", "--sp", "2", "--sp-mode", "ring_attn"], "all_to_all"),
         (["7b", "--fp8-option", "nothing=1"], "nothing"),
+        (["7b", "--gpus", "1000000000"], "65536"),
+        (["7b", "--accumulate", "1000000000"], "4096"),
+        (["7b", "--tokens", str(10**18)], "1073741824"),
+        (["7b", "--checkpointing", "--checkpointed-layers", "33"], "the model has 32"),
+        (["7b", "--gpu", "L40S", "--fp8-option", "granularity=blockwise"], "--gpu H100, H100-NVL, H200"),
+        (["7b", "--gpu", "B200", "--fp8-option", "granularity=blockwise"], "granularity=rowwise"),
     ],
 )
 def test_what_cannot_be_is_refused_with_what_to_give(arguments: list[str], named: str) -> None:
@@ -236,3 +257,35 @@ def test_commands_are_those_that_train_takes():
     assert found[0].command == ["fp8booster", "train", "--precision", "bf16", "--model", "1b"]
     assert not any("recompute" in word or "saved_activations" in word for each in found for word in each.command)
     assert "keep_weight_transposes=false" in found[2].command
+
+
+def test_blockwise_scales_fit_on_hopper_alone():
+    small = Counter({MASTERS: GIB})
+    for pairs, wanted in (((), "L40S"), (("granularity=blockwise",), "H100")):
+        options = TrainOptions(fp8_options=pairs)
+        found = Configuration(name="", precision="fp8", options=options, peaks={FORWARD: small})
+        assert found.fits_on == wanted
+        assert dataclasses.replace(found, precision="bf16").fits_on == "L40S"
+
+
+def _counting(told: Connection) -> None:
+    _end_with_the_command()
+    told.send(os.getpid())
+    time.sleep(60)
+
+
+def _command(told: Connection) -> None:
+    get_context("fork").Process(target=_counting, args=(told,)).start()
+    time.sleep(60)
+
+
+def test_counts_end_with_a_command_that_is_killed():
+    context = get_context("fork")
+    heard, told = context.Pipe(duplex=False)
+    command = context.Process(target=_command, args=(told,))
+    command.start()
+    assert heard.poll(30)
+    counting = psutil.Process(heard.recv())
+    command.kill()
+    psutil.wait_procs([counting], timeout=30)
+    assert not counting.is_running() or counting.status() == psutil.STATUS_ZOMBIE

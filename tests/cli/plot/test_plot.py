@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 import re
 from html import unescape
 from pathlib import Path
@@ -399,3 +401,61 @@ def test_a_tensor_that_is_not_finite_has_no_times_of_a_limit(run: Path) -> None:
     row = re.search(r"<tr><td>model.*?</tr>", page_of(run))[0]
     assert '<td>input</td><td class="above">not finite</td>' in row
     assert '<td class="above">3</td>' in row
+
+
+def refused(*arguments: object) -> str:
+    done = CliRunner().invoke(app, ["plot", *map(str, arguments)])
+    assert done.exit_code == 2, done.output
+    assert "Traceback" not in done.stderr
+    return " ".join(done.stderr.split())
+
+
+def test_a_file_that_is_no_page_is_not_written_over(run, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("notes")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (run / "fp8" / "metrics.jsonl", run / "fp8" / "scales.jsonl", other, tmp_path / "pipe"):
+        before = path.read_bytes() if path.is_file() else None
+        assert f"--out {path} is there and no HTML page, and is left as it is; give another file." in refused(
+            run, "--out", path
+        )
+        assert before is None or path.read_bytes() == before
+    for text in ("", "<!DOCTYPE html>\n<p>"):
+        (tmp_path / "page.html").write_text(text)
+        assert page_of(run, "--out", run / "page.html")
+
+
+@pytest.mark.parametrize("flag", ["--out", "--against"])
+def test_what_is_of_the_page_does_not_go_with_json(run, flag):
+    assert f"{flag} {run} is of the page, which --json does not write" in refused(run, "--json", flag, run)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "says"),
+    [
+        ("metrics.jsonl", b"\xff\xfe\x00", "metrics.jsonl is not text; put it right"),
+        ("scales.jsonl", b"\xff\xfe\x00", "scales.jsonl is not text; put it right"),
+        ("result.json", b'{"layers": [{}]}', "row 1 of 'layers' in {file} has no 'name'; remove the file"),
+        ("result.json", b'{"layers": [3]}', "row 1 of 'layers' in {file} is a whole number where an object belongs"),
+    ],
+)
+def test_a_file_that_is_damaged_is_named(run, file, content, says):
+    path = run / "fp8" / file
+    path.write_bytes(content)
+    assert says.format(file=path) in refused(run)
+
+
+def test_a_number_of_400_digits_is_told(run):
+    path = run / "fp8" / "metrics.jsonl"
+    first, *rest = path.read_text().splitlines(keepends=True)
+    path.write_text(json.dumps(json.loads(first) | {"loss": 10**400}) + "\n" + "".join(rest))
+    assert f"'loss' in Line 1 of {path} is a number of more than 64 bits where a number belongs" in refused(run)
+
+
+def test_a_full_disk_is_told_with_the_file(run, monkeypatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert f"{run / 'page.html'}: No space left on device." in refused(run)
+    assert not list(run.glob("*page*"))

@@ -11,10 +11,12 @@ from fp8booster import FP8Config
 from fp8booster.cli.train import model_folder
 from fp8booster.cli.train.model_folder import (
     build_model,
+    folder_config,
     is_folder,
     load_config,
     require_buildable,
     require_divisible_heads,
+    require_layers,
 )
 from fp8booster.serving.frozen import freeze
 from fp8booster.training.models import MODELS
@@ -247,3 +249,46 @@ def test_a_run_in_place_of_its_model_is_told_with_the_model(tmp_path):
     for folder in (tmp_path, checkpoint):
         with pytest.raises(ValueError, match=re.escape(f"has no config.json; give {checkpoint / 'model'}, which has.")):
             is_folder(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers in .*config.json is 1000000000, and no model has more than"),
+        ({"hidden_size": 10**12}, "hidden_size in .* is 1000000000000, and no model has more than"),
+        ({"n_layer": 10**10}, "n_layer in .* is 10000000000, and no model has"),
+        ({"vocab_size": 10**400}, "vocab_size in .* is a number of more than 64 bits, and no model"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers in"),
+        ({"num_local_experts": 10**7}, "num_local_experts in .* is 10000000, and no model"),
+        ({"num_local_experts": 2**13, "num_hidden_layers": 64}, "asks for 8192 experts in 64 layers, more than any"),
+    ],
+)
+def test_sizes_beyond_any_model_are_told_before_anything_is_made(tmp_path, changes, says):
+    record = tiny_llama().config.to_dict()
+    (tmp_path / "config.json").write_text(json.dumps({**record, **changes}))
+    with pytest.raises(ValueError, match=says):
+        folder_config(str(tmp_path))
+
+
+def test_the_largest_models_are_no_mistake(tmp_path):
+    largest = {"num_hidden_layers": 126, "hidden_size": 16384, "intermediate_size": 53248, "vocab_size": 262400}
+    for more in ({}, {"num_hidden_layers": 61, "n_routed_experts": 384}, {"max_position_embeddings": 10485760}):
+        model_folder._require_sizes({**largest, **more}, tmp_path / "config.json")
+
+
+def test_experts_are_read_by_the_name_that_transformers_5_writes(tmp_path):
+    from transformers import Qwen3MoeConfig
+
+    record = Qwen3MoeConfig(num_experts=8, num_hidden_layers=2, hidden_size=64).to_dict()
+    experts = record.pop("num_experts", None) or record.pop("num_local_experts")
+    for name in ("num_local_experts", "num_experts"):
+        (tmp_path / "config.json").write_text(json.dumps({**record, name: experts}))
+        assert folder_config(str(tmp_path)).num_experts == 8
+
+
+def test_layers_to_checkpoint_are_those_of_the_model():
+    config = tiny_llama().config
+    require_layers(config, None)
+    require_layers(config, config.num_hidden_layers)
+    with pytest.raises(ValueError, match=f"--checkpointed-layers is 9, and the model has {config.num_hidden_layers};"):
+        require_layers(config, 9)

@@ -110,3 +110,11 @@ def test_documents_are_packed_where_attention_is_fused():
         TrainOptions(packing=True, plugin="fsdp")
     assert TrainOptions(packing=True, plugin="fsdp", precision="fp8").packing
     assert TrainOptions(packing=True, plugin="ddp").packing
+
+
+@pytest.mark.parametrize(
+    "field", ["steps", "batch", "accumulate", "sequence", "vocabulary", "nproc", "tp", "pp", "sp", "lora", "warmup"]
+)
+def test_counts_have_an_upper_bound(field):
+    with pytest.raises(ValueError, match=f"--{field} is 1000000000000000; it must be at least .*, and at most"):
+        TrainOptions(**{field: 10**15})

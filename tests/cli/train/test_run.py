@@ -4,6 +4,7 @@ import pytest
 
 from fp8booster.cli.train.run import run
 from fp8booster.kernels import device
+from tests.colossal.models import tiny_llama
 
 SMALL = {"steps": 1, "batch": 2, "sequence": 32, "vocabulary": 300, "progress": "none"}
 
@@ -47,3 +48,28 @@ def test_a_file_in_place_of_the_runs_folder_is_named(tmp_path, below) -> None:
     given = SMALL | {"data": str(file), "cache": str(tmp_path / "cache"), "out": str(file / below)}
     with pytest.raises(ValueError, match=r"text\.txt is a file; give a folder"):
         run(given, None, "fp8booster train")
+
+
+@pytest.mark.parametrize("name", ["summary.md", "loss.png", "page.html", "fp8"])
+def test_a_run_does_not_write_over_what_is_no_run_s(tmp_path, name) -> None:
+    (tmp_path / name).mkdir() if name == "fp8" else (tmp_path / name).write_text("mine")
+    options = SMALL | {"data": str(tmp_path), "cache": str(tmp_path / "cache"), "out": str(tmp_path)}
+    with pytest.raises(ValueError, match=f"{tmp_path} is no run's folder and has {name}, which a run would write"):
+        run(options, None, "fp8booster train")
+
+
+def test_more_layers_to_checkpoint_than_the_model_has_are_refused_at_once(tmp_path) -> None:
+    options = SMALL | {"data": str(tmp_path / "absent"), "checkpointing": True, "checkpointed_layers": 5}
+    with pytest.raises(ValueError, match="--checkpointed-layers is 5, and the model has 4"):
+        run(options | {"out": str(tmp_path / "run")}, None, "fp8booster train")
+
+
+def test_an_option_that_changes_nothing_here_is_refused(tmp_path, monkeypatch) -> None:
+    tiny_llama().config.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"--vocabulary is of a tokenizer that is trained, and the folder .* brings"):
+        run({"model": str(tmp_path), "vocabulary": 300}, None, "fp8booster train")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="--nproc is 2, and the launcher has started 4 processes; leave it out"):
+        run({"nproc": 2}, None, "fp8booster train")

@@ -10,7 +10,7 @@ import pytest
 from fp8booster.cli.train import tokens
 from fp8booster.cli.train.model_folder import load_config
 from fp8booster.cli.train.options import TrainOptions
-from fp8booster.cli.train.tokenizer import load_tokenizer
+from fp8booster.cli.train.tokenizer import folder_identity, load_tokenizer
 from fp8booster.cli.train.tokens import prepare_tokens
 
 TEXT = "def area(radius):\n    return 3.14 * radius ** 2  # π r²\n" * 40
@@ -136,3 +136,17 @@ def test_every_token_fits_its_file(vocabulary: int) -> None:
     dtype = np.dtype(tokens._dtype(vocabulary))
     assert np.iinfo(dtype).max >= vocabulary - 1
     assert dtype.itemsize == (2 if vocabulary <= 2**16 else 4)
+
+
+def test_a_tokenizer_is_told_by_all_files_that_it_is_read_from(tmp_path):
+    (tmp_path / "vocab.json").write_text("{}")
+    found = [folder_identity(str(tmp_path))]
+    for text in ("a b", "a c"):
+        (tmp_path / "merges.txt").write_text(text)
+        found.append(folder_identity(str(tmp_path)))
+    assert len(set(found)) == 3
+    # tokenizer.json holds the merges too
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with_it = folder_identity(str(tmp_path))
+    (tmp_path / "merges.txt").unlink()
+    assert folder_identity(str(tmp_path)) == with_it
