@@ -120,8 +120,8 @@ def _require_numbers(model: Path, ids: torch.Tensor, logits: torch.Tensor) -> to
     """Return the logits of a token. Raises ValueError for NaN or infinity, of which any choice would mean nothing."""
     if bool((logits.isnan() | logits.isposinf()).any()):
         raise ValueError(
-            f"The logits of token {ids.shape[1] + 1} are NaN or infinite: weights in {model} are, or what it computes "
-            "overflows. Take an earlier checkpoint, or try --precision bf16."
+            f"The logits of token {ids.shape[1] + 1} are NaN or infinite: what {model} computes overflows. "
+            "Take an earlier checkpoint, or try --precision bf16."
         )
     return logits
 

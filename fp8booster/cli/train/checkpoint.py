@@ -95,10 +95,20 @@ def save_checkpoint(
         boosted.save(folder, codes=state.options.saves_codes(state.precision))
         torch.save(_random_state(boosted.model), folder / "random" / f"rank-{rank:05d}.pt")
         if rank == 0:
-            config.save_pretrained(folder / "model")
+            _save_config(config, folder / "model")
             shutil.copytree(tokenizer, folder / "model", dirs_exist_ok=True)
             (folder / _STATE).write_text(json.dumps(dataclasses.asdict(state), indent=1) + "\n")
     return newest_checkpoint(root)
+
+
+def _save_config(config: PretrainedConfig, folder: Path) -> None:
+    """Write a model's config; the number of experts also by the name by which transformers before 5 reads it."""
+    config.save_pretrained(folder)
+    file = folder / "config.json"
+    record = json.loads(file.read_text())
+    if "num_local_experts" in record and getattr(config, "num_experts", None) is not None:
+        record.setdefault("num_experts", record["num_local_experts"])
+        file.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def load_checkpoint(

@@ -9,6 +9,7 @@ import torch
 
 from fp8booster import FP8Config
 from fp8booster.cli.train import model_folder
+from fp8booster.cli.train.checkpoint import _save_config
 from fp8booster.cli.train.model_folder import (
     build_model,
     folder_config,
@@ -284,6 +285,8 @@ def test_experts_are_read_by_the_name_that_transformers_5_writes(tmp_path):
     for name in ("num_local_experts", "num_experts"):
         (tmp_path / "config.json").write_text(json.dumps({**record, name: experts}))
         assert folder_config(str(tmp_path)).num_experts == 8
+    _save_config(folder_config(str(tmp_path)), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["num_experts"] == 8
 
 
 def test_layers_to_checkpoint_are_those_of_the_model():
