@@ -569,6 +569,35 @@ def test_a_folder_beside_the_one_that_is_written_is_left_alone(tmp_path):
     assert (own / "own").read_text() == "kept"
 
 
+def test_a_model_in_memory_of_damaged_values_is_not_exported(tmp_path):
+    model = quantize(llama())
+    layer = model.get_submodule(UP.removesuffix(".weight"))
+    before = layer.fp8_data[3, 4].clone()
+    layer.fp8_data[3, 4] = 0x7F  # NaN
+    for format in ("tensorwise", "bf16"):
+        with pytest.raises(ValueError, match=f"{UP} .*not finite"):
+            export(model, tmp_path / "out", format=format)
+    layer.fp8_data[3, 4] = before
+    for value, words in (
+        (torch.ones(64, dtype=torch.int32), "is torch.int32"),
+        (torch.full((64,), torch.nan), "finite"),
+    ):
+        model.model.norm.weight = torch.nn.Parameter(value, requires_grad=False)
+        with pytest.raises(ValueError, match=rf"model\.norm\.weight .*{words}"):
+            export(model, tmp_path / "out", format="tensorwise")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_in_64_bits_are_written_as_those_in_32(tmp_path):
+    llama().save_pretrained(tmp_path / "model")
+    exported = export(tmp_path / "model", tmp_path / "from_16").folder
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({name: value.double() for name, value in load_file(file).items()}, file)
+    again = files(export(tmp_path / "model", tmp_path / "from_64").folder)
+    for name, value in files(exported).items():
+        assert (value.dtype, True) == (again[name].dtype, torch.equal(bits(value), bits(again[name]))), name
+
+
 def test_folders_that_cannot_be_exported_are_named(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "model")

@@ -35,7 +35,9 @@ def guard_save_pretrained(kept_in_fp8: Callable[[nn.Module], bool]) -> None:
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = kwargs.get("state_dict", args[2] if len(args) > 2 else None)
         in_fp8 = any(map(kept_in_fp8, self.modules())) if given is None else _holds_fp8(given)
-        if in_fp8:
+        # of a model that transformers added adapters to, it writes these alone
+        only_adapters = getattr(self, "_hf_peft_config_loaded", False) and kwargs.get("save_peft_format", True)
+        if in_fp8 and not only_adapters:
             raise ValueError(
                 "the model's weights are in FP8, which save_pretrained would write as if they had no scales; write it "
                 'with fp8booster.export(model, folder), in FP8, or with format="bf16" in 16 bits'

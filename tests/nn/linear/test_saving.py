@@ -6,9 +6,13 @@ import copy
 import pickle
 from collections.abc import Callable
 
+import peft
 import pytest
 import torch
-from safetensors.torch import load_model, save_model
+import transformers
+from packaging.version import Version
+from peft import LoraConfig
+from safetensors.torch import load_file, load_model, save_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -55,6 +59,20 @@ def test_other_models_are_written_as_before(tmp_path) -> None:
     frozen.save_pretrained(tmp_path / "given", state_dict=dict(values))  # transformers 5 empties it
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "given", torch_dtype=torch.bfloat16)
     assert all(torch.equal(value, values[key]) for key, value in again.state_dict().items())
+
+
+@pytest.mark.skipif(
+    transformers.__version__ >= "5" and Version(peft.__version__) < Version("0.22"),
+    reason="transformers 5 adds adapters of a later peft",
+)
+def test_adapters_alone_are_written(tmp_path) -> None:
+    model = quantize(tiny_llama().bfloat16())
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    assert not (tmp_path / "model.safetensors").exists()
+    with pytest.raises(ValueError, match=REFUSED):
+        model.save_pretrained(tmp_path, save_peft_format=False)
 
 
 @pytest.mark.parametrize("granularity", ["tensorwise", "rowwise", "blockwise"])
