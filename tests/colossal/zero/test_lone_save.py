@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,13 @@ from fp8booster.colossal.zero import lone_save
 from fp8booster.colossal.zero.lone_save import require_all_ranks, saved_by_every_rank
 
 RANKS = {"data": [2, 5, 7], "other": [2, 5]}
+
+
+@dataclass(frozen=True)
+class SimpleGroup:
+    """A process group by its name."""
+
+    group_name: str
 
 
 class Store(dict):
@@ -31,17 +38,19 @@ class Store(dict):
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What makes this process one rank or another, each with a count of its own."""
-    store, counts, now = Store(), {rank: Counter() for rank in (2, 5, 7)}, {"rank": 2}
+    """What makes this process one rank or another, each with counts of its own."""
+    store, counts, now = Store(), {rank: {} for rank in (2, 5, 7)}, {"rank": 2}
+    groups = {name: SimpleGroup(name) for name in RANKS}
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: RANKS[group.group_name])
     monkeypatch.setattr(dist, "get_rank", lambda: now["rank"])
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(lone_save, "LeftKeys", lambda group, store: SimpleNamespace(keys=set()))
     monkeypatch.setattr(lone_save, "PATIENCE", 0.05)
 
     def call(rank: int, group: str = "data") -> None:
         now["rank"] = rank
-        monkeypatch.setattr(lone_save, "_calls", counts[rank])
-        require_all_ranks(SimpleNamespace(group_name=group))
+        monkeypatch.setattr(lone_save, "_saves", counts[rank])
+        require_all_ranks(groups[group])
 
     return SimpleNamespace(call=call, store=store)
 
