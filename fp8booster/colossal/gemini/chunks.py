@@ -250,6 +250,12 @@ class FP8Chunk(ReducedChunk):
         self._decoded[parameter].copy_(matrix.data.float() * matrix.inverse_scale)
         parameter.data = self._decoded[parameter]
 
+    def owns_values_of(self, parameter: torch.nn.Parameter) -> bool:
+        """Tell whether a parameter shows nothing, or what `decode` made: nobody gave it other data."""
+        place = parameter.data_ptr()
+        decoded = self._decoded.get(parameter)
+        return place == self._nothing.data_ptr() or (decoded is not None and place == decoded.data_ptr())
+
     def forget_decoded(self) -> None:
         """Free what `decode` made."""
         for parameter, decoded in self._decoded.items():

@@ -44,7 +44,16 @@ class ChunkWeight(WeightSource):
     def forward(
         self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
     ) -> QuantizedMatrix:
-        """As `WeightSource.forward`, without the transpose."""
+        """As `WeightSource.forward`, without the transpose.
+
+        Raises:
+            RuntimeError: a weight was given other data, which the chunk would not multiply by.
+        """
+        if not all(map(self._chunk.owns_values_of, self._parameters)):
+            raise RuntimeError(
+                "the .data of a weight was replaced, and under Gemini its values lie in a chunk; write them with "
+                "booster.load_model or the model's load_state_dict"
+            )
         stored = self._chunk.quantized(self._parameters)
         if not self.is_transposed:
             return stored

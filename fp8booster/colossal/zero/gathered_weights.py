@@ -407,6 +407,10 @@ class GatheredWeights:
             return
         weight, quantized = gathered.layer.held_weight, gathered.quantized
         padded = weight.new_zeros(gathered.flat.numel())
+        if any(weight.stride()):  # somebody gave it other data
+            self._optimizer._working_param_to_padded_working_param[weight] = padded
+            gathered.released = False
+            return
         values = padded[: weight.numel()].view(weight.shape)
         unpack([quantized.data], [quantized.inverse_scale], [None], [values])
         weight.data = values

@@ -232,3 +232,14 @@ def test_wrong_values_are_refused_with_what_to_give() -> None:
         wire(precision="fp32")
     with pytest.raises(ValueError, match=r"no layer of the model would compute in FP8"):
         boost(wire(), nn.Sequential(nn.LayerNorm(64)))
+
+
+@ranks(2)
+def test_other_data_of_a_weight_is_refused() -> None:
+    run = boost(wire(), Layers(64, 64, 64))
+    step(run, features())
+    (_, layer), *_ = layers(run)
+    layer._parameters["weight"].data = torch.ones(64, 64, dtype=torch.bfloat16)
+    run.model.eval()
+    with pytest.raises(RuntimeError, match=r"booster\.load_model"):
+        run.model(features())

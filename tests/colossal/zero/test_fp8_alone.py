@@ -296,3 +296,22 @@ def test_a_run_goes_on_from_its_checkpoint_bit_for_bit() -> None:
     load_master_weights(reader.model.unwrap(), reader.optimizer, Path(folder))
     assert train(writer) == train(reader)
     assert_equal(masters(writer), masters(reader))
+
+
+@ranks(2)
+def test_data_that_weights_are_given_is_evaluated_and_kept_until_the_next_step() -> None:
+    run, undisturbed = alone(), alone()
+    assert train(run, steps=2) == train(undisturbed, steps=2)
+    with torch.no_grad():
+        run.model.eval()
+        before = run.loss(batch()).item()
+        for _, layer in gathered(run):
+            layer._parameters["weight"].data = torch.zeros(layer.held_weight.shape, dtype=torch.bfloat16)
+        run.model.eval()
+        zeros = run.loss(batch()).item()
+        saved = run.model.unwrap().state_dict()
+        assert not any(saved[name].any() for name, _ in gathered(run))
+        assert run.loss(batch()).item() == zeros != before
+    plain = tiny_llama().bfloat16().eval()
+    plain.load_state_dict(saved)
+    assert_close([plain(input_ids=batch(), labels=batch()).loss.item()], [zeros], CLOSE)
