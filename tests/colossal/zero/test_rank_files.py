@@ -103,7 +103,7 @@ def test_a_file_of_other_tensors_is_refused(shapes, told, tmp_path) -> None:
         pass
 
 
-@pytest.mark.parametrize(("by", "ranks"), [(3, 2), (2, 3), (1, 4), (4, 1)])
+@pytest.mark.parametrize(("by", "ranks"), [(3, 2), (2, 3), (3, 4), (1, 4), (4, 1)])
 @pytest.mark.parametrize("values", [10, 12])
 def test_parts_are_cut_anew_for_another_number_of_ranks(values, by, ranks) -> None:
     whole = torch.arange(1.0, values + 1)
