@@ -27,6 +27,7 @@ from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.fused import fuse, fused_summary
 from fp8booster.nn.graphs import capture_layers
 from fp8booster.optim import AdamW
+from fp8booster.plugins.parameters import require_parameters
 
 _PRECISIONS = ("bf16", "fp16")
 
@@ -131,6 +132,14 @@ class FP8Plugin(Plugin):
         """Why `cuda_graphs` has no effect, and what to do; None where it has."""
         return None
 
+    def trains_in_buffers(self) -> bool:
+        """Whether trainable parameters lie one after the other in buffers, of which each rank has a part."""
+        return False
+
+    def reduces_sparse_gradients(self) -> bool:
+        """Whether gradients may be sparse."""
+        return False
+
     def _find_no_effect(self, arguments: Mapping[str, Any]) -> list[str]:
         """Return sentences about a configuration that nothing reads, and about options in it that do nothing."""
         scaling = self.fp8_config.gradient_scaling
@@ -199,6 +208,8 @@ class FP8Plugin(Plugin):
         lr_scheduler: LRScheduler | None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate, self.fp8_config.granularity)
+        if optimizer is not None and not isinstance(model, ModelWrapper):
+            require_parameters(model, in_buffers=self.trains_in_buffers(), sparse=self.reduces_sparse_gradients())
         moments = "; moments are kept in 8 bits" if isinstance(optimizer, AdamW) else ""
         model, optimizer = self.convert(model, optimizer)
         with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product

@@ -50,6 +50,9 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
         if arguments.get("tp_size", 1) > 1 and arguments.get("custom_policy") is None:
             require_sharding(f"GeminiPlugin with tp_size={arguments['tp_size']}")
 
+    def trains_in_buffers(self) -> bool:
+        return True
+
     def why_weights_in_16_bits(self, arguments: Mapping[str, Any]) -> str:
         """Chunks hold weights in one precision."""
         if self.sends_fp8:

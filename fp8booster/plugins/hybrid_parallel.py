@@ -57,6 +57,9 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
         if arguments.get("custom_policy") is None:
             require_sharding(type(self).__name__)
 
+    def trains_in_buffers(self) -> bool:
+        return self.zero_stage > 0
+
     def why_weights_in_16_bits(self, arguments: Mapping[str, Any]) -> str | None:
         """ZeRO gathers weights."""
         return why_zero_gathers_16_bits(self, {"zero_stage=1 or 2": self.zero_stage > 0})

@@ -30,6 +30,9 @@ class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):
     # before it would be overfilled
     fp8_defaults: ClassVar = {"reduce_bucket_size_in_m": 64}
 
+    def trains_in_buffers(self) -> bool:
+        return True
+
     def why_weights_in_16_bits(self, arguments: Mapping[str, Any]) -> str | None:
         """ZeRO needs masters, and one group of ranks, to gather in FP8."""
         needs = {

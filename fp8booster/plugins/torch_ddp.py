@@ -28,6 +28,10 @@ class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
     # gradient that fills it
     fp8_defaults: ClassVar = {"bucket_cap_mb": 64}
 
+    def reduces_sparse_gradients(self) -> bool:
+        """PyTorch's DDP does."""
+        return not self.sends_fp8
+
     def why_weights_in_16_bits(self, arguments: Mapping[str, Any]) -> str:
         """DDP has one kind of weights."""
         return "DDP sends no weights, and trains those of the model; use LowLevelZeroPlugin, or leave it out"
