@@ -116,7 +116,7 @@ class AdamW(Optimizer):
         gradient_accumulation: str = DEFAULT_ACCUMULATION,
     ) -> None:
         require_types(AdamW.__init__, locals())
-        require_rates(lr, betas, eps, weight_decay)
+        require_rates(float(lr), betas, eps, weight_decay)
         _require_accumulation(update_in_backward, micro_batches, gradient_accumulation)
         self.micro_batches, self._accumulation, self.gradient_sums = micro_batches, gradient_accumulation, {}
         self._numbers: dict[torch.Tensor, int] = {}

@@ -71,7 +71,7 @@ class HybridAdam(Optimizer):
         initial_scale: float | None = None,
     ) -> None:
         require_types(HybridAdam.__init__, locals())
-        require_rates(lr, betas, eps, weight_decay)
+        require_rates(float(lr), betas, eps, weight_decay)
         for name, value in (("fraction", nvme_offload_fraction), ("dir", nvme_offload_dir)):
             if value not in (0, None):
                 raise ValueError(
