@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from functools import cache
 from operator import is_
 from typing import Any, TypeVar, cast
@@ -55,23 +55,23 @@ def _followed(recipe: Any) -> type[nn.Module]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks of its own, forward or backward, which only a call runs; not those marked."""
-    return any(
-        not getattr(hook, LOOKS_AT_NOTHING, False) for of_kind in _hooks(module) if of_kind for hook in of_kind.values()
-    )
+    hooks = _hooks(module)
+    return bool(hooks) and any(not getattr(hook, LOOKS_AT_NOTHING, False) for hook in hooks)
 
 
 def is_looked_at(module: nn.Module) -> bool:
     """Whether a module has hooks that may read what it is given or gives: all but those marked to only wait."""
-    return any(
-        not (getattr(hook, ONLY_WAITS, False) or getattr(hook, LOOKS_AT_NOTHING, False))
-        for of_kind in _hooks(module)
-        if of_kind
-        for hook in of_kind.values()
+    hooks = _hooks(module)
+    return bool(hooks) and any(
+        not (getattr(hook, ONLY_WAITS, False) or getattr(hook, LOOKS_AT_NOTHING, False)) for hook in hooks
     )
 
 
-def _hooks(module: nn.Module) -> tuple[dict[int, Callable], ...]:
-    return (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+def _hooks(module: nn.Module) -> Sequence[Callable]:
+    of_kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
+    if not any(of_kinds):  # asked of every part at every call, and most have none
+        return ()
+    return [hook for of_kind in of_kinds for hook in of_kind.values()]
 
 
 LOOKS_AT_NOTHING = "fp8_looks_at_nothing"

@@ -139,7 +139,7 @@ class GatheredWeights:
         self._plan: _Plan | None = None  # of the last step
         self._ready: torch.cuda.Event | None = None
         self._read_beside: tuple[Sequence[torch.Tensor | None], ...] | None = None
-        alone = [each for each in self._weights.values() if not each.layer.fp8_config.keeps_16_bits]
+        alone = [each for each in self._weights.values() if not each.keeps_16_bits]
         for gathered in alone:
             gathered.layer.register_state_dict_pre_hook(restore_weight)
             gathered.layer.register_load_state_dict_pre_hook(restore_weight)
@@ -390,7 +390,7 @@ class GatheredWeights:
         self.wait()
         self._stream = self._ready = None  # what reads it does not wait
         gathered = self._weights[weight]
-        gathered.was_read = True
+        gathered.keeps_16_bits = True
         with torch.inference_mode(False):  # autograd may save it later
             self._restore(gathered)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import NamedTuple
 
@@ -67,13 +67,12 @@ class GatheredWeight:
     released: bool = False
     """The weight has no values in 16 bits now."""
 
-    was_read: bool = False
-    """Somebody multiplies by the weight without its layer, so it keeps its values in 16 bits."""
+    keeps_16_bits: bool = field(init=False)
+    """The weight has values in 16 bits between steps: by the configuration, or as somebody multiplies by it without its
+    layer."""
 
-    @property
-    def keeps_16_bits(self) -> bool:
-        """The weight has values in 16 bits between steps."""
-        return self.was_read or self.layer.fp8_config.keeps_16_bits
+    def __post_init__(self) -> None:
+        self.keeps_16_bits = self.layer.fp8_config.keeps_16_bits
 
 
 class Sent(NamedTuple):

@@ -101,7 +101,8 @@ def weight_state(weight: torch.Tensor) -> tuple:
     """What changes when a copy of the weight is no longer fresh; ask it when the copy is made."""
     watch_memory(weight)
     # another stream casts anew rather than read a copy that this one may not have finished
-    return weight.data_ptr(), weight._version, looks(weight), weight.dtype, _Changes.count, current_stream(weight)
+    looks = getattr(weight, _LOOKS, 0)  # as `looks` does; it is asked for each weight at each call
+    return weight.data_ptr(), weight._version, looks, weight.dtype, _Changes.count, current_stream(weight)
 
 
 def look_again(weight: torch.Tensor) -> None:
