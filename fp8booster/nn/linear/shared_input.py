@@ -5,12 +5,16 @@ object it was given. The newest copy serves the other layers until another is ma
 that it was made in ends: that of the module that hooks opened it for (`nn.sharing`). Between two forwards whoever holds
 the tensor may write to its memory, by `.data`, NumPy, DLPack or from another process, which no counter of torch's
 tells. So a layer that runs by itself shares nothing, and one that reads a tensor again casts it again.
+
+torch runs no hook where Ctrl-C or an exit ends a forward. So a forward counts only as long as it is on the stack.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,8 +35,8 @@ class _Newest:
     made_from: tuple | None = None
     quantized: QuantizedMatrix | None = None
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, caller: FrameType) -> None:
+        self.module, self.caller = module, caller
         self.readers: set[object] = set()
 
     def forget(self, source: weakref.ref) -> None:
@@ -45,7 +49,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.forwards: list[_Newest] = []
-        """Those that run, the innermost last."""
+        """Those that hooks have not ended, the innermost last."""
 
 
 _thread = _Thread()
@@ -54,7 +58,9 @@ _thread = _Thread()
 def begin_forward(module: nn.Module, *_: Any) -> None:
     """Let the layers of a module share casts from now on; its forward pre-hook."""
     if not torch.compiler.is_compiling():
-        _thread.forwards.append(_Newest(module))
+        caller = sys._getframe(1)  # it calls the forward too
+        _innermost(caller)
+        _thread.forwards.append(_Newest(module, caller))
 
 
 def end_forward(module: nn.Module, *_: Any) -> None:
@@ -64,6 +70,19 @@ def end_forward(module: nn.Module, *_: Any) -> None:
     forwards = _thread.forwards
     while forwards and forwards.pop().module is not module:  # one that was interrupted
         pass
+
+
+def _innermost(frame: FrameType) -> _Newest | None:
+    """Return the newest cast of the innermost forward that the code of a frame is in, and drop what was interrupted."""
+    forwards = _thread.forwards
+    while forwards:
+        around: FrameType | None = frame
+        while around is not None:
+            if around is forwards[-1].caller:
+                return forwards[-1]
+            around = around.f_back
+        forwards.pop()
+    return None
 
 
 setattr(begin_forward, LOOKS_AT_NOTHING, True)
@@ -89,10 +108,9 @@ def share_input(
         exchange: what ranks exchange around the layer; it may gather the input.
         casts: the layer's, asked where no copy is there.
     """
-    forwards = _thread.forwards
-    if not forwards:
+    newest = _innermost(sys._getframe(1))
+    if newest is None:
         return exchange.input(input, config, transposed=transposed, casts=casts)
-    newest = forwards[-1]
     made_from = (
         input.data_ptr(),
         input._version,

@@ -3,10 +3,11 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,6 +44,14 @@ class Projections(nn.Module):
         return tuple(outputs)
 
 
+def outermost() -> FrameType:
+    """The frame that everything runs in."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+    return frame
+
+
 @pytest.fixture
 def projections(device) -> Projections:
     return convert_to_fp8(Projections(), FP8Config(always=True)).to(device)
@@ -53,6 +62,7 @@ def forward() -> Iterator[None]:
     """A forward in which tests of `share_input` itself share."""
     module = nn.Module()
     begin_forward(module)
+    shared_input._thread.forwards[-1].caller = outermost()
     yield
     end_forward(module)
     assert not shared_input._thread.forwards
@@ -141,17 +151,19 @@ def test_a_checkpointed_forward_and_its_recomputation_read_the_tensor_as_it_is(r
             assert torch.equal(layer.weight.grad, weight.grad)
 
 
-def test_a_forward_that_raises_ends_the_sharing(projections) -> None:
-    x = torch.randn(16, 48)
-    depth = len(shared_input._thread.forwards)
-
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_a_forward_that_raises_ends_the_sharing(error: type[BaseException]) -> None:
     def stop(_: torch.Tensor) -> None:
-        raise KeyError
+        raise error
 
-    projections.between = stop
-    with pytest.raises(KeyError):
+    projections = convert_to_fp8(Projections(stop), FP8Config(always=True))
+    x = torch.randn(16, 48)
+    shared_input._thread.forwards.clear()  # no forward is around
+    with pytest.raises(error):
         projections(x)
-    assert len(shared_input._thread.forwards) == depth
+    x.data.copy_(3 * x.flip(0))
+    assert torch.equal(projections.k(x), fp8_linear(x, projections.k.weight))
+    assert not shared_input._thread.forwards
 
 
 def test_a_forward_inside_another_has_its_own_casts_and_leaves_the_outer_ones(device, casts) -> None:
