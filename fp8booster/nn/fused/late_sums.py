@@ -121,12 +121,13 @@ class _Part:
 class _Norm(_Part):
     """A norm that makes the sum that it reads, and gives it to all who read it later."""
 
-    def __init__(self, module: nn.Module, saving: Any) -> None:
+    def __init__(self, module: Any, saving: Any) -> None:
         self._module, self._saving = module, saving
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # hooks, and a forward of the norm's own, are given what transformers gives it
-        if len(args) != 1 or kwargs or not isinstance(args[0], LateSum) or not may_be_bypassed(self._module):
+        # hooks, and a forward of the norm's own or of a derived class, are given what transformers gives it
+        is_late = len(args) == 1 and not kwargs and isinstance(args[0], LateSum)
+        if not (is_late and self._module.takes_terms and may_be_bypassed(self._module)):
             return super().__call__(*args, **kwargs)
         *residual, x = args[0].terms
         y, total = self._module(x, *residual, both=True, saving=self._saving)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,14 +17,21 @@ from fp8booster.nn.modules import may_be_bypassed, wait_for_parameters
 class FusedNorm(Fused):
     """Mixin of a norm."""
 
-    weight: nn.Parameter
+    weight: nn.Parameter | None
     bias: nn.Parameter | None
     computes: ClassVar[Norm]
 
     @property
     def why_not_now(self) -> str | None:
         """Why it is not fused as it is now; None: it is."""
-        return None if self.is_as_tried else "the forward of its class was replaced"
+        if not self.is_as_tried:
+            return "the forward of its class was replaced"
+        return "its weight was taken out" if self.computes.weighted and self.weight is None else None
+
+    @property
+    def takes_terms(self) -> bool:
+        """Whether its forward is the one here, and not that of a class derived from its own afterwards."""
+        return type(self).forward is FusedNorm.forward
 
     def forward(
         self,
@@ -35,13 +42,13 @@ class FusedNorm(Fused):
         saving: Saving = IN_16_BITS,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The norm of `hidden_states + residual`; with `both`, that sum too. `saving`: how the sum is saved."""
-        if not self.is_as_tried:
+        if self.why_not_now is not None:
             h = hidden_states if residual is None else hidden_states + residual
             y = super().forward(h)
             return (y, h) if both else y
         centered, unit_offset, name, weighted, biased = self.computes
         epsilon = getattr(self, name)
-        weight: torch.Tensor = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
+        weight: Any = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
         if weight.dim() > 1 and weight.shape != hidden_states.shape[-weight.dim() :]:
             shape = list(hidden_states.shape)
             raise ValueError(f"a norm with weights {list(weight.shape)} was given {shape}; give it those heads")

@@ -13,6 +13,7 @@ import inspect
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -162,11 +163,13 @@ class Packing:
         """Whether every attention of the model is fused, which alone reads `sequences_of`."""
         self.tells_rows = False
         """Whether attentions are told that each row is a sequence, as those with sinks are, which take no mask."""
+        self._attentions: list[Any] = []
+        """Those that are fused."""
         self._seen: list[tuple[nn.Module, tuple[nn.Module | None, ...]]] | None = None
         """The modules that hold attentions, and what they held; empty: it is of a copy, whose modules are others."""
 
     def __reduce__(self) -> tuple:
-        return type(self), (), {**vars(self), "_seen": []}
+        return type(self), (), {**vars(self), "_attentions": [], "_seen": []}
 
     def look(self, model: nn.Module) -> None:
         """Look which attentions of a model are fused."""
@@ -174,6 +177,7 @@ class Packing:
         self.reaches_all = not any(map(_is_unfused_attention, attentions))
         self.tells_rows = self.reaches_all and any(map(has_sinks, attentions))
         holders = (each for each in model.modules() if not attentions.isdisjoint(each.modules()))
+        self._attentions = [each for each in attentions if hasattr(each, "takes_rows")]
         self._seen = [(each, tuple(each._modules.values())) for each in holders if each not in attentions]
 
     def _is_as_seen(self) -> bool:
@@ -200,7 +204,8 @@ class Packing:
         packed = _given_sequences(given)
         if (packed is not None or self.tells_rows) and not self._is_as_seen():
             self.look(model)
-        self.sequences = _rows(model, given) if packed is None and self.tells_rows else packed
+        tells_rows = packed is None and self.tells_rows and all(each.takes_rows for each in self._attentions)
+        self.sequences = _rows(model, given) if tells_rows else packed
         if self.sequences is None:
             return None
         if not self.reaches_all:
@@ -222,6 +227,10 @@ class Packing:
     ) -> tuple[tuple[()], dict[str, Any]] | None:
         """A forward pre-hook of a model around one that takes no boundaries: it is given positions in their place."""
         return None if kwargs.get("cu_seq_lens_q") is None else self.before_model(model, args, kwargs)
+
+    def after_model(self, *_: Any) -> None:
+        """A forward hook: what runs layers of the model by hand later has its own sequences."""
+        self.sequences = None
 
     def after_rotary(self, rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """A forward hook of what makes position embeddings."""
@@ -315,7 +324,7 @@ def let_pack(model: nn.Module) -> None:
     packing = model.__dict__.get(_PACKING)
     if packing is None:
         packing = model.__dict__[_PACKING] = Packing()
-        model.register_forward_pre_hook(packing.before_model, with_kwargs=True)
+        _tell(packing, model, packing.before_model)
         for rotary in makers:
             rotary.register_forward_hook(packing.after_rotary)
     packing.look(model)
@@ -329,7 +338,7 @@ def _let_wrapper_pack(model: nn.Module) -> None:
         if packing is None or any(each.kind is each.VAR_KEYWORD for each in taken) or _WRAPS in model.__dict__:
             continue
         model.__dict__[_WRAPS] = True
-        model.register_forward_pre_hook(packing.before_wrapper, with_kwargs=True)
+        _tell(packing, model, packing.before_wrapper)
 
 
 def let_pack_around(model: nn.Module) -> None:
@@ -337,7 +346,13 @@ def let_pack_around(model: nn.Module) -> None:
     for module in model.modules():
         packing = vars(getattr(module, "model", module)).get(_PACKING)
         if packing is not None and _PACKING not in module.__dict__:
-            module.register_forward_pre_hook(packing.before_model, with_kwargs=True)
+            _tell(packing, module, packing.before_model)
+
+
+def _tell(packing: Packing, module: nn.Module, before: Callable) -> None:
+    """Let a packing know the sequences of a module's batch, as a hook finds them, as long as its forward runs."""
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(packing.after_model, always_call=True)
 
 
 def why_not_packed(model: nn.Module) -> str | None:

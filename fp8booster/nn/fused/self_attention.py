@@ -78,8 +78,7 @@ class FusedAttention(MergedAttention):
         arguments = dict(zip(self.native_arguments, args, strict=False)) | kwargs
         embeddings = arguments["position_embeddings"]
         sequences = sequences_of(embeddings)
-        if not is_of_form(self, self.form):
-            self.form = form_after_changes(self, self.part)
+        self.look_at_attributes()
         angles = cos_and_sin(embeddings, self.form.angles) if self.form.rotation.rotates else None
         reason = self.why_not_now or self.why_unlike(**arguments)
         if angles is not None and not self.takes_places(angles[0].shape[-1]):
@@ -117,12 +116,26 @@ class FusedAttention(MergedAttention):
         output = getattr(self, self.part.output)(heads)
         return (output, None, cache)[: self.form.outputs]
 
+    def look_at_attributes(self) -> None:
+        """Find the form anew where attributes have changed."""
+        if not is_of_form(self, self.form):
+            self.form = form_after_changes(self, self.part)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it can be told that each row is a sequence, as it is now."""
+        self.look_at_attributes()
+        return self.why_not_now is None and getattr(self, "is_causal", True)
+
     @property
     def why_not_now(self) -> str | None:
         """Why it is not fused as it is now; None: it is."""
         if not self.is_as_tried:
             return "the forward of its class was replaced"
-        if not all(isinstance(norm, (FusedNorm, HeadNorms)) for norm in head_norms(self)):
+        norms = head_norms(self)
+        if not all(isinstance(norm, (FusedNorm, HeadNorms)) for norm in norms) or any(
+            isinstance(norm, FusedNorm) and norm.why_not_now is not None for norm in norms
+        ):
             return "a norm of its heads was replaced by one that has no fused form"
         return None if self.form.fused else "its attributes have changed, and it computes something else now"
 
@@ -153,26 +166,36 @@ class FusedAttention(MergedAttention):
         query_heads, size = key_heads * heads_of_a_key(self), head_size(self)
         pairs = self.form.pairs
         norms = head_norms(self)
-        if angles is not None and not norms:
+        if angles is not None and (not norms or self.form.normed_last):
             cos, sin = angles
             groups = key_heads if self.form.grouped else 1
-            return split_and_rotate(qkv, cos, sin, query_heads=query_heads, key_heads=key_heads, groups=groups, **pairs)
-        *split, value = qkv.split([heads * size for heads in (query_heads, key_heads, key_heads)], -1)
-        heads = [each.unflatten(-1, (-1, size)) for each in split]
-        if norms:
-            of_all = not isinstance(norms[0], HeadNorms) and (
-                norms[0].computes.weighted and norms[0].weight.shape[-1] != size
+            query, key, value = split_and_rotate(
+                qkv, cos, sin, query_heads=query_heads, key_heads=key_heads, groups=groups, **pairs
             )
-            normal = [norm(each) for norm, each in zip(norms, split if of_all else heads, strict=True)]
+            if norms:
+                query, key = self._normal(norms, [query, key])
+            return query, key, value
+        *split, value = qkv.split([heads * size for heads in (query_heads, key_heads, key_heads)], -1)
+        query, key = (each.unflatten(-1, (-1, size)) for each in split)
+        if norms:
             # what hooks saw is not written over
             seen = [isinstance(norm, nn.Module) and not may_be_bypassed(norm) for norm in norms]
-            normal = [each.clone() if is_seen else each for is_seen, each in zip(seen, normal, strict=True)]
-            heads = [each.view(like.shape) for each, like in zip(normal, heads, strict=True)]
-        query, key = heads
+            normal = self._normal(norms, [query, key])
+            query, key = (each.clone() if is_seen else each for is_seen, each in zip(seen, normal, strict=True))
         if angles is not None:
             cos, sin = angles
             query, key = rotate_heads(query, key, cos, sin, **pairs)
         return query, key, value.unflatten(-1, (-1, size))
+
+    def _normal(self, norms: list[Any], heads: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the norms of queries and of keys give of these heads, [B, S, H, D]."""
+        first = norms[0]
+        of_all = not isinstance(first, HeadNorms) and (
+            first.computes.weighted and first.weight.shape[-1] != head_size(self)
+        )
+        return [
+            norm(each.flatten(-2) if of_all else each).view(each.shape) for norm, each in zip(norms, heads, strict=True)
+        ]
 
     def takes_places(self, places: int) -> bool:
         """Whether so many places of a head can be rotated."""

@@ -332,6 +332,9 @@ class Form(NamedTuple):
     fused: bool = True
     """Its own forward computes the same."""
 
+    normed_last: bool = False
+    """The norms of queries and keys come after the rotation, as in LLaMA 4."""
+
     @property
     def pairs(self) -> dict[str, bool]:
         """The rotation, as functions of `nn.fused.pointwise` take it."""
@@ -374,8 +377,10 @@ def form_of(attention: Any, part: Part, fused: type[nn.Module]) -> Form | None:
         right = {each: _tried(_attended, attention, part, native, each, angles) for each in (places, size // 2)}
         if right[places] is None:
             continue
-        for rotation, grouped in product(ROTATIONS, (False, True) if len(part.merged) == 1 else (False,)):
-            form = Form(rotation, angles, grouped, len(right[places]))
+        groupings = (False, True) if len(part.merged) == 1 else (False,)
+        orders = (False, True) if any("norm" in name for name in attention._modules) else (False,)
+        for rotation, grouped, normed_last in product(ROTATIONS, groupings, orders):
+            form = Form(rotation, angles, grouped, len(right[places]), normed_last=normed_last)
             found = {each: _tried(_attended, attention, part, fused, each, angles, form) for each in right}
             if all(right[each] is None or _same(found[each], right[each]) for each in right):
                 return _watched_form(attention, part, fused, places, form)
@@ -407,6 +412,7 @@ class _How(NamedTuple):
 
 
 _USUAL = _How()
+_SCALED = 1.5
 _LONG = 40
 _LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale")
 """Lengths from which on masks and scales are others, of which the fused forward knows."""
@@ -522,9 +528,10 @@ def _attended(
     angles = _numbers(1, length, places // 2)
     if kind == "places":
         angles = angles.repeat(1, 1, 2)
-    embeddings: Any = (angles.cos(), angles.sin())
+    # scaled, as those of YaRN are: a rotation alone changes no mean square, whether norms come before it or after it
+    embeddings: Any = (_SCALED * angles.cos(), _SCALED * angles.sin())
     if kind == "complex":
-        embeddings = torch.polar(torch.ones_like(angles), angles)
+        embeddings = torch.polar(torch.full_like(angles, _SCALED), angles)
     mask = None
     if has_sinks(attention):
         if form is None:

@@ -16,7 +16,7 @@ from transformers.models.llama import modeling_llama
 
 from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.nn.fused import fused_summary
-from tests.nn.fused.models import batch, build
+from tests.nn.fused.models import INSTALLED, batch, build
 from tests.nn.fused.test_decoder import step
 
 Change = Callable[[nn.Module], Any]
@@ -58,11 +58,19 @@ class Half(modeling_llama.LlamaRMSNorm):
         return super().forward(hidden_states) / 2
 
 
+def derive(norm: nn.Module) -> None:
+    """Give a norm a class derived from the one that it has now."""
+    now: Any = type(norm)
+    norm.__class__ = type("Derived", (now,), {"forward": lambda self, x: now.forward(self, x) / 2})
+
+
 CHANGES: dict[str, Change] = {
     "another activation": lambda layer: setattr(layer.mlp, "act_fn", nn.ReLU(inplace=True)),
     "another that has a kernel": lambda layer: setattr(layer.mlp, "act_fn", ACT2FN["gelu"]),
     "an activation with a parameter": lambda layer: setattr(layer.mlp, "act_fn", nn.PReLU(init=0.5)),
     "another norm": lambda layer: setattr(layer, "input_layernorm", Half(64)),
+    "a derived norm": lambda layer: derive(layer.input_layernorm),
+    "a derived second norm": lambda layer: derive(layer.post_attention_layernorm),
     "epsilon": lambda layer: setattr(layer.post_attention_layernorm, "variance_epsilon", 0.5),
     "another output projection": lambda layer: setattr(layer.self_attn, "o_proj", deterministic(64, 64)),
     "another gate": lambda layer: setattr(layer.mlp, "gate_proj", deterministic(64, 96)),
@@ -198,6 +206,52 @@ def test_a_norm_of_heads_may_be_replaced() -> None:
             layer.self_attn.q_norm = Half(16)
     assert_computes_the_same(model, exact)
     assert report(model).changed == (("attention: a norm of its heads was replaced by one that has no fused form", 2),)
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "self_attn.q_layernorm"])
+def test_a_layer_norm_may_lose_its_weight(name: str) -> None:
+    exact = build("stablelm", torch.float32, qk_layernorm=name != "input_layernorm")
+    model = copy.deepcopy(exact)
+    fuse(model)
+    for each in (exact, model):
+        for layer in each.model.layers:
+            for norm in layer.get_submodule(name).modules():
+                if isinstance(norm, nn.LayerNorm):
+                    norm.weight = norm.bias = None
+    assert_computes_the_same(model, exact)
+
+
+LLAMA_4: dict[str, Change] = {
+    "scaled angles": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 1.5),
+    "a hook on a norm": lambda model: [
+        layer.self_attn.qk_norm.register_forward_pre_hook(lambda _, args: (args[0] + 0.5,))
+        for layer in model.model.layers
+        if hasattr(layer.self_attn, "qk_norm")
+    ],
+}
+
+
+@pytest.mark.parametrize("change", LLAMA_4)
+def test_heads_that_are_normed_behind_the_rotation_stay_so(change: str) -> None:
+    exact = build("llama4_text", torch.float32, initializer_range=0.2)
+    model = copy.deepcopy(exact)
+    assert " not: " not in fuse(model)
+    for each in (exact, model):
+        LLAMA_4[change](each)
+    assert_computes_the_same(model, exact)
+    assert report(model).changed == ()
+
+
+@pytest.mark.skipif("gpt_oss" not in INSTALLED, reason="transformers 5 has it")
+@pytest.mark.parametrize(("name", "value"), [("is_causal", False), ("sliding_window", 4)])
+def test_an_attention_with_sinks_whose_attributes_change_is_given_a_mask(name: str, value: object) -> None:
+    exact = build("gpt_oss", torch.float32, initializer_range=0.2)
+    model = copy.deepcopy(exact)
+    fuse(model)
+    for each in (exact, model):
+        for layer in each.model.layers:
+            setattr(layer.self_attn, name, value)
+    assert_computes_the_same(model, exact)
 
 
 @pytest.mark.parametrize("replace", ["attention", "layer", "layers"])

@@ -342,6 +342,25 @@ def test_an_ordinary_batch_after_a_packed_one_is_not_cut() -> None:
     torch.testing.assert_close(model.model(ids).last_hidden_state, right)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("stop", [True, False])
+def test_layers_that_are_run_by_hand_after_a_packed_batch_are_not_cut(training: bool, stop: bool) -> None:
+    model, exact = (build(dtype=torch.float32).train(training) for _ in range(2))
+    fuse(model)
+    if stop:
+        model.model.norm.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**flat(documents()))
+    else:
+        model(**flat(documents()))
+    hidden, positions = torch.randn(1, 32, 64), torch.arange(32)[None]
+    found, right = (
+        each.model.layers[0].self_attn(hidden, each.model.rotary_emb(hidden, positions), attention_mask=None)[0]
+        for each in (model, exact)
+    )
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("scale", [None, 0.7])
 @pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 4])
