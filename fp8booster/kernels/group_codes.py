@@ -93,9 +93,9 @@ def encode_groups(values: Tensor) -> GroupCodes:
 
 
 def decode_groups(encoded: GroupCodes) -> Tensor:
-    """The values, float32 [M, K]."""
+    """Return the values, float32 [M, K], contiguous, as the kernels that read them take them."""
     codes, amaxes = encoded
-    return decode_roots(_in_groups(codes), amaxes).flatten(1)[:, : codes.shape[1]]
+    return decode_roots(_in_groups(codes), amaxes).flatten(1)[:, : codes.shape[1]].contiguous()
 
 
 def values_of(given: Tensor | GroupCodes) -> Tensor:

@@ -33,6 +33,7 @@ def test_the_error_is_half_a_step_of_the_roots(dtype, shape, device) -> None:
     assert codes.codes.shape == shape
     assert codes.amaxes.shape == (shape[0], math.ceil(shape[1] / GROUP))
     assert codes.dtype is dtype
+    assert decode_groups(codes).is_contiguous()  # kernels read it
     amax = codes.amaxes.float().repeat_interleave(GROUP, 1)[:, : shape[1]]
     found, number = decode_groups(codes), ~amax.isnan()
     roots = (found.abs() / amax.clamp(min=1e-30)).sqrt() * found.sign()

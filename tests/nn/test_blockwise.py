@@ -69,6 +69,7 @@ def test_the_report_shows_what_is_padded_and_what_is_too_small(device) -> None:
     model = nn.ModuleList([nn.Linear(256, 1000), nn.Linear(256, 384), nn.Linear(256, 64)]).to(device)
     convert_to_fp8(model, CONFIG)
     model[0](torch.randn(130, 256, device=device))
+    model[1](torch.randn(128, 256, device=device))
     padded, whole, small = report(model).rows
     assert padded.notes == "padded: out 1000->1024, tokens 130->256"
     assert whole.notes == ""

@@ -285,7 +285,8 @@ def linear_from_quantized(
     Raises:
         TypeError: torch.jit.trace runs it.
     """
-    if torch._C._is_tracing():  # scales and FP8 weights would be constants of the trace
+    # scales and FP8 weights would be constants of a trace; compiled code cannot ask
+    if not torch.compiler.is_compiling() and torch._C._is_tracing():
         raise TypeError(
             "torch.jit.trace, also within torch.onnx, records no FP8 products; use torch.compile or torch.export, or "
             "trace the model before it is converted"

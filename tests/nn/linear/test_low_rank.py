@@ -94,7 +94,8 @@ def test_layers_of_one_input_are_the_same_side_by_side(bias, lora, device) -> No
     expected = outcome(model, x, dy)
     model.forward = lambda x: low_rank_product(x, layers)
     found = outcome(model, x, dy)
-    assert torch.equal(found[0], expected[0])
+    # products of other sizes may add up in another order on a GPU
+    assert torch.equal(found[0], expected[0]) or (device.type == "cuda" and near(found[:1], expected[:1], 0.004))
     # one cast of all gradients in place of one of each
     assert near(found[1:], expected[1:], 0.06)
     assert {rows for layer in layers for rows in layer.base_layer.in_fp8} == {33}
