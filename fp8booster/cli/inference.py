@@ -108,6 +108,11 @@ def load_model(
     if frozen is not None:
         config = replace(config, layers=_no_more, vocabulary_head=False)
     model = build_model(folder, folder_config(folder), device, checkpointing=False, frozen=frozen)
+    if batches is not None and (finer := _finer_scales(model)):
+        raise ValueError(
+            f"{folder} has {finer}, and --calibrated scales each input by one amax; leave --calibrated out, or export the "
+            "model with --format tensorwise."
+        )
     from_masters = 0
     if in_fp8:
         quantize(model, config)
@@ -115,6 +120,12 @@ def load_model(
         if batches is not None:
             quantize(model, config, batches=batches)
     return LoadedModel(model.eval(), from_masters)
+
+
+def _finer_scales(model: nn.Module) -> str | None:
+    """Which scales the weights have that a model was loaded with in FP8, where they are finer than one a tensor."""
+    scales = (each.fp8_config.finer_scales for each in model.modules() if isinstance(each, FrozenFP8Linear))
+    return next(filter(None, scales), None)
 
 
 def _no_more(name: str, module: nn.Module) -> bool:

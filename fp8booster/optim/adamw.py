@@ -259,7 +259,11 @@ class AdamW(Optimizer):
     def _take(self, group_number: int, parameter: torch.nn.Parameter) -> None:
         """Update a parameter of which backward has made the gradient, or add that to those before it."""
         gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None  # autograd calls this when it has set it
+        if gradient is None:  # autograd calls this when it has set it
+            raise RuntimeError(
+                "an AdamW that was made before with update_in_backward=True took a parameter's gradient in backward; "
+                "train a parameter by one of them only"
+            )
         _require_dense(gradient)
         self._taken.add(parameter)
         count, total = self.gradient_sums.pop(parameter, (0, None))

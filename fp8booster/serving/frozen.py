@@ -140,7 +140,8 @@ def as_loaded(model: Any, folder: Path) -> PreTrainedModel:
 
     file = folder / "generation_config.json"
     if file.is_file():
-        model.generation_config = GenerationConfig.from_dict(read_record(file, {}, "copy the model again"))
+        read_record(file, {}, "copy the model again")
+        model.generation_config = GenerationConfig.from_pretrained(str(folder))  # with the hash that generate() reads
     model.name_or_path = model.config.name_or_path = str(folder)
     return model.eval()
 

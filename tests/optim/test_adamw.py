@@ -151,6 +151,15 @@ def test_a_resumed_run_has_the_same_bits(dtype, tmp_path, device) -> None:
         assert torch.equal(one, other)
 
 
+def test_a_parameter_that_two_optimizers_take_in_backward_is_refused(device) -> None:
+    weight = nn.Parameter(torch.ones(256, dtype=torch.float32, device=device))
+    optimizers = [AdamW([weight], lr=lr, weight_decay=0.0, update_in_backward=True) for lr in (0.5, 0.25)]
+    with pytest.raises(RuntimeError, match="train a parameter by one of them only"):
+        weight.square().sum().backward()
+    assert torch.equal(weight, torch.full_like(weight, 0.5))  # the first one's update
+    assert all(optimizer.updates_in_backward for optimizer in optimizers)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("update_in_backward", [False, True])
 def test_copies_and_pickles_go_on_with_the_same_bits(dtype, update_in_backward, device) -> None:

@@ -235,3 +235,13 @@ def test_a_loaded_model_generates_and_evaluates_as_transformers_loads_it(tmp_pat
     assert loaded.generation_config.eos_token_id == [5, 7]
     assert not loaded.training
     assert loaded.name_or_path == str(tmp_path / "fp8")
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loaded_model_whose_settings_were_made_from_its_config_generates(tmp_path, frozen) -> None:
+    model = tiny_llama().bfloat16()
+    assert model.generation_config._from_model_config  # nobody has changed them, and files keep that
+    export(model, tmp_path / "fp8")
+    loaded = load_fp8(tmp_path / "fp8", frozen=frozen)
+    prompt = torch.tensor([[1, 2, 3]], dtype=torch.int64)
+    assert loaded.generate(prompt, max_new_tokens=2, min_new_tokens=2).shape == (1, 5)

@@ -160,6 +160,7 @@ def test_names_with_brackets_are_shown_as_they_are(folder, tmp_path):
 def test_what_cannot_be_evaluated_is_refused_in_a_sentence(folder, data, tmp_path):
     tiny_llama().save_pretrained(tmp_path / "bare")
     write_model(tmp_path / "larger", vocabulary=528)
+    export(folder, tmp_path / "fine-grained")
     for arguments, words in (
         ((tmp_path, *data), "neither a run, nor a checkpoint"),
         ((tmp_path / "bare", *data), "holds no tokenizer"),
@@ -168,6 +169,10 @@ def test_what_cannot_be_evaluated_is_refused_in_a_sentence(folder, data, tmp_pat
         ((folder, *data, "--calibrated", 10**6), "smaller --sequence or --calibrated"),
         ((folder, *data, "--sequence", 10**6), "give a shorter one"),
         ((folder, *data, "--fp8-option", "granularity=rowwise", "--calibrated", 1), "no one amax to calibrate"),
+        (
+            (tmp_path / "fine-grained", *data, "--precision", "fp8", "--calibrated", 1),
+            f"{tmp_path / 'fine-grained'} has blockwise scales, and --calibrated scales each input by one amax",
+        ),
     ):
         done = CliRunner().invoke(app, ["eval", *map(str, arguments)])
         assert done.exit_code == 2, words
