@@ -110,8 +110,8 @@ def load_model(
     model = build_model(folder, folder_config(folder), device, checkpointing=False, frozen=frozen)
     if batches is not None and (finer := _finer_scales(model)):
         raise ValueError(
-            f"{folder} has {finer}, and --calibrated scales each input by one amax; leave --calibrated out, or export the "
-            "model with --format tensorwise."
+            f"{folder} has {finer}, and --calibrated scales each input by one amax; leave --calibrated out, or export "
+            "the model with --format tensorwise."
         )
     from_masters = 0
     if in_fp8:
