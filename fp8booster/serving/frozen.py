@@ -23,7 +23,7 @@ from fp8booster.reading import read_record
 from fp8booster.serving.formats import block_of, granularity_of
 from fp8booster.serving.loading import whole_shards
 from fp8booster.serving.names import StoredNames
-from fp8booster.training.models import attention_of, causal_lm
+from fp8booster.training.models import attention_of, building, causal_lm
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -213,7 +213,7 @@ def _names_of_tied(model: nn.Module) -> dict[str, list[str]]:
 def _skeleton(config: PretrainedConfig, dtype: torch.dtype) -> Any:
     """A causal language model whose matrices have no memory."""
     kind, attention = causal_lm(config), attention_of(config)
-    with _MatricesOnMeta():
+    with building(config), _MatricesOnMeta():
         model = kind._from_config(config, torch_dtype=dtype, attn_implementation=attention)
     model.tie_weights()
     return model

@@ -19,7 +19,7 @@ from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_several
 from fp8booster.serving.names import StoredNames
-from fp8booster.training.models import attention_of, causal_lm
+from fp8booster.training.models import attention_of, building, causal_lm
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Layout:
 def skeleton(config: Any) -> Any:
     """The causal language model that transformers builds from a config, without memory."""
     kind, attention = causal_lm(config), attention_of(config)
-    with torch.device("meta"):
+    with building(config), torch.device("meta"):
         model = kind._from_config(config, attn_implementation=attention)
     model.tie_weights()
     return model

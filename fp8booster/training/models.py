@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fp8booster.reading import first_line
 from fp8booster.training.recomputation import recompute
 
 if TYPE_CHECKING:
@@ -133,6 +137,19 @@ def build(
             config, torch_dtype=dtype, attn_implementation=attention_of(config), trust_remote_code=False
         )
     return prepared(model, checkpointing)
+
+
+@contextmanager
+def building(config: PretrainedConfig) -> Iterator[None]:
+    """Raise ValueError in the place of whatever a model's code meets in a config that nobody checked."""
+    try:
+        yield
+    except Exception as error:
+        where = Path(config.name_or_path) / "config.json" if config.name_or_path else "the config"
+        raise ValueError(
+            f"transformers builds no model from {where} ({type(error).__name__}: {first_line(error)}); correct the "
+            "config."
+        ) from None
 
 
 def causal_lm(config: PretrainedConfig) -> Any:

@@ -118,6 +118,13 @@ def within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.parametrize("changed", [{"hidden_act": "spiral"}, {"rope_scaling": {"rope_type": "spiral"}}])
+def test_a_config_that_transformers_builds_no_model_from_is_refused(copied: Path, changed: dict[str, object]) -> None:
+    config = copied / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changed))
+    refused(copied, rf"transformers builds no model from {config} .*spiral.*; correct the config")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_that_lacks_a_tensor_is_refused_and_a_whole_one_is_read(tmp_path, name):
     make, tensor = MODELS[name]

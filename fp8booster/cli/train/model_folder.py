@@ -12,13 +12,13 @@ import torch
 
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.config import FP8Config
-from fp8booster.reading import first_line, read_record
+from fp8booster.reading import read_record
 from fp8booster.serving.frozen import load_frozen, random_frozen
 from fp8booster.serving.loading import whole_shards
 from fp8booster.serving.read import forget_quantization, load_model, require_loadable
 from fp8booster.serving.shards import weights_of
 from fp8booster.training.adapters import ADAPTER_FILE
-from fp8booster.training.models import MODELS, SIZES, attention_of, build, prepared
+from fp8booster.training.models import MODELS, SIZES, attention_of, build, building, prepared
 from fp8booster.training.parallel import Parallel
 
 if TYPE_CHECKING:
@@ -226,14 +226,8 @@ def require_buildable(folder: str) -> None:
     if "head_dim" not in read_record(file, {}, "save it again"):
         fields["head_dim"] = None  # what transformers makes of the others
     _require_heads(fields, file)
-    try:
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config), trust_remote_code=False)
-    except Exception as error:  # whatever a model's code meets in a config that nobody checked
-        raise ValueError(
-            f"transformers builds no model from {file} ({type(error).__name__}: {first_line(error)}); correct the "
-            "config."
-        ) from None
+    with building(config), torch.device("meta"):
+        AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config), trust_remote_code=False)
     if has_weights(folder):
         whole_shards(Path(folder), config, in_fp8=require_loadable(Path(folder)))
 
