@@ -260,8 +260,11 @@ def _given_sequences(given: dict[str, Any]) -> Sequences | None:
             return None  # a mask of queries by keys has the last word
         return find_sequences((_tokens(given)[0], position_ids.shape[1]), position_ids, mask)
     keys = given.get("cu_seq_lens_k")
-    if keys is not None and keys.shape != boundaries.shape:
-        raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ; queries and keys are of the same sequences here")
+    if keys is not None and _differ(boundaries, keys):
+        raise ValueError(
+            "cu_seq_lens_q and cu_seq_lens_k differ; queries and keys are of the same sequences here; give the same "
+            "boundaries as both, or cu_seq_lens_q alone"
+        )
     if mask is not None and (mask.dim() != 2 or not mask.all()):
         raise ValueError("cu_seq_lens_q packs several sequences in a row, which takes no attention_mask; leave it out")
     if given.get("hidden_states") is not None:
@@ -269,6 +272,18 @@ def _given_sequences(given: dict[str, Any]) -> Sequences | None:
     tokens = _tokens(given)
     device = next(each.device for each in map(given.get, _TOKENS) if each is not None)
     return checked_sequences(tokens, boundaries, given.get("max_length_q"), device)
+
+
+def _differ(queries: torch.Tensor, keys: torch.Tensor) -> bool:
+    """Tell whether the boundaries of queries and keys differ, as far as is known without waiting for a GPU.
+
+    Values on a GPU are not compared: there boundaries of the same number pass, and those of queries hold for keys too.
+    """
+    if queries is keys:
+        return False
+    if queries.shape != keys.shape:
+        return True
+    return not (queries.is_cuda or keys.is_cuda) and bool((queries != keys).any())
 
 
 _TOKENS = ("input_ids", "inputs_embeds", "hidden_states")

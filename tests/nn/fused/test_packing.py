@@ -533,6 +533,7 @@ def test_several_tokens_go_on_from_a_cache() -> None:
         ({"cu_seq_lens_q": cumulated(), "attention_mask": torch.arange(32)[None] < 30}, "takes no attention_mask; le"),
         ({"cu_seq_lens_q": cumulated(), "attention_mask": torch.ones(1, 1, 32, 32)}, "takes no attention_mask; leave"),
         ({"cu_seq_lens_q": cumulated(), "cu_seq_lens_k": torch.tensor([0, 32])}, "queries and keys are of the same"),
+        ({"cu_seq_lens_q": cumulated(), "cu_seq_lens_k": torch.tensor([0, 6, 21, 32])}, "the same boundaries as both"),
     ],
 )
 def test_what_packing_does_not_cover_is_refused(change: dict[str, Any], message: str) -> None:
