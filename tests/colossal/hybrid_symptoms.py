@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -124,7 +126,31 @@ def _put_adapters_into_a_model_that_is_cut() -> None:
         assert "use tp_size=1 and pp_size=1" in str(refusal), f"not refused with a sentence, but {refusal!r}"
 
 
+def _train_an_empty_group() -> None:
+    from tests.colossal.hybrid.runs import native, start
+
+    def in_groups(trained: list[torch.nn.Parameter], lr: float) -> torch.optim.AdamW:
+        return torch.optim.AdamW([{"params": []}, {"params": trained}], lr=lr)
+
+    run = start(native("PP2 1f1b ZeRO 1"), optimizer=in_groups)
+    counts = [len(group["params"]) for group in run.optimizer.param_groups]
+    assert counts[0] == 0
+    assert counts[1] > 0
+
+
+def _clip_without_gradients() -> None:
+    from tests.colossal.hybrid.runs import native, start
+
+    plain, zero = (start(native("PP2 1f1b", zero_stage=stage, max_norm=1.0)).optimizer for stage in (0, 1))
+    for compute in (partial(plain._compute_grad_norm, []), partial(zero._compute_grad_norm, None, [])):
+        with mock.patch.object(dist, "all_reduce") as reduce:
+            assert compute() == 0
+        assert reduce.called, "the other stages wait for ever"
+
+
 SYMPTOMS = {
+    "zero_runs_where_a_group_is_empty": Symptom(_train_an_empty_group, "list index out of range"),
+    "norms_are_added_without_gradients_too": Symptom(_clip_without_gradients, "wait for ever"),
     "masters_are_plain_tensors": Symptom(_train_colo_parameters_without_zero, "moments do not decay"),
     "parts_of_gradients_are_added_once": Symptom(
         _accumulate_under_sequence_parallelism, "a micro-batch is added twice"

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fp8booster.colossal.compat.registry import patch, wrap
@@ -140,3 +141,51 @@ def parts_of_gradients_are_added_once(module: ModuleType, replacements: Replacem
     for name in ("sync_sp_grads", "sync_shared_params"):
         replacements.wrap(module, f"HybridParallelModule.{name}", sync)
     replacements.wrap(module, "HybridParallelZeroOptimizer._sync_sp_grads", sync_of_zero)
+
+
+@wrap(
+    "zero.low_level.low_level_optim:LowLevelZeroOptimizer.__init__",
+    "105",
+    needed_when="a pipeline stage holds no parameter of the optimizer's first group, or that group is empty",
+)
+def zero_runs_where_a_group_is_empty(upstream: Callable, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """ZeRO's optimizer can be made on a rank that holds no parameter of the optimizer's first group.
+
+    Without it a pipeline stage that trains nothing, or nothing of that group, raises IndexError: list index out of
+    range, and the other stages wait for it for ever.
+    """
+    groups = optimizer.param_groups
+    if not groups[0]["params"]:
+        # it reads the dtype there, and drops what is frozen afterwards
+        trained = [parameter for group in groups for parameter in group["params"]]
+        dtype = trained[0].dtype if trained else torch.float32
+        groups[0]["params"] = [nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)]
+    upstream(self, optimizer, *args, **kwargs)
+
+
+@wrap(
+    f"{_PLUGIN}:HybridParallelNaiveOptimizer._compute_grad_norm HybridParallelAMPOptimizer._compute_grad_norm "
+    "HybridParallelZeroOptimizer._compute_grad_norm",
+    "392,595,855",
+    needed_when="a pipeline stage has no gradient of a group under ZeRO, or none at all where gradients are clipped",
+)
+def norms_are_added_without_gradients_too(upstream: Callable, self: Any, *args: Any, **kwargs: Any) -> float:
+    """A rank without gradients adds zero to their norm over the ranks.
+
+    Without it the rank returns before the reductions, in which the others wait for it for ever.
+    """
+    given = inspect.signature(upstream).bind(self, *args, **kwargs)
+    given.apply_defaults()
+    asked = given.arguments
+    if asked.get("gradients") or asked.get("param_gradient_pairs"):
+        return upstream(self, *args, **kwargs)
+    from colossalai.accelerator import get_accelerator
+
+    norm = torch.zeros(1, dtype=torch.float32, device=get_accelerator().get_current_device())
+    power = float(asked["norm_type"])
+    largest = power == torch.inf
+    # in upstream's order; the largest is found within data parallel ranks before
+    for group in (None if largest else asked.get("dp_pg"), self.tp_pg, self.pp_pg):
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(norm, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    return norm.item() if largest else norm.item() ** (1.0 / power)
