@@ -44,9 +44,9 @@ def test_a_layer_casts_its_operands_through_its_own_in_training_alone() -> None:
     for _ in range(2):
         model(x).sum().backward()
     each = [(INPUT, x.shape), (OUTPUT_GRADIENT, torch.Size((2, 8, 16)))]
-    assert seen.seen == [each[0], (WEIGHT, layer.weight.shape), each[1], each[1]]  # input and weight are kept
+    assert seen.seen == [each[0], (WEIGHT, layer.weight.shape), each[1], *each]  # the weight is kept
     model.eval()(x)
-    assert len(seen.seen) == 4
+    assert len(seen.seen) == 5
 
 
 def test_a_weight_that_is_gathered_twice_is_cast_twice() -> None:

@@ -18,7 +18,7 @@ _ATTRIBUTE = "_fp8booster_amax"
 def deliver_amax(tensor: torch.Tensor, amax: torch.Tensor | None) -> torch.Tensor:
     """Attach its amax, float32, whose largest entry counts, to a tensor just made; None: it is not known."""
     if amax is not None and not (torch.compiler.is_compiling() or tensor.is_inference()):
-        setattr(tensor, _ATTRIBUTE, (state_of(tensor), amax))
+        setattr(tensor, _ATTRIBUTE, (tensor._version, tensor.data_ptr(), amax))
     return tensor
 
 
@@ -27,9 +27,5 @@ def delivered_amax(tensor: torch.Tensor) -> torch.Tensor | None:
     if torch.compiler.is_compiling():
         return None
     found = getattr(tensor, _ATTRIBUTE, None)
-    return found[1] if found is not None and found[0] == state_of(tensor) else None
-
-
-def state_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return what changes when a tensor is changed, or is given other data."""
-    return tensor._version, tensor.data_ptr()
+    is_as_made = found is not None and found[0] == tensor._version and found[1] == tensor.data_ptr()
+    return found[2] if is_as_made else None

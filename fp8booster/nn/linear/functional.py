@@ -285,8 +285,7 @@ def linear_from_quantized(
     Raises:
         TypeError: torch.jit.trace runs it.
     """
-    # scales and FP8 weights would be constants of a trace; compiled code cannot ask
-    if not torch.compiler.is_compiling() and torch._C._is_tracing():
+    if torch._C._get_tracing_state() is not None:  # scales and FP8 weights would be constants of the trace
         raise TypeError(
             "torch.jit.trace, also within torch.onnx, records no FP8 products; use torch.compile or torch.export, or "
             "trace the model before it is converted"

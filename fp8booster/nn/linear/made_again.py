@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from fp8booster.kernels.cast import partial_amaxes
-from fp8booster.nn.linear.delivered_amax import deliver_amax, state_of
+from fp8booster.nn.linear.delivered_amax import deliver_amax
 
 _ATTRIBUTE = "_fp8booster_recipe"
 
@@ -43,7 +43,7 @@ class Recipe(NamedTuple):
 def deliver_recipe(tensor: torch.Tensor, recipe: Recipe) -> torch.Tensor:
     """Attach a recipe to a tensor just made, which one product will read."""
     if not torch.compiler.is_compiling():
-        setattr(tensor, _ATTRIBUTE, (state_of(tensor), recipe))
+        setattr(tensor, _ATTRIBUTE, (tensor._version, tensor.data_ptr(), recipe))
     return tensor
 
 
@@ -52,7 +52,8 @@ def delivered_recipe(tensor: torch.Tensor) -> Recipe | None:
     if torch.compiler.is_compiling():
         return None
     found = getattr(tensor, _ATTRIBUTE, None)
-    return found[1] if found is not None and found[0] == state_of(tensor) else None
+    is_as_made = found is not None and found[0] == tensor._version and found[1] == tensor.data_ptr()
+    return found[2] if is_as_made else None
 
 
 def deliver_as_saved(tensor: torch.Tensor, *, one_scale: bool) -> None:

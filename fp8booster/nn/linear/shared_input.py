@@ -43,6 +43,12 @@ class _Newest:
         if self.source is source:
             self.source = self.made_from = self.quantized = None
 
+    def end(self) -> None:
+        """Let go of all: the caller has what the forward was given, and the weak reference leads back here."""
+        del self.caller
+        self.source = self.made_from = self.quantized = None
+        self.readers.clear()
+
 
 class _Thread(threading.local):
     """Leads to objects that other threads reach too: the one that runs the backward often drops the source."""
@@ -68,8 +74,11 @@ def end_forward(module: nn.Module, *_: Any) -> None:
     if torch.compiler.is_compiling():
         return
     forwards = _thread.forwards
-    while forwards and forwards.pop().module is not module:  # one that was interrupted
-        pass
+    while forwards:
+        newest = forwards.pop()
+        newest.end()
+        if newest.module is module:  # else it was interrupted
+            return
 
 
 def _innermost(frame: FrameType) -> _Newest | None:
@@ -81,7 +90,7 @@ def _innermost(frame: FrameType) -> _Newest | None:
             if around is forwards[-1].caller:
                 return forwards[-1]
             around = around.f_back
-        forwards.pop()
+        forwards.pop().end()
     return None
 
 

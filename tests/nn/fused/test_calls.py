@@ -10,8 +10,8 @@ from benchmarks.training import one_layer
 from fp8booster import FP8Config
 from fp8booster.training.models import MODELS
 
-MOST = 680
-"""Calls of Python functions in one step, more than those of the plain layer: 627 with Python 3.11 and torch 2.13."""
+MOST = 740
+"""Calls of Python functions in one step, more than those of the plain layer: 715 with Python 3.11 and torch 2.13."""
 
 
 def calls_of_a_step(name: str) -> int:

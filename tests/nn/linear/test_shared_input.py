@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from types import FrameType, SimpleNamespace
 
 import numpy as np
@@ -172,6 +173,27 @@ def test_a_forward_that_raises_ends_the_sharing(error: type[BaseException], devi
     x.data.copy_(3 * x.flip(0))
     assert torch.equal(projections.k(x), fp8_linear(x, projections.k.weight))
     assert not shared_input._thread.forwards
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_nothing_of_a_forward_is_kept_when_it_has_ended(error: type[Exception] | None, device) -> None:
+    """Until the garbage collector comes by it would be memory of a GPU."""
+
+    def look(x: torch.Tensor) -> None:
+        kept.extend(map(weakref.ref, (x, shared_input._thread.forwards[-1])))
+        if error is not None:
+            raise error
+
+    kept: list[weakref.ref] = []
+    projections = convert_to_fp8(Projections(look), FP8Config(always=True)).to(device)
+    gc.disable()
+    try:
+        with suppress(KeyError):
+            projections(torch.randn(16, 48, device=device))
+        assert kept
+        assert all(each() is None for each in kept)
+    finally:
+        gc.enable()
 
 
 def test_a_forward_inside_another_has_its_own_casts_and_leaves_the_outer_ones(device, casts) -> None:
