@@ -42,7 +42,7 @@ def types_of(hint: Any, default: Any = inspect.Parameter.empty) -> list[Any]:
 def is_of(value: Any, kind: Any) -> bool:
     """Tell whether a value is of a type of `WORDS`: true and false are no numbers, and a whole number is a number."""
     if kind == list[int]:
-        return isinstance(value, list) and all(is_of(each, int) for each in value)
+        return isinstance(value, (list, tuple)) and all(is_of(each, int) for each in value)
     if kind == tuple[float, float]:
         return isinstance(value, (tuple, list)) and len(value) == 2 and all(is_of(each, float) for each in value)
     if kind in (int, float):

@@ -25,6 +25,7 @@ from fp8booster.argument_types import is_of, require_types, types_of, wrong_type
         ((0.9, 1), {tuple[float, float]}),
         ([0.9, 1], {tuple[float, float]}),
         ([1, 2], {list[int], tuple[float, float]}),
+        ((1, 2, 3), {list[int]}),
         ([1, True], set()),
         ((0.9,), set()),
     ],

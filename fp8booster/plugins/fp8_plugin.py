@@ -31,6 +31,12 @@ from fp8booster.plugins.parameters import require_parameters
 
 _PRECISIONS = ("bf16", "fp16")
 
+_WIDER_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("reduce_bucket_size_in_m", "zero_bucket_size_in_m"), float),
+    **dict.fromkeys(("bucket_cap_mb", "ddp_bucket_cap_mb", "search_range_m"), float | None),
+}
+"""Types of arguments that Colossal-AI takes, where its annotations say int: a size of 2^20 may be a fraction of it."""
+
 WITHOUT_FP8 = "Colossal-AI adds gradients up without fp8_communication; turn it on, or leave the option out"
 """Why `gradient_accumulation` has no effect with ZeRO."""
 
@@ -99,7 +105,9 @@ class FP8Plugin(Plugin):
         """Raise TypeError for an argument of the wrong type; without FP8, Colossal-AI's are left to it."""
         parameters = inspect.signature(self.native).parameters
         own = {"use_fp8": bool, "fp8_communication": bool | None}
-        theirs = {name: each.annotation for name, each in parameters.items()} if arguments.get("use_fp8") else {}
+        theirs = {}
+        if arguments.get("use_fp8"):
+            theirs = {name: _WIDER_TYPES.get(name, each.annotation) for name, each in parameters.items()}
         for name, hint in {**theirs, **own}.items():
             default = parameters[name].default if name in parameters else inspect.Parameter.empty
             if name in arguments and (wanted := wrong_type(arguments[name], hint, default)) is not None:

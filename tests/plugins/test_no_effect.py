@@ -136,6 +136,31 @@ def test_a_size_of_buckets_is_kept_where_given_and_larger_where_not(case: tuple[
     assert size(use_fp8=True, **given) == size(**given) < size() < size(use_fp8=True)
 
 
+SIZES_OF_2_20 = BUCKETS | {
+    ("LowLevelZeroPlugin", "reduce_bucket_size_in_m"): lambda plugin: plugin.zero_optim_kwargs["reduce_bucket_size"],
+    ("GeminiPlugin", "search_range_m"): lambda plugin: plugin.gemini_config["search_range_m"],
+}
+"""By plugin and argument that Colossal-AI annotates as a whole number: where it keeps the size."""
+
+
+@ranks(2)
+@pytest.mark.parametrize("case", SIZES_OF_2_20, ids=str)
+def test_a_size_may_be_a_fraction(case: tuple[str, str]) -> None:
+    import fp8booster.plugins
+
+    name, argument = case
+    sizes = SIZES.get(name, {}) | ({} if name.startswith("Torch") else {"precision": "bf16"})
+
+    def size(value: Any) -> Any:
+        return SIZES_OF_2_20[case](getattr(fp8booster.plugins, name)(**sizes, use_fp8=True, **{argument: value}))
+
+    assert 4 * size(0.25) == size(1)
+    with pytest.raises(TypeError, match=f"{argument} is '1'; it must be a number"):
+        size("1")
+    if argument in ("bucket_cap_mb", "ddp_bucket_cap_mb", "search_range_m"):
+        assert size(None) is None  # what PyTorch's DDP and Gemini replace by their own size
+
+
 ACCUMULATION: dict[tuple[str, str], tuple[dict[str, Any], str | None]] = {
     ("LowLevelZeroPlugin", "FP8 on the wire"): ({}, None),
     ("LowLevelZeroPlugin", "16 bits on the wire"): (IN_16_BITS, "without fp8_communication; turn it on"),
