@@ -81,6 +81,16 @@ ONLY_WAITS = "fp8_only_waits"
 """Attribute of a hook that does nothing but wait for parameters."""
 
 
+PASSES_ON = "fp8_passes_on"
+"""Attribute of a forward that makes parameters ready, and passes all that it is given to its base class's."""
+
+
+def forward_of_class(module: nn.Module) -> Callable[..., Any]:
+    """Return what the class of a module computes: the first forward of its bases that does more than pass on."""
+    bases: tuple[Any, ...] = type(module).__mro__
+    return next(base.forward for base in bases if not getattr(base.forward, PASSES_ON, False))
+
+
 def wait_for_parameters(module: nn.Module) -> None:
     """Run the hooks of a module, which is not called, that only wait."""
     for hook in module._forward_pre_hooks.values():

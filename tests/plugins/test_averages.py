@@ -1,4 +1,4 @@
-"""Averages of weights that are swapped in through `.data` for an evaluation, and out again."""
+"""Averages of weights that are swapped in through `.data` for an evaluation, and out again; and weights loaded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fp8booster import FP8Config, forget_weights
 from tests.colossal.models import tiny_llama, token_batch
-from tests.distributed import ranks
+from tests.distributed import ranks, shared_folder
 from tests.plugins.training import Boosted, boost, rank_batches
 
 CLOSE = 2e-2
@@ -32,11 +32,11 @@ WHOLE = ("low_level_zero", "low_level_zero unfused", "low_level_zero, 16 bits on
 """Of which each rank holds whole weights."""
 
 
-def engine(name: str) -> Any:
-    """A plugin with FP8 products, and FP8 on the wire unless the name tells otherwise."""
+def engine(name: str, **options: Any) -> Any:
+    """A plugin with FP8 products, and FP8 on the wire unless the name tells otherwise; `options` of its `FP8Config`."""
     from fp8booster import plugins
 
-    config = FP8Config(emulate=True, always=True, fused="unfused" not in name)
+    config = FP8Config(emulate=True, always=True, fused="unfused" not in name, **options)
     arguments: dict[str, Any] = {"use_fp8": True, "fp8_config": config}
     if name.startswith("low_level_zero"):
         wire = "16 bits" not in name
@@ -102,3 +102,30 @@ def test_an_average_that_is_swapped_in_is_evaluated_and_training_goes_on_as_with
     run.model.train()
     for tokens in (batches[2], batches[0]):
         assert run.step(tokens) == pytest.approx(undisturbed.step(tokens), rel=within, abs=0)
+
+
+@ranks(2)
+@pytest.mark.parametrize("keeps_16_bits", [True, False])
+@pytest.mark.parametrize("name", ["low_level_zero", "low_level_zero unfused", "hybrid ZeRO", "TP2 ZeRO"])
+def test_loaded_weights_are_evaluated_and_trained_from_after_a_save_too(name: str, keeps_16_bits: bool) -> None:
+    run = boost(engine(name, weights_in_16_bits=keeps_16_bits), tiny_llama(), lr=1e-2)
+    tokens = token_batch(0)  # the same on all ranks, so that these have one loss
+    folder = shared_folder(f"loaded {name} {keeps_16_bits}")
+    path, again = str(folder / "model"), str(folder / "again")
+    run.step(tokens)
+    run.booster.save_model(run.model, path, shard=True)
+    saved = evaluated(run, tokens)
+    for _ in range(3):
+        run.step(tokens)
+    run.booster.save_model(run.model, again, shard=True)  # other values of what was gathered
+    before = evaluated(run, tokens)
+    run.booster.load_model(run.model, path)
+    run.booster.save_model(run.model, again, shard=True)
+    loaded = evaluated(run, tokens)
+    # what was gathered is rounded once from FP32, what was loaded from the 16 bits in the file
+    assert loaded == pytest.approx(saved, rel=CLOSE / 4)
+    assert abs(before - saved) > 2 * CLOSE * saved
+    run.model.eval()
+    run.model.train()
+    assert evaluated(run, tokens) == loaded
+    assert run.step(tokens) == [loaded]

@@ -27,6 +27,7 @@ from fp8booster.nn.fused.head import HeldHead
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.fused.norm import FusedNorm
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
+from fp8booster.nn.modules import PASSES_ON
 from fp8booster.nn.weights.resharded import ReshardedWeight
 
 Made = TypeVar("Made", bound=torch.Tensor | tuple[torch.Tensor, ...] | None)
@@ -82,6 +83,9 @@ class GatheredModule(nn.Module):
     def fp8_merges_by(self) -> Hashable | None:
         """As for the class that it was, whose product it leaves as it is."""
         return FP8Linear if self.original_class is FP8Linear else super().fp8_merges_by()
+
+
+setattr(GatheredModule.forward, PASSES_ON, True)
 
 
 class GatheredHead(GatheredModule, HeldHead):

@@ -394,12 +394,24 @@ class GatheredWeights:
         with torch.inference_mode(False):  # autograd may save it later
             self._restore(gathered)
 
-    @torch.no_grad()
-    def note_values(self) -> None:
-        """Let the layers know that the values in 16 bits, which are those of the masters now, are of these weights."""
-        for group in dict.fromkeys(gathered.group for gathered in self._weights.values()):
-            for filled in group.filled:
+    @contextmanager
+    def values_of_masters(self) -> Iterator[None]:
+        """Let what is written to the weights inside, the masters' values in 16 bits, count as values of these weights.
+
+        It does for layers that multiply by what was gathered. Where other weights were loaded since, also into the
+        masters, what was gathered is of neither.
+        """
+        sources = [filled for group in self._groups() for filled in group.filled]
+        written = {id(filled) for filled in sources if filled.is_right()}
+        yield
+        for filled in sources:
+            if id(filled) in written:
                 filled.source.note_values(filled.weights)
+            else:
+                filled.source.forget()
+
+    def _groups(self) -> Iterator[ScaleGroup]:
+        yield from dict.fromkeys(gathered.group for gathered in self._weights.values())
 
     @torch.no_grad()
     def _restore(self, gathered: GatheredWeight) -> None:
@@ -413,10 +425,12 @@ class GatheredWeights:
             return
         values = padded[: weight.numel()].view(weight.shape)
         unpack([quantized.data], [quantized.inverse_scale], [None], [values])
+        right = [filled for filled in gathered.group.filled if filled.is_right()]  # others may have been given data
         weight.data = values
         self._optimizer._working_param_to_padded_working_param[weight] = padded
         gathered.released = False
-        gathered.group.fill()
+        for filled in right:
+            filled.fill()
 
 
 class _Cast:

@@ -455,8 +455,8 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         The working weights of FP8 layers hold the values of their FP8 copies between steps, or none.
         """
         self.gathered_weights.restore()
-        self._gather([self._update_of(working) for working in self._in_fp8()], wait=True)
-        self.gathered_weights.note_values()
+        with self.gathered_weights.values_of_masters():
+            self._gather([self._update_of(working) for working in self._in_fp8()], wait=True)
 
     def groups_that_gather(self) -> list[dist.ProcessGroup]:
         """The groups of ranks over which `gather_working_weights` communicates."""

@@ -32,6 +32,16 @@ class Filled(NamedTuple):
     weights: list[nn.Parameter]
     quantized: QuantizedMatrix
 
+    def fill(self, ready: torch.cuda.Event | None = None) -> None:
+        """Hand the holder what was gathered; `ready` as in `EngineWeight.fill`."""
+        if self.holder.fp8_weight is not self.source:  # converted again since
+            self.holder.fp8_weight = self.source
+        self.source.fill(self.weights, self.quantized, ready)
+
+    def is_right(self) -> bool:
+        """Tell whether the weights, as they are, are what was gathered."""
+        return self.source.is_provided(self.weights)
+
 
 @dataclass(eq=False)
 class ScaleGroup:
@@ -47,10 +57,8 @@ class ScaleGroup:
 
     def fill(self, ready: torch.cuda.Event | None = None) -> None:
         """Hand the layers what was gathered; `ready` as in `EngineWeight.fill`."""
-        for holder, source, weights, quantized in self.filled:
-            if holder.fp8_weight is not source:  # converted again since
-                holder.fp8_weight = source
-            source.fill(weights, quantized, ready)
+        for filled in self.filled:
+            filled.fill(ready)
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ from torch import nn
 from fp8booster.nn.fused.part import Fused
 from fp8booster.nn.fused.pointwise import IN_16_BITS, Saving, layer_norm, rms_norm
 from fp8booster.nn.fused.trials import Norm
-from fp8booster.nn.modules import may_be_bypassed, wait_for_parameters
+from fp8booster.nn.modules import forward_of_class, may_be_bypassed, wait_for_parameters
 
 
 class FusedNorm(Fused):
@@ -31,7 +31,7 @@ class FusedNorm(Fused):
     @property
     def takes_terms(self) -> bool:
         """Whether its forward is the one here, and not that of a class derived from its own afterwards."""
-        return type(self).forward is FusedNorm.forward
+        return forward_of_class(self) is FusedNorm.forward
 
     def forward(
         self,

@@ -99,7 +99,7 @@ class EngineWeight(CachedWeight):
     def note_values(self, weights: Sequence[torch.Tensor]) -> None:
         """Remember the weights as they are, which the engine wrote, as other values of what it made last."""
         if self._filled is not None:
-            self._noted = _sums(as_matrix(weights, self.is_transposed))
+            self._noted = _row_hashes(as_matrix(weights, self.is_transposed))
 
     def _has_values_of(self, weights: Sequence[torch.Tensor], filled: QuantizedMatrix) -> bool:
         """Compare the weights with what the engine made; the host waits for it."""
@@ -116,7 +116,7 @@ class EngineWeight(CachedWeight):
         matrix = as_matrix(weights, self.is_transposed)
         if _decodes_to(matrix, filled.data, filled.inverse_scale):
             return True
-        return self._noted is not None and all(map(torch.equal, self._noted, _sums(matrix)))
+        return self._noted is not None and torch.equal(self._noted, _row_hashes(matrix))
 
     @property
     def held(self) -> QuantizedMatrix | None:
@@ -143,7 +143,7 @@ class EngineWeight(CachedWeight):
     """The weights that were seen last have the values of what the engine made."""
 
     _seen_at: list[tuple[int, int, int]] | None = None
-    _noted: tuple[torch.Tensor, ...] | None = None
+    _noted: torch.Tensor | None = None
     """Of `note_values`."""
 
     def __reduce__(self) -> tuple:
@@ -189,9 +189,18 @@ def _decodes_to(matrix: torch.Tensor, data: torch.Tensor, inverse_scale: torch.T
     return torch.equal(values, matrix)
 
 
-def _sums(matrix: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the sums of the columns and of the rows, which tell a matrix from another: float64."""
-    return matrix.sum(0, dtype=torch.float64), matrix.sum(1, dtype=torch.float64)
+def _row_hashes(matrix: torch.Tensor) -> torch.Tensor:
+    """Return numbers that tell the bits of a matrix from any other's, int64 [rows]."""
+    bits = matrix.view({2: torch.int16, 4: torch.int32}[matrix.element_size()])
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**63), 2**63 - 1, bits.shape[1:], generator=generator, dtype=torch.int64)
+    factors = factors.to(bits.device)
+    rows = max(1, _HASHED_AT_ONCE // max(1, bits.shape[1]))
+    return torch.cat([(part * factors).sum(1) for part in bits.split(rows)])
+
+
+_HASHED_AT_ONCE = 2**22
+"""Values, which take eight bytes each for that long."""
 
 
 def _lacks_values(weight: torch.Tensor) -> bool:

@@ -315,3 +315,18 @@ def test_data_that_weights_are_given_is_evaluated_and_kept_until_the_next_step()
     plain = tiny_llama().bfloat16().eval()
     plain.load_state_dict(saved)
     assert_close([plain(input_ids=batch(), labels=batch()).loss.item()], [zeros], CLOSE)
+
+
+@ranks(2)
+def test_data_that_one_of_merged_weights_is_given_stays_when_the_others_get_their_values() -> None:
+    run = alone(fused=True)
+    train(run, steps=1)
+    layer = dict(gathered(run))["model.layers.0.self_attn.q_proj.weight"]
+    with torch.no_grad():
+        run.model.eval()
+        before = run.loss(batch()).item()
+        layer._parameters["weight"].data = torch.full(layer.held_weight.shape, 0.25, dtype=torch.bfloat16)
+        run.model.eval()
+        changed = run.loss(batch()).item()
+        run.model.unwrap().state_dict()
+        assert run.loss(batch()).item() == changed != before

@@ -473,6 +473,13 @@ def test_other_values_that_the_engine_wrote_itself_are_of_the_same_weights(decod
     weights[0].data[0, :2] = torch.tensor([second, first], dtype=torch.bfloat16)  # the same values elsewhere
     look_again(weights[0])
     assert not source.is_provided(weights)
+    weights[0].data[:2, :2] = torch.tensor([[1, 2], [2, 1]], dtype=torch.bfloat16)
+    source.note_values(weights)
+    look_again(weights[0])
+    assert source.is_provided(weights)
+    weights[0].data[:2, :2] = torch.tensor([[2, 1], [1, 2]], dtype=torch.bfloat16)  # of the same sums
+    look_again(weights[0])
+    assert not source.is_provided(weights)
     source.fill(weights, quantized)
     look_again(weights[0])
     assert not source.is_provided(weights)  # what was written before is no value of what is made now
