@@ -27,5 +27,6 @@ def delivered_amax(tensor: torch.Tensor) -> torch.Tensor | None:
     if torch.compiler.is_compiling():
         return None
     found = getattr(tensor, _ATTRIBUTE, None)
-    is_as_made = found is not None and found[0] == tensor._version and found[1] == tensor.data_ptr()
-    return found[2] if is_as_made else None
+    if found is None or found[0] != tensor._version or found[1] != tensor.data_ptr():
+        return None
+    return found[2]
