@@ -46,7 +46,7 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
             # nothing to average then, or ZeRO does; and at the end of backward DDP gives parameters once more the
             # gradients that ZeRO has taken
             model.module, model.use_ddp = model.module.module, False
-        model.zero_optimizer = optimizer if isinstance(optimizer, FP8ZeroOptimizer) else None
+        model.set_zero_optimizer(optimizer if isinstance(optimizer, FP8ZeroOptimizer) else None)
         model.partial_sums = gradients_to_sum(model)
         model.stage_sums = shared_between_stages(model)
         if is_new and model.use_ddp:

@@ -410,6 +410,12 @@ class GatheredWeights:
             else:
                 filled.source.forget()
 
+    def drop(self) -> None:
+        """Let layers cast their weights until the next step: what was gathered is of other masters."""
+        for group in self._groups():
+            for filled in group.filled:
+                filled.source.drop()
+
     def _groups(self) -> Iterator[ScaleGroup]:
         yield from dict.fromkeys(gathered.group for gathered in self._weights.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroModel
@@ -14,6 +15,12 @@ class SavesMasters:
 
     zero_optimizer: FP8ZeroOptimizer | None
     """What trains the model, if it gathers weights in FP8."""
+
+    def set_zero_optimizer(self, optimizer: FP8ZeroOptimizer | None) -> None:
+        """Let checkpoints read and write the masters of an optimizer that gathers weights in FP8, if there is one."""
+        self.zero_optimizer = optimizer
+        if optimizer is not None:  # Colossal-AI bound what the class had that the optimizer was
+            self.update_master_params = MethodType(optimizer.update_master_params, self)
 
     def _force_wait_all_gather(self) -> None:
         """Make the working weights ready to be saved; checkpoint IO calls it on every rank before it reads them."""
@@ -29,7 +36,7 @@ class FP8ZeroModel(SavesMasters, LowLevelZeroModel):
     def convert_in_place(cls, model: LowLevelZeroModel, optimizer: FP8ZeroOptimizer) -> None:
         """Turn a model wrapper into this class in place."""
         model.__class__ = cls
-        model.zero_optimizer = optimizer
+        model.set_zero_optimizer(optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
         # as Colossal-AI's wrapper, it is pickled without what trains it, and without its process groups

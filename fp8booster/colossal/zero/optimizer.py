@@ -444,6 +444,15 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         # count
         torch.autograd.graph.increment_version([update.working for update in _in_16_bits(updates)])
 
+    def update_master_params(self, model: nn.Module) -> None:
+        """As Colossal-AI's, which sets the masters to weights that were loaded.
+
+        The bytes that were gathered before may decode to these weights, or be noted as theirs, and were cast from
+        masters with more bits: a run that goes on must be that of another which loads the same.
+        """
+        super().update_master_params(model)
+        self.gathered_weights.drop()
+
     def publish_masters(self) -> None:
         """Send every weight as a step would, after the masters were set from outside; every rank calls it."""
         updates = self._updates_of_all()

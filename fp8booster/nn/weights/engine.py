@@ -128,6 +128,11 @@ class EngineWeight(CachedWeight):
         super().forget()
         self._seen_at, self._is_right = None, False
 
+    def drop(self) -> None:
+        """Forget what the engine made: it is of other weights, however near."""
+        self.forget()
+        self._filled = self._ready = self._noted = None
+
     def restore_values(self) -> None:
         if self._restore is not None:
             self._restore()
