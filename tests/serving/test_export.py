@@ -31,7 +31,7 @@ from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
-from fp8booster.serving.layout import layout_of_config
+from fp8booster.serving.layout import layout_of, layout_of_config
 from fp8booster.serving.read import dequantized
 from tests.colossal.models import VOCABULARY, tiny_llama, token_batch
 from tests.nn.fused.models import build
@@ -243,6 +243,24 @@ def test_shards_are_no_larger_than_asked_and_indexed(tmp_path):
         with safe_open(tmp_path / "out" / name, framework="pt") as shard:
             assert all(index["weight_map"][tensor] == name for tensor in shard.keys())  # noqa: SIM118
             assert sum(shard.get_tensor(tensor).nbytes for tensor in shard.keys()) <= 20_000  # noqa: SIM118
+
+
+def test_no_index_of_the_model_that_is_read_goes_along(tmp_path):
+    export(llama(), tmp_path / "many", format="bf16", shard_bytes=20_000)
+    export(tmp_path / "many", tmp_path / "one")
+    assert not list((tmp_path / "one").glob("*.index.json"))
+
+
+def test_layers_that_do_not_run_as_one_share_no_scale(tmp_path):
+    model = convert_to_fp8(llama())
+    fuse(model)
+    layers = "model.layers.0.self_attn", "model.layers.1.self_attn"
+    together = [tuple(f"{path}.{name}_proj.weight" for name in "qkv") for path in layers]
+    assert [layout_of(model).groups[names[1]] for names in together] == together
+    model.get_submodule(f"{layers[0]}.q_proj").register_forward_hook(lambda *_: None)
+    groups = layout_of(model).groups
+    assert [groups[name] for name in together[0]] == [(name,) for name in together[0]]
+    assert groups[together[1][1]] == together[1]
 
 
 @pytest.mark.parametrize("model", MODELS)

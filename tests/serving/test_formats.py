@@ -167,3 +167,10 @@ def test_blocks_are_those_of_the_config(settings, block):
 def test_other_quantizations_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         block_of(settings, "config.json")
+
+
+def test_blocks_need_not_be_square() -> None:
+    data = torch.randn(7, 9).to(E4M3)
+    scale = torch.rand(4, 3) + 0.5
+    whole = scale.repeat_interleave(2, 0)[:7].repeat_interleave(4, 1)[:, :9]
+    assert torch.equal(decode(data, scale, (2, 4), "weight"), data.float() * whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,3 +160,12 @@ def test_it_is_cropped_as_transformers_does(trained) -> None:
             trained(input_ids=ids[:, 8:9], past_key_values=cache, use_cache=True).logits for cache in (cropped, short)
         )
     torch.testing.assert_close(after, expected, rtol=0.02, atol=0.05)
+
+
+def test_bytes_are_those_of_keys_and_of_values() -> None:
+    """Which may have other sizes, and some layers have neither."""
+    keys, values = torch.zeros(2, 3, dtype=torch.bfloat16), torch.zeros(2, 5, dtype=torch.bfloat16)
+    layers = [SimpleNamespace(keys=keys, values=values), SimpleNamespace(keys=None, values=None), SimpleNamespace()]
+    assert cache_bytes(SimpleNamespace(layers=layers)) == cache_bytes(((keys, values),)) == 32
+    assert cache_bytes(SimpleNamespace(key_cache=[keys], value_cache=[values])) == 32
+    assert cache_bytes(None) == 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fp8booster.nn.fused import attention
 from fp8booster.nn.fused.attention import attend, why_unlike
+from fp8booster.nn.fused.self_attention import FusedAttention
+from fp8booster.nn.fused.trials import Form
 
 QUERIES, PAST = 5, 3
 """Tokens that attend, and those of a cache before them."""
@@ -69,3 +72,16 @@ def test_other_implementations_and_weights_are_left_to_transformers() -> None:
     assert why_unlike("eager", {}) == "attn_implementation='eager'"
     assert why_unlike("sdpa", {"output_attentions": True}) == "its weights are asked for"
     assert why_unlike("sdpa", {"output_attentions": False, "use_cache": True}) is None
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_a_cache_is_told_where_and_of_the_window(window) -> None:
+    told = []
+    cache = SimpleNamespace(update=lambda key, value, layer, place: told.append((layer, place)) or (key, value))
+    layer = SimpleNamespace(native_arguments=("cache_position",), form=Form(), layer_idx=3, sliding_window=window)
+    cos, sin, place = torch.ones(1), torch.zeros(1), torch.arange(2)
+    key, value = torch.randn(2, 1, 2, 2, 4)
+    arguments = {"cache_position": place, "position_embeddings": (cos, sin)}
+    assert FusedAttention.cached(layer, key, value, cache, arguments) == (key, value)
+    of_window = {} if window is None else {"sliding_window": window}
+    assert told == [(3, {"cache_position": place, "sin": sin, "cos": cos} | of_window)]
