@@ -258,8 +258,11 @@ def test_layers_that_gather_one_input_otherwise_do_not_share_it(what: str) -> No
     for layers in ((one, other), (other, one)):
         x = torch.randn(2, 16, INPUTS).bfloat16()
         expected = [layer(x.clone()) for layer in layers]
+        holder = nn.ModuleList(layers)
         with count_traffic() as traffic:
+            begin_forward(holder)
             found = [layer(x) for layer in layers]
+            end_forward(holder)
         for right, y in zip(expected, found, strict=True):
             assert torch.equal(right, y)
         assert len(traffic.counts) == (3 if what == "communication" else 2)
