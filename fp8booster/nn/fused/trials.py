@@ -392,7 +392,7 @@ def _watched_form(attention: Any, part: Part, fused: type[nn.Module], places: in
     """A form that was found, with what it hangs on; None: it is another for other numbers, or in training."""
     reads: tuple[set[str], set[str]] = (set(), set())
     longest = min(filter(None, (_limit(attention, name) for name in _LIMITS)), default=_LONG)
-    for how in (_How(training=True), _How(size=5.0), _How(length=min(_LONG, longest))):
+    for how in (_Conditions(training=True), _Conditions(size=5.0), _Conditions(length=min(_LONG, longest))):
         right, found = (
             _tried(_attended, attention, part, cls, places, form.angles, of_fused, how, read)
             for cls, of_fused, read in zip((cast(Any, fused).tried[0], fused), (None, form), reads, strict=True)
@@ -403,7 +403,7 @@ def _watched_form(attention: Any, part: Part, fused: type[nn.Module], places: in
     return form._replace(hangs_on=tuple(_plain_attributes(attention, reads[0] ^ reads[1])))
 
 
-class _How(NamedTuple):
+class _Conditions(NamedTuple):
     """What an attention is tried out on."""
 
     length: int = 5
@@ -411,7 +411,7 @@ class _How(NamedTuple):
     training: bool = False
 
 
-_USUAL = _How()
+_USUAL = _Conditions()
 _SCALED = 1.5
 _LONG = 40
 _LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale")
@@ -487,7 +487,7 @@ def _attended(
     places: int,
     kind: str,
     form: Form | None = None,
-    how: _How = _USUAL,
+    how: _Conditions = _USUAL,
     read: set[str] | None = None,
 ) -> tuple:
     """What the forward of a class gives of an attention whose layers give numbers of their own.
