@@ -123,7 +123,7 @@ def load_model(
 
 
 def _finer_scales(model: nn.Module) -> str | None:
-    """Which scales the weights have that a model was loaded with in FP8, where they are finer than one a tensor."""
+    """Name the scales of the FP8 weights that a model was loaded with, where they are finer than one a tensor."""
     scales = (each.fp8_config.finer_scales for each in model.modules() if isinstance(each, FrozenFP8Linear))
     return next(filter(None, scales), None)
 

@@ -21,7 +21,7 @@ class BoostedOptimizer:
     """The model, or its wrapper: a module."""
 
     _unused_backward: int | None = None
-    """How often optimizers had stepped at the last backward; None where its gradients are gone."""
+    """The count of optimizer steps at the last backward; None where its gradients are gone."""
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
         """Backward from a loss; errors and arguments as in Colossal-AI's."""

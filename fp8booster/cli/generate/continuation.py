@@ -52,7 +52,7 @@ class GenerateOptions:
     temperature: float
     """0: greedy."""
     seed: int | None
-    """Of sampling; None: 0."""
+    """The seed of sampling; None: 0."""
     kv_cache: str
     fp8_options: Sequence[str]
 

@@ -32,7 +32,7 @@ class Gpu:
     memory: float
     """In GiB, as torch reports it."""
     blockwise: bool = True
-    """Whether it has products with blockwise scales."""
+    """Tell whether the GPU has products with blockwise scales."""
 
     def takes(self, size: int) -> bool:
         """Whether a step fits whose tensors take so many bytes."""

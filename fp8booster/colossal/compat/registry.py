@@ -50,7 +50,7 @@ class Patch:
     """True: the patch lasts only while the code of `module` runs, or of one within it (a stand-in for a package)."""
     state: State = State.WAITING
     _running: int = 0
-    """How many modules run around whose code the patch is put in: one imports another."""
+    """The number of modules that run now with the patch around their code: one imports another."""
     _replacements: Replacements = field(default_factory=Replacements, repr=False)
 
     @property

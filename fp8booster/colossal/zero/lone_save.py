@@ -22,7 +22,7 @@ _LOOK = 0.02  # seconds between looks
 
 
 class _Saves:
-    """How often this rank has taken part in a group's saves, and what it left in the store of all."""
+    """Counts the saves of a group that this rank took part in, and keeps what it left in the store of all."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.count = 0

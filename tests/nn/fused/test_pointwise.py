@@ -63,7 +63,7 @@ def test_a_norm_is_that_of_its_module(name: str, added: bool, saving: Saving, de
     right = [module(h), h]
     found = fused(module, *given, saving=saving)
     assert torch.equal(delivered_amax(found[0]).amax(), amax_of(found[0]))
-    made_again(found[0], saving)
+    check_recipe(found[0], saving)
     with torch.no_grad():
         assert torch.equal(fused(module, *given)[0], found[0])
         assert delivered_recipe(fused(module, *given, saving=saving)[0]) is None
@@ -80,7 +80,7 @@ def test_a_norm_is_that_of_its_module(name: str, added: bool, saving: Saving, de
             torch.testing.assert_close(one, other, **near)
 
 
-def made_again(found: torch.Tensor, saving: Saving) -> None:
+def check_recipe(found: torch.Tensor, saving: Saving) -> None:
     """Check what its recipe makes of what was just made: it, and the transpose of its cast."""
     recipe = delivered_recipe(found)
     assert (recipe is not None) == saving.again
@@ -129,7 +129,7 @@ def test_an_activation_is_that_of_torch(gated: bool, saving: Saving, device: tor
         found, right = activate(x, "gelu", saving=saving), F.gelu(x)
     assert torch.equal(delivered_amax(found).amax(), amax_of(found))
     torch.testing.assert_close(found, right)
-    made_again(found, saving)
+    check_recipe(found, saving)
     with torch.no_grad():
         alone = activate_gated(x, "gelu_tanh", saving=saving) if gated else activate(x, "gelu", saving=saving)
         assert torch.equal(alone, found)

@@ -22,7 +22,7 @@ _PACKAGES = {
     "galore_torch": "galore-torch",
     "transformers": f"transformers=={SHARDED_TRANSFORMERS}",
 }
-"""What is stood in for, and what to install for it."""
+"""The names that are stood in for, and what to install for each."""
 
 
 class _StandIn(type):
