@@ -19,10 +19,11 @@ from benchmarks.harness import command, environment
 from benchmarks.harness.results import Column, Record, Result, Table, microseconds
 from benchmarks.harness.roofline import CopyBandwidth, cast_bytes
 from benchmarks.harness.timing import Timing, Variant, input_sets, time_interleaved
-from fp8booster import formats, scaling
+from fp8booster import formats
 from fp8booster.kernels.blockwise_cast import blockwise_cast
 from fp8booster.kernels.cast import cast
 from fp8booster.kernels.delayed_cast import cast_by, note_amax
+from fp8booster.kernels.scales import amax_of
 
 Work = Callable[[torch.Tensor, torch.Tensor], object]
 """What is done to (matrix, amax)."""
@@ -80,7 +81,7 @@ def _amax(device: torch.device) -> Work:
         from fp8booster.kernels.cast_triton import partial_amaxes_triton
 
         return lambda matrix, amax: partial_amaxes_triton(matrix)
-    return lambda matrix, amax: scaling.amax_of(matrix)
+    return lambda matrix, amax: amax_of(matrix)
 
 
 def _delayed(device: torch.device, *, transposed: bool) -> Work:
@@ -113,7 +114,7 @@ def time_casts(
     torch._dynamo.reset()
     sets = input_sets(2 * rows * columns, device)
     matrices = [torch.randn(rows, columns, device=device, dtype=torch.bfloat16) for _ in range(sets)]
-    maxima = [scaling.amax_of(matrix) for matrix in matrices]
+    maxima = [amax_of(matrix) for matrix in matrices]
     variants = [copy.variant]
     for kind in KINDS:
         work = work_of(kind, device)

@@ -12,9 +12,10 @@ import torch
 
 from benchmarks.gradients.collect import Bucket
 from benchmarks.harness.results import Record
-from fp8booster import formats, scaling
+from fp8booster import formats
 from fp8booster.comm import Encoding
 from fp8booster.comm.automatic_scaling import FORMAT, add_in_fp8, cast_tensors, scales_of
+from fp8booster.kernels.scales import amax_of
 
 _BEYOND = 1 + 2.0**-12
 """Times the largest magnitude: more than the rounding of a real-time scale can push past it."""
@@ -126,7 +127,7 @@ def _automatic(bucket: Bucket, mu: float) -> Sent:
     """FP8-LM's scaling with this mu: one scale for each parameter, shared by all ranks; the sum is taken in FP8."""
     ranks, _, part = bucket.values.shape
     parameters = bucket.values.split(bucket.sizes, 2)
-    scales, inverse_scales = scales_of(torch.stack([scaling.amax_of(values) for values in parameters]), mu)
+    scales, inverse_scales = scales_of(torch.stack([amax_of(values) for values in parameters]), mu)
     sizes = torch.tensor(bucket.sizes, device=bucket.values.device)
     inverse = inverse_scales.repeat_interleave(sizes)
     encoded = cast_tensors(bucket.values.view(-1, part), bucket.sizes, scales).view(ranks, -1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fp8booster import scaling
+from fp8booster.kernels.scales import amax_of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Inputs:
         """Normally distributed."""
         x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
         dy = torch.randn(m, n, device=device, dtype=torch.bfloat16)
-        return cls(x, dy, scaling.amax_of(x), scaling.amax_of(dy))
+        return cls(x, dy, amax_of(x), amax_of(dy))
 
 
 Forward = Callable[[torch.Tensor, Inputs], torch.Tensor]

@@ -17,10 +17,10 @@ from fp8booster.cli.train.model_folder import build_model, folder_config, has_we
 from fp8booster.cli.train.tokenizer import folder_has_tokenizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
+from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.experts.held_as_one import are_experts
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.quantize import quantize
-from fp8booster.scaling import amax_of
 from fp8booster.serving.read import require_loadable
 from fp8booster.serving.sources import Folder
 

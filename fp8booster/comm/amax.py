@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8booster.scaling import amaxes_of
+from fp8booster.kernels.scales import amaxes_of
 
 
 def agree_on_amax(

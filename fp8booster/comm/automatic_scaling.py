@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8booster import formats, scaling
+from fp8booster import formats
 from fp8booster.comm.agreement import settle
 from fp8booster.comm.call import Call
 from fp8booster.comm.reductions import factor_of, reduce_scatter_uncompressed
@@ -31,6 +31,7 @@ from fp8booster.comm.threshold import Op, ReduceOp
 from fp8booster.comm.transport import flat, one_tensor, require_multiple
 from fp8booster.kernels.cast import saturate
 from fp8booster.kernels.device import current_stream
+from fp8booster.kernels.scales import MAX_SCALE, amax_of, scale_of
 
 FORMAT = formats.E4M3
 SATURATED_AT_MOST = 1e-5
@@ -109,7 +110,7 @@ class AutomaticScaling:
         count_encoded("reduce_scatter_tensor", ranks, input.nbytes, wire)
 
         values = values.view(ranks, -1)
-        amax = torch.stack([scaling.amax_of(tensor) for tensor in values.split(sizes, 1)])
+        amax = torch.stack([amax_of(tensor) for tensor in values.split(sizes, 1)])
         amax = torch.where(amax.isnan(), torch.inf, amax)  # a maximum over ranks may drop NaN
         dist.all_reduce(amax, ReduceOp.MAX, group)
         if self._mu_is_set is not None:  # by another stream
@@ -172,8 +173,8 @@ class AutomaticScaling:
 
 def scales_of(amax: Tensor, mu: Tensor | float) -> tuple[Tensor, Tensor]:
     """Scales and inverse scales of tensors whose largest magnitudes over all ranks are `amax`, float32 [tensors]."""
-    scales, _ = scaling.scale_of(amax, FORMAT)
-    scales = (scales * mu).clamp(max=scaling.MAX_SCALE)
+    scales, _ = scale_of(amax, FORMAT)
+    scales = (scales * mu).clamp(max=MAX_SCALE)
     return scales, (1.0 / scales.double()).float()
 
 

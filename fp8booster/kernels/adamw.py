@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8booster.kernels.adam_step import AdamRates, AdamShards
 from fp8booster.kernels.operators import operator
-from fp8booster.scaling import amaxes_of
+from fp8booster.kernels.scales import amaxes_of
 
 
 @operator()

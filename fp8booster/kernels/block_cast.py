@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8booster import scaling
 from fp8booster.kernels.cast import saturate
 from fp8booster.kernels.message_layout import Message, MessageLayout, side_by_side
 from fp8booster.kernels.operators import operator
+from fp8booster.kernels.scales import amax_of, scale_of
 
 
 @operator(rounds_to_fp8=True)
@@ -32,12 +32,12 @@ def encode(
         message: uint8 [layout.bytes], at a multiple of 16 bytes; all of it is written.
         layout: the pieces.
         dtype: the FP8 format.
-        power_of_two: see `scaling.scale_of`.
+        power_of_two: see `scales.scale_of`.
 
     A block with an infinity or a NaN arrives as NaN: its inverse scale is.
     """
     values = values if isinstance(values, Tensor) else side_by_side(values, len(layout.counts))
-    amax = scaling.amax_of(values) if layout.block_size is None else None
+    amax = amax_of(values) if layout.block_size is None else None
     for start, count, offset, size in zip(layout.starts, layout.counts, layout.offsets, layout.sizes, strict=True):
         if count == 0:
             continue
@@ -50,7 +50,7 @@ def encode(
             block_amax = torch.maximum(-low, high)
         else:
             block_amax = amax.expand(scales)
-        scale, inverse_scale = scaling.scale_of(block_amax, dtype, power_of_two)
+        scale, inverse_scale = scale_of(block_amax, dtype, power_of_two)
         bits = saturate(blocks * scale[:, None], dtype).view(torch.uint8)
         message[offset : offset + payload] = bits.view(-1)[:payload]
         message[offset + payload : offset + size] = inverse_scale.view(torch.uint8)
@@ -100,7 +100,7 @@ def decode_sum_encode(
     Args:
         messages, layout, dtype, factor: as in `decode_sum`.
         message: uint8 [one piece's bytes].
-        power_of_two: see `scaling.scale_of`.
+        power_of_two: see `scales.scale_of`.
     """
     encode.reference(_sum(messages, layout, dtype, factor), message, layout.piece, dtype, power_of_two)
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8booster import scaling
 from fp8booster.kernels.alignment import BLOCK, aligned
 from fp8booster.kernels.cast import padded, saturate
 from fp8booster.kernels.operators import operator
+from fp8booster.kernels.scales import scale_of
 
 COLUMNS_OF_SCALES = 4
 """Products read the scales of a row of blocks in multiples of so many."""
@@ -79,7 +79,7 @@ def _by_groups(matrix: Tensor, dtype: torch.dtype, power_of_two: bool, wanted: b
     if not wanted:
         return _nothing(matrix, dtype)
     groups = padded(matrix, BLOCK).contiguous().unflatten(1, (-1, BLOCK))
-    scale, inverse_scale = scaling.scale_of(groups.abs().amax(2), dtype, power_of_two)
+    scale, inverse_scale = scale_of(groups.abs().amax(2), dtype, power_of_two)
     return saturate(groups * scale[:, :, None], dtype).flatten(1), inverse_scale.t().contiguous()
 
 
@@ -87,7 +87,7 @@ def _by_blocks(matrix: Tensor, dtype: torch.dtype, power_of_two: bool, wanted: b
     if not wanted:
         return _nothing(matrix, dtype)
     blocks = padded(matrix, BLOCK).contiguous().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scale, inverse_scale = scaling.scale_of(blocks.abs().amax((1, 3)), dtype, power_of_two)
+    scale, inverse_scale = scale_of(blocks.abs().amax((1, 3)), dtype, power_of_two)
     data = saturate(blocks * scale[:, None, :, None], dtype).flatten(2).flatten(0, 1)
     inverse_scales = inverse_scale.new_zeros(scales_shape(*data.shape, square=True))
     inverse_scales[:, : inverse_scale.shape[1]] = inverse_scale

@@ -6,9 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8booster import formats, scaling
+from fp8booster import formats
 from fp8booster.kernels.alignment import ALIGNMENT, aligned
 from fp8booster.kernels.operators import operator
+from fp8booster.kernels.scales import amax_of, scale_of
 
 
 def saturate(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,7 +52,7 @@ def partial_amaxes(matrix: Tensor) -> Tensor:
     Args:
         matrix: [R, C], BF16, FP16 or FP32, any strides.
     """
-    return scaling.amax_of(matrix).view(1)
+    return amax_of(matrix).view(1)
 
 
 @operator(rounds_to_fp8=True, fake=cast_outputs)
@@ -71,14 +72,14 @@ def cast(
         dtype: the FP8 format.
         plain: give the matrix as it lies.
         transposed: give its transpose too, or alone.
-        power_of_two: see `scaling.scale_of`.
+        power_of_two: see `scales.scale_of`.
         amax: float32, any shape, whose largest entry is the amax of the matrix; computed here if None.
 
     Returns:
         ([R16, C16] or empty, [C16, R16] or empty, inverse scale of shape []), where R16 and C16 are R and C rounded up
         to multiples of 16. What lies beyond R and C is a zero times the scale. Both layouts are contiguous.
     """
-    scale, inverse_scale = scaling.scale_of(scaling.amax_of(matrix if amax is None else amax), dtype, power_of_two)
+    scale, inverse_scale = scale_of(amax_of(matrix if amax is None else amax), dtype, power_of_two)
     data = saturate((padded(matrix) * scale).contiguous(), dtype)
     empty = data.new_empty(0)
     # through uint8: torch copies few FP8 tensors on CPU

@@ -16,14 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8booster import formats, scaling
+from fp8booster import formats
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast import output_shapes
 from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, ceil_div
+from fp8booster.kernels import scales
 
-MAX_SCALE = tl.constexpr(scaling.MAX_SCALE)
-MAX_EXPONENT = tl.constexpr(127 + int(math.log2(scaling.MAX_SCALE)))  # its exponent's bits in a float32
+MAX_SCALE = tl.constexpr(scales.MAX_SCALE)
+MAX_EXPONENT = tl.constexpr(127 + int(math.log2(scales.MAX_SCALE)))  # its exponent's bits in a float32
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -60,7 +61,7 @@ def amax_kernel(
 
 @triton.jit
 def scale_from_bits(bits, LIMIT: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """`scaling.scale_of` of the amax whose bits these are: (scale, inverse scale)."""
+    """`scales.scale_of` of the amax whose bits these are: (scale, inverse scale)."""
     if POWER_OF_TWO:
         # by the exponents alone, for a division in FP64 takes long where many values have a scale of their own. Both
         # formats end at 1.75 times a power of two, so an amax with a larger mantissa takes one power of two less.

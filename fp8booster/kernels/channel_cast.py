@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8booster import scaling
 from fp8booster.kernels.cast import padded, saturate
 from fp8booster.kernels.operators import operator
+from fp8booster.kernels.scales import scale_of
 
 
 @operator()
@@ -50,7 +50,7 @@ def channel_cast(
     Returns:
         As `kernels.cast.cast`, of the matrix times the factors.
     """
-    scale, inverse_scale = scaling.scale_of(amax, dtype, power_of_two)
+    scale, inverse_scale = scale_of(amax, dtype, power_of_two)
     values = padded(matrix)
     values = values * F.pad(factors, (0, values.shape[1] - len(factors)), value=1.0)
     data = saturate((values * scale).contiguous(), dtype)

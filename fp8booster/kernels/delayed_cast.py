@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8booster import scaling
 from fp8booster.kernels.cast import cast
 from fp8booster.kernels.operators import operator
+from fp8booster.kernels.scales import amax_of
 
 
 @operator(rounds_to_fp8=True)
@@ -30,7 +30,7 @@ def cast_by(
         What `cast` gives, and float32, of any shape, whose largest entry is the matrix's own amax.
     """
     given = cast.reference(matrix, dtype, plain=plain, transposed=transposed, power_of_two=power_of_two, amax=past)
-    return *given, scaling.amax_of(matrix)
+    return *given, amax_of(matrix)
 
 
 @operator(writes=("history", "inverse_scale"))

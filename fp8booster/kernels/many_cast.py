@@ -27,8 +27,8 @@ class ManyCast:
         matrices: one or more, BF16, FP16 or FP32, all of one dtype.
         plains: [R_i, C_i] of one FP8 dtype; written.
         transposes: [C_i, R_i] of that dtype; written.
-        inverse_scales: float32 [matrices] of any stride, see `scaling.new_inverse_scales`; written.
-        power_of_two: see `scaling.scale_of`.
+        inverse_scales: float32 [matrices] of any stride, see `scales.new_inverse_scales`; written.
+        power_of_two: see `scales.scale_of`.
 
     Raises:
         ValueError: shapes, layouts or devices that are not as above.

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8booster import formats
 from fp8booster.kernels.blockwise_product import blockwise_product
-from fp8booster.scaling import SCALE_STRIDE
+from fp8booster.kernels.scales import SCALE_STRIDE
 
 
 def product(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fp8booster.kernels.operators import operator
-from fp8booster.scaling import amax_of
+from fp8booster.kernels.scales import amax_of
 
 
 @operator(writes=("qkv",))

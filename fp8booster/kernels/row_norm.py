@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8booster.kernels.cast import cast
 from fp8booster.kernels.group_codes import GroupCodes, encode_groups, values_of
 from fp8booster.kernels.operators import operator
-from fp8booster.scaling import amax_of
+from fp8booster.kernels.scales import amax_of
 
 
 class Normalized(NamedTuple):

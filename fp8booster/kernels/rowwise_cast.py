@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8booster import scaling
 from fp8booster.kernels.cast import cast_outputs, padded, saturate
 from fp8booster.kernels.operators import operator
+from fp8booster.kernels.scales import scale_of
 
 
 def rowwise_outputs(
@@ -47,5 +47,5 @@ def _by_rows(matrix: Tensor, dtype: torch.dtype, power_of_two: bool, wanted: boo
         return matrix.new_empty(0, dtype=dtype), matrix.new_empty(0, dtype=torch.float32)
     values = padded(matrix).contiguous()
     low, high = values.aminmax(dim=1)
-    scale, inverse_scale = scaling.scale_of(torch.maximum(-low, high), dtype, power_of_two)
+    scale, inverse_scale = scale_of(torch.maximum(-low, high), dtype, power_of_two)
     return saturate(values * scale[:, None], dtype), inverse_scale

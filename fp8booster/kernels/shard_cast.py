@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8booster import scaling
 from fp8booster.kernels.cast import saturate
 from fp8booster.kernels.operators import operator
+from fp8booster.kernels.scales import scale_of
 
 
 @operator(rounds_to_fp8=True, writes=("outs", "inverse_scales"))
@@ -32,14 +32,14 @@ def cast_shards(
         amaxes: float32, shape [], of the whole tensors.
         outs: [n_i] FP8, contiguous; written.
         inverse_scales: float32, shape []; written. Shards with one amax may share one. Not of an empty shard on a GPU.
-        power_of_two: see `scaling.scale_of`.
+        power_of_two: see `scales.scale_of`.
 
     Raises:
         ValueError: a shard or an `out` is not contiguous.
     """
     require_contiguous(shards, outs)
     for shard, amax, out, inverse_scale in zip(shards, amaxes, outs, inverse_scales, strict=True):
-        scale, inverse = scaling.scale_of(amax, out.dtype, power_of_two)
+        scale, inverse = scale_of(amax, out.dtype, power_of_two)
         out.view(torch.uint8).copy_(saturate(shard.float() * scale, out.dtype).view(torch.uint8))
         inverse_scale.copy_(inverse)
 

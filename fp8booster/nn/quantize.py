@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from fp8booster.config import FP8Config, config_or_default
+from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.convert import Kinds, convert_to_fp8, is_linear
 from fp8booster.nn.experts.held_as_one import are_experts
 from fp8booster.nn.linear.frozen import FrozenFP8Linear, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_several
-from fp8booster.scaling import amax_of
 
 Batch = torch.Tensor | tuple | list | Mapping[str, Any]
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.many_cast import ManyCast
+from fp8booster.kernels.scales import new_inverse_scales
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights.cached import CachedWeight
-from fp8booster.scaling import new_inverse_scales
 from fp8booster.tensor import QuantizedMatrix
 
 

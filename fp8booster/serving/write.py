@@ -16,8 +16,8 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.files import new_folder
 from fp8booster.formats import E4M3, HIGH_PRECISION, stored_fault
+from fp8booster.kernels.scales import amax_of
 from fp8booster.reading import read_record
-from fp8booster.scaling import amax_of
 from fp8booster.serving.formats import CHECKPOINT_FORMATS, IN_16_BITS, CheckpointFormat
 from fp8booster.serving.layout import Layout
 from fp8booster.serving.merged import Merged

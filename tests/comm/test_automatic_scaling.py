@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from fp8booster import comm
 from fp8booster.comm import AutomaticScaling, Encoding
+from fp8booster.kernels.scales import MAX_SCALE
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.scaling import MAX_SCALE
 from tests.comm.bounds import assert_within, rounding_bound
 from tests.distributed import ranks, run_ranks
 

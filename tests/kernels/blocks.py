@@ -9,7 +9,7 @@ import torch
 
 from fp8booster.kernels import activation, rope, row_norm, token_rows
 from fp8booster.kernels.group_codes import encode_groups
-from fp8booster.scaling import amax_of
+from fp8booster.kernels.scales import amax_of
 
 Outputs = list[torch.Tensor]
 Case = tuple[str, Callable[[], tuple[Outputs, torch.Tensor | None]], Callable[[], Outputs]]

@@ -11,7 +11,7 @@ from fp8booster import formats
 from fp8booster.kernels import block_cast
 from fp8booster.kernels.cast import saturate
 from fp8booster.kernels.message_layout import MessageLayout, Peers
-from fp8booster.scaling import scale_of
+from fp8booster.kernels.scales import scale_of
 from tests.kernels.interpreted import interpreted
 
 PIECES = [

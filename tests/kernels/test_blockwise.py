@@ -9,7 +9,7 @@ from fp8booster import formats
 from fp8booster.kernels import device as devices
 from fp8booster.kernels.blockwise_cast import blockwise_cast, decoded, transposed_blocks
 from fp8booster.kernels.product import product
-from fp8booster.scaling import scale_of
+from fp8booster.kernels.scales import scale_of
 from tests.kernels.matrices import same, spread
 
 E4M3, E5M2 = formats.E4M3, formats.E5M2

@@ -8,7 +8,7 @@ import torch
 from fp8booster import formats
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.cast import cast, saturate
-from fp8booster.scaling import amax_of, scale_of
+from fp8booster.kernels.scales import amax_of, scale_of
 
 MANTISSA_BITS = {formats.E4M3: 3, formats.E5M2: 2}
 SMALLEST_EXPONENT = {formats.E4M3: -6, formats.E5M2: -14}

@@ -15,7 +15,7 @@ from fp8booster import formats
 from fp8booster.kernels.cross_entropy import cross_entropy, logsumexp, write_gradient
 from fp8booster.kernels.multiply import multiply_
 from fp8booster.kernels.operators import Operator
-from fp8booster.scaling import amax_of
+from fp8booster.kernels.scales import amax_of
 from tests.kernels.blocks import within_rounding
 from tests.kernels.interpreted import interpreted
 from tests.kernels.matrices import same

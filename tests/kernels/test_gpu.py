@@ -18,8 +18,8 @@ from fp8booster.kernels.delayed_cast import cast_by, note_amax
 from fp8booster.kernels.many_cast import ManyCast
 from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.kernels.rowwise_cast import rowwise_cast
+from fp8booster.kernels.scales import amax_of, scale_of
 from fp8booster.kernels.shard_cast import cast_shards, unpack
-from fp8booster.scaling import amax_of, scale_of
 from tests.kernels.matrices import SHAPES, VIEWS, same, special, spread
 
 pytestmark = pytest.mark.gpu

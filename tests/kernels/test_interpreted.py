@@ -21,8 +21,8 @@ from fp8booster.kernels.cast import cast
 from fp8booster.kernels.delayed_cast import cast_by, note_amax
 from fp8booster.kernels.norms import norms_of
 from fp8booster.kernels.rowwise_cast import rowwise_cast
+from fp8booster.kernels.scales import amax_of, scale_of
 from fp8booster.kernels.shard_cast import cast_shards, unpack
-from fp8booster.scaling import amax_of, scale_of
 from tests.kernels.adam_shards import RATES, copied, far_apart, shards
 from tests.kernels.interpreted import interpreted
 from tests.kernels.matrices import VIEWS, exact, same, special, spread

@@ -8,8 +8,8 @@ import torch
 
 from fp8booster import formats
 from fp8booster.kernels.cast import cast
+from fp8booster.kernels.scales import amax_of
 from fp8booster.kernels.shard_cast import cast_shards, unpack
-from fp8booster.scaling import amax_of
 
 SETTINGS = list(product(formats.FORMATS, (False, True)))
 COUNTS = (1, 7, 255, 4096, 4097, 70001)

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from colossalai.zero.gemini.chunk import Chunk, TensorState
 from torch.distributed import ReduceOp
 
-from fp8booster import comm, scaling
+from fp8booster import comm
 from fp8booster.colossal.gemini.memory import give_memory, take_memory
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.comm import Encoding
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.transport import gather_bytes
+from fp8booster.kernels.scales import new_inverse_scales
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.tensor import QuantizedMatrix
@@ -167,7 +168,7 @@ class FP8Chunk(ReducedChunk):
             chunk.cuda_shard = torch.zeros(chunk.shard_size, dtype=dtype, device=device)
         if chunk.cpu_shard is not None:
             chunk.cpu_shard = torch.zeros(chunk.shard_size, dtype=dtype, pin_memory=chunk.pin_memory)
-        chunk.inverse_scales = scaling.new_inverse_scales(len(chunk.tensors_info), device).fill_(1.0)
+        chunk.inverse_scales = new_inverse_scales(len(chunk.tensors_info), device).fill_(1.0)
         nothing = torch.full((), torch.nan, dtype=chunk.gradient_dtype, device=device)
         chunk._quantized, chunk._decoded, chunk.layers = {}, {}, {}
         parameters = list(chunk.tensors_info)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
-from fp8booster import scaling
 from fp8booster.colossal.gemini.chunks import FP8Chunk
 from fp8booster.comm.amax import agree_on_amax, largest_of_each
 from fp8booster.comm.statistics import count_plain
+from fp8booster.kernels.scales import scale_of
 from fp8booster.kernels.shard_cast import cast_shards
 
 NAME = "amax of weights"
@@ -86,7 +86,7 @@ class Masters:
             count_plain(NAME, ranks, amaxes.nbytes, "FP32, one for each weight", "all_reduce")
         if self._first is not None:
             amaxes = largest_of_each(amaxes, self._first)
-        _, inverse_scales = scaling.scale_of(amaxes, chunk.weight_format, chunk.power_of_two)
+        _, inverse_scales = scale_of(amaxes, chunk.weight_format, chunk.power_of_two)
         torch._foreach_copy_([chunk.inverse_scales for chunk in self._chunks], inverse_scales.split(self._sizes))
         for chunk, payload, own, runs, ranges in zip(
             self._chunks, payloads, amaxes.split(self._sizes), self._runs, self._ranges, strict=True

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._flat_param import FlatParameter
 
-from fp8booster import formats, scaling
+from fp8booster import formats
 from fp8booster.comm.amax import agree_on_amax, largest_of_each
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.transport import gather_bytes, new_message
 from fp8booster.kernels.alignment import ALIGNMENT, aligned
+from fp8booster.kernels.scales import new_inverse_scales, scale_of
 from fp8booster.kernels.shard_cast import cast_shards, unpack
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.linear.layer import FP8Layer
@@ -190,8 +191,8 @@ class FlatWeights:
         amaxes = agree_on_amax(fp8_parts, group)
         if len(self._groups) < len(self._fp8):
             amaxes = largest_of_each(amaxes, self._firsts_of_scale(amaxes.device))
-        inverse_scales = scaling.new_inverse_scales(len(fp8_parts), amaxes.device)
-        inverse_scales.copy_(scaling.scale_of(amaxes, config.weight_format, config.power_of_two)[1])
+        inverse_scales = new_inverse_scales(len(fp8_parts), amaxes.device)
+        inverse_scales.copy_(scale_of(amaxes, config.weight_format, config.power_of_two)[1])
         values = own[: self._fp8_counts[self._rank]].view(config.weight_format)
         outs = values.split([part.numel() for part in fp8_parts])
         mine = [each for each, part in enumerate(fp8_parts) if part.numel()]

@@ -27,10 +27,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from fp8booster import comm, scaling
+from fp8booster import comm
 from fp8booster.comm.statistics import count_encoded
 from fp8booster.comm.transport import gather_bytes
 from fp8booster.config import FP8Config
+from fp8booster.kernels.scales import amax_of
 from fp8booster.kernels.transpose import gathered_layouts
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.linear.exchange import Exchange
@@ -124,7 +125,7 @@ class _SequenceParallel(_Parallel):
             whole = self._gather_values(part)
             return casts.quantize(role, config, whole, dtype, plain=plain, transposed=transposed)
         amax = delivered_amax(part)
-        amax = scaling.amax_of(matrix) if amax is None else amax.max()
+        amax = amax_of(matrix) if amax is None else amax.max()
         amax = amax.nan_to_num(nan=float("inf"), posinf=float("inf"))  # a MAX reduction drops NaN
         dist.all_reduce(amax, dist.ReduceOp.MAX, group=self.group)
         data, _, inverse_scale, _ = casts.quantize(role, config, matrix, dtype, amax=amax)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from fp8booster import formats, scaling
+from fp8booster import formats
 from fp8booster.config import FP8Config
 from fp8booster.kernels.cast import cast
 from fp8booster.kernels.delayed_cast import cast_by, note_amax
+from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.weights.steps import optimizer_steps
 from fp8booster.tensor import QuantizedMatrix
 
@@ -74,7 +75,7 @@ class AmaxHistory:
         self._step = step
         layouts = {"plain": plain, "transposed": transposed, "power_of_two": config.power_of_two}
         if step == self._first_step and not is_constant:
-            amax = scaling.amax_of(matrix) if amax is None else amax
+            amax = amax_of(matrix) if amax is None else amax
             data, transpose, inverse_scale = cast(matrix, dtype, amax=amax, **layouts)
         else:
             past = self.amaxes[:-1] if new_step else self.amaxes[1:]

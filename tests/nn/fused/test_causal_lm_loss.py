@@ -13,13 +13,13 @@ from torch import nn
 
 import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
 from fp8booster import FP8Config, convert_to_fp8, report
+from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.fsdp.resharding import follow_resharding
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.causal_lm_loss import use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.fused.head import _with_transpose
 from fp8booster.nn.linear import speed_model
 from fp8booster.nn.linear.delivered_amax import deliver_amax
-from fp8booster.scaling import amax_of
 from tests.colossal.moe.models import tiny_mixtral
 from tests.distributed import run_ranks
 from tests.nn.fused.models import FAMILIES, INSTALLED, VOCABULARY, batch, build

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.fused import late_logits
 from fp8booster.nn.fused.late_logits import LateLogits
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
-from fp8booster.scaling import amax_of
 
 ROWS, TOKENS, FEATURES, VOCABULARY = 2, 5, 16, 12
 

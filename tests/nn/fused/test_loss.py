@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from fp8booster import FP8Config, fp8_linear
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.cast import cast
+from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.fused import head_products
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.head_products import HeadProducts
 from fp8booster.nn.fused.loss import default_chunk, linear_cross_entropy
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.weights.casting import quantize_weight
-from fp8booster.scaling import amax_of
 from tests.nn.reference import signal_to_noise
 
 TOKENS, FEATURES, VOCABULARY = 50, 32, 100

@@ -13,6 +13,7 @@ from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as apply_partly
 
 from fp8booster.formats import E4M3
+from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.fused.pointwise import (
     IN_16_BITS,
     Saving,
@@ -25,7 +26,6 @@ from fp8booster.nn.fused.pointwise import (
 )
 from fp8booster.nn.linear.delivered_amax import delivered_amax
 from fp8booster.nn.linear.made_again import delivered_recipe
-from fp8booster.scaling import amax_of
 from fp8booster.tensor import quantize
 
 SIZE = 48

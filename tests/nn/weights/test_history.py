@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8booster import FP8Config, convert_to_fp8, formats, report
+from fp8booster.kernels.scales import scale_of
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.graphs import capture_layers, captured_layers
@@ -19,7 +20,6 @@ from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.weights import history as module
 from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, WEIGHT, Casts
 from fp8booster.nn.weights.steps import note_step
-from fp8booster.scaling import scale_of
 from tests.kernels.matrices import same
 from tests.nn.experts.test_experts import experts, tokens
 from tests.nn.experts.test_held_as_one import HIDDEN, Experts

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fp8booster import formats
-from fp8booster.scaling import MAX_SCALE, amax_of, amaxes_of, scale_of
+from fp8booster.kernels.scales import MAX_SCALE, amax_of, amaxes_of, scale_of
 
 SMALLEST_SUBNORMAL = 2.0**-149
 SMALLEST_NORMAL = 2.0**-126
