@@ -19,38 +19,61 @@ def cached_by_class(function: Function) -> Function:
     return cast(Function, cache(function))
 
 
-def members_of_made(by: Callable[..., type[nn.Module]], *classes: type[nn.Module]) -> dict[str, Any]:
-    """Members of a class of modules that is made at run time, by which copies and pickles of its modules are remade.
+def change_class(object: Any, cls: type[Held]) -> Held:
+    """Give an object another class in place, and return it: who refers to it, and what it holds, stay."""
+    object.__class__ = cls
+    return object
+
+
+def mixed_class(mixin: type, cls: type) -> Any:
+    """Return the class of a mixin before another, the same one for the same two.
+
+    Its objects can be copied and pickled, for the class is made again where they are read.
 
     Args:
-        by: makes the class, of `classes`; a function of a module, by whose name a pickle finds it.
+        mixin: may have a `name_prefix`, by which the class is one of the mixin's file, and else goes by the name of
+            `cls`; and a class method `members_before`, which makes further members for `cls`.
+        cls: mixed or not.
     """
-    return {_MADE_BY: (by, *classes), "__reduce__": _reduce}
+    # a forward may be replaced for all modules of a class, and a mixin's members tell of the one that it has
+    return _mixed_class(mixin, cls, getattr(cls, "forward", None))
 
 
-_MADE_BY = "_fp8booster_made_by"
+@cache
+def _mixed_class(mixin: Any, cls: type, forward: Callable[..., Any] | None) -> type:
+    prefix = getattr(mixin, "name_prefix", "")
+    members = {
+        "__module__": mixin.__module__ if prefix else cls.__module__,
+        "__doc__": mixin.__doc__,
+        "__reduce_ex__": _reduce_ex,
+        _MIXED: (mixin, cls),
+    }
+    if hasattr(mixin, "members_before"):
+        members |= mixin.members_before(cls)
+    return type(prefix + cls.__name__, (mixin, cls), members)
 
 
-def _reduce(module: nn.Module) -> tuple:
-    return _remade, (_recipe(type(module)),), module.__dict__
+_MIXED = "_fp8booster_mixed"
 
 
-def _recipe(kind: type[nn.Module]) -> Any:
-    """A class that modules have, or what makes one and what of."""
-    by, *classes = vars(kind).get(_MADE_BY, (None,))
-    return kind if by is None else (by, *map(_recipe, classes))
+def _reduce_ex(self: Any, protocol: int) -> tuple:
+    reduced: Any = object.__reduce_ex__(self, max(protocol, 2))  # with what a class's `__getstate__` leaves out
+    return _new_of_mixed, (_ingredients(type(self)),), *reduced[2:]
 
 
-def _remade(recipe: Any) -> nn.Module:
-    kind = _followed(recipe)
-    return kind.__new__(kind)
+def _ingredients(cls: type) -> Any:
+    """Return a class that a pickle finds by its name, or the two that it is mixed of."""
+    mixed = vars(cls).get(_MIXED)
+    return cls if mixed is None else tuple(map(_ingredients, mixed))
 
 
-def _followed(recipe: Any) -> type[nn.Module]:
-    if not isinstance(recipe, tuple):
-        return recipe
-    by, *parts = recipe
-    return by(*map(_followed, parts))
+def _new_of_mixed(ingredients: Any) -> Any:
+    cls: Any = _mixed_again(ingredients)
+    return cls.__new__(cls)
+
+
+def _mixed_again(ingredients: Any) -> type:
+    return mixed_class(*map(_mixed_again, ingredients)) if isinstance(ingredients, tuple) else ingredients
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch import nn
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, report
 from fp8booster.nn.convert import LEFT_OUT
+from fp8booster.nn.modules import change_class, mixed_class
 from tests.nn.models import tiny_llama
 
 TRANSFORMERS_5 = transformers.__version__.startswith("5.")
@@ -149,3 +152,46 @@ def test_the_head_left_out_runs_no_product_in_fp8(device, products) -> None:
     model = convert_to_fp8(tiny_bert()).to(device)
     model(input_ids=torch.randint(0, 128, (2, 32), device=device))
     assert len(products) == len(report(model).fp8) == 7
+
+
+class Louder(nn.Module):
+    name_prefix = "Louder"
+
+    @classmethod
+    def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
+        return {"original": original}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class Quieter(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 2
+
+
+class Shy(nn.Linear):
+    """Pickled without what it would not show."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "secret"}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_module_of_mixed_classes_is_copied_and_pickled_as_its_own_class_is(copied) -> None:
+    module, x = Shy(4, 4), torch.ones(1, 4)
+    right = module(x)
+    module.secret = 1
+    of_two = mixed_class(Quieter, mixed_class(Louder, Shy))
+    assert change_class(module, of_two) is module
+    assert (of_two.__name__, of_two.__module__, of_two.original) == ("LouderShy", __name__, Shy)
+    other = copied(module)
+    assert type(other) is of_two is mixed_class(Quieter, mixed_class(Louder, Shy))
+    assert torch.equal(other(x), right)
+    assert not hasattr(other, "secret")
+
+
+def test_a_class_whose_forward_was_replaced_is_mixed_anew(monkeypatch) -> None:
+    before = mixed_class(Louder, Shy)
+    monkeypatch.setattr(Shy, "forward", lambda self, x: x)
+    assert mixed_class(Louder, Shy) is not before

@@ -25,6 +25,7 @@ from fp8booster.comm.transport import gather_bytes
 from fp8booster.kernels.scales import new_inverse_scales
 from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import change_class
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "chunk gather"
@@ -51,7 +52,7 @@ class ReducedChunk(Chunk):
     @classmethod
     def convert_in_place(cls, chunk: Chunk, encoding: Encoding, why_in_16_bits: str) -> None:
         """Turn a chunk into this class in place."""
-        chunk.__class__ = cls
+        change_class(chunk, cls)
         chunk.encoding, chunk.why_in_16_bits = encoding, why_in_16_bits
 
     def set_state(self, parameter: torch.nn.Parameter, state: TensorState) -> None:
@@ -157,7 +158,7 @@ class FP8Chunk(ReducedChunk):
                 get one scale, and can be read as one matrix.
         """
         ReducedChunk.convert_in_place(chunk, encoding, "")
-        chunk.__class__ = cls
+        change_class(chunk, cls)
         chunk.gradient_dtype, chunk.weight_format, chunk.power_of_two = (chunk.dtype, weight_format, power_of_two)
         chunk.changes = 0
         device, dtype = chunk.cuda_global_chunk.device, torch.uint8

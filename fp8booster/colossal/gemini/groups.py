@@ -28,6 +28,7 @@ from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.nn import FP8Layer
 from fp8booster.nn.fused.merged_layers import merged_layers
+from fp8booster.nn.modules import change_class
 
 NOT_FP8 = "not the weight of an FP8 layer"
 RESIDENT = "resident"
@@ -141,7 +142,7 @@ class GroupedChunkManager(ChunkManager):
             encoding: of gradients.
             ranks: that chunks are sharded over.
         """
-        manager.__class__ = cls
+        change_class(manager, cls)
         manager._plan, manager._encoding, manager._sizes = plan, encoding, {}
         size, arguments = manager.dp_degree_chunk_size_dict[ranks], manager.kwargs_config[ranks]
         for group, values in plan.sizes.items():

@@ -27,7 +27,7 @@ from fp8booster.nn.fused.head import HeldHead
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.fused.norm import FusedNorm
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
-from fp8booster.nn.modules import PASSES_ON
+from fp8booster.nn.modules import PASSES_ON, change_class, mixed_class
 from fp8booster.nn.weights.resharded import ReshardedWeight
 
 Made = TypeVar("Made", bound=torch.Tensor | tuple[torch.Tensor, ...] | None)
@@ -76,6 +76,11 @@ class GatheredModule(nn.Module):
 
     original_class: ClassVar[type[nn.Module]]
 
+    @classmethod
+    def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """As `mixed_class` asks."""
+        return {"original_class": original, "head_class": original}
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes."""
         return while_gathered([self], functools.partial(super().forward, *args, **kwargs))
@@ -94,12 +99,6 @@ class GatheredHead(GatheredModule, HeldHead):
     def while_whole(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What `compute` makes of the head's parameters, gathered."""
         return while_gathered([self], compute)
-
-
-@functools.cache
-def _gathered_class(module: type[nn.Module], mixin: type[GatheredModule]) -> type[nn.Module]:
-    classes = {"original_class": module, "head_class": module}
-    return type(module.__name__, (mixin, module), {"__module__": module.__module__, **classes})
 
 
 class GatheredMergedLayers(MergedLayers):
@@ -125,9 +124,9 @@ def gather_for_layers(model: nn.Module, manager: ChunkManager) -> None:
     head = fused_head(model)
     for module in model.modules():
         if module is head:
-            module.__class__ = _gathered_class(type(module), GatheredHead)
+            change_class(module, mixed_class(GatheredHead, type(module)))
         elif isinstance(module, (FP8Layer, FP8Experts, FusedNorm)):
-            module.__class__ = _gathered_class(type(module), GatheredModule)
+            change_class(module, mixed_class(GatheredModule, type(module)))
         if isinstance(module, FP8Experts):
             module.fp8_config = dataclasses.replace(module.fp8_config, always=True)  # as layers, below
             module.follow_resharding()
@@ -145,7 +144,7 @@ def gather_for_layers(model: nn.Module, manager: ChunkManager) -> None:
         else:
             module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
     for merged in merged_layers(model):
-        merged.__class__ = GatheredMergedLayers
+        change_class(merged, GatheredMergedLayers)
         _gather_together(merged, manager)
 
 

@@ -18,6 +18,7 @@ from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated
 from fp8booster.colossal.hybrid.sums import SummedGradients
 from fp8booster.colossal.zero.model import SavesMasters
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
+from fp8booster.nn.modules import change_class
 
 
 class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
@@ -39,7 +40,7 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
             optimizer: what trains it; None where nothing does.
         """
         is_new = not isinstance(model, cls)
-        model.__class__ = cls
+        change_class(model, cls)
         ranks = dist.get_world_size(model.dp_group)
         if model.use_ddp and (ranks == 1 or isinstance(optimizer, LowLevelZeroOptimizer)):
             # Colossal-AI wraps in DDP wherever one rank holds a replica (hybrid_parallel_plugin.py:1311). There is

@@ -22,6 +22,7 @@ from fp8booster.colossal.zero.noted_norms import forget_norm, noted_norms
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.norms import norms_of
+from fp8booster.nn.modules import change_class
 from fp8booster.optim.clipping import clipping_divisor
 
 
@@ -53,7 +54,7 @@ class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParall
     @classmethod
     def convert_in_place(cls, optimizer: HybridParallelAMPOptimizer) -> None:
         """Turn an optimizer over an `FP8HybridParallelModule` into this class in place."""
-        optimizer.__class__ = cls
+        change_class(optimizer, cls)
         optimizer.trained = optimizer.model
         optimizer.shared_squares = SharedSquares(optimizer)
 

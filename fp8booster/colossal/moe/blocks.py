@@ -27,6 +27,7 @@ from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.experts.host_copy import HostCopy
 from fp8booster.nn.experts.routing import Routes, count_rows, spread, weighted_sum
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import change_class
 
 
 class _Loads(NamedTuple):
@@ -184,7 +185,7 @@ def take_over_blocks(model: nn.Module, *, communication: bool) -> int:
     """
     blocks = [module for module in model.modules() if type(module) in (*BLOCKS, *BLOCKS.values())]
     for block in blocks:
-        block.__class__ = BLOCKS.get(type(block), type(block))
+        change_class(block, BLOCKS.get(type(block), type(block)))
         block.sends_fp8 = communication
         _group_experts(block)
         if not isinstance(block.gate, nn.Linear):  # DeepSeek's: a module with a product of its own

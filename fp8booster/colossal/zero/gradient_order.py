@@ -8,7 +8,6 @@ order than one by one, and in FP8 a layer gives weight and bias in another order
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 
 from colossalai.zero.low_level import LowLevelZeroOptimizer
@@ -18,6 +17,7 @@ from fp8booster.colossal.temporarily import temporarily
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import change_class, mixed_class
 
 
 def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:
@@ -29,7 +29,7 @@ def keep_one_order(optimizer: LowLevelZeroOptimizer, model: nn.Module) -> None:
     """
     sets = _sets(model)
     if sets:
-        optimizer.__class__ = _ordered(type(optimizer))
+        change_class(optimizer, mixed_class(_InOneOrder, type(optimizer)))
         optimizer._sets = sets
         optimizer._set_of = {id(each): of_set for of_set in sets for each in of_set.members}
 
@@ -56,11 +56,6 @@ def _sets(model: nn.Module) -> list[_Set]:
         if len(members) > 1:
             sets.append(_Set(members))
     return sets
-
-
-@functools.cache
-def _ordered(native: type[LowLevelZeroOptimizer]) -> type[LowLevelZeroOptimizer]:
-    return type(native.__name__, (_InOneOrder, native), {})
 
 
 class _InOneOrder(LowLevelZeroOptimizer):

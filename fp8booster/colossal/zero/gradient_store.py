@@ -7,6 +7,7 @@ from colossalai.accelerator import get_accelerator
 from colossalai.zero.low_level.bookkeeping import GradientStore
 
 from fp8booster.kernels.group_codes import GroupCodes
+from fp8booster.nn.modules import change_class
 from fp8booster.optim.gradient_sums import GradientSum, added, value_of
 
 
@@ -29,7 +30,7 @@ class AccumulatedGradients(GradientStore):
     @classmethod
     def convert_in_place(cls, store: GradientStore, kind: str, *, widens: bool) -> None:
         """Turn an empty store into this class in place."""
-        store.__class__ = cls
+        change_class(store, cls)
         store.kind, store._widens = kind, widens
         store._working_index = 0  # in stage 1 too, a rank keeps the gradients of its own part alone
 

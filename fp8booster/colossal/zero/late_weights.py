@@ -15,14 +15,14 @@ from torch import nn
 
 from fp8booster.nn.fused.causal_lm_loss import fused_head
 from fp8booster.nn.fused.merged_layers import merged_layers
-from fp8booster.nn.modules import ONLY_WAITS
+from fp8booster.nn.modules import ONLY_WAITS, change_class
 
 
 def make_parameters_plain(model: nn.Module) -> None:
     """Turn every ColoParameter into the nn.Parameter that it was."""
     for parameter in model.parameters():
         if type(parameter) is ColoParameter:
-            parameter.__class__ = nn.Parameter
+            change_class(parameter, nn.Parameter)
 
 
 def wait_before_forward(model: nn.Module) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from colossalai.booster.plugin.low_level_zero_plugin import LowLevelZeroModel
 
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
+from fp8booster.nn.modules import change_class
 
 
 class SavesMasters:
@@ -35,7 +36,7 @@ class FP8ZeroModel(SavesMasters, LowLevelZeroModel):
     @classmethod
     def convert_in_place(cls, model: LowLevelZeroModel, optimizer: FP8ZeroOptimizer) -> None:
         """Turn a model wrapper into this class in place."""
-        model.__class__ = cls
+        change_class(model, cls)
         model.set_zero_optimizer(optimizer)
 
     def __getstate__(self) -> dict[str, Any]:

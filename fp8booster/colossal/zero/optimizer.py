@@ -36,6 +36,7 @@ from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.transport import gather_many
 from fp8booster.config import FP8Config
 from fp8booster.kernels.message_layout import side_by_side
+from fp8booster.nn.modules import change_class
 from fp8booster.optim import AdamW, one_pass
 from fp8booster.optim.clipping import clipping_divisor
 from fp8booster.optim.gradient_sums import GradientSum
@@ -112,7 +113,7 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
             model: what it trains, its linear layers converted.
             config: how gradients are scaled, and add up over micro-batches.
         """
-        optimizer.__class__ = cls
+        change_class(optimizer, cls)
         optimizer.trained = model
         optimizer.gathered_weights = GatheredWeights(model, optimizer)
         optimizer._group_of = {

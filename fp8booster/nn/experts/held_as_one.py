@@ -29,7 +29,7 @@ from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
 from fp8booster.nn.fused.pointwise import Saving, activate, activate_gated
 from fp8booster.nn.fused.trials import fused_kind, gates_by_activation
 from fp8booster.nn.linear.speed_model import computes_in_fp8
-from fp8booster.nn.modules import cached_by_class, members_of_made
+from fp8booster.nn.modules import change_class, mixed_class
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import REAL_TIME, Casts
 from fp8booster.nn.weights.freshness import is_captured, look_again
@@ -106,16 +106,21 @@ class FP8Experts(nn.Module):
     has_bias: bool
 
     @classmethod
+    def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """As `mixed_class` asks."""
+        return {"original": original}
+
+    @classmethod
     def convert_in_place(cls, module: nn.Module, config: FP8Config) -> None:
         """Turn a module for which `are_experts`, and `why_not` gives no reason, into this class in place."""
         if not isinstance(module, FP8Experts):
-            module.__class__ = _mixed_class(type(module))
+            change_class(module, mixed_class(FP8Experts, type(module)))
         cast(FP8Experts, module)._start_fp8(config)
 
     def revert(self) -> None:
         """Turn the module into what it was, in place."""
         del self.fp8_config, self.fp8_weights, self.fp8_casts, self._fp8_ran, self._fp8_reasons
-        self.__class__ = self.original  # type: ignore[assignment]
+        change_class(self, self.original)
 
     def _start_fp8(self, config: FP8Config) -> None:
         self.fp8_config = config
@@ -270,17 +275,6 @@ class FP8Experts(nn.Module):
     def _load_from_state_dict(self, *arguments: Any, **named: Any) -> None:
         self.forget()  # as `FP8Layer` does
         super()._load_from_state_dict(*arguments, **named)
-
-
-@cached_by_class
-def _mixed_class(original: type[nn.Module]) -> type[nn.Module]:
-    members = {
-        "__module__": original.__module__,
-        "__doc__": FP8Experts.__doc__,
-        "original": original,
-        **members_of_made(_mixed_class, original),
-    }
-    return type(original.__name__, (FP8Experts, original), members)
 
 
 def _where_biased(chosen: torch.Tensor, routes: routing.Routes, layout: RowLayout, experts: int) -> torch.Tensor:

@@ -17,7 +17,6 @@ FSDP1 has an extension point for gradients only (`comm.flat_fsdp`). The gather i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import nn
@@ -34,6 +33,7 @@ from fp8booster.nn.fused.causal_lm_loss import fused_head
 from fp8booster.nn.fused.head import HeldHead
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import change_class, mixed_class
 from fp8booster.nn.weights.resharded import ReshardedWeight
 
 _OVERRIDDEN = ("_all_gather_flat_param", "_free_unsharded_flat_param", "unshard")
@@ -49,8 +49,7 @@ class FP8FlatParamHandle(FlatParamHandle):
     @classmethod
     def convert_in_place(cls, handle: FlatParamHandle, merged: Sequence[MergedLayers] = ()) -> None:
         """Turn a handle into this class in place; `merged` are layers of its unit that are multiplied as one."""
-        handle.__class__ = cls
-        converted = cast(FP8FlatParamHandle, handle)
+        converted = change_class(handle, cls)
         converted.fp8_weights = FlatWeights(handle.flat_param, handle.rank, handle.world_size, merged)
         converted.is_rounded = False
 
@@ -151,8 +150,7 @@ def _hold_head(model: nn.Module, unit_of: Mapping[nn.Module, nn.Module]) -> None
         return
     is_inside = any(head in module.children() for module in unit_of[head].modules())
     if is_inside and not isinstance(head, HeldHead):
-        members = {"__module__": type(head).__module__, "head_class": type(head)}
-        head.__class__ = type(type(head).__name__, (HeldHead, type(head)), members)
+        change_class(head, mixed_class(HeldHead, type(head)))
 
 
 def why_not_gathered() -> str | None:

@@ -16,7 +16,6 @@ weights, another activation, layers of different kinds) that part runs as transf
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -37,12 +36,14 @@ from fp8booster.nn.fused.pointwise import Saving
 from fp8booster.nn.fused.self_attention import FusedAttention, LatentAttention, MergedAttention, head_norms
 from fp8booster.nn.fused.trials import Form, activation_kind, activation_name, form_of, is_gated, norm_of
 from fp8booster.nn.linear.layer import FP8Layer, config_around, without_adapter
-from fp8booster.nn.modules import cached_by_class, members_of_made, run_with
+from fp8booster.nn.modules import change_class, mixed_class, run_with
 from fp8booster.nn.weights.channels import ChannelCasts
 
 
 class FusedDecoderLayer(nn.Module):
     """Mixin of a decoder layer: its norms make the sums that they read."""
+
+    name_prefix = "Fused"
 
     def norms(self) -> list[FusedNorm]:
         """Those that are fused."""
@@ -133,7 +134,7 @@ def mix(mixin: type[nn.Module], module: nn.Module) -> None:
         vars(module)["unfused_calls"] = {}
     if issubclass(mixin, FusedMLP):
         vars(module)["activation"] = activation_name(module)
-    module.__class__ = _mixed_class(mixin, type(module))
+    change_class(module, mixed_class(mixin, type(module)))
 
 
 def unfused_parts(model: nn.Module) -> Counter[str]:
@@ -242,7 +243,7 @@ def _form_of_fused(attention: Any, part: Part) -> Form | None:
         isinstance(norm, (FusedNorm, HeadNorms)) for norm in norms
     ):
         return None
-    return form_of(attention, part, _mixed_class(_attention_class(part), type(attention)))
+    return form_of(attention, part, mixed_class(_attention_class(part), type(attention)))
 
 
 def _attention_class(part: Part) -> type[FusedAttention]:
@@ -256,19 +257,3 @@ def _layers(module: nn.Module, part: Part) -> list[Any]:
 
 def _in_fp8(layers: list[nn.Module]) -> bool:
     return all(isinstance(layer, FP8Layer) for layer in layers)
-
-
-def _mixed_class(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    return _mixed_class_by(mixin, original, original.forward)  # a forward may be replaced for all modules of a class
-
-
-@cached_by_class
-def _mixed_class_by(mixin: type[nn.Module], original: type[nn.Module], forward: Callable) -> type[nn.Module]:
-    members = {"__doc__": mixin.__doc__, **members_of_made(_mixed_class, mixin, original)}
-    members["tried"] = original, forward
-    if issubclass(mixin, FusedNorm):
-        members["computes"] = norm_of(original)
-    if issubclass(mixin, FusedAttention):
-        _, _, *names = inspect.signature(original.forward).parameters
-        members["native_arguments"] = tuple(names)
-    return type(f"Fused{original.__name__}", (mixin, original), members)

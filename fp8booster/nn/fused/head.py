@@ -35,6 +35,11 @@ class HeldHead(nn.Module):
     head_class: ClassVar[type[nn.Module]]
     """The class that the head was."""
 
+    @classmethod
+    def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """As `mixed_class` asks."""
+        return {"head_class": original}
+
     def while_whole(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """What `compute` makes of the head's parameters, differentiable."""
         return compute()

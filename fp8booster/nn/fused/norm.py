@@ -10,7 +10,7 @@ from torch import nn
 
 from fp8booster.nn.fused.part import Fused
 from fp8booster.nn.fused.pointwise import IN_16_BITS, Saving, layer_norm, rms_norm
-from fp8booster.nn.fused.trials import Norm
+from fp8booster.nn.fused.trials import Norm, norm_of
 from fp8booster.nn.modules import forward_of_class, may_be_bypassed, wait_for_parameters
 
 
@@ -20,6 +20,11 @@ class FusedNorm(Fused):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     computes: ClassVar[Norm]
+
+    @classmethod
+    def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """As `mixed_class` asks."""
+        return super().members_before(original) | {"computes": norm_of(original)}
 
     @property
     def why_not_now(self) -> str | None:

@@ -19,8 +19,15 @@ from fp8booster.nn.modules import may_be_bypassed
 class Fused(nn.Module):
     """Mixin of a module of transformers' whose class was tried out."""
 
+    name_prefix = "Fused"
+
     tried: ClassVar[tuple[type[nn.Module], Callable]]
     """The class that the module was, and its forward then."""
+
+    @classmethod
+    def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """As `mixed_class` asks."""
+        return {"tried": (original, original.forward)}
 
     @property
     def is_as_tried(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
@@ -72,6 +73,12 @@ class FusedAttention(MergedAttention):
 
     native_arguments: ClassVar[tuple[str, ...]]
     """Names of what the class's own forward takes after the hidden states."""
+
+    @classmethod
+    def members_before(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """As `mixed_class` asks."""
+        _, _, *names = inspect.signature(original.forward).parameters
+        return super().members_before(original) | {"native_arguments": tuple(names)}
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """As transformers', with one product for q, k and v."""

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8booster.nn.fused.families import Part, has_sinks
 from fp8booster.nn.fused.packing import PackedEmbeddings, Sequences
-from fp8booster.nn.modules import cached_by_class, may_be_bypassed
+from fp8booster.nn.modules import cached_by_class, change_class, may_be_bypassed, mixed_class
 
 Trial = TypeVar("Trial", bound=Callable[..., Any])
 
@@ -279,20 +279,22 @@ def _watched(cls: type[nn.Module], forward: Callable, held: dict[str, Any], *arg
         args: of the forward.
     """
     read: set[str] = set()
-    probe: Any = object.__new__(_watching(cls, read))
-    probe.__dict__.update(held)
+    probe = object.__new__(cls)
+    vars(probe).update(held, **{_READ: read})
+    change_class(probe, mixed_class(_Watched, cls))
     found = _tried(forward, probe, *args)
     return found if all(name in held or _is_code(cls, name) for name in read) else None
 
 
-def _watching(cls: type[nn.Module], read: set[str]) -> type[nn.Module]:
-    """A class of modules like another, which notes the names of the attributes that are read of them."""
+class _Watched:
+    """Mixin of a module that notes the names of the attributes that are read of it."""
 
-    def look_up(self: nn.Module, name: str) -> Any:
-        read.add(name)
+    def __getattribute__(self, name: str) -> Any:
+        object.__getattribute__(self, "__dict__")[_READ].add(name)
         return object.__getattribute__(self, name)
 
-    return type(cls.__name__, (cls,), {"__getattribute__": look_up, "__module__": cls.__module__})
+
+_READ = "_fp8booster_read"
 
 
 def _is_code(cls: type[nn.Module], name: str) -> bool:
@@ -508,7 +510,8 @@ def _attended(
         widths = [getattr(attention, name).out_features for name in part.merged]
     made = how.size * _numbers(1, length, sum(widths))
     probe = _on_cpu(attention)
-    probe.__class__ = cls if read is None else _watching(cls, read)
+    vars(probe)[_READ] = read
+    change_class(probe, cls if read is None else mixed_class(_Watched, cls))
     outputs = dict(zip(part.merged, made.split(widths if len(part.merged) > 1 else sum(widths), -1), strict=True))
     norms = {
         name: _whole_on_cpu(each) for name, each in attention._modules.items() if each is not None and "norm" in name

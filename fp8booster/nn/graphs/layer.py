@@ -16,7 +16,7 @@ from fp8booster.nn.graphs import recorder
 from fp8booster.nn.graphs.arguments import CONSTANTS, Unsupported, flatten
 from fp8booster.nn.graphs.pair import GraphPair, Moved
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.modules import cached_by_class, is_looked_at, members_of_made, repeated_layers, wait_for_parameters
+from fp8booster.nn.modules import change_class, is_looked_at, mixed_class, repeated_layers, wait_for_parameters
 from fp8booster.nn.weights.pinned import Record, Use, collected_uses
 
 WARM_UP = 3
@@ -329,6 +329,8 @@ def _autocast(given: list[torch.Tensor]) -> Hashable:
 class CapturedLayer(nn.Module):
     """Mixin of a layer that is replayed where it can be."""
 
+    name_prefix = "Captured"
+
     fp8_graphs: LayerGraphs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -356,7 +358,7 @@ def capture_layers(model: nn.Module, *, only_where_host_limits: bool = False) ->
     layers = [each for each in repeated_layers(model) if not isinstance(each, CapturedLayer)]
     for layer in layers:
         layer.__dict__["fp8_graphs"] = LayerGraphs(shared)
-        layer.__class__ = _captured_class(type(layer))
+        change_class(layer, mixed_class(CapturedLayer, type(layer)))
     return len(layers)
 
 
@@ -376,9 +378,3 @@ def look_inside(model: nn.Module, when: Callable[[], bool]) -> Callable[[], None
 def captured_layers(model: nn.Module) -> Counter[str | None]:
     """How many layers were replayed when they ran last in training, under None, and how many not, by the reason."""
     return Counter(module.fp8_graphs.why_not for module in model.modules() if isinstance(module, CapturedLayer))
-
-
-@cached_by_class
-def _captured_class(original: type[nn.Module]) -> type[nn.Module]:
-    members = {"__doc__": CapturedLayer.__doc__, **members_of_made(_captured_class, original)}
-    return type(f"Captured{original.__name__}", (CapturedLayer, original), members)

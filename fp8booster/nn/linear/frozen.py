@@ -26,6 +26,7 @@ from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.saving import guard_save_pretrained
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts
+from fp8booster.nn.modules import change_class
 from fp8booster.nn.weights.casting import INPUT, WEIGHT, Casts
 from fp8booster.nn.weights.freshness import reusable
 from fp8booster.nn.weights.frozen import FrozenWeight
@@ -84,16 +85,16 @@ class FrozenLayer(FP8Layer):
             restore_weight(module)  # an engine may have left no other copy
             module.revert()
         weight = module._parameters.pop("weight")
-        module.__class__ = cls
-        module._start_frozen(config, weight.dtype)  # type: ignore[operator, union-attr]
-        module.hold_cast_of(as_matrix([weight], cls.weight_is_transposed))  # type: ignore[operator, list-item]
+        frozen = change_class(module, cls)
+        frozen._start_frozen(config, weight.dtype)  # type: ignore[union-attr]
+        frozen.hold_cast_of(as_matrix([weight], cls.weight_is_transposed))  # type: ignore[list-item]
 
     def revert(self) -> None:
         """Turn the layer into what it was, in place, its weight of the values that it has."""
         weight = nn.Parameter(self.weight, requires_grad=False)
         for name in (*_KEEP_TYPES, "fp8_data", "fp8_config", "fp8_casts", "in_fp8", "weight_dtype", "fp8_shape"):
             delattr(self, name)
-        self.__class__ = self.original  # type: ignore[assignment]
+        change_class(self, self.original)
         self.register_parameter("weight", weight)
 
     def hold(self, quantized: QuantizedMatrix, shape: tuple[int, int]) -> None:

@@ -18,6 +18,7 @@ from fp8booster.nn.linear.functional import Defer, check_operands, linear_from_q
 from fp8booster.nn.linear.made_again import delivered_recipe
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts, computes_in_fp8
+from fp8booster.nn.modules import change_class
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import REAL_TIME, Casts
 from fp8booster.nn.weights.freshness import look_again, note_change, reusable
@@ -99,14 +100,13 @@ class FP8Layer(nn.Module):
     @classmethod
     def convert_in_place(cls, module: nn.Module, config: FP8Config) -> None:
         """Turn a layer into this class in place: its parameters, hooks and identity stay."""
-        module.__class__ = cls
-        cls._start_fp8(module, config)  # type: ignore[arg-type]
+        change_class(module, cls)._start_fp8(config)
 
     def revert(self) -> None:
         """Turn the layer into what it was, in place."""
         del self.fp8_config, self.fp8_weight, self.fp8_casts, self.in_fp8, self._whole_shape
         self._forget_uses()
-        self.__class__ = self.original  # type: ignore[assignment]
+        change_class(self, self.original)
 
     def _start_fp8(self, config: FP8Config) -> None:
         if "fp8_weight" in vars(self):
