@@ -1,10 +1,11 @@
-"""What the plugins have in common: their arguments, and boosting a model whose linear layers compute in FP8."""
+"""The base of the plugins: their arguments, and boosting a model whose linear layers compute in FP8."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -23,11 +24,11 @@ from fp8booster.colossal.temporarily import temporarily
 from fp8booster.colossal.zero.lone_save import saved_by_every_rank
 from fp8booster.config import FP8Config, config_or_default
 from fp8booster.kernels.device import require_fp8
+from fp8booster.listing import first_of
 from fp8booster.nn import convert_to_fp8, report
 from fp8booster.nn.fused import fuse, fused_summary
 from fp8booster.nn.graphs import capture_layers
 from fp8booster.optim import AdamW
-from fp8booster.plugins.parameters import require_parameters
 
 _PRECISIONS = ("bf16", "fp16")
 
@@ -37,8 +38,29 @@ _WIDER_TYPES: Mapping[str, Any] = {
 }
 """Types of arguments that Colossal-AI takes, where its annotations say int: a size of 2^20 may be a fraction of it."""
 
-WITHOUT_FP8 = "Colossal-AI adds gradients up without fp8_communication; turn it on, or leave the option out"
-"""Why `gradient_accumulation` has no effect with ZeRO."""
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """The limits of the engine behind a plugin, found once, when the plugin is made.
+
+    A sentence is the reason why an option has no effect, and what to do; None: it has its effect.
+    """
+
+    weights_in_16_bits: str | None
+    gradient_scaling: str | None = None
+    gradient_accumulation: str | None = (
+        "this plugin's gradients add up as they are; use LowLevelZeroPlugin, or leave the option out"
+    )
+    cuda_graphs: str | None = None
+
+    update_in_backward: str | None = "this plugin updates when all gradients are reduced; use LowLevelZeroPlugin"
+    """An option of the optimizer, which is refused."""
+
+    in_buffers: bool = False
+    """Trainable parameters lie one after the other in buffers, of which each rank has a part."""
+
+    sparse_gradients: bool = False
+    """Sparse gradients are reduced."""
 
 
 class FP8Plugin(Plugin):
@@ -76,9 +98,8 @@ class FP8Plugin(Plugin):
     """Gradients, and what else ranks exchange, are communicated in FP8, by `fp8booster.comm`."""
 
     def __init__(self, *args: Any, fp8_config: FP8Config | None = None, **kwargs: Any) -> None:
-        arguments = _bind(self.native, args, kwargs)
+        arguments = _checked_arguments(self.native, args, kwargs)
         self.require_support(arguments)
-        self._require_types(arguments)
         use_fp8 = arguments.pop("use_fp8", False)
         communication = arguments.pop("fp8_communication", None)
         self.fp8_config = config_or_default(fp8_config, "fp8_config")
@@ -97,81 +118,41 @@ class FP8Plugin(Plugin):
         super().__init__(**arguments, fp8_communication=communication and not use_fp8)
         self.use_fp8 = use_fp8
         self.logger = get_dist_logger()
-        self.no_effect = [] if fp8_config is None else self._find_no_effect(arguments)
+        self.engine = self.find_engine(arguments)
+        self.no_effect = [] if fp8_config is None else self._find_no_effect()
         for sentence in self.no_effect:
             self.logger.warning(sentence, ranks=[0])
-
-    def _require_types(self, arguments: Mapping[str, Any]) -> None:
-        """Raise TypeError for an argument of the wrong type; without FP8, Colossal-AI's are left to it."""
-        parameters = inspect.signature(self.native).parameters
-        own = {"use_fp8": bool, "fp8_communication": bool | None}
-        theirs = {}
-        if arguments.get("use_fp8"):
-            theirs = {name: _WIDER_TYPES.get(name, each.annotation) for name, each in parameters.items()}
-        for name, hint in {**theirs, **own}.items():
-            default = parameters[name].default if name in parameters else inspect.Parameter.empty
-            if name in arguments and (wanted := wrong_type(arguments[name], hint, default)) is not None:
-                raise TypeError(f"{self.native.__name__}'s {name} is {arguments[name]!r}; it must be {wanted}")
 
     def require_support(self, arguments: Mapping[str, Any]) -> None:
         """Raise ImportError where what is installed does not serve these arguments of the constructor."""
 
-    def why_weights_in_16_bits(self, arguments: Mapping[str, Any]) -> str | None:
-        """Why `FP8Config.weights_in_16_bits=False` has no effect, and what to do; None where it has.
+    def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
+        """Return the limits of the engine that Colossal-AI's constructor has prepared.
 
         Args:
             arguments: of the constructor, as far as they were given.
         """
         raise NotImplementedError
 
-    def why_scaled_by_block(self) -> str | None:
-        """Whose gradients are scaled by block, whatever `gradient_scaling` is; None: they are scaled as it says."""
-        return None
-
-    def why_accumulates_by_itself(self) -> str | None:
-        """Why `gradient_accumulation` has no effect, and what to do; None where it has."""
-        return "this plugin's gradients add up as they are; use LowLevelZeroPlugin, or leave the option out"
-
-    def why_no_update_in_backward(self) -> str | None:
-        """Why an optimizer cannot update in backward, and what to do; None where it can."""
-        return "this plugin updates when all gradients are reduced; use LowLevelZeroPlugin"
-
-    def why_no_cuda_graphs(self) -> str | None:
-        """Why `cuda_graphs` has no effect, and what to do; None where it has."""
-        return None
-
-    def trains_in_buffers(self) -> bool:
-        """Whether trainable parameters lie one after the other in buffers, of which each rank has a part."""
-        return False
-
-    def reduces_sparse_gradients(self) -> bool:
-        """Whether gradients may be sparse."""
-        return False
-
-    def _find_no_effect(self, arguments: Mapping[str, Any]) -> list[str]:
-        """Return sentences about a configuration that nothing reads, and about options in it that do nothing."""
-        scaling = self.fp8_config.gradient_scaling
-        option = f'fp8_config.gradient_scaling="{scaling}" has no effect'
-        warnings = []
+    def _find_no_effect(self) -> list[str]:
         if not self.use_fp8:
-            warnings = ["fp8_config has no effect: use_fp8 is off; give use_fp8=True, or leave fp8_config out"]
-        else:
-            reason = self.why_weights_in_16_bits(arguments)
-            if reason is not None and self.fp8_config.weights_in_16_bits is False:
-                warnings.append(f"fp8_config.weights_in_16_bits=False has no effect: {reason}")
-            if scaling != "block" and not self.sends_fp8:
-                warnings.append(
-                    f"{option}: gradients are sent uncompressed without fp8_communication; turn it on, or leave the "
-                    "option out"
-                )
-            elif scaling != "block" and (reason := self.why_scaled_by_block()) is not None:
-                warnings.append(f"{option}: {reason} gradients are scaled by block")
-            if self.fp8_config.cuda_graphs and (reason := self.why_no_cuda_graphs()) is not None:
-                warnings.append(f"fp8_config.cuda_graphs=True has no effect: {reason}")
-            accumulation = self.fp8_config.gradient_accumulation
-            if accumulation != "32-bit" and (reason := self.why_accumulates_by_itself()) is not None:
-                warnings.append(f'fp8_config.gradient_accumulation="{accumulation}" has no effect: {reason}')
-        return warnings
+            return ["fp8_config has no effect: use_fp8 is off; give use_fp8=True, or leave fp8_config out"]
+        config, engine, plain = self.fp8_config, self.engine, None
+        if not self.sends_fp8:
+            plain = "gradients are sent uncompressed without fp8_communication; turn it on, or leave the option out"
+        options = (
+            ("weights_in_16_bits", config.weights_in_16_bits is False, engine.weights_in_16_bits),
+            ("gradient_scaling", config.gradient_scaling != "block", plain or engine.gradient_scaling),
+            ("cuda_graphs", config.cuda_graphs, engine.cuda_graphs),
+            ("gradient_accumulation", config.gradient_accumulation != "32-bit", engine.gradient_accumulation),
+        )
+        sentences = []
+        for name, is_asked_for, reason in options:
+            if is_asked_for and reason is not None:
+                value = getattr(config, name)
+                value = f'"{value}"' if isinstance(value, str) else value
+                sentences.append(f"fp8_config.{name}={value} has no effect: {reason}")
+        return sentences
 
     def __del__(self) -> None:
         """Destroy the process groups, where Colossal-AI's plugin does; one whose arguments were refused has none."""
@@ -188,85 +169,77 @@ class FP8Plugin(Plugin):
         lr_scheduler: LRScheduler | None = None,
     ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
         """Wrap model and optimizer as Colossal-AI does, and turn the model's linear layers into FP8 layers in place."""
-        of_user = optimizer
-        if isinstance(of_user, AdamW) and of_user.updates_in_backward:
-            self._require_update_in_backward(of_user)
-        if self.use_fp8:
-            boosted = self._configure_fp8(model, optimizer, criterion, dataloader, lr_scheduler)
+        own = optimizer if isinstance(optimizer, AdamW) else None
+        if own is not None and own.updates_in_backward:
+            self._require_update_in_backward(own)
+        others = criterion, dataloader, lr_scheduler
+        if not self.use_fp8:
+            boosted = super().configure(model, optimizer, *others)
         else:
-            boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
-        if isinstance(of_user, AdamW):
+            require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate, self.fp8_config.granularity)
+            if optimizer is not None and not isinstance(model, ModelWrapper):
+                require_parameters(model, in_buffers=self.engine.in_buffers, sparse=self.engine.sparse_gradients)
+            model, optimizer = self.convert(model, optimizer)
+            with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
+                boosted = super().configure(model, optimizer, *others)
+            sent = self.extend(*boosted[:2])
+            if self.fp8_config.cuda_graphs is not False and self.engine.cuda_graphs is None:
+                capture_layers(boosted[0], only_where_host_limits=self.fp8_config.cuda_graphs is None)
+            fused = f"; {fused_summary(boosted[0])}" if self.fp8_config.fused else ""
+            moments = "; moments are kept in 8 bits" if own is not None else ""
+            self.logger.info(f"{report(boosted[0]).summary()}{fused}; {sent}{moments}", ranks=[0])
+        if own is not None:
             places, parameters = self.places(*boosted[:2]), self.parameters(*boosted[:2])
-            of_user.train_for_engine(places, parameters, integer_steps=self.integer_steps)
+            own.train_for_engine(places, parameters, integer_steps=self.integer_steps)
         return boosted
 
     def _require_update_in_backward(self, optimizer: AdamW) -> None:
-        reason = self.why_no_update_in_backward()
+        reason = self.engine.update_in_backward
         if reason is None and optimizer.micro_batches > 1:
             reason = "ZeRO updates at every backward; make the optimizer with micro_batches=1"
         if reason is not None:
             raise ValueError(f"the optimizer was made with update_in_backward=True, and {reason}, or leave that out")
 
-    def _configure_fp8(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        criterion: Callable | None,
-        dataloader: DataLoader | None,
-        lr_scheduler: LRScheduler | None,
-    ) -> tuple[nn.Module, OptimizerWrapper, Callable, DataLoader, LRScheduler]:
-        require_fp8(get_accelerator().get_current_device(), self.fp8_config.emulate, self.fp8_config.granularity)
-        if optimizer is not None and not isinstance(model, ModelWrapper):
-            require_parameters(model, in_buffers=self.trains_in_buffers(), sparse=self.reduces_sparse_gradients())
-        moments = "; moments are kept in 8 bits" if isinstance(optimizer, AdamW) else ""
-        model, optimizer = self.convert(model, optimizer)
-        with temporarily(self, use_fp8=False):  # Colossal-AI would hook F.linear with its own FP8 product
-            boosted = super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
-        sent = self.extend(*boosted[:2])
-        if self.fp8_config.cuda_graphs is not False and self.why_no_cuda_graphs() is None:
-            capture_layers(boosted[0], only_where_host_limits=self.fp8_config.cuda_graphs is None)
-        fused = f"; {fused_summary(boosted[0])}" if self.fp8_config.fused else ""
-        self.logger.info(f"{report(boosted[0]).summary()}{fused}; {sent}{moments}", ranks=[0])
-        return boosted
-
     def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-        """What Colossal-AI is to wrap in place of a model and its optimizer: with FP8 layers, and fused."""
+        """Return the model, with fused FP8 layers, and the optimizer for Colossal-AI to wrap."""
         convert_to_fp8(model, self.fp8_config)
         if self.fp8_config.fused:
             fuse(model)
         return model, optimizer
 
     def places(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> dict[torch.Tensor, tuple[int, int]]:
-        """Of each tensor that the optimizer inside updates on this rank: the number of its parameter, and of the part
-        of it that the tensor is. What several ranks hold has the same on each.
+        """Return the number of the parameter, and of the part of it, of each tensor that is updated on this rank.
+
+        What several ranks hold has the same on each.
         """
         tensors = [each for group in optimizer.optim.param_groups for each in group["params"]]
         return {each: (number, self.part_of(model, optimizer, each)) for number, each in enumerate(tensors)}
 
     def part_of(self, model: ModelWrapper, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
-        """Which part of its parameter a tensor is; 0 for a whole one."""
+        """Return the number of a tensor among the parts of its parameter; 0 for a whole one."""
         return 0
 
     def parameters(self, model: ModelWrapper, optimizer: OptimizerWrapper) -> dict[torch.Tensor, torch.Tensor]:
-        """The model's parameter of each tensor that the optimizer inside updates in its place."""
+        """Return the model's parameter of each tensor that the optimizer inside updates in its place."""
         of: dict[int, torch.Tensor] = getattr(optimizer, "get_master_to_working_map", dict)() or {}
         tensors = (each for group in optimizer.optim.param_groups for each in group["params"])
         return {each: of[id(each)] for each in tensors if id(each) in of}
 
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
-        """Let what Colossal-AI has wrapped communicate in FP8; returns what is sent in which precision."""
+        """Let the wrappers of Colossal-AI communicate in FP8, and return a clause on the precision of each message."""
         raise NotImplementedError
 
     def get_checkpoint_io(self) -> CheckpointIO:
-        """Colossal-AI's, which notices a model that rank 0 saves alone where all ranks must."""
+        """Return Colossal-AI's, which notices a model that rank 0 saves alone where all ranks must."""
         return saved_by_every_rank(super().get_checkpoint_io())
 
 
-def _bind(native: type[Plugin], positional: tuple, named: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call to a plugin's constructor, by name, as far as they were given.
+def _checked_arguments(native: type[Plugin], positional: tuple, named: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call to a plugin's constructor, by name, as far as they were given.
 
     Raises:
-        TypeError: an argument that the plugin does not have; the message names close matches.
+        TypeError: an argument that the plugin does not have, where the message names close matches, or of another type;
+            without FP8 the types of Colossal-AI's are left to it.
     """
     signature = inspect.signature(native)
     parameters = list(signature.parameters.values())
@@ -280,25 +253,73 @@ def _bind(native: type[Plugin], positional: tuple, named: dict[str, Any]) -> dic
             all_of_them = f"it takes {', '.join(theirs)} and {' and '.join(ours)}"
             hint = f"did you mean {' or '.join(close)}?" if close else all_of_them
             raise TypeError(f"{native.__name__} has no argument {name!r}; {hint}")
-    return dict(signature.replace(parameters=parameters).bind(*positional, **named).arguments)
+    arguments = dict(signature.replace(parameters=parameters).bind(*positional, **named).arguments)
+    types: dict[str, Any] = {"use_fp8": bool, "fp8_communication": bool | None}
+    if arguments.get("use_fp8"):
+        annotated = {each.name: _WIDER_TYPES.get(each.name, each.annotation) for each in parameters}
+        types = {**annotated, **types}
+    defaults = {each.name: each.default for each in parameters}
+    for name, value in arguments.items():
+        wanted = wrong_type(value, types[name], defaults[name]) if name in types else None
+        if wanted is not None:
+            raise TypeError(f"{native.__name__}'s {name} is {value!r}; it must be {wanted}")
+    return arguments
 
 
-def why_zero_gathers_16_bits(plugin: FP8Plugin, needs: Mapping[str, bool]) -> str | None:
-    """Why ZeRO gathers every weight in 16 bits, and what to do; None where it gathers those of FP8 layers in FP8.
+def require_parameters(model: nn.Module, *, in_buffers: bool, sparse: bool) -> None:
+    """Raise ValueError where a model has parameters that cannot be trained, on every rank that has the same model.
+
+    Without it one rank fails while it boosts, or all do in backward, and others wait for ever for what it would send.
+
+    Args:
+        model: not wrapped yet.
+        in_buffers: the engine lays trainable parameters one after the other, and gives each rank a part of them.
+        sparse: it reduces sparse gradients.
+    """
+    every = dict(model.named_parameters())
+    trained = {name: each for name, each in every.items() if each.requires_grad and in_buffers}
+    tables = [
+        name
+        for name, each in model.named_modules()
+        if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse and each.weight.requires_grad
+    ]
+    refused = {
+        "are complex, and casts to 16 bits drop the imaginary part; hold their real and imaginary parts as one real "
+        "parameter (torch.view_as_real)": [name for name, each in every.items() if each.is_complex()],
+        "have no values, of which no rank can hold a part; delete them, or freeze them by requires_grad_(False)": [
+            name for name, each in trained.items() if not each.numel()
+        ],
+        "are not contiguous, as channels-last weights are, and ZeRO and Gemini copy them into one buffer; call "
+        "model.to(memory_format=torch.contiguous_format), or .contiguous() on what is transposed": [
+            name for name, each in trained.items() if each.numel() and not each.is_contiguous()
+        ],
+        "have sparse gradients, which are not reduced here; make them with sparse=False": [] if sparse else tables,
+    }
+    for reason, names in refused.items():
+        if names:
+            raise ValueError(f"some of the model's parameters or tables {reason}: {first_of(names)}")
+
+
+def zero_engine(
+    plugin: FP8Plugin, needs: Mapping[str, bool], *, gradient_accumulation: str | None = None, **limits: Any
+) -> Engine:
+    """Return the limits of ZeRO's engine, which gathers weights and adds gradients up in FP8 where all else allows it.
 
     Args:
         plugin: that has ZeRO.
-        needs: by what the plugin would have to be given, whether it was.
+        needs: by argument without which ZeRO gathers no weight in FP8, whether the plugin was given it.
+        gradient_accumulation, limits: fields of `Engine`.
     """
-    if not plugin.sends_fp8:
-        return "weights are gathered in 16 bits without fp8_communication; turn it on, or leave the option out"
-    if plugin.fp8_config.finer_scales is not None:
-        granularity = plugin.fp8_config.granularity
-        return (
-            f'weights are gathered in 16 bits with granularity="{granularity}"; use "tensorwise", or leave the option '
-            "out"
-        )
     lacking = next((argument for argument, given in needs.items() if not given), None)
-    if lacking is None:
-        return None
-    return f"no weight is gathered in FP8 but with {lacking}; give that, or leave the option out"
+    weights = None
+    if not plugin.sends_fp8:
+        weights = "weights are gathered in 16 bits without fp8_communication; turn it on, or leave the option out"
+        gradient_accumulation = (
+            "Colossal-AI adds gradients up without fp8_communication; turn it on, or leave the option out"
+        )
+    elif plugin.fp8_config.finer_scales is not None:
+        granularity = f'granularity="{plugin.fp8_config.granularity}"'
+        weights = f'weights are gathered in 16 bits with {granularity}; use "tensorwise", or leave the option out'
+    elif lacking is not None:
+        weights = f"no weight is gathered in FP8 but with {lacking}; give that, or leave the option out"
+    return Engine(weights_in_16_bits=weights, gradient_accumulation=gradient_accumulation, **limits)

@@ -19,7 +19,7 @@ from fp8booster.colossal.gemini.model import FP8GeminiDDP, GatheringGeminiDDP
 from fp8booster.colossal.gemini.optimizer import FP8GeminiOptimizer
 from fp8booster.colossal.sharding import require_sharding
 from fp8booster.optim import HybridAdam
-from fp8booster.plugins.fp8_plugin import FP8Plugin
+from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin
 
 
 class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
@@ -46,35 +46,25 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
     integer_steps = True
 
     def require_support(self, arguments: Mapping[str, Any]) -> None:
-        """Only tensor parallelism shards models."""
+        # only tensor parallelism shards models
         if arguments.get("tp_size", 1) > 1 and arguments.get("custom_policy") is None:
             require_sharding(f"GeminiPlugin with tp_size={arguments['tp_size']}")
 
-    def trains_in_buffers(self) -> bool:
-        return True
-
-    def why_weights_in_16_bits(self, arguments: Mapping[str, Any]) -> str:
-        """Chunks hold weights in one precision."""
-        if self.sends_fp8:
-            return "Gemini's chunks hold the weights of FP8 layers in FP8 alone by themselves; leave the option out"
-        return "without fp8_communication chunks hold weights in 16 bits; turn it on, and they hold FP8 alone"
-
-    def why_no_cuda_graphs(self) -> str:
-        return "Gemini moves weights from chunk to chunk; use LowLevelZeroPlugin, or leave the option out"
-
-    def why_scaled_by_block(self) -> str | None:
-        """Gemini knows "tensor" too."""
-        return "Gemini's" if self.fp8_config.gradient_scaling == "auto" else None
+    def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
+        alone = "Gemini's chunks hold the weights of FP8 layers in FP8 alone by themselves; leave the option out"
+        plain = "without fp8_communication chunks hold weights in 16 bits; turn it on, and they hold FP8 alone"
+        by_block = "Gemini's gradients are scaled by block"
+        return Engine(
+            weights_in_16_bits=alone if self.sends_fp8 else plain,
+            gradient_scaling=by_block if self.fp8_config.gradient_scaling == "auto" else None,
+            cuda_graphs="Gemini moves weights from chunk to chunk; use LowLevelZeroPlugin, or leave the option out",
+            in_buffers=True,
+        )
 
     def configure(self, model: nn.Module, optimizer: Optimizer | None = None, *others: Any, **named: Any) -> tuple:
         """Wrap model and optimizer for Gemini; with `use_fp8`, the model's linear layers are FP8 layers then."""
-        if optimizer is not None and not isinstance(optimizer, OptimizerWrapper):
-            self._adapt(optimizer)
-        return super().configure(model, optimizer, *others, **named)
-
-    def _adapt(self, optimizer: Optimizer) -> None:
-        """Make the user's optimizer one that Gemini accepts, in place."""
-        if type(optimizer) not in _AVAIL_OPTIM_LIST:
+        is_own = optimizer is None or isinstance(optimizer, OptimizerWrapper) or type(optimizer) in _AVAIL_OPTIM_LIST
+        if not is_own:
             name = type(optimizer).__name__
             HybridAdam.convert_in_place(optimizer)
             self.logger.info(
@@ -82,9 +72,10 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
                 "an optimizer that takes 16-bit gradients",
                 ranks=[0],
             )
+        return super().configure(model, optimizer, *others, **named)
 
     def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-        """The model with FP8 layers, and the optimizer, in wrappers of their own, unless they are wrapped already."""
+        """Return the model with FP8 layers, and the optimizer, in wrappers of their own, unless they are wrapped."""
         parameters = get_param_info(optimizer)  # before their shapes change
         if not isinstance(model, ModelWrapper):
             model = self._wrap(model)
@@ -135,7 +126,7 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
         )
 
     def places(self, model: ModelWrapper, optimizer: GeminiOptimizer) -> dict[torch.Tensor, tuple[int, int]]:
-        """A rank has no tensor for parameters that lie in other ranks' shards."""
+        # a rank has no tensor for parameters that lie in other ranks' shards
         chunks = {shard: optimizer.param_to_chunk16[shard] for shard in optimizer.id_to_fake_params.values()}
         return {
             shard: (number, 0 if chunks[shard].keep_gathered else chunks[shard].pg_rank)
@@ -143,11 +134,9 @@ class GeminiPlugin(FP8Plugin, plugin.GeminiPlugin):
         }
 
     def parameters(self, model: ModelWrapper, optimizer: GeminiOptimizer) -> dict[torch.Tensor, torch.Tensor]:
-        """Those of this rank's parts of chunks."""
         return {shard: optimizer.id_to_real_params[number] for number, shard in optimizer.id_to_fake_params.items()}
 
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
-        """Nothing that `convert` has not done."""
         if not isinstance(model, FP8GeminiDDP):
             return "gradients and weights are sent in 16 bits"
         return "gradients are sent in FP8, and {} of {} weights".format(*model.count_weights())

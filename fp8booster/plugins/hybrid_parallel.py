@@ -25,7 +25,7 @@ from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import make_parameters_plain, wait_before_forward
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, zero_part_of
 from fp8booster.config import FP8Config
-from fp8booster.plugins.fp8_plugin import WITHOUT_FP8, FP8Plugin, why_zero_gathers_16_bits
+from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin, zero_engine
 
 
 class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
@@ -43,7 +43,7 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
     fp8_defaults: ClassVar = {"zero_bucket_size_in_m": 64, "ddp_bucket_cap_mb": 64}
 
     zero_optimizer: ClassVar[type[FP8ZeroOptimizer]] = FP8HybridParallelZeroOptimizer
-    """What ZeRO's optimizer becomes where gradients and weights are sent in FP8."""
+    """The class of ZeRO's optimizer where gradients and weights are sent in FP8."""
 
     def __init__(self, *args: Any, fp8_config: FP8Config | None = None, **kwargs: Any) -> None:
         super().__init__(*args, fp8_config=fp8_config, **kwargs)
@@ -53,43 +53,37 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
             compress_pipeline(self)
 
     def require_support(self, arguments: Mapping[str, Any]) -> None:
-        """A policy of the user's own shards whatever it was written for."""
+        # a policy of the user's own shards whatever it was written for
         if arguments.get("custom_policy") is None:
             require_sharding(type(self).__name__)
 
-    def trains_in_buffers(self) -> bool:
-        return self.zero_stage > 0
-
-    def why_weights_in_16_bits(self, arguments: Mapping[str, Any]) -> str | None:
-        """ZeRO gathers weights."""
-        return why_zero_gathers_16_bits(self, {"zero_stage=1 or 2": self.zero_stage > 0})
-
-    def why_no_cuda_graphs(self) -> str | None:
+    def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
+        with_zero = self.zero_stage > 0
         mode = self.shard_config.sequence_parallelism_mode if self.enable_sequence_parallelism else None
-        if mode in (None, "split_gather", "all_to_all"):
-            return None
-        return f'sequence_parallelism_mode="{mode}" sends piece by piece; use "split_gather", or leave the option out'
-
-    def why_scaled_by_block(self) -> str | None:
-        """DDP's hook and the model's wrapper encode in one way."""
-        return None if self.zero_stage > 0 else "without ZeRO,"
-
-    def why_accumulates_by_itself(self) -> str | None:
-        """ZeRO accumulates what a backward has reduced, and a pipeline's schedule reduces once."""
-        if not self.sends_fp8:
-            return WITHOUT_FP8
-        if self.zero_stage == 0:
-            return "gradients add up whole without ZeRO; give zero_stage=1 or 2, or leave the option out"
-        if self.pp_size > 1:
-            return "a pipeline adds the gradients of its micro-batches up whole; leave the option out"
-        return None
+        graphs = accumulation = None
+        if mode not in (None, "split_gather", "all_to_all"):
+            graphs = (
+                f'sequence_parallelism_mode="{mode}" sends piece by piece; use "split_gather", or leave the option out'
+            )
+        if not with_zero:
+            accumulation = "gradients add up whole without ZeRO; give zero_stage=1 or 2, or leave the option out"
+        elif self.pp_size > 1:  # its schedule reduces once for all micro-batches
+            accumulation = "a pipeline adds the gradients of its micro-batches up whole; leave the option out"
+        return zero_engine(
+            self,
+            {"zero_stage=1 or 2": with_zero},
+            gradient_accumulation=accumulation,
+            gradient_scaling=None if with_zero else "without ZeRO, gradients are scaled by block",
+            cuda_graphs=graphs,
+            in_buffers=with_zero,
+        )
 
     def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
-        """As they are: layers are converted when Colossal-AI has sharded them."""
+        """Return both as they are: layers are converted when Colossal-AI has sharded them."""
         return model, optimizer
 
     def part_of(self, model: HybridParallelModule, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
-        """ZeRO's part of it, the same on each rank of tensor parallelism: some of its ranks hold copies."""
+        # the same on each rank of tensor parallelism, of which some hold copies
         return zero_part_of(optimizer, tensor) if isinstance(optimizer, LowLevelZeroOptimizer) else 0
 
     def extend(self, model: HybridParallelModule, optimizer: OptimizerWrapper | None) -> str:
@@ -106,7 +100,7 @@ class HybridParallelPlugin(FP8Plugin, plugin.HybridParallelPlugin):
         if self.sends_fp8:
             if with_zero:
                 config = self.fp8_config
-                if self.why_accumulates_by_itself() is not None:
+                if self.engine.gradient_accumulation is not None:
                     config = replace(config, gradient_accumulation="32-bit")
                 self.zero_optimizer.convert_in_place(optimizer, unwrapped, config)
             FP8HybridParallelModule.convert_in_place(model, optimizer)

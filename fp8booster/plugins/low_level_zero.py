@@ -13,7 +13,7 @@ from fp8booster.colossal.zero.gradient_order import keep_one_order
 from fp8booster.colossal.zero.late_weights import wait_before_forward
 from fp8booster.colossal.zero.model import FP8ZeroModel
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer, zero_part_of
-from fp8booster.plugins.fp8_plugin import WITHOUT_FP8, FP8Plugin, why_zero_gathers_16_bits
+from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin, zero_engine
 
 
 class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):
@@ -30,33 +30,23 @@ class LowLevelZeroPlugin(FP8Plugin, plugin.LowLevelZeroPlugin):
     # before it would be overfilled
     fp8_defaults: ClassVar = {"reduce_bucket_size_in_m": 64}
 
-    def trains_in_buffers(self) -> bool:
-        return True
-
-    def why_weights_in_16_bits(self, arguments: Mapping[str, Any]) -> str | None:
-        """ZeRO needs masters, and one group of ranks, to gather in FP8."""
+    def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
         needs = {
             "master_weights=True": arguments.get("master_weights", True),
             "extra_dp_size=1": arguments.get("extra_dp_size", 1) == 1,
         }
-        return why_zero_gathers_16_bits(self, needs)
-
-    def why_accumulates_by_itself(self) -> str | None:
-        """The optimizer that sends FP8 accumulates."""
-        return None if self.sends_fp8 else WITHOUT_FP8
-
-    def why_no_update_in_backward(self) -> str | None:
-        """Where ranks reduce in FP8 they may, but not by what is known of all gradients at their end alone."""
+        update = None
         if not self.sends_fp8:
-            return "Colossal-AI's ZeRO updates when all gradients are reduced; give use_fp8=True and fp8_communication"
-        if self.zero_optim_kwargs["clip_grad_norm"] > 0:
-            return "the gradients' norm, by which they are clipped, is known after backward; give max_norm=0"
-        if self.precision == "fp16":
-            return 'whether an FP16 gradient overflowed is known after backward; give precision="bf16"'
-        return None
+            update = (
+                "Colossal-AI's ZeRO updates when all gradients are reduced; give use_fp8=True and fp8_communication"
+            )
+        elif self.zero_optim_kwargs["clip_grad_norm"] > 0:
+            update = "the gradients' norm, by which they are clipped, is known after backward; give max_norm=0"
+        elif self.precision == "fp16":
+            update = 'whether an FP16 gradient overflowed is known after backward; give precision="bf16"'
+        return zero_engine(self, needs, update_in_backward=update, in_buffers=True)
 
     def part_of(self, model: ModelWrapper, optimizer: OptimizerWrapper, tensor: torch.Tensor) -> int:
-        """ZeRO's part of it."""
         return zero_part_of(optimizer, tensor)
 
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:

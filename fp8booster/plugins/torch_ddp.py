@@ -9,7 +9,7 @@ from colossalai.booster import plugin
 from colossalai.interface import ModelWrapper, OptimizerWrapper
 
 from fp8booster.comm import DDPState, ddp_hook
-from fp8booster.plugins.fp8_plugin import FP8Plugin
+from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin
 
 
 class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
@@ -28,17 +28,13 @@ class TorchDDPPlugin(FP8Plugin, plugin.TorchDDPPlugin):
     # gradient that fills it
     fp8_defaults: ClassVar = {"bucket_cap_mb": 64}
 
-    def reduces_sparse_gradients(self) -> bool:
-        """PyTorch's DDP does."""
-        return not self.sends_fp8
-
-    def why_weights_in_16_bits(self, arguments: Mapping[str, Any]) -> str:
-        """DDP has one kind of weights."""
-        return "DDP sends no weights, and trains those of the model; use LowLevelZeroPlugin, or leave it out"
-
-    def why_scaled_by_block(self) -> str:
-        """DDP's hook encodes in one way."""
-        return "DDP's"
+    def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
+        return Engine(
+            weights_in_16_bits="DDP sends no weights, and trains those of the model; use LowLevelZeroPlugin, or leave "
+            "it out",
+            gradient_scaling="DDP's gradients are scaled by block",
+            sparse_gradients=not self.sends_fp8,  # FP8's hook has none, and PyTorch's reduction does
+        )
 
     def extend(self, model: ModelWrapper, optimizer: OptimizerWrapper | None) -> str:
         """Reduce gradients in FP8."""

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from fp8booster.comm import Encoding
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp, why_not_gathered
 from fp8booster.nn.linear.frozen import FrozenLayer
-from fp8booster.plugins.fp8_plugin import FP8Plugin
+from fp8booster.plugins.fp8_plugin import Engine, FP8Plugin
 
 
 class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
@@ -35,16 +35,13 @@ class TorchFSDPPlugin(FP8Plugin, plugin.TorchFSDPPlugin):
 
     native = plugin.TorchFSDPPlugin
 
-    def why_weights_in_16_bits(self, arguments: Mapping[str, Any]) -> str:
-        """FSDP's weights are gathered while layers run."""
-        return "FSDP frees by itself what it gathers; leave the option out"
-
-    def why_no_cuda_graphs(self) -> str:
-        return "FSDP gathers weights elsewhere at each step; use LowLevelZeroPlugin, or leave the option out"
-
-    def why_scaled_by_block(self) -> str | None:
-        """FSDP knows "tensor" too."""
-        return "FSDP's" if self.fp8_config.gradient_scaling == "auto" else None
+    def find_engine(self, arguments: Mapping[str, Any]) -> Engine:
+        by_block = "FSDP's gradients are scaled by block"
+        return Engine(
+            weights_in_16_bits="FSDP frees by itself what it gathers; leave the option out",
+            gradient_scaling=by_block if self.fp8_config.gradient_scaling == "auto" else None,
+            cuda_graphs="FSDP gathers weights elsewhere at each step; use LowLevelZeroPlugin, or leave the option out",
+        )
 
     def convert(self, model: nn.Module, optimizer: Optimizer | None) -> tuple[nn.Module, Optimizer | None]:
         """Where weights are kept in FP8 alone, leave all that does not train out of what FSDP shards.

@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 def check(model: nn.Module, *, in_buffers: bool, sparse: bool) -> None:
-    from fp8booster.plugins.parameters import require_parameters
+    from fp8booster.plugins.fp8_plugin import require_parameters
 
     require_parameters(model, in_buffers=in_buffers, sparse=sparse)
 
@@ -95,7 +95,7 @@ WHOLE = ("hybrid without ZeRO", "DDP", "FSDP")
 @pytest.mark.parametrize("name", ["LowLevelZero", "Gemini", "hybrid", "MoE", *WHOLE])
 def test_each_plugin_refuses_before_it_boosts(name: str) -> None:
     plugin = plugin_called(name, use_fp8=True)
-    assert plugin.trains_in_buffers() == (name not in WHOLE)
+    assert plugin.engine.in_buffers == (name not in WHOLE)
     for case in ("sparse", "complex") if name in WHOLE else REFUSED:
         make, sentence = REFUSED[case]
         model = make()
@@ -107,5 +107,5 @@ def test_each_plugin_refuses_before_it_boosts(name: str) -> None:
 
 @ranks(2)
 def test_ddp_without_fp8_messages_reduces_sparse_gradients() -> None:
-    assert plugin_called("DDP", use_fp8=True, fp8_communication=False).reduces_sparse_gradients()
-    assert not plugin_called("DDP", use_fp8=True).reduces_sparse_gradients()
+    assert plugin_called("DDP", use_fp8=True, fp8_communication=False).engine.sparse_gradients
+    assert not plugin_called("DDP", use_fp8=True).engine.sparse_gradients
