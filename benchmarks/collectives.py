@@ -21,7 +21,7 @@ import typer
 from benchmarks.harness import command, environment
 from benchmarks.harness.plots import plot_lines
 from benchmarks.harness.results import Column, Record, Result, Table, spread
-from benchmarks.transfers.calls import COLLECTIVES, ENCODED, KEPT, ONE_SIDED, PLAIN, Bench, calls, errors
+from benchmarks.transfers.calls import COLLECTIVES, ENCODED, KEPT, PLAIN, Bench, calls, errors
 from benchmarks.transfers.timing import time_ranks_interleaved
 from fp8booster import comm, formats
 from fp8booster.comm import Encoding
@@ -52,13 +52,6 @@ def join(device: str) -> tuple[torch.device, environment.Gpu]:
             "nccl" if cuda else "gloo", timeout=timedelta(minutes=2), device_id=target if cuda else None
         )
     return target, gpu
-
-
-def one_sided_group(mib: float) -> dist.ProcessGroup:
-    """A group of all ranks that reads messages of this BF16 payload from peers."""
-    group = dist.new_group()
-    comm.use_one_sided(group, capacity=int(mib * 2**20))  # of which a message takes little more than half
-    return group
 
 
 def sent_by_plain(collective: str, payload: int, ranks: int) -> int:
@@ -96,17 +89,16 @@ def measure(collective: str, mib: float, bench: Bench, *, rounds: int, sample_ms
 
 
 def smallest_that_pays(records: list[Record]) -> list[Record]:
-    """For each collective and way the payload from which FP8 is faster at every size: what `comm.threshold` needs."""
+    """For each collective the payload from which FP8 is faster at every size: what `comm.threshold` needs."""
     found = []
-    ways = [(r["collective"], r["variant"]) for r in records if r["variant"] in (ENCODED, ONE_SIDED)]
-    for collective, variant in dict.fromkeys(ways):
-        of_way = [r for r in records if (r["collective"], r["variant"]) == (collective, variant)]
+    encoded = [r for r in records if r["variant"] == ENCODED]
+    for collective in dict.fromkeys(r["collective"] for r in encoded):
         paying = None
-        for record in sorted(of_way, key=lambda r: -r["payload_bytes"]):
+        for record in sorted((r for r in encoded if r["collective"] == collective), key=lambda r: -r["payload_bytes"]):
             if record["ratio"]["p90"] >= 1:
                 break
             paying = record["mib"]
-        found.append({"collective": collective, "variant": variant, "mib": paying})
+        found.append({"collective": collective, "variant": ENCODED, "mib": paying})
     return found
 
 
@@ -134,7 +126,7 @@ def plot(result: Result, records: list[Record], folder: Path) -> str:
     sizes = sorted({record["mib"] for record in records})
     lines = {}
     for collective in dict.fromkeys(record["collective"] for record in records):
-        for variant in (ENCODED, ONE_SIDED, KEPT):
+        for variant in (ENCODED, KEPT):
             chosen = [r for r in records if r["collective"] == collective and r["variant"] == variant]
             if chosen:
                 label = collective if variant == ENCODED else f"{collective}, {variant}"
@@ -151,7 +143,6 @@ def main(
     mib: Annotated[list[float], typer.Option(help="BF16 payloads in MiB; repeat the option.")] = SIZES_MIB,
     format: Annotated[str, typer.Option(help="e4m3 or e5m2.")] = "e4m3",
     block_size: Annotated[int, typer.Option(help="Values that share a scale; 0 for one scale.")] = 256,
-    one_sided: Annotated[bool, typer.Option(help="Measure comm.use_one_sided too; for GPUs of one node.")] = False,
     rounds: Annotated[int, typer.Option(help="Samples of each variant.")] = 11,
     sample_ms: Annotated[float, typer.Option(help="Milliseconds a sample lasts at least.")] = 20.0,
     quick: command.Quick = False,
@@ -165,11 +156,7 @@ def main(
         mib, rounds = mib[::5], 3
     target, gpu = join(device)
     bench = Bench(
-        dist.get_world_size(),
-        dist.get_rank(),
-        target,
-        Encoding(format=FORMATS[format], block_size=block_size or None),
-        one_sided_group(max(mib)) if one_sided else None,
+        dist.get_world_size(), dist.get_rank(), target, Encoding(format=FORMATS[format], block_size=block_size or None)
     )
     records = [
         record

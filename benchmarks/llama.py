@@ -77,9 +77,6 @@ def main(
     lora: Annotated[
         int | None, typer.Option(help="Rank of adapters, which alone train, on all linear layers of a frozen model.")
     ] = None,
-    one_sided: Annotated[
-        int, typer.Option(help="MiB of ZeRO's largest message in FP8, read from peers of one node (default: NCCL).")
-    ] = 0,
     record: Annotated[
         int, typer.Option(help="Sample what FP8 does to each tensor every so many steps (default: never).")
     ] = 0,

@@ -22,7 +22,7 @@ import fp8booster.plugins
 from benchmarks.layers.peers import repaired_native_fp8
 from benchmarks.training.built_engine import OPTIMIZER_RANGE, BuiltEngine
 from benchmarks.training.job import MOE, Job
-from fp8booster import capture_layers, comm, fuse, record
+from fp8booster import capture_layers, fuse, record
 from fp8booster.cli.train.key_values import fp8_config, parse_pairs
 from fp8booster.monitor.sinks import FILE
 from fp8booster.optim import HybridAdam
@@ -74,14 +74,6 @@ def ours(job: Job, device: torch.device, *, use_fp8: bool, fused: bool = False) 
     if use_fp8 and job.record:
         # as a run does, with the file; it ends with the process
         record(built.model, every=job.record, sink=Path(tempfile.mkdtemp()) / FILE)
-    if use_fp8 and job.one_sided:
-        groups = getattr(built.optimizer, "pg_to_param_list", None)
-        if groups is None:
-            raise ValueError(
-                "--one-sided is for low_level_zero, and for hybrid and moe with --zero 1 or 2; leave it out"
-            )
-        for group in groups:
-            comm.use_one_sided(group, capacity=job.one_sided * 2**20)
     return built
 
 

@@ -60,8 +60,6 @@ class Job:
     """`key=value` pairs for the constructor of the plugin, ours and Colossal-AI's."""
     fp8_options: tuple[str, ...] = ()
     """`key=value` pairs for FP8Config."""
-    one_sided: int = 0
-    """MiB of the largest message that ZeRO of ours sends by `comm.use_one_sided`; 0 is NCCL alone."""
     record: int = 0
     """Steps between samples of what FP8 does to each tensor, of ours (`fp8booster.record`); 0 is none."""
     optimizer: str = "adamw"
@@ -112,8 +110,6 @@ class Job:
             raise ValueError(f"--lora is not for mixtures of experts, as {self.model}; use another --model")
         if self.checkpointed_layers is not None and not (self.checkpointing and self.checkpointed_layers >= 1):
             raise ValueError("--checkpointed-layers takes --checkpointing, and 1 layer or more")
-        if self.one_sided < 0:
-            raise ValueError(f"--one-sided is {self.one_sided}; give the MiB of the largest message, or 0 for none")
         if self.record < 0:
             raise ValueError(f"--record is {self.record}; give the steps between samples, or 0 for none")
         if self.warm_up < 0:

@@ -24,7 +24,7 @@ ROWS = (*PARTS, EXPOSED, IDLE)
 """What a step is made of: the parts, communication with nothing beside it, and time in which no kernel runs."""
 
 _NAMES = (
-    (COMMUNICATION, r"nccl|one_sided|nvshmem"),
+    (COMMUNICATION, r"nccl|nvshmem"),
     ("attention", r"flash|fmha|sdpa|attention|attn"),
     ("products", r"gemm|nvjet|cutlass|split_?k|xmma|cublas|gemv"),
     (POINTWISE, r"triton_.*fused.*(rsqrt|silu|sigmoid)"),

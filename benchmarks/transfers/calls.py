@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -15,7 +15,6 @@ from fp8booster.comm import Encoding
 PLAIN = "BF16"
 ENCODED = "FP8"
 KEPT = "FP8, not decoded"
-ONE_SIDED = "FP8, one-sided"
 
 Call = Callable[[], torch.Tensor]
 """Runs the collective once and returns what it wrote."""
@@ -29,10 +28,6 @@ class Bench:
     rank: int
     device: torch.device
     encoding: Encoding
-    one_sided: dist.ProcessGroup | None = None
-    """All ranks, with `comm.use_one_sided`, where that is measured too."""
-    group: dist.ProcessGroup | None = None
-    """The ranks of an encoded call; None is all, by NCCL or gloo."""
 
     @property
     def mean(self) -> dist.ReduceOp.RedOpType:
@@ -49,7 +44,7 @@ class Bench:
         """What `fp8booster.comm` takes on top of torch's arguments: FP8 at any size."""
         if module is dist:
             return {}
-        return {"encoding": self.encoding, "min_bytes": 0, "group": self.group}
+        return {"encoding": self.encoding, "min_bytes": 0}
 
 
 def _all_reduce(module: ModuleType, bench: Bench, count: int, dtype: torch.dtype) -> Call:
@@ -133,9 +128,6 @@ COLLECTIVES: dict[str, Callable[[ModuleType, Bench, int, torch.dtype], Call]] = 
 }
 """By the name under which `fp8booster.comm.statistics` counts them; "send" is a ring of batched sends and receives."""
 
-READ_FROM_PEERS = tuple(COLLECTIVES)[:4]
-"""Those that `comm.use_one_sided` changes."""
-
 
 def gather_without_decoding(bench: Bench, count: int) -> Call:
     """Encode and gather, as where the gathered values stay in FP8: weights, for instance."""
@@ -157,8 +149,6 @@ def calls(collective: str, bench: Bench, count: int) -> dict[str, Call]:
     """Every variant of a collective over `count` values on the larger side."""
     build = COLLECTIVES[collective]
     variants = {PLAIN: build(dist, bench, count, torch.bfloat16), ENCODED: build(comm, bench, count, torch.bfloat16)}
-    if bench.one_sided is not None and collective in READ_FROM_PEERS:
-        variants[ONE_SIDED] = build(comm, replace(bench, group=bench.one_sided), count, torch.bfloat16)
     if collective == "all_gather_into_tensor":
         variants[KEPT] = gather_without_decoding(bench, count)
     return variants

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.agreement import claim
 from fp8booster.comm.encoding import Options, purpose, settings
-from fp8booster.comm.one_sided import Mailbox, mailbox_of, queued_transfer
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.threshold import Op, ReduceOp, group_or_all, ranks_of, uncompressed_reason
 from fp8booster.comm.work import FinishingWork, Transfer, finish_plain, run
@@ -53,7 +51,6 @@ class Call:
         self.group = group_or_all(group)  # looked up once
         self.ranks = ranks_of(self.group)
         self.given = tensor.nbytes
-        self.mailbox: Mailbox | None = None
         self.claimed = claim(
             self.group,
             claimed_as or name,
@@ -66,30 +63,18 @@ class Call:
             min_bytes=self._min_bytes,
         )
 
-    def goes_uncompressed(
-        self,
-        *,
-        given: int | None = None,
-        payload: int | None = None,
-        message_bytes: int | None = None,
-        alike: bool = True,
-    ) -> bool:
+    def goes_uncompressed(self, *, given: int | None = None, payload: int | None = None, alike: bool = True) -> bool:
         """Whether it does; it is counted then, with the reason.
 
         Args:
             given: bytes that the plain collective is given, which are counted; None: the tensor's.
             payload: bytes of the larger side, which decide; None: as `given`.
-            message_bytes: of one rank, for collectives that may read it at the peers; None: this one may not.
             alike: whether all ranks have the same payload.
         """
         if given is not None:
             self.given = given
-        if message_bytes is not None:
-            self.mailbox = mailbox_of(self.group, self.tensor, message_bytes)
-        payload, one_sided = self.given if payload is None else payload, self.mailbox is not None
-        reason = uncompressed_reason(
-            self.name, self.tensor, payload, self.group, self._min_bytes, self.op, one_sided=one_sided, alike=alike
-        )
+        payload = self.given if payload is None else payload
+        reason = uncompressed_reason(self.name, self.tensor, payload, self.group, self._min_bytes, self.op, alike=alike)
         if reason is not None:
             count_plain(self.name, self.ranks, self.given, reason)
         return reason is not None
@@ -104,7 +89,6 @@ class Call:
         begin: Callable[[bool], Transfer],
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
-        one_sided: Callable[[Mailbox], None] | None = None,
     ) -> FinishingWork | None:
         """Count the call and run it in FP8 (`work.run`).
 
@@ -112,21 +96,10 @@ class Call:
             sent: bytes given to each collective of torch.distributed that it uses.
             begin: by these; see `work.run`.
             inputs, outputs: the caller's tensors.
-            one_sided: runs it by reads from peers instead.
         """
         count_encoded(self.name, self.ranks, self.given, sent)
-        mailbox = self.mailbox
-        if mailbox is not None and one_sided is not None:
-            begin = partial(_read_from_peers, one_sided, mailbox, outputs)
         before, purpose.name = purpose.name, self.name
         try:
             return run(begin, inputs, outputs, self.group, self.async_op, self.claimed)
         finally:
             purpose.name = before
-
-
-def _read_from_peers(
-    one_sided: Callable[[Mailbox], None], mailbox: Mailbox, outputs: Sequence[Tensor], asynchronous: bool
-) -> Transfer:
-    one_sided(mailbox)
-    return queued_transfer(asynchronous, outputs)

@@ -73,8 +73,7 @@ def reduce_scatter_coalesced(
         op=op,
         claimed_as="reduce_scatter_coalesced",
     )
-    given, message_bytes = sum(sizes) * inputs[0].element_size(), call.encoding.even(outputs.numel(), ranks).bytes
-    if not call.goes_uncompressed(given=given, message_bytes=message_bytes):
+    if not call.goes_uncompressed(given=sum(sizes) * inputs[0].element_size()):
         sum_parts(call, inputs, outputs, outputs)
     elif ranks == 1 and op in (ReduceOp.SUM, ReduceOp.AVG):
         torch._foreach_copy_(outputs.split(sizes), [tensor.view(-1) for tensor in inputs])

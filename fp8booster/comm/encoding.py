@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8booster import formats
 from fp8booster.kernels import block_cast
-from fp8booster.kernels.message_layout import Message, MessageLayout
+from fp8booster.kernels.message_layout import MessageLayout
 
 SMALLEST_BLOCK = 32
 LARGEST_BLOCK = 4096
@@ -76,15 +76,15 @@ class Encoding:
         for observe in observers:
             observe(purpose.name, lambda: values, message, layout, self.format)
 
-    def decode(self, message: Message, values: Tensor, layout: MessageLayout) -> None:
+    def decode(self, message: Tensor, values: Tensor, layout: MessageLayout) -> None:
         """Write the values of a message to a tensor (`block_cast.decode`)."""
         block_cast.decode(message, values, layout, self.format)
 
-    def decode_sum(self, messages: Message, values: Tensor, layout: MessageLayout, factor: float = 1.0) -> None:
+    def decode_sum(self, messages: Tensor, values: Tensor, layout: MessageLayout, factor: float = 1.0) -> None:
         """Add the values of all ranks' messages in FP32, times a factor (`block_cast.decode_sum`)."""
         block_cast.decode_sum(messages, values, layout, self.format, factor)
 
-    def decode_sum_encode(self, messages: Message, message: Tensor, layout: MessageLayout, factor: float = 1.0) -> None:
+    def decode_sum_encode(self, messages: Tensor, message: Tensor, layout: MessageLayout, factor: float = 1.0) -> None:
         """The same, and encode the sum in a message again (`block_cast.decode_sum_encode`)."""
         block_cast.decode_sum_encode(messages, message, layout, self.format, self.power_of_two, factor)
 

@@ -38,8 +38,7 @@ def all_to_all_single(
     # of an empty part nothing arrives
     call = Call("all_to_all_single", input, group, async_op, options, {"values": values}, on_arrival=even)
     encoding, ranks = call.encoding, call.ranks
-    message_bytes = encoding.even(input.numel() // ranks, ranks).bytes if even else None
-    if call.goes_uncompressed(message_bytes=message_bytes, alike=even):
+    if call.goes_uncompressed(alike=even):
         splits = (output_split_sizes, input_split_sizes)
         return call.finish(dist.all_to_all_single(output, input, *splits, call.group, async_op), [output])
     arriving, flat_input = flat(output, "output"), flat(input, "input")
@@ -97,8 +96,7 @@ def _exchange(
         finish = lambda: decode_pieces(received, arriving, received_layout, encoding)  # noqa: E731
         return Transfer(work, finish, (received, message))
 
-    one_sided = lambda mailbox: mailbox.all_to_all(inputs[0], arriving[0], layout, encoding)  # noqa: E731
-    return call.run({"all_to_all_single": layout.bytes}, begin, inputs, outputs, one_sided)
+    return call.run({"all_to_all_single": layout.bytes}, begin, inputs, outputs)
 
 
 def _split_counts(tensor: Tensor, split_sizes: Sequence[int] | None, ranks: int, what: str) -> list[int]:

@@ -28,7 +28,7 @@ def all_gather_into_tensor(
     """`torch.distributed.all_gather_into_tensor`: every rank's tensor, in one."""
     count, payload = input_tensor.numel(), output_tensor.nbytes
     call = Call("all_gather_into_tensor", input_tensor, group, async_op, options, {"values": count})
-    if call.goes_uncompressed(payload=payload, message_bytes=call.encoding.even(count).bytes):
+    if call.goes_uncompressed(payload=payload):
         work = one_tensor("all_gather")(output_tensor, input_tensor, call.group, async_op)
         return call.finish(work, [output_tensor])
     gathered, values = flat(output_tensor, "output_tensor"), flat(input_tensor, "input_tensor")
@@ -79,8 +79,7 @@ def _gather(
             work = dist.all_gather(list(message.split(layout.sizes)), own, call.group, asynchronous)
         return Transfer(work, lambda: decode_pieces(message, gathered, layout, encoding), (message,))
 
-    one_sided = lambda mailbox: mailbox.all_gather(values, gathered[0], layout, encoding)  # noqa: E731
-    return call.run({call.name: piece.bytes}, begin, [values], outputs, one_sided)
+    return call.run({call.name: piece.bytes}, begin, [values], outputs)
 
 
 def broadcast(

@@ -35,7 +35,7 @@ def all_reduce(
     call = Call("all_reduce", tensor, group, async_op, options, {"values": count}, op=op, blocks=blocks)
     encoding, ranks = call.encoding, call.ranks
     layout = encoding.even(aligned(math.ceil(count / ranks)), ranks)
-    if call.goes_uncompressed(message_bytes=layout.bytes):
+    if call.goes_uncompressed():
         if divides(op, tensor, ranks):
             tensor.detach().div_(ranks)
             op = ReduceOp.SUM
@@ -52,8 +52,7 @@ def all_reduce(
         return Transfer(work, lambda: encoding.decode(message, values, layout), (message,))
 
     sent = {"all_to_all_single": layout.bytes, "all_gather_into_tensor": piece.bytes}
-    one_sided = lambda mailbox: mailbox.all_reduce(values, layout, encoding, factor)  # noqa: E731
-    return call.run(sent, begin, [values], [tensor], one_sided)
+    return call.run(sent, begin, [values], [tensor])
 
 
 def reduce_scatter_tensor(
@@ -66,7 +65,7 @@ def reduce_scatter_tensor(
 ) -> Work | None:
     """`torch.distributed.reduce_scatter_tensor`: each rank's part of the sum or mean over ranks, rounded once."""
     call = Call("reduce_scatter_tensor", input, group, async_op, options, {"values": input.numel()}, op=op)
-    if call.goes_uncompressed(message_bytes=call.encoding.even(output.numel(), call.ranks).bytes):
+    if call.goes_uncompressed():
         return reduce_scatter_uncompressed(call, output, input)
     sums, values = flat(output, "output"), flat(input, "input")
     require_multiple(values, sums, call.ranks, "input", "output")
@@ -111,8 +110,7 @@ def sum_parts(call: Call, values: Sequence[Tensor], sums: Tensor, output: Tensor
         work = dist.all_to_all_single(received, message, group=call.group, async_op=asynchronous)
         return Transfer(work, lambda: encoding.decode_sum(received, sums, layout, factor), (received, message))
 
-    one_sided = lambda mailbox: mailbox.reduce_scatter(values, sums, layout, encoding, factor)  # noqa: E731
-    return call.run({"all_to_all_single": layout.bytes}, begin, values, [output], one_sided)
+    return call.run({"all_to_all_single": layout.bytes}, begin, values, [output])
 
 
 def reduce_scatter_uncompressed(call: Call, output: Tensor, input: Tensor) -> Work | None:

@@ -2,7 +2,7 @@
 
 A message in FP8 costs two passes over memory and a kernel's launch for each. Below some size that takes longer than the
 bytes it saves, and the plain collective runs instead. Every rank must decide alike, so the decision uses only what all
-ranks of a call know: the size that they share, the dtype, the group, whether its memory can be read by peers.
+ranks of a call know: the size that they share, the dtype, the group.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ INSIDE_A_NODE = "inside a node"
 BETWEEN_NODES = "between nodes"
 ON_THE_CPU = "on the CPU"
 
-ONE_SIDED = "inside a node, one-sided"
-"""Inside a node, where `one_sided` is in use and the message fits."""
-
 _KIB, _MIB = 2**10, 2**20
 
 MINIMUM_BYTES: dict[str, dict[str, int]] = {
@@ -34,21 +31,15 @@ MINIMUM_BYTES: dict[str, dict[str, int]] = {
         "all_gather": 64 * _MIB,
         "broadcast": 64 * _MIB,
         "send": 64 * _MIB,
-    },
-    ONE_SIDED: {
-        "all_reduce": 32 * _MIB,
-        "reduce_scatter_tensor": 64 * _MIB,
-        "all_gather_into_tensor": 32 * _MIB,
-        "all_to_all_single": 32 * _MIB,
-    },
+    }
 }
 """The payload from which FP8 is sent, in bytes of the plain collective's larger side, by the way and the collective.
 
 Inside a node (NVLink): the smallest of the sizes in benchmarks/results/h200 at which the median time in FP8 is under
-NCCL's in BF16, by NCCL among 4 H200 (collectives-4; at 64 MiB that rests with the host's launches, which took longer in
-collectives-4-one-sided, where FP8 gains from 256 MiB on), by one-sided reads among 2 (collectives-2-small, after work
-on the host was taken out). Between nodes (tens of GB/s a GPU; not measured): where the bytes saved outweigh two kernel
-launches. On the CPU, where bytes are saved and not time: where scales and padding stay under a tenth of the message.
+NCCL's in BF16 among 4 H200 (collectives-4; at 64 MiB that rests with the host's launches, which took longer in
+collectives-4-one-sided, where FP8 gains from 256 MiB on). Between nodes (tens of GB/s a GPU; not measured): where the
+bytes saved outweigh two kernel launches. On the CPU, where bytes are saved and not time: where scales and padding stay
+under a tenth of the message.
 
 An all-to-all of uneven parts has none: its sizes may differ by rank, so one rank cannot tell what the others decide.
 Give it `min_bytes` where they do not.
@@ -73,7 +64,6 @@ def uncompressed_reason(
     min_bytes: int | None,
     op: Op = ReduceOp.SUM,
     *,
-    one_sided: bool = False,
     alike: bool = True,
 ) -> str | None:
     """Why a call goes uncompressed, or None where it is sent in FP8.
@@ -85,7 +75,6 @@ def uncompressed_reason(
         group: its group.
         min_bytes: the smallest payload to send in FP8; None takes `minimum_bytes`.
         op: its reduction.
-        one_sided: whether peers would read the message in FP8.
         alike: whether all ranks have the same payload. Where they need not, nothing is too small by itself.
     """
     ranks = ranks_of(group)
@@ -100,13 +89,13 @@ def uncompressed_reason(
     if payload == 0 and alike:
         return "empty"
     if min_bytes is None:
-        min_bytes = minimum_bytes(name, tensor.device, group, one_sided=one_sided) if alike else 0
+        min_bytes = minimum_bytes(name, tensor.device, group) if alike else 0
     return "small" if payload < min_bytes else None
 
 
-def minimum_bytes(name: str, device: torch.device, group: dist.ProcessGroup | None, *, one_sided: bool = False) -> int:
+def minimum_bytes(name: str, device: torch.device, group: dist.ProcessGroup | None) -> int:
     """The payload from which a collective of a group goes in FP8; arguments as in `uncompressed_reason`."""
-    return MINIMUM_BYTES[ONE_SIDED if one_sided else topology(device, group)][name]
+    return MINIMUM_BYTES[topology(device, group)][name]
 
 
 def group_or_all(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8booster.kernels.cast import saturate
-from fp8booster.kernels.message_layout import Message, MessageLayout, side_by_side
+from fp8booster.kernels.message_layout import MessageLayout, side_by_side
 from fp8booster.kernels.operators import operator
 from fp8booster.kernels.scales import amax_of, scale_of
 
@@ -57,11 +57,11 @@ def encode(
 
 
 @operator(rounds_to_fp8=True, writes=("values",))
-def decode(message: Message, values: Tensor, layout: MessageLayout, dtype: torch.dtype) -> None:
+def decode(message: Tensor, values: Tensor, layout: MessageLayout, dtype: torch.dtype) -> None:
     """Write the values of a message that `encode` made, each rounded once to the dtype of `values`.
 
     Args:
-        message: the pieces.
+        message: uint8 [layout.bytes].
         values: [N], contiguous; N may be less than the layout's pieces hold.
         layout, dtype: as in `encode`.
     """
@@ -72,7 +72,7 @@ def decode(message: Message, values: Tensor, layout: MessageLayout, dtype: torch
 
 @operator(rounds_to_fp8=True, writes=("values",))
 def decode_sum(
-    messages: Message, values: Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float = 1.0
+    messages: Tensor, values: Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float = 1.0
 ) -> None:
     """Add the pieces of a message in FP32, first to last, each times `factor`.
 
@@ -88,7 +88,7 @@ def decode_sum(
 
 @operator(rounds_to_fp8=True)
 def decode_sum_encode(
-    messages: Message,
+    messages: Tensor,
     message: Tensor,
     layout: MessageLayout,
     dtype: torch.dtype,

@@ -30,7 +30,7 @@ from fp8booster.kernels.cast_triton import (
 )
 from fp8booster.kernels.device import current_stream
 from fp8booster.kernels.launch import Launch, ceil_div
-from fp8booster.kernels.message_layout import SCALES_ALIGNMENT, Message, MessageLayout, Peers, side_by_side
+from fp8booster.kernels.message_layout import SCALES_ALIGNMENT, MessageLayout, side_by_side
 
 PAYLOAD_ALIGNMENT = tl.constexpr(ALIGNMENT)
 SLOTS_ALIGNMENT = tl.constexpr(SCALES_ALIGNMENT)
@@ -47,13 +47,6 @@ def piece_place(piece, table, count, size, EVEN: tl.constexpr, UNIT: tl.constexp
         start, length = tl.multiple_of(tl.load(entry), UNIT), tl.multiple_of(tl.load(entry + 1), UNIT)
         offset = tl.multiple_of(tl.load(entry + 2), 16)
     return start, length, offset
-
-
-@triton.jit
-def peer_message(peers, piece, shift):
-    """The message of the peer that holds a piece."""
-    address = tl.load(peers + piece) + shift
-    return tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
 
 
 @triton.jit
@@ -169,18 +162,15 @@ def encode_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["own"])
+@triton.jit
 def decode_kernel(
-    source,  # uint8 [bytes], or, where PEERS, int64 [PEERS]: see `Peers`
+    message,  # uint8 [bytes]
     x,
     table,
-    shift,
-    own,
     total,
     count,
     size,
     E4M3: tl.constexpr,
-    PEERS: tl.constexpr,
     EVEN: tl.constexpr,
     UNIT: tl.constexpr,
     TENSORWISE: tl.constexpr,
@@ -188,16 +178,8 @@ def decode_kernel(
     TILE_BLOCKS: tl.constexpr,
 ):
     """Each program decodes one tile of one piece."""
-    if PEERS:  # neighbours read from different peers, and the GPUs begin with different ones: no link waits for another
-        tile = tl.program_id(0) // PEERS
-        piece = ((tl.program_id(0) + own) % PEERS).to(tl.int64)
-        message = peer_message(source, piece, shift)
-        count = tl.cast(count, tl.int64)
-        start, offset = piece * count, tl.full([], 0, tl.int64)
-    else:
-        tile, message = tl.program_id(0), source
-        start, count, offset = piece_place(tl.program_id(1).to(tl.int64), table, count, size, EVEN, UNIT)
-    block, within = tile_place(tile, BLOCK, TILE_BLOCKS)
+    start, count, offset = piece_place(tl.program_id(1).to(tl.int64), table, count, size, EVEN, UNIT)
+    block, within = tile_place(tl.program_id(0), BLOCK, TILE_BLOCKS)
     values = load_piece(message, offset, count, block, within, 1.0, E4M3, TENSORWISE, BLOCK)
     inside = (within < count) & (start + within < total)
     tl.store(x + start + within, values.to(x.dtype.element_ty), mask=inside)
@@ -205,9 +187,8 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["end"])
 def sum_kernel(
-    source,  # uint8 [bytes], or, where PEERS, int64 [PIECES]: see `Peers`
+    message,  # uint8 [bytes]
     out,  # values, or, where ENCODE, uint8: their message
-    shift,
     total,
     end,  # the block behind the last, where ENCODE
     count,
@@ -217,7 +198,6 @@ def sum_kernel(
     LIMIT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     PIECES: tl.constexpr,
-    PEERS: tl.constexpr,
     ENCODE: tl.constexpr,
     TENSORWISE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -228,12 +208,7 @@ def sum_kernel(
     block, within = tile_place(tl.program_id(0), BLOCK, TILE_BLOCKS)
     values = tl.zeros([TILE_BLOCKS, BLOCK], tl.float32)
     for piece in tl.static_range(PIECES):
-        if PEERS:
-            message = peer_message(source, piece, shift)
-            offset = tl.full([], 0, tl.int64)
-        else:
-            message = source
-            offset = tl.full([], piece, tl.int64) * size
+        offset = tl.full([], piece, tl.int64) * size
         values += load_piece(message, offset, count, block, within, factor, E4M3, TENSORWISE, BLOCK)
     if ENCODE:
         store_piece(
@@ -400,49 +375,37 @@ def _encode_side_by_side(
         first = end
 
 
-def _places(message: Message) -> tuple[Tensor, bool, int, int]:
-    """(where the pieces lie, whether that is at peers, bytes from there, the piece that is held here)."""
-    if isinstance(message, Peers):
-        return message.addresses, True, message.shift, message.own
-    return message, False, 0, 0
-
-
 @functools.lru_cache(maxsize=LAUNCHES)
-def _decode_launch(
-    layout: MessageLayout, total: int, at_peers: bool, shift: int, own: int, dtype: torch.dtype
-) -> Launch:
-    tiling, pieces = _tiling(layout), len(layout.counts)
+def _decode_launch(layout: MessageLayout, total: int, dtype: torch.dtype) -> Launch:
+    tiling = _tiling(layout)
     return Launch(
         decode_kernel,
-        tiling.tiles * pieces if at_peers else (tiling.tiles, pieces),
-        (shift, own, total, layout.counts[0], layout.sizes[0]),
+        (tiling.tiles, len(layout.counts)),
+        (total, layout.counts[0], layout.sizes[0]),
         num_warps=WARPS,
         enable_fp_fusion=False,
         E4M3=dtype is formats.E4M3,
-        PEERS=pieces if at_peers else 0,
         **tiling.places,
     )
 
 
-def decode_triton(message: Message, values: Tensor, layout: MessageLayout, dtype: torch.dtype) -> None:
+def decode_triton(message: Tensor, values: Tensor, layout: MessageLayout, dtype: torch.dtype) -> None:
     """`decode`, byte for byte."""
     if layout.bytes == 0:
         return
-    source, at_peers, shift, own = _places(message)
-    launch = _decode_launch(layout, values.numel(), at_peers, shift, own, dtype)
-    launch(source, values, source if layout.is_even else _table(layout, values))
+    launch = _decode_launch(layout, values.numel(), dtype)
+    launch(message, values, message if layout.is_even else _table(layout, values))
 
 
 def decode_sum_triton(
-    messages: Message, values: Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float = 1.0
+    messages: Tensor, values: Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float = 1.0
 ) -> None:
     """`decode_sum`, byte for byte."""
-    source, at_peers, shift, _ = _places(messages)
-    _sum_launch(layout, values.numel(), at_peers, shift, dtype, factor, False, False)(source, values)
+    _sum_launch(layout, values.numel(), dtype, factor, False, False)(messages, values)
 
 
 def decode_sum_encode_triton(
-    messages: Message,
+    messages: Tensor,
     message: Tensor,
     layout: MessageLayout,
     dtype: torch.dtype,
@@ -455,31 +418,22 @@ def decode_sum_encode_triton(
         decode_sum_triton(messages, total, layout, dtype, factor)
         encode_triton(total, message, layout.piece, dtype, power_of_two)
         return
-    source, at_peers, shift, _ = _places(messages)
-    _sum_launch(layout, layout.counts[0], at_peers, shift, dtype, factor, True, power_of_two)(source, message)
+    _sum_launch(layout, layout.counts[0], dtype, factor, True, power_of_two)(messages, message)
 
 
 @functools.lru_cache(maxsize=LAUNCHES)
 def _sum_launch(
-    layout: MessageLayout,
-    total: int,
-    at_peers: bool,
-    shift: int,
-    dtype: torch.dtype,
-    factor: float,
-    encode: bool,
-    power_of_two: bool,
+    layout: MessageLayout, total: int, dtype: torch.dtype, factor: float, encode: bool, power_of_two: bool
 ) -> Launch:
     tiling = _tiling(layout)
     return Launch(
         sum_kernel,
         tiling.tiles,
-        (shift, total, tiling.end, layout.counts[0], layout.sizes[0], float(factor)),
+        (total, tiling.end, layout.counts[0], layout.sizes[0], float(factor)),
         num_warps=SUM_WARPS,
         enable_fp_fusion=False,
         **rounding(dtype, power_of_two),
         PIECES=len(layout.counts),
-        PEERS=at_peers,
         ENCODE=encode,
         **tiling.tile,
     )

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -92,23 +91,6 @@ class MessageLayout:
     def bytes(self) -> int:
         """Bytes of the message."""
         return sum(self.sizes)
-
-
-class Peers(NamedTuple):
-    """Pieces that lie in the memory of other GPUs, for kernels that read them there."""
-
-    addresses: Tensor
-    """int64 [pieces], on the GPU that reads: where the memory of each piece's holder begins."""
-
-    shift: int
-    """Bytes from there to the piece, a multiple of 16."""
-
-    own: int
-    """The piece that the GPU holds itself."""
-
-
-Message: TypeAlias = Tensor | Peers
-"""Pieces to decode: uint8 [layout.bytes], or, on a GPU, even pieces that peers hold."""
 
 
 def side_by_side(tensors: Sequence[Tensor], pieces: int) -> Tensor:

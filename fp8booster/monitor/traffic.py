@@ -70,8 +70,7 @@ def count_traffic() -> Iterator[Traffic]:
 
     Calls made as `torch.distributed.<name>` or through torch's own Python (object collectives, batched
     point-to-point) are seen. Not seen: a function imported by name before the context began, DDP's C++ reducer,
-    functional collectives inside compiled graphs, replays of CUDA graphs, and memory that GPUs read from each other
-    directly. Contexts may be nested; each counts.
+    functional collectives inside compiled graphs, and replays of CUDA graphs. Contexts may be nested; each counts.
     """
     traffic = Traffic()
     inside = threading.local()

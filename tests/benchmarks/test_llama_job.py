@@ -25,7 +25,6 @@ from fp8booster.training.batches import Replica
         ({"plugin": "hybrid", "model": "mixtral-1b", "ep": 2}, "--plugin hybrid takes no --ep; moe does"),
         ({"micro_batch": 0}, "--micro-batch is 0; it must be at least 1"),
         ({"warm_up": -1}, "--warm-up is -1"),
-        ({"one_sided": -1}, "--one-sided is -1; give the MiB"),
         ({"record": -1}, "--record is -1; give the steps between samples"),
         ({"lora": 0}, "--lora is 0; it must be at least 1"),
         ({"lora": 8, "model": "mixtral-1b"}, "--lora is not for mixtures of experts, as mixtral-1b"),

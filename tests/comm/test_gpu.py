@@ -1,4 +1,4 @@
-"""The tests of collectives over NCCL and, in one node, by one-sided reads; one rank a GPU.
+"""The tests of collectives over NCCL, one rank a GPU.
 
 pytest -m gpu tests/comm/test_gpu.py        starts two ranks where there are two GPUs
 torchrun --nproc-per-node 8 -m tests.comm.test_gpu
@@ -39,12 +39,7 @@ def run_on_gpu() -> dict[str, str | None]:
     harness.DEVICE = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group("nccl", device_id=harness.DEVICE)
     try:
-        outcomes = run_tests()
-        if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"] and None in outcomes.values():
-            comm.use_one_sided(capacity=16 * 2**20)
-            outcomes |= {f"{name}, one-sided": outcome for name, outcome in run_tests().items()}
-            comm.stop_one_sided()
-        return outcomes
+        return run_tests()
     finally:
         dist.destroy_process_group()
 

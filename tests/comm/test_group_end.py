@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from fp8booster import comm
 from fp8booster.colossal.zero import lone_save
-from fp8booster.comm import agreement, one_sided, threshold
+from fp8booster.comm import agreement, threshold
 from tests.distributed import run_ranks
 
 
@@ -140,19 +139,3 @@ def topologies() -> list[str]:
 def test_a_topology_is_that_of_the_ranks_of_now() -> None:
     right = [threshold.INSIDE_A_NODE, threshold.BETWEEN_NODES]
     assert run_ranks(topologies, 2, initialize=False) == [right] * 2
-
-
-def mailboxes() -> list[bool]:
-    """Whether memory that peers read is there, before and behind the end of the group that it was made for."""
-    one_sided.peer_memory = lambda *_: one_sided.PeerMemory(torch.zeros(2**22, dtype=torch.uint8), torch.zeros(2), None)
-    torch.cuda.is_available = lambda: True
-    device, found = torch.device("cuda", 0), []
-    for number, group in enumerate(groups()):
-        if number == 0:
-            comm.use_one_sided(group, capacity=2**20, device=device)
-        found.append(one_sided.mailbox_of(group, Mock(is_cuda=True), 2**10) is not None)
-    return found
-
-
-def test_memory_that_peers_read_goes_with_its_group() -> None:
-    assert run_ranks(mailboxes, 2, initialize=False) == [[True, False]] * 2

@@ -10,7 +10,7 @@ import torch
 from fp8booster import formats
 from fp8booster.kernels import block_cast
 from fp8booster.kernels.cast import saturate
-from fp8booster.kernels.message_layout import MessageLayout, Peers
+from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.kernels.scales import scale_of
 from tests.kernels.interpreted import interpreted
 
@@ -160,17 +160,6 @@ def test_zeros_have_scale_one_and_the_smallest_values_survive(device) -> None:
     torch.testing.assert_close(decoded, values, rtol=2**-20, atol=0)
 
 
-def held_by_peers(message: torch.Tensor, layout: MessageLayout) -> tuple[Peers, torch.Tensor]:
-    """The pieces of a message, each 32 bytes behind the beginning of memory of its own, and that memory."""
-    pieces = len(layout.counts)
-    memory = torch.full((pieces, 64 + layout.sizes[0]), 0xEE, dtype=torch.uint8, device=message.device)
-    holders = memory.unbind()[::-1]
-    for holder, piece in zip(holders, message.split(layout.sizes), strict=True):
-        holder[32 : 32 + layout.sizes[0]] = piece
-    addresses = torch.tensor([holder.data_ptr() for holder in holders], device=message.device)
-    return Peers(addresses, 32, own=pieces // 2), memory
-
-
 PARTS = [  # sizes of tensors for two pieces
     (64,),
     (512, 128, 64),
@@ -258,14 +247,6 @@ def interpreted_kernels_agree() -> list[str]:
                 implementation.decode_sum(reference, output, layout, dtype, 1 / 3)
             if not torch.equal(*sums):
                 wrong.append(f"decode_sum {case}")
-        if layout.is_even:
-            peers, _memory = held_by_peers(reference, layout)
-            outputs = [torch.full((total,), fill, dtype=torch.float32) for fill in (1.0, 2.0)]
-            kernels.decode(peers, outputs[0], layout, dtype)
-            REFERENCE.decode(reference, outputs[1], layout, dtype)
-            kernels.decode_sum(peers, sums[0], layout, dtype, 1 / 3)
-            if not (torch.equal(*outputs) and torch.equal(*sums)):
-                wrong.append(f"pieces of peers {case}")
         if layout.is_even and block is not None:
             exact = encoded(REFERENCE, values, layout, dtype, True)
             one = MessageLayout(counts[:1], block)
@@ -325,13 +306,8 @@ def test_the_kernels_have_the_bytes_of_the_reference_every_time(source, dtype, p
             continue
         total_of_pieces, output = (torch.empty(counts[0], dtype=source, device="cuda") for _ in range(2))
         REFERENCE.decode_sum(reference, total_of_pieces, layout, dtype, 1 / 3)
-        peers, _memory = held_by_peers(reference, layout)
-        for holder in (reference, peers):
-            kernels.decode_sum(holder, output, layout, dtype, 1 / 3)
-            assert torch.equal(output.nan_to_num(7), total_of_pieces.nan_to_num(7))
-        output = torch.full_like(values, 3)
-        kernels.decode(peers, output, layout, dtype)
-        assert torch.equal(output.nan_to_num(7), decoded.nan_to_num(7))
+        kernels.decode_sum(reference, output, layout, dtype, 1 / 3)
+        assert torch.equal(output.nan_to_num(7), total_of_pieces.nan_to_num(7))
         if block is not None:
             one = MessageLayout(counts[:1], block)
             expected, again = (torch.zeros(one.bytes, dtype=torch.uint8, device="cuda") for _ in range(2))

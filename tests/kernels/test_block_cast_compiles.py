@@ -18,7 +18,6 @@ TYPES = {
     "partials": "*fp32",
     "partial_count": "i32",
     "message": "*u8",
-    "source": "*u8",
     "table": "*i64",
     "total": "i64",
     "part": "i32",
@@ -27,17 +26,13 @@ TYPES = {
     "count": "i32",
     "size": "i32",
     "factor": "fp32",
-    "shift": "i64",
-    "own": "i32",
 }
-UNSPECIALIZED = {"partial_count", "first", "end", "factor", "partials", "table", "own"}
+UNSPECIALIZED = {"partial_count", "first", "end", "factor", "partials", "table"}
 FORMAT = {"E4M3": True, "LIMIT": formats.MAX[formats.E4M3], "POWER_OF_TWO": False}
 BLOCKS = {"TENSORWISE": False, "BLOCK": 256, "TILE_BLOCKS": 16}
 ONE_SCALE = {"TENSORWISE": True, "BLOCK": 1024, "TILE_BLOCKS": 4}
 EVEN = {"EVEN": True, "UNIT": 16}
 UNEVEN = {"EVEN": False, "UNIT": 16}
-HERE = {"PEERS": 0}
-WITH_PEERS = {"PEERS": 4}
 
 
 def ptx_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = True) -> str:
@@ -48,8 +43,6 @@ def ptx_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = True
 def stages_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = True) -> Mapping[str, str]:
     """Compile with every count a multiple of 16 or of nothing; pieces always begin at one."""
     types = TYPES | {"x": x, "out": "*u8" if constants.get("ENCODE") else x}
-    if constants.get("PEERS"):
-        types["source"] = "*i64"
     unspecialized = UNSPECIALIZED | (set() if aligned else {"total", "part", "count"})
     options = {"num_warps": kernels.WARPS, "enable_fp_fusion": False}
     return compiled.stages_of(kernel, types, constants, unspecialized=unspecialized, **options)
@@ -59,7 +52,7 @@ def stages_of(kernel, constants: dict[str, object], x: str, *, aligned: bool = T
 @pytest.mark.parametrize("pieces", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("scales", [BLOCKS, ONE_SCALE], ids=["blocks", "one scale"])
 def test_encode_and_decode_move_whole_vectors(scales, pieces, x) -> None:
-    given = {**FORMAT, **scales, **pieces, **HERE, "PARTIALS_BLOCK": 1024 if scales["TENSORWISE"] else 1}
+    given = {**FORMAT, **scales, **pieces, "PARTIALS_BLOCK": 1024 if scales["TENSORWISE"] else 1}
     for kernel in (kernels.encode_kernel, kernels.decode_kernel):
         ptx = ptx_of(kernel, given, x)
         assert "ld.global.v4.b32" in ptx
@@ -67,18 +60,10 @@ def test_encode_and_decode_move_whole_vectors(scales, pieces, x) -> None:
         assert narrow_accesses(ptx) == []
 
 
-@pytest.mark.parametrize("scales", [BLOCKS, ONE_SCALE], ids=["blocks", "one scale"])
-def test_pieces_of_peers_are_read_in_whole_vectors(scales) -> None:
-    ptx = ptx_of(kernels.decode_kernel, {**FORMAT, **scales, **EVEN, **WITH_PEERS}, "*bf16")
-    assert "ld.global.v4.b32" in ptx
-    assert narrow_accesses(ptx) == []
-
-
 @pytest.mark.parametrize("encode", [False, True])
-@pytest.mark.parametrize("holder", [HERE, WITH_PEERS], ids=["here", "peers"])
 @pytest.mark.parametrize("pieces", [2, 8])
-def test_the_sum_moves_whole_vectors_and_rounds_each_product(pieces, holder, encode) -> None:
-    given = {**FORMAT, **BLOCKS, **holder, "PIECES": pieces, "ENCODE": encode}
+def test_the_sum_moves_whole_vectors_and_rounds_each_product(pieces, encode) -> None:
+    given = {**FORMAT, **BLOCKS, "PIECES": pieces, "ENCODE": encode}
     ptx = ptx_of(kernels.sum_kernel, given, "*bf16")
     assert "ld.global.v4.b32" in ptx
     assert narrow_accesses(ptx) == []
@@ -87,7 +72,7 @@ def test_the_sum_moves_whole_vectors_and_rounds_each_product(pieces, holder, enc
 
 def test_sizes_that_are_multiples_of_nothing_compile() -> None:
     for scales in (BLOCKS, ONE_SCALE):
-        given = {**FORMAT, **scales, **UNEVEN, **HERE, "UNIT": 1, "PARTIALS_BLOCK": 1024}
+        given = {**FORMAT, **scales, **UNEVEN, "UNIT": 1, "PARTIALS_BLOCK": 1024}
         ptx_of(kernels.encode_kernel, given, "*bf16", aligned=False)
         ptx_of(kernels.decode_kernel, given, "*bf16", aligned=False)
         sums = {**given, "PIECES": 3, "ENCODE": False}
@@ -95,11 +80,10 @@ def test_sizes_that_are_multiples_of_nothing_compile() -> None:
         assert "ld.global.b8" not in ptx  # messages are padded, so that they are read whole
 
 
-@pytest.mark.parametrize("holder", [HERE, WITH_PEERS], ids=["here", "peers"])
 @pytest.mark.parametrize("scales", [BLOCKS, ONE_SCALE], ids=["blocks", "one scale"])
-def test_counts_are_rounded_up_in_64_bits(scales, holder) -> None:
+def test_counts_are_rounded_up_in_64_bits(scales) -> None:
     """From 2^31 - 1024 values on a piece's padded count does not fit in 32."""
-    given = {**FORMAT, **scales, **EVEN, **holder, "PARTIALS_BLOCK": 1024, "PIECES": 2}
+    given = {**FORMAT, **scales, **EVEN, "PARTIALS_BLOCK": 1024, "PIECES": 2}
     runs = [(kernels.encode_kernel, {}), (kernels.decode_kernel, {})]
     runs += [(kernels.sum_kernel, {"ENCODE": encode}) for encode in (False, not scales["TENSORWISE"])]
     for kernel, more in runs:
