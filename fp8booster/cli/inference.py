@@ -1,19 +1,20 @@
-"""What a CHECKPOINT of `fp8booster eval` and `fp8booster generate` is, in BF16 and in FP8."""
+"""Models that `fp8booster export`, `eval` and `generate` name, found, and loaded for inference in BF16 or in FP8."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
-from fp8booster.cli.export.source import FoundModel, find_source
 from fp8booster.cli.instructions import avoid_trapping_instructions
-from fp8booster.cli.train.key_values import inference_fp8_config
+from fp8booster.cli.train.checkpoint import is_checkpoint, read_state
+from fp8booster.cli.train.key_values import fp8_config, inference_fp8_config, parse_pairs
 from fp8booster.cli.train.model_folder import build_model, folder_config, has_weights, is_folder
+from fp8booster.cli.train.resume import RUN_FILE, find_resume, require_whole
 from fp8booster.cli.train.tokenizer import folder_has_tokenizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
@@ -23,6 +24,7 @@ from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.quantize import quantize
 from fp8booster.serving.read import require_loadable
 from fp8booster.serving.sources import Folder
+from fp8booster.training.adapters import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -30,15 +32,54 @@ if TYPE_CHECKING:
 PRECISIONS = ("bf16", "fp8")
 
 
-def inference_device() -> tuple[torch.device, str | None]:
-    """The GPU, or the CPU where there is none, and what had to be done for its products."""
-    if torch.cuda.is_available():
-        return torch.device("cuda"), None
-    return torch.device("cpu"), avoid_trapping_instructions()
+@dataclass(frozen=True)
+class FoundModel:
+    """A model, and how it was trained."""
+
+    model: Path
+    """In Hugging Face's format, or adapters of peft's."""
+    config: FP8Config
+    masters: Path | None
+    """Folder of the FP32 master weights that its FP8 weights were cast from in training."""
+    sequence: int | None = None
+    """Tokens of a sequence in training; None: not known."""
+
+
+def find_source(folder: Path) -> FoundModel:
+    """Find a model: of a run its newest checkpoint, in FP8 where it was trained in both; a checkpoint; or a model.
+
+    Raises:
+        ValueError: the folder is none of them, or holds no checkpoint, or a damaged one.
+    """
+    if not is_checkpoint(folder) and not (folder / RUN_FILE).is_file():
+        if not (folder / ADAPTER_CONFIG).is_file():
+            if not (folder / "config.json").is_file():
+                raise ValueError(
+                    f"{folder} is neither a run, nor a checkpoint (step-...), nor a model with a config.json, nor "
+                    "adapters of one; give one of these."
+                )
+            folder_config(str(folder))
+        return FoundModel(folder, FP8Config(), None)
+    found = find_resume(str(folder))
+    if not found.checkpoints:
+        raise ValueError(f"{folder} has saved no checkpoint yet; give a run that has, or train it with --save.")
+    precision = "fp8" if "fp8" in found.checkpoints else "bf16"
+    checkpoint = Path(found.checkpoints[precision])
+    require_whole(checkpoint)  # its weights must be finite too, which is seen as they are read
+    options = read_state(checkpoint).options
+    if precision == "bf16":
+        return FoundModel(checkpoint / "model", FP8Config(), None, options.sequence)
+    config = fp8_config(options.fp8_options, options.level)
+    asked = parse_pairs(options.plugin_options, "--plugin-option").get("fp8_communication")
+    sent_in_fp8 = config.communication if asked is None else asked
+    cast_from_masters = sent_in_fp8 and options.lora is None  # adapters are merged as they computed
+    return FoundModel(
+        checkpoint / "model", config, checkpoint / "masters" if cast_from_masters else None, options.sequence
+    )
 
 
 def find_model(checkpoint: Path) -> FoundModel:
-    """As `find_source`, of a model that has weights and a tokenizer.
+    """Find a model as `find_source` does, which must have weights and a tokenizer.
 
     Raises:
         ValueError: it has none, or holds adapters alone.
@@ -53,8 +94,23 @@ def find_model(checkpoint: Path) -> FoundModel:
     return found
 
 
+def require_one_of(value: str, allowed: Iterable[str], flag: str) -> None:
+    """Raise ValueError for a value that a flag does not take."""
+    if value not in (names := list(allowed)):
+        raise ValueError(f"{flag} is {value!r}; use one of {', '.join(names)}.")
+
+
+def inference_device(tell: Callable[[str], None]) -> torch.device:
+    """Return the GPU, or the CPU where there is none; `tell` hears what had to be done for its products."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if (trapping := avoid_trapping_instructions()) is not None:
+        tell(trapping)
+    return torch.device("cpu")
+
+
 def inference_config(source: FoundModel, options: Sequence[str]) -> FP8Config:
-    """What `--fp8-option` asks for; without it, how the model was trained, as far as inference has it.
+    """Return the configuration that `--fp8-option` asks for; without it that of training, as far as inference has it.
 
     Args:
         source: of the checkpoint.
@@ -64,12 +120,6 @@ def inference_config(source: FoundModel, options: Sequence[str]) -> FP8Config:
         return inference_fp8_config(tuple(options))
     scaling = "real-time" if source.config.scaling == "delayed" else source.config.scaling
     return replace(source.config, scaling=scaling, smooth_swiglu=False)
-
-
-def require_one_of(value: str, allowed: Iterable[str], flag: str) -> None:
-    """Raise ValueError for a value that a flag does not take."""
-    if value not in (names := list(allowed)):
-        raise ValueError(f"{flag} is {value!r}; use one of {', '.join(names)}.")
 
 
 class LoadedModel(NamedTuple):
@@ -87,14 +137,16 @@ def load_model(
     device: torch.device,
     batches: Sequence[torch.Tensor] | None = None,
 ) -> LoadedModel:
-    """A model for inference.
+    """Load a model for inference.
+
+    FP8 weights in the folder are decoded for "bf16", and kept with their scales for "fp8", all others in 16 bits.
+    Weights that training cast from master weights are cast from these for "fp8" where they are there.
 
     Args:
-        source: of the checkpoint. What is in FP8 there is decoded for "bf16", and for "fp8" kept with its scales, the
-            rest in 16 bits. What training cast from master weights that are there is cast from them for "fp8".
+        source: of the checkpoint.
         precision: "bf16" or "fp8".
         config: of the FP8 layers.
-        device: where it goes.
+        device: of the model.
         batches: for "fp8", token ids, [batch, sequence] each, to calibrate with; None: real-time scales.
 
     Raises:
@@ -105,14 +157,16 @@ def load_model(
     if in_fp8:
         require_fp8(device, config.emulate, config.granularity)
     frozen = config if in_fp8 and require_loadable(source.model) else None
-    if frozen is not None:
-        config = replace(config, layers=_no_more, vocabulary_head=False)
+    if frozen is not None:  # the folder has decided which layers are in FP8
+        config = replace(config, layers=lambda name, module: False, vocabulary_head=False)
     model = build_model(folder, folder_config(folder), device, checkpointing=False, frozen=frozen)
-    if batches is not None and (finer := _finer_scales(model)):
-        raise ValueError(
-            f"{folder} has {finer}, and --calibrated scales each input by one amax; leave --calibrated out, or export "
-            "the model with --format tensorwise."
-        )
+    if batches is not None:
+        scales = (each.fp8_config.finer_scales for each in model.modules() if isinstance(each, FrozenFP8Linear))
+        if finer := next(filter(None, scales), None):
+            raise ValueError(
+                f"{folder} has {finer}, and --calibrated scales each input by one amax; leave --calibrated out, or "
+                "export the model with --format tensorwise."
+            )
     from_masters = 0
     if in_fp8:
         quantize(model, config)
@@ -122,32 +176,18 @@ def load_model(
     return LoadedModel(model.eval(), from_masters)
 
 
-def _finer_scales(model: nn.Module) -> str | None:
-    """Name the scales of the FP8 weights that a model was loaded with, where they are finer than one a tensor."""
-    scales = (each.fp8_config.finer_scales for each in model.modules() if isinstance(each, FrozenFP8Linear))
-    return next(filter(None, scales), None)
-
-
-def _no_more(name: str, module: nn.Module) -> bool:
-    """`FP8Config.layers` of a folder in FP8, which says itself what is in FP8."""
-    return False
-
-
 def _cast_from_masters(model: nn.Module, source: FoundModel) -> int:
     """Cast weights again that training cast from master weights, under the scales that it shared; gives their number.
 
     None where experts are held as one parameter or no layer is an nn.Linear, and where ranks divided layers.
     """
-    modules = list(model.modules())
-    has_layout = any(isinstance(each, FrozenFP8Linear) for each in modules) and not any(map(are_experts, modules))
-    if source.masters is None or not has_layout:
+    layers = {f"{path}.weight": each for path, each in model.named_modules() if isinstance(each, FrozenFP8Linear)}
+    if source.masters is None or not layers or any(map(are_experts, model.modules())):
         return 0
     folder = Folder(source.model, source.config, source.masters)
     amaxes: dict[tuple[str, ...], torch.Tensor] = {}
     cast = 0
-    chosen = filter(folder.is_cast_from_master, folder.layout.groups)
-    layers = {f"{path}.weight": each for path, each in model.named_modules() if isinstance(each, FrozenFP8Linear)}
-    for name in chosen:
+    for name in filter(folder.is_cast_from_master, folder.layout.groups):
         layer = layers.get(folder.layout.names.origin[name])
         if layer is None:  # trained in FP8, and --fp8-option leaves it out
             continue

@@ -1,20 +1,31 @@
-"""One line of figures for each step, kept as JSON lines and as TensorBoard scalars."""
+"""The record of a run in its folder: a line of figures for each step, and at its end those of each precision."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 from fp8booster.files import write_whole
-from fp8booster.reading import parse_record, read_text, require_known
+from fp8booster.listing import first_of
+from fp8booster.reading import Kind, parse_record, read_record, read_text, require_known, require_rows
+
+LAST = 0.05
+"""Share of the steps whose mean is the final loss."""
+
+REMOVE = "remove the file; --resume of the run writes it anew"
+"""Remedy for a damaged file about a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What one optimizer step showed. Memory and bytes are those of rank 0."""
+    """Figures of one optimizer step. Memory and bytes are those of rank 0."""
 
     step: int
     loss: float
@@ -39,7 +50,7 @@ class MetricsLog:
     """Writes `metrics.jsonl` and `tensorboard/` in a folder."""
 
     def __init__(self, folder: Path, done: int) -> None:
-        """Lines of steps after `done`, which a former run may have left, are dropped."""
+        """Drop the lines of steps after `done`, which a former run may have left."""
         from torch.utils.tensorboard import SummaryWriter
 
         path = folder / "metrics.jsonl"
@@ -59,17 +70,106 @@ class MetricsLog:
         self._board.close()
 
 
-def read_metrics(path: Path) -> list[StepMetrics]:
-    """The lines of a `metrics.jsonl`, a last one that a kill cut short left out."""
-    lines = read_text(path, _REMEDY).split("\n")
-    return [_metrics(line, f"Line {number} of {path}") for number, line in enumerate(lines[:-1], 1)]
-
-
-def _metrics(line: str, name: str) -> StepMetrics:
-    values = parse_record(line, name, _FIELDS, _REMEDY)
-    require_known(values, name, _FIELDS)
-    return StepMetrics(**values)
-
-
 def _line(metrics: StepMetrics) -> str:
     return json.dumps(dataclasses.asdict(metrics)) + "\n"
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """Read the lines of a `metrics.jsonl`, but for a last one that a kill cut short."""
+    found = []
+    for number, line in enumerate(read_text(path, _REMEDY).split("\n")[:-1], 1):
+        name = f"Line {number} of {path}"
+        values = parse_record(line, name, _FIELDS, _REMEDY)
+        require_known(values, name, _FIELDS)
+        found.append(StepMetrics(**values))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFigures:
+    """Figures of a run in one precision."""
+
+    precision: str
+    steps: int
+    final_loss: float
+    """Mean over the last twentieth of the steps."""
+    tokens_per_second: float
+    """Of all ranks together, at the median step."""
+    step_seconds: float
+    """Median."""
+    peak_memory: int
+    """Bytes, the most on one rank."""
+    step_bytes: int
+    """Bytes that rank 0 sends in the median step."""
+    parameters: int
+    world_size: int
+    layers: tuple[dict[str, Any], ...]
+    """Rows of `fp8booster.report`."""
+    traffic: tuple[dict[str, Any], ...]
+    """Rows of `monitor.traffic.Traffic`."""
+
+    @property
+    def fp8_layers(self) -> int:
+        return count_fp8(self.layers)
+
+    @property
+    def other_layers(self) -> list[str]:
+        return not_in_fp8(self.layers)
+
+
+def count_fp8(rows: Sequence[Mapping[str, Any]]) -> int:
+    """Count the layers in FP8 in rows of `fp8booster.report`."""
+    return sum(row["precision"] == "FP8" for row in rows)
+
+
+def not_in_fp8(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Name the layers that are not in FP8, a line for each reason."""
+    names: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        if row["precision"] != "FP8":
+            names[row["notes"]].append(row["name"])
+    return [f"{first_of(layers, shown=4)} ({reason})" for reason, layers in names.items()]
+
+
+def read_result(path: Path, fields: Mapping[str, Kind]) -> dict[str, Any]:
+    """Read a run's `result.json`; errors as `read_record`, for rows of layers that are none too."""
+    result = read_record(path, fields, REMOVE)
+    require_rows(result["layers"], f"'layers' in {path}", {"name": str, "precision": str, "notes": str}, REMOVE)
+    return result
+
+
+def read_figures(folder: Path, precision: str) -> tuple[RunFigures, list[StepMetrics]]:
+    """Read the figures and the metrics of a finished run in `folder`/`precision`.
+
+    Raises:
+        ValueError: it has taken no step.
+    """
+    metrics = read_metrics(folder / precision / "metrics.jsonl")
+    if not metrics:
+        raise ValueError(
+            f"{folder / precision / 'metrics.jsonl'} has no step: with --on-nonfinite skip, all may have been left "
+            "out. Look at the data, and train anew with a lower --lr and another --out."
+        )
+    fields: dict[str, Kind] = {"layers": list, "traffic": list}
+    fields |= dict.fromkeys(("world_size", "peak_memory", "parameters"), int)
+    result = read_result(folder / precision / "result.json", fields)
+    last = metrics[-max(1, round(len(metrics) * LAST)) :]
+    figures = RunFigures(
+        precision=precision,
+        steps=metrics[-1].step,
+        final_loss=statistics.fmean(step.loss for step in last),
+        tokens_per_second=statistics.median(step.tokens_per_second for step in metrics),
+        step_seconds=statistics.median(step.seconds for step in metrics),
+        peak_memory=result["peak_memory"],
+        step_bytes=round(statistics.median(step.wire_bytes for step in metrics)),
+        parameters=result["parameters"],
+        world_size=result["world_size"],
+        layers=tuple(result["layers"]),
+        traffic=tuple(result["traffic"]),
+    )
+    return figures, metrics
+
+
+def finite_or_null(value: Any) -> Any:
+    """Return the value; None, which is JSON's null, for a number that is infinite or NaN."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,15 +1,26 @@
-"""The whole examination: what was found, and the problems that follow from it."""
+"""`fp8booster doctor`: versions, GPUs, backends, FP8 products, Colossal-AI and its patches, and their problems."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import platform
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import distributed
+from torch.utils.collect_env import get_nvidia_driver_version, run
 
 from fp8booster.cli.doctor import products
-from fp8booster.cli.doctor.environment import Colossal, Environment, import_colossal, look_around
-from fp8booster.cli.doctor.problems import Problem, find_problems
+from fp8booster.cli.doctor.problems import GPU, Colossal, Environment, Problem, find_problems
+from fp8booster.cli.instructions import avoid_trapping_instructions
+from fp8booster.nn.fused.attention import kernels
+from fp8booster.version import __version__
+
+PACKAGES = ("triton", "transformers", "tokenizers", "peft", "colossalai", "datasets", "torchao")
+"""Packages whose versions are shown with those of Python, PyTorch and fp8booster."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +35,12 @@ class Examination:
 
     @property
     def can_train(self) -> bool:
-        """Whether FP8 training can run here: no problem stops it."""
         return not any(problem.stops_training for problem in self.problems)
 
 
 def examine(speed: bool, announce: Callable[[str], object]) -> Examination:
     """Look at versions, devices, FP8 products and Colossal-AI; `announce` hears what is being done."""
-    environment = look_around()
+    environment = _look_around()
     checks, speeds = [], []
     for device in products.devices():
         announce(f"Multiplying in FP8 on {device}")
@@ -42,5 +52,52 @@ def examine(speed: bool, announce: Callable[[str], object]) -> Examination:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     announce("Importing Colossal-AI")
-    colossal = import_colossal()
+    colossal = _import_colossal()
     return Examination(environment, checks, speeds, colossal, find_problems(environment, checks, colossal))
+
+
+def _look_around() -> Environment:
+    own = {"python": platform.python_version(), "fp8booster": __version__, "torch": torch.__version__}
+    return Environment(
+        versions={**own, **{name: _installed(name) for name in PACKAGES}},
+        cuda=torch.version.cuda or torch.version.hip,
+        driver=get_nvidia_driver_version(run),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if distributed.is_nccl_available() else None,
+        gpus=[_gpu(index) for index in range(torch.cuda.device_count())],
+        instructions=avoid_trapping_instructions(),
+        backends=[name for name in ("nccl", "gloo", "mpi") if distributed.is_backend_available(name)],
+    )
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu(index: int) -> GPU:
+    properties = torch.cuda.get_device_properties(index)
+    capability = f"{properties.major}.{properties.minor}"
+    return GPU(index, properties.name, capability, properties.total_memory, kernels(torch.device("cuda", index)))
+
+
+def _import_colossal() -> Colossal:
+    """Apply the patches, import Colossal-AI's plugins, and list the state of each patch."""
+    from fp8booster.colossal import compat
+
+    error = missing = None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # upstream advertises optional packages
+            importlib.import_module("colossalai.booster.plugin")  # which imports the whole training path
+    except Exception as raised:  # an incompatible version fails with anything
+        error = f"{type(raised).__name__}: {raised}"
+        if isinstance(raised, ModuleNotFoundError):
+            missing = raised.name.partition(".")[0]
+    rows = [
+        {name: getattr(each, name) for name in ("name", "summary", "place", "needed_when")}
+        | {"kind": each.kind.value, "state": each.state.value}
+        for each in compat.patches()
+    ]
+    return Colossal(error, missing, rows)

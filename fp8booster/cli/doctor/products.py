@@ -1,8 +1,7 @@
-"""Whether FP8 products run on a device, and how fast compared with BF16 ones."""
+"""FP8 products on a device: whether they run, and how fast compared with BF16 ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,7 +42,7 @@ class Check:
     error: float | None
     """Relative, in the Frobenius norm; None where the product did not run."""
     reason: str | None
-    """Why FP8 cannot be used there, or None where it can."""
+    """The reason against FP8 on the device; None where it can be used."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,6 @@ class Speed:
     """With fast accumulation."""
 
     def teraflops(self, milliseconds: float) -> float:
-        """Arithmetic rate of this shape at a time."""
         return 2 * self.tokens * self.features_in * self.features_out / milliseconds / 1e9
 
 
@@ -102,10 +100,6 @@ def _speed(device: torch.device, tokens: int, features_in: int, features_out: in
     a, b = quantize(x, FPROP[0]), quantize(w, FPROP[1])
     fp8 = partial(product, a.data, b.data, a.inverse_scale, b.inverse_scale, out_dtype=torch.bfloat16)
     runs = {"bf16": lambda: x @ w.t(), "fp8": fp8, "fp8_fast": partial(fp8, fast_accumulation=True)}
-    times = {name: _milliseconds(run) for name, run in runs.items()}
+    timers = {name: Timer("run()", globals={"run": run}) for name, run in runs.items()}
+    times = {name: 1e3 * timer.blocked_autorange(min_run_time=0.1).median for name, timer in timers.items()}
     return Speed(str(device), tokens, features_in, features_out, **times)
-
-
-def _milliseconds(run: Callable[[], object]) -> float:
-    """Median time of one call, with what it leaves to the GPU."""
-    return 1e3 * Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=0.1).median

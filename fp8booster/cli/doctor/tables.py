@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fp8booster.cli.doctor.environment import Colossal, Environment
 from fp8booster.cli.doctor.examination import Examination
-from fp8booster.cli.doctor.problems import Problem
-from fp8booster.cli.doctor.products import Check, Speed
+from fp8booster.cli.doctor.problems import Colossal, Environment
+from fp8booster.cli.doctor.products import Speed
 
 
 def show(examination: Examination, console: Console, patches: bool = False) -> None:
@@ -22,20 +22,32 @@ def show(examination: Examination, console: Console, patches: bool = False) -> N
         patches: list each patch of Colossal-AI; otherwise they are counted.
     """
     console.print(_environment(examination.environment))
-    console.print(_checks(examination.checks))
+    table = _table("FP8 products", "device", "formats", "result")
+    for check in examination.checks:
+        answer = (
+            Text(check.reason, "red")
+            if check.reason is not None
+            else Text(f"runs, {check.error:.2%} off the FP32 product", "green")
+        )
+        table.add_row(check.device, check.formats, answer)
+    console.print(table)
     if examination.speeds:
         console.print(_speeds(examination.speeds))
     console.print(_patches(examination.colossal) if patches else _counted_patches(examination.colossal))
     for problem in examination.problems:
-        console.print(_problem(problem), soft_wrap=True)
+        heading = ("stops training: ", "bold red") if problem.stops_training else ("note: ", "bold yellow")
+        text = Text.assemble(heading, problem.sentence)
+        if problem.remedy is not None:
+            text.append("\n    remedy: ").append(problem.remedy, style="cyan")
+        console.print(text, soft_wrap=True)
     if examination.can_train:
         console.print("FP8 training can run here.", style="bold green")
     else:
         console.print("FP8 training cannot run here.", style="bold red")
 
 
-def _table(title: str, *columns: str, right: tuple[str, ...] = ()) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+def _table(title: str, *columns: str, right: Iterable[str] = (), caption: str | None = None) -> Table:
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", box=box.SIMPLE_HEAD)
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
@@ -50,46 +62,27 @@ def _environment(environment: Environment) -> Table:
     table.add_row("NCCL", environment.nccl or "none")
     table.add_row("torch.distributed", ", ".join(environment.backends) or "none")
     for gpu in environment.gpus:
-        table.add_row(
-            f"GPU {gpu.index}", f"{gpu.name}, compute capability {gpu.capability}, {gpu.memory / 2**30:.0f} GiB"
-        )
+        memory = f"{gpu.memory / 2**30:.0f} GiB"
+        table.add_row(f"GPU {gpu.index}", f"{gpu.name}, compute capability {gpu.capability}, {memory}")
         table.add_row("attention", gpu.attention)
     if not environment.gpus:
         table.add_row("GPU", "none visible")
     return table
 
 
-def _checks(checks: list[Check]) -> Table:
-    table = _table("FP8 products", "device", "formats", "result")
-    for check in checks:
-        answer = (
-            Text(f"runs, {check.error:.2%} off the FP32 product", style="green")
-            if check.reason is None
-            else Text(check.reason, style="red")
-        )
-        table.add_row(check.device, check.formats, answer)
-    return table
-
-
 def _speeds(speeds: list[Speed]) -> Table:
+    numbers = ("tokens", "BF16", "FP8", "FP8, fast accumulation", "BF16 / FP8")
+    small = "The CPU's shapes are small and its times say nothing about a GPU."
     table = _table(
         "Products without casts, milliseconds (TFLOP/s)",
-        "device",
-        "tokens",
-        "in -> out",
-        "BF16",
-        "FP8",
-        "FP8, fast accumulation",
-        "BF16 / FP8",
-        right=("tokens", "BF16", "FP8", "FP8, fast accumulation", "BF16 / FP8"),
+        *("device", "tokens", "in -> out", *numbers[1:]),
+        right=numbers,
+        caption=small if any(speed.device == "cpu" for speed in speeds) else None,
     )
     for speed in speeds:
         cells = (f"{each:.3f} ({speed.teraflops(each):.3g})" for each in (speed.bf16, speed.fp8, speed.fp8_fast))
         gain = f"{speed.bf16 / speed.fp8:.2f}x, {speed.bf16 / speed.fp8_fast:.2f}x"
         table.add_row(speed.device, str(speed.tokens), f"{speed.features_in} -> {speed.features_out}", *cells, gain)
-    if any(speed.device == "cpu" for speed in speeds):
-        table.caption = "The CPU's shapes are small and its times say nothing about a GPU."
-        table.caption_justify = "left"
     return table
 
 
@@ -103,18 +96,8 @@ def _patches(colossal: Colossal) -> Table:
 def _counted_patches(colossal: Colossal) -> Table:
     counts = Counter((patch["kind"], patch["state"]) for patch in colossal.patches)
     states = list(dict.fromkeys(state for _, state in counts))
-    table = _table("Patches of Colossal-AI", "why", *states, right=tuple(states))
+    caption = "--patches lists them, with their places."
+    table = _table("Patches of Colossal-AI", "why", *states, right=states, caption=caption)
     for kind in dict.fromkeys(kind for kind, _ in counts):
         table.add_row(kind, *(str(counts[kind, state]) for state in states))
-    table.caption = "--patches lists them, with their places."
-    table.caption_justify = "left"
     return table
-
-
-def _problem(problem: Problem) -> Text:
-    text = Text.assemble(
-        ("stops training: ", "bold red") if problem.stops_training else ("note: ", "bold yellow"), problem.sentence
-    )
-    if problem.remedy is not None:
-        text.append("\n    remedy: ").append(problem.remedy, style="cyan")
-    return text

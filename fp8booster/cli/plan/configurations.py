@@ -1,22 +1,27 @@
-"""What a plan compares: the run in BF16 and in FP8 as asked for, and with more and more of what makes it smaller."""
+"""Ways to train a model that a plan compares: in BF16, in FP8, and with more and more of what makes it smaller."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from typing import TYPE_CHECKING
 
 from fp8booster.cli.train.key_values import fp8_config, parse_pairs
 from fp8booster.cli.train.options import TrainOptions, flag_of
 from fp8booster.config import FP8Config
+from fp8booster.training.models import MODELS
 from fp8booster.training.parallel import ZERO_STAGES
 
-from .parts import Footprint
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+WEIGHTS, MASTERS, MOMENTS, KEPT = "weights", "master weights", "moments", "FP8 weights and buffers"
+"""Parts of memory that stay from step to step; `monitor.memory` has those by lifetime."""
+
+Footprint = dict[str, Counter[str]]
+"""By phase of a step, the bytes of each part when most memory is held."""
 
 GIB = 2**30
 
@@ -35,7 +40,7 @@ class Gpu:
     """Tell whether the GPU has products with blockwise scales."""
 
     def takes(self, size: int) -> bool:
-        """Whether a step fits whose tensors take so many bytes."""
+        """Tell whether a step fits whose tensors take so many bytes."""
         return size <= (self.memory - RESERVED) * GIB
 
 
@@ -48,9 +53,8 @@ GPUS = {
 WITHOUT_FP8 = ("V100", "T4", "A10", "A30", "A40", "A100")
 """Older GPUs that somebody may ask for."""
 
-
 _NOT_SAID = {"precision", "lr", "warmup", "decay", "min_lr", "steps", "vocabulary", "cache", "out"}
-"""Of `fp8booster train`, what a plan's commands leave to its defaults."""
+"""Options of `fp8booster train` that a plan's commands leave at their defaults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,29 +67,28 @@ class Configuration:
     options: TrainOptions
     peaks: Footprint | None = None
     why_not: str | None = None
-    """Why there are no `peaks`."""
+    """The reason where there are no `peaks`."""
 
     @property
     def parts(self) -> Counter[str]:
-        """Bytes of each part when most memory is held."""
-        assert self.peaks is not None  # asked of what was counted alone
+        """Return the bytes of each part when most memory is held."""
+        assert self.peaks is not None  # read where memory was counted alone
         return max(self.peaks.values(), key=Counter.total)
 
     @property
     def fits_on(self) -> str | None:
-        """The smallest GPU that it fits on, or None."""
+        """Return the smallest GPU that it fits on, or None."""
         blockwise = self.precision == "fp8" and self.fp8_config.granularity == "blockwise"
         able = (gpu for gpu in GPUS.values() if gpu.blockwise or not blockwise)
         return next((gpu.name for gpu in able if gpu.takes(self.parts.total())), None)
 
     @property
     def fp8_config(self) -> FP8Config:
-        """Of the run in FP8."""
         return fp8_config(self.options.fp8_options, self.options.level)
 
     @property
     def command(self) -> list[str]:
-        """The words of the command that trains so."""
+        """Return the words of the command that trains so."""
         defaults = {field.name: field.default for field in dataclasses.fields(TrainOptions)}
         words = ["fp8booster", "train", "--precision", self.precision]
         for field in dataclasses.fields(TrainOptions):
@@ -101,11 +104,7 @@ class Configuration:
 
 
 def configurations(options: TrainOptions) -> list[Configuration]:
-    """What is compared, each in FP8 with all that those before it have.
-
-    Args:
-        options: as given.
-    """
+    """Return what is compared: each configuration in FP8 has all that those before it have."""
     found = [
         Configuration(name="BF16", precision="bf16", options=options.of_precision("bf16")),
         Configuration(name=f"FP8, {options.level}" if options.level else "FP8", precision="fp8", options=options),
@@ -119,7 +118,7 @@ def configurations(options: TrainOptions) -> list[Configuration]:
 
 
 def _with_fp8(options: TrainOptions, *pairs: str) -> TrainOptions:
-    """The options with fields of FP8Config that they do not set yet, have another value, and go with the others."""
+    """Return options with more fields of FP8Config: not set yet, of another value, and accepted with the others."""
     config = fp8_config(options.fp8_options, options.level)
     new = tuple(
         pair
@@ -131,7 +130,6 @@ def _with_fp8(options: TrainOptions, *pairs: str) -> TrainOptions:
 
 
 def _is_accepted(options: TrainOptions, pair: str) -> bool:
-    """Tell whether a pair may be added: its field is not set yet, and goes with those that are."""
     try:
         fp8_config((*options.fp8_options, pair), options.level)
     except ValueError:
@@ -151,7 +149,7 @@ def _small_moments(options: TrainOptions) -> TrainOptions:
 
 
 def _small_sums(options: TrainOptions) -> TrainOptions:
-    """Where each micro-batch's gradients are reduced, and wait for the next."""
+    # in stage 2 the gradients of each micro-batch are reduced, and the sums wait for the next
     reduced = options.plugin in ZERO_STAGES and options.parallel.zero_stage == 2
     return _with_fp8(options, "gradient_accumulation=8-bit") if reduced and options.accumulate > 1 else options
 
@@ -164,55 +162,22 @@ _SMALLER: dict[str, Callable[[TrainOptions], TrainOptions]] = {
     "8-bit activations": lambda options: _with_fp8(options, "saved_activations=8-bit"),
     "checkpointing": lambda options: dataclasses.replace(options, checkpointing=True),
 }
-"""In the order of what they cost in speed, the cheapest first."""
+"""Changes in the order of their cost in speed, the cheapest first."""
 
 
-def counted(plan: list[Configuration], gpu: Gpu) -> Iterator[Configuration]:
-    """The configurations with their memory, each counted by a process of its own, without those that change nothing.
+def planned_config(options: TrainOptions) -> PretrainedConfig:
+    """Return the config of the model that options name; errors as `load_config`."""
+    from fp8booster.cli.train.model_folder import is_folder, load_config
 
-    Args:
-        plan: what to count, its options resolved.
-        gpu: by whose memory some defaults are chosen.
-    """
-    workers = min(len(plan), os.cpu_count() or 1)
-    context = get_context("forkserver")
-    context.set_forkserver_preload([f"{__package__}.dry_run"])  # its imports take longer than a small model's steps
-    with ProcessPoolExecutor(workers, context, initializer=_end_with_the_command) as pool:
-        tasks = [pool.submit(_count, each, int(gpu.memory * GIB)) for each in plan]
-        before = None
-        for task in tasks:
-            found = task.result()
-            if found.peaks is None or found.peaks != before:  # else the default was that already
-                yield found
-            before = found.peaks
+    vocabulary = 1 if is_folder(options.model) else MODELS[options.model].vocabulary
+    return load_config(options.model, vocabulary, options.sequence)
 
 
-def _end_with_the_command() -> None:
-    """Let this process end when the one that started it is gone, killed in the midst of a count."""
-
-    def wait() -> None:
-        command = parent_process()
-        assert command is not None  # this is a process of a pool
-        command.join()
-        os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _count(configuration: Configuration, gpu_memory: int) -> Configuration:
-    # here: Colossal-AI need not be imported to say what is wrong with options
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-    from .dry_run import footprint
-
-    try:
-        peaks = footprint(configuration.options, configuration.precision, gpu_memory)
-    except (ValueError, TypeError) as error:
-        return dataclasses.replace(configuration, why_not=str(error))
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        return dataclasses.replace(
-            configuration,
-            why_not=f"the model reads values ({error}), and a plan's tensors have none. Models with experts are "
-            "planned with transformers 5.",
+def extended(one: Footprint, other: Footprint, times: float) -> Footprint:
+    """Extrapolate each size from `one` through `other`: its size in `one`, and so many times the difference."""
+    return {
+        phase: Counter(
+            {part: round(sizes[part] + times * (other[phase][part] - sizes[part])) for part in {*sizes, *other[phase]}}
         )
-    return dataclasses.replace(configuration, peaks=peaks)
+        for phase, sizes in one.items()
+    }

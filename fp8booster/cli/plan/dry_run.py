@@ -7,13 +7,13 @@ nothing is estimated but the number of layers: two models with few layers are ru
 from __future__ import annotations
 
 import fp8booster.colossal  # noqa: F401  isort: skip  (patches colossalai before it is imported)
-from collections.abc import Iterator
+import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from fp8booster.cli.train.key_values import build_plugin
+from fp8booster.cli.train.key_values import build_plugin, parse_pairs
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.monitor.memory import MemoryTracker
 from fp8booster.nn.weights.freshness import fresh_tensors
@@ -23,8 +23,7 @@ from fp8booster.training.models import build
 from fp8booster.training.optimizers import make_optimizer
 from fp8booster.training.plugins import FP32_WEIGHTS
 
-from .models import fewest_layers, planned_config, shortened
-from .parts import KEPT, MASTERS, MOMENTS, WEIGHTS, Footprint, extended
+from .configurations import KEPT, MASTERS, MOMENTS, WEIGHTS, Footprint, extended, planned_config
 from .stand_ins import instead_of_gpus
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def footprint(options: TrainOptions, precision: str, gpu_memory: int) -> Footprint:
-    """The memory that rank 0 of `options.nproc` needs in a step, as torch's allocator counts it.
+    """Count the memory that rank 0 of `options.nproc` needs in a step, as torch's allocator does.
 
     In a pipeline, rank 0 keeps the most micro-batches. What the second of the two models needs more than the first is
     counted for each further layer. A model whose layers have not all as many parameters is run whole. Where the first
@@ -51,7 +50,9 @@ def footprint(options: TrainOptions, precision: str, gpu_memory: int) -> Footpri
             for checkpointing in (False, True)
         )
         return extended(none, every, options.checkpointed_layers / layers)
-    least = fewest_layers(options)
+    given = parse_pairs(options.plugin_options, "--plugin-option")
+    # each piece that a pipeline's stages hold has a layer
+    least = options.pp * given.get("num_model_chunks", 1 if given.get("pp_style", "1f1b") == "1f1b" else 2)
     few, more = min(least, layers), min(2 * least, layers)
     times = (layers - few) / max(more - few, 1)
     values, of_few, of_more = (_values(shortened(config, each)) for each in (layers, few, more))
@@ -63,12 +64,22 @@ def footprint(options: TrainOptions, precision: str, gpu_memory: int) -> Footpri
     return extended(first, second, times)
 
 
+def shortened(config: PretrainedConfig, layers: int) -> PretrainedConfig:
+    """Return a config with so many layers; its lists with an entry for each layer are cut too."""
+    short = copy.deepcopy(config)
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) == config.num_hidden_layers:
+            setattr(short, name, value[:layers])
+    short.num_hidden_layers = layers
+    return short
+
+
 def _values(config: PretrainedConfig) -> int:
     return sum(parameter.numel() for parameter in build(config, device=torch.device("meta")).parameters())
 
 
 def dry_steps(options: TrainOptions, precision: str, config: PretrainedConfig, memory_a_value: float) -> Footprint:
-    """The memory of steps of a model that take place nowhere.
+    """Count the memory of steps on tensors without values.
 
     Args:
         memory_a_value: bytes of a GPU for each parameter of the whole model, of which `config` may have few layers.
@@ -79,10 +90,10 @@ def dry_steps(options: TrainOptions, precision: str, config: PretrainedConfig, m
 
 
 def take_steps(tracker: MemoryTracker, options: TrainOptions, precision: str, config: PretrainedConfig) -> Footprint:
-    """Take two steps on this rank, under a tracker; the memory of the second, in which all states are there."""
+    """Take two steps on this rank; return the memory of the second, in which all states are there."""
     dtype = torch.float32 if options.plugin in FP32_WEIGHTS else torch.bfloat16
     network = build(config, device=torch.device("cpu"), dtype=dtype, checkpointing=options.recomputed)
-    network.to = lambda *_, **__: network  # torch cannot exchange the values of what has none
+    network.to = lambda *_, **__: network  # torch cannot exchange the values of tensors without any
     plugin = build_plugin(options, precision == "fp8", network)
     optimizer = make_optimizer(options.optimizer_of(precision), network.parameters(), lr=1e-4)
     boosted = BoostedModel(options.plugin, plugin, network, optimizer)
@@ -97,12 +108,7 @@ def take_steps(tracker: MemoryTracker, options: TrainOptions, precision: str, co
         tracker.name(WEIGHTS, boosted.model.parameters())
         inside = boosted.optimizer.unwrap()
         tracker.name(MASTERS, (each for group in inside.param_groups for each in group["params"]))
-        tracker.name(MOMENTS, _tensors(inside.state))
+        kept = (each.codes if isinstance(each, State) else each for each in inside.state.values())
+        tracker.name(MOMENTS, (value for each in kept for value in each.values() if isinstance(value, torch.Tensor)))
         tracker.name_rest(KEPT)
     return tracker.peaks()
-
-
-def _tensors(state: dict[torch.Tensor, dict[str, Any]]) -> Iterator[torch.Tensor]:
-    for of_parameter in state.values():
-        kept = of_parameter.codes if isinstance(of_parameter, State) else of_parameter
-        yield from (value for value in kept.values() if isinstance(value, torch.Tensor))

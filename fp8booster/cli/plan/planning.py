@@ -1,11 +1,19 @@
-"""From options to a plan."""
+"""Plans: the memory of each configuration, counted by processes, as a table, as JSON, and for a run out of memory."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import shlex
+import threading
 import warnings
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context, parent_process
+from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from fp8booster.cli.train.defaults import gpu_recipe
 from fp8booster.cli.train.events import OutOfMemory
@@ -13,25 +21,48 @@ from fp8booster.cli.train.key_values import check_plugin, fp8_config
 from fp8booster.cli.train.launch import ranks
 from fp8booster.cli.train.model_folder import is_folder, require_buildable, require_layers, require_shareable
 from fp8booster.cli.train.options import TrainOptions
+from fp8booster.monitor.memory import ACTIVATIONS, GRADIENTS, TEMPORARY
 
-from .configurations import GIB, GPUS, Configuration, Gpu, configurations, counted
-from .models import planned_config
-from .parts import extended
-from .table import show
+from .configurations import (
+    GIB,
+    GPUS,
+    KEPT,
+    MASTERS,
+    MOMENTS,
+    RESERVED,
+    WEIGHTS,
+    Configuration,
+    Gpu,
+    configurations,
+    extended,
+    planned_config,
+)
 
 NEEDS_VALUES = {
     "gemini": "its chunks are not kept for tensors without values; docs/guide.md has its bytes for each parameter",
     "ring_attn": "it reads the lengths of sequences; plan --sp-mode all_to_all, which holds as many tokens",
 }
-"""What a step on tensors without values cannot run, and what to do instead."""
+"""Values of options with which no step runs on tensors without values: the reason, and what to do instead."""
+
+_HEADINGS = {
+    WEIGHTS: "weight",
+    KEPT: "FP8",
+    MASTERS: "master",
+    MOMENTS: "m, v",
+    GRADIENTS: "grads",
+    ACTIVATIONS: "activ.",
+    TEMPORARY: "temp.",
+}
+_LEGEND = """weight: parameters as the model has them. FP8: FP8 weights, and buffers that stay.
+m, v: moments. temp.: what a phase makes and frees."""
 
 
 def make_plan(options: TrainOptions, tokens: int | None, gpu: Gpu) -> list[Configuration]:
-    """Count what `options` and what is smaller take.
+    """Count the memory that `options` take, and those with less.
 
     Args:
         options: `nproc` set; what is open is set as on a machine with GPUs.
-        tokens: that a replica takes at once; None: by model.
+        tokens: of a replica at once; None: by model.
         gpu: by whose memory some defaults are chosen.
 
     Raises:
@@ -67,7 +98,7 @@ def make_plan(options: TrainOptions, tokens: int | None, gpu: Gpu) -> list[Confi
 
 
 def _with_fewest_checkpointed(plan: list[Configuration], gpu: Gpu) -> list[Configuration]:
-    """The plan; where its last, which checkpoints all layers, is the first that fits, with what checkpoints few."""
+    """Return the plan; where checkpointing all layers is the first that fits, with checkpointing as few as fit too."""
     kept, every = plan[-2:]
     options = every.options
     if kept.peaks is None or every.peaks is None or gpu.takes(kept.parts.total()):
@@ -87,8 +118,111 @@ def _with_fewest_checkpointed(plan: list[Configuration], gpu: Gpu) -> list[Confi
     return plan
 
 
+def counted(plan: list[Configuration], gpu: Gpu) -> Iterator[Configuration]:
+    """Yield the configurations with their memory, without those that change nothing."""
+    workers = min(len(plan), os.cpu_count() or 1)
+    # processes of their own: a count patches torch and Colossal-AI, and is a rank
+    context = get_context("forkserver")
+    context.set_forkserver_preload([f"{__package__}.dry_run"])  # its imports take longer than a small model's steps
+    with ProcessPoolExecutor(workers, context, initializer=_end_with_the_command) as pool:
+        tasks = [pool.submit(_count, each, int(gpu.memory * GIB)) for each in plan]
+        before = None
+        for task in tasks:
+            found = task.result()
+            if found.peaks is None or found.peaks != before:  # else the default was that already
+                yield found
+            before = found.peaks
+
+
+def _end_with_the_command() -> None:
+    """Let this process end with the one that started it, which may be killed in the midst of a count."""
+
+    def wait() -> None:
+        command = parent_process()
+        assert command is not None  # this is a process of a pool
+        command.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _count(configuration: Configuration, gpu_memory: int) -> Configuration:
+    # here: Colossal-AI need not be imported to say what is wrong with options
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    from .dry_run import footprint
+
+    try:
+        peaks = footprint(configuration.options, configuration.precision, gpu_memory)
+    except (ValueError, TypeError) as error:
+        return dataclasses.replace(configuration, why_not=str(error))
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        return dataclasses.replace(
+            configuration,
+            why_not=f"the model reads values ({error}), and a plan's tensors have none. Models with experts are "
+            "planned with transformers 5.",
+        )
+    return dataclasses.replace(configuration, peaks=peaks)
+
+
+def show(plan: Sequence[Configuration], gpu: Gpu, console: Console) -> None:
+    """Print the memory of each configuration, what fits, and the command of the first that fits on `gpu`."""
+    counted = [each for each in plan if each.peaks is not None]
+    table = Table(
+        box=None,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title_justify="left",
+        title="GiB of the fullest rank, at the peak of a step",
+    )
+    table.add_column("", no_wrap=True)
+    for heading in (*_HEADINGS.values(), "peak", "fits on"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for each in counted:
+        sizes = [each.parts[part] for part in _HEADINGS] + [each.parts.total()]
+        table.add_row(each.name, *(f"{size / GIB:.1f}" for size in sizes), each.fits_on or "none")
+    console.print(table)
+    console.print(_LEGEND, style="dim")
+    for each in plan:
+        if each.why_not is not None:
+            console.print(f"{each.name} cannot be counted: {each.why_not}", soft_wrap=True)
+    if not counted:
+        return
+    fitting = next((each for each in counted if each.precision == "fp8" and gpu.takes(each.parts.total())), None)
+    if fitting is None:
+        console.print(
+            f"Nothing of this fits on {gpu.name}, with {RESERVED} of its {gpu.memory:.0f} GiB left free. Take more "
+            "GPUs, --tp or --pp, or fewer tokens.",
+            soft_wrap=True,
+        )
+    else:
+        console.print(f"The first in FP8 that fits on {gpu.name}, with {RESERVED} GiB left free:", soft_wrap=True)
+        console.print(f"  {shlex.join(fitting.command)}", soft_wrap=True, highlight=False)
+
+
+def as_record(plan: Sequence[Configuration]) -> list[dict[str, Any]]:
+    """Return for JSON the command of each configuration, its bytes by part and phase, and the GPU that it fits on."""
+    return [
+        {
+            "name": each.name,
+            "precision": each.precision,
+            "command": shlex.join(each.command),
+            **(
+                {"why_not": each.why_not}
+                if each.peaks is None
+                else {
+                    "peak_bytes": each.parts.total(),
+                    "fits_on": each.fits_on,
+                    "bytes_by_phase": {phase: dict(parts) for phase, parts in each.peaks.items()},
+                }
+            ),
+        }
+        for each in plan
+    ]
+
+
 def explain(error: OutOfMemory) -> None:
-    """Show on standard error what takes the memory of a run that ran out of it, and what takes less."""
+    """Show on standard error the parts of the memory of a run that ran out of it, and what takes less."""
     console = Console(stderr=True)
     options = dataclasses.replace(error.task.options, nproc=ranks(error.task.options))  # not what this machine has
     if options.lora is not None:

@@ -1,16 +1,20 @@
-"""Which tensors lose most in FP8, and which recipe keeps more of them."""
+"""The tensors that a run recorded, those that lose most in FP8, and the recipe that keeps more of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from fp8booster.monitor.scales import SAVED, SUM
+from fp8booster.monitor.scales import SAVED, SUM, ScaleRow
+from fp8booster.monitor.sinks import read_scales
 
-from .scales import Scales, Tensor
+NUMBERS = ("scale", "flushed", "saturated", "snr_db", "non_finite", "outlier")
+"""Fields of `ScaleRow` that a page shows."""
 
 SATURATED = 1e-3
 """Share of values at the format's maximum from which a tensor is above its limit."""
@@ -19,16 +23,16 @@ FLUSHED = 1e-2
 """Share of nonzero values rounded to zero from which it is."""
 
 LARGER = 4.0
-"""How many times as large as in the same part of other layers an input's amax over root mean square may be: outliers of
-some layers are what SwiGLU's product shows before runs diverge (arXiv 2409.12517), and those of all layers grow as a
-model learns.
+"""Most that an input's amax over root mean square may be, relative to the same part of other layers: outliers of some
+layers are what SwiGLU's product shows before runs diverge (arXiv 2409.12517), and those of all layers grow as a model
+learns.
 
 One channel of K that is f times as large as the others makes it f / sqrt(1 + (f^2 - 1) / K) times as large. So more
 than 4 takes a channel that is more than 4 times as large, and K above 16.
 """
 
 CLOSE = 0.1
-"""How close to its limit the flushed share must have come then. Amax over root mean square tells that a channel sets
+"""Part of its limit that the flushed share must have reached then. Amax over root mean square tells that a channel sets
 the scale, and not what the others pay, for beyond sqrt(K) it stays; the share grows about as the channel does, and one
 ten times as large would pass the limit."""
 
@@ -43,8 +47,53 @@ _SMOOTH = "smooth_swiglu=true"
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """One tensor of one layer, at each step that was sampled."""
+
+    layer: str
+    role: str
+    format: str
+    steps: np.ndarray
+    values: dict[str, np.ndarray]
+    """By the names in `NUMBERS`, one for each step; NaN for None."""
+
+
+@dataclass(frozen=True, eq=False)
+class Scales:
+    """Content of a `scales.jsonl`."""
+
+    about: dict[str, Any]
+    """The first line: "every", the steps between samples; "config"; "layers"."""
+    tensors: tuple[Tensor, ...]
+    """In the file's order."""
+
+    @property
+    def samples(self) -> int:
+        """Count the steps that were sampled."""
+        return len({int(step) for tensor in self.tensors for step in tensor.steps})
+
+
+def scales_of(path: Path) -> Scales:
+    """Read a `scales.jsonl`.
+
+    Raises:
+        ValueError: it is none, or a line is damaged; the sentence names the line and what to do.
+    """
+    about, rows = read_scales(path)
+    found: dict[tuple[str, str, str], dict[int, ScaleRow]] = {}
+    for row in rows:
+        found.setdefault((row.layer, row.role, row.format), {})[row.step] = row
+    tensors = []
+    for key, samples in found.items():
+        steps = sorted(samples)
+        values = {name: np.array([getattr(samples[step], name) for step in steps], float) for name in NUMBERS}
+        tensors.append(Tensor(*key, np.array(steps), values))  # None becomes NaN
+    return Scales(about, tuple(tensors))
+
+
 def least_snr(format: str) -> float:
-    """Signal to noise in dB below which a tensor is above its limit: a bit less than rounding in the format gives.
+    """Return the signal to noise in dB below which a tensor is above its limit: a bit less than rounding leaves.
 
     With m bits of mantissa, uniformly spread, rounding errs by 2^-m / sqrt(12) of a power of two, and the values have
     7/3 of its square as power. Other formats than E4M3 and E5M2 have no limit.
@@ -55,14 +104,14 @@ def least_snr(format: str) -> float:
 
 @dataclass(frozen=True)
 class Worst:
-    """A tensor at the sampled step where it loses most."""
+    """A tensor at the sampled step at which it loses most."""
 
     layer: str
     role: str
     format: str
     step: int
     times: float
-    """How many times the limit: of the share saturated, of that flushed, or of the noise's power."""
+    """Multiple of the limit: of the share saturated, of that flushed, or of the noise's power."""
     non_finite: int
     saturated: float
     flushed: float
@@ -71,7 +120,7 @@ class Worst:
 
 
 def worst_first(scales: Scales) -> list[Worst]:
-    """Every tensor where it is worst: those with values that are not finite first, the earliest of them first."""
+    """Return every tensor at its worst step; those with values that are not finite come first, by step."""
     found = [_worst(tensor) for tensor in scales.tensors]
     return sorted(found, key=lambda each: (each.step, -each.times) if each.non_finite else (np.inf, -each.times))
 
@@ -96,7 +145,7 @@ def _worst(tensor: Tensor) -> Worst:
 
 @dataclass(frozen=True)
 class Advice:
-    """What would keep more of the values, and why."""
+    """An option that would keep more of the values, and the reason."""
 
     option: str | None
     """As `--fp8-option` takes it; None where no field of `FP8Config` helps."""
@@ -104,12 +153,11 @@ class Advice:
 
     @property
     def line(self) -> str:
-        """For a terminal."""
         return f"--fp8-option {self.option}: {self.reason}" if self.option else self.reason
 
 
 def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
-    """What the record asks for, but for what the run was trained with; nothing where all is within the limits."""
+    """Advise options that the run was not trained with; none where all tensors are within their limits."""
     clipped = [each for each in worst if each.saturated > SATURATED]
     lossy = [each for each in worst if each.times > 1 and not each.non_finite and each.saturated <= SATURATED]
     above = [each for each in lossy if each.role in _OPERANDS]
@@ -135,7 +183,14 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
         ("saved_activations=16-bit", [each for each in lossy if each.role == SAVED], f"{_ABOVE} in codes"),
         ("gradient_accumulation=16-bit", [each for each in lossy if each.role == SUM], f"{_ABOVE} in codes"),
     )
-    advice = _of_non_finite([each for each in worst if each.non_finite])
+    advice = []
+    if bad := [each for each in worst if each.non_finite]:
+        first = f"first in the {bad[0].role} of {bad[0].layer} at step {bad[0].step}"
+        reason = (
+            f"{_counted(bad)} with values that are not finite, {first}: they were so before the cast, and no scale "
+            "helps. Look at the data and the learning rate before that step."
+        )
+        advice.append(Advice(None, reason))
     for option, found, why in rules:
         if option in (_FINER, _SMOOTH) and config.get("scaling") in ("delayed", "constant"):
             option, why = _REAL_TIME, f"{why}, and {option} goes with real-time scales alone"
@@ -143,29 +198,18 @@ def advise(scales: Scales, worst: Sequence[Worst]) -> list[Advice]:
         new = str(config.get(name)).lower() != value
         if found and new and all(option != each.option for each in advice):
             most = max(found, key=lambda each: each.times)
-            where = f"most in the {most.role} of {most.layer}, {_figures(most)}"
-            advice.append(Advice(option, f"{_counted(found)} {why}: {where}."))
+            where = f"most in the {most.role} of {most.layer}, at step {most.step}"
+            shares = f"{most.flushed:.2%} flushed to zero, {most.saturated:.2%} clipped"
+            figures = f"{shares}, {most.snr_db:.1f} dB and amax / root mean square {most.outlier:.0f}"
+            advice.append(Advice(option, f"{_counted(found)} {why}: {where} with {figures}."))
     return advice
 
 
-def _of_non_finite(found: Sequence[Worst]) -> list[Advice]:
-    if not found:
-        return []
-    first = f"first in the {found[0].role} of {found[0].layer} at step {found[0].step}"
-    return [
-        Advice(
-            None,
-            f"{_counted(found)} with values that are not finite, {first}: they were so before the cast, and no scale "
-            "helps. Look at the data and the learning rate before that step.",
-        )
-    ]
-
-
 def _more_often_at_ends(worst: Sequence[Worst], above: Sequence[Worst]) -> list[Worst]:
-    """Tensors above their limits of the first and the last decoder layer, where that is what they have in common."""
-    ends = {0, max((number for each in worst if (number := _number(each)) is not None), default=0)}
-    at_ends = [each for each in above if _number(each) in ends]
-    count = sum(_number(each) in ends for each in worst)
+    """Return tensors above their limits of the first and the last decoder layer, where these have most of them."""
+    ends = {0, max((depth for each in worst if (depth := depth_of(each.layer)) is not None), default=0)}
+    at_ends = [each for each in above if depth_of(each.layer) in ends]
+    count = sum(depth_of(each.layer) in ends for each in worst)
     often = len(at_ends) * (len(worst) - count) > _EDGE * (len(above) - len(at_ends)) * count
     return at_ends if often else []
 
@@ -174,14 +218,8 @@ def _counted(found: Sequence[Worst]) -> str:
     return "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
 
 
-def _figures(each: Worst) -> str:
-    """What a tensor lost at the step where it is worst."""
-    shares = f"{each.flushed:.2%} flushed to zero, {each.saturated:.2%} clipped"
-    return f"at step {each.step} with {shares}, {each.snr_db:.1f} dB and amax / root mean square {each.outlier:.0f}"
-
-
 def _larger_than_peers(scales: Scales) -> set[str]:
-    """Layers whose input has, in a sample, larger outliers than the same part of other layers, and loses values."""
+    """Return layers whose input has larger outliers, in a sample, than the same part of others, and loses values."""
     parts: dict[tuple[str, int], dict[str, float]] = {}
     lossy = set()
     for tensor in scales.tensors:
@@ -201,11 +239,10 @@ def _larger_than_peers(scales: Scales) -> set[str]:
 
 
 def _part(layer: str) -> str:
-    """What a layer is in its block."""
     return layer.rpartition(".")[2]
 
 
-def _number(each: Worst) -> int | None:
-    """Which decoder layer a tensor is of."""
-    found = _LAYER.search(each.layer)
+def depth_of(layer: str) -> int | None:
+    """Return the number of the decoder layer that a layer's path names; None where it names none."""
+    found = _LAYER.search(layer)
     return int(found[1]) if found else None

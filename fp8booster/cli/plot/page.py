@@ -16,12 +16,12 @@ from markupsafe import Markup
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
+from fp8booster.cli.metrics import not_in_fp8
 from fp8booster.files import write_whole
 
-from .advice import FLUSHED, SATURATED, least_snr
+from .advice import FLUSHED, SATURATED, Scales, Tensor, depth_of, least_snr
 from .pictures import Box, as_svg, depth_color, draw_axes, draw_losses, draw_map, flushed_norm
-from .run import PRECISIONS, Losses, RunRecord
-from .scales import Scales, Tensor
+from .run import PAGE, PRECISIONS, Losses, RunRecord
 
 _STEPS = 100  # samples that are drawn, at most
 _CELLS = 70_000  # of a role's tensors by steps: together with the lines some 2 MB
@@ -29,7 +29,7 @@ _BLOCKS = 300  # of a loss curve, of each the lowest and the highest
 _KINDS = 11  # panels of lines, and one for what is left
 _SHOWN, _LISTED = 15, 1000  # rows of the table, and of that with all
 _LINES = ("weight", "input", "output gradient")
-_NO_LAYER = 1 << 16
+_NO_LAYER = 1 << 16  # sorts tensors of no decoder layer behind all others
 _LINE = 15  # letters of a name beside a map
 _SNR = (5.0, 35.0)  # dB, from noise that hides the values to E4M3's own
 _SCALES_NOTE = (
@@ -40,17 +40,17 @@ _SCALES_NOTE = (
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawing, and where values of its data lie in it."""
+    """A drawing, and the places of its data in it."""
 
     title: str
     svg: Markup
     text: str
-    """What it shows, in words."""
+    """A description in words."""
     chart: dict[str, Any]
     """For the page's script: "kind", "box" of the axes and their "limits", "set", "rows" and "quantity" of the data,
     "label" and "unit", and "colors" where the script draws the lines."""
     shown: str = ""
-    """The class of the widths that show it; all where there is none."""
+    """CSS class of the widths that show it; "": all."""
 
 
 class _Page:
@@ -61,15 +61,30 @@ class _Page:
         self._drawn = 0
 
     def keep(self, names: Sequence[str], steps: Sequence[int], **quantities: list[list[float | None]]) -> int:
-        """Keep values by names and steps; returns the number of the set."""
+        """Keep values by names and steps; return the number of the set."""
         self.data.append({"names": list(names), "steps": [int(step) for step in steps], **quantities})
         return len(self.data) - 1
 
     def draw(self, figure: Figure) -> tuple[Markup, dict[str, Any]]:
-        """The drawing, and where the page finds values in it."""
+        """Return the drawing, and the box of its axes for the page's script."""
         self._drawn += 1
         svg, boxes = as_svg(figure, f"p{self._drawn}")
         return Markup(svg), {"box": [round(float(value), 1) for value in boxes[0]]}
+
+
+def require_replaceable(path: Path) -> None:
+    """Raise ValueError for a place at which something other than a page would be lost."""
+    if path.is_dir():
+        raise ValueError(f"--out {path} is a folder; give the page's file, as {path / PAGE}.")
+    if path.exists() and not (path.is_file() and _is_page(path)):  # a pipe would never end
+        raise ValueError(f"--out {path} is there and no HTML page, and is left as it is; give another file.")
+
+
+def _is_page(file: Path) -> bool:
+    """Tell whether a file begins as a page, or is empty."""
+    beginning = b"<!doctype html"
+    with file.open("rb") as stream:
+        return stream.read(len(beginning)).lower() in (b"", beginning)
 
 
 def write_page(path: Path, run: RunRecord, against: RunRecord | None = None) -> None:
@@ -99,23 +114,21 @@ def write_page(path: Path, run: RunRecord, against: RunRecord | None = None) -> 
 
 
 def _facts(run: RunRecord) -> list[tuple[str, str]]:
-    """Names and values for the page's head."""
     facts = [(name, str(run.about[name])) for name in ("command", "hardware", "versions", "date") if name in run.about]
     for name, losses in run.losses.items():
         if losses:
             facts.append((f"loss, {_called(name)}", f"{losses[max(losses)]:.4f} at step {max(losses)}"))
     if run.in_fp8:
         facts.append(("linear layers in FP8", run.in_fp8))
-    facts += [("not in FP8", line) for line in run.not_in_fp8]
+    facts += [("not in FP8", line) for line in not_in_fp8(run.layers or ())]
     if run.scales:
-        about = run.scales.about
-        samples = len({int(step) for tensor in run.scales.tensors for step in tensor.steps})
-        facts.append(("recorded", f"{len(run.scales.tensors)} tensors at {samples} steps, every {about['every']}"))
+        tensors, samples, every = len(run.scales.tensors), run.scales.samples, run.scales.about["every"]
+        facts.append(("recorded", f"{tensors} tensors at {samples} steps, every {every}"))
     return facts
 
 
 def _curves(run: RunRecord, against: RunRecord | None) -> dict[str, Losses]:
-    """Losses by what they are called; the first is what the others are compared with."""
+    """Return losses by their names on the page; the others are compared with the first."""
     curves = {_called(name): losses for name, losses in run.losses.items()}
     if against is None or not against.losses:
         return curves
@@ -126,7 +139,6 @@ def _curves(run: RunRecord, against: RunRecord | None) -> dict[str, Losses]:
 
 
 def _called(name: str) -> str:
-    """What a page calls the losses of a folder."""
     return name.upper() if name in PRECISIONS else name
 
 
@@ -153,7 +165,7 @@ def _loss_section(page: _Page, curves: Mapping[str, Losses]) -> list[dict[str, A
 
 
 def _extremes(losses: Losses) -> set[int]:
-    """The steps of the lowest and the highest loss of each stretch, and the first and the last."""
+    """Return the steps of the lowest and the highest loss of each stretch, and the first and the last."""
     steps = sorted(losses)
     kept = {steps[0], steps[-1]}
     for block in np.array_split(np.array(steps), min(_BLOCKS, len(steps))):
@@ -163,11 +175,11 @@ def _extremes(losses: Losses) -> set[int]:
 
 
 def _scale_sections(page: _Page, scales: Scales) -> list[dict[str, Any]]:
-    """Scales, shares flushed to zero and noise, a group for each role."""
     flushed, noise = [], []
     lines: list[dict[str, Any]] = []
     most = 100 * max((float(np.nanmax(tensor.values["flushed"], initial=0)) for tensor in scales.tensors), default=0)
-    for role in sorted(scales.roles, key=lambda role: _LINES.index(role) if role in _LINES else len(_LINES)):
+    roles = dict.fromkeys(tensor.role for tensor in scales.tensors)
+    for role in sorted(roles, key=lambda role: _LINES.index(role) if role in _LINES else len(_LINES)):
         tensors = sorted((each for each in scales.tensors if each.role == role), key=_depth)
         steps = np.unique(np.concatenate([tensor.steps for tensor in tensors]))
         steps = _thinned(steps, max(2, min(_STEPS, _CELLS // len(tensors))))
@@ -225,7 +237,7 @@ def _line_panels(
 
 
 def _by_step(tensors: Sequence[Tensor], steps: np.ndarray, name: str) -> np.ndarray:
-    """A quantity as [tensors, steps], NaN where a tensor has no sample."""
+    """Return a quantity as [tensors, steps], NaN where a tensor has no sample."""
     found = np.full((len(tensors), len(steps)), np.nan)
     for row, tensor in zip(found, tensors, strict=True):
         _, at, own = np.intersect1d(steps, tensor.steps, assume_unique=True, return_indices=True)
@@ -239,13 +251,12 @@ def _thinned(steps: np.ndarray, most: int) -> np.ndarray:
 
 
 def _depth(tensor: Tensor) -> int:
-    """The number of a tensor's decoder layer; beyond all others where it is of none."""
-    found = re.search(r"\.(\d+)\.", tensor.layer)
-    return int(found[1]) if found else _NO_LAYER
+    depth = depth_of(tensor.layer)
+    return _NO_LAYER if depth is None else depth
 
 
 def _label(tensor: Tensor) -> str:
-    """The number of a tensor's decoder layer; else the end of its name, in one or two lines of at most `_LINE`."""
+    """Return the number of a tensor's decoder layer; else the end of its name, in two lines of `_LINE` at most."""
     depth = _depth(tensor)
     if depth < _NO_LAYER:
         return str(depth)
@@ -263,7 +274,7 @@ def _range(values: np.ndarray, unit: str) -> str:
 
 
 def _rounded(value: float | None, digits: int = 0, decimals: int | None = None) -> float | None:
-    """To so many significant digits, or decimals; None for what JSON has no number for."""
+    """Round to so many significant digits, or decimals; None for NaN and infinity, which JSON has not."""
     if value is None or not math.isfinite(value):
         return None
     rounded = float(f"{value:.{digits}g}") if decimals is None else round(float(value), decimals)
@@ -271,7 +282,6 @@ def _rounded(value: float | None, digits: int = 0, decimals: int | None = None) 
 
 
 def _share(value: float) -> str:
-    """As a percentage."""
     return "–" if math.isnan(value) else "0" if value == 0 else f"{100 * value:.3g} %"
 
 

@@ -1,4 +1,4 @@
-"""What a page and a summary show of a run, drawn by matplotlib: losses, scales, shares flushed to zero and noise."""
+"""Pictures of a run for a page and a summary, by matplotlib: losses, scales, shares flushed to zero and noise."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib import rc_context
@@ -34,6 +33,7 @@ _CURVES = ({"linewidth": 3.5, "alpha": 0.55}, {"linewidth": 1.1}, {"linewidth": 
 _COLORS = ("#2f7fd6", "#d9622b", "#8a63c9", "#2c9a6b")
 _DEPTH = LinearSegmentedColormap.from_list("depth", ["#2f7fd6", "#9a62c4", "#d9622b"])  # all legible on white and black
 _NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+_MARGINS = {"left": 0.15, "right": 0.8}  # of a panel
 _WIDTH = 3.6  # inches of a panel, whose text a telephone shows legibly
 
 Box = tuple[float, float, float, float]
@@ -43,7 +43,7 @@ Box = tuple[float, float, float, float]
 def draw_losses(
     curves: Mapping[str, Mapping[int, float]], title: str, width: float = 8.0, font: float = 10.0
 ) -> Figure:
-    """The loss of each curve, by steps; of two or more, their relative difference from the first below as well."""
+    """Draw losses by steps; of two or more, below, their relative difference from the first."""
     several = len(curves) > 1
     with rc_context(_STYLE | {"font.size": font}):
         figure = Figure(figsize=(width, 0.3 * width + (3.6 if several else 2.1)), layout="constrained")
@@ -72,16 +72,16 @@ def draw_losses(
 
 
 def save_losses(path: Path, curves: Mapping[str, Mapping[int, float]], title: str) -> None:
-    """`draw_losses` as a PNG."""
+    """Draw losses into a PNG."""
     with naming(path):
         draw_losses(curves, title).savefig(path, dpi=120)
 
 
 def draw_axes(limits: Box, layers: int) -> Figure:
-    """Axes for lines that the page draws itself, one for each layer in the colours of `depth_color`."""
+    """Draw axes for lines that the page draws itself, one for each layer in the colours of `depth_color`."""
     with rc_context(_STYLE | {"font.size": 8}):
         figure = Figure(figsize=(_WIDTH, 2.1))
-        axes = figure.subplots(gridspec_kw=_margins(0.03, 0.20))
+        axes = figure.subplots(gridspec_kw=_MARGINS | {"top": 0.97, "bottom": 0.20})
         left, top, right, bottom = limits
         axes.set(xlabel="step", ylabel="log2 of scale", xlim=(left, right), ylim=(bottom, top))
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -91,15 +91,14 @@ def draw_axes(limits: Box, layers: int) -> Figure:
 
 
 def depth_color(layer: int, layers: int) -> str:
-    """The colour of a layer's line."""
     return to_hex(_DEPTH(layer / max(layers - 1, 1)))
 
 
 def draw_map(steps: Sequence[int], rows: np.ndarray, labels: Sequence[str], norm: Normalize, colors: str) -> Figure:
-    """A cell for each row and step; a missing value stays empty.
+    """Draw a cell for each row and step; a missing value stays empty.
 
     Args:
-        labels: of rows: numbers of layers, and names in lines that are wide enough for the place left of the axes.
+        labels: of rows: numbers of layers, and names in lines that fit left of the axes.
     """
     numbered = any(label.isdigit() for label in labels)
     letters = max(len(line) for label in labels for line in label.splitlines())
@@ -107,7 +106,7 @@ def draw_map(steps: Sequence[int], rows: np.ndarray, labels: Sequence[str], norm
     with rc_context(_STYLE | {"font.size": 8}):
         figure = Figure(figsize=(_WIDTH, height))
         left = max(0.54, 0.12 + 0.07 * letters + 0.2 * numbered) / _WIDTH  # inches of the text, which a browser draws
-        axes = figure.subplots(gridspec_kw=_margins(0.07 / height, 0.42 / height) | {"left": left})
+        axes = figure.subplots(gridspec_kw=_MARGINS | {"top": 1 - 0.07 / height, "bottom": 0.42 / height, "left": left})
         image = axes.imshow(rows, aspect="auto", interpolation="none", norm=norm, cmap=colors)
         columns = range(0, len(steps), -(-len(steps) // 5))
         axes.set_xticks(columns, [str(steps[column]) for column in columns])
@@ -121,16 +120,12 @@ def draw_map(steps: Sequence[int], rows: np.ndarray, labels: Sequence[str], norm
 
 
 def _apart(rows: Sequence[int], least: float) -> list[int]:
-    """Of ascending rows, those that are so far apart."""
+    """Drop rows, which ascend, that are too close to the one before."""
     kept: list[int] = []
     for row in rows:
         if not kept or row - kept[-1] >= least:
             kept.append(row)
     return kept
-
-
-def _margins(top: float, bottom: float) -> dict[str, float]:
-    return {"left": 0.15, "right": 0.8, "top": 1 - top, "bottom": bottom}
 
 
 def _add_bar(figure: Figure, axes: Axes, colors: ScalarMappable, label: str) -> Colorbar:
@@ -142,15 +137,15 @@ def _add_bar(figure: Figure, axes: Axes, colors: ScalarMappable, label: str) -> 
 
 
 def flushed_norm(most: float) -> Normalize:
-    """Colours of percentages: by powers of ten up to the largest, as small shares differ by these."""
+    """Return colours of percentages: by powers of ten up to the largest, as small shares differ by these."""
     return LogNorm(1e-4, max(most, 1.0), clip=True)
 
 
 def as_svg(figure: Figure, prefix: str) -> tuple[str, list[Box]]:
-    """A drawing to be part of a page, and where its axes lie in it, colour bars left out.
+    """Return a drawing to be part of a page, and the boxes of its axes, but for colour bars.
 
     Args:
-        prefix: of its identifiers, which are the page's.
+        prefix: of its identifiers, for those of a page's drawings must differ.
     """
     stream = io.StringIO()
     with rc_context(_STYLE):
@@ -163,11 +158,8 @@ def as_svg(figure: Figure, prefix: str) -> tuple[str, list[Box]]:
     drawn = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]), drawn)
     drawn = drawn.replace(_INK, "var(--ink)").replace(_RULE, "var(--rule)")
     width, height = (72 * inches for inches in figure.get_size_inches())
-    places = [axes.get_position() for axes in figure.axes if _is_panel(axes)]
+    panels = (axes for axes in figure.axes if isinstance(axes, Axes) and axes.get_label() != "<colorbar>")
+    places = [axes.get_position() for axes in panels]
     return drawn, [
         (place.x0 * width, (1 - place.y1) * height, place.x1 * width, (1 - place.y0) * height) for place in places
     ]
-
-
-def _is_panel(axes: Any) -> bool:
-    return isinstance(axes, Axes) and axes.get_label() != "<colorbar>"

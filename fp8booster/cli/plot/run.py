@@ -1,25 +1,19 @@
-"""What a run's folder holds for a page: losses, scales, which layers are in FP8, options."""
+"""The folder of a run as a page shows it: losses, scales, layers in FP8, options."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8booster.cli.figures import read_result
-from fp8booster.cli.json_values import finite_or_null
-from fp8booster.cli.metrics import read_metrics
-from fp8booster.listing import first_of
+from fp8booster.cli.metrics import count_fp8, finite_or_null, not_in_fp8, read_metrics, read_result
 from fp8booster.monitor.sinks import FILE
 from fp8booster.reading import read_record
 
-from .advice import Advice, Worst, advise, worst_first
-from .scales import Scales, scales_of
+from .advice import Advice, Scales, Worst, advise, scales_of, worst_first
 
-_NAMED = 4  # layers that a line names
 PRECISIONS = ("bf16", "fp8")
 PAGE = "page.html"
 """In a run's folder."""
@@ -44,43 +38,30 @@ class RunRecord:
 
     @property
     def in_fp8(self) -> str | None:
-        """How many layers are in FP8."""
+        """Count the layers in FP8, in words; None where the record does not tell."""
         if self.layers is not None:
-            return f"{sum(row['precision'] == 'FP8' for row in self.layers)} of {len(self.layers)}"
+            return f"{count_fp8(self.layers)} of {len(self.layers)}"
         counts = self.scales.about.get("layers") if self.scales else None
         return ", ".join(f"{name}: {count}" for name, count in counts.items()) if isinstance(counts, dict) else None
 
     @property
-    def not_in_fp8(self) -> list[str]:
-        """The others, those of one reason together."""
-        names: dict[str, list[str]] = defaultdict(list)
-        for row in self.layers or ():
-            if row["precision"] != "FP8":
-                names[row["notes"]].append(row["name"])
-        return [f"{first_of(layers, _NAMED)}: {reason}" for reason, layers in names.items()]
-
-    @property
     def suggestion(self) -> list[str]:
-        """What to train with instead, in lines.
-
-        Raises:
-            ValueError: the run recorded nothing to tell it from.
-        """
+        """Return what to train with instead, in lines. Raises ValueError for a run that recorded no tensors."""
         if self.scales is None or not self.scales.tensors:
             raise ValueError(f"{self.folder} has recorded no tensors; train it with --record 50 to have a suggestion.")
         if not self.advice:
-            samples = len({int(step) for tensor in self.scales.tensors for step in tensor.steps})
-            return [f"Keep the recipe: {len(self.scales.tensors)} tensors in {samples} samples ask for no other."]
+            tensors, samples = len(self.scales.tensors), self.scales.samples
+            return [f"Keep the recipe: {tensors} tensors in {samples} samples ask for no other."]
         return ["Change one at a time, the first one first:", *(each.line for each in self.advice)]
 
     def as_record(self) -> dict[str, Any]:
-        """For scripts; numbers that are not finite are null."""
+        """Return the record for scripts; numbers that are not finite are null."""
         return {
             "run": str(self.folder),
             "steps": {name: max(losses, default=0) for name, losses in self.losses.items()},
             "last_loss": {name: finite_or_null(losses[max(losses)]) for name, losses in self.losses.items() if losses},
             "in_fp8": self.in_fp8,
-            "not_in_fp8": self.not_in_fp8,
+            "not_in_fp8": not_in_fp8(self.layers or ()),
             "worst": [
                 {name: finite_or_null(value) for name, value in dataclasses.asdict(each).items()} for each in self.worst
             ],
@@ -88,18 +69,14 @@ class RunRecord:
         }
 
 
-def has_scales(folder: Path) -> bool:
-    """Whether a run recorded scales."""
-    return _scales_file(folder) is not None
-
-
-def _scales_file(folder: Path) -> Path | None:
+def scales_file(folder: Path) -> Path | None:
+    """Return the file of the scales that a run recorded; None where it recorded none."""
     places = (folder, *(folder / name for name in reversed(PRECISIONS)))
     return next((file for place in places if (file := place / FILE).exists()), None)
 
 
 def read_run(folder: Path) -> RunRecord:
-    """What a folder of `fp8booster train`, or one with a `metrics.jsonl` or a `scales.jsonl` of its own, holds.
+    """Read a folder of `fp8booster train`, or one with a `metrics.jsonl` or a `scales.jsonl` of its own.
 
     Raises:
         ValueError: it holds none of them, or one is damaged.
@@ -111,7 +88,7 @@ def read_run(folder: Path) -> RunRecord:
         for part in parts
         if (file := part / "metrics.jsonl").exists()
     }
-    file = _scales_file(folder)
+    file = scales_file(folder)
     if not losses and file is None:
         raise ValueError(
             f"{folder} has neither losses (metrics.jsonl) nor scales ({FILE}); give the folder of a run, as "

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8booster.checkpoints import checkpoints_in, named_step
-from fp8booster.cli.figures import REMOVE
+from fp8booster.cli.metrics import REMOVE
 from fp8booster.monitor.sinks import FILE
 from fp8booster.reading import read_record, require_fields
 

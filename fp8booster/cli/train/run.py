@@ -13,9 +13,9 @@ import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from fp8booster.cli.figures import read_figures
 from fp8booster.cli.instructions import avoid_trapping_instructions
-from fp8booster.cli.plot.run import PAGE, has_scales, read_run
+from fp8booster.cli.metrics import read_figures
+from fp8booster.cli.plot.run import PAGE, read_run, scales_file
 from fp8booster.training.models import MODELS
 
 from .branches import is_own, left_behind
@@ -254,7 +254,7 @@ def _sum_up(options: TrainOptions, command: str, tokens: TokenFile) -> None:
     console.print(render(columns, title))
     for line in layer_lines(columns):
         console.print(line)
-    if has_scales(out):
+    if scales_file(out) is not None:
         console.print(drawn_page(out))
     console.print(f"Kept in {out}: summary.md, summary.json, loss.png, metrics, TensorBoard logs and checkpoints.")
 

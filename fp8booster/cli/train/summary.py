@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from fp8booster.cli.figures import LAST, RunFigures
-from fp8booster.cli.json_values import finite_or_null
+from fp8booster.cli.metrics import LAST, RunFigures, finite_or_null
 from fp8booster.files import write_whole
 from fp8booster.version import __version__
 

@@ -9,7 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 from fp8booster.cli.doctor import problems
-from fp8booster.cli.doctor.problems import COLOSSALAI, OLDEST_TORCH
+from fp8booster.cli.doctor.problems import COLOSSALAI
 from fp8booster.cli.main import app
 from fp8booster.version import __version__
 
@@ -82,7 +82,7 @@ def test_each_patch_is_listed_when_asked_for(answer):
 
 
 def test_a_problem_that_stops_training_gives_exit_code_1_and_its_reason(monkeypatch):
-    monkeypatch.setattr(problems, "OLDEST_TORCH", (OLDEST_TORCH[0] + 1, 0))
+    monkeypatch.setattr(problems, "OLDEST_TORCH", "3.0")
     result = CliRunner().invoke(app, ["doctor", "--no-speed"], env={"COLUMNS": "200"})
     assert result.exit_code == 1
     assert f"stops training: PyTorch {torch.__version__} is older than 3.0." in result.stdout

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8booster.cli.doctor.environment import GPU, Colossal, Environment
-from fp8booster.cli.doctor.problems import find_problems
+from fp8booster.cli.doctor.problems import GPU, Colossal, Environment, find_problems
 from fp8booster.cli.doctor.products import Check
 
 VERSIONS = {

@@ -21,18 +21,8 @@ from typer.testing import CliRunner
 
 from fp8booster.cli.main import app
 from fp8booster.cli.plan import dry_run, planning
-from fp8booster.cli.plan.configurations import (
-    GIB,
-    GPUS,
-    RESERVED,
-    Configuration,
-    Gpu,
-    _count,
-    _end_with_the_command,
-    configurations,
-)
-from fp8booster.cli.plan.parts import MASTERS, MOMENTS
-from fp8booster.cli.plan.table import as_record, show
+from fp8booster.cli.plan.configurations import GIB, GPUS, MASTERS, MOMENTS, RESERVED, Configuration, Gpu, configurations
+from fp8booster.cli.plan.planning import _count, _end_with_the_command, as_record, show
 from fp8booster.cli.train.events import OutOfMemory
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.kernels import device

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import MixtralConfig, PretrainedConfig
 
 from fp8booster.cli.plan import dry_run
-from fp8booster.cli.plan.models import planned_config, shortened
-from fp8booster.cli.plan.parts import KEPT, MASTERS, MOMENTS, WEIGHTS
+from fp8booster.cli.plan.configurations import KEPT, MASTERS, MOMENTS, WEIGHTS, planned_config
+from fp8booster.cli.plan.dry_run import shortened
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.kernels import device
 from fp8booster.kernels.operators import Operator

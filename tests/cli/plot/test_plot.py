@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from fp8booster import FP8Config, convert_to_fp8, fuse, record
 from fp8booster.cli.main import app
 from fp8booster.cli.plot import advice
+from fp8booster.cli.plot.advice import Tensor
 from fp8booster.cli.plot.page import _label
 from fp8booster.cli.plot.pictures import draw_map, flushed_norm, save_losses
 from fp8booster.cli.plot.run import read_run
-from fp8booster.cli.plot.scales import Tensor
 from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.cli.train.run import drawn_page
 from tests.cli.plot.synthetic import HEADER, LINEARS, write_metrics, write_scales
@@ -73,7 +73,7 @@ def test_the_worst_tensor_comes_first_with_its_numbers(run: Path) -> None:
     assert cells == [DOWN, "input", "25", "20 %", "12.5 dB", "0", "0", "321", "150", "e4m3"]
     record = json.loads(CliRunner().invoke(app, ["plot", str(run), "--json"]).stdout)
     assert [record["worst"][0][name] for name in ("layer", "step", "flushed")] == [DOWN, 150, 0.2]
-    assert record["not_in_fp8"] == ["lm_head: FP8Config.layers leaves it out"]
+    assert record["not_in_fp8"] == ["lm_head (FP8Config.layers leaves it out)"]
     assert record["in_fp8"] == "1 of 2"
 
 

@@ -5,8 +5,7 @@ import math
 
 import pytest
 
-from fp8booster.cli.figures import read_figures
-from fp8booster.cli.metrics import StepMetrics, read_metrics
+from fp8booster.cli.metrics import StepMetrics, read_figures, read_metrics
 from fp8booster.cli.train.options import TrainOptions
 from fp8booster.cli.train.summary import layer_lines, rows, write_summary
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fp8booster.cli.export.source import find_source
+from fp8booster.cli.inference import find_source
 from fp8booster.cli.main import app
 from tests.cli.train.test_runs import ENVIRONMENT, SMALL, losses, succeed
 from tests.colossal.models import tiny_llama

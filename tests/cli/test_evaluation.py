@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from fp8booster import FP8Config, export, quantize, report
-from fp8booster.cli.eval.losses import Losses, evaluate
-from fp8booster.cli.export.source import FoundModel
-from fp8booster.cli.inference import load_model
+from fp8booster.cli.evaluation import Losses, evaluate
+from fp8booster.cli.inference import FoundModel, load_model
 from fp8booster.cli.main import app
 from fp8booster.manifest import write_manifest
 from tests.cli.model_folders import TEXT, write_model

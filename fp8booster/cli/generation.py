@@ -1,4 +1,4 @@
-"""One call of `fp8booster generate`: load, go on from the prompt, decode."""
+"""`fp8booster generate`: text by a model in BF16 or in FP8, with keys and values in either."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import inspect
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList
 
-from fp8booster.cli.export.source import FoundModel
 from fp8booster.cli.inference import (
     PRECISIONS,
+    FoundModel,
     find_model,
     inference_config,
     inference_device,
@@ -28,60 +27,71 @@ from fp8booster.cli.train.tokenizer import load_tokenizer
 from fp8booster.serving.key_value_cache import FP8Cache, cache_bytes
 
 CACHES: dict[str, Callable[[], Any]] = {"bf16": lambda: None, "fp8": FP8Cache}
-"""What `--kv-cache` takes, and what keeps keys and values so; None is what the model itself takes."""
+"""By the values of `--kv-cache`, the cache to make; None leaves the model its own."""
 
 _NEW_TOKENS = 128
-"""At most, where nothing else is asked for."""
+"""At most, by default."""
 
 _LEAST_TEMPERATURE = 1e-6
-"""Of sampling: logits that are divided by less may overflow, and by this they choose as at 0."""
+"""Logits that are divided by less may overflow; divided by this they choose as at 0."""
 
 _SEEDS = 2**64
-"""That torch has."""
+"""Number of the seeds that torch has."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerateOptions:
-    """What a call is asked for."""
+def continuation(
+    checkpoint: Path,
+    prompt: str,
+    precision: str,
+    fp8_options: Sequence[str],
+    kv_cache: str,
+    tell: Callable[[str], None],
+    *,
+    max_new_tokens: int | None,
+    temperature: float,
+    seed: int | None,
+) -> str:
+    """Return a prompt and the text that a model makes of it.
 
-    checkpoint: Path
-    prompt: str
-    precision: str
-    max_new_tokens: int | None
-    """None: 128, or as many as the model has positions for."""
-    temperature: float
-    """0: greedy."""
-    seed: int | None
-    """The seed of sampling; None: 0."""
-    kv_cache: str
-    fp8_options: Sequence[str]
-
-
-def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
-    """The prompt and what the model makes of it; `tell` says what is done.
+    Args:
+        checkpoint: as in `find_model`.
+        prompt: some text.
+        precision: one of `PRECISIONS`.
+        fp8_options: `key=value` pairs for FP8Config.
+        kv_cache: one of `CACHES`.
+        tell: hears what is done.
+        max_new_tokens: None: 128, or as many as the model has positions for.
+        temperature: of sampling; 0: greedy.
+        seed: of sampling; None: 0.
 
     Raises:
         ValueError: an option is not known, the prompt is empty, the model has positions for fewer tokens, or the
             checkpoint is none.
     """
-    require_one_of(options.kv_cache, CACHES, "--kv-cache")
-    require_one_of(options.precision, PRECISIONS, "--precision")
-    _require_sampling(options.temperature, options.seed)
-    if options.fp8_options and options.precision != "fp8":
-        raise ValueError(f"--fp8-option is about FP8, and --precision is {options.precision}; leave one of them out.")
-    source = find_model(options.checkpoint)
-    device, trapping = inference_device()
-    if trapping is not None:
-        tell(trapping)
+    require_one_of(kv_cache, CACHES, "--kv-cache")
+    require_one_of(precision, PRECISIONS, "--precision")
+    if temperature != 0 and not _LEAST_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(
+            f"--temperature is {temperature:g}; give 0, for the likeliest token always, or a number from "
+            f"{_LEAST_TEMPERATURE:g} on."
+        )
+    if seed is not None and temperature == 0:
+        raise ValueError(f"--seed {seed} is of sampling, and --temperature is 0; give one above, or leave --seed out.")
+    if seed is not None and not 0 <= seed < _SEEDS:
+        raise ValueError(f"--seed is {seed}; give a whole number from 0 to {_SEEDS - 1}.")
+    if fp8_options and precision != "fp8":
+        raise ValueError(f"--fp8-option is about FP8, and --precision is {precision}; leave one of them out.")
+    source = find_model(checkpoint)
+    device = inference_device(tell)
     tokenizer = load_tokenizer(str(source.model))
-    ids = tokenizer(options.prompt, return_tensors="pt")["input_ids"].to(device)
+    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
     if not ids.numel():
         raise ValueError("--prompt is empty; give some text to go on from.")
-    most = _new_tokens(source, ids.shape[1], options.max_new_tokens)
-    model: Any = load_model(source, options.precision, inference_config(source, options.fp8_options), device).model
+    most = _new_tokens(source, ids.shape[1], max_new_tokens)
+    model: Any = load_model(source, precision, inference_config(source, fp8_options), device).model
     # checkpoints of training say no, which transformers heeds before what a call says
     model.config.use_cache = True
-    how = {"do_sample": False} if options.temperature == 0 else {"do_sample": True, "temperature": options.temperature}
+    how = {"do_sample": False} if temperature == 0 else {"do_sample": True, "temperature": temperature}
     own = model.generation_config
     settings = GenerationConfig(
         max_new_tokens=most,
@@ -94,7 +104,7 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
     )
     # transformers takes from the model's own what settings leave at its defaults: sampling at temperature 0, penalties
     model.generation_config = settings
-    torch.manual_seed(options.seed or 0)
+    torch.manual_seed(seed or 0)
     # transformers 5.24 calls it otherwise, and warns of the older name
     cache = "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
     begin = time.perf_counter()
@@ -104,7 +114,7 @@ def continuation(options: GenerateOptions, tell: Callable[[str], None]) -> str:
         generation_config=settings,
         logits_processor=LogitsProcessorList([partial(_require_numbers, source.model)]),
         return_dict_in_generate=True,
-        **{cache: CACHES[options.kv_cache]()},
+        **{cache: CACHES[kv_cache]()},
     )
     made = done.sequences[0].tolist()
     seconds = time.perf_counter() - begin
@@ -126,27 +136,14 @@ def _require_numbers(model: Path, ids: torch.Tensor, logits: torch.Tensor) -> to
     return logits
 
 
-def _require_sampling(temperature: float, seed: int | None) -> None:
-    """Raise ValueError where logits divided by the temperature may not be finite, or for a seed of no use."""
-    if temperature != 0 and not _LEAST_TEMPERATURE <= temperature < math.inf:
-        raise ValueError(
-            f"--temperature is {temperature:g}; give 0, for the likeliest token always, or a number from "
-            f"{_LEAST_TEMPERATURE:g} on."
-        )
-    if seed is not None and temperature == 0:
-        raise ValueError(f"--seed {seed} is of sampling, and --temperature is 0; give one above, or leave --seed out.")
-    if seed is not None and not 0 <= seed < _SEEDS:
-        raise ValueError(f"--seed is {seed}; give a whole number from 0 to {_SEEDS - 1}.")
-
-
 def _end_tokens(*given: int | list[int] | None) -> list[int] | None:
-    """All of the tokens that end a text; the tokenizer knows one, and a model may have learned several."""
+    """Return all tokens that end a text: the tokenizer knows one, and a model may have learned several."""
     found = [each for ids in given if ids is not None for each in ([ids] if isinstance(ids, int) else ids)]
     return list(dict.fromkeys(found)) or None
 
 
 def _new_tokens(source: FoundModel, prompt: int, asked: int | None) -> int:
-    """How many tokens to make. Raises ValueError where the model has positions for fewer after the prompt."""
+    """Return the number of tokens to make. Raises ValueError where the model has positions for fewer."""
     positions = getattr(folder_config(str(source.model)), "max_position_embeddings", math.inf)
     left = positions - prompt
     if left < (asked or 1):

@@ -1,1 +1,0 @@
-"""`fp8booster eval`: the loss of a model in BF16 and in FP8, on the same text."""

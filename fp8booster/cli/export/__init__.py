@@ -1,1 +1,0 @@
-"""`fp8booster export`: a run's model as engines load it."""
