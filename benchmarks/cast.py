@@ -21,8 +21,7 @@ from benchmarks.harness.roofline import CopyBandwidth, cast_bytes
 from benchmarks.harness.timing import Timing, Variant, input_sets, time_interleaved
 from fp8booster import formats
 from fp8booster.kernels.blockwise_cast import blockwise_cast
-from fp8booster.kernels.cast import cast
-from fp8booster.kernels.delayed_cast import cast_by, note_amax
+from fp8booster.kernels.cast import cast, cast_by, note_amax
 from fp8booster.kernels.scales import amax_of
 
 Work = Callable[[torch.Tensor, torch.Tensor], object]

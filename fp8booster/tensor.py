@@ -32,7 +32,7 @@ class QuantizedMatrix(NamedTuple):
     transpose_inverse_scale: torch.Tensor | None
     """Undoes the scale of `transpose` where it has its own: float32 [C16], or of two dimensions; None: `inverse_scale`
     does. Where it is [C16] and `inverse_scale` is [], the columns were multiplied by factors before the cast, which
-    this undoes and `inverse_scale` does not (`kernels.channel_cast`)."""
+    this undoes and `inverse_scale` does not (`kernels.rowwise_cast`)."""
 
     def scale_of_transpose(self) -> torch.Tensor:
         """The inverse scale of `transpose`, its own or the one that serves both layouts."""

@@ -11,10 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8booster.kernels.activation import CUBIC, LINEAR, Activated
-from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
 from fp8booster.kernels.group_codes import GroupCodes, new_codes
-from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, ceil_div
+from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, ceil_div, new_partials, processors
 from fp8booster.kernels.tiles_triton import (
     cast_transposed,
     launch_transposed,

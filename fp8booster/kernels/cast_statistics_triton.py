@@ -9,9 +9,8 @@ from torch import Tensor
 
 from fp8booster import formats
 from fp8booster.kernels.alignment import BLOCK as GROUP
-from fp8booster.kernels.amax_partials import processors
 from fp8booster.kernels.cast_statistics import BEYOND, FIELDS
-from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.launch import ceil_div, launch, processors
 
 _BLOCK = 2048
 _WARPS = 8

@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
-from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.launch import ceil_div, launch, new_partials, processors
 
 PROGRAMS = 4
 """A processor: 528 rows of 32000 BF16 logits in flight on an H200 are 34 MB, and its L2 cache holds 50 MB."""

@@ -10,6 +10,7 @@ goes through Triton.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -24,8 +25,29 @@ TESTED = ((3, 6), (3, 7))
 
 
 def ceil_div(size: int, part: int) -> int:
-    """How many parts cover a size. (Triton's own costs 10 us a call outside kernels.)"""
+    """Count the parts that cover a size. (Triton's own costs 10 us a call outside kernels.)"""
     return -(-size // part)
+
+
+def block_over(size: int) -> int:
+    """Return the power of two from `size` on: Triton's ranges have no other lengths."""
+    return 1 << (size - 1).bit_length()
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Count the streaming multiprocessors of a GPU; 1 for the CPU, where Triton's interpreter runs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def new_partials(programs: int, like: Tensor) -> Tensor:
+    """Return memory for the partial maxima of so many programs, float32 [programs]; each must store its own.
+
+    So a kernel that makes a tensor delivers its amax: the largest of them, which `kernels.cast.cast` takes as its
+    `amax`. A few hundred programs walk over the rows, and every program of the cast reads these few numbers itself: no
+    launch between, no atomics, no memory to zero first.
+    """
+    return torch.empty(programs, dtype=torch.float32, device=like.device)
 
 
 _dtype = attrgetter("dtype")
@@ -34,14 +56,14 @@ _beyond_16_bytes = (15).__and__
 
 
 def _kind(number: int | float) -> object:
-    """What Triton tells numbers apart by: a one becomes a constant, a multiple of 16 moves in whole vectors."""
-    if isinstance(number, float):
+    """Return what Triton specializes a number by: a one becomes a constant, a multiple of 16 moves whole vectors."""
+    if isinstance(number, float):  # Triton compiles no variants by the values of floats
         return float
     return number == 1, number % 16 == 0, -(2**31) <= number < 2**31
 
 
 def calls_compiled(version: str) -> bool:
-    """Whether kernels are called past Triton, which is of this version."""
+    """Tell whether kernels are called past Triton, which is of this version."""
     return Version(version).release[:2] in TESTED
 
 
@@ -49,15 +71,14 @@ _CALLS_COMPILED = calls_compiled(triton.__version__)
 
 _variants: dict[tuple, dict[tuple, tuple[triton.compiler.CompiledKernel, Callable[..., None], tuple]]] = {}
 """By all that tells variants of a kernel apart but its pointers, and then by these: the compiled kernel, its launcher,
-and what this takes of the kernel."""
+and the launcher's arguments of that kernel."""
 
 
 class Launch:
-    """A launch of a kernel of which all but the tensors is known. Its parameters are pointers, then numbers, then
-    compile-time constants.
+    """A launch of a kernel of which all but the tensors is known.
 
     Args:
-        kernel: the kernel.
+        kernel: its parameters are pointers, then numbers, then compile-time constants.
         programs: size of the grid, of one dimension or of two.
         numbers: the integers, and floats.
         num_warps: warps a program.
@@ -84,11 +105,7 @@ class Launch:
         self._compiled = _variants.setdefault(key, {})
 
     def __call__(self, *tensors: Tensor) -> None:
-        """Run the kernel.
-
-        Args:
-            tensors: what the pointers point to; all on one device, on whose current stream the kernel runs.
-        """
+        """Run the kernel on tensors of one device, on that device's current stream."""
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
@@ -103,14 +120,15 @@ class Launch:
         found = self._compiled.get(key)
         if found is None:
             compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._options)
-            if compiled is not None:  # as Triton's interpreter gives it
+            if compiled is not None:  # Triton's interpreter compiles nothing
                 of_kernel = (compiled.function, compiled.packed_metadata, None, None, None)
                 self._compiled[key] = compiled, compiled.run, of_kernel
             return
         compiled, run, of_kernel = found
         stream = torch._C._cuda_getCurrentRawStream(device)
         hooks = triton.knobs.runtime
-        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:  # a profiler's
+        # a profiler's hooks are called by Triton's own call, with metadata that costs what is saved here
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             compiled[self._grid](*pointers, *self._behind_pointers, stream=stream)
             return
         run(*self._grid, stream, *of_kernel, *pointers, *self._behind_pointers)

@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8booster.kernels.amax_partials import processors
-from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.launch import ceil_div, launch, processors
 
 PROGRAMS = 8
 """A processor."""

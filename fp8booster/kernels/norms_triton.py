@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8booster.kernels.amax_partials import processors
-from fp8booster.kernels.launch import ceil_div
+from fp8booster.kernels.launch import ceil_div, processors
 from fp8booster.kernels.norms import norms_of
 from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer, own_size
 

@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
-from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, launch
+from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, launch, new_partials, processors
 
 PROGRAMS = 8
 """A processor, in backward."""

@@ -10,11 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8booster.kernels.amax_partials import new_partials, processors
 from fp8booster.kernels.cast_triton import magnitude_bits
 from fp8booster.kernels.group_codes import GROUP, GroupCodes, new_codes
 from fp8booster.kernels.group_codes_triton import AT_ONCE, amax_place, decode_tile, encode_tile
-from fp8booster.kernels.launch import MOST_LAUNCHES, Launch
+from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, new_partials, processors
 from fp8booster.kernels.row_norm import Normalized, NormGradients
 from fp8booster.kernels.tiles_triton import (
     cast_transposed,

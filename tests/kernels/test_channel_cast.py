@@ -7,8 +7,8 @@ import torch
 
 from fp8booster import formats
 from fp8booster.kernels.cast import cast
-from fp8booster.kernels.channel_cast import channel_cast, column_amax
 from fp8booster.kernels.product import product
+from fp8booster.kernels.rowwise_cast import channel_cast, column_amax
 from fp8booster.tensor import quantize
 from tests.kernels.interpreted import interpreted
 from tests.kernels.matrices import SHAPES, VIEWS, exact, same, spread
@@ -62,7 +62,7 @@ def test_what_is_no_number_stays_so(bad, device) -> None:
 
 
 def differing() -> list[str]:
-    from fp8booster.kernels.channel_cast_triton import channel_cast_triton, column_amax_triton
+    from fp8booster.kernels.rowwise_cast_triton import channel_cast_triton, column_amax_triton
 
     found = []
     for shape in [(1, 1), (1, 300), (300, 1), (33, 130), (70, 300)]:

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from fp8booster import formats
-from fp8booster.kernels.cast import cast
-from fp8booster.kernels.delayed_cast import cast_by, note_amax
+from fp8booster.kernels.cast import cast, cast_by, note_amax
 from fp8booster.kernels.scales import amax_of
 from tests.kernels.matrices import VIEWS, same, special, spread
 

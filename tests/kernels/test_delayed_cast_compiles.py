@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton")
 
 from fp8booster import formats
-from fp8booster.kernels import cast_triton, delayed_cast_triton
+from fp8booster.kernels import cast_triton
 from tests.kernels.compiled import narrow_accesses, ptx_of
 
 POINTERS = dict.fromkeys(("partials", "inverse_scale", "amaxes", "history"), "*fp32")
@@ -42,7 +42,7 @@ def test_a_cast_that_finds_amaxes_stores_one_a_program_and_reads_once(like, find
 @pytest.mark.parametrize("new_step", [False, True])
 def test_all_of_a_history_are_read_before_one_is_written(new_step) -> None:
     constants = {"NEW_STEP": new_step, "BLOCK": 4096, "STEPS_BLOCK": 1024}
-    ptx = ptx_of(delayed_cast_triton.note_kernel, TYPES, constants)
+    ptx = ptx_of(cast_triton.note_kernel, TYPES, constants)
     first_store, last_barrier = ptx.index("st.global"), ptx.rindex("bar.sync")
     assert last_barrier < first_store
     assert ptx.rindex("ld.global") < last_barrier

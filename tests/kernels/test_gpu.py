@@ -13,8 +13,7 @@ import torch
 from fp8booster import formats
 from fp8booster.kernels import block_cast
 from fp8booster.kernels.blockwise_cast import blockwise_cast
-from fp8booster.kernels.cast import cast, saturate
-from fp8booster.kernels.delayed_cast import cast_by, note_amax
+from fp8booster.kernels.cast import cast, cast_by, note_amax, saturate
 from fp8booster.kernels.many_cast import ManyCast
 from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.kernels.rowwise_cast import rowwise_cast

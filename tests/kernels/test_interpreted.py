@@ -17,8 +17,7 @@ import torch
 from fp8booster import formats
 from fp8booster.kernels.adamw import update
 from fp8booster.kernels.blockwise_cast import blockwise_cast
-from fp8booster.kernels.cast import cast
-from fp8booster.kernels.delayed_cast import cast_by, note_amax
+from fp8booster.kernels.cast import cast, cast_by, note_amax
 from fp8booster.kernels.norms import norms_of
 from fp8booster.kernels.rowwise_cast import rowwise_cast
 from fp8booster.kernels.scales import amax_of, scale_of
@@ -111,7 +110,7 @@ def amaxes_differ() -> Iterator[str]:
 
 
 def delayed_casts_differ() -> Iterator[str]:
-    from fp8booster.kernels.delayed_cast_triton import cast_by_triton, note_amax_triton
+    from fp8booster.kernels.cast_triton import cast_by_triton, note_amax_triton
 
     past = torch.tensor([3.0, 448.0, 7.0, 1e9])[:3]
     for (dtype, power_of_two, source), shape, (name, view) in product(SETTINGS, SHAPES, VIEWS.items()):

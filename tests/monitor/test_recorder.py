@@ -10,9 +10,9 @@ import torch
 import fp8booster.kernels.cast_statistics as statistics_module
 from fp8booster import formats
 from fp8booster.comm.encoding import Encoding, observers
-from fp8booster.kernels.channel_cast import channel_cast
 from fp8booster.kernels.group_codes import encode_groups
 from fp8booster.kernels.message_layout import side_by_side
+from fp8booster.kernels.rowwise_cast import channel_cast
 from fp8booster.monitor.recorder import Recorder
 from fp8booster.monitor.watchdog import Watchdog
 from fp8booster.tensor import QuantizedMatrix, quantize

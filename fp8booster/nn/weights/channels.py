@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8booster.config import FP8Config
-from fp8booster.kernels.channel_cast import channel_cast, column_amax
+from fp8booster.kernels.rowwise_cast import channel_cast, column_amax
 from fp8booster.nn.weights.casting import INPUT, OUTPUT_GRADIENT, WEIGHT, Casts
 from fp8booster.nn.weights.freshness import is_captured
 from fp8booster.tensor import QuantizedMatrix

@@ -10,8 +10,7 @@ import torch
 
 from fp8booster import formats
 from fp8booster.config import FP8Config
-from fp8booster.kernels.cast import cast
-from fp8booster.kernels.delayed_cast import cast_by, note_amax
+from fp8booster.kernels.cast import cast, cast_by, note_amax
 from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.weights.steps import optimizer_steps
 from fp8booster.tensor import QuantizedMatrix
