@@ -56,7 +56,7 @@ def test_relative_links_point_to_files_and_headings(document: Path) -> None:
 
 
 def test_readme_is_one_screen() -> None:
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 110
 
 
 def defined(file: Path) -> set[str]:
