@@ -1,8 +1,8 @@
 """The weights of FP8 layers, gathered in FP8 after the optimizer's step.
 
-Each rank's shard of the FP32 master is cast by the scale of the whole weight, and the bytes that are gathered are what
-the layer multiplies by: no 16-bit gather, no second rounding. The 16-bit working weight becomes the value of these
-bytes, so that whatever reads it sees the weight that the products used; a checkpoint gathers the masters themselves.
+Each rank's shard of the FP32 master is cast by the scale of the whole weight (`nn.sharding`), and the bytes that are
+gathered are what the layer multiplies by. The 16-bit working weight becomes the value of these bytes, so that whatever
+reads it sees the weight that the products used; a checkpoint gathers the masters themselves.
 
 With `FP8Config.weights_in_16_bits` off a working weight has no memory between steps. Then nothing but the layers reads
 what is gathered, and the layers wait for it by themselves: it is sent on a stream of its own, during the next forward.
@@ -20,25 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
-from fp8booster.colossal.in_16_bits import count_readers, uncompressed_reason
-from fp8booster.colossal.zero.weight_batch import (
-    GATHER,
-    NAME,
-    Filled,
-    GatheredWeight,
-    ScaleGroup,
-    Sent,
-    WeightBatch,
-    keeps_transpose,
-)
-from fp8booster.comm.amax import agree_on_amax, largest_of_each
-from fp8booster.comm.statistics import count_plain
+from fp8booster.comm.statistics import bytes_of_encoded, count_calls, count_plain
 from fp8booster.comm.threshold import ranks_of
 from fp8booster.comm.transport import gather_many
 from fp8booster.kernels.shard_cast import unpack
@@ -46,10 +35,16 @@ from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.linear.layer import FP8Layer, restore_weight
+from fp8booster.nn.sharding import NOT_FP8, Filled, ScaleGroup, ShardedCast, count_readers, scale_groups, why_in_16_bits
 from fp8booster.nn.weights.engine import EngineWeight
-from fp8booster.nn.weights.memory import fits, without_large_copies
+from fp8booster.nn.weights.memory import fits
 from fp8booster.nn.weights.stacking import are_stacked, stacked_columns, stacked_view
 from fp8booster.tensor import QuantizedMatrix
+
+NAME = "weight gather"
+"""The row of `fp8booster.comm.statistics`: a call for each weight and group that it is gathered over."""
+
+_GATHER = "all_gather_into_tensor"
 
 BATCH_BYTES = 2**28
 """FP8 weights that are gathered at once. NCCL sends few large messages faster than many small ones: among 4 H200 what
@@ -57,35 +52,95 @@ stands for 64 MiB of BF16 at 435 GB/s of BF16's bytes, for 512 MiB at 559 ("not 
 benchmarks/results/h200/collectives-4-one-sided)."""
 
 
-@dataclass
-class _Plan:
+class Shard(NamedTuple):
+    """This rank's part of a weight's master, on the weight's device."""
+
+    values: torch.Tensor
+
+    amax: torch.Tensor | None = None
+    """Where it is known already: float32 []."""
+
+
+@dataclass(eq=False)
+class GatheredWeight:
+    """One weight: the layer that multiplies by it, and the memory that its FP8 copy lives in."""
+
+    layer: FP8Layer
+    group: ScaleGroup
+    quantized: QuantizedMatrix
+
+    flat: torch.Tensor
+    """[shard size * ranks] FP8: the gathered shards, of which the first numel are the weight."""
+
+    keeps_16_bits: bool
+    """The weight has values in 16 bits between steps: as the model was boosted, or as somebody multiplies by it without
+    its layer."""
+
+    released: bool = False
+    """The weight has no values in 16 bits now."""
+
+
+class WeightBatch:
+    """Weights that are gathered at once, and what of them is the same at every step.
+
+    Args:
+        weights: those that share a scale one after the other.
+        ranks, rank: of the group over which they are gathered.
+    """
+
+    def __init__(self, weights: Sequence[GatheredWeight], ranks: int, rank: int) -> None:
+        self.weights, self.groups = list(weights), list(dict.fromkeys(each.group for each in weights))
+        self.parameters = [each.layer.held_weight for each in weights]
+        self.matrices, self.transposes, self.inverse_scales, _ = map(
+            list, zip(*(each.quantized for each in weights), strict=True)
+        )
+        self._own = [each.flat.chunk(ranks)[rank] for each in weights]
+        self.messages = [
+            (each.flat.view(torch.uint8), own.view(torch.uint8)) for each, own in zip(weights, self._own, strict=True)
+        ]
+        """What is to be gathered of each, and this rank's part of it, as bytes."""
+
+        sizes = [(weight.numel(), own.numel()) for weight, own in zip(self.parameters, self._own, strict=True)]
+        counts = [max(0, min(size, values - rank * size)) for values, size in sizes]
+        self.sharded = ShardedCast(self.groups, self.parameters[0].device, counts)
+        sent = [
+            bytes_of_encoded(NAME, ranks, size * weight.element_size(), {_GATHER: size, "all_reduce": 4}, _GATHER)
+            for weight, (_, size) in zip(self.parameters, sizes, strict=True)
+        ]
+        self._bytes = [sum(column) for column in zip(*sent, strict=True)]
+
+    def agree(self, given: Mapping[GatheredWeight, Shard], ranks: dist.ProcessGroup) -> torch.Tensor:
+        """Return the amax that each weight is cast by, float32 [weights]."""
+        values, amaxes = zip(*(given[each] for each in self.weights), strict=True)
+        return self.sharded.agree(values, ranks, amaxes)
+
+    def cast(self, given: Mapping[GatheredWeight, Shard], amaxes: torch.Tensor) -> None:
+        """Cast this rank's shards of the master weights, into `messages`."""
+        self.sharded.cast([given[each].values for each in self.weights], amaxes, self._own, self.inverse_scales)
+        count_calls(NAME, len(self.weights), *self._bytes)
+
+    def unpack(self) -> None:
+        """Make of the gathered bytes what else is read: transposes, and values in 16 bits."""
+        kept = [
+            weight if each.keeps_16_bits else None for weight, each in zip(self.parameters, self.weights, strict=True)
+        ]
+        transposes = [transpose if transpose.numel() else None for transpose in self.transposes]
+        unpack(self.matrices, self.inverse_scales, transposes, kept)
+        # a graph that still holds the former values must not go backward with these
+        torch.autograd.graph.increment_version(
+            [*self.matrices, *self.transposes, *self.inverse_scales, *self.parameters]
+        )
+
+
+class _Plan(NamedTuple):
     """What is sent after a step that updates certain weights."""
 
     updated: list[GatheredWeight]
-    """These, in the order in which they are given."""
 
     others: list[GatheredWeight]
     """Those that share a scale with one of them."""
 
-    batches: list[tuple[dist.ProcessGroup, list[tuple[WeightBatch, list[int]]]]]
-    """With the places of a batch's weights among the updated ones and the others behind them."""
-
-
-def _stacked(layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the FP8 weights of layers, stacked by rows, [N, K], and for their transpose, [K, N] or empty."""
-    first, dtype = layers[0].held_weight, layers[0].fp8_config.weight_format
-    columns, rows = first.shape[1], sum(len(layer.held_weight) for layer in layers)
-    kept = keeps_transpose(layers[0])
-    return (first.new_empty((rows, columns), dtype=dtype), first.new_empty((columns, rows) if kept else 0, dtype=dtype))
-
-
-def _parts(
-    data: torch.Tensor, transpose: torch.Tensor, weights: Sequence[torch.Tensor]
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What `_stacked` gave, as the rows and the columns of each weight."""
-    rows = [len(weight) for weight in weights]
-    transposes = transpose.split(rows, 1) if transpose.dim() == 2 else [transpose] * len(rows)
-    return list(zip(data.split(rows), transposes, strict=True))
+    batches: list[tuple[dist.ProcessGroup, list[WeightBatch]]]
 
 
 class GatheredWeights:
@@ -103,42 +158,25 @@ class GatheredWeights:
         masters, readers = optimizer.get_working_to_master_map(), count_readers(model)
         for by_stage in getattr(optimizer, "shared_params", ()):
             readers.update(by_stage.values())  # other pipeline stages hold it too
-        layers = {
-            weight: module
-            for module in model.modules()
-            if isinstance(module, FP8Layer) and id(weight := module._parameters.get("weight")) in masters
-        }
-        copies_fit = fits(model, bytes_a_value=2)
-        for weight, layer in layers.items():
-            two_groups = isinstance(optimizer.param_to_pg[weight], tuple)
-            reason = uncompressed_reason(
-                layer,
-                master_weights=optimizer._master_weights,
-                readers=readers[weight],
-                of_engine="extra_dp_size" if two_groups else None,
-            )
-            if reason is None:
-                layer.fp8_config = without_large_copies(layer.fp8_config, copies_fit)
-            else:
-                self._reasons[weight] = reason
+        sent: dict[nn.Parameter, FP8Layer] = {}
         for module in model.modules():
-            if isinstance(module, FP8Experts):
-                reason = "experts held as one parameter"
-                self._reasons.update((getattr(module, name), reason) for name in module.fp8_weights)
-        sent = {weight: layer for weight, layer in layers.items() if weight not in self._reasons}
-        self._buffers = self._buffers_of_experts(model, sent)
-        for merged in merged_layers(model):
-            gathered = [weight in sent for weight in merged.weights]
-            if all(gathered) and self._can_lie_together(merged):
-                self._allocate_together(merged)
-            elif any(gathered):  # else each step casts all of them together
-                merged.fp8_weight.refusal = "the weights are not gathered into one matrix"
-        for weight, layer in sent.items():
-            if weight not in self._weights:
-                self._weights[weight] = self._allocate(layer)
+            if isinstance(module, FP8Layer) and id(weight := module._parameters.get("weight")) in masters:
+                sent[weight] = module
+            elif isinstance(module, FP8Experts):
+                held = (getattr(module, name) for name in module.fp8_weights)
+                self._reasons |= dict.fromkeys(held, "experts held as one parameter")
+        for weight in list(sent):
+            reason = why_in_16_bits(sent[weight], readers=readers[weight], of_engine=self._why_not_cast(weight))
+            if reason is not None:
+                self._reasons[weight] = reason
+                del sent[weight]
+        self._copies_fit = fits(model, bytes_a_value=2)
+        memory = self._memory_of_experts(model, sent)
+        for group in scale_groups(sent.values(), merged_layers(model), self._why_apart):
+            self._allocate(group, memory)
         self._plan: _Plan | None = None  # of the last step
         self._ready: torch.cuda.Event | None = None
-        self._read_beside: tuple[Sequence[torch.Tensor | None], ...] | None = None
+        self._read_beside: Mapping[GatheredWeight, Shard] | None = None
         alone = [each for each in self._weights.values() if not each.keeps_16_bits]
         for gathered in alone:
             gathered.layer.register_state_dict_pre_hook(restore_weight)
@@ -147,7 +185,7 @@ class GatheredWeights:
         self._stream = torch.cuda.Stream(alone[0].flat.device) if beside else None
 
     def of(self, working: nn.Parameter) -> GatheredWeight | None:
-        """What a working weight is sent as; None: it is sent in 16 bits."""
+        """Return what a working weight is sent as; None: it is sent in 16 bits."""
         return self._weights.get(working)
 
     def __contains__(self, working: nn.Parameter) -> bool:
@@ -167,21 +205,48 @@ class GatheredWeights:
         payloads: Counter[tuple[int, str]] = Counter()
         for weight, shard in zip(working, shards, strict=True):
             groups, payload = self._optimizer.param_to_pg[weight], shard.nbytes
-            reason = self._reasons.get(weight) or (
-                "for a checkpoint" if weight in self else "not the weight of an FP8 layer"
-            )
+            reason = self._reasons.get(weight) or ("for a checkpoint" if weight in self else NOT_FP8)
             for group in reversed(groups) if isinstance(groups, tuple) else (groups,):
                 ranks = ranks_of(group)
                 calls[ranks, reason] += 1
                 payloads[ranks, reason] += payload
                 payload *= ranks
         for (ranks, reason), count in calls.items():
-            count_plain(NAME, ranks, payloads[ranks, reason], reason, GATHER, calls=count)
+            count_plain(NAME, ranks, payloads[ranks, reason], reason, _GATHER, calls=count)
 
-    def _buffers_of_experts(
+    def _why_not_cast(self, weight: nn.Parameter) -> str | None:
+        if not self._optimizer._master_weights:
+            return "no master weights"  # the weight is its own master: it must not be rounded to FP8
+        return "extra_dp_size" if isinstance(self._optimizer.param_to_pg[weight], tuple) else None
+
+    def _why_apart(self, merged: MergedLayers) -> str | None:
+        """Return why weights that are multiplied as one cannot be gathered into one matrix; None: they can."""
+        together = (
+            len({self._optimizer.param_to_pg[weight] for weight in merged.weights}) == 1
+            and len({layer.fp8_config for layer in merged.layers}) == 1
+            and not any(self._padded_size(weight) != weight.numel() for weight in merged.weights)
+        )
+        return None if together else "the weights are not gathered into one matrix"
+
+    def _padded_size(self, weight: nn.Parameter) -> int:
+        """Return the number of values in all shards of a weight."""
+        return self._optimizer._working_param_to_padded_working_param[weight].numel()
+
+    def _memory(self, layers: Sequence[FP8Layer]) -> tuple[torch.Tensor, QuantizedMatrix]:
+        """Make memory for the shards of layers' weights, and for their FP8 matrix, stacked by rows, within it."""
+        first, dtype = layers[0].held_weight, layers[0].fp8_config.weight_format
+        rows, columns = sum(len(layer.held_weight) for layer in layers), first.shape[1]
+        flat = first.new_empty(sum(self._padded_size(layer.held_weight) for layer in layers), dtype=dtype)
+        # one that lies transposed is multiplied in forward by what is not gathered
+        has_transpose = layers[0].fp8_config.keeps_transposes or layers[0].weight_is_transposed
+        transpose = first.new_empty((columns, rows) if has_transpose else 0, dtype=dtype)
+        inverse_scale = first.new_empty((), dtype=torch.float32)
+        return flat, QuantizedMatrix(flat[: rows * columns].view(rows, columns), transpose, inverse_scale, None)
+
+    def _memory_of_experts(
         self, model: nn.Module, sent: Mapping[nn.Parameter, FP8Layer]
     ) -> dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor]]:
-        """Memory for weights that grouped products read as one, stacked by rows.
+        """Make memory for weights that grouped products read as one, stacked by rows.
 
         Args:
             model: whose experts they are.
@@ -190,111 +255,78 @@ class GatheredWeights:
         Returns:
             by weight, its FP8 values [N, K] and their transpose [K, N], or an empty tensor.
         """
-        buffers = {}
+        memory = {}
         for experts in grouped_experts(model):
             for layers in experts.products():
                 weights = [layer.held_weight for layer in layers]
-                if all(weight in sent and not self._is_padded(weight) for weight in weights):
-                    buffers.update(zip(weights, _parts(*_stacked(layers), weights), strict=True))
-        return buffers
+                if all(weight in sent and self._padded_size(weight) == weight.numel() for weight in weights):
+                    _, (data, transpose, *_) = self._memory(layers)
+                    rows = [len(weight) for weight in weights]
+                    columns = transpose.split(rows, 1) if transpose.dim() == 2 else [transpose] * len(rows)
+                    memory.update(zip(weights, zip(data.split(rows), columns, strict=True), strict=True))
+        return memory
 
-    def _is_padded(self, weight: nn.Parameter) -> bool:
-        """Whether a weight's shards hold more than the weight."""
-        return self._optimizer._working_param_to_padded_working_param[weight].numel() != weight.numel()
-
-    def _allocate(self, layer: FP8Layer) -> GatheredWeight:
-        weight, dtype = layer.held_weight, layer.fp8_config.weight_format
-        buffer = self._buffers.get(weight)
-        if buffer is None:
-            flat = weight.new_empty(self._optimizer._working_param_to_padded_working_param[weight].numel(), dtype=dtype)
-            data = flat[: weight.numel()].view(weight.shape)
-            transpose = weight.new_empty(weight.shape[::-1] if keeps_transpose(layer) else 0, dtype=dtype)
-        else:
-            data, transpose = buffer
-            flat = data.view(-1)
-        inverse_scale = weight.new_empty((), dtype=torch.float32)
-        quantized = QuantizedMatrix(data, transpose, inverse_scale, None)
-        return GatheredWeight(layer, ScaleGroup([self._fill_later(layer, quantized)]), flat, quantized)
-
-    def _fill_later(self, layer: FP8Layer, quantized: QuantizedMatrix) -> Filled:
-        """Let a layer take its FP8 weight from here."""
-        if layer.fp8_config.keeps_16_bits:
-            layer.fp8_weight = EngineWeight(layer.weight_is_transposed)
-        else:
-            keep = partial(self._keep, layer.held_weight)
-            layer.fp8_weight = EngineWeight(layer.weight_is_transposed, self.restore, keep)
-        return Filled(layer, layer.fp8_weight, [layer.held_weight], layer.in_product_layout(quantized))
-
-    def _can_lie_together(self, merged: MergedLayers) -> bool:
-        """Whether weights that are multiplied as one can be gathered into one matrix, under one scale."""
-        return (
-            len({self._optimizer.param_to_pg[weight] for weight in merged.weights}) == 1
-            and len({layer.fp8_config for layer in merged.layers}) == 1
-            and not any(map(self._is_padded, merged.weights))
-        )
-
-    def _allocate_together(self, merged: MergedLayers) -> None:
-        """Memory for weights stacked by rows, of which each layer's FP8 weight is a part."""
-        weights = merged.weights
-        data, transpose = self._buffer_of(merged) or _stacked(merged.layers)
-        inverse_scale = weights[0].new_empty((), dtype=torch.float32)
-        parts = _parts(data, transpose, weights)
-        group = ScaleGroup([])
-        for layer, (part, transposed) in zip(merged.layers, parts, strict=True):
-            quantized = QuantizedMatrix(part, transposed, inverse_scale, None)
-            group.filled.append(self._fill_later(layer, quantized))
-            self._weights[layer.held_weight] = GatheredWeight(layer, group, part.view(-1), quantized)
-        merged.fp8_weight = EngineWeight()
-        whole = QuantizedMatrix(data, transpose, inverse_scale, None)
-        group.filled.append(Filled(merged, merged.fp8_weight, weights, whole))
-
-    def _buffer_of(self, merged: MergedLayers) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Memory for merged weights within that of experts, if it lies so there."""
-        buffers = [self._buffers.get(weight) for weight in merged.weights]
-        if None in buffers:
-            return None
-        parts, transposes = zip(*buffers, strict=True)
-        if not are_stacked(parts):
-            return None
-        whole = transposes[0] if transposes[0].dim() == 1 else stacked_columns(transposes)
-        return None if whole is None else (stacked_view(parts), whole)
+    def _allocate(
+        self, group: ScaleGroup, of_experts: Mapping[nn.Parameter, tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        """Give a group's weights memory, in that of experts where they lie together there, and their layers sources."""
+        flat, whole = None, None
+        parts = [of_experts.get(layer.held_weight) for layer in group.layers]
+        if None not in parts and are_stacked([data for data, _ in parts]):
+            transposes = [transpose for _, transpose in parts]
+            transpose = transposes[0] if transposes[0].dim() == 1 else stacked_columns(transposes)
+            if transpose is not None:
+                inverse_scale = transpose.new_empty((), dtype=torch.float32)
+                whole = QuantizedMatrix(stacked_view([data for data, _ in parts]), transpose, inverse_scale, None)
+        if whole is None:
+            flat, whole = self._memory(group.layers)
+        config = group.layers[0].fp8_config
+        keeps_16_bits = config.keeps_16_bits if config.weights_in_16_bits is not None else self._copies_fit
+        sources: list[EngineWeight] = []
+        for layer in group.layers:
+            ways = () if keeps_16_bits else (self.restore, partial(self._keep, layer.held_weight))
+            layer.fp8_weight = EngineWeight(layer.weight_is_transposed, *ways)
+            sources.append(layer.fp8_weight)
+        if group.merged is not None:
+            group.merged.fp8_weight = EngineWeight()
+            sources.append(group.merged.fp8_weight)
+        for source in sources:
+            source.always = not keeps_16_bits
+        group.lie_in(whole)
+        for layer, part in zip(group.layers, group.parts, strict=True):
+            own = part.data.view(-1) if flat is None or len(group.layers) > 1 else flat
+            self._weights[layer.held_weight] = GatheredWeight(layer, group, part, own, keeps_16_bits)
 
     @torch.no_grad()
-    def publish(self, sent: Sequence[Sent]) -> None:
+    def publish(self, given: Mapping[GatheredWeight, Shard]) -> None:
         """Cast, gather and hand to the layers the weights of this step."""
-        updated = [each.weight for each in sent]
-        if self._plan is None or self._plan.updated != updated:
-            self._plan = self._planned(updated)
-        shards, amaxes = [each.shard for each in sent], [each.amax for each in sent]
-        for other in self._plan.others:
-            weight = other.layer.held_weight
-            shards.append(self._optimizer.working_to_master_param[id(weight)].to(weight.device))
-            amaxes.append(None)
+        if self._plan is None or self._plan.updated != list(given):
+            self._plan = self._planned(list(given))
+        masters = self._optimizer.working_to_master_param
+        weights = {other: other.layer.held_weight for other in self._plan.others}
+        given = {**given, **{each: Shard(masters[id(weight)].to(weight.device)) for each, weight in weights.items()}}
         with self._beside():
-            for group, batches in self._plan.batches:
-                self._publish([_Cast(batch, places, shards, amaxes) for batch, places in batches], group)
+            for ranks, batches in self._plan.batches:
+                self._send(batches, given, ranks)
         if self._stream is not None:
-            # so that the allocator gives their memory to nobody before `wait`
-            self._read_beside = shards, amaxes
+            self._read_beside = given  # so that the allocator gives their memory to nobody before `wait`
 
     def _planned(self, updated: list[GatheredWeight]) -> _Plan:
-        """What is sent after a step that updates these weights."""
-        sent = dict.fromkeys(updated)
-        for each in updated:
-            sent.update(dict.fromkeys(self._sharing_scale(each)))
-        places = {each: place for place, each in enumerate(sent)}
-        by_group: dict[dist.ProcessGroup, list[GatheredWeight]] = {}
-        for each in sent:
-            by_group.setdefault(self._optimizer.param_to_pg[each.layer.held_weight], []).append(each)
-        batches = [
-            (group, [(batch, [places[each] for each in batch.weights]) for batch in self._batches(weights, group)])
-            for group, weights in by_group.items()
-        ]
-        return _Plan(updated, list(sent)[len(updated) :], batches)
+        by_ranks: dict[dist.ProcessGroup, list[ScaleGroup]] = {}
+        for group in dict.fromkeys(each.group for each in updated):
+            by_ranks.setdefault(self._optimizer.param_to_pg[group.layers[0].held_weight], []).append(group)
+        batches = [(ranks, list(self._batches(groups, ranks))) for ranks, groups in by_ranks.items()]
+        sent = [each for _, of_ranks in batches for batch in of_ranks for each in batch.weights]
+        return _Plan(updated, [each for each in sent if each not in set(updated)], batches)
 
-    def _sharing_scale(self, gathered: GatheredWeight) -> list[GatheredWeight]:
-        """The weights under one scale with this one, and itself."""
-        return [self._weights[weight] for weight in gathered.group.weights]
+    def _batches(self, groups: Sequence[ScaleGroup], ranks: dist.ProcessGroup) -> Iterator[WeightBatch]:
+        """Divide the weights of groups into batches of about `BATCH_BYTES`; those that share a scale are in one."""
+        batch: list[GatheredWeight] = []
+        for group in groups:
+            batch += [self._weights[layer.held_weight] for layer in group.layers]
+            if group is groups[-1] or sum(gathered.flat.nbytes for gathered in batch) >= BATCH_BYTES:
+                yield WeightBatch(batch, dist.get_world_size(ranks), dist.get_rank(ranks))
+                batch = []
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -312,65 +344,36 @@ class GatheredWeights:
             torch.cuda.current_stream().wait_stream(self._stream)
             self._read_beside = None
 
-    def _publish(self, casts: list[_Cast], group: dist.ProcessGroup) -> None:
+    def _send(
+        self, batches: Sequence[WeightBatch], given: Mapping[GatheredWeight, Shard], ranks: dist.ProcessGroup
+    ) -> None:
         """Cast, gather and unpack batch by batch: while one is sent, the next is cast and the last is unpacked."""
         under_way: tuple[WeightBatch, list[dist.Work]] | None = None
-        amaxes = casts[0].agreed(group)
-        for cast, following in zip_longest(casts, casts[1:]):
-            cast.batch.cast(cast.shards, amaxes)
+        amaxes = batches[0].agree(given, ranks)
+        for batch, following in zip_longest(batches, batches[1:]):
+            batch.cast(given, amaxes)
             if following is not None:
                 # first: it would wait for what is under way
-                amaxes = following.agreed(group)
-            leaving = cast.batch, gather_many(cast.batch.messages, group)
+                amaxes = following.agree(given, ranks)
+            leaving = batch, gather_many(batch.messages, ranks)
             if under_way is not None:
-                self._unpack(*under_way)
+                self._hand_over(*under_way)
             under_way = leaving
         if under_way is not None:
-            self._unpack(*under_way)
+            self._hand_over(*under_way)
 
-    def _batches(self, weights: list[GatheredWeight], group: dist.ProcessGroup) -> Iterator[WeightBatch]:
-        """The weights, in batches of about `BATCH_BYTES`; those that share a scale are in one."""
-        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        batch: list[GatheredWeight] = []
-        taken: set[GatheredWeight] = set()
-        for first in weights:
-            if first in taken:
-                continue
-            of_scale = self._sharing_scale(first)
-            taken.update(of_scale)
-            batch += of_scale
-            if sum(gathered.flat.nbytes for gathered in batch) >= BATCH_BYTES:
-                yield WeightBatch(batch, ranks, rank)
-                batch = []
-        if batch:
-            yield WeightBatch(batch, ranks, rank)
-
-    def _unpack(self, batch: WeightBatch, works: list[dist.Work]) -> None:
+    def _hand_over(self, batch: WeightBatch, works: list[dist.Work]) -> None:
         for work in works:
             work.wait()
-        self._hand_over(batch)
+        batch.unpack()
+        for each in batch.weights:
+            if not each.keeps_16_bits:
+                self._release(each)
         if self._stream is not None:
             self._ready = self._stream.record_event()
         # each as soon as it is there: layers must not wait for later batches
         for group in batch.groups:
             group.fill(self._ready)
-
-    def _hand_over(self, batch: WeightBatch) -> None:
-        """Make of the gathered bytes what else is read."""
-        unpack(
-            [each.data for each in batch.quantized],
-            batch.inverse_scales,
-            batch.transposes,
-            [
-                weight if each.keeps_16_bits else None
-                for weight, each in zip(batch.parameters, batch.weights, strict=True)
-            ],
-        )
-        for each in batch.weights:
-            if not each.keeps_16_bits:
-                self._release(each)
-        # a graph that still holds the former values must not go backward with these
-        torch.autograd.graph.increment_version([*batch.written, *batch.parameters])
 
     def _release(self, gathered: GatheredWeight) -> None:
         """Give back the memory of a weight in 16 bits; who finds it among the parameters sees NaN."""
@@ -394,6 +397,24 @@ class GatheredWeights:
         with torch.inference_mode(False):  # autograd may save it later
             self._restore(gathered)
 
+    @torch.no_grad()
+    def _restore(self, gathered: GatheredWeight) -> None:
+        if not gathered.released:
+            return
+        weight, quantized = gathered.layer.held_weight, gathered.quantized
+        padded = weight.new_zeros(gathered.flat.numel())
+        self._optimizer._working_param_to_padded_working_param[weight] = padded
+        gathered.released = False
+        if any(weight.stride()):  # somebody gave it other data
+            return
+        values = padded[: weight.numel()].view(weight.shape)
+        unpack([quantized.data], [quantized.inverse_scale], [None], [values])
+        right = [filled for filled in gathered.group.filled if filled.is_right()]  # others may have been given data
+        weight.data = values
+        for holder, source, weights, matrix in right:
+            holder.fp8_weight = source
+            source.fill(weights, matrix)
+
     @contextmanager
     def values_of_masters(self) -> Iterator[None]:
         """Let what is written to the weights inside, the masters' values in 16 bits, count as values of these weights.
@@ -401,68 +422,19 @@ class GatheredWeights:
         It does for layers that multiply by what was gathered. Where other weights were loaded since, also into the
         masters, what was gathered is of neither.
         """
-        sources = [filled for group in self._groups() for filled in group.filled]
-        written = {id(filled) for filled in sources if filled.is_right()}
+        right = [filled.is_right() for filled in self._filled()]
         yield
-        for filled in sources:
-            if id(filled) in written:
-                filled.source.note_values(filled.weights)
+        for was_right, (_, source, weights, _) in zip(right, self._filled(), strict=True):
+            if was_right:
+                source.note_values(weights)
             else:
-                filled.source.forget()
+                source.forget()
 
     def drop(self) -> None:
         """Let layers cast their weights until the next step: what was gathered is of other masters."""
-        for group in self._groups():
-            for filled in group.filled:
-                filled.source.drop()
+        for filled in self._filled():
+            filled.source.drop()
 
-    def _groups(self) -> Iterator[ScaleGroup]:
-        yield from dict.fromkeys(gathered.group for gathered in self._weights.values())
-
-    @torch.no_grad()
-    def _restore(self, gathered: GatheredWeight) -> None:
-        if not gathered.released:
-            return
-        weight, quantized = gathered.layer.held_weight, gathered.quantized
-        padded = weight.new_zeros(gathered.flat.numel())
-        if any(weight.stride()):  # somebody gave it other data
-            self._optimizer._working_param_to_padded_working_param[weight] = padded
-            gathered.released = False
-            return
-        values = padded[: weight.numel()].view(weight.shape)
-        unpack([quantized.data], [quantized.inverse_scale], [None], [values])
-        right = [filled for filled in gathered.group.filled if filled.is_right()]  # others may have been given data
-        weight.data = values
-        self._optimizer._working_param_to_padded_working_param[weight] = padded
-        gathered.released = False
-        for filled in right:
-            filled.fill()
-
-
-class _Cast:
-    """A batch, and what it is cast from in this step.
-
-    Args:
-        batch: what is cast.
-        places: of its weights in the lists.
-        shards, amaxes: as in `Sent`, of all batches.
-    """
-
-    def __init__(
-        self,
-        batch: WeightBatch,
-        places: Sequence[int],
-        shards: Sequence[torch.Tensor],
-        amaxes: Sequence[torch.Tensor | None],
-    ) -> None:
-        self.batch, self.shards = batch, [shards[place] for place in places]
-        self._known = [amaxes[place] for place in places]
-
-    def agreed(self, group: dist.ProcessGroup) -> Sequence[torch.Tensor]:
-        """The amax that each weight is cast by, float32 []."""
-        # without the padding of the last shard, of which an optimizer may make anything
-        values = [
-            shard[:count] if amax is None else shard
-            for shard, count, amax in zip(self.shards, self.batch.counts, self._known, strict=True)
-        ]
-        return largest_of_each(agree_on_amax(values, group, self._known), self.batch.firsts).unbind()
+    def _filled(self) -> Iterator[Filled]:
+        for group in dict.fromkeys(gathered.group for gathered in self._weights.values()):
+            yield from group.filled

@@ -28,10 +28,9 @@ from torch.distributed import ReduceOp
 
 from fp8booster import comm
 from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
-from fp8booster.colossal.zero.gathered_weights import GatheredWeights
+from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights, Shard
 from fp8booster.colossal.zero.gradient_store import AccumulatedGradients
 from fp8booster.colossal.zero.noted_norms import note_norms, noted_norms
-from fp8booster.colossal.zero.weight_batch import GatheredWeight, Sent
 from fp8booster.comm import AutomaticScaling, Encoding
 from fp8booster.comm.transport import gather_many
 from fp8booster.config import FP8Config
@@ -433,11 +432,11 @@ class FP8ZeroOptimizer(BoostedOptimizer, LowLevelZeroOptimizer):
         """
         device = get_accelerator().get_current_device()
         self.gathered_weights.publish(
-            [
-                Sent(update.gathered, _on(device, update.master), None if amax is None else _on(device, amax))
+            {
+                update.gathered: Shard(_on(device, update.master), None if amax is None else _on(device, amax))
                 for update, amax in zip(updates, amaxes, strict=True)
                 if update.gathered is not None
-            ]
+            }
         )
         for work in works:
             work.wait()

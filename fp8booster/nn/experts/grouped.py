@@ -188,7 +188,9 @@ class GroupedExperts:
         if rows / count * products >= ONE_BY_ONE_FROM:
             return "one by one is faster for so many tokens"
         device = down.held_weight.device
-        if count >= EXPERTS_THAT_PAY or computes_in_fp8(config, int(rows), inputs, 2 * outputs, device):
+        if count >= EXPERTS_THAT_PAY or down.fp8_weight.always:
+            return None
+        if computes_in_fp8(config, int(rows), inputs, 2 * outputs, device):
             return None
         return "too few tokens for so few experts"
 

@@ -91,7 +91,8 @@ def _whole_head_loss(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tenso
     fp8: dict[str, Any] = {}
     if isinstance(head, FP8Layer) and hidden.numel():
         config, tokens = head.fp8_config, hidden.numel() // hidden.shape[-1]
-        in_fp8 = computes_in_fp8(config, tokens, *head.product_features, hidden.device)
+        always = head.fp8_weight.always
+        in_fp8 = always or computes_in_fp8(config, tokens, *head.product_features, hidden.device)
         head.in_fp8[tokens] = in_fp8
         if in_fp8:
             casts = head.fp8_casts if head.training else REAL_TIME

@@ -165,7 +165,8 @@ class MergedLayers(Merged):
         for weight in weights:
             outputs += weight.shape[0]
             for_weight |= weight.requires_grad
-        if not computes_in_fp8(config, rows, input.shape[-1], outputs, input.device):
+        always = self.fp8_weight.always
+        if not (always or computes_in_fp8(config, rows, input.shape[-1], outputs, input.device)):
             return None
         for layer in self.layers:
             if not layer.in_fp8.get(rows):

@@ -244,7 +244,7 @@ class FP8Layer(nn.Module):
         if again and rows in self.in_fp8:
             return self.in_fp8[rows]
         outputs, inputs = matrix.shape
-        in_fp8 = computes_in_fp8(self.fp8_config, rows, inputs, outputs, matrix.device)
+        in_fp8 = self.fp8_weight.always or computes_in_fp8(self.fp8_config, rows, inputs, outputs, matrix.device)
         if in_fp8:
             require_fp8(matrix.device, self.fp8_config.emulate, self.fp8_config.granularity)
         if again:

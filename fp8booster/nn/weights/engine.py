@@ -45,13 +45,6 @@ class EngineWeight(CachedWeight):
     def fill(
         self, weights: Sequence[torch.Tensor], quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None
     ) -> None:
-        """Take what an engine made.
-
-        Args:
-            weights: what it stands for.
-            quantized: their FP8 matrix; the engine writes later values to the same memory.
-            ready: recorded behind what writes it, where another stream does.
-        """
         self.forget()
         self._filled, self._ready = quantized, ready
         self._seen_at, self._is_right, self._noted = _places(weights), True, None

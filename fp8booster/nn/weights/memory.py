@@ -25,13 +25,6 @@ def without_large_transposes(config: FP8Config, model: nn.Module) -> FP8Config:
     return replace(config, keep_weight_transposes=False)
 
 
-def without_large_copies(config: FP8Config, copies_fit: bool) -> FP8Config:
-    """The configuration under an engine that can do without 16-bit copies; they go where they would not fit."""
-    if config.weights_in_16_bits is not None or copies_fit:
-        return config
-    return replace(config, weights_in_16_bits=False)
-
-
 def fits(model: nn.Module, bytes_a_value: int) -> bool:
     """Whether copies of all parameters of a rank are small compared with its GPU's memory; without a GPU, yes."""
     memory = gpu_memory()

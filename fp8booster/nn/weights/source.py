@@ -36,6 +36,10 @@ class WeightSource:
     is_transient: ClassVar[bool] = False
     """The weights are whole only while their layers run."""
 
+    always: bool = False
+    """The layers compute in FP8 for any number of tokens: an engine keeps no 16-bit values to compute from, or all of
+    its ranks must do alike."""
+
     lacks_values: bool = False
     """The weights may have no values in 16 bits until `restore_values`."""
 
@@ -129,6 +133,18 @@ class WeightSource:
             record: captures a cast.
         """
         return None
+
+    def fill(
+        self, weights: Sequence[torch.Tensor], quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None
+    ) -> None:
+        """Take what an engine made.
+
+        Args:
+            weights: what it stands for.
+            quantized: their FP8 matrix; the engine writes later values to the same memory.
+            ready: recorded behind what writes it, where another stream does.
+        """
+        raise NotImplementedError
 
     def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
         """Whether an engine gives the matrix of the weights as they are; then `forward` is asked in every mode."""

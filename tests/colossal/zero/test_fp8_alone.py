@@ -45,6 +45,7 @@ def test_by_default_large_models_keep_their_weights_in_fp8_alone() -> None:
     undisturbed, memory.gpu_memory = memory.gpu_memory, lambda: 1
     try:
         run = boost(wire())
+        asked = boost(wire(fp8_config=FP8Config(fused=False, weights_in_16_bits=True)))
     finally:
         memory.gpu_memory = undisturbed
     beside = boost(wire())
@@ -55,8 +56,10 @@ def test_by_default_large_models_keep_their_weights_in_fp8_alone() -> None:
         assert layer.held_weight.isnan().all()
         assert layer.fp8_weight.forward([layer.held_weight], layer.fp8_config, transpose=False).transpose.numel() == 0
     assert "without 16-bit copies and transposes of their weights" in report(run.model).summary()
-    for _, layer in gathered(beside):
-        assert not layer.held_weight.isnan().any()
+    train(asked, steps=1)
+    for kept in (beside, asked):
+        for _, layer in gathered(kept):
+            assert not layer.held_weight.isnan().any()
 
 
 class Reader(nn.Module):

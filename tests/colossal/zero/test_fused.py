@@ -7,8 +7,7 @@ import torch
 
 from fp8booster import FP8Config, forget_weights
 from fp8booster.colossal.zero import gathered_weights
-from fp8booster.colossal.zero.gathered_weights import GatheredWeights
-from fp8booster.colossal.zero.weight_batch import WeightBatch
+from fp8booster.colossal.zero.gathered_weights import WeightBatch
 from fp8booster.kernels.cast import cast
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.weights import cached
@@ -32,20 +31,20 @@ def whole_masters(run: Boosted, layers: MergedLayers) -> torch.Tensor:
 @ranks(2)
 def test_merged_layers_wait_for_their_own_weights_alone() -> None:
     run = boost(wire(fp8_config=FUSED))
-    order, batches, fill, hand_over = [], [], EngineWeight.fill, GatheredWeights._hand_over
+    order, batches, fill, unpack = [], [], EngineWeight.fill, WeightBatch.unpack
 
     def note_fill(source: EngineWeight, *arguments: object) -> None:
         order.append(source)
         fill(source, *arguments)
 
-    def note_hand_over(weights: GatheredWeights, batch: WeightBatch) -> None:
+    def note_unpack(batch: WeightBatch) -> None:
         order.extend(gathered.layer for gathered in batch.weights)
-        hand_over(weights, batch)
+        unpack(batch)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gathered_weights, "BATCH_BYTES", 1)  # a batch a weight
         patch.setattr(EngineWeight, "fill", note_fill)
-        patch.setattr(GatheredWeights, "_hand_over", note_hand_over)
+        patch.setattr(WeightBatch, "unpack", note_unpack)
         train(run, steps=1)
     for group in merged_layers(run.model.unwrap()):
         last = len(order) - 1 - order[::-1].index(group.fp8_weight)

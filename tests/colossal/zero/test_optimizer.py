@@ -264,12 +264,12 @@ def test_what_has_a_gradient_is_updated_and_the_optimizer_is_given_no_more() -> 
 
 def test_what_is_sent_is_published_with_its_amax_and_the_rest_is_waited_for() -> None:
     updates = [update(1, 0, "a"), update(2, 0), update(3, 0, "c")]
-    published, waited = [], []
-    made = optimizer(gathered_weights=SimpleNamespace(publish=published.extend))
+    published, waited = {}, []
+    made = optimizer(gathered_weights=SimpleNamespace(publish=published.update))
     versions = [each.working._version for each in updates]
     works = [SimpleNamespace(wait=lambda number=number: waited.append(number)) for number in range(2)]
     made._publish(updates, works, [torch.tensor(7.0), torch.tensor(8.0), None])
-    assert [(each.weight, float(each.shard[0]), each.amax) for each in published] == [
+    assert [(weight, float(shard.values[0]), shard.amax) for weight, shard in published.items()] == [
         ("a", 1.0, torch.tensor(7.0)),
         ("c", 3.0, None),
     ]

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8booster.colossal.zero import gathered_weights
 from fp8booster.comm.amax import agree_on_amax
+from fp8booster.nn import sharding
 from fp8booster.optim import HybridAdam, one_pass
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import CLOSE, Layers, batch, features, masters, own_gradients, step, wire
@@ -134,7 +134,7 @@ def test_a_step_in_one_pass_is_the_optimizers_own_and_tells_the_amax() -> None:
             of_run.extend(amaxes)
             return agree_on_amax(shards, group, amaxes)
 
-        with mock.patch.object(gathered_weights, "agree_on_amax", observed):
+        with mock.patch.object(sharding, "agree_on_amax", observed):
             train(run)
     assert min(seen) > 0
     assert [run.optimizer._why_by_itself for run in runs] == [None, "hooks are called before or after its step"]

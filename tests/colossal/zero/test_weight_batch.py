@@ -9,9 +9,10 @@ import torch
 
 from fp8booster import FP8Config, FP8Linear, comm
 from fp8booster.colossal.zero import gathered_weights
-from fp8booster.colossal.zero.gathered_weights import GatheredWeights, _Cast, _parts, _stacked
-from fp8booster.colossal.zero.weight_batch import Filled, GatheredWeight, ScaleGroup, WeightBatch, keeps_transpose
+from fp8booster.colossal.zero.gathered_weights import GatheredWeight, GatheredWeights, Shard, WeightBatch
 from fp8booster.kernels.cast import cast
+from fp8booster.nn import sharding
+from fp8booster.nn.sharding import ScaleGroup
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.engine import EngineWeight
 from fp8booster.tensor import QuantizedMatrix
@@ -22,14 +23,25 @@ FORMAT = torch.float8_e4m3fn
 
 def gathered_weight(rows: int, columns: int = 32, **options: object) -> GatheredWeight:
     """Of a layer of its own, whose weight is padded for all ranks."""
-    layer = FP8Linear(columns, rows, bias=False, config=FP8Config(emulate=True, **options), dtype=torch.bfloat16)
-    count = layer.weight.numel()
+    return gathered_weights_under_one_scale(rows, columns=columns, **options)[0]
+
+
+def gathered_weights_under_one_scale(*rows: int, columns: int = 32, **options: object) -> list[GatheredWeight]:
+    """Stacked by rows, where they are several."""
+    config = FP8Config(emulate=True, **options)
+    layers = [FP8Linear(columns, each, bias=False, config=config, dtype=torch.bfloat16) for each in rows]
+    count = sum(rows) * columns
     flat = torch.zeros(-(-count // RANKS) * RANKS, dtype=FORMAT)
-    transpose = torch.zeros(columns, rows, dtype=FORMAT) if keeps_transpose(layer) else torch.zeros(0, dtype=FORMAT)
-    quantized = QuantizedMatrix(flat[:count].view(rows, columns), transpose, torch.zeros(()), None)
-    layer.fp8_weight = EngineWeight()
-    group = ScaleGroup([Filled(layer, layer.fp8_weight, [layer.weight], quantized)])
-    return GatheredWeight(layer, group, flat, quantized)
+    for layer in layers:
+        layer.fp8_weight = EngineWeight()
+    group = ScaleGroup(layers)
+    data, transpose = flat[:count].view(-1, columns), torch.zeros(columns, sum(rows), dtype=FORMAT)
+    group.lie_in(QuantizedMatrix(data, transpose, torch.zeros(()), None))
+    parts = [flat] if len(layers) == 1 else [part.data.view(-1) for part in group.parts]
+    return [
+        GatheredWeight(layer, group, quantized, part, keeps_16_bits=True)
+        for layer, quantized, part in zip(layers, group.parts, parts, strict=True)
+    ]
 
 
 class Noting(Casts):
@@ -45,9 +57,9 @@ class Noting(Casts):
 def test_a_rank_casts_its_part_and_knows_how_much_of_it_is_padding(rank: int) -> None:
     weights = [gathered_weight(16), gathered_weight(32), gathered_weight(16, columns=16)]
     batch = WeightBatch(weights, RANKS, rank)
-    assert batch.firsts.tolist() == [0, 1, 2]
+    assert batch.sharded.firsts is None
     sizes = [171, 342, 86]  # of 512, 1024 and 256 values
-    assert batch.counts == ([171, 342, 86] if rank < 2 else [170, 340, 84])
+    assert batch.sharded.counts == ([171, 342, 86] if rank < 2 else [170, 340, 84])
     for each, size, (whole, own) in zip(weights, sizes, batch.messages, strict=True):
         assert whole.data_ptr() == each.flat.data_ptr()
         assert (whole.numel(), own.numel()) == (RANKS * size, size)
@@ -57,7 +69,7 @@ def test_a_rank_casts_its_part_and_knows_how_much_of_it_is_padding(rank: int) ->
 def test_a_weight_smaller_than_the_parts_before_has_no_values_here() -> None:
     weight = gathered_weight(16)
     weight.flat = torch.zeros(RANKS * 256, dtype=FORMAT)
-    assert [WeightBatch([weight], RANKS, rank).counts for rank in range(RANKS)] == [[256], [256], [0]]
+    assert [WeightBatch([weight], RANKS, rank).sharded.counts for rank in range(RANKS)] == [[256], [256], [0]]
 
 
 @pytest.mark.parametrize("kinds", [(False, False), (True, True), (False, True), (True, False)], ids=str)
@@ -67,9 +79,9 @@ def test_each_weight_is_cast_by_its_own_layers_rounding_of_scales(kinds: tuple[b
     rank, size, count = 2, 171, 170  # the last part has a value of padding
     batch = WeightBatch(weights, RANKS, rank)
     shards = [torch.randn(size) for _ in weights]
-    amaxes = [torch.tensor(5.0), torch.tensor(7.0)]
+    amaxes = torch.tensor([5.0, 7.0])
     comm.reset_statistics()
-    batch.cast(shards, amaxes)
+    batch.cast(dict(zip(weights, map(Shard, shards), strict=True)), amaxes)
     for each, shard, amax, kind in zip(weights, shards, amaxes, kinds, strict=True):
         data, _, inverse_scale = cast.reference(
             shard.view(1, -1), FORMAT, plain=True, transposed=False, power_of_two=kind, amax=amax
@@ -90,18 +102,11 @@ def test_each_weight_is_cast_by_its_own_layers_rounding_of_scales(kinds: tuple[b
     assert not row.uncompressed
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize("lies_transposed", [False, True])
-def test_a_weight_that_lies_transposed_has_both_layouts(kept: bool, lies_transposed: bool) -> None:
-    layer = SimpleNamespace(fp8_config=SimpleNamespace(keeps_transposes=kept), weight_is_transposed=lies_transposed)
-    assert keeps_transpose(layer) is (kept or lies_transposed)
-
-
 def test_weights_under_one_scale_know_the_first_of_them() -> None:
-    one, two, three = (gathered_weight(16) for _ in range(3))
-    two.group = one.group
-    assert WeightBatch([one, two, three], RANKS, 0).firsts.tolist() == [0, 0, 2]
-    assert len(WeightBatch([one, two, three], RANKS, 0).groups) == 2
+    weights = [*gathered_weights_under_one_scale(16, 48), gathered_weight(16)]
+    batch = WeightBatch(weights, RANKS, 0)
+    assert batch.sharded.firsts.tolist() == [0, 0, 2]
+    assert len(batch.groups) == 2
 
 
 def test_a_layer_that_was_converted_again_gets_its_source_back() -> None:
@@ -125,34 +130,30 @@ def test_padding_is_left_out_where_the_amax_is_to_be_found(monkeypatch: pytest.M
         seen.append((values, group, known))
         return torch.tensor([3.0, 4.0])
 
-    monkeypatch.setattr(gathered_weights, "agree_on_amax", agree)
+    monkeypatch.setattr(sharding, "agree_on_amax", agree)
     amax = torch.tensor(9.0)
-    of_batch = _Cast(batch, [3, 1], shards, [None, amax, None, None])
-    assert [each.data_ptr() for each in of_batch.shards] == [shards[3].data_ptr(), shards[1].data_ptr()]
-    assert [each.item() for each in of_batch.agreed("group")] == [3.0, 4.0]
+    given = {weights[0]: Shard(shards[3]), weights[1]: Shard(shards[1], amax)}
+    assert batch.agree(given, "group").tolist() == [3.0, 4.0]
     ((values, group, known),) = seen
     assert group == "group"
     assert known == [None, amax]
-    assert [len(each) for each in values] == [170, 171]
+    assert [each.data_ptr() for each in values] == [shards[3].data_ptr(), shards[1].data_ptr()]
+    assert len(values[0]) == 170
 
 
 @pytest.mark.parametrize("transposes", [True, False])
-def test_stacked_memory_is_cut_into_the_rows_and_columns_of_each_weight(transposes: bool) -> None:
-    layers = [gathered_weight(rows, keep_weight_transposes=transposes).layer for rows in (16, 48, 32)]
-    data, transpose = _stacked(layers)
+@pytest.mark.parametrize("lies_transposed", [True, False])
+def test_memory_holds_the_rows_of_all_and_a_transpose_where_one_is_multiplied(
+    transposes: bool, lies_transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = gathered_weights_under_one_scale(16, 48, 32, keep_weight_transposes=transposes)
+    monkeypatch.setattr(FP8Linear, "weight_is_transposed", lies_transposed)
+    flat, (data, transpose, inverse_scale, _) = of_optimizer(weights)._memory([each.layer for each in weights])
     assert data.shape == (96, 32)
-    assert transpose.shape == ((32, 96) if transposes else (0,))
+    assert flat.data_ptr() == data.data_ptr()
+    assert transpose.shape == ((32, 96) if transposes or lies_transposed else (0,))
     assert data.dtype is transpose.dtype is FORMAT
-    parts = _parts(data, transpose, [layer.weight for layer in layers])
-    first = 0
-    for layer, (part, columns) in zip(layers, parts, strict=True):
-        rows = len(layer.weight)
-        assert part.data_ptr() == data[first:].data_ptr()
-        assert part.shape == layer.weight.shape
-        if transposes:
-            assert columns.shape == (32, rows)
-            assert columns.data_ptr() == transpose[:, first:].data_ptr()
-        first += rows
+    assert inverse_scale.shape == ()
 
 
 def of_optimizer(weights: list[GatheredWeight], groups: dict[int, object] | None = None) -> GatheredWeights:
@@ -171,17 +172,18 @@ def of_optimizer(weights: list[GatheredWeight], groups: dict[int, object] | None
 def test_batches_end_when_they_are_large_and_keep_those_of_one_scale_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: RANKS)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
-    weights = [gathered_weight(16) for _ in range(6)]
-    for each in (weights[0], weights[4]):  # as q and v are merged, of which one comes late
-        each.group = ScaleGroup([Filled(None, None, [weights[0].layer.weight, weights[4].layer.weight], None)])
+    merged = gathered_weights_under_one_scale(16, 16)
+    others = [gathered_weight(16) for _ in range(4)]
+    weights = [merged[0], *others[:3], merged[1], others[3]]  # as q and v are merged, of which one comes late
+    groups = list(dict.fromkeys(each.group for each in weights))
     made = of_optimizer(weights)
     for limit, expected in (
         (2**28, [[0, 4, 1, 2, 3, 5]]),
         (1, [[0, 4], [1], [2], [3], [5]]),
-        (1026, [[0, 4], [1, 2], [3, 5]]),
+        (1024, [[0, 4], [1, 2], [3, 5]]),
     ):
         monkeypatch.setattr(gathered_weights, "BATCH_BYTES", limit)
-        batches = list(made._batches(weights, "group"))
+        batches = list(made._batches(groups, "group"))
         assert [[weights.index(each) for each in batch.weights] for batch in batches] == expected
 
 
@@ -193,7 +195,7 @@ def test_weights_lie_together_where_none_of_these_differs(differs: str) -> None:
         padded = made._optimizer._working_param_to_padded_working_param
         padded[weights[1].layer.weight] = torch.empty(513)
     merged = SimpleNamespace(layers=[each.layer for each in weights], weights=[each.layer.weight for each in weights])
-    assert made._can_lie_together(merged) is (differs == "nothing")
+    assert (made._why_apart(merged) is None) is (differs == "nothing")
 
 
 def test_gathers_in_16_bits_are_counted_by_group_and_reason(monkeypatch: pytest.MonkeyPatch) -> None:

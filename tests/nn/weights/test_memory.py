@@ -8,7 +8,7 @@ from torch import nn
 
 from fp8booster import FP8Config, convert_to_fp8
 from fp8booster.nn.weights import memory
-from fp8booster.nn.weights.memory import fits, without_large_copies
+from fp8booster.nn.weights.memory import fits
 
 VALUES = 64 * 64
 
@@ -57,9 +57,3 @@ def test_a_conversion_decides_on_transposes_once_and_backward_makes_those_that_a
     other = x.detach().requires_grad_()
     always(other).sum().backward()
     assert torch.equal(x.grad, other.grad)
-
-
-def test_16_bit_copies_are_decided_on_where_nobody_else_did() -> None:
-    assert without_large_copies(FP8Config(), copies_fit=False).weights_in_16_bits is False
-    assert without_large_copies(FP8Config(), copies_fit=True).keeps_16_bits
-    assert without_large_copies(FP8Config(weights_in_16_bits=True), copies_fit=False).weights_in_16_bits is True

@@ -1,0 +1,248 @@
+"""The cast of weights that are spread over ranks, one for all engines.
+
+ZeRO's flat buffers, FSDP's units and Gemini's chunks differ in where a rank's part of a weight lies, where its FP8
+values go, and when these are gathered. Each of them does so in the same steps:
+
+1. `why_in_16_bits` gives the reason for each weight that is not cast.
+2. `scale_groups` puts the weights of layers that are multiplied as one under one scale.
+3. `ShardedCast.agree` finds the amaxes of this rank's parts, and the largest over all ranks in one reduction.
+4. `ShardedCast.cast` casts the parts into memory that the engine names, and the engine gathers the bytes.
+5. `ScaleGroup.lie_in` tells where the gathered matrix is, and `ScaleGroup.fill` hands it to who multiplies by it.
+
+So the bytes that are sent are those that are multiplied: no 16-bit gather, and no second rounding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fp8booster.comm.amax import agree_on_amax, largest_of_each
+from fp8booster.kernels.alignment import ALIGNMENT
+from fp8booster.kernels.scales import amaxes_of, scale_of
+from fp8booster.kernels.shard_cast import cast_shards
+from fp8booster.nn.fused.merged_layers import MergedLayers
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.weights.source import WeightSource
+from fp8booster.tensor import QuantizedMatrix
+
+NOT_FP8 = "not the weight of an FP8 layer"
+
+
+def count_readers(model: nn.Module) -> Counter[nn.Parameter]:
+    """Count the modules that hold each parameter."""
+    return Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+
+
+def why_in_16_bits(
+    layer: FP8Layer, *, readers: int = 1, shape: Sequence[int] | None = None, of_engine: str | None = None
+) -> str | None:
+    """Return why an engine gathers an FP8 layer's weight in 16 bits; None: it casts the weight.
+
+    Args:
+        layer: whose weight is trained.
+        readers: modules that hold the weight.
+        shape: the weight's, where the layer holds a part of it now.
+        of_engine: a reason of the engine's own, which comes first.
+    """
+    if of_engine is not None:
+        return of_engine
+    if readers > 1:
+        return "shared with another module"
+    if layer.why_cast_by_itself is not None:
+        return layer.why_cast_by_itself
+    if any(size % ALIGNMENT for size in shape or layer.held_weight.shape):
+        return f"size no multiple of {ALIGNMENT}"
+    return None
+
+
+def _power_of_two(layer: FP8Layer) -> bool:
+    """Ask the layer's scaling how it rounds the scales of shards."""
+    return layer.fp8_config.power_of_two
+
+
+class Filled(NamedTuple):
+    """A weight source, and what it is filled with."""
+
+    holder: FP8Layer | MergedLayers
+    source: WeightSource
+    weights: list[torch.Tensor]
+    quantized: QuantizedMatrix
+
+    def is_right(self) -> bool:
+        """Tell whether the weights, as they are, are what was gathered."""
+        return self.source.is_provided(self.weights)
+
+
+@dataclass(eq=False)
+class ScaleGroup:
+    """Weights under one scale: those of layers that are multiplied as one, stacked by rows, or a lone one."""
+
+    layers: Sequence[FP8Layer]
+
+    merged: MergedLayers | None = None
+    """Multiplies the layers' weights as one."""
+
+    parts: list[QuantizedMatrix] = field(default_factory=list)
+    """The FP8 matrix of each weight, as the weight lies."""
+
+    filled: list[Filled] = field(default_factory=list)
+    """The source of each weight, and behind them that of all."""
+
+    def lie_in(self, whole: QuantizedMatrix) -> None:
+        """Let the weights be parts of a matrix: its rows, and the columns of its transpose if it has one.
+
+        Args:
+            whole: [sum of N, K], in memory that is gathered into.
+        """
+        data, transpose, inverse_scale, _ = whole
+        self.parts = [whole]
+        if len(self.layers) > 1:
+            rows = [layer.product_features[1] for layer in self.layers]
+            columns = transpose.split(rows, 1) if transpose.dim() == 2 else [transpose] * len(rows)
+            pairs = zip(data.split(rows), columns, strict=True)
+            self.parts = [QuantizedMatrix(*pair, inverse_scale, None) for pair in pairs]
+        weights = [layer.held_weight for layer in self.layers]
+        self.filled = [
+            Filled(layer, layer.fp8_weight, [weight], layer.in_product_layout(part))
+            for layer, weight, part in zip(self.layers, weights, self.parts, strict=True)
+        ]
+        if self.merged is not None:
+            self.filled.append(Filled(self.merged, self.merged.fp8_weight, weights, whole))
+
+    def fill(self, ready: torch.cuda.Event | None = None) -> None:
+        """Hand the layers what was gathered; `ready` as in `WeightSource.fill`."""
+        for holder, source, weights, quantized in self.filled:
+            if holder.fp8_weight is not source:  # converted again since
+                holder.fp8_weight = source
+            source.fill(weights, quantized, ready)
+
+
+def scale_groups(
+    layers: Iterable[FP8Layer], merged: Iterable[MergedLayers], why_apart: Callable[[MergedLayers], str | None]
+) -> list[ScaleGroup]:
+    """Group the layers whose weights an engine casts, in their order.
+
+    Layers that would be multiplied as one and cannot be cast so get the reason, and run one by one. Those of which the
+    engine casts none are left alone: they are cast together where they run.
+
+    Args:
+        layers: whose weights are cast.
+        merged: of the model.
+        why_apart: why the engine cannot gather the weights into one matrix, all of which it casts; None: it can.
+    """
+    groups: dict[FP8Layer, ScaleGroup | None] = dict.fromkeys(layers)
+    for each in merged:
+        cast = [layer in groups for layer in each.layers]
+        if any(cast):
+            reason = why_apart(each) if all(cast) else "only some of the weights are gathered in FP8"
+            each.fp8_weight.refusal = reason
+            if reason is None:
+                groups |= dict.fromkeys(each.layers, ScaleGroup(each.layers, each))
+    return list(dict.fromkeys(group or ScaleGroup([layer]) for layer, group in groups.items()))
+
+
+class ShardedCast:
+    """Casts this rank's parts of weights, each by the scale of its group.
+
+    Parts, amaxes, memory and scales are given for each weight, in the order of the groups and of the layers in each.
+
+    Args:
+        groups: of the weights, the same on every rank.
+        device: of amaxes and scales.
+        counts: values of each part, without the padding behind them; None: no part is padded.
+    """
+
+    def __init__(self, groups: Sequence[ScaleGroup], device: torch.device, counts: Sequence[int] | None = None) -> None:
+        self.layers = [layer for group in groups for layer in group.layers]
+        self.device, self.counts = device, counts
+        self._power_of_two = [_power_of_two(layer) for layer in self.layers]
+        self.firsts: torch.Tensor | None = None
+        """For each weight the place of the first one that it shares a scale with, int64; None: none shares."""
+        if len(groups) < len(self.layers):
+            firsts: list[int] = []
+            for group in groups:
+                firsts += [len(firsts)] * len(group.layers)
+            # pinned, for the host must not wait: where experts get no gradient, others are updated at each step
+            made = torch.tensor(firsts, dtype=torch.int64, pin_memory=device.type == "cuda")
+            self.firsts = made.to(device, non_blocking=True)
+
+    def agree(
+        self,
+        shards: Sequence[torch.Tensor],
+        ranks: dist.ProcessGroup | None,
+        known: Sequence[torch.Tensor | None] | None = None,
+    ) -> torch.Tensor:
+        """Return the amax that each weight is cast by, float32 [weights]: the largest of its group over all ranks.
+
+        Args:
+            shards: [n] each, this rank's part of each weight in high precision; empty where it has none.
+            ranks: hold the parts.
+            known: the amax of each part, float32 [], where an optimizer found it; None: it is found here.
+        """
+        amaxes = list(known or [None] * len(shards))
+        # what is offloaded is read where it lies: only its amax comes here
+        away = [place for place, shard in enumerate(shards) if shard.device != self.device and amaxes[place] is None]
+        if away:
+            found = torch.stack(amaxes_of([shards[place] for place in away])).to(self.device)
+            for place, amax in zip(away, found.unbind(), strict=True):
+                amaxes[place] = amax
+        if self.counts is not None:  # an optimizer may make anything of what pads
+            shards = [shard[:count] for shard, count in zip(shards, self.counts, strict=True)]
+        agreed = agree_on_amax(shards, ranks, amaxes)
+        return agreed if self.firsts is None else largest_of_each(agreed, self.firsts)
+
+    def cast(
+        self,
+        shards: Sequence[torch.Tensor],
+        amaxes: torch.Tensor,
+        outs: Sequence[torch.Tensor],
+        inverse_scales: Sequence[torch.Tensor],
+    ) -> None:
+        """Cast the parts, and show them to whoever watches the layers' casts.
+
+        Args:
+            shards: as in `agree`.
+            amaxes: what `agree` returned.
+            outs: [n] FP8 each; written.
+            inverse_scales: float32 [] each; written, also where another rank has all of the weight.
+        """
+        kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for place, out in enumerate(outs):
+            kinds.setdefault((out.dtype, self._power_of_two[place]), []).append(place)
+        for (dtype, power_of_two), places in kinds.items():
+            # no launch on this device writes the scales of weights that other ranks have all of, or of offloaded ones
+            unwritten = [place for place in places if not outs[place].numel() or outs[place].device != self.device]
+            if unwritten:
+                scales = scale_of(amaxes, dtype, power_of_two)[1].unbind()
+                torch._foreach_copy_(
+                    [inverse_scales[place] for place in unwritten], [scales[place] for place in unwritten]
+                )
+            for device in {outs[place].device for place in places}:
+                of_device = [place for place in places if outs[place].device == device and outs[place].numel()]
+                here = [place for place in of_device if shards[place].device == device]
+                launches = [here] if here else []
+                # what an offloaded master is copied to is freed before the next part is
+                launches += [[place] for place in of_device if shards[place].device != device]
+                scale_by = amaxes.to(device).unbind()
+                spare = torch.empty((), dtype=torch.float32, device=device)
+                for some in launches:
+                    cast_shards(
+                        [shards[place].to(device, non_blocking=device.type == "cuda") for place in some],
+                        [scale_by[place] for place in some],
+                        [outs[place] for place in some],
+                        [inverse_scales[place] if device == self.device else spare for place in some],
+                        power_of_two,
+                    )
+        counts = self.counts or [out.numel() for out in outs]
+        for layer, shard, out, count, inverse_scale in zip(
+            self.layers, shards, outs, counts, inverse_scales, strict=True
+        ):
+            if layer.fp8_casts.sees_weights and count:
+                layer.fp8_casts.note_weight(shard[:count], out[:count], inverse_scale)
