@@ -14,7 +14,6 @@ from fp8booster.nn import (
     fuse,
     quantize,
     record,
-    refresh_weights,
     report,
 )
 from fp8booster.serving import export, load_fp8
@@ -35,7 +34,6 @@ __all__ = [
     "load_fp8",
     "quantize",
     "record",
-    "refresh_weights",
     "report",
 ]
 

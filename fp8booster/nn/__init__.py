@@ -9,7 +9,6 @@ from fp8booster.nn.linear.layer import FP8Layer, forget_weights
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.quantize import quantize
 from fp8booster.nn.recording import Recording, record
-from fp8booster.nn.refresh import refresh_weights
 from fp8booster.nn.report import Report, report
 
 __all__ = [
@@ -25,6 +24,5 @@ __all__ = [
     "fuse",
     "quantize",
     "record",
-    "refresh_weights",
     "report",
 ]

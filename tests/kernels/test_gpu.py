@@ -14,7 +14,6 @@ from fp8booster import formats
 from fp8booster.kernels import block_cast
 from fp8booster.kernels.blockwise_cast import blockwise_cast
 from fp8booster.kernels.cast import cast, cast_by, note_amax, saturate
-from fp8booster.kernels.many_cast import ManyCast
 from fp8booster.kernels.message_layout import MessageLayout
 from fp8booster.kernels.rowwise_cast import rowwise_cast
 from fp8booster.kernels.scales import amax_of, scale_of
@@ -196,20 +195,6 @@ def test_a_rowwise_cast_reaches_beyond_two_billion_values(huge) -> None:
         )
         assert same(transpose[columns], expected)
         assert torch.equal(transpose_inverse_scale[columns], scales)
-
-
-def test_a_cast_of_many_reaches_beyond_two_billion_values(huge) -> None:
-    small = torch.randn(32, 48, dtype=torch.bfloat16, device=DEVICE)
-    both = [huge, small]
-    plains = [torch.empty(matrix.shape, dtype=formats.E4M3, device=DEVICE) for matrix in both]
-    transposes = [torch.empty(matrix.shape[::-1], dtype=formats.E4M3, device=DEVICE) for matrix in both]
-    inverse_scales = torch.empty(2, device=DEVICE)
-    ManyCast(both, plains, transposes, inverse_scales).run()
-    for index, matrix in enumerate(both):
-        data, transpose, inverse_scale = cast(matrix, formats.E4M3, transposed=True)
-        assert torch.equal(plains[index].view(torch.uint8), data.view(torch.uint8))
-        assert torch.equal(transposes[index].view(torch.uint8), transpose.view(torch.uint8))
-        assert torch.equal(inverse_scales[index], inverse_scale)
 
 
 def test_a_message_reaches_to_two_billion_values() -> None:

@@ -187,45 +187,6 @@ def tables_differ() -> Iterator[str]:
         yield f"owners: {owners} {of_captured}"
 
 
-def many_casts_differ() -> Iterator[str]:
-    from fp8booster.kernels.many_cast import ManyCast
-    from fp8booster.kernels.many_cast_triton import Launches
-
-    shapes = [(16, 16), (64, 128), (80, 144), (16, 272), (144, 16)]
-    for dtype, power_of_two, source in SETTINGS:
-        matrices = [exact(shape, formats.MAX[dtype], source) for shape in shapes]
-        casts = [
-            ManyCast(
-                matrices,
-                [torch.full_like(matrix, fill).to(dtype) for matrix in matrices],
-                [torch.full_like(matrix, fill).t().contiguous().to(dtype) for matrix in matrices],
-                torch.full((len(shapes),), -1.0),
-                power_of_two,
-            )
-            for fill in (3.0, 5.0)
-        ]
-        of_first = casts[0]
-        launches = Launches(
-            of_first.matrices, of_first.plains, of_first.transposes, of_first.inverse_scales, power_of_two
-        )
-        for factor in (1.0, 2.0**-4):  # the second over what the first left
-            for index, matrix in enumerate(matrices):
-                matrix.mul_(factor * 2.0**-index)
-            launches.run()
-            casts[1].run()
-            for index, shape in enumerate(shapes):
-                yield from compare(
-                    f"many {factor} {shape} {dtype} {source}",
-                    *((c.plains[index], c.transposes[index], c.inverse_scales[index]) for c in casts),
-                )
-        for matrix, value in zip(matrices, (0.0, math.inf, math.nan, torch.finfo(source).max, -3.0), strict=True):
-            matrix[-2:] = value
-        launches.run()
-        casts[1].run()
-        if not same(casts[0].inverse_scales, casts[1].inverse_scales):
-            yield f"scales of many {dtype} {source}"
-
-
 def adam_updates_differ() -> Iterator[str]:
     from fp8booster.kernels.adamw_triton import update_triton
 
@@ -268,7 +229,6 @@ CHECKS: tuple[Callable[[], Iterator[str]], ...] = (
     delayed_casts_differ,
     shard_casts_differ,
     tables_differ,
-    many_casts_differ,
     adam_updates_differ,
     norms_differ,
 )
