@@ -1,11 +1,11 @@
-"""What modules say of themselves: their hooks, what they hold, and which of them make a model's logits."""
+"""Classes of modules, their hooks, what they hold, and which of them make a model's logits."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable
 from functools import cache
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -15,7 +15,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def cached_by_class(function: Function) -> Function:
-    """`functools.cache`, whose type takes no class of modules, with the type of the function."""
+    """Cache as `functools.cache`, whose type takes no class of modules, with the type of the function."""
     return cast(Function, cache(function))
 
 
@@ -76,36 +76,42 @@ def _mixed_again(ingredients: Any) -> type:
     return mixed_class(*map(_mixed_again, ingredients)) if isinstance(ingredients, tuple) else ingredients
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of its own, forward or backward, which only a call runs; not those marked."""
-    hooks = _hooks(module)
-    return bool(hooks) and any(not getattr(hook, LOOKS_AT_NOTHING, False) for hook in hooks)
-
-
-def is_looked_at(module: nn.Module) -> bool:
-    """Whether a module has hooks that may read what it is given or gives: all but those marked to only wait."""
-    hooks = _hooks(module)
-    return bool(hooks) and any(
-        not (getattr(hook, ONLY_WAITS, False) or getattr(hook, LOOKS_AT_NOTHING, False)) for hook in hooks
-    )
-
-
-def _hooks(module: nn.Module) -> Sequence[Callable]:
-    of_kinds = module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
-    if not any(of_kinds):  # asked of every part at every call, and most have none
-        return ()
-    return [hook for of_kind in of_kinds for hook in of_kind.values()]
-
-
 LOOKS_AT_NOTHING = "fp8_looks_at_nothing"
 """Attribute of a hook that a module may run without."""
 
 ONLY_WAITS = "fp8_only_waits"
 """Attribute of a hook that does nothing but wait for parameters."""
 
-
 PASSES_ON = "fp8_passes_on"
 """Attribute of a forward that makes parameters ready, and passes all that it is given to its base class's."""
+
+_HOOKS = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether a module has hooks of its own, forward or backward, which only a call runs; not those marked."""
+    # every part is asked at every call, and most have none
+    return any(_HOOKS(module)) and not _are_marked(module, LOOKS_AT_NOTHING)
+
+
+def is_looked_at(module: nn.Module) -> bool:
+    """Tell whether a module has hooks that may read what it is given or gives: all but those marked to only wait."""
+    return any(_HOOKS(module)) and not _are_marked(module, ONLY_WAITS, LOOKS_AT_NOTHING)
+
+
+def _are_marked(module: nn.Module, *marks: str) -> bool:
+    hooks = (hook for of_kind in _HOOKS(module) for hook in of_kind.values())
+    return all(any(getattr(hook, mark, False) for mark in marks) for hook in hooks)
+
+
+def must_be_called(module: nn.Module) -> bool:
+    """Tell whether a module has hooks, or a forward of its own in place of its class's."""
+    return "forward" in module.__dict__ or (any(_HOOKS(module)) and has_hooks(module))
+
+
+def may_be_bypassed(module: nn.Module) -> bool:
+    """Tell whether nobody sees how a module is called: its class's forward runs, and its hooks, if any, only wait."""
+    return "forward" not in module.__dict__ and not (any(_HOOKS(module)) and is_looked_at(module))
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:
@@ -119,16 +125,6 @@ def wait_for_parameters(module: nn.Module) -> None:
     for hook in module._forward_pre_hooks.values():
         if getattr(hook, ONLY_WAITS, False):
             hook(module, ())
-
-
-def must_be_called(module: nn.Module) -> bool:
-    """Whether a module has hooks, or a forward of its own in place of its class's."""
-    return "forward" in module.__dict__ or has_hooks(module)
-
-
-def may_be_bypassed(module: nn.Module) -> bool:
-    """Whether nobody sees how a module is called: its class's forward runs, and its hooks, if any, only wait."""
-    return "forward" not in module.__dict__ and not is_looked_at(module)
 
 
 def run_with(forward: Callable[..., Any], module: nn.Module, parts: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -152,30 +148,24 @@ def run_with(forward: Callable[..., Any], module: nn.Module, parts: dict[str, An
         return forward(stand_in, *args, **kwargs)
     finally:
         if len(now) != len(given) or not all(map(is_, now.values(), given.values())):
-            _keep_changes(held, given, now, parts)
-
-
-def _keep_changes(held: dict[str, Any], given: dict[str, Any], now: dict[str, Any], parts: Container[str]) -> None:
-    """Bring what a stand-in's attributes are now, and were not, to what its module holds."""
-    for name in given:
-        if name not in now and name not in parts:
-            held.pop(name, None)
-    held.update({name: value for name, value in now.items() if name not in given or given[name] is not value})
+            for name in given.keys() - now.keys() - parts.keys():
+                held.pop(name, None)
+            held.update({name: value for name, value in now.items() if name not in given or given[name] is not value})
 
 
 def held_by_modules(model: nn.Module, kind: type[Held]) -> list[Held]:
-    """The objects of a class that the modules of a model hold as attributes."""
+    """Return the objects of a class that the modules of a model hold as attributes."""
     return [value for module in model.modules() for value in vars(module).values() if isinstance(value, kind)]
 
 
 def held_by_several(model: nn.Module) -> set[int]:
-    """The identities of parameters that several modules of a model hold, as its embeddings and its head do."""
+    """Return the ids of parameters that several modules of a model hold, as its embeddings and its head do."""
     holders = Counter(id(each) for module in model.modules() for each in module.parameters(recurse=False))
     return {parameter for parameter, count in holders.items() if count > 1}
 
 
 def vocabulary_heads(model: nn.Module) -> set[int]:
-    """The identities of what `get_output_embeddings()` gives, which models of transformers have, and of all inside it.
+    """Return the ids of what `get_output_embeddings()` gives, which models of transformers have, and of all inside it.
 
     Names tell little: the head is `cls.predictions.decoder` in BERT, `lm_head.decoder` in RoBERTa, `proj_out` in
     Whisper.
@@ -192,7 +182,7 @@ def vocabulary_heads(model: nn.Module) -> set[int]:
 
 
 def _head(module: nn.Module) -> object:
-    """What a module says to be its head, if anything."""
+    """Return what a module calls its head, if anything."""
     ask = getattr(module, "get_output_embeddings", None)
     try:
         return None if ask is None else ask()
@@ -202,7 +192,7 @@ def _head(module: nn.Module) -> object:
 
 
 def repeated_layers(module: nn.Module) -> list[nn.Module]:
-    """The members of each ModuleList of two or more modules of one class with weights, but for lists inside these."""
+    """Return the members of each ModuleList of two or more modules of one class with weights, but for lists inside."""
     found: list[nn.Module] = []
     for child in module.children():
         members = list(child) if isinstance(child, nn.ModuleList) else []

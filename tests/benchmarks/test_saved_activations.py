@@ -16,7 +16,7 @@ def test_storages_that_grow_with_the_tokens_are_counted_once() -> None:
     for record in records_of(model, 16):
         found.setdefault(record["where"], []).append(record["units"])
     assert found["self_attn: attend"][0] == 3  # q, k and v are views of one
-    assert found["mlp: activate_gated"] == [2 * 344 / 128]
+    assert found["mlp: activate"] == [2 * 344 / 128]
     assert found["mlp.down_proj: forward"] == [344 / 128]
     # the weights, which are saved too, do not grow
     assert not any(size > 2 * 344 / 128 for sizes in found.values() for size in sizes)

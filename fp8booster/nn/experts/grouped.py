@@ -23,7 +23,7 @@ from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.experts.gated import gate_up_down, why_not_gated
 from fp8booster.nn.experts.grouped_linear import GroupedWeight, cast_experts, grouped_linear
 from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
-from fp8booster.nn.fused.pointwise import Saving, activate_gated
+from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.speed_model import computes_in_fp8
@@ -147,7 +147,7 @@ class GroupedExperts:
             (self._down, downs, self.fp8_casts["down"]),
         ):
             if copy is self._down:
-                x = activate_gated(x, saving=Saving(in_8_bits=config.saves_in_8_bits))
+                x = activate(x, gated=True, saving=Saving(in_8_bits=config.saves_in_8_bits))
             weights = [_weight(layer) for layer in layers]
             quantized = copy.get(weights, (config, provided))
             if quantized is None:

@@ -26,7 +26,7 @@ from fp8booster.nn.experts import routing
 from fp8booster.nn.experts.grouped import EXPERTS_THAT_PAY
 from fp8booster.nn.experts.grouped_linear import grouped_linear, under_one_scale
 from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
-from fp8booster.nn.fused.pointwise import Saving, activate, activate_gated
+from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.fused.trials import fused_kind, gates_by_activation
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import change_class, mixed_class
@@ -225,8 +225,8 @@ class FP8Experts(nn.Module):
     def _activated(self, x: torch.Tensor) -> torch.Tensor:
         kind = self._fused_kind
         if kind is not None:
-            fused = activate_gated if self._is_gated else activate
-            return fused(x, kind, saving=Saving(in_8_bits=self.fp8_config.saves_in_8_bits))
+            saving = Saving(in_8_bits=self.fp8_config.saves_in_8_bits)
+            return activate(x, kind, gated=self._is_gated, saving=saving)
         return self._own_activation(x).to(torch.bfloat16)
 
     @property

@@ -1,7 +1,7 @@
 """The loss of transformers' causal language models over chunks of logits, in place of their native forward.
 
-The forward of a model runs as transformers wrote it, and finds in the place of its head one whose logits are late
-(`nn.fused.late_logits`). So one mechanism serves the models of `MODELS`, whatever versions of transformers call their
+The forward of a model runs as transformers wrote it, and finds in the place of its head one whose logits are lazy
+(`nn.fused.lazy_logits`). So one mechanism serves the models of `MODELS`, whatever versions of transformers call their
 parts, and those that scale or cap their logits or add a loss of routers.
 """
 
@@ -20,7 +20,7 @@ from torch import nn
 from fp8booster.config import VOCABULARY_HEADS
 from fp8booster.nn.fused.families import FAMILIES, MODELS
 from fp8booster.nn.fused.head import HEADS, vocabulary_size, why_not_bypassed
-from fp8booster.nn.fused.late_logits import LateHead
+from fp8booster.nn.fused.lazy_logits import LazyHead
 from fp8booster.nn.modules import run_with
 
 if TYPE_CHECKING:  # seconds to import, and there where there is a model
@@ -180,7 +180,7 @@ def _forward_like(native: Callable) -> Callable:
         if not _computes_loss_alone(self, arguments):
             return native(self, *args, **kwargs)
         name = _head_name(self)
-        outputs = run_with(native, self, {name: LateHead(getattr(self, name))}, *args, **kwargs)
+        outputs = run_with(native, self, {name: LazyHead(getattr(self, name))}, *args, **kwargs)
         return type(outputs)(**{**outputs, "logits": None})
 
     return mark_fused(forward, native)

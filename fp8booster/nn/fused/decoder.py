@@ -10,7 +10,7 @@ In place, by class: parameters, their names, hooks and `isinstance` stay as they
 and every kernel delivers the amax of what it makes, so that the casts before FP8 products read their input once. The
 products are those of FP8 layers, or of layers that stayed nn.Linear. Which families there are: `nn.fused.families`.
 Each part is fused by itself, where it computes what its fused form does (`nn.fused.trials`); a layer of another
-structure is what its class makes of its parts (`nn.fused.late_sums`). Where a case is not covered (returned attention
+structure is what its class makes of its parts (`nn.fused.lazy`). Where a case is not covered (returned attention
 weights, another activation, layers of different kinds) that part runs as transformers wrote it.
 """
 
@@ -27,7 +27,7 @@ from torch import nn
 from fp8booster.config import FP8Config
 from fp8booster.nn.fused.families import ATTENTION, WITH_SINKS, Part, has_sinks, is_attention, is_known, part_of
 from fp8booster.nn.fused.feed_forward import FusedGatedMLP, FusedMLP
-from fp8booster.nn.fused.late_sums import LateSum, made, parts_with_late_sums
+from fp8booster.nn.fused.lazy import LazySum, made, parts_with_lazy_sums
 from fp8booster.nn.fused.merged_layers import MergedLayers, MergedLinears
 from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
 from fp8booster.nn.fused.packing import let_pack
@@ -60,8 +60,8 @@ class FusedDecoderLayer(nn.Module):
         """As transformers'."""
         if torch.compiler.is_compiling():  # the compiler sees sums and norms by itself
             return super().forward(hidden_states, *args, **kwargs)
-        parts = parts_with_late_sums(self, FusedNorm, saving=Saving.of_norm(self.fused_config))
-        return made(run_with(FusedDecoderLayer._as_written, self, parts, LateSum(hidden_states), *args, **kwargs))
+        parts = parts_with_lazy_sums(self, FusedNorm, saving=Saving.of_norm(self.fused_config))
+        return made(run_with(FusedDecoderLayer._as_written, self, parts, LazySum(hidden_states), *args, **kwargs))
 
     def _as_written(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)

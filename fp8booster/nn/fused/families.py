@@ -2,7 +2,7 @@
 
 A part is known by the layers that it has. What it computes is not written down here but tried out, in the version of
 transformers that is installed, before it is fused (`nn.fused.trials`); decoder layers run as
-transformers wrote them (`nn.fused.late_sums`). So one list serves the versions 4.51.3 to 5.24, which differ in what
+transformers wrote them (`nn.fused.lazy`). So one list serves the versions 4.51.3 to 5.24, which differ in what
 layers take and return, in what caches are called and are told, and in whether experts are modules.
 """
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fp8booster.nn.fused.part import FusedPart
-from fp8booster.nn.fused.pointwise import Saving, activate, activate_gated
+from fp8booster.nn.fused.pointwise import Saving, activate
 from fp8booster.nn.fused.trials import activation_kind, fused_kind
 from fp8booster.nn.modules import run_with
 
@@ -55,7 +55,7 @@ class FusedGatedMLP(FusedMLP):
         output = getattr(self, self.part.output)
         gate_up = self.merged_product(x)
         if gate_up is not None and (kind := self.kind) is not None:
-            return output(activate_gated(gate_up, kind, saving=Saving.of_activation(self.fused_config)))
+            return output(activate(gate_up, kind, gated=True, saving=Saving.of_activation(self.fused_config)))
         if gate_up is not None:
             gate, up = gate_up.unsafe_chunk(2, -1)  # an activation may write over its input
             return output(getattr(self, self.activation)(gate) * up)

@@ -23,7 +23,7 @@ from fp8booster.nn.linear.functional import Defer, linear_from_quantized
 from fp8booster.nn.linear.inputs import is_plain
 from fp8booster.nn.linear.layer import FP8Layer, config_around, held_weight, without_adapter
 from fp8booster.nn.linear.linear import FP8Linear
-from fp8booster.nn.linear.made_again import delivered_recipe
+from fp8booster.nn.linear.recompute import delivered_recipe
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import held_by_modules, must_be_called

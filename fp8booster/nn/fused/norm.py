@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fp8booster.nn.fused.part import Fused
-from fp8booster.nn.fused.pointwise import IN_16_BITS, Saving, layer_norm, rms_norm
+from fp8booster.nn.fused.pointwise import PLAIN, Saving, row_norm
 from fp8booster.nn.fused.trials import Norm, norm_of
 from fp8booster.nn.modules import forward_of_class, may_be_bypassed, wait_for_parameters
 
@@ -36,7 +36,8 @@ class FusedNorm(Fused):
     @property
     def takes_terms(self) -> bool:
         """Whether its forward is the one here, and not that of a class derived from its own afterwards."""
-        return forward_of_class(self) is FusedNorm.forward
+        ours = FusedNorm.forward
+        return type(self).forward is ours or forward_of_class(self) is ours
 
     def forward(
         self,
@@ -44,24 +45,28 @@ class FusedNorm(Fused):
         residual: torch.Tensor | None = None,
         *,
         both: bool = False,
-        saving: Saving = IN_16_BITS,
+        saving: Saving = PLAIN,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The norm of `hidden_states + residual`; with `both`, that sum too. `saving`: how the sum is saved."""
         if self.why_not_now is not None:
             h = hidden_states if residual is None else hidden_states + residual
             y = super().forward(h)
             return (y, h) if both else y
-        centered, unit_offset, name, weighted, biased = self.computes
-        epsilon = getattr(self, name)
+        centered, unit_offset, epsilon, weighted, biased = self.computes
         weight: Any = self.weight if weighted else hidden_states.new_ones(hidden_states.shape[-1])
         if weight.dim() > 1 and weight.shape != hidden_states.shape[-weight.dim() :]:
             shape = list(hidden_states.shape)
             raise ValueError(f"a norm with weights {list(weight.shape)} was given {shape}; give it those heads")
-        if centered:
-            bias = self.bias if biased else None
-            y, h = layer_norm(hidden_states, weight, bias, epsilon, residual, saving=saving)
-        else:
-            y, h = rms_norm(hidden_states, weight, epsilon, residual, unit_offset=unit_offset, saving=saving)
+        y, h = row_norm(
+            hidden_states,
+            weight,
+            getattr(self, epsilon),
+            residual,
+            self.bias if biased else None,
+            centered=centered,
+            unit_offset=unit_offset,
+            saving=saving,
+        )
         return (y, h) if both else y
 
 
@@ -92,4 +97,4 @@ class HeadNorms:
         for norm in self.norms:
             wait_for_parameters(norm)
         weight = torch.stack([norm.weight for norm in self.norms])
-        return layer_norm(heads, weight, None, self.norms[0].eps)[0]
+        return row_norm(heads, weight, self.norms[0].eps, centered=True)[0]

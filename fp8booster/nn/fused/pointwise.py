@@ -1,11 +1,11 @@
 """Norms, rotary embedding and activations around the products, differentiable.
 
-Each delivers the amax of what it makes, forward and backward, to the cast that follows.
+Each kernel knows the amax of what it wrote, and delivers it to the cast that follows, in forward and in backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,36 +19,48 @@ from fp8booster.kernels.group_codes import GroupCodes, values_of
 from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.linear.functional import unaliased, unsafe_view
-from fp8booster.nn.linear.made_again import Make, Recipe, deliver_recipe
+from fp8booster.nn.linear.recompute import Recipe, deliver_recipe
 
 Observer = Callable[[torch.Tensor, GroupCodes], None]
-"""Sees what is saved in 8 bits: the values, a matrix, and their codes."""
+"""Is shown what is saved in 8 bits: the values, a matrix, and their codes."""
 
 observers: list[Observer] = []
-"""Called in each forward that saves some."""
+"""Called by each forward that saves codes."""
 
 
 class Saving(NamedTuple):
     """What a fused norm or activation keeps for backward."""
 
     in_8_bits: bool = False
-    """What it read, in 8 bits."""
+    """What it read is saved as 8-bit codes."""
 
-    again: bool = False
-    """What it gives is made again by backward for the product that reads it, from what it read."""
+    recompute: bool = False
+    """Backward computes the output again for the product that reads it, which then saves nothing of its input."""
 
     @classmethod
     def of_norm(cls, config: FP8Config | None) -> Saving:
-        """Of the norms of a decoder layer."""
-        return IN_16_BITS if config is None else cls(config.saves_in_8_bits, config.recomputes_norms)
+        """Return what the norms of a decoder layer save."""
+        return PLAIN if config is None else cls(config.saves_in_8_bits, config.recomputes_norms)
 
     @classmethod
     def of_activation(cls, config: FP8Config | None) -> Saving:
-        """Of the activation of a feed-forward block."""
-        return IN_16_BITS if config is None else cls(config.saves_in_8_bits, config.recomputes_activations)
+        """Return what the activation of a feed-forward block saves."""
+        return PLAIN if config is None else cls(config.saves_in_8_bits, config.recomputes_activations)
 
 
-IN_16_BITS = Saving()
+PLAIN = Saving()
+"""What was read is saved in its own dtype, and so is what the product reads."""
+
+
+def _saved(values: Iterable[torch.Tensor], codes: Iterable[GroupCodes | None]) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of codes, which observers are shown; none where the values are saved themselves."""
+    flat: list[torch.Tensor] = []
+    for each, encoded in zip(values, codes, strict=True):
+        if encoded is not None:
+            flat += encoded
+            for observe in observers:
+                observe(each, encoded)
+    return tuple(flat)
 
 
 class _RowNorm(torch.autograd.Function):
@@ -67,23 +79,19 @@ class _RowNorm(torch.autograd.Function):
         y, h, inverse_rms, amax, codes = row_norm_kernel.row_norm(
             rows, weight, eps, added, bias, **kind, encoded=saving.in_8_bits
         )
-        if codes is not None:
-            for observe in observers:
-                observe(h, codes)
-        kept = (h,) if codes is None else tuple(codes)
+        kept = (h,) if codes is None else _saved([h], [codes])
         ctx.save_for_backward(weight, inverse_rms, *kept)
         ctx.set_materialize_grads(False)
         ctx.has_residual, ctx.kind = residual is not None, {**kind, "biased": bias is not None}
         y = unsafe_view(y, x.shape)
-        if saving.again:
+        if saving.recompute:
             # copies: where an engine gathers the norm's parameters, they are gone when the product's backward runs
             factors = [each.detach().clone() for each in (weight, bias) if each is not None]
+            saved = amax, inverse_rms, *factors, *(each.detach() for each in kept)
             in_tiles = not kind["centered"] and weight.dim() == 1  # a value needs no more of its row than was saved
             transpose = partial(_normalized_transpose, kind["unit_offset"]) if in_tiles else None
-            make = Make(partial(_normalized_again, eps, kind, len(factors)), transpose)
-            deliver_recipe(y, Recipe(make, (amax, inverse_rms, *factors, *(each.detach() for each in kept))))
-        h = x.view_as(x) if residual is None else h.view(x.shape)
-        return deliver_amax(y, amax), h
+            deliver_recipe(y, Recipe(partial(_normalized_again, eps, kind, len(factors)), saved, transpose))
+        return deliver_amax(y, amax), x.view_as(x) if residual is None else h.view(x.shape)
 
     @staticmethod
     @once_differentiable
@@ -91,18 +99,22 @@ class _RowNorm(torch.autograd.Function):
         weight, inverse_rms, *saved = ctx.saved_tensors
         if dy is None:  # only the sum was used
             return dh, None, None, dh if ctx.has_residual else None, None
-        h = GroupCodes(*saved) if len(saved) > 1 else saved[0]
-        shape = dy.shape
+        h = _values_or_codes(saved)
         dx, dweight, dbias, amax = row_norm_kernel.row_norm_backward(
             dy.reshape(h.shape).contiguous(),
             h,
             weight,
             inverse_rms,
+            # the kernel adds the gradient of the residual stream: autograd would read and write all of it once more
             None if dh is None else dh.reshape(h.shape).contiguous(),
             **ctx.kind,
         )
-        dx = deliver_amax(dx.view(shape), amax)
+        dx = deliver_amax(dx.view(dy.shape), amax)
         return dx, dweight, dbias, dx if ctx.has_residual else None, None
+
+
+def _values_or_codes(saved: Sequence[torch.Tensor]) -> torch.Tensor | GroupCodes:
+    return saved[0] if len(saved) == 1 else GroupCodes(*saved)
 
 
 def _normalized_again(
@@ -112,11 +124,11 @@ def _normalized_again(
     amax: torch.Tensor,
     inverse_rms: torch.Tensor,
     weight: torch.Tensor,
-    *others: torch.Tensor,
+    *others: torch.Tensor,  # a bias, if there are two factors, and the rows or their codes
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Make.matrix`: `others` are a bias, if there are two factors, and the rows or their codes."""
-    bias, saved = others[0] if factors > 1 else None, others[factors - 1 :]
-    rows = saved[0] if len(saved) == 1 else values_of(GroupCodes(*saved)).to(saved[1].dtype)
+    """As `Recipe.matrix`."""
+    bias, h = others[0] if factors > 1 else None, _values_or_codes(others[factors - 1 :])
+    rows = values_of(h).to(h.dtype) if isinstance(h, GroupCodes) else h
     y, _, _, amax, _ = row_norm_kernel.row_norm(rows, weight, eps, None, bias, **kind)
     return y, amax
 
@@ -129,60 +141,44 @@ def _normalized_transpose(
     *saved: torch.Tensor,
     **cast: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Make.transpose`, of an RMS norm."""
-    h = saved[0] if len(saved) == 1 else GroupCodes(*saved)
+    """As `Recipe.transpose`, of an RMS norm."""
+    h = _values_or_codes(saved)
     return row_norm_kernel.row_norm_transposed(h, weight, inverse_rms, unit_offset=unit_offset, amax=amax, **cast)
 
 
-def rms_norm(
+def row_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
     residual: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     *,
+    centered: bool = False,
     unit_offset: bool = False,
-    saving: Saving = IN_16_BITS,
+    saving: Saving = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMS norm of `h = x + residual`; see `kernels.row_norm`.
+    """Normalise the rows of `h = x + residual`: RMS norm or, centered, layer norm; see `kernels.row_norm`.
 
     Args:
         x: [..., K], BF16, FP16 or FP32.
         weight: [K]; or [G, K], for x [..., G, K].
         eps: added to the mean square.
         residual: of x's shape; None adds nothing.
+        bias: as the weight, or None.
+        centered: subtract each row's mean first.
         unit_offset: multiply by 1 + weight, as Gemma does.
-        saving: how h is kept for backward; with `again` one product reads y.
+        saving: how h is kept for backward; with `recompute` one product reads y.
 
     Returns:
         (y, h), of x's shape, and of the dtype that the sum has. A block that adds to h later should take this one, not
         x: then the gradients of both meet in one kernel.
     """
     if residual is not None and residual.dtype != x.dtype:
-        x, residual = _of_one_dtype(x, residual)
-    kind = {"centered": False, "unit_offset": unit_offset}
-    return _RowNorm.apply(x, weight, None, residual, (eps, kind, saving if torch.is_grad_enabled() else IN_16_BITS))
-
-
-def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    *,
-    saving: Saving = IN_16_BITS,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Layer norm of `h = x + residual`; arguments and results are those of `rms_norm`, and a bias [K] or None."""
-    if residual is not None and residual.dtype != x.dtype:
-        x, residual = _of_one_dtype(x, residual)
-    kind = {"centered": True, "unit_offset": False}
-    return _RowNorm.apply(x, weight, bias, residual, (eps, kind, saving if torch.is_grad_enabled() else IN_16_BITS))
-
-
-def _of_one_dtype(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Under autocast a block's output has 16 bits, and what it is added to may have 32."""
-    dtype = torch.promote_types(x.dtype, residual.dtype)
-    return x.to(dtype), residual.to(dtype)
+        # under autocast a block's output has 16 bits, and what it is added to may have 32
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        x, residual = x.to(dtype), residual.to(dtype)
+    kind = {"centered": centered, "unit_offset": unit_offset}
+    return _RowNorm.apply(x, weight, bias, residual, (eps, kind, saving if torch.is_grad_enabled() else PLAIN))
 
 
 class _SplitAndRotate(torch.autograd.Function):
@@ -225,7 +221,7 @@ def split_and_rotate(
     groups: int = 1,
     **pairs: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """q, k and v, after q and k were rotated in place: views, except where a group has several heads of one of them.
+    """Rotate q and k in place, and return q, k and v: views, unless a group has several heads of one of them.
 
     Args:
         qkv: [B, S, (query_heads + 2 key_heads) * D], just computed: nothing else may read it.
@@ -240,76 +236,45 @@ def split_and_rotate(
     return _SplitAndRotate.apply(qkv, cos.contiguous(), sin.contiguous(), query_heads, key_heads, groups, pairs)
 
 
-class _RotateHeads(torch.autograd.Function):
+class _Rotate(torch.autograd.Function):
+    """Rotates tensors in place, [B, S, ...] into [B, S, H, D], each with its number of heads and options."""
+
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: dict[str, bool]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx: Any, cos: torch.Tensor, sin: torch.Tensor, how: list[tuple[int, dict[str, bool]]], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.pairs = pairs
-        rotated = [unaliased(heads) for heads in (query, key)]
-        for heads in rotated:  # in place, as in `split_and_rotate`
-            rope_kernel.rotate(heads, cos, sin, heads.shape[2], **pairs)
-        return rotated[0], rotated[1]
+        ctx.how, ctx.shapes = how, [each.shape for each in tensors]
+        rotated = []
+        for each, (heads, options) in zip(tensors, how, strict=True):
+            rotated.append(unaliased(each).view(*each.shape[:2], heads, -1))
+            rope_kernel.rotate(rotated[-1], cos, sin, heads, **options)
+        return tuple(rotated)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor) -> tuple:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
         angles = ctx.saved_tensors  # once, as activation checkpointing asks for
         back = []
-        for gradient in (dq, dk):
+        for gradient, shape, (_, options) in zip(gradients, ctx.shapes, ctx.how, strict=True):
             gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
             none = gradient[:, :, :0]
-            back.append(rope_kernel.rotate_back(gradient, none, none, *angles, **ctx.pairs)[0])
-        return *back, None, None, None
+            dx, amax = rope_kernel.rotate_back(gradient, none, none, *angles, **options)
+            back.append(deliver_amax(dx.view(shape), amax))
+        return None, None, None, *back
 
 
 def rotate_heads(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, **pairs: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys, rotated in place where they lie apart, as their norms made them.
+) -> tuple[torch.Tensor, ...]:
+    """Return queries and keys, rotated in place where they lie apart, as their norms made them.
 
     Args:
         query, key: [B, S, H, D], contiguous and just computed: nothing else may read them.
         cos, sin, pairs: as in `split_and_rotate`.
     """
-    return _RotateHeads.apply(query, key, cos.contiguous(), sin.contiguous(), pairs)
-
-
-class _LatentHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        k_rotated: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        heads: int,
-        pairs: dict[str, bool],
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.save_for_backward(cos, sin)
-        ctx.pairs = pairs
-        query = unaliased(q).view(*q.shape[:2], heads, -1)
-        rope_kernel.rotate(query, cos, sin, heads, last=True, **pairs)  # in place, as in `split_and_rotate`
-        shared = k_rotated.unsqueeze(2).clone(memory_format=torch.contiguous_format)
-        rope_kernel.rotate(shared, cos, sin, 1, **pairs)
-        own, value = unaliased(kv).view(*kv.shape[:2], heads, -1).tensor_split([query.shape[-1] - cos.shape[-1]], -1)
-        return query, torch.cat([own, shared.expand(-1, -1, heads, -1)], -1), value
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor) -> tuple:
-        cos, sin = ctx.saved_tensors
-        own, shared = dk.tensor_split([dk.shape[-1] - cos.shape[-1]], -1)
-        dkv = torch.cat([own, dv], -1).flatten(2)
-        none = dq[:, :, :0]
-        dq = dq if dq.stride(-1) == 1 else dq.contiguous()
-        dq, amax = rope_kernel.rotate_back(dq, none, none, cos, sin, last=True, **ctx.pairs)
-        shared = shared.sum(2, keepdim=True)
-        none = shared[:, :, :0]
-        dk_rotated = rope_kernel.rotate_back(shared, none, none, cos, sin, **ctx.pairs)[0]
-        return deliver_amax(dq.flatten(2), amax), dkv, dk_rotated.squeeze(2), None, None, None, None
+    how = [(query.shape[2], pairs), (key.shape[2], pairs)]
+    return _Rotate.apply(cos.contiguous(), sin.contiguous(), how, query, key)
 
 
 def latent_heads(
@@ -322,11 +287,11 @@ def latent_heads(
     heads: int,
     **pairs: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """q, k and v of attention with latents, whose keys share what is rotated of them.
+    """Return q, k and v of attention with latents, whose keys share what is rotated of them.
 
     Args:
         q: [B, S, heads * D], contiguous and just computed: nothing else may read it. It is rotated in place.
-        kv: [B, S, heads * (D - R + V)], likewise: of each head its part of the key, and its value.
+        kv: [B, S, heads * (D - R + V)]: of each head its part of the key, and its value.
         k_rotated: [B, S, R], the other part of all keys.
         cos, sin: [1 or B, S, R]; the last R places of D are rotated.
         heads: of q, k and v each.
@@ -335,85 +300,68 @@ def latent_heads(
     Returns:
         q and k [B, S, heads, D], v [B, S, heads, V].
     """
-    return _LatentHeads.apply(q, kv, k_rotated, cos.contiguous(), sin.contiguous(), heads, pairs)
+    shared = k_rotated.clone(memory_format=torch.contiguous_format)
+    how = [(heads, {**pairs, "last": True}), (1, pairs)]
+    query, shared = _Rotate.apply(cos.contiguous(), sin.contiguous(), how, q, shared)
+    of_heads = kv.view(*kv.shape[:2], heads, -1)
+    own = query.shape[-1] - cos.shape[-1]
+    key, value = of_heads.split([own, of_heads.shape[-1] - own], -1)
+    return query, torch.cat([key, shared.expand(-1, -1, heads, -1)], -1), value
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kind: str, gated: bool, saving: Saving) -> torch.Tensor:
-        parts = _parts(x, gated)
+        parts = _parts((x,), gated)
         made = activation_kernel.activate(*parts, kind=kind, encoded=saving.in_8_bits)
-        for part, of_part in zip(parts, (made.x, made.up), strict=False):
-            if of_part is not None:
-                for observe in observers:
-                    observe(part, of_part)
-        codes = [tensor for each in (made.x, made.up) if each is not None for tensor in each]
-        ctx.save_for_backward(*(codes or (x,)))
+        kept = (x,) if made.x is None else _saved(parts, (made.x, made.up)[: len(parts)])
+        ctx.save_for_backward(*kept)
         ctx.kind, ctx.gated = kind, gated
         y = unsafe_view(made.y, (*x.shape[:-1], made.y.shape[1]))
-        if saving.again:
-            make = Make(partial(_activated_again, kind, gated), partial(_activated_transpose, kind, gated))
-            deliver_recipe(y, Recipe(make, (made.amax, *(codes or (x.detach(),)))))
+        if saving.recompute:
+            saved = made.amax, *(each.detach() for each in kept)
+            again, transpose = partial(_activated_again, kind, gated), partial(_activated_transpose, kind, gated)
+            deliver_recipe(y, Recipe(again, saved, transpose))
         return deliver_amax(y, made.amax)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple:
-        parts = _saved_parts(ctx.saved_tensors, ctx.gated)
         rows = dy.reshape(-1, dy.shape[-1]).contiguous()
+        parts = _parts(ctx.saved_tensors, ctx.gated)
         dx, amax = activation_kernel.activate_backward(rows, *parts, kind=ctx.kind)
         return deliver_amax(dx.view(*dy.shape[:-1], dx.shape[1]), amax), None, None, None
 
 
-def _parts(x: torch.Tensor, gated: bool) -> tuple[torch.Tensor, ...]:
-    """As matrices: gate and up, or what is activated alone."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows.chunk(2, 1) if gated else (rows,)
-
-
-def _saved_parts(saved: Sequence[torch.Tensor], gated: bool) -> Sequence[torch.Tensor | GroupCodes]:
-    """The same, of what was saved: in 16 bits one tensor, in 8 bits codes and amaxes of each."""
+def _parts(saved: Sequence[torch.Tensor], gated: bool) -> Sequence[torch.Tensor | GroupCodes]:
+    """Return gate and up, or what is activated alone, as matrices, of the tensor with both or of the codes of each."""
     if len(saved) == 1:
-        return _parts(saved[0], gated)
+        rows = saved[0].reshape(-1, saved[0].shape[-1])
+        return rows.chunk(2, 1) if gated else (rows,)
     return [GroupCodes(*pair) for pair in zip(saved[::2], saved[1::2], strict=True)]
 
 
 def _activated_again(
     kind: str, gated: bool, amax: torch.Tensor, *saved: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Make.matrix`."""
-    return activation_kernel.activate(*_saved_parts(saved, gated), kind=kind)[:2]
+    """As `Recipe.matrix`."""
+    return activation_kernel.activate(*_parts(saved, gated), kind=kind)[:2]
 
 
 def _activated_transpose(
     kind: str, gated: bool, amax: torch.Tensor, *saved: torch.Tensor, **cast: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `Make.transpose`."""
-    return activation_kernel.activate_transposed(*_saved_parts(saved, gated), kind=kind, amax=amax, **cast)
+    """As `Recipe.transpose`."""
+    return activation_kernel.activate_transposed(*_parts(saved, gated), kind=kind, amax=amax, **cast)
 
 
-def activate(x: torch.Tensor, kind: str, *, saving: Saving = IN_16_BITS) -> torch.Tensor:
-    """`f(x)`; see `kernels.activation`.
+def activate(x: torch.Tensor, kind: str = "silu", *, gated: bool = False, saving: Saving = PLAIN) -> torch.Tensor:
+    """Return `f(x)` or, gated, `f(gate) * up`, [..., F]; see `kernels.activation`.
 
     Args:
-        x: [..., F], BF16, FP16 or FP32.
+        x: [..., F], or gated [..., 2 F], gate first; BF16, FP16 or FP32.
         kind: "silu", "gelu_tanh" or "gelu".
-        saving: how x is kept for backward; with `again` the product that reads what is returned saves nothing of it.
-
-    Returns:
-        [..., F].
+        gated: x has gate and up.
+        saving: how x is kept for backward; with `recompute` the product that reads what is returned saves none of it.
     """
-    return _Activation.apply(x, kind, False, saving if torch.is_grad_enabled() else IN_16_BITS)
-
-
-def activate_gated(gate_up: torch.Tensor, kind: str = "silu", *, saving: Saving = IN_16_BITS) -> torch.Tensor:
-    """`f(gate) * up`, as `activate`.
-
-    Args:
-        gate_up: [..., 2 F], gate first.
-        kind, saving: as there.
-
-    Returns:
-        [..., F].
-    """
-    return _Activation.apply(gate_up, kind, True, saving if torch.is_grad_enabled() else IN_16_BITS)
+    return _Activation.apply(x, kind, gated, saving if torch.is_grad_enabled() else PLAIN)

@@ -27,7 +27,7 @@ from fp8booster.nn.fused.trials import (
     is_of_form,
 )
 from fp8booster.nn.linear.layer import config_around
-from fp8booster.nn.linear.made_again import deliver_as_saved
+from fp8booster.nn.linear.recompute import deliver_as_saved
 from fp8booster.nn.modules import may_be_bypassed, run_with
 
 

@@ -28,7 +28,7 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.kernels.product import product
 from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
-from fp8booster.nn.linear.made_again import Make, Recipe
+from fp8booster.nn.linear.recompute import Recipe
 from fp8booster.nn.weights.casting import INPUT, REAL_TIME, Casts, quantize_input, quantize_weight
 from fp8booster.nn.weights.source import BackwardWeight, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix
@@ -56,7 +56,7 @@ class _How:
     weight_is_transposed: bool
     backward_weight: BackwardWeight | None
     casts: Casts
-    recipe: Make | None
+    recipe: Recipe | None
     """What makes x again; None: backward finds its FP8 transpose."""
 
     row_scales: torch.Tensor | None
@@ -73,7 +73,7 @@ class _Linear(torch.autograd.Function):
         input: torch.Tensor,  # [..., K], M rows in all
         bias: torch.Tensor | None,  # [N]
         how: _How,
-        *tensors: torch.Tensor,  # weights of N rows in all, [N, K], or [K, N] where it is transposed; `Recipe.of`
+        *tensors: torch.Tensor,  # weights of N rows in all, [N, K], or [K, N] where it is transposed; `Recipe.saved`
     ) -> torch.Tensor:  # [..., N]
         weights, source = tensors[: how.weights], tensors[how.weights :]
         x, w = how.operands
@@ -124,7 +124,7 @@ class _Linear(torch.autograd.Function):
             )
             dx_arrives = how.exchange.input_gradient(dx.view(ctx.shape))
         if for_weight:
-            x_transpose, x_scale = source if how.recipe is None else _made_again(how.recipe, source, how)
+            x_transpose, x_scale = source if how.recipe is None else _recomputed(how.recipe, source, how)
             matrices, scales = (dy.transpose, x_transpose), (dy.scale_of_transpose(), x_scale)
             if how.weight_is_transposed:
                 matrices, scales = matrices[::-1], scales[::-1]
@@ -179,12 +179,12 @@ _WEIGHTS = 3
 """Where the weights begin among the arguments of `_Linear`."""
 
 
-def _made_again(make: Make, source: list[torch.Tensor], how: _How) -> tuple[torch.Tensor, torch.Tensor]:
-    """The transpose of x in FP8, made again, and its inverse scale."""
+def _recomputed(recipe: Recipe, source: list[torch.Tensor], how: _How) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the FP8 transpose of x again, and its inverse scale."""
     config, dtype = how.config, how.config.input_format
-    if make.transpose is not None and how.casts.scales_inputs_by_their_amax(config):
-        return make.transpose(*source, dtype=dtype, power_of_two=config.power_of_two)
-    matrix, amax = make.matrix(*source)
+    if recipe.transpose is not None and how.casts.scales_inputs_by_their_amax(config):
+        return recipe.transpose(*source, dtype=dtype, power_of_two=config.power_of_two)
+    matrix, amax = recipe.matrix(*source)
     x = how.casts.quantize(INPUT, config, matrix, dtype, plain=False, transposed=True, amax=amax)
     return x.transpose, x.scale_of_transpose()
 
@@ -301,7 +301,6 @@ def linear_from_quantized(
     if wants_transpose and not w.transpose.numel():
         backward_weight = transposed_in_backward(w)
         row_scales = w.inverse_scale if w.has_row_scales else None
-    make, source = (None, ()) if recipe is None else recipe
     how = _How(
         (x, w),
         len(weights),
@@ -312,10 +311,10 @@ def linear_from_quantized(
         weight_is_transposed,
         backward_weight,
         casts,
-        make,
+        None if recipe is None else recipe.without_saved(),
         row_scales,
     )
-    return _Linear.apply(input, bias, how, *weights, *source)
+    return _Linear.apply(input, bias, how, *weights, *(() if recipe is None else recipe.saved))
 
 
 def fp8_linear(

@@ -15,7 +15,7 @@ from fp8booster.kernels.device import require_fp8
 from fp8booster.listing import first_of
 from fp8booster.nn.linear.exchange import NO_EXCHANGE, Exchange
 from fp8booster.nn.linear.functional import Defer, check_operands, linear_from_quantized
-from fp8booster.nn.linear.made_again import delivered_recipe
+from fp8booster.nn.linear.recompute import delivered_recipe
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import TokenCounts, computes_in_fp8
 from fp8booster.nn.modules import change_class

@@ -26,7 +26,7 @@ from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.linear.exchange import NO_EXCHANGE
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.linear.functional import unsafe_view
-from fp8booster.nn.linear.made_again import Make, delivered_recipe
+from fp8booster.nn.linear.recompute import Recipe, delivered_recipe
 from fp8booster.nn.modules import must_be_called
 from fp8booster.nn.weights.source import BackwardWeight, transposed_in_backward
 from fp8booster.tensor import QuantizedMatrix
@@ -116,8 +116,8 @@ def low_rank_product(input: torch.Tensor, modules: Sequence[nn.Module]) -> torch
         part.layer.in_fp8[input.numel() // input.shape[-1]] = True
     of_a = torch.is_grad_enabled() and any(part.a.requires_grad for part in known)
     recipe = delivered_recipe(input) if of_a else None
-    make, source = (None, ()) if recipe is None else recipe
-    how = _How(tuple(known), make)
+    source = () if recipe is None else recipe.saved
+    how = _How(tuple(known), None if recipe is None else recipe.without_saved())
     # adapters may be in FP32, as peft makes them: their products are those of autocast, and their gradients in FP32
     factors = [each.to(input.dtype) for part in known for each in (part.a, part.b)]
     factors = factors[::2] + factors[1::2]
@@ -147,7 +147,7 @@ class _How:
     """What one call computes, and how."""
 
     parts: tuple[LowRank, ...]
-    recipe: Make | None
+    recipe: Recipe | None
     """What makes x again; None: backward finds it in FP8."""
 
 
@@ -159,7 +159,7 @@ class _LowRankProduct(torch.autograd.Function):
         x: QuantizedMatrix,  # [M16, K16]
         how: _How,
         biases: list[torch.Tensor | None],  # [N] each
-        *tensors: torch.Tensor,  # a [r, K] of each layer, b [N, r] of each, `Recipe.of`
+        *tensors: torch.Tensor,  # a [r, K] of each layer, b [N, r] of each, `Recipe.saved`
     ) -> torch.Tensor:  # [..., sum of N]
         parts, count = how.parts, len(how.parts)
         a, b, source = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
@@ -259,12 +259,12 @@ def _base_dgrad(
 
 
 def _of_a(
-    dlow: torch.Tensor, make: Make | None, source: Sequence[torch.Tensor], a: Sequence[torch.Tensor]
+    dlow: torch.Tensor, recipe: Recipe | None, source: Sequence[torch.Tensor], a: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of a: of x as it was, made again, or as fprop read it."""
     rows, columns = len(dlow), a[0].shape[1]
-    if make is not None:
-        gradient = dlow.t() @ make.matrix(*source)[0]
+    if recipe is not None:
+        gradient = dlow.t() @ recipe.matrix(*source)[0]
     else:
         data, inverse_scale = source
         # a value of FP8 is one of BF16 too; the scale comes after the sum

@@ -1,6 +1,6 @@
 """The casts of a layer's operands, with the scales that `FP8Config` asks for: they pass through one `Casts`.
 
-Not the transpose of an input that backward makes again by the scale of forward, in one pass (`linear.made_again`).
+Not the transpose of an input that backward makes again by the scale of forward, in one pass (`linear.recompute`).
 """
 
 from __future__ import annotations

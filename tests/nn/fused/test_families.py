@@ -15,7 +15,7 @@ from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.nn.fused.attention import attend_packed
 from fp8booster.nn.fused.families import FAMILIES, PARTS
 from fp8booster.nn.fused.feed_forward import FusedGatedMLP
-from fp8booster.nn.fused.late_sums import LateSum
+from fp8booster.nn.fused.lazy import LazySum
 from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
 from fp8booster.nn.fused.self_attention import FusedAttention, LatentAttention
 from fp8booster.nn.fused.trials import is_gated, norm_of
@@ -298,22 +298,22 @@ def test_parts_that_compute_something_else_are_seen() -> None:
     assert step(model)[0] == pytest.approx(step(exact)[0], rel=1e-6)
 
 
-def test_a_late_sum_is_the_tensor_that_it_is() -> None:
+def test_a_lazy_sum_is_the_tensor_that_it_is() -> None:
     x, y = torch.randn(2, 3, 4)
-    late = x + LateSum(y)
-    assert isinstance(late, LateSum)
-    assert len(late.terms) == 2
-    assert torch.equal(late.relu(), (x + y).relu())
-    assert len(late.terms) == 1
+    lazy = x + LazySum(y)
+    assert isinstance(lazy, LazySum)
+    assert len(lazy.terms) == 2
+    assert torch.equal(lazy.relu(), (x + y).relu())
+    assert len(lazy.terms) == 1
     for found, right in (
-        (2 * LateSum(x) + y, 2 * x + y),
-        (torch.add(x, LateSum(y)), x + y),
-        (LateSum(x) + LateSum(y) + x, x + y + x),
-        (x + LateSum(y[:1]), x + y[:1]),
-        (LateSum(x) + 1, x + 1),
-        (LateSum(x, y), x + y),
+        (2 * LazySum(x) + y, 2 * x + y),
+        (torch.add(x, LazySum(y)), x + y),
+        (LazySum(x) + LazySum(y) + x, x + y + x),
+        (x + LazySum(y[:1]), x + y[:1]),
+        (LazySum(x) + 1, x + 1),
+        (LazySum(x, y), x + y),
     ):
-        assert isinstance(found, LateSum)
+        assert isinstance(found, LazySum)
         assert torch.equal(found.made(), right)
-    assert torch.equal(nn.functional.gelu(LateSum(x, y)), nn.functional.gelu(x + y))
-    assert torch.equal(torch.sub(x, LateSum(y), alpha=2), x - 2 * y)
+    assert torch.equal(nn.functional.gelu(LazySum(x, y)), nn.functional.gelu(x + y))
+    assert torch.equal(torch.sub(x, LazySum(y), alpha=2), x - 2 * y)

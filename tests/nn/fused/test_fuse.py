@@ -17,7 +17,7 @@ from fp8booster import FP8Config, convert_to_fp8, fuse, report
 from fp8booster.nn.fused import fused_summary, use_fused_loss
 from fp8booster.nn.fused.decoder import unfused_parts
 from fp8booster.nn.fused.merged_layers import merged_linears
-from fp8booster.nn.fused.pointwise import rms_norm
+from fp8booster.nn.fused.pointwise import row_norm
 from fp8booster.serving.frozen import freeze
 from tests.nn.fused.models import FAMILIES, batch, build
 from tests.nn.fused.test_decoder import sqnr, step
@@ -299,7 +299,7 @@ def test_a_fused_norm_gives_what_may_be_changed_in_place() -> None:
 def test_under_autocast_what_blocks_add_to_keeps_its_precision() -> None:
     x, residual = torch.randn(2, 3, 16).bfloat16(), 100 * torch.randn(2, 3, 16)
     leaves = [x.requires_grad_(), residual.requires_grad_()]
-    y, h = rms_norm(x, torch.ones(16), 1e-5, residual)
+    y, h = row_norm(x, torch.ones(16), 1e-5, residual)
     assert torch.equal(h, x + residual)
     torch.testing.assert_close(y, h / (h.square().mean(-1, keepdim=True) + 1e-5).sqrt())
     (y * torch.randn(16)).sum().backward()

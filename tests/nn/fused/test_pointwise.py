@@ -14,38 +14,29 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb 
 
 from fp8booster.formats import E4M3
 from fp8booster.kernels.scales import amax_of
-from fp8booster.nn.fused.pointwise import (
-    IN_16_BITS,
-    Saving,
-    activate,
-    activate_gated,
-    layer_norm,
-    rms_norm,
-    rotate_heads,
-    split_and_rotate,
-)
+from fp8booster.nn.fused.pointwise import PLAIN, Saving, activate, rotate_heads, row_norm, split_and_rotate
 from fp8booster.nn.linear.delivered_amax import delivered_amax
-from fp8booster.nn.linear.made_again import delivered_recipe
+from fp8booster.nn.linear.recompute import delivered_recipe
 from fp8booster.tensor import quantize
 
 SIZE = 48
 
 NORMS: dict[str, tuple[Callable[[], nn.Module], Callable]] = {
-    "RMS norm": (lambda: nn.RMSNorm(SIZE, 1e-6), lambda m, *x, **how: rms_norm(x[0], m.weight, 1e-6, *x[1:], **how)),
+    "RMS norm": (lambda: nn.RMSNorm(SIZE, 1e-6), lambda m, x, *h, **how: row_norm(x, m.weight, 1e-6, *h, **how)),
     "Gemma's": (
         lambda: GemmaRMSNorm(SIZE, 1e-6),
-        lambda m, *x, **how: rms_norm(x[0], m.weight, m.eps, *x[1:], unit_offset=True, **how),
+        lambda m, x, *h, **how: row_norm(x, m.weight, m.eps, *h, unit_offset=True, **how),
     ),
     "layer norm": (
         lambda: nn.LayerNorm(SIZE, 1e-5, bias=False),
-        lambda m, *x, **how: layer_norm(x[0], m.weight, m.bias, m.eps, *x[1:], **how),
+        lambda m, x, *h, **how: row_norm(x, m.weight, m.eps, *h, bias=m.bias, centered=True, **how),
     ),
     "layer norm with a bias": (
         lambda: nn.LayerNorm(SIZE, 1e-5),
-        lambda m, *x, **how: layer_norm(x[0], m.weight, m.bias, m.eps, *x[1:], **how),
+        lambda m, x, *h, **how: row_norm(x, m.weight, m.eps, *h, bias=m.bias, centered=True, **how),
     ),
 }
-SAVINGS = [IN_16_BITS, Saving(again=True), Saving(in_8_bits=True), Saving(in_8_bits=True, again=True)]
+SAVINGS = [PLAIN, Saving(recompute=True), Saving(in_8_bits=True), Saving(in_8_bits=True, recompute=True)]
 
 
 @pytest.mark.parametrize("saving", SAVINGS)
@@ -83,18 +74,18 @@ def test_a_norm_is_that_of_its_module(name: str, added: bool, saving: Saving, de
 def check_recipe(found: torch.Tensor, saving: Saving) -> None:
     """Check what its recipe makes of what was just made: it, and the transpose of its cast."""
     recipe = delivered_recipe(found)
-    assert (recipe is not None) == saving.again
+    assert (recipe is not None) == saving.recompute
     if recipe is None:
         return
     rows = found.detach().flatten(0, -2)
-    again, amax = recipe.make.matrix(*recipe.of)
+    again, amax = recipe.matrix(*recipe.saved)
     near = {"rtol": 0.1, "atol": 0.05} if saving.in_8_bits else {"rtol": 0, "atol": 0}
     torch.testing.assert_close(again, rows, **near)
     assert again.dtype is found.dtype
     assert torch.equal(amax.amax(), amax_of(again))
-    if recipe.make.transpose is not None:
+    if recipe.transpose is not None:
         for options in ({"dtype": E4M3}, {"dtype": torch.float8_e5m2, "power_of_two": True}):
-            transpose, scale = recipe.make.transpose(*recipe.of, **options)
+            transpose, scale = recipe.transpose(*recipe.saved, **options)
             expected = quantize(rows, options.pop("dtype"), **options)
             torch.testing.assert_close(scale, expected.inverse_scale)
             values = transpose.float()[: rows.shape[1], : len(rows)].t() * scale
@@ -123,7 +114,7 @@ def test_a_sum_of_two_types_is_of_the_wider_one(name: str, dtypes: tuple) -> Non
 def test_an_activation_is_that_of_torch(gated: bool, saving: Saving, device: torch.device) -> None:
     x = torch.randn(2, 5, 2 * SIZE, device=device, requires_grad=True)
     if gated:
-        found, right = activate_gated(x, "gelu_tanh", saving=saving), F.gelu(x[..., :SIZE], approximate="tanh")
+        found, right = activate(x, "gelu_tanh", gated=True, saving=saving), F.gelu(x[..., :SIZE], approximate="tanh")
         right = right * x[..., SIZE:]
     else:
         found, right = activate(x, "gelu", saving=saving), F.gelu(x)
@@ -131,7 +122,7 @@ def test_an_activation_is_that_of_torch(gated: bool, saving: Saving, device: tor
     torch.testing.assert_close(found, right)
     check_recipe(found, saving)
     with torch.no_grad():
-        alone = activate_gated(x, "gelu_tanh", saving=saving) if gated else activate(x, "gelu", saving=saving)
+        alone = activate(x, "gelu_tanh", gated=True, saving=saving) if gated else activate(x, "gelu", saving=saving)
         assert torch.equal(alone, found)
         assert delivered_recipe(alone) is None
     near = {"rtol": 0.1, "atol": 0.05} if saving.in_8_bits else {}

@@ -13,7 +13,7 @@ from fp8booster import FP8Config, convert_to_fp8, report
 from fp8booster.kernels import activation, row_norm
 from fp8booster.nn.fused import fuse_blocks
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.nn.linear.made_again import Make, Recipe, deliver_recipe, delivered_recipe
+from fp8booster.nn.linear.recompute import Recipe, deliver_recipe, delivered_recipe
 from tests.colossal.models import tiny_llama, token_batch
 from tests.distributed import ranks
 from tests.nn.fused.models import FAMILIES, batch, build
@@ -142,7 +142,7 @@ def test_a_hook_on_down_that_changes_its_input_is_what_its_gradient_is_of() -> N
 
 
 def test_a_recipe_is_not_that_of_a_tensor_changed_since() -> None:
-    tensor, recipe = torch.ones(3), Recipe(Make(lambda x: (x, x)), (torch.ones(3),))
+    tensor, recipe = torch.ones(3), Recipe(lambda x: (x, x), (torch.ones(3),))
     assert delivered_recipe(deliver_recipe(tensor, recipe)) is recipe
     assert delivered_recipe(tensor + 0) is None
     tensor.add_(1)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fp8booster import FP8Config, FP8Linear
-from fp8booster.nn.fused.pointwise import activate_gated, rms_norm
+from fp8booster.nn.fused.pointwise import activate, row_norm
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 from tests.nn.reference import exact_linear, signal_to_noise
 
@@ -15,8 +15,8 @@ CONFIG = FP8Config(emulate=True)
 SIZE = 64
 
 MAKERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "norm": lambda x: rms_norm(x, torch.ones(SIZE), 1e-6)[0],
-    "SwiGLU": lambda x: activate_gated(torch.cat((x, x), -1)),
+    "norm": lambda x: row_norm(x, torch.ones(SIZE), 1e-6)[0],
+    "SwiGLU": lambda x: activate(torch.cat((x, x), -1), gated=True),
 }
 
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
@@ -51,9 +51,9 @@ def test_a_gradient_to_which_autograd_adds_another_has_no_amax_left() -> None:
         # autograd runs first what was computed last
         if norm_last:
             loss = 100 * hidden.square().sum()
-            loss = loss + rms_norm(hidden, torch.ones(SIZE), 1e-6)[0].sum()
+            loss = loss + row_norm(hidden, torch.ones(SIZE), 1e-6)[0].sum()
         else:
-            loss = rms_norm(hidden, torch.ones(SIZE), 1e-6)[0].sum()
+            loss = row_norm(hidden, torch.ones(SIZE), 1e-6)[0].sum()
             loss = loss + 100 * hidden.square().sum()
         loss.backward()
         expected = exact_linear(x, layer.weight.detach(), seen[0]).weight
@@ -66,7 +66,7 @@ def test_backward_from_the_sum_of_a_norm_alone_gives_the_sums_gradient(has_resid
     residual = torch.randn(32, SIZE, requires_grad=True) if has_residual else None
     weight = torch.ones(SIZE, requires_grad=True)
     factors = torch.randn(32, SIZE)
-    _, h = rms_norm(x, weight, 1e-6, residual)
+    _, h = row_norm(x, weight, 1e-6, residual)
     (h * factors).sum().backward()
     assert torch.equal(x.grad, factors)
     assert weight.grad is None
@@ -77,7 +77,7 @@ def test_backward_from_the_sum_of_a_norm_alone_gives_the_sums_gradient(has_resid
 def test_backward_from_the_sum_alone_reaches_the_layer_before_with_its_own_amax() -> None:
     layer = FP8Linear(SIZE, SIZE, bias=False, config=CONFIG)
     x, factors = torch.randn(32, SIZE), torch.randn(32, SIZE) * 100
-    _, h = rms_norm(layer(x), torch.ones(SIZE), 1e-6, torch.randn(32, SIZE))
+    _, h = row_norm(layer(x), torch.ones(SIZE), 1e-6, torch.randn(32, SIZE))
     (h * factors).sum().backward()
     assert signal_to_noise(exact_linear(x, layer.weight.detach(), factors).weight, layer.weight.grad) > 20
 

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn.parallel import DistributedDataParallel
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8, fp8_linear, fuse
-from fp8booster.nn.fused.pointwise import rms_norm
+from fp8booster.nn.fused.pointwise import row_norm
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 from fp8booster.nn.weights.collectives import forget_memory
 from fp8booster.nn.weights.freshness import weight_state
@@ -133,7 +133,7 @@ def test_a_gradient_that_a_hook_reduces_in_place_loses_its_amax() -> None:
 
         hidden = layer(x)
         hidden.register_hook(reduce_and_look)
-        y, _ = rms_norm(hidden, torch.ones(64), 1e-6)
+        y, _ = row_norm(hidden, torch.ones(64), 1e-6)
         (y * factors).sum().backward()
         expected = exact_linear(x, layer.weight.detach(), seen[0]).weight
         assert signal_to_noise(expected, layer.weight.grad) > 20

@@ -1,4 +1,4 @@
-"""Sums that are late are sums, whatever is done to them, and a norm makes the one that it reads."""
+"""Lazy sums are sums, whatever is done to them, and a norm makes the one that it reads."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from fp8booster.nn.fused.decoder import fuse_blocks
-from fp8booster.nn.fused.late_sums import LateSum, made, parts_with_late_sums
+from fp8booster.nn.fused.lazy import LazySum, made, parts_with_lazy_sums
 from fp8booster.nn.fused.norm import FusedNorm
-from fp8booster.nn.fused.pointwise import IN_16_BITS
+from fp8booster.nn.fused.pointwise import PLAIN
 from tests.nn.fused.models import build
-from tests.nn.fused.test_late_logits import OPERATORS
+from tests.nn.fused.test_lazy_logits import OPERATORS
 
 SHAPE = (2, 3, 4)
 
 
-def late() -> tuple[LateSum, torch.Tensor]:
+def lazy() -> tuple[LazySum, torch.Tensor]:
     """A sum, and what it is."""
     one, other = torch.randn(SHAPE), torch.randn(SHAPE)
-    return LateSum(one, other), one + other
+    return LazySum(one, other), one + other
 
 
 USES: dict[str, tuple[Callable[[Any], Any], bool]] = {
@@ -43,20 +43,20 @@ USES: dict[str, tuple[Callable[[Any], Any], bool]] = {
 
 
 @pytest.mark.parametrize("name", USES)
-def test_what_is_done_to_a_late_sum_is_done_to_the_sum(name: str) -> None:
-    use, is_late = USES[name]
-    x, right = late()
+def test_what_is_done_to_a_lazy_sum_is_done_to_the_sum(name: str) -> None:
+    use, is_lazy = USES[name]
+    x, right = lazy()
     found = use(x)
-    assert (isinstance(found, LateSum) and len(found.terms) == 2) == is_late
+    assert (isinstance(found, LazySum) and len(found.terms) == 2) == is_lazy
     torch.testing.assert_close(made(found), use(right))
     torch.testing.assert_close(x.made(), right)
 
 
 def test_every_operator_is_that_of_the_sum() -> None:
     for use in OPERATORS:
-        x, right = late()
+        x, right = lazy()
         torch.testing.assert_close(made(use(x)), use(right))
-    x, right = late()
+    x, right = lazy()
     assert x.made() is x.made()
     assert len(x) == len(right)
     x[0] = 7.0
@@ -64,8 +64,8 @@ def test_every_operator_is_that_of_the_sum() -> None:
     torch.testing.assert_close(made(x), right)
 
 
-def test_what_is_late_in_containers_is_made() -> None:
-    x, right = late()
+def test_what_is_lazy_in_containers_is_made() -> None:
+    x, right = lazy()
     found = made((x, [x, 1], None))
     assert type(found) is tuple
     assert type(found[1]) is list
@@ -81,9 +81,9 @@ def test_a_norm_leaves_the_sum_that_it_made_and_hooks_see_it_called_as_written(h
     layer, seen = model.model.layers[0], []
     if hooked:
         layer.input_layernorm.register_forward_hook(lambda module, args, output: seen.append(args))
-    norm = parts_with_late_sums(layer, FusedNorm, saving=IN_16_BITS)["input_layernorm"]
+    norm = parts_with_lazy_sums(layer, FusedNorm, saving=PLAIN)["input_layernorm"]
     one, other = torch.randn(2, 3, 64), torch.randn(2, 3, 64)
-    x = LateSum(one, other)
+    x = LazySum(one, other)
     y = made(norm(x))
     assert len(x.terms) == 1
     torch.testing.assert_close(x.made(), one + other)
@@ -99,10 +99,10 @@ def test_a_part_is_given_tensors_and_what_it_gives_may_be_added_to_later() -> No
 
     layer = nn.Module()
     layer.part, layer.none = Part(), None
-    parts = parts_with_late_sums(layer, FusedNorm, saving=IN_16_BITS)
+    parts = parts_with_lazy_sums(layer, FusedNorm, saving=PLAIN)
     assert parts.keys() == {"part"}
-    x, right = late()
-    first, more = parts["part"](x, other=LateSum(torch.full(SHAPE, 2.0)))
-    assert type(first) is LateSum
+    x, right = lazy()
+    first, more = parts["part"](x, other=LazySum(torch.full(SHAPE, 2.0)))
+    assert type(first) is LazySum
     assert more == "more"
     torch.testing.assert_close(made(first), 2 * right)

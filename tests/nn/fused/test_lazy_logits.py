@@ -1,4 +1,4 @@
-"""Logits that are late compute what logits do, whatever is done to them."""
+"""Lazy logits compute what logits do, whatever is done to them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.kernels.scales import amax_of
-from fp8booster.nn.fused import late_logits
-from fp8booster.nn.fused.late_logits import LateLogits
+from fp8booster.nn.fused import lazy_logits
+from fp8booster.nn.fused.lazy_logits import LazyLogits
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 
 ROWS, TOKENS, FEATURES, VOCABULARY = 2, 5, 16, 12
@@ -102,13 +102,13 @@ def outcome(logits_of: Callable, use: Use, dtype: torch.dtype) -> tuple[torch.Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*IN_CHUNKS, *MADE])
-def test_a_loss_of_late_logits_is_that_of_logits(name, dtype, monkeypatch) -> None:
+def test_a_loss_of_lazy_logits_is_that_of_logits(name, dtype, monkeypatch) -> None:
     calls: list[int] = []
-    right_loss = late_logits.head_loss
-    monkeypatch.setattr(late_logits, "head_loss", lambda *args, **how: calls.append(1) or right_loss(*args, **how))
+    right_loss = lazy_logits.head_loss
+    monkeypatch.setattr(lazy_logits, "head_loss", lambda *args, **how: calls.append(1) or right_loss(*args, **how))
     use = IN_CHUNKS.get(name) or MADE[name]
     right, expected = outcome(lambda head, hidden: head(hidden).float(), use, dtype)
-    loss, found = outcome(LateLogits, use, dtype)
+    loss, found = outcome(LazyLogits, use, dtype)
     assert len(calls) == (name in IN_CHUNKS)
     near = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.03, "atol": 0.03}
     assert loss.dtype is right.dtype
@@ -118,47 +118,47 @@ def test_a_loss_of_late_logits_is_that_of_logits(name, dtype, monkeypatch) -> No
         torch.testing.assert_close(gradient, other, **near)
 
 
-def test_what_torch_refuses_of_logits_it_refuses_of_late_ones() -> None:
-    late = LateLogits(nn.Linear(FEATURES, VOCABULARY), torch.randn(ROWS, TOKENS, FEATURES))
-    for logits, targets in ((late, torch.zeros(ROWS)), (flat(late), torch.zeros(ROWS * TOKENS - 1))):
+def test_what_torch_refuses_of_logits_it_refuses_of_lazy_ones() -> None:
+    lazy = LazyLogits(nn.Linear(FEATURES, VOCABULARY), torch.randn(ROWS, TOKENS, FEATURES))
+    for logits, targets in ((lazy, torch.zeros(ROWS)), (flat(lazy), torch.zeros(ROWS * TOKENS - 1))):
         with pytest.raises((ValueError, RuntimeError)):
             F.cross_entropy(logits, targets.long())
 
 
 def test_logits_that_were_made_are_not_those_of_what_is_made_of_them_later() -> None:
     head, hidden = nn.Linear(FEATURES, VOCABULARY), torch.randn(ROWS, TOKENS, FEATURES)
-    late, right = LateLogits(head, hidden), head(hidden)
-    torch.testing.assert_close(late.made(), right)
-    assert late.made() is late.made()
-    torch.testing.assert_close((late * 2).made(), right * 2)
-    torch.testing.assert_close((torch.tanh(late) * 2).made(), right.tanh() * 2)
-    torch.testing.assert_close(late.view(-1, VOCABULARY).made(), right.view(-1, VOCABULARY))
-    torch.testing.assert_close(late.made(), right)
+    lazy, right = LazyLogits(head, hidden), head(hidden)
+    torch.testing.assert_close(lazy.made(), right)
+    assert lazy.made() is lazy.made()
+    torch.testing.assert_close((lazy * 2).made(), right * 2)
+    torch.testing.assert_close((torch.tanh(lazy) * 2).made(), right.tanh() * 2)
+    torch.testing.assert_close(lazy.view(-1, VOCABULARY).made(), right.view(-1, VOCABULARY))
+    torch.testing.assert_close(lazy.made(), right)
 
 
 def test_they_tell_their_shape_and_are_made_in_fp32() -> None:
     head, hidden = nn.Linear(FEATURES, VOCABULARY, dtype=torch.bfloat16), torch.randn(ROWS, TOKENS, FEATURES).bfloat16()
-    late = LateLogits(head, hidden)
-    assert late.shape == (ROWS, TOKENS, VOCABULARY)
-    assert late.view(-1, VOCABULARY).shape == (ROWS * TOKENS, VOCABULARY)
-    assert late.device == hidden.device
-    assert late.made().dtype is torch.float32
-    assert torch.equal(late.argmax(-1), head(hidden).argmax(-1))
-    late = LateLogits(head, hidden)
+    lazy = LazyLogits(head, hidden)
+    assert lazy.shape == (ROWS, TOKENS, VOCABULARY)
+    assert lazy.view(-1, VOCABULARY).shape == (ROWS * TOKENS, VOCABULARY)
+    assert lazy.device == hidden.device
+    assert lazy.made().dtype is torch.float32
+    assert torch.equal(lazy.argmax(-1), head(hidden).argmax(-1))
+    lazy = LazyLogits(head, hidden)
     head.old_num_embeddings = 10  # Colossal-AI's name for how many of its rows are tokens
-    assert LateLogits(head, hidden).shape == (ROWS, TOKENS, 10)
+    assert LazyLogits(head, hidden).shape == (ROWS, TOKENS, 10)
 
 
 def test_every_operator_is_that_of_the_logits() -> None:
     """Also those that Python looks up in a class alone."""
     head, hidden = nn.Linear(FEATURES, VOCABULARY), torch.randn(ROWS, TOKENS, FEATURES)
-    late, right = LateLogits(head, hidden), head(hidden)
+    lazy, right = LazyLogits(head, hidden), head(hidden)
     for use in OPERATORS:
-        torch.testing.assert_close(use(late), use(right))
-    assert len(late) == ROWS
-    assert len({late, late}) == 1
+        torch.testing.assert_close(use(lazy), use(right))
+    assert len(lazy) == ROWS
+    assert len({lazy, lazy}) == 1
     with pytest.raises(RuntimeError, match="ambiguous"):
-        bool(late)
+        bool(lazy)
 
 
 OPERATORS: list[Callable[[Any], Any]] = [
@@ -188,9 +188,9 @@ def test_an_amax_is_that_of_all_hidden_states_or_of_none() -> None:
     whole[:, 0] *= 8
     amax = amax_of(whole)
     deliver_amax(whole, amax)
-    assert delivered_amax(LateLogits(head, whole)._hidden) is amax
-    assert delivered_amax(LateLogits(head, whole[:, :])._hidden) is amax
-    assert delivered_amax(LateLogits(head, whole[:, 1:])._hidden) is None
-    assert delivered_amax(LateLogits(head, whole[:, -1:])._hidden) is None
+    assert delivered_amax(LazyLogits(head, whole)._hidden) is amax
+    assert delivered_amax(LazyLogits(head, whole[:, :])._hidden) is amax
+    assert delivered_amax(LazyLogits(head, whole[:, 1:])._hidden) is None
+    assert delivered_amax(LazyLogits(head, whole[:, -1:])._hidden) is None
     own = deliver_amax(whole[:, :], torch.tensor(7.0))
-    assert delivered_amax(LateLogits(head, own)._hidden) == 7
+    assert delivered_amax(LazyLogits(head, own)._hidden) == 7

@@ -1,6 +1,6 @@
 """Logits that a model's own forward handles before they are made: a loss has them chunk by chunk.
 
-    logits = head(hidden)                  a `LateLogits`
+    logits = head(hidden)                  a `LazyLogits`
     logits = tanh(logits / c) * c          still one: it may be scaled and capped
     loss = cross_entropy(logits.float().view(-1, V), targets)     `nn.fused.linear_cross_entropy` of the hidden states
 
@@ -11,7 +11,6 @@ does before its head and after its loss.
 from __future__ import annotations
 
 import builtins
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,26 +19,25 @@ import torch.nn.functional as F
 from torch import nn
 
 from fp8booster.nn.fused.head import head_loss, vocabulary_size
-from fp8booster.nn.fused.late_operators import with_operators
+from fp8booster.nn.fused.lazy import LazyTensor
 from fp8booster.nn.fused.vocabulary import VocabularyPart
 from fp8booster.nn.linear.delivered_amax import deliver_amax, delivered_amax
 
 
-class LateHead:
-    """A head whose logits are late; it has all else that the head has."""
+class LazyHead:
+    """A head whose logits are lazy; it has all else that the head has."""
 
     def __init__(self, head: nn.Linear) -> None:
         self._head = head
 
-    def __call__(self, hidden: torch.Tensor) -> LateLogits:
-        return LateLogits(self._head, hidden)
+    def __call__(self, hidden: torch.Tensor) -> LazyLogits:
+        return LazyLogits(self._head, hidden)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
 
-@with_operators
-class LateLogits:
+class LazyLogits(LazyTensor):
     """The logits of a head.
 
     Args:
@@ -62,16 +60,16 @@ class LateLogits:
     def device(self) -> torch.device:
         return self._hidden.device
 
-    def float(self) -> LateLogits:
-        """These: a loss reads them in FP32."""
+    def float(self) -> LazyLogits:
+        """Return these, which a loss reads in FP32."""
         return self
 
-    def contiguous(self) -> LateLogits:
-        """These: they are made so."""
+    def contiguous(self) -> LazyLogits:
+        """Return these, which are made so."""
         return self
 
     def view(self, *shape: Any) -> Any:
-        """As a matrix of all tokens they are these still."""
+        """Stay lazy as a matrix of all tokens."""
         if shape == (-1, self._shape[-1]):
             return self._changed(_shape=torch.Size((self._hidden.shape[:-1].numel(), self._shape[-1])))
         return self.made().view(*shape)
@@ -84,11 +82,6 @@ class LateLogits:
     def __truediv__(self, other: Any) -> Any:
         return self._times(1 / other) if _is_positive(other) else self.made() / other
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.made(), name)
-
     @classmethod
     def __torch_function__(
         cls, function: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -96,14 +89,14 @@ class LateLogits:
         kwargs = kwargs or {}
         if function is torch.tanh and len(args) == 1 and not kwargs and args[0]._outer is None:
             return args[0]._changed(_outer=1.0)
-        if function is F.cross_entropy and isinstance(args[0], LateLogits):
+        if function is F.cross_entropy and isinstance(args[0], LazyLogits):
             loss = args[0]._loss(*args[1:], **kwargs)
             if loss is not None:
                 return loss
-        return function(*map(_made, args), **{name: _made(value) for name, value in kwargs.items()})
+        return super().__torch_function__(function, types, args, kwargs)
 
     def made(self) -> torch.Tensor:
-        """The logits, as the head makes them."""
+        """Make them, as the head does."""
         if self._made is None:
             logits = self._head(self._hidden)
             logits = logits if self._scale == 1.0 else logits * self._scale
@@ -121,7 +114,7 @@ class LateLogits:
         reduction: str = "mean",
         label_smoothing: builtins.float = 0.0,
     ) -> torch.Tensor | None:
-        """As `F.cross_entropy`; None where that is not computed from hidden states here."""
+        """Compute `F.cross_entropy` from the hidden states; None: it is computed from the logits."""
         plain = weight is None and size_average is None and reduce is None and label_smoothing == 0.0
         if not plain or reduction == "none" or len(self._shape) != 2 or target.shape != self._shape[:1]:
             return None
@@ -137,20 +130,16 @@ class LateLogits:
             cap=outer,
         )
 
-    def _times(self, number: builtins.float) -> LateLogits:
+    def _times(self, number: builtins.float) -> LazyLogits:
         if self._outer is None:
             return self._changed(_scale=self._scale * number)
         return self._changed(_outer=self._outer * number)
 
-    def _changed(self, **fields: Any) -> LateLogits:
-        """A copy with other fields; what was made of these is not made of it."""
-        changed = copy.copy(self)
-        vars(changed).update(fields, _made=None)
+    def _changed(self, **fields: Any) -> LazyLogits:
+        """Return a copy with other fields, and without what was made of these."""
+        changed = object.__new__(LazyLogits)
+        vars(changed).update(vars(self), **fields, _made=None)
         return changed
-
-
-def _made(value: Any) -> Any:
-    return value.made() if isinstance(value, LateLogits) else value
 
 
 def _is_positive(value: Any) -> bool:
@@ -158,7 +147,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _with_amax(hidden: torch.Tensor) -> torch.Tensor:
-    """With the amax of what it is a view of, if that is as large: models take the last tokens, here all of them."""
+    """Give it the amax of what it is a view of, if that is as large: models take the last tokens, here all of them."""
     whole = hidden._base
     if whole is not None and whole.shape == hidden.shape and delivered_amax(hidden) is None:
         return deliver_amax(hidden, delivered_amax(whole))

@@ -1,0 +1,72 @@
+"""Recipes by which backward computes a tensor again from what another node saves, so that its reader need not save it.
+
+As a delivered amax, a recipe is an attribute of the tensor object, together with the tensor's version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from fp8booster.kernels.cast import partial_amaxes
+from fp8booster.nn.linear.delivered_amax import deliver_amax
+
+_ATTRIBUTE = "_fp8booster_recipe"
+
+
+class Recipe(NamedTuple):
+    """Computes a tensor again, or one within rounding of it."""
+
+    matrix: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    """Takes `saved` and returns the tensor as a matrix, [M, K], and its amax: float32, whose largest entry counts; None
+    where its cast must find it."""
+
+    saved: tuple[torch.Tensor, ...] = ()
+    """Tensors that another node of the graph saves, and small ones."""
+
+    transpose: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Takes `saved`, and `dtype` and `power_of_two` as `kernels.cast.cast` does, and returns in one pass the FP8
+    transpose under the amax of forward, and its inverse scale. None: that takes two passes."""
+
+    def without_saved(self) -> Recipe:
+        """Return what a node keeps beside the tensors that it saves through autograd, whose hooks see these alone."""
+        return self._replace(saved=())
+
+
+def deliver_recipe(tensor: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+    """Attach a recipe to a tensor just made, which one product will read."""
+    if not torch.compiler.is_compiling():
+        setattr(tensor, _ATTRIBUTE, (tensor._version, tensor.data_ptr(), recipe))
+    return tensor
+
+
+def delivered_recipe(tensor: torch.Tensor) -> Recipe | None:
+    """Return the recipe that came with a tensor, if one did and the tensor has not changed since."""
+    if torch.compiler.is_compiling():
+        return None
+    found = getattr(tensor, _ATTRIBUTE, None)
+    if found is None or found[0] != tensor._version or found[1] != tensor.data_ptr():
+        return None
+    return found[2]
+
+
+def deliver_as_saved(tensor: torch.Tensor, *, one_scale: bool) -> None:
+    """Attach the recipe of a tensor, [..., K], that another node of the graph saves itself.
+
+    Args:
+        tensor: just made; one product will read it.
+        one_scale: its casts have one scale: the amax comes with it, found once for forward and backward.
+    """
+    if torch.compiler.is_compiling():
+        return
+    saved = [tensor.detach()]
+    if one_scale:
+        saved.append(partial_amaxes(saved[0].flatten(0, -2)))
+        deliver_amax(tensor, saved[1])
+    deliver_recipe(tensor, Recipe(_as_matrix, tuple(saved)))
+
+
+def _as_matrix(tensor: torch.Tensor, amax: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return tensor.flatten(0, -2), amax
