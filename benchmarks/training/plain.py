@@ -12,7 +12,7 @@ from benchmarks.training.job import Job
 from fp8booster import FP8Config, capture_layers, convert_to_fp8, fuse
 from fp8booster.cli.train.key_values import fp8_config
 from fp8booster.optim import AdamW
-from fp8booster.serving.frozen import random_frozen
+from fp8booster.serving.read import random_frozen
 from fp8booster.training.adapters import ALL_LINEAR, with_adapters
 from fp8booster.training.batches import Replica
 from fp8booster.training.models import build, prepared

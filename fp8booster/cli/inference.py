@@ -18,12 +18,11 @@ from fp8booster.cli.train.resume import RUN_FILE, find_resume, require_whole
 from fp8booster.cli.train.tokenizer import folder_has_tokenizer
 from fp8booster.config import FP8Config
 from fp8booster.kernels.device import require_fp8
-from fp8booster.kernels.scales import amax_of
 from fp8booster.nn.experts.held_as_one import are_experts
 from fp8booster.nn.linear.frozen import FrozenFP8Linear
 from fp8booster.nn.quantize import quantize
-from fp8booster.serving.read import require_loadable
 from fp8booster.serving.sources import Folder
+from fp8booster.serving.stored import is_in_fp8
 from fp8booster.training.adapters import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ def load_model(
     folder, in_fp8 = str(source.model), precision == "fp8"
     if in_fp8:
         require_fp8(device, config.emulate, config.granularity)
-    frozen = config if in_fp8 and require_loadable(source.model) else None
+    frozen = config if in_fp8 and is_in_fp8(source.model) else None
     if frozen is not None:  # the folder has decided which layers are in FP8
         config = replace(config, layers=lambda name, module: False, vocabulary_head=False)
     model = build_model(folder, folder_config(folder), device, checkpointing=False, frozen=frozen)
@@ -185,16 +184,11 @@ def _cast_from_masters(model: nn.Module, source: FoundModel) -> int:
     if source.masters is None or not layers or any(map(are_experts, model.modules())):
         return 0
     folder = Folder(source.model, source.config, source.masters)
-    amaxes: dict[tuple[str, ...], torch.Tensor] = {}
     cast = 0
     for name in filter(folder.is_cast_from_master, folder.layout.groups):
         layer = layers.get(folder.layout.names.origin[name])
-        if layer is None:  # trained in FP8, and --fp8-option leaves it out
-            continue
-        group = folder.scale_group(name)
-        if group not in amaxes:
-            amaxes[group] = torch.stack([amax_of(folder.weight(each)) for each in group]).max()
-        device = layer.fp8_data.device
-        layer.hold_cast_of(folder.weight(name).to(device), amaxes[group].to(device))
-        cast += 1
+        if layer is not None:  # else --fp8-option leaves it out
+            device = layer.fp8_data.device
+            layer.hold_cast_of(folder.weight(name).to(device), folder.shared_amax(name).to(device))
+            cast += 1
     return cast

@@ -1,15 +1,15 @@
-"""How checkpoints hold weights in FP8: their tensors, and what `config.json` says of them.
+"""Forms in which checkpoints hold weights in FP8: their tensors, and the `quantization_config` of config.json.
 
 fine-grained        `FineGrainedFP8Config` of transformers, as DeepSeek-V3 (arXiv 2412.19437) and Qwen3-FP8 ship
 compressed-tensors  `float-quantized` of the compressed-tensors package, which vLLM and SGLang read
 tensorwise          `FineGrainedFP8Config` without blocks
 
-In all of them a scale is what the FP8 values are multiplied by: the inverse scale of the cast.
+In all of them FP8 values are multiplied by their scale: it is the inverse scale of the cast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,56 +26,36 @@ class CheckpointFormat:
     """One form in which a checkpoint holds the weights of linear layers in E4M3."""
 
     granularity: str
-    """As in `FP8Config`: what of a weight has a scale of its own."""
-    scale_name: str
-    """Of the scale's tensor, which lies beside `weight`."""
-    settings: Callable[[Sequence[str]], dict[str, Any]]
-    """The `quantization_config` of a checkpoint, from the names of the linear layers that stay in 16 bits."""
-    shape_of_one: tuple[int, ...] = ()
-    """Of the scale's tensor, where a weight has one scale."""
+    """As in `FP8Config`."""
+    compressed: bool
+    """Whether it is one of compressed-tensors."""
 
-    def power_of_two(self, config: FP8Config) -> bool:
-        """Whether scales are powers of two: as in training where that has these scales, else the default."""
-        same = config.granularity == self.granularity
-        return (config if same else FP8Config(granularity=self.granularity)).power_of_two
+    @property
+    def scale_name(self) -> str:
+        """Return the name of the scale's tensor in a layer that has `weight`."""
+        return "weight_scale" if self.compressed else "weight_scale_inv"
 
-    def cast(
-        self, weight: torch.Tensor, *, power_of_two: bool, amax: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cast a weight as training casts it.
+    @property
+    def shape_of_one(self) -> tuple[int, ...]:
+        """Return the shape of the scale's tensor where a weight has one scale."""
+        return (1,) if self.compressed else ()
+
+    def settings(self, kept: Sequence[str]) -> dict[str, Any]:
+        """Return the `quantization_config` of a checkpoint.
 
         Args:
-            weight: [N, K], BF16, FP16 or FP32.
-            power_of_two: round scales down to powers of two.
-            amax: float32, for one scale a tensor: that of the weights that share it.
-
-        Returns:
-            its FP8 values, [N, K], and what undoes the cast, float32: [] tensorwise, [N, 1] rowwise,
-            [ceil(N / 128), ceil(K / 128)] blockwise.
+            kept: names of the linear layers that stay in 16 bits.
         """
-        rows, columns = weight.shape
-        scale_for = FP8Config(granularity=self.granularity).weight_scale_for
-        made = quantize(weight, E4M3, scale_for=scale_for, power_of_two=power_of_two, amax=amax)
-        return made.data[:rows, :columns].contiguous(), stored_scale(made.inverse_scale, rows, columns)
-
-
-def _finegrained(block: list[int] | None) -> Callable[[Sequence[str]], dict[str, Any]]:
-    def settings(kept: Sequence[str]) -> dict[str, Any]:
-        return {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": block,
-            "modules_to_not_convert": list(kept),
-        }
-
-    return settings
-
-
-def _compressed_tensors(strategy: str) -> Callable[[Sequence[str]], dict[str, Any]]:
-    fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
-
-    def settings(kept: Sequence[str]) -> dict[str, Any]:
+        if not self.compressed:
+            return {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [BLOCK, BLOCK] if self.granularity == "blockwise" else None,
+                "modules_to_not_convert": list(kept),
+            }
+        fp8 = {"num_bits": 8, "type": "float", "symmetric": True}
+        strategy = {"rowwise": "channel", "tensorwise": "tensor"}[self.granularity]
         group = {
             "targets": ["Linear"],
             "weights": {**fp8, "strategy": strategy, "dynamic": False},
@@ -89,33 +69,52 @@ def _compressed_tensors(strategy: str) -> Callable[[Sequence[str]], dict[str, An
             "ignore": list(kept),
         }
 
-    return settings
+    def power_of_two(self, config: FP8Config) -> bool:
+        """Tell whether scales are powers of two: as in training where that has these scales, else by default."""
+        same = config.granularity == self.granularity
+        return (config if same else FP8Config(granularity=self.granularity)).power_of_two
+
+    def cast(
+        self, weight: torch.Tensor, *, power_of_two: bool, amax: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cast a weight as training casts it, to FP8 values, [N, K], and their inverse scale.
+
+        Args:
+            weight: [N, K], BF16, FP16 or FP32.
+            power_of_two: round scales down to powers of two.
+            amax: float32, for one scale a tensor: that of the weights that share it.
+
+        Returns:
+            the values, and float32 scales: [] tensorwise, [N, 1] rowwise, [ceil(N / 128), ceil(K / 128)] blockwise.
+        """
+        rows, columns = weight.shape
+        scale_for = FP8Config(granularity=self.granularity).weight_scale_for
+        made = quantize(weight, E4M3, scale_for=scale_for, power_of_two=power_of_two, amax=amax)
+        return made.data[:rows, :columns].contiguous(), stored_scale(made.inverse_scale, rows, columns)
 
 
 CHECKPOINT_FORMATS = {
-    "fine-grained": CheckpointFormat("blockwise", "weight_scale_inv", _finegrained([BLOCK, BLOCK])),
-    "compressed-tensors": CheckpointFormat("rowwise", "weight_scale", _compressed_tensors("channel")),
-    "compressed-tensors-tensorwise": CheckpointFormat(
-        "tensorwise", "weight_scale", _compressed_tensors("tensor"), (1,)
-    ),
-    "tensorwise": CheckpointFormat("tensorwise", "weight_scale_inv", _finegrained(None)),
+    "fine-grained": CheckpointFormat("blockwise", compressed=False),
+    "compressed-tensors": CheckpointFormat("rowwise", compressed=True),
+    "compressed-tensors-tensorwise": CheckpointFormat("tensorwise", compressed=True),
+    "tensorwise": CheckpointFormat("tensorwise", compressed=False),
 }
-"""By the name that `fp8booster export --format` takes."""
-
-SCALES = ("_scale_inv", "_scale")
-"""What a scale's name has behind that of its weight."""
-
-UNUSED_SCALES = ("input_scale", "activation_scale", "k_scale", "v_scale")
-"""Ends of names of scales of what the weights are multiplied by: training makes its own."""
+"""By the values of `fp8booster export --format`."""
 
 IN_16_BITS = "bf16"
-"""The name of the format without FP8."""
+"""The format without FP8."""
+
+SCALES = ("_scale_inv", "_scale")
+"""Ends of names of scales, behind those of their weights."""
+
+UNUSED_SCALES = ("input_scale", "activation_scale", "k_scale", "v_scale")
+"""Ends of names of scales of activations, which training makes itself."""
 
 _READ = "fp8booster reads FP8 of quant_method fp8 and of compressed-tensors' float-quantized"
 
 
 def block_of(settings: Any, file: str) -> tuple[int, int] | None:
-    """The rows and columns that share a scale, by the `quantization_config` in a file; None: there are no blocks.
+    """Return the rows and columns of a block, by the `quantization_config` in a file; None: there are no blocks.
 
     Raises:
         ValueError: its weights are not in FP8, or are in FP8 in a form that is not known.
@@ -139,13 +138,7 @@ def block_of(settings: Any, file: str) -> tuple[int, int] | None:
 
 
 def granularity_of(weight: tuple[int, ...], scale: tuple[int, ...], block: tuple[int, int] | None) -> str | None:
-    """What of a weight has a scale of its own, as in `FP8Config`, from the shapes of both; None: none of them.
-
-    Args:
-        weight: (N, K).
-        scale: as in `decode`.
-        block: from `block_of`.
-    """
+    """Return the granularity of a weight, (N, K), by the shape of its scale and the blocks; None: of none."""
     rows, columns = weight
     if scale in ((), (1,)):
         return "tensorwise"
@@ -173,7 +166,7 @@ def require_stored(data: torch.Tensor, scale: torch.Tensor, name: str) -> None:
 
 
 def decode(data: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None, name: str) -> torch.Tensor:
-    """The values of a weight, in FP32.
+    """Return the values of a weight, in FP32.
 
     Args:
         data: [..., N, K] FP8.

@@ -21,7 +21,7 @@ _SCALE_BYTES = torch.float32.itemsize
 
 
 def pack(states: torch.Tensor) -> torch.Tensor:
-    """Keys or values in E4M3 with a scale for each token and head, by its own amax.
+    """Pack keys or values in E4M3 with a scale for each token and head, by its own amax.
 
     Args:
         states: [B, H, S, D], BF16, FP16 or FP32.
@@ -39,18 +39,18 @@ def pack(states: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of what `pack` gave, [B, H, S, D] of `dtype`."""
+    """Return the values that were packed, [B, H, S, D] of `dtype`."""
     data, scales = packed[..., :-_SCALE_BYTES].view(E4M3), packed[..., -_SCALE_BYTES:]
     return (data.float() * scales.contiguous().view(torch.float32)).to(dtype)
 
 
 class _Packs:
-    """Mixin before a class of transformers' that appends keys and values: it appends them packed."""
+    """Mixin before a class of transformers' that appends keys and values: they are appended packed."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values, [B, H, S, D]; returns all that there are, in their dtype, as they are kept."""
+        """Append keys and values, [B, H, S, D]; return all, in their dtype, rounded as they are kept."""
         parts: Any = super()
         keys, values = parts.update(pack(key_states), pack(value_states), *args, **kwargs)
         return unpack(keys, key_states.dtype), unpack(values, value_states.dtype)
@@ -65,9 +65,9 @@ if hasattr(cache_utils, "DynamicLayer"):  # transformers 5
         """A cache of keys and values in FP8: `model.generate(..., past_key_values=FP8Cache())`.
 
         It takes what transformers' `DynamicCache` takes in models whose layers all attend to keys and values of heads,
-        and keeps all tokens where a layer attends to a window of them. One layer's are in 16 bits at a time. What is
-        read in the call that appends it is rounded too, so a token sees the same keys and values however the text
-        before it came.
+        and keeps all tokens where a layer attends to a window of them. One layer's are in 16 bits at a time. Keys and
+        values are rounded in the call that appends them too, so a token sees the same ones however the text before it
+        came.
         """
 
         def __init__(self) -> None:
@@ -76,16 +76,11 @@ if hasattr(cache_utils, "DynamicLayer"):  # transformers 5
 else:
 
     class FP8Cache(_Packs, cache_utils.DynamicCache):  # type: ignore[no-redef]
-        """A cache of keys and values in FP8: `model.generate(..., past_key_values=FP8Cache())`.
-
-        It takes what transformers' `DynamicCache` takes. One layer's keys and values are in 16 bits at a time. What is
-        read in the call that appends it is rounded too, so a token sees the same keys and values however the text
-        before it came.
-        """
+        """As above; transformers 4's takes what its `DynamicCache` takes."""
 
 
 def cache_bytes(cache: Any) -> int:
-    """Bytes of the keys and values that a cache of transformers', in FP8 or not, keeps, or a tuple of each layer's.
+    """Count the bytes of keys and values in a cache of transformers', in FP8 or not, or in a tuple of each layer's.
 
     There are none in None, which models give that keep states, nor in layers that do so among others.
     """

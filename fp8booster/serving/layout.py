@@ -1,9 +1,17 @@
-"""What of a model is exported in FP8: the layers that train in FP8, under the scales that training has."""
+"""Tensors of a model as checkpoints hold them: their names and shapes there, and the weights that are in FP8.
+
+transformers 5 renames and stacks tensors as it loads them, and undoes that as it saves: GPT-NeoX's head is `embed_out`
+in files and `lm_head` in the model. Engines and transformers 4 read files, and so files have the names that `export`
+writes. The rules are transformers' own (`conversion_mapping.py`). In FP8 are the layers that train in FP8, under the
+scales that training has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,13 +26,88 @@ from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import held_by_several
-from fp8booster.serving.names import StoredNames
 from fp8booster.training.models import attention_of, building, causal_lm
+
+
+class StoredNames:
+    """The tensors of a model in its checkpoints: each under one name, or in parts under several.
+
+    Args:
+        model: of transformers. Under transformers 4 all names are its own, and so are they in a model some of whose
+            tensors are stored together, which is read and written as it is in memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        state = model.state_dict()
+        self.shapes = {name: value.shape for name, value in state.items()}
+        """Shapes by the names in the model."""
+        self.dtypes = {name: value.dtype for name, value in state.items()}
+        """Types by the names in the model."""
+        self._rules = _rules_of(model)
+        self._last: tuple[torch.Tensor, dict[str, torch.Tensor]] | None = None
+        meta = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in self.shapes.items()}
+        if self._rules is not None and not self._go_one_by_one(meta):
+            self._rules = None
+        parts = {name: self.parts(name, value) for name, value in meta.items()}
+        self.of = {name: tuple(each) for name, each in parts.items()}
+        """Names in files, by the names in the model."""
+        self.origin = {stored: name for name, each in parts.items() for stored in each}
+        """Names in the model, by the names in files."""
+        self.stored_shapes = {stored: value.shape for each in parts.values() for stored, value in each.items()}
+        """Shapes in files, by the names there."""
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Return the names in files of tensors that have one other there, by their names in the model."""
+        return {name: each[0] for name, each in self.of.items() if each != (name,) and len(each) == 1}
+
+    def part(self, stored: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor of the model that files hold under a name."""
+        if self._last is None or self._last[0] is not tensor:  # a layer's experts are many: they are divided once
+            self._last = tensor, self.parts(self.origin[stored], tensor)
+        return self._last[1][stored]
+
+    def parts(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return a tensor of the model as files hold it, by the names there: views where it is in parts."""
+        if self._rules is None:
+            return {name: tensor}
+        return self._stored({name: tensor})
+
+    def module_of(self, path: str) -> str:
+        """Return the path in the model of the module that has the weight of a layer, by its path in files."""
+        return self.origin.get(f"{path}.weight", f"{path}.").rpartition(".")[0]
+
+    def _go_one_by_one(self, state: dict[str, torch.Tensor]) -> bool:
+        """Tell whether the rules take one tensor each, so that tensors can be converted one after the other."""
+        try:
+            each = [self._stored({name: value}) for name, value in state.items()]
+            together = {name: value.shape for name, value in self._stored(state).items()}
+        except (RuntimeError, ValueError):  # of rules that take several tensors
+            return False
+        return together == {name: value.shape for parts in each for name, value in parts.items()}
+
+    def _stored(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self._rules, state)
+
+
+def _rules_of(model: nn.Module) -> Any:
+    """Return an object that transformers takes its rules from; None where there are none."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+    except ImportError:  # transformers 4
+        return None
+    rules = get_model_conversion_mapping(model, add_legacy=False)
+    # transformers drops no prefix either for a model that it did not load
+    rules = [rule for rule in rules if not isinstance(rule, PrefixChange)]
+    return SimpleNamespace(_weight_conversions=rules, config=getattr(model, "config", None)) if rules else None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """By name in files, what a model's tensors are."""
+    """Tensors of a model by their names in files."""
 
     shapes: dict[str, torch.Size]
     first_name: dict[str, str]
@@ -32,30 +115,43 @@ class Layout:
     parameters: frozenset[str]
     """The rest are buffers."""
     groups: dict[str, tuple[str, ...]]
-    """By the name of a weight that is exported in FP8, those that share its scale where a tensor has one."""
+    """By each weight that is exported in FP8, the weights that share its scale where a tensor has one."""
     cast_by_layers: frozenset[str]
-    """Those among them that no engine casts, from its masters, but each layer from its 16-bit value."""
+    """Weights in FP8 that no engine casts from its masters, but each layer from its 16-bit value."""
     kept: tuple[str, ...]
     """Linear layers that stay in 16 bits, by their paths."""
     names: StoredNames
 
     @property
     def kept_modules(self) -> tuple[str, ...]:
-        """The paths of `kept`, and those in the model where they differ: engines read the ones, transformers both."""
+        """Return the paths of `kept`, and those in the model: engines read the former, transformers both."""
         return tuple(dict.fromkeys([*self.kept, *map(self.names.module_of, self.kept)]))
 
 
-def skeleton(config: Any) -> Any:
-    """The causal language model that transformers builds from a config, without memory."""
+def skeleton(config: Any, allocation: AbstractContextManager[Any] | None = None, **options: Any) -> Any:
+    """Return the causal language model that transformers builds from a config, without memory.
+
+    Args:
+        allocation: where tensors are made; None: all on "meta".
+        options: of transformers' constructor.
+    """
     kind, attention = causal_lm(config), attention_of(config)
-    with building(config), torch.device("meta"):
-        model = kind._from_config(config, attn_implementation=attention)
+    with building(config), allocation or torch.device("meta"):
+        model = kind._from_config(config, attn_implementation=attention, **options)
     model.tie_weights()
     return model
 
 
+def names_of_each(model: nn.Module) -> Collection[list[str]]:
+    """Return the names of each parameter: a tied weight has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names.values()
+
+
 def layout_of_config(config: Any, fp8_config: FP8Config | None) -> Layout:
-    """Of the model that transformers builds from a config, trained under an `FP8Config`; None: with no layer in FP8.
+    """Lay out the model that transformers builds from a config, trained under an `FP8Config`; None: none is in FP8.
 
     Raises:
         ValueError: no layer would be in FP8, or experts cannot be exported.
@@ -70,7 +166,7 @@ def layout_of_config(config: Any, fp8_config: FP8Config | None) -> Layout:
 
 
 def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
-    """Of a converted model, or, unless `in_fp8`, of any that is written in 16 bits.
+    """Lay out a converted model, or, unless `in_fp8`, any that is written in 16 bits.
 
     Raises:
         ValueError: no layer is in FP8, a rank holds a part of one, or experts cannot be exported.
@@ -87,36 +183,34 @@ def layout_of(model: nn.Module, *, in_fp8: bool = True) -> Layout:
         if merged.why_not_merged is None and len(together) == len(merged.layers):
             groups.update(dict.fromkeys(together, together))
     groups.update({name: stack for stack in stacks for name in stack})
-    first: dict[int, str] = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    first_in_model = {name: first.setdefault(id(parameter), name) for name, parameter in parameters.items()}
-    heads = [
-        pair
-        for name, one in first_in_model.items()
-        for pair in zip(names.of.get(name, ()), names.of.get(one, ()), strict=False)
-    ]
+    tied = [(each[0], name) for each in names_of_each(model) for name in each]
     # the state dict has a weight that is kept in FP8 alone, and the parameters do not
     frozen = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, FrozenLayer)}
+    parameters = {name for _, name in tied} | frozen
     stored = [part for name in _of_linear_layers(model) for part in names.of[name]]
     return Layout(
         names.stored_shapes,
-        dict(heads),
-        frozenset(part for name in {*parameters, *frozen} for part in names.of.get(name, ())),
+        {
+            name: first
+            for one, other in tied
+            for first, name in zip(names.of.get(one, ()), names.of.get(other, ()), strict=False)
+        },
+        frozenset(part for name in parameters for part in names.of.get(name, ())),
         groups,
         frozenset(
             weights[id(layer)]
             for layer in layers
             if layer.why_cast_by_itself is not None or any(size % ALIGNMENT for size in layer.held_weight.shape)
         ).union(*stacks),
-        tuple(dict.fromkeys(_path(name) for name in stored if name not in groups)),
+        tuple(dict.fromkeys(name.rpartition(".")[0] for name in stored if name not in groups)),
         names,
     )
 
 
 def _exported(model: nn.Module) -> Iterator[FP8Layer]:
-    """The FP8 layers that are nn.Linear, which is what engines put their own layers in the place of.
+    """Yield the FP8 layers that are nn.Linear, which engines replace by their own layers.
 
-    Not those whose weight embeddings have too, which engines read in 16 bits.
+    Those whose weight embeddings have too are left out, for engines read them in 16 bits.
     """
     tied = held_by_several(model)
     for name, module in model.named_modules():
@@ -133,13 +227,13 @@ def _exported(model: nn.Module) -> Iterator[FP8Layer]:
 
 
 def _experts(model: nn.Module) -> list[str]:
-    """Modules that hold experts as one parameter, by their paths."""
+    """Return the paths of modules that hold experts as one parameter."""
     modules = model.named_modules()
     return [name for name, module in modules if isinstance(module, FP8Experts) or are_experts(module)]
 
 
 def _stacked(model: nn.Module, path: str, names: StoredNames) -> list[tuple[str, ...]]:
-    """The weights of experts held as one parameter that are in FP8: by parameter, which has one scale, those in files.
+    """Return the weights in files of a module's FP8 experts, those of each parameter, which has one scale.
 
     Raises:
         ValueError: files hold the experts as one parameter too.
@@ -158,7 +252,7 @@ def _stacked(model: nn.Module, path: str, names: StoredNames) -> list[tuple[str,
 
 
 def _of_linear_layers(model: nn.Module) -> list[str]:
-    """Weights that are linear layers' in files: those of nn.Linear, and of experts held as one and their routers."""
+    """Return linear layers' weights: those of nn.Linear, of experts held as one parameter, and of their routers."""
     found = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     for path in _experts(model):
         stacks = model.get_submodule(path).named_parameters(recurse=False)
@@ -169,8 +263,3 @@ def _of_linear_layers(model: nn.Module) -> list[str]:
             if weight is not None and weight.dim() == 2 and f"{block}.{name}.weight" not in found:
                 found.append(f"{block}.{name}.weight")
     return found
-
-
-def _path(name: str) -> str:
-    """Of the layer that has a weight, or of the module that has a parameter that is no layer's."""
-    return name.rpartition(".")[0]

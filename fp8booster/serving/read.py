@@ -1,87 +1,33 @@
-"""Reads checkpoints whose weights are in FP8, in the formats of `CHECKPOINT_FORMATS`, into 16 bits."""
+"""Models read from folders in 16 bits or in FP8: into 16 bits, or frozen, with FP8 weights from the first.
+
+Of a frozen model no more than one weight is ever in 16 bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fp8booster.config import FP8Config
-from fp8booster.formats import FORMATS
-from fp8booster.reading import read_record
-from fp8booster.serving.formats import block_of, decode
-from fp8booster.serving.frozen import as_loaded, load_frozen
-from fp8booster.serving.loading import load_tensors, weights_among, whole_shards
-from fp8booster.serving.shards import Shards
+from fp8booster.formats import E4M3, FORMATS
+from fp8booster.kernels.alignment import BLOCK
+from fp8booster.nn.convert import convert_to_fp8
+from fp8booster.nn.linear.frozen import SCALE, FrozenFP8Linear
+from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.nn.modules import held_by_several
+from fp8booster.nn.sharing import share_inputs
+from fp8booster.serving.formats import granularity_of
+from fp8booster.serving.layout import StoredNames, names_of_each, skeleton
+from fp8booster.serving.stored import StoredModel, as_loaded, is_in_fp8
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-
-def require_loadable(folder: Path) -> bool:
-    """Whether the weights of a folder are in FP8, by its config.json.
-
-    Raises:
-        ValueError: they are quantized otherwise, or in a form that is not known, or in FP8 and it does not say so.
-    """
-    file = folder / "config.json"
-    record = read_record(file, {}, "give the folder of a model")
-    if record.get("transformers_weights") is not None:
-        raise ValueError(
-            f"{file} names its weights itself (transformers_weights); call them model.safetensors and leave that out."
-        )
-    settings = record.get("quantization_config")
-    if settings is None:
-        if _holds_fp8(folder):
-            raise ValueError(
-                f"{folder} holds weights in FP8, and its config.json has no quantization_config; write the model with "
-                "fp8booster.export in place of save_pretrained."
-            )
-        return False
-    block_of(settings, str(file))
-    return True
-
-
-def _holds_fp8(folder: Path) -> bool:
-    try:
-        shards = Shards(folder)
-        return any(shards.dtype(name) in FORMATS for name in shards.names)
-    except ValueError:  # of none, or damaged ones, who reads them tells
-        return False
-
-
-def dequantized(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a folder one by one, by name, FP8 weights as their values, rounded once to `dtype`.
-
-    Tensors that have no scale are given as they are.
-
-    Raises:
-        ValueError: a scale is missing, or does not fit its weight, or a file is damaged.
-    """
-    folder = Path(folder)
-    file = folder / "config.json"
-    settings = read_record(file, {"quantization_config": dict}, "give a model in FP8")["quantization_config"]
-    yield from _values(Shards(folder), block_of(settings, str(file)), dtype)
-
-
-def _values(
-    shards: Shards, block: tuple[int, int] | None, dtype: torch.dtype, *, in_fp8: bool = True
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a folder, as `dequantized` does; raise ValueError also for values that are not finite."""
-    scale_of = shards.scales() if in_fp8 else {}
-    for name in weights_among(shards, scale_of):
-        tensor, scale = shards.tensor(name), scale_of.get(name)
-        if scale is not None:
-            tensor = decode(tensor, shards.tensor(scale), block, name).to(dtype)
-        elif tensor.dtype in FORMATS:
-            raise ValueError(
-                f"{name} in {shards.folder} is in FP8 and has no scale; copy the model again, or give another."
-            )
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"{name} in {shards.folder} holds values that are not finite; give an earlier checkpoint.")
-        yield name, tensor
 
 
 def load_fp8(
@@ -108,7 +54,7 @@ def load_fp8(
         ValueError: the folder's weights are not in FP8, not those of the model or not finite, or, with `frozen`, in a
             form that products cannot read.
     """
-    if not require_loadable(Path(folder)):
+    if not is_in_fp8(Path(folder)):
         raise ValueError(f"{folder} has no quantization_config; load it with transformers' from_pretrained.")
     if frozen:
         return load_frozen(folder, fp8_config or FP8Config(), dtype=dtype, device=device, config=config)
@@ -129,21 +75,182 @@ def load_model(
     Raises:
         ValueError: the folder's weights are damaged, not all of the model, others, or not finite.
     """
-    from transformers import AutoConfig
-
-    folder = Path(folder)
-    in_fp8 = require_loadable(folder)
-    if config is None:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    file = folder / "config.json"
-    block = block_of(read_record(file, {}, "")["quantization_config"], str(file)) if in_fp8 else None
-    forget_quantization(config)
-    shards = whole_shards(folder, config, in_fp8=in_fp8)
-    tensors = dict(_values(shards, block, dtype, in_fp8=in_fp8))
-    return as_loaded(load_tensors(config, tensors, dtype, folder), folder)
+    is_in_fp8(Path(folder))  # refuses other forms
+    return StoredModel(Path(folder), config).load(dtype)
 
 
-def forget_quantization(config: PretrainedConfig) -> None:
-    """Make it the config of the model in 16 bits."""
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+Read = Callable[[str, nn.Module], torch.Tensor | None]
+"""Reads a tensor by its name in the state dict and the module that holds it; None leaves the constructor's."""
+
+
+def freeze(model: nn.Module, config: FP8Config) -> nn.Module:
+    """Keep the weights of the layers that `convert_to_fp8` chooses in FP8 alone, in place; return the model.
+
+    Of layers without memory, the matrices have none either. Layers of other classes than nn.Linear keep 16-bit weights,
+    and so do those whose weight another module has too.
+    """
+    convert_to_fp8(model, config)
+    tied = held_by_several(model)
+    for module in model.modules():
+        if not isinstance(module, FP8Layer) or isinstance(module, FrozenFP8Linear):
+            continue
+        if module.original is nn.Linear and id(module._parameters.get("weight")) not in tied:
+            FrozenFP8Linear.convert_in_place(module, module.fp8_config)
+    return model
+
+
+def load_frozen(
+    folder: str | Path,
+    fp8_config: FP8Config,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    config: PretrainedConfig | None = None,
+) -> PreTrainedModel:
+    """Return a causal language model from a folder, whose frozen weights take one byte a value.
+
+    Args:
+        folder: in Hugging Face's format: in FP8, whose bytes and scales stay as they are, or in 16 bits, which are cast
+            one by one.
+        fp8_config: which layers of a model in 16 bits, and how all layers compute. An FP8 checkpoint has its own
+            layers and granularity.
+        dtype: of all other weights.
+        device: where they are made.
+        config: in place of the folder's.
+
+    Raises:
+        ValueError: tensors are missing or damaged, or in a form that products cannot read.
+    """
+    stored = StoredModel(Path(folder), config)
+    model = skeleton(stored.config, _MatricesOnMeta(), torch_dtype=dtype)
+    names = StoredNames(model)
+    stored.rename({stored: name for name, stored in names.renamed.items()})
+    shards, scale_of = stored.shards, stored.scale_of
+    names_of = {name: each for each in names_of_each(model) for name in each}
+    if stored.in_fp8:
+        _freeze_as_stored(model, stored, fp8_config)
+    else:
+        freeze(model, fp8_config)
+
+    def read(name: str, module: nn.Module) -> torch.Tensor | None:
+        end = name.rpartition(".")[2]
+        if end == SCALE:
+            scale = scale_of.get(name.removesuffix(SCALE) + "weight")
+            return None if scale is None else shards.tensor(scale)
+        there = next((each for each in names_of.get(name, [name]) if each in shards), None)
+        if there is None:
+            if any(part in shards for part in names.of.get(name, ())):
+                raise ValueError(
+                    f"{folder} holds the experts of {name} one by one, and this version of transformers as one "
+                    "parameter, which has no frozen form; load it without frozen, or with transformers 4.51."
+                )
+            raise ValueError(f"{folder} lacks {name}; copy the model again.")
+        tensor = shards.tensor(there)
+        if tensor.dtype in FORMATS:
+            if not isinstance(module, FrozenFP8Linear):
+                return stored.value(there)  # raises: there is no scale
+            if tensor.dtype is not E4M3:
+                raise ValueError(f"{name} in {folder} is {tensor.dtype}; load it without frozen, which decodes it.")
+            return tensor
+        return stored.require_finite(name, tensor).to(dtype)
+
+    fill(model, read, device)
+    return as_loaded(model, stored.folder)
+
+
+def _freeze_as_stored(model: nn.Module, stored: StoredModel, fp8_config: FP8Config) -> None:
+    """Let the layers that a folder has in FP8 take its values and scales."""
+    for name, module in model.named_modules():
+        scale = stored.scale_of.get(f"{name}.weight")
+        if scale is None:
+            continue
+        if type(module) is not nn.Linear:
+            raise ValueError(f"{name} is a {type(module).__name__}, which has no frozen form; load without frozen.")
+        shape, scales = stored.shards.shape(f"{name}.weight"), stored.shards.shape(scale)
+        granularity = granularity_of(shape, scales, stored.block)
+        if granularity is None:
+            raise ValueError(
+                f"{name}.weight has scales of {list(scales)}, for blocks of {stored.block}; products read one scale "
+                f"for a weight, a row or a block of {BLOCK} x {BLOCK}: load it without frozen, which decodes it."
+            )
+        FrozenFP8Linear.convert_in_place(module, _with_granularity(fp8_config, granularity))
+    share_inputs(model)
+
+
+def random_frozen(
+    config: PretrainedConfig, fp8_config: FP8Config | None, *, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
+    """Return a model of random weights by torch's seed on that kind of device: matrices normal, as transformers' are.
+
+    With None in place of `fp8_config` it has the values before their casts, all in `dtype`.
+    """
+    width = getattr(config, "initializer_range", 0.02)
+    model: Any = skeleton(config, _MatricesOnMeta(), torch_dtype=dtype)
+    if fp8_config is not None:
+        freeze(model, fp8_config)
+
+    def read(name: str, module: nn.Module) -> torch.Tensor | None:
+        end = name.rpartition(".")[2]
+        if end == SCALE:
+            return None
+        frozen = isinstance(module, FrozenFP8Linear) and end == "weight"
+        shape: Any = module.fp8_shape if frozen else module.state_dict()[end].shape
+        if len(shape) < 2:
+            return None
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0, width)
+
+    fill(model, read, device)
+    return model
+
+
+def fill(model: Any, read: Read, device: torch.device | str) -> None:
+    """Give a model of transformers its tensors one by one.
+
+    Args:
+        model: its matrices may have no memory.
+        read: gives them.
+        device: of the model.
+
+    Raises:
+        ValueError: one does not fit.
+    """
+    for path, module in model.named_modules():
+        kept = {name for name in module._buffers if name not in module._non_persistent_buffers_set}
+        own = {**module._parameters, **{name: module._buffers[name] for name in kept}}
+        names = [name for name, tensor in own.items() if tensor is not None]
+        if isinstance(module, FrozenFP8Linear):
+            names = ["weight", SCALE, *(name for name in names if name == "bias")]
+        prefix = f"{path}." if path else ""
+        state = {name: tensor.to(device) for name in names if (tensor := read(prefix + name, module)) is not None}
+        if not state:
+            continue
+        try:
+            module.load_state_dict(state, strict=False, assign=True)
+        except RuntimeError as error:
+            faults = " ".join(str(error).split())
+            raise ValueError(f"{path or 'the model'} cannot take what the folder holds: {faults}") from None
+    model.tie_weights()
+    model.to(device)
+
+
+class _MatricesOnMeta(TorchFunctionMode):
+    """Takes the memory from tensors of two or more dimensions that constructors allocate, and leaves what they fill.
+
+    On "meta" altogether rotary frequencies would be lost, which no checkpoint holds.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is torch.empty and args and isinstance(args[0], (tuple, torch.Size)) and len(args[0]) > 1:
+            named["device"] = "meta"
+        return func(*args, **named)
+
+
+def _with_granularity(config: FP8Config, granularity: str) -> FP8Config:
+    """Return the configuration with other scales, and the defaults that go with them."""
+    if config.granularity == granularity:
+        return config
+    defaults: dict[str, Any] = {"gradient_format": None, "power_of_two": None}
+    return replace(config, granularity=granularity, **defaults)

@@ -1,18 +1,19 @@
-"""Tensors of a folder in Hugging Face's format, read and written one by one: a file of them is in memory at most."""
+"""Tensors of a folder in Hugging Face's format, read and written one by one: one file of them is in memory at most."""
 
 from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from fp8booster.listing import first_of
-from fp8booster.reading import faults_named, first_line, read_index, require_file
+from fp8booster.reading import COPY_AGAIN, faults_named, first_line, read_index, require_file
 from fp8booster.serving.formats import SCALES
 from fp8booster.training.adapters import ADAPTER_FILE
 
@@ -23,28 +24,7 @@ _PLACES = (_FILE, _INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 """Files that hold a model's weights, or name those that do, in the order in which transformers looks for them."""
 
 _OTHERS = ("*.safetensors", "pytorch_model*", "tf_model*", "flax_model*", "consolidated*", "*.gguf")
-"""Files of weights that none of `_PLACES` is, or names."""
-
-_TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""What safetensors calls types."""
+"""Names of files of weights that are none of `_PLACES`."""
 
 
 def weights_of(folder: Path) -> Path | None:
@@ -70,6 +50,10 @@ def weights_of(folder: Path) -> Path | None:
     return None
 
 
+_Opened = tuple[Collection[str], Callable[[str], torch.Tensor]]
+"""The names of a file's tensors, and a function that reads one of them."""
+
+
 class Shards:
     """The tensors of a folder, by name: of safetensors, or of torch's files without code.
 
@@ -80,121 +64,83 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open: dict[str, Any] = {}
-        self._keys: dict[str, str] = {}
-        """By the name of each tensor that has another in its file, that one."""
+        self._open: dict[str, _Opened] = {}
         place = weights_of(folder)
         if place is None:
             raise ValueError(f"{folder} holds no {_FILE} and no {_INDEX}; save the model there as safetensors.")
-        if place.suffix == ".json":
-            self._files: dict[str, str] = dict(read_index(place, _COPY_AGAIN)["weight_map"])
-            self._require_indexed(place)
-        else:
-            self._files = dict.fromkeys(self._handle(place.name).keys(), place.name)
-
-    def _require_indexed(self, index: Path) -> None:
-        """Raise ValueError unless the files that the index names hold its tensors, and no more."""
-        there = {file: set(self._handle(file).keys()) for file in set(self._files.values())}
-        for name, file in self._files.items():
+        self._places: dict[str, tuple[str, str]] = {}
+        """By the name of each tensor, its file and its name there."""
+        if place.suffix != ".json":
+            self._places = {name: (place.name, name) for name in self._opened(place.name)[0]}
+            return
+        files = read_index(place, _COPY_AGAIN)["weight_map"]
+        there = {file: set(self._opened(file)[0]) for file in set(files.values())}
+        for name, file in files.items():
             if name not in there[file]:
-                raise ValueError(f"{self.folder / file} lacks {name}, which {index} names; {_COPY_AGAIN}.")
-        unnamed = sorted(set().union(*there.values()) - self._files.keys())
+                raise ValueError(f"{folder / file} lacks {name}, which {place} names; {_COPY_AGAIN}.")
+            self._places[name] = file, name
+        unnamed = sorted(set().union(*there.values()) - files.keys())
         if unnamed:
-            raise ValueError(f"{index} lacks {first_of(unnamed, shown=3)}, which its files hold; {_COPY_AGAIN}.")
+            raise ValueError(f"{place} lacks {first_of(unnamed, shown=3)}, which its files hold; {_COPY_AGAIN}.")
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call tensors, and their scales, by other names, by those they have; where one is taken it stays with that."""
+        """Rename tensors, and their scales, from keys to values; a name that another tensor has is not taken."""
         for name, other in names.items():
             for end in ("", *SCALES):
                 if name + end in self and other + end not in self:
-                    self._files[other + end] = self._files.pop(name + end)
-                    self._keys[other + end] = self._keys.pop(name + end, name + end)
+                    self._places[other + end] = self._places.pop(name + end)
 
     def drop(self, name: str) -> None:
         """Leave a tensor out."""
-        del self._files[name]
+        del self._places[name]
 
     @property
     def names(self) -> list[str]:
-        return list(self._files)
+        return list(self._places)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._places
 
     def scales(self) -> dict[str, str]:
-        """By the name of each tensor that has a scale, the scale's."""
+        """Return the names of scales, by the names of the tensors that have one."""
         found = {name: next((name + end for end in SCALES if name + end in self), None) for name in self.names}
         return {name: scale for name, scale in found.items() if scale is not None}
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        with self._named(name):
-            return tuple(self._slice(name).get_shape())
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return one tensor; its values are read from the disk when they are used."""
+        file, key = self._places[name]
+        with faults_named(self.folder / file, _COPY_AGAIN):
+            return self._opened(file)[1](key)
+
+    def shape(self, name: str) -> torch.Size:
+        return self.tensor(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        with self._named(name):
-            stored = self._slice(name).get_dtype()
-        if stored not in _TYPES:
-            raise ValueError(f"{name} in {self.folder} is of the type {stored}, which PyTorch has not; {_COPY_AGAIN}.")
-        return _TYPES[stored]
+        return self.tensor(name).dtype
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One tensor, read from the disk."""
-        with self._named(name):
-            return self._handle(self._files[name]).get_tensor(self._keys.get(name, name))
-
-    def _slice(self, name: str) -> Any:
-        return self._handle(self._files[name]).get_slice(self._keys.get(name, name))
-
-    def _handle(self, file: str) -> Any:
-        from safetensors import safe_open
-
+    def _opened(self, file: str) -> _Opened:
         if file not in self._open:
             path = self.folder / file
             require_file(path, _COPY_AGAIN)
             with faults_named(path, _COPY_AGAIN):
-                kind = _OfTorch if path.suffix == ".bin" else safe_open
-                self._open[file] = kind(path, framework="pt")
+                self._open[file] = _open_torch(path) if path.suffix == ".bin" else _open_safetensors(path)
         return self._open[file]
 
-    def _named(self, name: str) -> Any:
-        return faults_named(self.folder / self._files[name], _COPY_AGAIN)
+
+def _open_safetensors(path: Path) -> _Opened:
+    file = safe_open(path, framework="pt")
+    return file.keys(), file.get_tensor
 
 
-class _OfTorch:
-    """A file that torch's `save` wrote, as `safe_open` gives one of safetensors; tensors are read when used."""
-
-    def __init__(self, path: Path, framework: str) -> None:
-        mapped = zipfile.is_zipfile(path)  # files of old versions are read at once
-        self._tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-        if not isinstance(self._tensors, dict) or not all(map(_is_plain, self._tensors.items())):
-            raise ValueError(f"{path} holds more than tensors by name; save the model again (save_pretrained).")
-
-    def keys(self) -> Iterable[str]:
-        return self._tensors.keys()
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return self._tensors[name].detach()
-
-    def get_slice(self, name: str) -> _Slice:
-        return _Slice(self._tensors[name])
-
-
-class _Slice:
-    """Shape and type of a tensor, as safetensors tells them."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def get_shape(self) -> Iterable[int]:
-        return self._tensor.shape
-
-    def get_dtype(self) -> str:
-        return next((name for name, dtype in _TYPES.items() if dtype is self._tensor.dtype), str(self._tensor.dtype))
-
-
-def _is_plain(item: tuple[Any, Any]) -> bool:
-    name, value = item
-    return isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout is torch.strided
+def _open_torch(path: Path) -> _Opened:
+    mapped = zipfile.is_zipfile(path)  # files of old versions are read at once
+    tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    if not isinstance(tensors, dict) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) and value.layout is torch.strided
+        for name, value in tensors.items()
+    ):
+        raise ValueError(f"{path} holds more than tensors by name; save the model again (save_pretrained).")
+    return tensors.keys(), lambda name: tensors[name].detach()
 
 
 class ShardWriter:
@@ -222,7 +168,7 @@ class ShardWriter:
         self.total += tensor.nbytes
 
     def close(self) -> None:
-        """Write what is left, and name the files by their number."""
+        """Write the last file and the index."""
         if self._held:
             self._flush()
         count = len(self._shards)
@@ -236,9 +182,6 @@ class ShardWriter:
             (self._folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def _flush(self) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
         try:
             save_file(self._held, self._part(len(self._shards)), metadata={"format": "pt"})
         except SafetensorError as error:  # of a full disk too
@@ -254,22 +197,20 @@ class Masters:
     """FP32 master weights that ranks wrote under ZeRO alone: a flat shard of each parameter in the file of each rank.
 
     Args:
-        folder: as `BoostedModel.save` leaves it; empty where there are none, or where ranks divide layers.
+        folder: as `BoostedModel.save` leaves it; None where there is none. Where ranks divide layers nothing is read.
 
     Raises:
         ValueError: the file of a rank is missing, or damaged.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        from safetensors import safe_open
-
         files = [] if folder is None else sorted(folder.glob("rank-*-of-*.safetensors"))
         expected = int(files[0].stem.rpartition("-")[2]) if files else 0
         if len(files) != expected:
             raise ValueError(f"{folder} holds {len(files)} of {expected} files of master weights; copy the checkpoint.")
         self._files = []
         for file in files:
-            require_file(file, "copy the checkpoint again")
+            require_file(file, COPY_AGAIN)
             with faults_named(file):
                 self._files.append(safe_open(file, framework="pt"))
         if any((file.metadata() or {}).get("sharding", "ZeRO") != "ZeRO" for file in self._files):
@@ -278,13 +219,13 @@ class Masters:
 
     @property
     def ranks(self) -> int:
-        """That wrote them; 0: there are none."""
+        """Return the number of ranks that wrote them; 0: there are none."""
         return len(self._files)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
 
     def tensor(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """One parameter, FP32, of its shape."""
+        """Return one parameter, FP32, of its shape."""
         whole = torch.cat([file.get_tensor(name).flatten() for file in self._files])
         return whole[: shape.numel()].view(shape)

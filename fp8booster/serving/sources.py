@@ -1,4 +1,4 @@
-"""Where the tensors of an export come from: a model in memory, or a folder."""
+"""Sources of the tensors of an export: a model in memory, the folder of one, or adapters on such a folder."""
 
 from __future__ import annotations
 
@@ -6,35 +6,47 @@ import dataclasses
 import json
 import shutil
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from fp8booster.config import FP8Config
-from fp8booster.formats import E4M3, FORMATS
-from fp8booster.nn.adapters import is_adapted
+from fp8booster.formats import E4M3, HIGH_PRECISION
+from fp8booster.kernels.scales import amax_of
+from fp8booster.listing import first_of
+from fp8booster.nn.adapters import changes_base, is_adapted, merged_weight
 from fp8booster.nn.linear.frozen import INPUT_AMAX, SCALE, FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
-from fp8booster.reading import COPY_AGAIN, read_record, require_file
-from fp8booster.serving.formats import CheckpointFormat, block_of, decode, granularity_of, require_stored
-from fp8booster.serving.layout import Layout, layout_of, layout_of_config
-from fp8booster.serving.loading import weights_among, whole_shards
-from fp8booster.serving.read import forget_quantization
+from fp8booster.reading import COPY_AGAIN, faults_named, first_line, read_record, require_file
+from fp8booster.serving.formats import CheckpointFormat, granularity_of, require_stored
+from fp8booster.serving.layout import Layout, layout_of, layout_of_config, skeleton
 from fp8booster.serving.shards import Masters
+from fp8booster.serving.stored import StoredModel
 from fp8booster.tensor import stored_scale
-from fp8booster.training.adapters import ADAPTER_CONFIG
+from fp8booster.training.adapters import ADAPTER_CONFIG, ADAPTER_FILE
 from fp8booster.training.models import causal_lm
 
 _BESIDE = (".json", ".txt", ".model", ".jinja", ".tiktoken")
-"""Ends of files that go along with a model: of its tokenizer, generation_config.json."""
+"""Ends of files that are copied with a model: of its tokenizer, generation_config.json."""
 
 _TEMPLATES = "additional_chat_templates"
 """Folder in which transformers 5 saves a tokenizer's chat templates but its first, chat_template.jinja."""
 
 _OF_WEIGHTS = ("config.json", ADAPTER_CONFIG)
+
+_MORE = ("modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters")
+"""Settings of peft with which it trains more than matrices of linear layers and embeddings."""
+
+_NO_ADAPTERS = ("LN_TUNING",)
+"""Types of peft's that put a trained copy of a layer in its place."""
+
+_OF_MODEL = ".base_layer.weight"
+"""End of the names by which peft saves weights of the model that adapters are on."""
 
 _OF_THIS_PROCESS = ("_name_or_path", "_attn_implementation_autoset")
 """Fields that save_pretrained leaves out: where the model was read, and by which transformers 4 would choose no fast
@@ -42,35 +54,49 @@ attention, for it is chosen already."""
 
 
 class Source(ABC):
-    """Where tensors come from."""
+    """The tensors of a model, by their names in files."""
 
     fp8_config: FP8Config
     layout: Layout
     dtype: torch.dtype = torch.bfloat16
-    """Of what is written in 16 bits: FP16 for a model that has that and no BF16."""
+    """Type of what is written in 16 bits: FP16 for a model that has that and no BF16."""
     merged: int = 0
     """Weights that adapters are merged into."""
+    from_masters: int = 0
+    """Weights that are cast from masters."""
 
-    @property
-    def from_masters(self) -> int:
-        """Weights that are cast from masters."""
-        return 0
+    def __init__(self) -> None:
+        self._amaxes: dict[tuple[str, ...], torch.Tensor] = {}
 
     @property
     @abstractmethod
     def names(self) -> Iterable[str]:
-        """Of tensors, a tied one once."""
+        """Return the names of all tensors, a tied one once."""
 
     @abstractmethod
     def tensor(self, name: str) -> torch.Tensor:
-        """The value of a tensor in files, in FP32 where it is still to be rounded."""
+        """Return the value of a tensor in files, in FP32 where it is still to be rounded."""
 
     def weight(self, name: str) -> torch.Tensor:
-        """The value that training casts."""
+        """Return the value that training casts."""
         return self.tensor(name)
 
+    def castable(self, name: str) -> torch.Tensor:
+        """Return the value that training casts, in a type that FP8 is cast from. Raises ValueError for none."""
+        weight = self.weight(name)
+        require_floating(name, weight)
+        require_finite(name, weight)
+        return weight if weight.dtype in HIGH_PRECISION else weight.float()
+
+    def shared_amax(self, name: str) -> torch.Tensor:
+        """Return the amax of the weights that share a scale with a weight."""
+        group = self.scale_group(name)
+        if group not in self._amaxes:
+            self._amaxes[group] = torch.stack([amax_of(self.castable(each)) for each in group]).max()
+        return self._amaxes[group]
+
     def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What there is of a weight in FP8, if it is at hand in this format: values and scale.
+        """Return values and scale of a weight that is at hand in FP8 in this format; None for others.
 
         Raises:
             ValueError: it is at hand in another format, and nowhere else: to cast it again would round it twice.
@@ -78,16 +104,16 @@ class Source(ABC):
         return None
 
     def scale_group(self, name: str) -> tuple[str, ...]:
-        """The weights that share a scale."""
+        """Return the weights that share a scale."""
         return self.layout.groups[name]
 
     @abstractmethod
     def record(self) -> dict[str, Any]:
-        """Of config.json."""
+        """Return the content of config.json."""
 
     @abstractmethod
     def copy_files(self, folder: Path) -> None:
-        """Write what goes along with the model."""
+        """Write the files that belong to the model besides its weights and config."""
 
 
 class Live(Source):
@@ -104,6 +130,7 @@ class Live(Source):
             raise TypeError(f"{type(model).__name__} is no model of transformers; unwrap it, or export its checkpoint")
         if any(map(is_adapted, model.modules())):
             raise ValueError("the model has adapters beside its weights; merge them first: model.merge_and_unload()")
+        super().__init__()
         self._model: Any = model
         layers = {name: module for name, module in model.named_modules() if isinstance(module, FP8Layer)}
         frozen = {name for name, layer in layers.items() if isinstance(layer, FrozenLayer)}
@@ -121,8 +148,7 @@ class Live(Source):
             self.layout = layout_of_config(model.config, self.fp8_config)
         of_casts = {f"{name}.{end}" for name in frozen for end in (SCALE, INPUT_AMAX)}
         self._tensors = {name: value for name, value in model.state_dict().items() if name not in of_casts}
-        if {torch.float16, torch.bfloat16} & {value.dtype for value in self._tensors.values()} == {torch.float16}:
-            self.dtype = torch.float16
+        self.dtype = _half_of(value.dtype for value in self._tensors.values())
         names = self.layout.names
         shapes = {name: shape for name, shape in self.layout.shapes.items() if names.origin[name] not in of_casts}
         self.layout = dataclasses.replace(self.layout, shapes=shapes)
@@ -179,63 +205,48 @@ class Folder(Source):
     def __init__(
         self, folder: Path, config: FP8Config | None, masters: Path | None = None, *, in_fp8: bool = True
     ) -> None:
-        from transformers import AutoConfig
-
-        self._folder, file = folder, folder / "config.json"
-        self._record = read_record(file, {"model_type": str}, "give the folder of a model")
-        settings = self._record.pop("quantization_config", None)
-        self._block = None if settings is None else block_of(settings, str(file))
+        super().__init__()
+        self._stored = StoredModel(folder)
         self.fp8_config = config or FP8Config()
-        self.model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        """transformers', of the model in 16 bits."""
-        forget_quantization(self.model_config)
-        self._shards = whole_shards(folder, self.model_config, in_fp8=settings is not None)
         self._masters = Masters(masters)
-        cast_anew = in_fp8 and settings is None
-        self.layout = layout_of_config(self.model_config, self.fp8_config if cast_anew else None)
-        self._shards.rename(self.layout.names.renamed)
-        for name in weights_among(self._shards, self._shards.scales() if settings is not None else {}):
-            if name not in self.layout.shapes:  # which transformers ignores, as what it makes from others
-                self._shards.drop(name)
-        self._scale_of = {} if settings is None else self._shards.scales()
-        if in_fp8 and self._scale_of:
-            kept = tuple(name for name in self.layout.kept if f"{name}.weight" not in self._scale_of)
-            self.layout = dataclasses.replace(self.layout, groups={name: (name,) for name in self._scale_of}, kept=kept)
-        _require_shapes(self.layout, {name: self._shards.shape(name) for name in self._stored}, str(folder))
-        if {torch.float16, torch.bfloat16} & {self._shards.dtype(name) for name in self._stored} == {torch.float16}:
-            self.dtype = torch.float16
+        cast_anew = in_fp8 and not self._stored.in_fp8
+        self.layout = layout_of_config(self._stored.config, self.fp8_config if cast_anew else None)
+        self._stored.rename(self.layout.names.renamed)
+        for name in self._stored.names:
+            if name not in self.layout.shapes:  # transformers ignores it, as what it makes from others
+                self._stored.shards.drop(name)
+        scale_of, shards = self._stored.scale_of, self._stored.shards
+        if in_fp8 and scale_of:
+            kept = tuple(name for name in self.layout.kept if f"{name}.weight" not in scale_of)
+            self.layout = dataclasses.replace(self.layout, groups={name: (name,) for name in scale_of}, kept=kept)
+        _require_shapes(self.layout, {name: shards.shape(name) for name in self._stored.names}, str(folder))
+        self.dtype = _half_of(shards.dtype(name) for name in self._stored.names)
+        self.from_masters = sum(map(self.is_cast_from_master, self.layout.groups))
 
     @property
-    def _stored(self) -> list[str]:
-        """All tensors but scales."""
-        return weights_among(self._shards, self._scale_of)
+    def model_config(self) -> Any:
+        """Return transformers' config of the model in 16 bits."""
+        return self._stored.config
 
     @property
     def names(self) -> Iterable[str]:
         there: dict[str, str] = {}  # a tied weight may be under any of its names
-        for name in self._stored:
+        for name in self._stored.names:
             there.setdefault(self.layout.first_name.get(name, name), name)
         return there.values()
 
     def tensor(self, name: str) -> torch.Tensor:
-        tensor, scale = self._shards.tensor(name), self._scale_of.get(name)
-        if scale is not None:
-            return decode(tensor, self._shards.tensor(scale), self._block, name)
-        if tensor.dtype in FORMATS:
-            raise ValueError(f"{name} in {self._folder} is in FP8 and has no scale; copy the model again.")
-        return tensor
+        return self._stored.value(name)
 
     def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        place = self._scale_of.get(name)
+        place = self._stored.scale_of.get(name)
         if place is None:
             return None
-        data, scale = self._shards.tensor(name), self._shards.tensor(place)
+        data, scale = self._stored.shards.tensor(name), self._stored.shards.tensor(place)
         require_stored(data, scale, name)
         scale = scale.float()
-        granularity = granularity_of(tuple(data.shape), tuple(scale.shape), self._block)
-        if data.dtype is not E4M3:
-            granularity = None
-        _require_granularity(name, granularity, chosen)
+        there = granularity_of(data.shape, scale.shape, self._stored.block) if data.dtype is E4M3 else None
+        _require_granularity(name, there, chosen)
         shape = {"tensorwise": (), "rowwise": (data.shape[0], 1)}.get(chosen.granularity, scale.shape)
         return data, scale.reshape(shape)
 
@@ -248,32 +259,147 @@ class Folder(Source):
 
     def scale_group(self, name: str) -> tuple[str, ...]:
         group = self.layout.groups[name]
-        # as `GatheredWeights`: weights of which ranks have uneven shards do not lie together
-        sizes = [self.layout.shapes[each].numel() for each in group]
-        whole = all(self.is_cast_from_master(each) for each in group) and not any(
-            size % self._masters.ranks for size in sizes
-        )
-        return group if whole or not any(self.is_cast_from_master(each) for each in group) else (name,)
+        gathered = [self.is_cast_from_master(each) for each in group]
+        # as in `GatheredWeights`: weights of which ranks have uneven shards do not lie together
+        even = all(gathered) and not any(self.layout.shapes[each].numel() % self._masters.ranks for each in group)
+        return group if even or not any(gathered) else (name,)
 
     def is_cast_from_master(self, name: str) -> bool:
-        """Whether ZeRO gathers the weight in FP8; others are cast from the 16-bit values that it gathers."""
+        """Tell whether ZeRO gathers the weight in FP8; others are cast from the 16-bit values that it gathers."""
         return self.layout.names.origin[name] in self._masters and name not in self.layout.cast_by_layers
 
-    @property
-    def from_masters(self) -> int:
-        return sum(map(self.is_cast_from_master, self.layout.groups))
-
     def record(self) -> dict[str, Any]:
-        if self._record.get("architectures"):
-            return self._record
-        return {**self._record, "architectures": [causal_lm(self.model_config).__name__]}
+        record = self._stored.record
+        return (
+            record
+            if record.get("architectures")
+            else {**record, "architectures": [causal_lm(self.model_config).__name__]}
+        )
 
     def copy_files(self, folder: Path) -> None:
-        copy_beside(self._folder, folder)
+        _copy_beside(self._stored.folder, folder)
 
 
-def copy_beside(source: Path, folder: Path) -> None:
-    """Copy what of a model's folder says nothing of its weights: the tokenizer, generation_config.json."""
+class Merged(Source):
+    """The folder of peft's adapters, and that of the model that they were trained on, in 16 bits or in FP8.
+
+    A weight with adapters is their sum in FP32, to be rounded once. All others are the model's, with their FP8 values
+    and scales.
+
+    Args:
+        folder: as peft's `save_pretrained` writes it. Its `adapter_config.json` names the folder of the model.
+        config, in_fp8: as in `Folder`.
+
+    Raises:
+        ValueError: one of the two folders is missing or damaged, they do not fit, or peft trained more than adapters.
+    """
+
+    def __init__(self, folder: Path, config: FP8Config | None, *, in_fp8: bool = True) -> None:
+        super().__init__()
+        self._folder, file = folder, folder / ADAPTER_CONFIG
+        record = read_record(file, {"peft_type": str}, COPY_AGAIN)
+        model = record.get("base_model_name_or_path")
+        if not (isinstance(model, str) and model and Path(model).is_dir()):
+            raise ValueError(
+                f"{file} names no folder of a model here ({model!r}); train adapters on a folder, and write where it "
+                "is as base_model_name_or_path there."
+            )
+        if record["peft_type"] in _NO_ADAPTERS:
+            raise ValueError(
+                f"{file} is of {record['peft_type']}, which trains copies of layers and no adapters on weights; put "
+                "them into the model with peft's merge_and_unload, and export that."
+            )
+        if any(map(record.get, _MORE)) or record.get("bias", "none") != "none":
+            raise ValueError(f"{file} trains more than adapters; merge it with peft's merge_and_unload.")
+        if changes_base(begun := record.get("init_lora_weights")):
+            raise ValueError(
+                f"{file} has init_lora_weights {begun!r}, by which peft changed the model too; merge it with peft's "
+                "merge_and_unload."
+            )
+        self._base = Folder(Path(model), config, in_fp8=in_fp8)
+        self.fp8_config, self.layout, self.dtype = self._base.fp8_config, self._base.layout, self._base.dtype
+        adapted = _adapters_of(folder, skeleton(self._base.model_config))
+        stored = self.layout.names.of
+        layers = {f"{name}.weight": module for name, module in adapted.named_modules() if is_adapted(module)}
+        self._adapters = {stored[name][0] if name in stored else name: module for name, module in layers.items()}
+        self.merged = len(self._adapters)
+        tied = Counter(self.layout.first_name.values())
+        for name in self._adapters:  # of no layer, as no name of the model's, or of several
+            if tied[self.layout.first_name.get(name, "")] != 1:
+                raise ValueError(
+                    f"{name} in {model} is no weight of one layer alone; merge its adapters with merge_and_unload."
+                )
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._base.names
+
+    def tensor(self, name: str) -> torch.Tensor:
+        adapters = self._adapters.get(name)
+        if adapters is None:
+            return self._base.tensor(name)
+        base = adapters.get_base_layer()
+        without_memory = base.weight
+        base.weight = nn.Parameter(self._base.tensor(name).float(), requires_grad=False)
+        try:
+            return merged_weight(adapters)
+        except ValueError as error:
+            raise ValueError(f"The adapters of {name} are not finite; export an earlier checkpoint.") from error
+        finally:
+            base.weight = without_memory
+
+    def made(self, name: str, chosen: CheckpointFormat, power_of_two: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
+        return None if name in self._adapters else self._base.made(name, chosen, power_of_two)
+
+    def record(self) -> dict[str, Any]:
+        return self._base.record()
+
+    def copy_files(self, folder: Path) -> None:
+        self._base.copy_files(folder)
+        _copy_beside(self._folder, folder)  # the tokenizer that adapters were trained with
+
+
+def _adapters_of(folder: Path, model: nn.Module) -> nn.Module:
+    """Put the adapters of a folder into a model without memory; return the model.
+
+    Raises:
+        ValueError: peft is not installed, or the adapters are missing, damaged or another model's.
+    """
+    try:
+        from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+    except ImportError:
+        raise ValueError("adapters are merged by peft; pip install peft") from None
+    file = folder / ADAPTER_FILE
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no {ADAPTER_FILE}; save the adapters there as safetensors.")
+    for layer in model.modules():
+        weight = layer._parameters.get("weight")
+        if weight is not None:  # peft puts adapters where weights are: one value takes the place of each
+            value = torch.ones((), dtype=weight.dtype)
+            layer.weight = nn.Parameter(value.expand(weight.shape), requires_grad=False)
+    with faults_named(file):
+        # of embeddings that it is on, peft saves the weight too, which the model's folder has
+        saved = {name: value for name, value in load_file(file).items() if not name.endswith(_OF_MODEL)}
+        try:
+            adapted: Any = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))  # type: ignore[arg-type]
+            found: Any = set_peft_model_state_dict(adapted, saved)
+        except (RuntimeError, ValueError) as error:  # sizes, and names of layers
+            raise ValueError(f"{file} is of another model ({first_line(error)}); give that as base.") from None
+    if found.unexpected_keys:
+        raise ValueError(f"{file} is of another model: it has {first_of(found.unexpected_keys)}; give that as base.")
+    absent = [name for name in found.missing_keys if "lora_" in name]
+    if absent:
+        raise ValueError(f"{file} lacks {absent[0]} and {len(absent) - 1} more; {COPY_AGAIN}.")
+    return adapted.get_base_model()
+
+
+def _half_of(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the 16-bit type of a model: FP16 where it has that and no BF16."""
+    return torch.float16 if {torch.float16, torch.bfloat16} & {*dtypes} == {torch.float16} else torch.bfloat16
+
+
+def _copy_beside(source: Path, folder: Path) -> None:
+    """Copy the files of a model's folder that are not about its weights: the tokenizer, generation_config.json."""
     for path in source.iterdir():
         of_weights = path.name in _OF_WEIGHTS or path.name.endswith(".index.json")
         if not path.is_dir() and path.suffix in _BESIDE and not of_weights:
@@ -305,3 +431,15 @@ def _require_shapes(layout: Layout, found: Mapping[str, Sequence[int]], place: s
                 f"{name} is {has} in {place}, and {expected} in the model that its config describes; give a whole "
                 "model, as booster.save_model writes it, with its config.json."
             )
+
+
+def require_finite(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError for a tensor that is not to be written, with values that are not finite."""
+    if not bool(tensor.isfinite().all()):
+        raise ValueError(f"{name} holds values that are not finite; export an earlier checkpoint")
+
+
+def require_floating(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError for a tensor that is no weight in 16 bits or more."""
+    if not tensor.is_floating_point() or tensor.element_size() == 1:
+        raise ValueError(f"{name} is {tensor.dtype}, which no weight in 16 bits is; give the model as it was trained")

@@ -15,27 +15,24 @@ from torch import nn
 
 from fp8booster.config import FP8Config
 from fp8booster.files import new_folder
-from fp8booster.formats import E4M3, HIGH_PRECISION, stored_fault
-from fp8booster.kernels.scales import amax_of
+from fp8booster.formats import E4M3, stored_fault
 from fp8booster.reading import read_record
 from fp8booster.serving.formats import CHECKPOINT_FORMATS, IN_16_BITS, CheckpointFormat
-from fp8booster.serving.layout import Layout
-from fp8booster.serving.merged import Merged
 from fp8booster.serving.shards import ShardWriter
-from fp8booster.serving.sources import Folder, Live, Source
+from fp8booster.serving.sources import Folder, Live, Merged, Source, require_finite, require_floating
 from fp8booster.training.adapters import ADAPTER_CONFIG
 
 FORMAT_NAMES = (*CHECKPOINT_FORMATS, IN_16_BITS)
-"""What `export` takes."""
+"""Formats that `export` takes."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """A model that was written."""
 
     folder: Path
     layers: int
-    """In FP8."""
+    """Linear layers in FP8."""
     kept: tuple[str, ...]
     """Linear layers that stay in 16 bits, by their paths."""
     bytes: int
@@ -128,53 +125,25 @@ def _source_of(
 
 def _write_tensors(source: Source, chosen: CheckpointFormat | None, writer: ShardWriter) -> None:
     power_of_two = chosen is not None and chosen.power_of_two(source.fp8_config)
-    amaxes: dict[tuple[str, ...], torch.Tensor] = {}
-    layout = source.layout
+    layout, names = source.layout, source.layout.names
     for name in source.names:
         if chosen is None or name not in layout.groups:
-            tensor, first = source.tensor(name), layout.first_name.get(name, name)
+            tensor = source.tensor(name)
             # buffers, as a router's bias for the choice of experts, have the type that the model gives them
             half = tensor.dtype in (torch.float32, torch.float64) and name in layout.parameters
             written = tensor.to(source.dtype) if half else tensor
-            _require_values(name, written, layout)
-            writer.add(first, written)  # transformers 4 reads a tied weight by that
+            if name in layout.parameters or names.dtypes[names.origin[name]].is_floating_point:
+                require_floating(name, written)
+            require_finite(name, written)
+            writer.add(layout.first_name.get(name, name), written)  # transformers 4 reads a tied weight by that
             continue
         made = source.made(name, chosen, power_of_two)
         if made is None:
-            group, amax = source.scale_group(name), None
-            if chosen.granularity == "tensorwise":
-                if group not in amaxes:
-                    amaxes[group] = torch.stack([amax_of(_castable(each, source)) for each in group]).max()
-                amax = amaxes[group]
-            made = chosen.cast(_castable(name, source), power_of_two=power_of_two, amax=amax)
+            amax = source.shared_amax(name) if chosen.granularity == "tensorwise" else None
+            made = chosen.cast(source.castable(name), power_of_two=power_of_two, amax=amax)
         data, scale = made
         if fault := stored_fault(data, scale):
             raise ValueError(f"{name} cannot be exported: {fault}; export an earlier checkpoint")
         writer.add(name, data)
         stored = scale.reshape(chosen.shape_of_one) if scale.dim() == 0 else scale
         writer.add(name.removesuffix("weight") + chosen.scale_name, stored)
-
-
-def _castable(name: str, source: Source) -> torch.Tensor:
-    """Return a weight that is to be cast to FP8."""
-    weight = source.weight(name)
-    _require_floating(name, weight)
-    _require_finite(name, weight)
-    return weight if weight.dtype in HIGH_PRECISION else weight.float()
-
-
-def _require_values(name: str, tensor: torch.Tensor, layout: Layout) -> None:
-    """Raise ValueError for a tensor of numbers that are not those of a weight, or not finite."""
-    if name in layout.parameters or layout.names.dtypes[layout.names.origin[name]].is_floating_point:
-        _require_floating(name, tensor)
-    _require_finite(name, tensor)
-
-
-def _require_finite(name: str, tensor: torch.Tensor) -> None:
-    if not bool(tensor.isfinite().all()):
-        raise ValueError(f"{name} holds values that are not finite; export an earlier checkpoint")
-
-
-def _require_floating(name: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_floating_point() or tensor.element_size() == 1:
-        raise ValueError(f"{name} is {tensor.dtype}, which no weight in 16 bits is; give the model as it was trained")

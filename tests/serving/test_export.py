@@ -32,7 +32,6 @@ from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
 from fp8booster.serving.layout import layout_of, layout_of_config
-from fp8booster.serving.read import dequantized
 from tests.colossal.models import VOCABULARY, tiny_llama, token_batch
 from tests.nn.fused.models import build
 from tests.nn.models import tiny_gpt2
@@ -114,7 +113,7 @@ def test_exported_again_a_loaded_model_has_the_same_weights(tmp_path, format):
     export(qwen(), tmp_path / "first", format=format)
     export(load_fp8(tmp_path / "first"), tmp_path / "again", format=format)
     if not format.endswith("tensorwise"):  # scales are powers of two: BF16 holds what they multiply
-        first, again = (dict(dequantized(tmp_path / name, torch.float32)) for name in ("first", "again"))
+        first, again = (load_fp8(tmp_path / name, dtype=torch.float32).state_dict() for name in ("first", "again"))
         assert first.keys() == again.keys()
         assert all(torch.equal(again[name], value) for name, value in first.items())
         return
@@ -508,7 +507,7 @@ def test_scales_that_others_made_are_written_in_the_form_of_the_format(tmp_path,
     done = export(tmp_path / "first", tmp_path / "again", format=format)
     assert (done.layers, done.kept) == (15, ())
     again = files(tmp_path / "again")
-    assert again.keys() == tensors.keys() == dict(dequantized(tmp_path / "first")).keys() | shapes.keys()
+    assert again.keys() == tensors.keys() == load_fp8(tmp_path / "first").state_dict().keys() | shapes.keys()
     for name, value in again.items():
         assert torch.equal(bits(value).flatten(), bits(tensors[name].to(value.dtype)).flatten()), name
     assert {name: again[name].shape for name in shapes} == shapes
@@ -530,14 +529,13 @@ def test_scales_that_others_made_are_read(tmp_path):
     tensors = load_file(file)
     name = UP.removesuffix("weight")
     record = json.loads(config.read_text())
-    record["quantization_config"]["weight_block_size"] = [32, 32]
+    record["quantization_config"]["weight_block_size"] = [32, 32]  # the other weights have one scale each
     config.write_text(json.dumps(record))
     for scale in (torch.full((4, 2), 0.5), torch.full((128,), 0.5), torch.full((1,), 0.5)):
         scales = {name + "weight_scale_inv": scale, name + "input_scale": torch.ones(())}
-        save_file({UP: tensors[UP], **scales}, file)
-        read = dict(dequantized(tmp_path / "out", torch.float32))
-        assert read.keys() == {UP}
-        assert torch.equal(read[UP], tensors[UP].float() / 2)
+        save_file(tensors | scales, file)
+        read = load_fp8(tmp_path / "out", dtype=torch.float32)
+        assert torch.equal(read.get_parameter(UP), tensors[UP].float() / 2)
 
 
 def test_a_disk_that_takes_no_more_is_an_error_of_the_system_and_leaves_nothing(tmp_path):

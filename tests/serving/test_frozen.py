@@ -14,9 +14,9 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from fp8booster import FP8Config, FP8Linear, convert_to_fp8
 from fp8booster.nn import FrozenFP8Linear
-from fp8booster.serving import export, frozen, load_fp8
+from fp8booster.serving import export, load_fp8, read
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
-from fp8booster.serving.frozen import fill, load_frozen, random_frozen
+from fp8booster.serving.read import fill, load_frozen, random_frozen
 from tests.colossal.models import tiny_llama, token_batch
 
 
@@ -104,7 +104,7 @@ def test_random_weights_are_in_fp8_from_the_first(folder, monkeypatch) -> None:
         without_memory.append(len(matrices))
         fill(model, *arguments)
 
-    monkeypatch.setattr(frozen, "fill", filled)
+    monkeypatch.setattr(read, "fill", filled)
     models = []
     for _ in range(2):
         torch.manual_seed(0)

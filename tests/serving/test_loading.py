@@ -20,8 +20,7 @@ from typer.testing import CliRunner
 from fp8booster import FP8Config, export, load_fp8
 from fp8booster.cli.main import app
 from fp8booster.cli.train.model_folder import has_weights, require_buildable
-from fp8booster.serving.frozen import load_frozen
-from fp8booster.serving.read import load_model
+from fp8booster.serving.read import load_frozen, load_model
 from tests.cli.model_folders import TEXT, write_model
 from tests.nn.models import tiny_llama
 

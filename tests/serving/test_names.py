@@ -22,7 +22,7 @@ from transformers import (
 
 from fp8booster import FP8Config, convert_to_fp8, export, fuse, load_fp8
 from fp8booster.serving.formats import CHECKPOINT_FORMATS
-from fp8booster.serving.frozen import load_frozen
+from fp8booster.serving.read import load_frozen
 
 MAJOR = int(transformers.__version__.split(".")[0])
 SIZES = {

@@ -13,10 +13,9 @@ import torch
 from fp8booster.checkpoints import newest_checkpoint
 from fp8booster.config import FP8Config
 from fp8booster.reading import read_record
-from fp8booster.serving.frozen import load_frozen, random_frozen
-from fp8booster.serving.loading import whole_shards
-from fp8booster.serving.read import forget_quantization, load_model, require_loadable
+from fp8booster.serving.read import load_frozen, load_model, random_frozen
 from fp8booster.serving.shards import weights_of
+from fp8booster.serving.stored import StoredModel, forget_quantization, is_in_fp8
 from fp8booster.training.adapters import ADAPTER_FILE
 from fp8booster.training.models import MODELS, SIZES, attention_of, build, building, prepared
 from fp8booster.training.parallel import Parallel
@@ -100,7 +99,7 @@ def folder_config(folder: str) -> PretrainedConfig:
     remedy = "it must be JSON with the model_type of a causal language model (save it with save_pretrained)"
     record = read_record(file, {}, remedy)
     _require_sizes(record, file)
-    require_loadable(Path(folder))
+    is_in_fp8(Path(folder))  # refuses other quantizations
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception:  # transformers raises many types for what it cannot parse
@@ -229,7 +228,7 @@ def require_buildable(folder: str) -> None:
     with building(config), torch.device("meta"):
         AutoModelForCausalLM.from_config(config, attn_implementation=attention_of(config), trust_remote_code=False)
     if has_weights(folder):
-        whole_shards(Path(folder), config, in_fp8=require_loadable(Path(folder)))
+        StoredModel(Path(folder), config)
 
 
 def _is_encoder(config: PretrainedConfig) -> bool:

@@ -19,7 +19,7 @@ from fp8booster.cli.train.model_folder import (
     require_divisible_heads,
     require_layers,
 )
-from fp8booster.serving.frozen import freeze
+from fp8booster.serving.read import freeze
 from fp8booster.training.models import MODELS
 from tests.colossal.models import tiny_llama
 from tests.colossal.payload import Payload
