@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.training.built_engine import BuiltEngine
 from benchmarks.training.job import Job
-from fp8booster.colossal.compat.upstream.connections import VARIABLE
+from fp8booster.colossal.compat.environment import CONNECTIONS
 
 _WEIGHTS, _ADAPTERS = "all weights", "adapters"
 
@@ -68,7 +68,7 @@ def _native(label: str, plugin: str, **options: Any) -> Engine:
         options={"plugin": plugin, **options},
         needs=_COLOSSAL,
         # as colossalai itself has it (initialize.py:10), which fp8booster takes back
-        environment={VARIABLE: "1"},
+        environment={CONNECTIONS: "1"},
     )
 
 

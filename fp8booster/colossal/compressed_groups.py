@@ -1,4 +1,4 @@
-"""The process groups over which what Colossal-AI sends is compressed; `compat/fp8/communication.py` asks for them."""
+"""The process groups over which what Colossal-AI sends is compressed; `compat/layers.py` asks for them."""
 
 from __future__ import annotations
 

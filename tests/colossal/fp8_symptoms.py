@@ -1,4 +1,4 @@
-"""What Colossal-AI sends, and refuses, without each patch of `compat/fp8`."""
+"""Symptoms without each patch that FP8 needs."""
 
 from __future__ import annotations
 
@@ -46,16 +46,6 @@ def _gather_logits() -> None:
     assert torch.equal(found.chunk(2, -1)[dist.get_rank()], logits), "logits are rounded"
 
 
-def _attend_in_a_ring() -> None:
-    from colossalai.shardformer.layer.attn import AttnMaskType, RingAttention
-
-    heads = (torch.randn(1, 2, 16, 32).bfloat16() for _ in range(3))
-    arguments = {"sp_axis": AXIS, "attention_mask_type": AttnMaskType.CAUSAL, "pg_mesh": mesh(compressed=True)}
-    with torch.no_grad(), count_traffic() as traffic:
-        RingAttention.attention(*heads, **arguments)
-    assert {dtype for _, dtype in traffic.counts} == {torch.uint8}, "16 bits are sent"
-
-
 def _lose_from_hidden_states() -> None:
     from colossalai.shardformer import ShardConfig
     from colossalai.shardformer.layer import dist_cross_entropy
@@ -82,7 +72,6 @@ SYMPTOMS = {
     "collectives_send_fp8": Symptom(_add_up, "16 bits are sent"),
     "operations_ask_for_fp8": Symptom(_gather_a_sequence, "16 bits are sent"),
     "sequences_are_sent_in_fp8": Symptom(_gather_logits, "logits are rounded"),
-    "rings_send_fp8": Symptom(_attend_in_a_ring, "16 bits are sent"),
     "graphs_end_before_groups": Symptom(_destroy_a_group, "graphs are left"),
     "losses_are_computed_from_hidden_states": Symptom(_lose_from_hidden_states, "SimpleNamespace"),
 }

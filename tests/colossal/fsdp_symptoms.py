@@ -1,4 +1,4 @@
-"""What goes wrong without each patch of `compat/fsdp.py` that is about more than starting."""
+"""Symptoms without each patch of FSDP that is about more than starting."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _clip() -> None:
         optimizer.clip_grad_by_norm(1.0, error_if_nonfinite=True)
 
 
-def _save() -> None:
+def save() -> None:
     booster, model, _ = _boosted()
     with tempfile.TemporaryDirectory() as folder:
         booster.save_model(model, f"{folder}/model.bin")
@@ -91,6 +91,5 @@ def _split_in_background() -> None:
 SYMPTOMS = {
     "fsdp_clips_by_the_whole_norm": Symptom(_clip, "a norm of its own"),
     "fsdp_keeps_parameter_groups": Symptom(_groups, "the full learning rate"),
-    "fsdp_saves_on_cpu": Symptom(_save, "out of bounds for storage of size 0"),
     "fsdp_shards_are_not_pinned": Symptom(_split_in_background, "pin_memory=True requires"),
 }

@@ -1,4 +1,4 @@
-"""What goes wrong in hybrid parallelism without each patch of `compat/hybrid.py`."""
+"""Symptoms of hybrid parallelism without each of its patches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong without each patch of `compat/moe.py`."""
+"""Symptoms of mixtures of experts without each of their patches."""
 
 from __future__ import annotations
 

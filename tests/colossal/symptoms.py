@@ -64,9 +64,9 @@ def error(show: Callable[[], None]) -> str | None:
 def _look_at_connections() -> None:
     import colossalai  # noqa: F401
 
-    from fp8booster.colossal.compat.upstream.connections import VARIABLE
+    from fp8booster.colossal.compat.environment import CONNECTIONS
 
-    if os.environ.get(VARIABLE) == "1":
+    if os.environ.get(CONNECTIONS) == "1":
         raise RuntimeError("all streams share one queue")
 
 
@@ -133,6 +133,12 @@ def _count_memory() -> None:
         del ballast
         accelerator.reset_peak_memory_stats()
         assert accelerator.max_memory_allocated() < peak - 32 * 2**20
+
+
+def _use_the_accelerator() -> None:
+    _count_memory()
+    _boost()
+    _seed_tensor_parallel_layers()
 
 
 def _save_in_background() -> None:
@@ -261,6 +267,11 @@ def _train_fsdp() -> None:
     assert losses[-1] < 0.8 * losses[0], losses
 
 
+def _train_and_save_fsdp() -> None:
+    _train_fsdp()
+    fsdp_symptoms.save()
+
+
 def _save_tied_weights() -> None:
     from colossalai.checkpoint_io.utils import save_state_dict
     from safetensors.torch import load_file
@@ -292,9 +303,7 @@ SYMPTOMS = {
     "quantized_lora_names_bitsandbytes": Symptom(_quantize_without_bitsandbytes, "NameError"),
     "hccl_is_unavailable": Symptom(_ask_for_hccl, "is_hccl_available"),
     "ranks_of_a_node_are_counted": Symptom(_count_ranks_of_a_node, "KeyError('LOCAL_WORLD_SIZE')"),
-    "cpu_has_streams_and_devices": Symptom(_boost, "not supported for cpu accelerator"),
-    "cpu_has_random_generators": Symptom(_seed_tensor_parallel_layers, "get_rng_state() takes 0 positional"),
-    "cpu_counts_memory": Symptom(_count_memory, "not supported for cpu accelerator"),
+    "cpu_accelerator_is_complete": Symptom(_use_the_accelerator, "not supported for cpu accelerator"),
     "zero_runs_on_cpu": Symptom(_boost, "device is required"),
     "zero_overlaps_without_streams": Symptom(_overlap_reductions, "unknown parameter type"),
     "async_save_without_tensornvme": Symptom(_save_in_background, "AsyncFileWriter"),
@@ -313,7 +322,7 @@ SYMPTOMS = {
     "empty_precisions_are_refused": Symptom(_ask_for_fp8_precision, "abstract class FP8MixedPrecision"),
     "fsdp_makes_optimizers_anew": Symptom(_train_fsdp, "decoupled_weight_decay"),
     "fsdp_runs_on_cpu": Symptom(
-        _train_fsdp, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
+        _train_and_save_fsdp, "NVIDIA driver" if torch.backends.cuda.is_built() else "not compiled with CUDA"
     ),
     "fp16_optimizer_is_unwrapped_wholly": Symptom(_load_shards_of_fp16_optimizer, "has no attribute 'state'"),
     **fp8_symptoms.SYMPTOMS,

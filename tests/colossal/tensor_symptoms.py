@@ -1,4 +1,4 @@
-"""What goes wrong in shardformer without the patches of `compat/tensor_parallel.py`, and of attention."""
+"""Symptoms of shardformer without the patches of its layers, and of attention."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fp8booster.monitor.traffic import count_traffic
 from tests.colossal.models import tiny_llama, token_batch
 from tests.colossal.symptom import Symptom
-from tests.colossal.tensor.models import shard, sharding, tiny_command, tiny_gpt2
+from tests.colossal.tensor.models import AXIS, mesh, shard, sharding, tiny_command, tiny_gpt2
 
 
 def _run_gpt2() -> None:
@@ -90,6 +91,17 @@ def _attend_in_a_ring() -> None:
     loss = model(input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)).loss
     loss.backward()
     assert loss.isfinite()
+    _send_fp8_in_a_ring()
+
+
+def _send_fp8_in_a_ring() -> None:
+    from colossalai.shardformer.layer.attn import AttnMaskType, RingAttention
+
+    heads = (torch.randn(1, 2, 16, 32).bfloat16() for _ in range(3))
+    arguments = {"sp_axis": AXIS, "attention_mask_type": AttnMaskType.CAUSAL, "pg_mesh": mesh(compressed=True)}
+    with torch.no_grad(), count_traffic() as traffic:
+        RingAttention.attention(*heads, **arguments)
+    assert {dtype for _, dtype in traffic.counts} == {torch.uint8}, "16 bits are sent"
 
 
 def _pad_a_ring() -> None:
@@ -312,7 +324,7 @@ SYMPTOMS: dict[str, Any] = {
     "qwen2_is_causal_along_a_sequence": Symptom(_look_ahead_in_a_pipeline, "tokens attend to those that follow"),
     "gpt2_is_causal": Symptom(_look_ahead_in_gpt2, "tokens attend to those that follow"),
     "attention_needs_no_mask": Symptom(_attend, "No usable kernel found"),
-    "ring_attention_runs_on_pytorch": Symptom(_attend_in_a_ring, "Flash Attention is not installed"),
+    "rings_run_on_pytorch": Symptom(_attend_in_a_ring, "Flash Attention is not installed"),
     "ring_attention_knows_padding": Symptom(_pad_a_ring, "wrong positions"),
     "llama_rings_need_no_mask": Symptom(
         lambda: _leave_out_the_mask(tiny_llama, "ring_attn"), "has no attribute 'bool'"

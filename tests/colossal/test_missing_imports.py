@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from transformers import cache_utils
 
-from fp8booster.colossal.compat.replacements import Replacements
-from fp8booster.colossal.compat.upstream.missing_imports import missing_imports_are_late_errors
+from fp8booster.colossal.compat.environment import missing_imports_are_late_errors
+from fp8booster.colossal.compat.registry import Replacements
 from fp8booster.colossal.sharding import SHARDED_TRANSFORMERS
 
 OF_TRANSFORMERS = "from transformers.cache_utils import Cache, NoCache\nfrom transformers.no_masks import mask, MASKS\n"

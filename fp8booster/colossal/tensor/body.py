@@ -1,7 +1,7 @@
 """The forward of a sharded model's body, between embedding and head: all of its layers, or those of a pipeline's stage.
 
 Colossal-AI 0.5.0 writes it once for each family, pipeline and kind of attention, in the words of transformers 4.51.
-This one is for LLaMA, Mistral and Qwen2, and for transformers 4.51 as for 5, which differ in
+This one is for LLaMA, Mistral, Qwen2 and Mixtral, and for transformers 4.51 as for 5, which differ in
 
                                   4.51                                5
     the causal mask is made by    the body, `_update_causal_mask`     `masking_utils`, one for each kind of layer
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -24,7 +25,7 @@ from colossalai.shardformer.layer._operation import gather_sp_output, split_forw
 from colossalai.shardformer.layer.utils import is_share_sp_tp, split_batch_zigzag
 from colossalai.shardformer.shard import ShardConfig
 from torch import nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.nn.fused.packing import CACHES
@@ -113,7 +114,8 @@ def body_forward(
         return {"hidden_states": hidden_states}
     hidden_states = self.norm(hidden_states)
     along = shard_config.enable_sequence_parallelism
-    if along and (gathers_sequence or not shard_config.parallel_output or _shares_tensor_ranks(shard_config)):
+    shares_ranks = is_share_sp_tp(shard_config.sequence_parallelism_mode)
+    if along and (gathers_sequence or not shard_config.parallel_output or shares_ranks):
         hidden_states = gather_sp_output(hidden_states, shard_config)
     return BaseModelOutputWithPast(
         last_hidden_state=hidden_states,
@@ -122,8 +124,33 @@ def body_forward(
     )
 
 
-def _shares_tensor_ranks(config: ShardConfig) -> bool:
-    return is_share_sp_tp(config.sequence_parallelism_mode)
+def mixtral_body_forward(
+    self: Any,
+    *args: Any,
+    output_router_logits: bool | None = None,
+    past_router_logits: tuple[torch.Tensor, ...] | None = None,
+    stage_index: list[int] | None = None,
+    **kwargs: Any,
+) -> MoeModelOutputWithPast | dict[str, Any]:
+    """Run `body_forward` of a Mixtral, which gives the logits of its routers too.
+
+    Args:
+        self, args, stage_index, kwargs: as in `body_forward`.
+        output_router_logits: give the logits of each layer's router, [B S, experts]; None: as the config says.
+        past_router_logits: of the layers of stages before.
+    """
+    if output_router_logits is None:
+        output_router_logits = self.config.output_router_logits
+    logits = list(past_router_logits or ())
+    first, last = stage_index or (0, len(self.layers))
+    with ExitStack() as hooks:
+        for layer in self.layers[first:last] if output_router_logits else ():
+            handle = layer.mlp.gate.register_forward_hook(lambda _, __, output: logits.append(output))
+            hooks.callback(handle.remove)
+        made = body_forward(self, *args, stage_index=stage_index, **kwargs)
+    if isinstance(made, dict) and not hasattr(made, "last_hidden_state"):
+        return made | {"past_router_logits": tuple(logits)} if output_router_logits else made
+    return MoeModelOutputWithPast(**made, router_logits=tuple(logits) if output_router_logits else None)
 
 
 def _ring(

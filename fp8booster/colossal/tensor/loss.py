@@ -133,7 +133,7 @@ def _forward_with(native: Callable, config: ShardConfig) -> Callable:
 class _LateLogits:
     """What shardformer's forwards take for logits: the hidden states of which a loss makes them.
 
-    `compat/fp8/training.py` has `dist_cross_entropy` call `loss_of`.
+    `compat/layers.py` has `dist_cross_entropy` call `loss_of`.
     """
 
     def __init__(self, head: nn.Module, hidden: torch.Tensor, config: ShardConfig) -> None:
