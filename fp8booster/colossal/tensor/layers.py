@@ -90,7 +90,7 @@ class ColumnLayer(ShardedLayer):
         return (output, self.bias) if self.skip_bias_add else output
 
     def _gather_output(self, output: torch.Tensor) -> torch.Tensor:
-        # looked up now: `operations.compress_groups` may have put its own there since
+        # looked up now: a patch may have put another there since
         return _operation.gather_forward_split_backward(
             output, dim=-1, process_group=self.process_group, fp8_communication=self.fp8_communication
         )

@@ -322,7 +322,7 @@ def test_what_is_gathered_gives_the_gradient_that_it_gives_natively(dimension: i
     """Features as they are, a sequence in FP8; with the factor that some of shardformer's calls ask for."""
     from colossalai.shardformer.layer import _operation
 
-    from fp8booster.colossal.tensor import compress_groups, operations
+    from fp8booster.colossal.tensor import compress_groups
 
     compress_groups(dist.group.WORLD)
     uncompressed = dist.new_group([0, 1])
@@ -332,7 +332,7 @@ def test_what_is_gathered_gives_the_gradient_that_it_gives_natively(dimension: i
         found = []
         for gather, group in (
             (_operation._GatherForwardSplitBackward.apply, uncompressed),
-            (operations.gather_forward_split_backward, dist.group.WORLD),
+            (_operation.gather_forward_split_backward, dist.group.WORLD),
         ):
             x = part.clone().requires_grad_()
             y = gather(x, dimension, group, factor, False)
