@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8booster.kernels.activation import CUBIC, LINEAR, Activated
-from fp8booster.kernels.cast_triton import magnitude_bits
+from fp8booster.kernels.cast_triton import largest_partial, magnitude_bits
 from fp8booster.kernels.group_codes import GroupCodes, new_codes
 from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, ceil_div, new_partials, processors
 from fp8booster.kernels.tiles_triton import (
@@ -36,7 +36,7 @@ _ROOT_HALF, _DENSITY = tl.constexpr(math.sqrt(0.5)), tl.constexpr(1 / math.sqrt(
 
 @triton.jit
 def exponential(x, KIND: tl.constexpr):
-    """exp(-z), where f(x) = x / (1 + exp(-z))."""
+    """Return exp(-z), where f(x) = x / (1 + exp(-z))."""
     if KIND == "silu":
         return tl.exp(-x)
     return tl.exp(-x * (_LINEAR + _CUBIC * x * x))
@@ -44,7 +44,7 @@ def exponential(x, KIND: tl.constexpr):
 
 @triton.jit
 def value_of(x, KIND: tl.constexpr):
-    """f(x)."""
+    """Return f(x)."""
     if KIND == "gelu":
         return x * (0.5 + 0.5 * tl.erf(x * _ROOT_HALF))
     return x / (1 + exponential(x, KIND))
@@ -52,7 +52,7 @@ def value_of(x, KIND: tl.constexpr):
 
 @triton.jit
 def value_and_slope(x, KIND: tl.constexpr):
-    """f(x) and its derivative."""
+    """Return f(x) and its derivative."""
     if KIND == "gelu":
         share = 0.5 + 0.5 * tl.erf(x * _ROOT_HALF)
         return x * share, share + x * tl.exp(-0.5 * x * x) * _DENSITY
@@ -100,10 +100,12 @@ def activation_kernel(
             factors = load_tile(up, up_amaxes, place, inside, amax_at, amax_inside, DECODE, TILE_ROWS, TILE_COLUMNS)
         if BACKWARD:
             gradient = tl.load(dy + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+            # y again, not read: forward kept x and up, which both gradients need anyhow
             y, slope = value_and_slope(values, KIND)
             if GATED:
                 dx = (gradient * factors * slope).to(out.dtype.element_ty)
                 dup = (gradient * y).to(out.dtype.element_ty)
+                # side by side, as one product gave x and up: backward multiplies them as one matrix, under one scale
                 place = out + row * (2 * columns) + column
                 tl.store(place, dx, mask=inside)
                 tl.store(place + columns, dup, mask=inside)
@@ -163,22 +165,10 @@ def activation_transposed_kernel(
     if GATED:
         place = tile_place(row, column, up_stride, x_amaxes)
         y *= load_tile(up, up_amaxes, place, inside, amax_at, amax_inside, DECODE, TILE_ROWS, TILE_COLUMNS)
+    # rounded to 16 bits first, as forward's y was: the bytes are those of a cast of that
     y = y.to(x_amaxes.dtype.element_ty).to(tl.float32)
-    cast_transposed(
-        y,
-        row,
-        column,
-        partials,
-        transpose,
-        inverse_scale,
-        partial_count,
-        out_rows,
-        out_columns,
-        E4M3,
-        LIMIT,
-        POWER_OF_TWO,
-        PARTIALS_BLOCK,
-    )
+    amax = largest_partial(partials, partial_count, PARTIALS_BLOCK)
+    cast_transposed(y, row, column, amax, transpose, inverse_scale, out_rows, out_columns, E4M3, LIMIT, POWER_OF_TWO)
 
 
 def _run(
@@ -189,15 +179,14 @@ def _run(
     out: Tensor,
     written: tuple[GroupCodes, ...] = (),
 ) -> Tensor:
-    """Launch over [M, F]; the partial maxima of what is written."""
+    """Launch over [M, F] and return the partial maxima of what is written."""
     # pointers that are not read need some tensor
     gated, encoded = up is not None, isinstance(x, GroupCodes)
     up = up if gated else x
     codes = (*x, *up) if encoded else (*written[0], *written[-1]) if written else (out,) * 4
     x, up = (x.codes, up.codes) if encoded else (x, up)
-    launch, programs = _launch(
-        *x.shape, x.stride(0), up.stride(0), out.device, kind, gated, dy is not None, bool(written), encoded
-    )
+    flags = {"GATED": gated, "BACKWARD": dy is not None, "ENCODE": bool(written), "DECODE": encoded}
+    launch, programs = _launch(x.shape, (x.stride(0), up.stride(0)), out.device, KIND=kind, **flags)
     partials = new_partials(programs, out)
     launch(out if dy is None else dy, x, up, *codes, out, partials)
     return partials
@@ -205,40 +194,22 @@ def _run(
 
 @functools.lru_cache(maxsize=MOST_LAUNCHES)
 def _launch(
-    rows: int,
-    columns: int,
-    x_stride: int,
-    up_stride: int,
-    device: torch.device,
-    kind: str,
-    gated: bool,
-    backward: bool,
-    encode: bool,
-    decode: bool,
+    shape: torch.Size, strides: tuple[int, int], device: torch.device, **constants: bool | str
 ) -> tuple[Launch, int]:
-    """Of `activation_kernel`, and how many programs it has."""
+    """Return the launch of `activation_kernel` and its number of programs."""
+    rows, columns = shape
     column_tiles = ceil_div(columns, TILE_COLUMNS)
     tile_count = column_tiles * ceil_div(rows, TILE_ROWS)
     programs = min(tile_count, PROGRAMS * processors(device))
-    launch = Launch(
-        activation_kernel,
-        programs,
-        (rows, columns, x_stride, up_stride, column_tiles, tile_count),
-        KIND=kind,
-        GATED=gated,
-        BACKWARD=backward,
-        ENCODE=encode,
-        DECODE=decode,
-        TILE_ROWS=TILE_ROWS,
-        TILE_COLUMNS=TILE_COLUMNS,
-    )
-    return launch, programs
+    numbers = (rows, columns, *strides, column_tiles, tile_count)
+    tile = {"TILE_ROWS": TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS}
+    return Launch(activation_kernel, programs, numbers, **constants, **tile), programs
 
 
 def activate_triton(
     x: Tensor | GroupCodes, up: Tensor | GroupCodes | None = None, *, kind: str = "silu", encoded: bool = False
 ) -> Activated:
-    """`activate`."""
+    """Compute `activate`."""
     y = (x if isinstance(x, Tensor) else x.amaxes).new_empty(x.shape)
     written = tuple(new_codes(y) for each in (x, up) if each is not None) if encoded else ()
     return Activated(y, _run(None, x, up, kind, y, written), *(*written, None, None)[:2])
@@ -253,7 +224,7 @@ def activate_transposed_triton(
     dtype: torch.dtype,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`activate_transposed`."""
+    """Compute `activate_transposed`."""
     gated, encoded = up is not None, isinstance(x, GroupCodes)
     up = up if gated else x
     tensors = (x.codes, up.codes, x.amaxes, up.amaxes) if encoded else (x, up, x, up)
@@ -267,7 +238,7 @@ def activate_transposed_triton(
 def activate_backward_triton(
     dy: Tensor, x: Tensor | GroupCodes, up: Tensor | GroupCodes | None = None, *, kind: str = "silu"
 ) -> tuple[Tensor, Tensor]:
-    """`activate_backward`."""
+    """Compute `activate_backward`."""
     rows, columns = dy.shape
     dx = dy.new_empty((rows, columns if up is None else 2 * columns), dtype=x.dtype)
     return dx, _run(dy, x, up, kind, dx)

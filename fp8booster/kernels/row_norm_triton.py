@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8booster.kernels.cast_triton import magnitude_bits
+from fp8booster.kernels.cast_triton import largest_partial, magnitude_bits
 from fp8booster.kernels.group_codes import GROUP, GroupCodes, new_codes
 from fp8booster.kernels.group_codes_triton import AT_ONCE, amax_place, decode_tile, encode_tile
-from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, new_partials, processors
+from fp8booster.kernels.launch import MOST_LAUNCHES, Launch, block_over, new_partials, processors
 from fp8booster.kernels.row_norm import Normalized, NormGradients
 from fp8booster.kernels.tiles_triton import (
     cast_transposed,
@@ -31,14 +31,15 @@ BACKWARD_PROGRAMS = 2
 
 @triton.jit
 def load_factors(weight, inside, UNIT_OFFSET: tl.constexpr):
-    """What a row is multiplied by, FP32."""
+    """Load the factors of a row, FP32."""
     factors = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
     return 1.0 + factors if UNIT_OFFSET else factors
 
 
 @triton.jit
 def center(values, inside, columns, CENTERED: tl.constexpr):
-    """Values of a row, FP32 with zeros outside, less their mean where CENTERED."""
+    """Return values of a row, FP32 with zeros outside, less their mean where CENTERED."""
+    # zeros outside again: the squares of what lies there are summed next
     return tl.where(inside, values - tl.sum(values, 0) / columns, 0.0) if CENTERED else values
 
 
@@ -79,10 +80,12 @@ def row_norm_kernel(
         values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
         if RESIDUAL:
             total = values + tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
+            # rounded before it is normalised: backward, and the next block, have h as memory holds it
             rounded = total.to(h.dtype.element_ty)
             tl.store(h + place, rounded, mask=inside)
             values = rounded.to(tl.float32)
         centered = center(values, inside, columns, CENTERED)
+        # the root rounded right, as torch's: its error would be that of the whole row
         inverse = 1.0 / tl.sqrt_rn(tl.sum(centered * centered, 0) / columns + EPS)
         out = centered * inverse * factors
         if BIAS:
@@ -90,7 +93,7 @@ def row_norm_kernel(
         out = out.to(y.dtype.element_ty)
         tl.store(y + place, out, mask=inside)
         tl.store(inverse_rms + row, inverse)
-        largest = tl.maximum(largest, magnitude_bits(out))
+        largest = tl.maximum(largest, magnitude_bits(out))  # of what was rounded, as a cast reads it
         if ENCODE:
             encoded, amax = encode_tile(values, 1, BLOCK)
             tl.store(codes + place, encoded, mask=inside)
@@ -136,21 +139,8 @@ def row_norm_transposed_kernel(
     factors = load_factors(weight + of_columns, of_columns < columns, UNIT_OFFSET)
     y = tl.where(inside, values * inverse[:, None] * factors[None, :], 0.0)  # not -0, of a factor below 0
     y = y.to(amaxes.dtype.element_ty).to(tl.float32)
-    cast_transposed(
-        y,
-        row,
-        column,
-        partials,
-        transpose,
-        inverse_scale,
-        partial_count,
-        out_rows,
-        out_columns,
-        E4M3,
-        LIMIT,
-        POWER_OF_TWO,
-        PARTIALS_BLOCK,
-    )
+    amax = largest_partial(partials, partial_count, PARTIALS_BLOCK)
+    cast_transposed(y, row, column, amax, transpose, inverse_scale, out_rows, out_columns, E4M3, LIMIT, POWER_OF_TWO)
 
 
 @triton.jit
@@ -181,6 +171,7 @@ def row_norm_backward_kernel(
     inside = column < columns
     kind = tl.program_id(0) % kinds * columns
     factors = load_factors(weight + kind + column, inside, UNIT_OFFSET)
+    # in FP32 and in registers over all rows of the program: 16-bit sums of thousands of rows would lose most of them
     dweight = tl.zeros([BLOCK], tl.float32)
     if BIAS:
         dbias = tl.zeros([BLOCK], tl.float32)
@@ -190,7 +181,7 @@ def row_norm_backward_kernel(
         gradient = tl.load(dy + place, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.load(inverse_rms + row)
         values = tl.load(h + place, mask=inside, other=0)
-        if DECODE:
+        if DECODE:  # h in 8 bits: what is lost there is lost for dweight and dx alike
             amax_at, amax_inside = amax_place(tl.zeros([1, 1], tl.int64) + row, 0, columns, BLOCK)
             values = decode_tile(values, tl.load(amaxes + amax_at, mask=amax_inside, other=0.0), 1, BLOCK)
         normal = center(values.to(tl.float32), inside, columns, CENTERED) * inverse
@@ -212,18 +203,22 @@ def row_norm_backward_kernel(
     tl.store(partials + tl.program_id(0), tl.max(largest, 0).to(tl.float32, bitcast=True))
 
 
-def _block(columns: int) -> dict[str, int]:
-    block = max(GROUP, 1 << (columns - 1).bit_length())
-    return {"num_warps": min(16, max(4, block // 512)), "BLOCK": block}
-
-
 def _kinds(weight: Tensor) -> int:
     return weight.numel() // weight.shape[-1]
 
 
-def _programs(rows: int, kinds: int, most: int) -> int:
-    """So many that a program's rows are all of one kind."""
-    return min(rows, max(kinds, most // kinds * kinds))
+@functools.lru_cache(maxsize=MOST_LAUNCHES)
+def _launch(
+    backward: bool, shape: torch.Size, kinds: int, device: torch.device, **constants: bool | float
+) -> tuple[Launch, int]:
+    """Return the launch of `row_norm_kernel` or its backward, and its number of programs."""
+    rows, columns = shape
+    most = (BACKWARD_PROGRAMS if backward else FORWARD_PROGRAMS) * processors(device)
+    programs = min(rows, max(kinds, most // kinds * kinds))  # so many that a program's rows are all of one kind
+    block = max(GROUP, block_over(columns))
+    warps = min(16, max(4, block // 512))  # a thread holds 16 values, up to a row of 8192
+    kernel = row_norm_backward_kernel if backward else row_norm_kernel
+    return Launch(kernel, programs, (rows, columns, kinds), num_warps=warps, **constants, BLOCK=block), programs
 
 
 def row_norm_triton(
@@ -237,59 +232,28 @@ def row_norm_triton(
     unit_offset: bool = False,
     encoded: bool = False,
 ) -> Normalized:
-    """`row_norm`, up to the order of sums over a row."""
-    rows, columns = x.shape
-    launch, programs = _forward_launch(
-        rows,
-        columns,
+    """Compute `row_norm`, up to the order of sums over a row."""
+    launch, programs = _launch(
+        False,
+        x.shape,
         _kinds(weight),
         x.device,
-        eps,
-        residual is not None,
-        bias is not None,
-        centered,
-        unit_offset,
-        encoded,
+        EPS=eps,
+        RESIDUAL=residual is not None,
+        BIAS=bias is not None,
+        CENTERED=centered,
+        UNIT_OFFSET=unit_offset,
+        ENCODE=encoded,
     )
     partials = new_partials(programs, x)
     y = torch.empty_like(x)
     h = x if residual is None else torch.empty_like(x)
-    inverse_rms = x.new_empty(rows, dtype=torch.float32)
+    inverse_rms = x.new_empty(len(x), dtype=torch.float32)
     written = new_codes(x) if encoded else None
     # pointers that are not read need some tensor
     added = x if residual is None else residual, weight, weight if bias is None else bias
     launch(x, *added, y, h, inverse_rms, partials, *(written or (y, y)))
     return Normalized(y, h, inverse_rms, partials, written)
-
-
-@functools.lru_cache(maxsize=MOST_LAUNCHES)
-def _forward_launch(
-    rows: int,
-    columns: int,
-    kinds: int,
-    device: torch.device,
-    eps: float,
-    residual: bool,
-    bias: bool,
-    centered: bool,
-    unit_offset: bool,
-    encoded: bool,
-) -> tuple[Launch, int]:
-    """Of `row_norm_kernel`, and how many programs it has."""
-    programs = _programs(rows, kinds, FORWARD_PROGRAMS * processors(device))
-    launch = Launch(
-        row_norm_kernel,
-        programs,
-        (rows, columns, kinds),
-        EPS=eps,
-        RESIDUAL=residual,
-        BIAS=bias,
-        CENTERED=centered,
-        UNIT_OFFSET=unit_offset,
-        ENCODE=encoded,
-        **_block(columns),
-    )
-    return launch, programs
 
 
 def row_norm_transposed_triton(
@@ -302,7 +266,7 @@ def row_norm_transposed_triton(
     dtype: torch.dtype,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """`row_norm_transposed`."""
+    """Compute `row_norm_transposed`."""
     encoded = isinstance(h, GroupCodes)
     tensors = (*(h if encoded else (h, h)), weight, inverse_rms)
     options = {"UNIT_OFFSET": unit_offset, "DECODE": encoded}
@@ -320,48 +284,28 @@ def row_norm_backward_triton(
     unit_offset: bool = False,
     biased: bool = False,
 ) -> NormGradients:
-    """`row_norm_backward`, up to the order of sums."""
-    rows, columns = h.shape
+    """Compute `row_norm_backward`, up to the order of sums."""
     decoded = isinstance(h, GroupCodes)
-    launch, programs = _backward_launch(
-        rows, columns, _kinds(weight), dy.device, dh is not None, biased, centered, unit_offset, decoded
+    launch, programs = _launch(
+        True,
+        h.shape,
+        _kinds(weight),
+        dy.device,
+        RESIDUAL=dh is not None,
+        BIAS=biased,
+        CENTERED=centered,
+        UNIT_OFFSET=unit_offset,
+        DECODE=decoded,
     )
     partials = new_partials(programs, dy)
     dx = torch.empty_like(dy, dtype=h.dtype)
-    dweights = dy.new_empty((programs, columns), dtype=torch.float32)
+    dweights = dy.new_empty((programs, h.shape[1]), dtype=torch.float32)
     dbiases = torch.empty_like(dweights) if biased else None
     codes = h if decoded else (h, h)
     summed = dweights, dweights if dbiases is None else dbiases
     launch(dy, *codes, weight, inverse_rms, dy if dh is None else dh, dx, *summed, partials)
+    # by torch, in one order: atomics would add a weight's gradient in another order at every run
     dweight, dbias = (
         None if each is None else each.view(-1, *weight.shape).sum(0).to(weight.dtype) for each in (dweights, dbiases)
     )
     return NormGradients(dx, cast(Tensor, dweight), dbias, partials)
-
-
-@functools.lru_cache(maxsize=MOST_LAUNCHES)
-def _backward_launch(
-    rows: int,
-    columns: int,
-    kinds: int,
-    device: torch.device,
-    residual: bool,
-    bias: bool,
-    centered: bool,
-    unit_offset: bool,
-    decoded: bool,
-) -> tuple[Launch, int]:
-    """Of `row_norm_backward_kernel`, and how many programs it has."""
-    programs = _programs(rows, kinds, BACKWARD_PROGRAMS * processors(device))
-    launch = Launch(
-        row_norm_backward_kernel,
-        programs,
-        (rows, columns, kinds),
-        RESIDUAL=residual,
-        BIAS=bias,
-        CENTERED=centered,
-        UNIT_OFFSET=unit_offset,
-        DECODE=decoded,
-        **_block(columns),
-    )
-    return launch, programs

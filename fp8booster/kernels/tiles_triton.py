@@ -8,20 +8,18 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8booster.kernels.alignment import aligned
-from fp8booster.kernels.cast_triton import largest_partial, rounding, scale_from_bits, store_transposed, to_bits
+from fp8booster.kernels.cast_triton import rounding, scale_from_bits, store_transposed, to_bits
 from fp8booster.kernels.group_codes_triton import AT_ONCE, amax_place, decode_tile, encode_tile
-from fp8booster.kernels.launch import ceil_div, launch
+from fp8booster.kernels.launch import block_over, ceil_div, launch
 
-_ROWS = 64
-_COLUMNS = 128
-"""Of a tile that is written transposed. Groups of codes are as long."""
-
-_WARPS = 8
+_ROWS, _COLUMNS, _WARPS = 64, 128, 8
+"""Of a tile that is written transposed. A group of codes is as long, so a tile decodes by amaxes of its own."""
 
 
 @triton.jit
 def tile_inside(tile, rows, columns, column_tiles, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
-    """(row, column, mask) of a tile's values."""
+    """Return (row, column, mask) of a tile's values."""
+    # rows in 64 bits, for they are multiplied by strides
     row = (tile // column_tiles) * TILE_ROWS + tl.arange(0, TILE_ROWS).to(tl.int64)[:, None]
     column = (tile % column_tiles) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)[None, :]
     return row, column, (row < rows) & (column < columns)
@@ -29,14 +27,15 @@ def tile_inside(tile, rows, columns, column_tiles, TILE_ROWS: tl.constexpr, TILE
 
 @triton.jit
 def tile_amaxes(tile, row, rows, columns, column_tiles, TILE_COLUMNS: tl.constexpr):
-    """(place, mask) of the amaxes of a tile's codes."""
+    """Return (place, mask) of the amaxes of a tile's codes."""
     place, inside = amax_place(row, (tile % column_tiles) * TILE_COLUMNS, columns, TILE_COLUMNS)
     return place, inside & (row < rows)
 
 
 @triton.jit
 def tile_place(row, column, stride, values):
-    """Where a tile's values lie in memory; `values` tells their dtype."""
+    """Return the offsets of a tile's values; `values` tells their dtype."""
+    # as many at once as of their codes: see `AT_ONCE`
     at_once: tl.constexpr = AT_ONCE // values.dtype.element_ty.primitive_bitwidth
     return tl.max_contiguous(row * stride + column, (1, at_once))
 
@@ -53,7 +52,7 @@ def load_tile(
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """A tile in FP32, of values or of codes."""
+    """Load a tile of values, or of codes, in FP32."""
     tile = tl.load(values + place, mask=inside, other=0)
     if DECODE:
         tile = decode_tile(tile, tl.load(amaxes + amax_at, mask=amax_inside, other=0.0), TILE_ROWS, TILE_COLUMNS)
@@ -75,22 +74,20 @@ def cast_transposed(
     values,
     row,
     column,
-    partials,
+    amax_bits,
     transpose,
     inverse_scale,
-    partial_count,
     out_rows,
     out_columns,
     E4M3: tl.constexpr,
     LIMIT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
-    PARTIALS_BLOCK: tl.constexpr,
 ):
-    """Cast a tile, FP32, with the scale of partial maxima, and store it in the transpose, FP8 [out_columns, out_rows].
+    """Cast a tile, FP32, by the scale of an amax, and store it in the transpose, FP8 [out_columns, out_rows].
 
     The first program stores the inverse scale.
     """
-    scale, inverse = scale_from_bits(largest_partial(partials, partial_count, PARTIALS_BLOCK), LIMIT, POWER_OF_TWO)
+    scale, inverse = scale_from_bits(amax_bits, LIMIT, POWER_OF_TWO)
     store_transposed(transpose, to_bits(values * scale, E4M3, LIMIT), row, column, out_rows, out_columns)
     if tl.program_id(0) == 0:
         tl.store(inverse_scale, inverse)
@@ -128,7 +125,7 @@ def launch_transposed(
         num_warps=_WARPS,
         **constants,
         **rounding(dtype, power_of_two),
-        PARTIALS_BLOCK=1 << (count - 1).bit_length(),
+        PARTIALS_BLOCK=block_over(count),
         TILE_ROWS=_ROWS,
         TILE_COLUMNS=_COLUMNS,
     )
