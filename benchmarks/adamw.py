@@ -24,8 +24,7 @@ from benchmarks.harness.results import Column, Record, Result, Table, spread
 from benchmarks.harness.roofline import CopyBandwidth
 from benchmarks.harness.timing import Variant, time_interleaved
 from fp8booster import optim
-from fp8booster.kernels.adam_step import AdamRates, AdamShards
-from fp8booster.kernels.adamw import update
+from fp8booster.kernels.adamw import AdamRates, AdamShards, update
 
 LAYER = (4 * [4096 * 4096]) + 3 * [4096 * 11008]
 """Values of the matrices of one layer of LLaMA-7B."""

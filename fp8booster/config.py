@@ -162,7 +162,7 @@ class FP8Config:
 
     gradient_accumulation: str = "32-bit"
     """How ZeRO keeps a rank's part of reduced gradients until the next micro-batch's are added: "32-bit", in FP32 after
-    the second; "16-bit", in BF16; or "8-bit", by groups of 128 values (`kernels.gradient_sums`), also after the first,
+    the second; "16-bit", in BF16; or "8-bit", by groups of 128 values (`kernels.group_codes`), also after the first,
     and decoded for the step. For `LowLevelZeroPlugin`, and `HybridParallelPlugin` with ZeRO and without a pipeline.
     What `no_sync` accumulates is whole on each rank, in 16 bits."""
 

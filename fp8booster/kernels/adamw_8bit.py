@@ -15,31 +15,73 @@ nearest it would stay for ever. The error of m / sqrt(v), compared with other co
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from fp8booster.kernels.adam_step import AdamRates
+from fp8booster.kernels.adamw import AdamRates, require_contiguous
 from fp8booster.kernels.group_codes import decode_roots, encode_roots
-from fp8booster.kernels.moments import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit, require_updatable
 from fp8booster.kernels.operators import operator
+
+BLOCK = 256
+"""Values that share a range."""
+
+MOST_OCTAVES = 32
+"""That a block of second moments spans; what is smaller counts as the least of it."""
+
+STEPS = 254
+"""Of second moments, from the least to the largest of a block."""
+
+LARGEST = 0x7F7FFFFF
+"""Bits of the largest finite float32."""
+
+NAN = 0x7FC00000
 
 SEED, AMAX, INVERSE = 3, 4, 5
 """Places in a row of `step_rows`."""
 
 _AT_ONCE = 2**16
-"""Values, a multiple of a block's."""
+"""Values that are updated at a time, a multiple of a block's: they stay in a processor's cache."""
+
+
+class Moments8bit(NamedTuple):
+    """Both moments of a tensor of n values, in blocks = ceil(n / 256)."""
+
+    first: Tensor
+    """int8 [n]."""
+
+    amaxes: Tensor
+    """float32 [blocks]: the largest magnitude of each block of first moments."""
+
+    second: Tensor
+    """uint8 [n]."""
+
+    ranges: Tensor
+    """int32 [blocks, 2]: of each block of second moments the bits of the least that is not 0, and the step."""
+
+    @classmethod
+    def zeros(cls, count: int, device: torch.device) -> Moments8bit:
+        """Return moments of 0 for so many values."""
+        blocks = -(-count // BLOCK)
+        return cls(
+            torch.zeros(count, dtype=torch.int8, device=device),
+            torch.zeros(blocks, dtype=torch.float32, device=device),
+            torch.zeros(count, dtype=torch.uint8, device=device),
+            torch.zeros(blocks, 2, dtype=torch.int32, device=device),
+        )
 
 
 @operator(writes=("value",))
 def update_8bit(
-    value: torch.Tensor,
-    low: torch.Tensor | None,
-    gradient: torch.Tensor,
+    value: Tensor,
+    low: Tensor | None,
+    gradient: Tensor,
     moments: Moments8bit,
-    row: torch.Tensor,
+    row: Tensor,
     rates: AdamRates,
-    skipped: torch.Tensor,
+    skipped: Tensor,
 ) -> None:
     """Take one step of Adam (Kingma and Ba, algorithm 1) or AdamW (Loshchilov and Hutter, algorithm 2) in place.
 
@@ -62,7 +104,7 @@ def update_8bit(
     require_updatable(value, low, gradient)
     flat = [None if each is None else each.flatten() for each in (value, low, gradient, moments.first, moments.second)]
     largest = torch.zeros((), dtype=torch.float32, device=value.device)
-    for begin in range(0, value.numel(), _AT_ONCE):  # which stay in a processor's cache
+    for begin in range(0, value.numel(), _AT_ONCE):
         value_part, low_part, gradient_part, first, second = (
             None if each is None else each[begin : begin + _AT_ONCE] for each in flat
         )
@@ -73,14 +115,21 @@ def update_8bit(
     row[AMAX] = largest
 
 
+def require_updatable(value: Tensor, low: Tensor | None, gradient: Tensor) -> None:
+    """Raise ValueError where `update_8bit` cannot update a weight."""
+    if value.dtype != (torch.float32 if low is None else torch.bfloat16):
+        raise ValueError(f"the weight is {value.dtype}; give FP32, or BF16 with the low bits of its master")
+    require_contiguous((value, gradient))
+
+
 def _update_part(
-    value: torch.Tensor,
-    low: torch.Tensor | None,
-    gradient: torch.Tensor,
+    value: Tensor,
+    low: Tensor | None,
+    gradient: Tensor,
     moments: Moments8bit,
-    row: torch.Tensor,
+    row: Tensor,
     rates: AdamRates,
-    skipped: torch.Tensor,
+    skipped: Tensor,
     begin: int,
 ) -> None:
     """`update_8bit` of some whole blocks, flat, the first of which begins at `begin` in the tensor."""
@@ -114,10 +163,8 @@ def _update_part(
             old.copy_(new)
 
 
-def next_moments(
-    w: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, row: torch.Tensor, rates: AdamRates
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both moments after a step, not yet rounded.
+def next_moments(w: Tensor, g: Tensor, m: Tensor, v: Tensor, row: Tensor, rates: AdamRates) -> tuple[Tensor, Tensor]:
+    """Return both moments after a step, not yet rounded.
 
     Args:
         w, g, m, v: weight, gradient and moments before it, float32 [blocks, 256]; the gradient is divided.
@@ -130,19 +177,15 @@ def next_moments(
     return m, _f32(beta2) * v + (_f32(1 - beta2) * g) * g
 
 
-def left_blocks(g: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """Which blocks a step leaves as they are, for what is not finite: bool [blocks], of such gradients."""
+def left_blocks(g: Tensor, row: Tensor) -> Tensor:
+    """Tell which blocks a step leaves as they are, for their gradients are not finite: bool [blocks]."""
     return ~(g.isfinite().all(dim=1) & (row[INVERSE] > 0))
 
 
 def step_rows(
-    rates: AdamRates,
-    steps: Sequence[int],
-    numbers: Sequence[int],
-    device: torch.device,
-    divisor: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What tensors need to know of a step: float32 [tensors, 8].
+    rates: AdamRates, steps: Sequence[int], numbers: Sequence[int], device: torch.device, divisor: Tensor | None = None
+) -> Tensor:
+    """Return the numbers of a step that differ between tensors: float32 [tensors, 8].
 
     A row holds the factor of weight decay, the step size lr / (1 - beta1^t), 1 / the root of 1 - beta2^t, the bits of
     a seed for chance, which differs between steps and tensors, a zero, where the amax comes, and 1 / the divisor; 32
@@ -151,7 +194,7 @@ def step_rows(
     Args:
         rates: of the step; `lr` as a number.
         steps: of each tensor, how many it has taken with this one.
-        numbers: of each tensor, what tells it from others.
+        numbers: of each tensor, one that no other has.
         device: of the tensors.
         divisor: gradients are divided by it first: float32 [] on the device. None: they are not.
     """
@@ -172,31 +215,31 @@ def step_rows(
     return rows
 
 
-def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP32 values as BF16, rounded half away from zero, and the low 16 bits of the FP32 values as int16."""
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """Return FP32 values as BF16, rounded half away from zero, and the low 16 bits of the FP32 values as int16."""
+    # the low bits tell how it was rounded, which half to even would not; a NaN's own bits might round to an infinity's
     bits = torch.where(master.isnan(), NAN, master.view(torch.int32))
     rounded = ((bits + 0x8000) >> 16).to(torch.int16)
     return rounded.view(torch.bfloat16), bits.to(torch.int16)
 
 
-def master_of(value: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The FP32 values that `split` was given, flattened; low bits of half a unit or more tell that it rounded up.
-
-    A weight of 0 was not rounded up: somebody has set it since, as a mask does, and it is 0.
-    """
+def master_of(value: Tensor, low: Tensor) -> Tensor:
+    """Return the FP32 values that `split` was given, flattened."""
+    # low bits of half a unit or more tell that it rounded up
     high = value.flatten().view(torch.int16).to(torch.int32)
     low = low.to(torch.int32)
+    # but not to 0: somebody has set that weight since, as a mask does, and it is 0
     low = torch.where(high & 0x7FFF == 0, low.clamp(min=0), low)
     return ((high - (low < 0).to(torch.int32)) * 65536 + (low & 0xFFFF)).view(torch.float32)
 
 
-def decode_first(code: torch.Tensor, amaxes: torch.Tensor) -> torch.Tensor:
-    """First moments of int8 [n] codes, in blocks: float32 [blocks, 256]."""
+def decode_first(code: Tensor, amaxes: Tensor) -> Tensor:
+    """Return the first moments of int8 [n] codes, in blocks: float32 [blocks, 256]."""
     return decode_roots(in_blocks(code), amaxes)
 
 
-def encode_second(v: torch.Tensor, seed: torch.Tensor | None, begin: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Second moments in blocks, float32 [blocks, 256], not negative, as uint8 codes and int32 [blocks, 2] ranges.
+def encode_second(v: Tensor, seed: Tensor | None, begin: int = 0) -> tuple[Tensor, Tensor]:
+    """Encode second moments, float32 [blocks, 256], not negative, as uint8 codes and int32 [blocks, 2] ranges.
 
     Args:
         v: the moments.
@@ -218,11 +261,14 @@ def encode_second(v: torch.Tensor, seed: torch.Tensor | None, begin: int = 0) ->
     return torch.where(bits > 0, code, 0).to(torch.uint8), torch.stack([least, step], dim=1)
 
 
-def _range_of_decoded(bits: torch.Tensor, least: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least bits and step by which each of a block's moments, int32 [blocks, 256], is that of a code.
+def _range_of_decoded(bits: Tensor, least: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """Return least bits and step by which each of a block's moments, int32 [blocks, 256], is that of a code.
 
-    Given those by which a block is encoded anyhow, for where there are none: moments that were never decoded.
+    Args:
+        bits: of the moments.
+        least, step: returned where no others are exact, for moments that were never decoded.
     """
+    # the greatest common divisor of the distances is a step that meets all of them
     first = torch.where(bits > 0, bits, LARGEST).amin(dim=1)
     common = torch.where(bits > 0, bits - first[:, None], 0)
     while common.shape[1] > 1:
@@ -232,16 +278,17 @@ def _range_of_decoded(bits: torch.Tensor, least: torch.Tensor, step: torch.Tenso
     return torch.where(exact, first, least), torch.where(exact, common, step)
 
 
-def decode_second(code: torch.Tensor, ranges: torch.Tensor) -> torch.Tensor:
-    """Second moments of uint8 [n] codes, in blocks: float32 [blocks, 256]."""
+def decode_second(code: Tensor, ranges: Tensor) -> Tensor:
+    """Return the second moments of uint8 [n] codes, in blocks: float32 [blocks, 256]."""
     blocks = in_blocks(code.to(torch.int32))
     bits = (ranges[:, :1] + (blocks - 1) * ranges[:, 1:]).clamp(max=LARGEST)
     return torch.where(blocks > 0, bits, 0).view(torch.float32)
 
 
-def chance(count: int, seed: torch.Tensor, device: torch.device, begin: int = 0) -> torch.Tensor:
-    """So many numbers from 0 to less than 1, float32, of 23 bits: a hash (murmur3's finalizer) of place and seed."""
-    # integers of 32 bits wrap; the bits that an arithmetic shift brings in are masked out
+def chance(count: int, seed: Tensor, device: torch.device, begin: int = 0) -> Tensor:
+    """Return so many numbers from 0 to less than 1, float32, of 23 bits: murmur3's finalizer of place and seed."""
+    # a hash, not a generator: kernel and definition draw the same in any order, and so does a resumed run.
+    # Integers of 32 bits wrap; the bits that an arithmetic shift brings in are masked out.
     x = (
         torch.arange(count, dtype=torch.int32, device=device)
         .add_(_wrapped(begin))
@@ -255,26 +302,27 @@ def chance(count: int, seed: torch.Tensor, device: torch.device, begin: int = 0)
 
 
 def _wrapped(number: int) -> int:
-    """A number's low 32 bits as those of an int32."""
+    """Return a number's low 32 bits as those of an int32."""
     return (number + 2**31) % 2**32 - 2**31
 
 
-def in_blocks(values: torch.Tensor) -> torch.Tensor:
-    """A tensor as rows of 256 values, the last filled up with zeros."""
+def in_blocks(values: Tensor) -> Tensor:
+    """Return a tensor as rows of 256 values, the last filled up with zeros."""
     flat = values.flatten()
     return F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
 
 
-def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A / b, rounded once to float32; torch takes a faster way on some CPUs. float64 holds enough for that."""
+def _divide(a: Tensor, b: Tensor) -> Tensor:
+    """Return a / b, rounded once to float32."""
+    # torch takes a faster way on some CPUs; a quotient in float64 holds enough bits to round the same as the exact one
     return (a.double() / b.double()).float()
 
 
-def _root(a: torch.Tensor) -> torch.Tensor:
-    """The square root, rounded once to float32."""
+def _root(a: Tensor) -> Tensor:
+    """Return the square root, rounded once to float32."""
     return a.double().sqrt().float()
 
 
 def _f32(number: float) -> float:
-    """A number as a kernel gets it."""
+    """Return a number as a kernel gets it, of float32's 24 bits."""
     return torch.tensor(number, dtype=torch.float32).item()

@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from fp8booster.kernels.adam_step import AdamRates
+from fp8booster.kernels.adamw import AdamRates
+from fp8booster.kernels.adamw_8bit import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit, require_updatable
 from fp8booster.kernels.group_codes_triton import decode_roots, encode_roots, to_integers
 from fp8booster.kernels.launch import ceil_div, launch
-from fp8booster.kernels.moments import BLOCK, LARGEST, MOST_OCTAVES, NAN, STEPS, Moments8bit, require_updatable
 
 _BLOCKS, _WARPS = 1, 1
 """Blocks that a program updates, and its warps, by time on an H200 (benchmarks/results/h200/adamw-8bit.md)."""
@@ -62,7 +62,7 @@ def adamw_8bit_kernel(
     # finite: not the largest exponent
     finite = (gradient.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
     updated = tl.where(inverse_divisor > 0, tl.min(finite.to(tl.int32), 1), 0) > 0
-    if SPLIT:
+    if SPLIT:  # the master of 32 bits from a BF16 weight and what rounding took from it: 4 bytes a value, not 6
         lows += start
         high = tl.load(values + index, mask=inside, other=0.0).to(tl.int16, bitcast=True).to(tl.int32)
         low = tl.load(lows + index, mask=inside, other=0).to(tl.int32)
@@ -70,7 +70,7 @@ def adamw_8bit_kernel(
         value = ((high - (low < 0).to(tl.int32)) * 65536 + (low & 0xFFFF)).to(tl.float32, bitcast=True)
     else:
         value = tl.load(values + index, mask=inside, other=0.0)
-    before = value
+    before = value  # written again where the block is left as it is
     first_amax = tl.load(amaxes + block, mask=exists, other=0.0)
     mean = decode_roots(tl.load(firsts + index, mask=inside, other=0), first_amax, 1)
     least = tl.load(ranges + 2 * block, mask=exists, other=0)
@@ -96,6 +96,7 @@ def adamw_8bit_kernel(
     step = tl.maximum((largest - least + (_STEPS - 1)) // _STEPS, 1)
     inverse = tl.math.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), step.to(tl.float32))
     above = tl.maximum(bits - least[:, None], 0).to(tl.float32) * inverse[:, None]
+    # murmur3's finalizer of place and seed: no state, so the order of programs does not matter
     x = (index.to(tl.uint32) + start.to(tl.uint32)) * 0x9E3779B1 + seed.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
@@ -138,7 +139,7 @@ def update_8bit_triton(
     rates: AdamRates,
     skipped: torch.Tensor,
 ) -> None:
-    """What `adamw_8bit.update_8bit` defines, byte for byte."""
+    """Compute `update_8bit`, byte for byte."""
     require_updatable(value, low, gradient)
     beta1, beta2 = rates.betas
     numbers = (beta1, 1 - beta1, beta2, 1 - beta2, rates.denominator_eps())

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8booster.kernels.adam_step import AdamRates, AdamShards, factors
+from fp8booster.kernels.adamw import AdamRates, AdamShards, factors
 from fp8booster.kernels.cast_triton import magnitude_bits
 from fp8booster.kernels.launch import ceil_div
 from fp8booster.kernels.tables_triton import launch_over, own_entry, own_pointer, own_size
@@ -25,7 +25,7 @@ def adamw_kernel(
     gradients,
     exp_avg,
     exp_avg_sq,
-    rows,  # float32 [shards, 4], see `adam_step.factors`; the last takes the amax
+    rows,  # float32 [shards, 4], see `adamw.factors`; the last takes the amax
     divisor,  # float32 [], where DIVIDES
     beta1,
     rest1,  # 1 - beta1
@@ -51,7 +51,7 @@ def adamw_kernel(
     gradient = tl.load(gradients + index, mask=inside, other=0.0).to(tl.float32)
     mean = tl.load(exp_avg + index, mask=inside, other=0.0).to(tl.float32)
     square = tl.load(exp_avg_sq + index, mask=inside, other=0.0).to(tl.float32)
-    if DIVIDES:
+    if DIVIDES:  # loss scale and clipping in one, on the device: the host need not wait for a norm
         gradient *= 1.0 / tl.load(divisor)
     if DECOUPLED:
         value -= decay * value
@@ -60,17 +60,18 @@ def adamw_kernel(
     mean = beta1 * mean + rest1 * gradient
     square = beta2 * square + rest2 * gradient * gradient
     value -= step_size * mean / (tl.sqrt(square) / root + eps)
-    value = value.to(values.dtype.element_ty)
+    value = value.to(values.dtype.element_ty)  # before the amax is found: a cast reads what memory holds
     tl.store(values + index, value, mask=inside)
     tl.store(exp_avg + index, mean.to(exp_avg.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq + index, square.to(exp_avg_sq.dtype.element_ty), mask=inside)
-    # magnitudes are ordered as their bits are; what lies outside comes out as NaN where the divisor is 0
+    # integers, for magnitudes are ordered as their bits are and a GPU has no atomic maximum of floats that keeps NaN;
+    # what lies outside comes out as NaN where the divisor is 0
     largest = tl.max(tl.where(inside, magnitude_bits(value), 0), 0)
     tl.atomic_max((row + 3).to(tl.pointer_type(tl.int32), bitcast=True), largest, sem="relaxed")
 
 
 def update_triton(shards: AdamShards, rates: AdamRates, divisor: Tensor | None = None) -> Tensor:
-    """`update`, but for the last bits."""
+    """Compute `update`, but for the last bits."""
     shards.require_contiguous()
     rows = factors(shards, rates)
     beta1, beta2 = rates.betas

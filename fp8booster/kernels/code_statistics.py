@@ -7,9 +7,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8booster.kernels.adam_step import AdamRates
+from fp8booster.kernels.adamw import AdamRates
 from fp8booster.kernels.adamw_8bit import (
+    BLOCK,
     INVERSE,
+    Moments8bit,
     decode_first,
     decode_second,
     in_blocks,
@@ -19,7 +21,6 @@ from fp8booster.kernels.adamw_8bit import (
 )
 from fp8booster.kernels.cast_statistics import statistics
 from fp8booster.kernels.group_codes import GROUP, GroupCodes, decode_groups
-from fp8booster.kernels.moments import BLOCK, Moments8bit
 
 MOST = 2**20
 """Less than twice as many values of a tensor are looked at."""

@@ -25,6 +25,9 @@ PROGRAMS = 4
 BLOCK = 2048
 """Columns at a time."""
 
+_MULTIPLY_PROGRAMS, _MULTIPLY_BLOCK = 8, 4096
+"""A processor; values at a time."""
+
 
 @triton.jit
 def add_exponentials(values, largest, total):
@@ -287,3 +290,25 @@ def write_gradient_triton(
         BLOCK=block,
     )
     return partials
+
+
+@triton.jit
+def multiply_kernel(x, factor, count, blocks, BLOCK: tl.constexpr):
+    """Each program multiplies every num_programs-th block."""
+    # here, not on the host, which would wait for the device; the launch then reads nothing else
+    scale = tl.load(factor)
+    if scale != 1.0:  # NaN is not 1 either
+        for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
+            index = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            values = tl.load(x + index, mask=index < count, other=0.0).to(tl.float32)
+            tl.store(x + index, (values * scale).to(x.dtype.element_ty), mask=index < count)
+
+
+def multiply_triton(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Compute `multiply_`, bit for bit."""
+    count = tensor.numel()
+    blocks = ceil_div(count, _MULTIPLY_BLOCK)
+    if blocks:
+        programs = min(blocks, _MULTIPLY_PROGRAMS * processors(tensor.device))
+        launch(multiply_kernel, programs, (tensor, factor), (count, blocks), num_warps=8, BLOCK=_MULTIPLY_BLOCK)
+    return tensor

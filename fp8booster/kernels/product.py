@@ -1,4 +1,4 @@
-"""The FP8 product: one place calls `torch._scaled_mm`; blockwise scales have a place of their own."""
+"""The FP8 product: one place calls `torch._scaled_mm`, and one `scaled_mm`, for blockwise scales."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp8booster import formats
-from fp8booster.kernels.blockwise_product import blockwise_product
+from fp8booster.kernels.blockwise_cast import are_groups, decoded
 from fp8booster.kernels.scales import SCALE_STRIDE
 
 
@@ -35,7 +35,7 @@ def product(
         a: [M, K] FP8, contiguous.
         b: [N, K] FP8, contiguous: the layout in which Hopper reads its second operand.
         inverse_scale_a, inverse_scale_b: float32, of shape [], or [M] and [N], copied where they begin at no
-            multiple of 16 bytes of their memory; or both of two dimensions, as in `kernels.blockwise_product`.
+            multiple of 16 bytes of their memory; or both of two dimensions, as in `blockwise_product`.
         out_dtype: BF16, FP16 or FP32.
         bias: [N] of out_dtype.
         fast_accumulation: do not promote partial sums to FP32 on the way; blockwise scales need that they are.
@@ -208,3 +208,54 @@ def _without_autocast(device_type: str) -> contextlib.AbstractContextManager:
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
+
+
+def blockwise_product(
+    a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: Tensor, *, out_dtype: torch.dtype, emulate: bool
+) -> Tensor:
+    """Compute `decoded(a) @ decoded(b).T`, summed in FP32.
+
+    On a Hopper GPU cuBLAS applies the scales to the sums of 128 products each, which it adds in FP32: there is no fast
+    accumulation. The CPU has no such product: it decodes the operands and multiplies in FP32, as `emulate` does.
+
+    Args:
+        a: [M, K] E4M3, contiguous, with a scale for each group of 128 values of a row.
+        b: [N, K] E4M3, contiguous, with a scale for each group, or for each block of 128 x 128.
+        inverse_scale_a, inverse_scale_b: as `kernels.blockwise_cast.blockwise_cast` gives them.
+        out_dtype: BF16, FP16 or FP32.
+        emulate: decode the operands on a GPU too.
+
+    Returns:
+        [M, N] of out_dtype. M, N and K are multiples of 128.
+    """
+    if emulate or a.is_cpu:
+        with _without_autocast(a.device.type):
+            return (decoded(a, inverse_scale_a) @ decoded(b, inverse_scale_b).t()).to(out_dtype)
+    # the products come in BF16 and FP32
+    product_dtype = torch.bfloat16 if out_dtype is torch.bfloat16 else torch.float32
+    if torch.compiler.is_compiling():
+        return multiply_blockwise(a, b, inverse_scale_a, inverse_scale_b, product_dtype).to(out_dtype)
+    return _multiply(a, b, inverse_scale_a, inverse_scale_b, product_dtype).to(out_dtype)
+
+
+def _multiply(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    return scaled_mm(
+        a,
+        b.t(),
+        inverse_scale_a.t(),
+        ScalingType.BlockWise1x128,
+        inverse_scale_b.t(),
+        ScalingType.BlockWise1x128 if are_groups(b, inverse_scale_b) else ScalingType.BlockWise128x128,
+        output_dtype=dtype,
+    )
+
+
+multiply_blockwise = torch.library.custom_op("fp8booster::multiply_blockwise", _multiply, mutates_args=())
+"""`_multiply`, which compiled code sees whole: not each version of torch's compiler knows this product."""
+
+
+@multiply_blockwise.register_fake
+def _(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fp8booster.argument_types import require_types
 from fp8booster.config import GRADIENT_ACCUMULATIONS
-from fp8booster.kernels.adam_step import AdamRates, require_rates
+from fp8booster.kernels.adamw import AdamRates, require_rates
 from fp8booster.kernels.adamw_8bit import AMAX, master_of, split, step_rows, update_8bit
 from fp8booster.kernels.code_statistics import MomentSample
 from fp8booster.optim.gradient_sums import GradientSum, added, value_of
@@ -74,7 +74,7 @@ class AdamW(Optimizer):
             last one updates what got fewer gradients, as the parameters of a layer that was skipped, and ends an
             accumulation early; `zero_grad()` forgets it.
         gradient_accumulation: how gradients wait for further ones: "16-bit", in BF16; "8-bit", by groups of 128 values
-            (`kernels.gradient_sums`); or "32-bit".
+            (`kernels.group_codes`); or "32-bit".
 
     Raises:
         ValueError: a rate, beta, eps or decay outside its range, a parameter whose values lie apart, less than one

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8booster.kernels.code_statistics import SumSample
-from fp8booster.kernels.gradient_sums import add_to_sums, read_sums, zero_sums
-from fp8booster.kernels.group_codes import GroupCodes
+from fp8booster.kernels.group_codes import GroupCodes, add_to_sums, read_sums, zero_sums
 
 GradientSum = Tensor | GroupCodes
 """What is kept of the gradients of one tensor so far."""

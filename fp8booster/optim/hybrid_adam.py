@@ -18,8 +18,7 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from fp8booster.argument_types import require_types
-from fp8booster.kernels.adam_step import AdamRates, AdamShards, require_rates
-from fp8booster.kernels.adamw import update, update_by_torch
+from fp8booster.kernels.adamw import AdamRates, AdamShards, require_rates, update, update_by_torch
 from fp8booster.kernels.device import runs_triton
 
 VALUES_AT_ONCE = 2**26

@@ -16,8 +16,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from fp8booster.kernels.adam_step import AdamRates, AdamShards
-from fp8booster.kernels.adamw import update
+from fp8booster.kernels.adamw import AdamRates, AdamShards, update
 from fp8booster.optim.adamw import AdamW as AdamW8bit
 from fp8booster.optim.hybrid_adam import HybridAdam
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from fp8booster.kernels.adamw_8bit import decode_first, decode_second, encode_second, in_blocks
+from fp8booster.kernels.adamw_8bit import Moments8bit, decode_first, decode_second, encode_second, in_blocks
 from fp8booster.kernels.group_codes import encode_roots
-from fp8booster.kernels.moments import Moments8bit
 
 _FIRST, _SECOND = ("exp_avg", "exp_avg_amax"), ("exp_avg_sq", "exp_avg_sq_range")
 LOW = "master_low"

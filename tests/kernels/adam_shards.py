@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fp8booster.kernels.adam_step import AdamRates, AdamShards
+from fp8booster.kernels.adamw import AdamRates, AdamShards
 
 COUNTS = (1, 7, 1024, 4097, 70001)
 RATES = {

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8booster.kernels.adam_step import AdamShards, factors
-from fp8booster.kernels.adamw import update
+from fp8booster.kernels.adamw import AdamShards, factors, update
 from tests.kernels.adam_shards import COUNTS, RATES, copied, far_apart, shards
 
 

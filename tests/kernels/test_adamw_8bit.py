@@ -9,9 +9,12 @@ from itertools import product
 import pytest
 import torch
 
-from fp8booster.kernels.adam_step import AdamRates
+from fp8booster.kernels.adamw import AdamRates
 from fp8booster.kernels.adamw_8bit import (
     AMAX,
+    BLOCK,
+    MOST_OCTAVES,
+    Moments8bit,
     decode_first,
     decode_second,
     encode_second,
@@ -21,7 +24,6 @@ from fp8booster.kernels.adamw_8bit import (
     update_8bit,
 )
 from fp8booster.kernels.group_codes import encode_roots
-from fp8booster.kernels.moments import BLOCK, MOST_OCTAVES, Moments8bit
 from tests.kernels.interpreted import interpreted
 
 RATES = AdamRates(1e-2, (0.9, 0.95), 1e-8, 0.1, decoupled=True)

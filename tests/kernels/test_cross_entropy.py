@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8booster import formats
-from fp8booster.kernels.cross_entropy import cross_entropy, logsumexp, write_gradient
-from fp8booster.kernels.multiply import multiply_
+from fp8booster.kernels.cross_entropy import cross_entropy, logsumexp, multiply_, write_gradient
 from fp8booster.kernels.operators import Operator
 from fp8booster.kernels.scales import amax_of
 from tests.kernels.blocks import within_rounding
@@ -202,7 +201,7 @@ def writing_is_not_counted() -> Iterator[str]:
 
 def multiplication_differs(device: torch.device, sizes: list[int]) -> Iterator[str]:
     """The same for the multiplication by one number."""
-    from fp8booster.kernels.multiply_triton import multiply_triton
+    from fp8booster.kernels.cross_entropy_triton import multiply_triton
 
     for dtype in formats.HIGH_PRECISION:
         for size in sizes:

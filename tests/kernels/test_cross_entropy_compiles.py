@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fp8booster.kernels import cross_entropy_triton, multiply_triton
+from fp8booster.kernels import cross_entropy_triton
 from tests.kernels.compiled import narrow_accesses, ptx_of
 
 TYPES = {
@@ -98,9 +98,9 @@ def test_the_gradient_alone_moves_in_whole_vectors_and_threads_meet_at_the_end(t
 @pytest.mark.parametrize("x", WIDTHS)
 def test_the_multiplication_moves_whole_vectors(x: str) -> None:
     ptx = ptx_of(
-        multiply_triton.multiply_kernel,
+        cross_entropy_triton.multiply_kernel,
         TYPES | {"x": x},
-        {"BLOCK": multiply_triton.BLOCK},
+        {"BLOCK": cross_entropy_triton._MULTIPLY_BLOCK},
         unspecialized=("blocks",),
         num_warps=8,
     )

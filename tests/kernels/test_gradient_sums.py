@@ -7,8 +7,7 @@ import math
 import pytest
 import torch
 
-from fp8booster.kernels.gradient_sums import add_to_sums, read_sums, zero_sums
-from fp8booster.kernels.group_codes import GROUP, GroupCodes, encode_groups
+from fp8booster.kernels.group_codes import GROUP, GroupCodes, add_to_sums, encode_groups, read_sums, zero_sums
 from tests.kernels.interpreted import interpreted
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -74,7 +73,7 @@ def test_other_gradients_are_refused() -> None:
 
 def what_differs(device: str = "cpu", counts: tuple[int, ...] = COUNTS) -> list[str]:
     """Cases whose bytes are not those of the definition."""
-    from fp8booster.kernels.gradient_sums_triton import add_to_sums_triton, read_sums_triton
+    from fp8booster.kernels.group_codes_triton import add_to_sums_triton, read_sums_triton
 
     torch.manual_seed(0)
     different = []
@@ -115,11 +114,11 @@ def test_kernels_write_the_bytes_of_the_definition() -> None:
 @pytest.mark.parametrize("name", ["add_to_sums_kernel", "read_sums_kernel"])
 def test_kernels_compile_for_hopper_and_move_whole_vectors(name) -> None:
     pytest.importorskip("triton")
-    from fp8booster.kernels import gradient_sums_triton
+    from fp8booster.kernels import group_codes_triton
     from tests.kernels.compiled import narrow_accesses, stages_of
 
     types = {"codes": "*i8", "amaxes": "*fp32", "gradients": "*bf16", "totals": "*fp32", "count": "i32"}
-    constants = {"ADDS": True, "VALUES": gradient_sums_triton._VALUES}
-    ptx = stages_of(getattr(gradient_sums_triton, name), types, constants, enable_fp_fusion=False)["ptx"]
+    constants = {"ADDS": True, "VALUES": group_codes_triton._VALUES}
+    ptx = stages_of(getattr(group_codes_triton, name), types, constants, enable_fp_fusion=False)["ptx"]
     assert "ld.global.v4.b32" in ptx
     assert narrow_accesses(ptx) == []

@@ -141,7 +141,7 @@ def test_other_versions_of_triton_make_every_launch(monkeypatch) -> None:
 
 @pytest.mark.gpu
 def test_both_ways_of_a_launch_write_the_same(monkeypatch) -> None:
-    from fp8booster.kernels.multiply_triton import multiply_triton
+    from fp8booster.kernels.cross_entropy_triton import multiply_triton
 
     monkeypatch.undo()  # the GPU's own streams
     monkeypatch.setattr(launching, "_variants", {})

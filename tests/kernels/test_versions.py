@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fp8booster import formats
-from fp8booster.kernels import multiply, rope, shard_cast
+from fp8booster.kernels import cross_entropy, rope, shard_cast
 from fp8booster.kernels.operators import Operator
 
 pytest.importorskip("triton")
 
-from fp8booster.kernels import multiply_triton, rope_triton, shard_cast_triton
+from fp8booster.kernels import cross_entropy_triton, rope_triton, shard_cast_triton
 
 
 def silent(*arguments: object, **options: object) -> None:
@@ -30,7 +30,7 @@ def calls() -> dict[str, tuple[Callable[[], object], list[torch.Tensor]]]:
     x, one, angles = torch.ones(16, 32), torch.ones(()), torch.ones(1, 2, 4)
     qkv, out, transpose = torch.ones(1, 2, 3, 4), fp8(16 * 32), fp8(32, 16)
     return {
-        "multiply_": (lambda: multiply.multiply_(x, one), [x]),
+        "multiply_": (lambda: cross_entropy.multiply_(x, one), [x]),
         "rotate": (lambda: rope.rotate(qkv, angles, angles, 2), [qkv]),
         "cast_shards": (lambda: shard_cast.cast_shards([x.view(-1)], [one], [out], [one]), [out, one]),
         "cast_shards by name": (
@@ -48,7 +48,7 @@ def test_what_a_kernel_writes_has_a_new_version(name) -> None:
     before = [tensor._version for tensor in written]
     with (
         patch.object(Operator, "uses_triton", lambda self, tensor: True),
-        patch.object(multiply_triton, "launch", silent),
+        patch.object(cross_entropy_triton, "launch", silent),
         patch.object(rope_triton, "launch", silent),
         patch.object(shard_cast_triton, "launch_over", silent),
     ):

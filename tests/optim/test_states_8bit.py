@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from fp8booster.kernels.adamw_8bit import BLOCK
 from fp8booster.kernels.group_codes import HALF_ONE, LARGEST_SQUARE
-from fp8booster.kernels.moments import BLOCK
 from fp8booster.optim import AdamW
 from fp8booster.optim.states_8bit import LOW, State, States, as_tensor
 

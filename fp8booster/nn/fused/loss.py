@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import aligned
+from fp8booster.kernels.cross_entropy import multiply_
 from fp8booster.kernels.device import require_fp8
-from fp8booster.kernels.multiply import multiply_
 from fp8booster.nn.autograd import once_differentiable
 from fp8booster.nn.fused.head_products import FP8HeadProducts, HeadProducts
 from fp8booster.nn.fused.vocabulary import VocabularyPart
