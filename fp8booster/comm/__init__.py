@@ -18,8 +18,7 @@ from fp8booster.comm.coalesced import all_reduce_coalesced, reduce_scatter_coale
 from fp8booster.comm.ddp import DDPState, ddp_hook
 from fp8booster.comm.encoding import Encoding
 from fp8booster.comm.exchanges import all_to_all, all_to_all_single
-from fp8booster.comm.flat_fsdp import FlatFSDPState, flat_fsdp_hook, reduce_flat_fsdp
-from fp8booster.comm.fsdp import compress_fsdp
+from fp8booster.comm.fsdp import FlatFSDPState, compress_fsdp, flat_fsdp_hook, reduce_flat_fsdp
 from fp8booster.comm.gathers import all_gather, all_gather_into_tensor, all_gather_single, broadcast
 from fp8booster.comm.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from fp8booster.comm.reductions import all_reduce, reduce_scatter, reduce_scatter_single, reduce_scatter_tensor

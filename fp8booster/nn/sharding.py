@@ -123,6 +123,12 @@ class ScaleGroup:
                 holder.fp8_weight = source
             source.fill(weights, quantized, ready)
 
+    def forget(self) -> None:
+        """Take from the layers what they were filled with, and refer to its memory no longer."""
+        for filled in self.filled:
+            filled.source.forget()
+        self.parts, self.filled = [], []
+
 
 def scale_groups(
     layers: Iterable[FP8Layer], merged: Iterable[MergedLayers], why_apart: Callable[[MergedLayers], str | None]

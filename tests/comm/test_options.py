@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster.comm import Encoding, coalesced, ddp, flat_fsdp, fsdp
+from fp8booster.comm import Encoding, coalesced, ddp, fsdp
 from fp8booster.comm.encoding import settings
 
 GROUP, REPLICAS = object(), object()
@@ -37,12 +37,12 @@ def observe(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> list[t
 
 
 def test_fsdp1_sends_all_alike_between_replicas_too(monkeypatch) -> None:
-    calls = observe(monkeypatch, flat_fsdp, "all_reduce", "reduce_scatter_tensor")
+    calls = observe(monkeypatch, fsdp, "all_reduce", "reduce_scatter_tensor")
     gradient, shard, mean = torch.ones(8), torch.ones(4), dist.ReduceOp.AVG
-    sharded = flat_fsdp.FlatFSDPState(group=GROUP, **HOW)
-    flat_fsdp.flat_fsdp_hook(sharded, gradient)
-    flat_fsdp.flat_fsdp_hook(sharded, gradient, shard)
-    flat_fsdp.flat_fsdp_hook(flat_fsdp.FlatFSDPState(group=GROUP, replicas=REPLICAS, **HOW), gradient, shard)
+    sharded = fsdp.FlatFSDPState(group=GROUP, **HOW)
+    fsdp.flat_fsdp_hook(sharded, gradient)
+    fsdp.flat_fsdp_hook(sharded, gradient, shard)
+    fsdp.flat_fsdp_hook(fsdp.FlatFSDPState(group=GROUP, replicas=REPLICAS, **HOW), gradient, shard)
     assert calls == [
         ("all_reduce", [mean, GROUP], HOW),
         *[("reduce_scatter_tensor", [mean, GROUP], HOW)] * 2,

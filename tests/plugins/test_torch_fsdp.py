@@ -18,9 +18,10 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from fp8booster import FP8Config, FP8Linear, comm, convert_to_fp8, report
 from fp8booster.comm import FlatFSDPState, flat_fsdp_hook
 from fp8booster.monitor.traffic import count_traffic
-from fp8booster.nn.fsdp.flat_weights import NAME, NOT_FP8
+from fp8booster.nn.fsdp.flat_weights import NAME
 from fp8booster.nn.fsdp.handle import compress_flat_fsdp
 from fp8booster.nn.linear.conv1d import FP8Conv1D
+from fp8booster.nn.sharding import NOT_FP8
 from tests.colossal.models import tiny_llama
 from tests.colossal.zero.runs import Layers, features, step
 from tests.distributed import ranks

@@ -10,6 +10,7 @@ Methods whose names begin with `_Chunk__` take the place of Chunk's private ones
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -17,21 +18,40 @@ from colossalai.zero.gemini.chunk import Chunk, TensorState
 from torch.distributed import ReduceOp
 
 from fp8booster import comm
-from fp8booster.colossal.gemini.memory import give_memory, take_memory
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.comm import Encoding
 from fp8booster.comm.statistics import count_encoded, count_plain
 from fp8booster.comm.transport import gather_bytes
-from fp8booster.kernels.scales import new_inverse_scales
-from fp8booster.kernels.transpose import transposed
-from fp8booster.nn.linear.layer import FP8Layer
+from fp8booster.config import FP8Config
 from fp8booster.nn.modules import change_class
+from fp8booster.nn.sharding import ScaleGroup
+from fp8booster.nn.weights.casting import REAL_TIME, Casts
+from fp8booster.nn.weights.resharded import ReshardedWeight
+from fp8booster.nn.weights.source import BackwardWeight
 from fp8booster.tensor import QuantizedMatrix
 
 NAME = "chunk gather"
 """The row of `fp8booster.comm.statistics` for the gathers of chunks."""
 
 _GATHER = "all_gather_into_tensor"
+
+
+def take_memory(tensor: torch.Tensor) -> None:
+    """Free a tensor's values, while the tensor object stays.
+
+    Colossal-AI's functions (zero/gemini/chunk/chunk.py:45) look at typed storage, which torch deprecates: each look
+    formats a warning's place anew, and a step takes some dozens of looks a layer.
+    """
+    storage = tensor.untyped_storage()
+    if storage.size():
+        storage.resize_(0)
+
+
+def give_memory(tensor: torch.Tensor) -> None:
+    """Give a tensor that has the whole of its storage memory for its values again, unless it has it."""
+    storage = tensor.untyped_storage()
+    if not storage.size():
+        storage.resize_(tensor.nbytes)
 
 
 class ReducedChunk(Chunk):
@@ -121,46 +141,28 @@ class FP8Chunk(ReducedChunk):
 
     gradient_dtype: torch.dtype
     weight_format: torch.dtype
-    power_of_two: bool
 
     changes: int
     """How often the weights were cast anew."""
 
-    inverse_scales: torch.Tensor
-    """float32 [tensors], in the order of `tensors_info`."""
+    matrices: dict[torch.nn.Parameter, QuantizedMatrix]
+    """Each weight as it lies, without its transpose; there while the chunk is gathered."""
 
-    scale_of: list[int]
-    """For each tensor, in the order of `tensors_info`, the place of the first of those that share its scale."""
-
-    layers: dict[torch.nn.Parameter, FP8Layer]
-    """By weight, who multiplies by it, as far as they told."""
-
-    _quantized: dict[tuple[torch.nn.Parameter, ...], QuantizedMatrix]
     _decoded: dict[torch.nn.Parameter, torch.Tensor]
     _nothing: torch.Tensor
 
     @classmethod
-    def convert_in_place(
-        cls,
-        chunk: Chunk,
-        encoding: Encoding,
-        weight_format: torch.dtype,
-        power_of_two: bool,
-        merged: Sequence[Sequence[torch.nn.Parameter]] = (),
-    ) -> None:
+    def convert_in_place(cls, chunk: Chunk, encoding: Encoding, weight_format: torch.dtype) -> None:
         """Turn a closed chunk into this class in place; its values are lost until the first cast.
 
         Args:
             chunk: of weights of FP8 layers.
             encoding: of their gradients.
-            weight_format, power_of_two: of the cast.
-            merged: weights that are multiplied as one, in the order of their rows. Where they lie so in the chunk, they
-                get one scale, and can be read as one matrix.
+            weight_format: of the cast.
         """
         ReducedChunk.convert_in_place(chunk, encoding, "")
         change_class(chunk, cls)
-        chunk.gradient_dtype, chunk.weight_format, chunk.power_of_two = (chunk.dtype, weight_format, power_of_two)
-        chunk.changes = 0
+        chunk.gradient_dtype, chunk.weight_format, chunk.changes = chunk.dtype, weight_format, 0
         device, dtype = chunk.cuda_global_chunk.device, torch.uint8
         chunk.dtype, chunk.chunk_mem, chunk.shard_mem = dtype, chunk.chunk_size, chunk.shard_size
         take_memory(chunk.cuda_global_chunk)
@@ -169,42 +171,33 @@ class FP8Chunk(ReducedChunk):
             chunk.cuda_shard = torch.zeros(chunk.shard_size, dtype=dtype, device=device)
         if chunk.cpu_shard is not None:
             chunk.cpu_shard = torch.zeros(chunk.shard_size, dtype=dtype, pin_memory=chunk.pin_memory)
-        chunk.inverse_scales = new_inverse_scales(len(chunk.tensors_info), device).fill_(1.0)
-        nothing = torch.full((), torch.nan, dtype=chunk.gradient_dtype, device=device)
-        chunk._quantized, chunk._decoded, chunk.layers = {}, {}, {}
-        parameters = list(chunk.tensors_info)
-        scale_of = list(range(len(parameters)))
-        for number, parameter in enumerate(parameters):
-            chunk._add_matrix([parameter], number)
-            for weights in merged:
-                group = parameters[number : number + len(weights)]
-                if list(map(id, group)) == list(map(id, weights)):
-                    chunk._add_matrix(weights, number)
-                    scale_of[number : number + len(group)] = [number] * len(group)
-        chunk.scale_of = scale_of
-        for parameter in parameters:
-            parameter.data = nothing.expand(parameter.shape)
-        chunk._nothing = nothing
+        chunk.matrices, chunk._decoded = {}, {}
+        chunk._nothing = torch.full((), torch.nan, dtype=chunk.gradient_dtype, device=device)
+        for parameter in chunk.tensors_info:
+            parameter.data = chunk._nothing.expand(parameter.shape)
         if not chunk.is_gathered:
             take_memory(chunk.cuda_global_chunk)
 
-    def _add_matrix(self, parameters: Sequence[torch.nn.Parameter], number: int) -> None:
-        """Know weights that lie stacked by rows from the place `number` on as one."""
-        begin, end = self.tensors_info[parameters[0]].offset, self.tensors_info[parameters[-1]].end
-        data = self.cuda_global_chunk[begin:end].view(self.weight_format).view(-1, parameters[0].shape[1])
-        self._quantized[tuple(parameters)] = QuantizedMatrix(data, data.new_empty(0), self.inverse_scales[number], None)
+    def are_side_by_side(self, weights: Sequence[torch.nn.Parameter]) -> bool:
+        """Tell whether weights lie in the chunk one behind the other, so that they are rows of one matrix."""
+        infos = [self.tensors_info.get(weight) for weight in weights]
+        return None not in infos and all(one.end == other.offset for one, other in pairwise(infos))
 
-    def shares_scale(self, parameters: Sequence[torch.nn.Parameter]) -> bool:
-        """Whether weights are cast by one scale, and known as one matrix."""
-        return tuple(parameters) in self._quantized
-
-    def quantized(self, parameters: Sequence[torch.nn.Parameter]) -> QuantizedMatrix:
-        """A weight, or those that share a scale, as they lie, without transpose; there while the chunk is gathered."""
-        return self._quantized[tuple(parameters)]
-
-    def transpose(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-        """The FP8 transpose of what `quantized` gives, made now from the gathered chunk."""
-        return transposed(self._quantized[tuple(parameters)].data)
+    def lay(self, group: ScaleGroup, inverse_scale: torch.Tensor) -> None:
+        """Let the weights of a group be parts of a matrix in the chunk, and their layers read it there."""
+        weights = [layer.held_weight for layer in group.layers]
+        for layer in group.layers:
+            layer.fp8_weight = ChunkWeight(self, layer.weight_is_transposed)
+        if group.merged is not None:
+            group.merged.fp8_weight = ChunkWeight(self)
+        give_memory(self.cuda_global_chunk)  # torch makes no views of what has none
+        begin, end = self.tensors_info[weights[0]].offset, self.tensors_info[weights[-1]].end
+        data = self.cuda_global_chunk[begin:end].view(self.weight_format).view(-1, weights[0].shape[1])
+        group.lie_in(QuantizedMatrix(data, data.new_empty(0), inverse_scale, None))
+        if not self.is_gathered:
+            take_memory(self.cuda_global_chunk)
+        group.fill()
+        self.matrices.update(zip(weights, group.parts, strict=True))
 
     def own_values(self) -> torch.Tensor:
         """The bytes that this rank casts: its shard, or all where the chunk is kept gathered."""
@@ -213,14 +206,15 @@ class FP8Chunk(ReducedChunk):
         return self.cpu_shard if self.cuda_shard is None else self.cuda_shard
 
     def own_range(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
-        """The part of `own_values` that belongs to a weight; empty where the end is not behind the begin."""
+        """Return begin and end of the part of `own_values` that belongs to a weight."""
         info = self.tensors_info[parameter]
         if self.keep_gathered:
             return info.offset, info.end
-        return max(0, info.offset - self.shard_begin), min(self.shard_size, info.end - self.shard_begin)
+        begin = max(0, info.offset - self.shard_begin)
+        return begin, max(begin, min(self.shard_size, info.end - self.shard_begin))
 
     def publish(self) -> None:
-        """Make what `own_values` and `inverse_scales` now hold the weights; every rank calls it."""
+        """Make what `own_values` now holds the weights; every rank calls it."""
         self.changes += 1
         self.cpu_vis_flag = self.cuda_shard is None
         self.forget_decoded()
@@ -242,7 +236,7 @@ class FP8Chunk(ReducedChunk):
         """Give a parameter its values in 16 bits until the chunk is released, for what reads it outside its layer."""
         if parameter.data.data_ptr() != self._nothing.data_ptr():
             return
-        matrix = self.quantized([parameter])
+        matrix = self.matrices[parameter]
         if parameter not in self._decoded:
             self._decoded[parameter] = torch.empty(
                 parameter.shape, dtype=self.gradient_dtype, device=matrix.data.device
@@ -293,3 +287,63 @@ class FP8Chunk(ReducedChunk):
 
     def _Chunk__update_tensors_ptr(self) -> None:
         pass  # parameters have no 16-bit values to point to
+
+
+class ChunkWeight(ReshardedWeight):
+    """Weights of an FP8 chunk, read as they were gathered; several lie stacked by rows there, under one scale.
+
+    Nothing of them outlives the chunk between forward and backward: backward makes the layout that dgrad reads from the
+    chunk that was gathered for it. A copy or a pickle of it is an empty `ReshardedWeight`.
+
+    Args:
+        chunk: gathered whenever the layers compute.
+        is_transposed: as in `WeightSource`.
+    """
+
+    def __init__(self, chunk: FP8Chunk, is_transposed: bool = False) -> None:
+        super().__init__(is_transposed)
+        self._chunk = chunk
+
+    def fill(
+        self, weights: Sequence[torch.Tensor], quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None
+    ) -> None:
+        super().fill(weights, quantized, ready)
+        self._parameters = weights  # those that layers give are nodes of a graph
+
+    def forward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
+    ) -> QuantizedMatrix:
+        """As `WeightSource.forward`, without the transpose.
+
+        Raises:
+            RuntimeError: a weight was given other data, which the chunk would not multiply by.
+        """
+        if not all(map(self._chunk.owns_values_of, self._parameters)):
+            raise RuntimeError(
+                "the .data of a weight was replaced, and under Gemini its values lie in a chunk; write them with "
+                "booster.load_model or the model's load_state_dict"
+            )
+        return super().forward(weights, config, transpose=transpose, casts=casts)
+
+    def backward(
+        self, weights: Sequence[torch.Tensor], config: FP8Config, *, casts: Casts = REAL_TIME
+    ) -> BackwardWeight:
+        """The transpose of the weights as they are gathered then, which must be those that the forward read."""
+        changes, gathered = self._chunk.changes, super().backward(weights, config, casts=casts)
+
+        def backward_weight() -> tuple[torch.Tensor, torch.Tensor]:
+            if self._chunk.changes != changes:
+                raise RuntimeError(
+                    "a weight needed for gradient computation has been modified by an inplace operation: it was set "
+                    "between this forward and its backward; run backward before the optimizer steps or a checkpoint "
+                    "is loaded"
+                )
+            return gathered()
+
+        return backward_weight
+
+    def forget(self) -> None:
+        """Nothing: the chunk holds all that there is of the weights."""
+
+    def __reduce__(self) -> tuple:
+        return ReshardedWeight, (self.is_transposed,)

@@ -19,9 +19,8 @@ from colossalai.zero.gemini.chunk import TensorState
 from torch import nn
 
 from fp8booster import comm
-from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk
+from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk, take_memory
 from fp8booster.colossal.gemini.groups import GroupedChunkManager
-from fp8booster.colossal.gemini.memory import take_memory
 from fp8booster.listing import first_of
 
 

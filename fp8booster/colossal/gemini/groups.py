@@ -22,15 +22,14 @@ from colossalai.zero.gemini.chunk import ChunkManager
 from torch import nn
 
 from fp8booster.colossal.gemini.chunks import FP8Chunk, ReducedChunk
-from fp8booster.colossal.in_16_bits import count_readers, uncompressed_reason
 from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
 from fp8booster.kernels.alignment import ALIGNMENT
-from fp8booster.nn import FP8Layer
 from fp8booster.nn.fused.merged_layers import merged_layers
+from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import change_class
+from fp8booster.nn.sharding import NOT_FP8, count_readers, why_in_16_bits
 
-NOT_FP8 = "not the weight of an FP8 layer"
 RESIDENT = "resident"
 WEIGHTS = "weights"
 OTHERS = "others"
@@ -58,17 +57,22 @@ class Plan:
         self.reasons: dict[nn.Parameter, str] = {}
         """Why the weight of an FP8 layer is gathered in 16 bits."""
 
-        readers, weights = count_readers(model), set()
+        self.layers: dict[nn.Parameter, FP8Layer] = {}
+        """The layer of each weight that is gathered in FP8."""
+
+        readers = count_readers(model)
+        # without masters a weight is its own: it must not be rounded to FP8
+        of_engine = None if master_weights else "no master weights"
         for module in model.modules():
             if isinstance(module, FP8Layer) and module.held_weight.requires_grad:
                 weight = module.held_weight
-                reason = uncompressed_reason(module, master_weights=master_weights, readers=readers[weight])
+                reason = why_in_16_bits(module, readers=readers[weight], of_engine=of_engine)
                 if reason is None:
-                    weights.add(weight)
+                    self.layers[weight] = module
                 else:
                     self.reasons[weight] = reason
         self.groups = {
-            parameter: Group(_kind(parameter, weights), _is_tensor_parallel(parameter))
+            parameter: Group(self._kind(parameter), _is_tensor_parallel(parameter))
             for parameter in model.parameters()
             if parameter.requires_grad and not is_ddp_ignored(parameter)
         }
@@ -77,13 +81,20 @@ class Plan:
 
         for parameter, group in self.groups.items():
             self.sizes[group] += parameter.numel()
-        self.merged = [
-            merged.weights
-            for merged in merged_layers(model)
+        self.merged = merged_layers(model)
+        self.together = {
+            weight: merged.weights
+            for merged in self.merged
             if len({self.groups.get(weight) for weight in merged.weights}) == 1
-            and all(weight in weights and weight in self.groups for weight in merged.weights)
-        ]
-        """Weights that are multiplied as one, in the order of their rows."""
+            and all(weight in self.layers and weight in self.groups for weight in merged.weights)
+            for weight in merged.weights
+        }
+        """By weight, those that are multiplied as one with it and shall be in one chunk, in the order of rows."""
+
+    def _kind(self, parameter: nn.Parameter) -> str:
+        if parameter in self.layers:
+            return WEIGHTS
+        return OTHERS if parameter.dim() > 1 else RESIDENT
 
     def chunk_sizes(self, group: Group, size: int, multiple: int) -> list[int]:
         """The sizes of a group's chunks, one after the other; what comes behind the list has the last one's.
@@ -96,13 +107,12 @@ class Plan:
             size: that of a chunk, but where weights that are multiplied as one are larger.
             multiple: what sizes are multiples of.
         """
-        together = {weight: merged for merged in self.merged for weight in merged}
         parts: list[int] = []
         for parameter, of in self.groups.items():
-            merged = together.get(parameter, [parameter])
+            merged = self.together.get(parameter, [parameter])
             if of == group and merged[0] is parameter:
                 parts.append(sum(weight.numel() for weight in merged))
-        if group.kind != WEIGHTS or not together:
+        if group.kind != WEIGHTS or not self.together:
             return [math.ceil(min(size, self.sizes[group]) / multiple) * multiple]
         size = max(size, *parts)
         sizes = [0]
@@ -111,12 +121,6 @@ class Plan:
                 sizes.append(0)
             sizes[-1] += part
         return [math.ceil(each / multiple) * multiple for each in sizes]
-
-
-def _kind(parameter: nn.Parameter, weights: set[nn.Parameter]) -> str:
-    if parameter in weights:
-        return WEIGHTS
-    return OTHERS if parameter.dim() > 1 else RESIDENT
 
 
 def _is_tensor_parallel(parameter: nn.Parameter) -> bool:
@@ -165,7 +169,6 @@ class GroupedChunkManager(ChunkManager):
     def close_all_groups(self) -> None:
         """Close all chunks, and make those of FP8 weights chunks of bytes."""
         super().close_all_groups()
-        config = self._plan.config
         for group in self._plan.sizes:
             for chunk in self.chunk_groups.get(f"fp16_param_{group}", ()):
                 chunk.tensor_parallel = group.tensor_parallel
@@ -173,9 +176,7 @@ class GroupedChunkManager(ChunkManager):
                     ReducedChunk.convert_in_place(chunk, self._encoding, self._why_in_16_bits(chunk))
                     continue
                 self._ChunkManager__sub_memory_usage(chunk.memory_usage)
-                FP8Chunk.convert_in_place(
-                    chunk, self._encoding, config.weight_format, config.power_of_two, self._plan.merged
-                )
+                FP8Chunk.convert_in_place(chunk, self._encoding, self._plan.config.weight_format)
                 self._ChunkManager__add_memory_usage(chunk.memory_usage)
 
     def _why_in_16_bits(self, chunk: ReducedChunk) -> str:

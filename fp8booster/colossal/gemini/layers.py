@@ -7,7 +7,6 @@ graph that changes their state in backward, and after it, on what they made, whi
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -15,11 +14,11 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from colossalai.tensor.param_op_hook import ColoParamOpHookManager
 from colossalai.utils import is_ddp_ignored
-from colossalai.zero.gemini.chunk import ChunkManager
+from colossalai.zero.gemini.chunk import TensorState
+from colossalai.zero.gemini.gemini_hook import GeminiZeROHook
 from torch import nn
 
-from fp8booster.colossal.gemini.chunks import FP8Chunk
-from fp8booster.colossal.gemini.weights import ChunkWeight
+from fp8booster.colossal.gemini.chunks import ChunkWeight, FP8Chunk
 from fp8booster.nn import FP8Layer, FP8Linear
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.causal_lm_loss import fused_head
@@ -114,12 +113,11 @@ class GatheredMergedLayers(MergedLayers):
         return while_gathered(self.layers, lambda: product(input, self.weights))
 
 
-def gather_for_layers(model: nn.Module, manager: ChunkManager) -> None:
+def gather_for_layers(model: nn.Module) -> None:
     """Make a model's FP8 layers, and what is fused, read their parameters as Gemini gathers them.
 
     Args:
-        model: its parameters registered in chunks.
-        manager: of these chunks.
+        model: its parameters registered in chunks; layers whose weights lie in FP8 chunks read them there.
     """
     head = fused_head(model)
     for module in model.modules():
@@ -127,43 +125,44 @@ def gather_for_layers(model: nn.Module, manager: ChunkManager) -> None:
             change_class(module, mixed_class(GatheredHead, type(module)))
         elif isinstance(module, (FP8Layer, FP8Experts, FusedNorm)):
             change_class(module, mixed_class(GatheredModule, type(module)))
-        if isinstance(module, FP8Experts):
-            module.fp8_config = dataclasses.replace(module.fp8_config, always=True)  # as layers, below
-            module.follow_resharding()
-        if not isinstance(module, FP8Layer) or is_ddp_ignored(module.held_weight):
-            continue  # frozen: whole on every rank, so its FP8 copy may stay too
         # for any number of tokens: ranks with different ones must gather and reduce chunks in one order, and layers
         # that run as one product do it in another than one by one; nor has an FP8 chunk 16-bit values to compute with
-        module.fp8_config = dataclasses.replace(module.fp8_config, always=True)
-        if module._parameters.get("weight") is None:
-            continue  # computed anew for each forward, as by spectral norm, from a parameter that Gemini gathers then
-        chunk = manager.get_chunk(module.held_weight)
-        if isinstance(chunk, FP8Chunk):
-            module.fp8_weight = ChunkWeight(chunk, [module.held_weight], module.weight_is_transposed)
-            chunk.layers[module.held_weight] = module
-        else:
-            module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
+        if isinstance(module, FP8Experts):
+            module.follow_resharding()
+            for source in module.fp8_weights.values():
+                source.always = True
+        elif isinstance(module, FP8Layer) and not is_ddp_ignored(module.held_weight):
+            # one that is computed anew for each forward, as by spectral norm, is gathered as what it is computed from
+            if module._parameters.get("weight") is not None and not isinstance(module.fp8_weight, ChunkWeight):
+                module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
+            module.fp8_weight.always = True
     for merged in merged_layers(model):
         change_class(merged, GatheredMergedLayers)
-        _gather_together(merged, manager)
+        trained = [not is_ddp_ignored(weight) for weight in merged.weights]
+        if any(trained) and not all(trained):
+            merged.fp8_weight.refusal = "only some of the weights are trained"
+        elif any(trained):  # else whole on every rank, so their FP8 copy may stay too
+            if merged.fp8_weight.refusal is None and not isinstance(merged.fp8_weight, ChunkWeight):
+                merged.fp8_weight = ReshardedWeight()
+            merged.fp8_weight.always = True
 
 
-def _gather_together(merged: MergedLayers, manager: ChunkManager) -> None:
-    """Let merged layers read their weights as they lie in chunks, or run one by one where they cannot."""
-    weights = merged.weights
-    ignored = [is_ddp_ignored(weight) for weight in weights]
-    if all(ignored):
-        return
-    if any(ignored):
-        merged.fp8_weight.refusal = "only some of the weights are trained"
-        return
-    chunks = [manager.get_chunk(weight) for weight in weights]
-    in_fp8 = [isinstance(chunk, FP8Chunk) for chunk in chunks]
-    if not any(in_fp8):
-        merged.fp8_weight = ReshardedWeight()
-    elif not all(in_fp8):
-        merged.fp8_weight.refusal = "only some of the weights lie in FP8 chunks"
-    elif not chunks[0].shares_scale(weights):
-        merged.fp8_weight.refusal = "the weights do not lie side by side in one chunk"
-    else:
-        merged.fp8_weight = ChunkWeight(chunks[0], weights)
+class FP8GeminiHook(GeminiZeROHook):
+    """Leaves chunks of weights where they are while vectors are read, and decodes FP8 weights for other operators."""
+
+    def pre_op(self, params: list[torch.Tensor]) -> None:
+        """Gather the chunks of these parameters, before a forward or a backward reads them."""
+        manager = self._chunk_manager
+        managed = [parameter for parameter in params if not is_ddp_ignored(parameter)]
+        chunks = [manager.get_chunk(parameter) for parameter in managed]
+        if not all(chunk.keep_gathered for chunk in chunks):
+            super().pre_op(params)
+        else:
+            # needs no memory: Colossal-AI would release what the layers before and after a norm share
+            for parameter, chunk in zip(managed, chunks, strict=True):
+                manager.trans_tensor_state(parameter, TensorState.COMPUTE)
+                manager.access_chunk(chunk)
+        if not isinstance(params, ReadByProduct):
+            for parameter, chunk in zip(managed, chunks, strict=True):
+                if isinstance(chunk, FP8Chunk):
+                    chunk.decode(parameter)

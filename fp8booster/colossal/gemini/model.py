@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from colossalai.accelerator import get_accelerator
+from colossalai.logging import DistributedLogger
 from colossalai.utils import is_ddp_ignored
 from colossalai.zero.gemini import GeminiDDP
 from colossalai.zero.gemini.chunk import Chunk
@@ -19,13 +21,31 @@ from torch.utils._pytree import tree_map_only
 from fp8booster.colossal.gemini.chunks import FP8Chunk
 from fp8booster.colossal.gemini.gradients import keep_gradient, no_gradient, sum_partial_gradients
 from fp8booster.colossal.gemini.groups import GroupedChunkManager, Plan
-from fp8booster.colossal.gemini.hook import FP8GeminiHook
-from fp8booster.colossal.gemini.layers import gather_for_layers
+from fp8booster.colossal.gemini.layers import FP8GeminiHook, gather_for_layers
 from fp8booster.colossal.gemini.masters import Masters, Part
-from fp8booster.colossal.gemini.quiet_logger import QuietLogger
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.comm import Encoding
 from fp8booster.config import FP8Config
+
+
+class QuietLogger:
+    """Colossal-AI's logger, which hands on a debug message only if it is shown.
+
+    Colossal-AI looks up every frame of the call stack, with its source, before it asks whether the message is shown
+    (logging/logger.py: __get_call_info), and Gemini has one such message after each backward. It costs the host tens
+    of milliseconds, more the more modules are imported.
+    """
+
+    def __init__(self, logger: DistributedLogger) -> None:
+        self._shown = logger
+
+    def debug(self, message: str, ranks: list[int] | None = None) -> None:
+        """As `DistributedLogger.debug`."""
+        if self._shown._logger.isEnabledFor(logging.DEBUG):
+            self._shown.debug(message, ranks)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._shown, name)
 
 
 class GatheringGeminiDDP(GeminiDDP):
@@ -42,7 +62,7 @@ class GatheringGeminiDDP(GeminiDDP):
             sum_partial_gradients(module, tp_group)
         super().__init__(module, **arguments)
         self._logger = QuietLogger(self._logger)
-        gather_for_layers(module, self.chunk_manager)
+        gather_for_layers(module)
 
     def _setup_grads_ptr(self) -> None:
         # Colossal-AI walks over all modules for their parameters
@@ -106,7 +126,7 @@ class FP8GeminiDDP(GatheringGeminiDDP):
         """By master, the dtype that the model was built in, or FP32 where Colossal-AI writes masters as they are, which
         is where all weights fit into a chunk. None without masters: then weights are written as they are."""
 
-        self._masters = Masters(self.fp8_chunks)
+        self._masters = Masters(self.fp8_chunks, self._plan.layers, self._plan.merged)
         self.publish_masters()
 
     def publish_masters(self, known: Mapping[Part, torch.Tensor] | None = None) -> None:

@@ -16,7 +16,7 @@ FSDP1 has an extension point for gradients only (`comm.flat_fsdp`). The gather i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from torch.distributed.fsdp._common_utils import HandleTrainingState
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 from fp8booster.comm.encoding import DEFAULT, Encoding
-from fp8booster.comm.flat_fsdp import reduce_flat_fsdp
+from fp8booster.comm.fsdp import reduce_flat_fsdp
 from fp8booster.comm.statistics import count_plain
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fsdp.flat_weights import NAME, FlatWeights
@@ -122,11 +122,7 @@ def compress_flat_fsdp(
             *(info.module for info in handle.flat_param._shared_param_infos),
         )
     }
-    for module in unit_of:
-        if isinstance(module, FP8Layer):
-            module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
-        elif isinstance(module, FP8Experts):
-            module.follow_resharding()
+    _keep_no_weights(unit_of)
     merged_in: dict[nn.Module, list[MergedLayers]] = {}
     for merged in merged_layers(model):
         of = {unit_of.get(layer) for layer in merged.layers}
@@ -141,6 +137,28 @@ def compress_flat_fsdp(
         if gather and handle.uses_sharded_strategy and why_not_gathered() is None:
             FP8FlatParamHandle.convert_in_place(handle, merged_in.get(unit, ()))
     _hold_head(model, unit_of)
+
+
+def follow_resharding(model: nn.Module) -> None:
+    """Let the FP8 layers and experts of a model keep no FP8 weight between forward and backward.
+
+    For a model whose weights are gathered for forward, freed after it and gathered again for backward, into the same
+    tensor: call it after `fully_shard` of FSDP2. `compress_flat_fsdp` does it for the wrapped modules of FSDP1.
+
+    Args:
+        model: converted to FP8 layers.
+    """
+    _keep_no_weights(model.modules())
+    for merged in merged_layers(model):
+        merged.fp8_weight = ReshardedWeight()
+
+
+def _keep_no_weights(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if isinstance(module, FP8Layer):
+            module.fp8_weight = ReshardedWeight(module.weight_is_transposed)
+        elif isinstance(module, FP8Experts):
+            module.follow_resharding()
 
 
 def _hold_head(model: nn.Module, unit_of: Mapping[nn.Module, nn.Module]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from fp8booster.config import FP8Config
+from fp8booster.kernels.transpose import transposed
 from fp8booster.nn.weights.casting import REAL_TIME, Casts, quantize_weight
 from fp8booster.nn.weights.source import BackwardWeight, WeightSource
 from fp8booster.nn.weights.stacking import as_matrix
@@ -25,14 +26,16 @@ class ReshardedWeight(WeightSource):
     may_be_filled = True
 
     held: QuantizedMatrix | None = None
-    """The weights as they were gathered in FP8, [sum of N, K] with the transpose, until they are shards again."""
+    """The weights as they were gathered in FP8, until they are shards again."""
 
     def forward(
         self, weights: Sequence[torch.Tensor], config: FP8Config, *, transpose: bool, casts: Casts = REAL_TIME
     ) -> QuantizedMatrix:
         """What was gathered, or a cast made now, without its transpose."""
         if self.held is not None:
-            return self.held
+            if self.held.data.numel():
+                return self.held
+            return self.held._replace(data=transposed(self.held.transpose), transpose=self.held.data)
         return quantize_weight(as_matrix(weights, self.is_transposed), config, transposed=False, casts=casts)
 
     def backward(
@@ -47,9 +50,15 @@ class ReshardedWeight(WeightSource):
             if w is None:
                 matrix = as_matrix(weights, self.is_transposed)
                 w = quantize_weight(matrix, config, plain=False, transposed=True, casts=casts)
-            return w.transpose, w.scale_of_transpose()
+            return w.transpose if w.transpose.numel() else transposed(w.data), w.scale_of_transpose()
 
         return backward_weight
+
+    def fill(
+        self, weights: Sequence[torch.Tensor], quantized: QuantizedMatrix, ready: torch.cuda.Event | None = None
+    ) -> None:
+        """As `WeightSource.fill`, of one layout or both; a layout that is not there is made at each call."""
+        self.held = quantized
 
     def is_provided(self, weights: Sequence[torch.Tensor]) -> bool:
         """True: whatever the mode, `forward` is asked."""

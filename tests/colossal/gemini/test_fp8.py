@@ -16,6 +16,7 @@ from fp8booster import FP8Config, comm, report
 from fp8booster.colossal.gemini.chunks import ReducedChunk
 from fp8booster.comm.amax import agree_on_amax
 from fp8booster.monitor.traffic import bytes_sent, count_traffic
+from fp8booster.nn import sharding
 from fp8booster.nn.linear import speed_model
 from fp8booster.optim import hybrid_adam
 from tests.colossal.gemini.observations import LAYERS, OPTIONS, assert_are_casts_of_masters, census
@@ -114,8 +115,6 @@ def test_a_weight_is_the_cast_of_its_whole_master(option: str) -> None:
 @pytest.mark.parametrize("option", ["defaults", "kept gathered"])
 def test_casts_take_the_amax_that_the_optimizer_tells(option: str) -> None:
     """As it does on a GPU; one with hooks, which may change the masters, tells none."""
-    from fp8booster.colossal.gemini import masters as gemini_masters
-
     batches = rank_batches(4)
     plain = boost(wire(max_norm=1e-3, **OPTIONS[option]))
     expected = [plain.step(batch) for batch in batches]
@@ -128,7 +127,7 @@ def test_casts_take_the_amax_that_the_optimizer_tells(option: str) -> None:
 
     with (
         mock.patch.object(hybrid_adam, "_in_one_pass", return_value=True),
-        mock.patch.object(gemini_masters, "agree_on_amax", observed),
+        mock.patch.object(sharding, "agree_on_amax", observed),
     ):
         told = False
         run = boost(wire(max_norm=1e-3, **OPTIONS[option]))
@@ -143,8 +142,6 @@ def test_casts_take_the_amax_that_the_optimizer_tells(option: str) -> None:
 
 @ranks(2)
 def test_a_check_before_the_update_knows_the_norm_and_hides_no_amax() -> None:
-    from fp8booster.colossal.gemini import masters as gemini_masters
-
     known, norms = [], []
 
     def observed(shards: Any, group: Any, amaxes: Any) -> torch.Tensor:
@@ -153,7 +150,7 @@ def test_a_check_before_the_update_knows_the_norm_and_hides_no_amax() -> None:
 
     with (
         mock.patch.object(hybrid_adam, "_in_one_pass", return_value=True),
-        mock.patch.object(gemini_masters, "agree_on_amax", observed),
+        mock.patch.object(sharding, "agree_on_amax", observed),
     ):
         run = boost(wire(max_norm=1e-3))
         run.optimizer.before_update = lambda: norms.append(run.optimizer.get_grad_norm())

@@ -1,4 +1,4 @@
-"""Where chunks of FP8 weights end, and what one launch casts of them, without ranks."""
+"""Where chunks of FP8 weights end, without ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def planned(sizes: list[int], merged: list[tuple[int, ...]], kind: str = "weight
     plan, group = object.__new__(Plan), Group(kind, tensor_parallel=False)
     plan.groups = dict.fromkeys(weights, group)
     plan.sizes = {group: sum(sizes)}
-    plan.merged = [[weights[place] for place in places] for places in merged]
+    plan.together = {weights[place]: [weights[each] for each in places] for places in merged for place in places}
     return plan, group
 
 
@@ -44,19 +44,3 @@ def test_chunks_of_other_kinds_have_the_size_that_was_asked_for() -> None:
     plan, group = planned([60, 40, 50], [(0, 1)], kind="others")
     assert plan.chunk_sizes(group, 80, 16) == [80]
     assert plan.chunk_sizes(group, 1000, 16) == [160]
-
-
-@pytest.mark.parametrize(
-    ("scale_of", "ranges", "expected"),
-    [
-        ([0, 1], [(0, 8), (8, 20)], [(0, 0, 8), (1, 8, 20)]),  # side by side, with scales of their own
-        ([0, 0, 2], [(0, 8), (8, 20), (20, 24)], [(0, 0, 20), (2, 20, 24)]),  # under one scale
-        ([0, 0], [(0, 8), (16, 20)], [(0, 0, 8), (0, 16, 20)]),  # with a gap between them
-        ([0, 0, 2], [(0, 0), (0, 6), (6, 6)], [(0, 0, 6)]),  # of which others have the rest
-        ([0, 1], [(0, 0), (0, 0)], []),
-    ],
-)
-def test_a_launch_casts_what_lies_together_under_one_scale(scale_of, ranges, expected) -> None:
-    from fp8booster.colossal.gemini.masters import _runs
-
-    assert [tuple(run) for run in _runs(scale_of, ranges)] == expected

@@ -16,7 +16,7 @@ from fp8booster import FP8Config, convert_to_fp8, forget_weights, report
 from fp8booster.formats import E5M2
 from fp8booster.nn.experts import held_as_one
 from fp8booster.nn.experts.held_as_one import FP8Experts
-from fp8booster.nn.fsdp.resharding import follow_resharding
+from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.linear import speed_model
 from tests.kernels.grouped_stand_in import stand_in
 from tests.nn.swapping import by_swapping

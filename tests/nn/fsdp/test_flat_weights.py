@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp8booster import FP8Config, FP8Linear, formats
+from fp8booster.nn import sharding
 from fp8booster.nn.fsdp import flat_weights
 from fp8booster.nn.fsdp.flat_weights import FlatWeights
 from fp8booster.nn.fused.merged_layers import MergedLayers
@@ -71,7 +72,7 @@ def test_every_rank_gets_the_weights_of_all_whoever_holds_them(monkeypatch, powe
     layers = [layer(config) for _ in range(RANKS)]  # one on each rank
     whole = torch.cat([each.weight.detach().view(-1) for each in layers])
     amaxes = torch.stack([each.weight.detach().abs().max().float() for each in layers])
-    monkeypatch.setattr(flat_weights, "agree_on_amax", lambda parts, group: amaxes)
+    monkeypatch.setattr(sharding, "agree_on_amax", lambda parts, group, known: amaxes)
     sent: dict[int, torch.Tensor] = {}
 
     def gather(message: torch.Tensor, own: torch.Tensor, group: object) -> None:
@@ -98,7 +99,7 @@ def test_when_the_unit_is_sharded_again_no_source_holds_what_was_gathered(monkey
     layers = [layer() for _ in range(3)]
     merged = MergedLayers(layers[:2])
     merged.fp8_weight = ReshardedWeight()
-    monkeypatch.setattr(flat_weights, "agree_on_amax", lambda parts, group: torch.ones(len(parts)))
+    monkeypatch.setattr(sharding, "agree_on_amax", lambda parts, group, known: torch.ones(len(parts)))
     monkeypatch.setattr(flat_weights, "gather_bytes", lambda message, own, group: None)
     weights = FlatWeights(unit(layers), 0, RANKS, [merged])
     whole = torch.cat([each.weight.detach().view(-1) for each in layers])

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fp8booster import FP8Config, comm, convert_to_fp8, report
-from fp8booster.nn.fsdp.resharding import follow_resharding
+from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.merged_layers import merged_layers
 from fp8booster.nn.linear.linear import FP8Linear

@@ -14,7 +14,7 @@ from torch import nn
 import fp8booster.colossal  # noqa: F401  (mends colossalai before it is imported)
 from fp8booster import FP8Config, convert_to_fp8, report
 from fp8booster.kernels.scales import amax_of
-from fp8booster.nn.fsdp.resharding import follow_resharding
+from fp8booster.nn.fsdp.handle import follow_resharding
 from fp8booster.nn.fused import loss as loss_module
 from fp8booster.nn.fused.causal_lm_loss import use_fused_loss, use_native_loss, why_not_fused
 from fp8booster.nn.fused.head import _with_transpose
