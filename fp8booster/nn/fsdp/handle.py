@@ -10,7 +10,7 @@ values of the unit's other parameters. The gathered bytes are what the layers mu
 with the unit's other memory when it is resharded. The 16-bit weight holds the value of its bytes, for whoever reads it;
 the optimizer updates the exact shard, and a checkpoint gathers that.
 
-FSDP1 has an extension point for gradients only (`comm.flat_fsdp`). The gather is a method of the unit's handle,
+FSDP1 has an extension point for gradients only (`comm.fsdp`). The gather is a method of the unit's handle,
 `FlatParamHandle._all_gather_flat_param`, which a subclass overrides here, put in place by class.
 """
 
