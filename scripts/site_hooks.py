@@ -26,7 +26,7 @@ API = {
     "fp8booster": ("fp8booster", "fp8booster.nn.report.report"),
     "plugins": ("fp8booster.plugins",),
     "nn": ("fp8booster.nn.fused", "fp8booster.nn.linear.layer.FP8Layer"),
-    "comm": ("fp8booster.comm", "fp8booster.comm.statistics.statistics"),
+    "comm": ("fp8booster.comm",),
     "optim": ("fp8booster.optim",),
     "monitor": ("fp8booster.monitor.traffic",),
 }

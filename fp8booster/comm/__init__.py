@@ -5,7 +5,7 @@
     print(dist_fp8.statistics())
 
 Collectives and sends take two more arguments, `encoding` and `min_bytes` (`encoding.Options`), which all ranks of a
-call must give alike. What goes uncompressed, and why, is in `statistics`.
+call must give alike. `statistics` shows which calls went uncompressed, and why.
 
 Every value is rounded once on its way, and in `all_reduce` twice whatever the number of ranks: pieces are exchanged,
 added in FP32 from the first rank to the last, cast again and gathered. A rank decodes its own piece from the message as
@@ -14,15 +14,25 @@ shares its scale.
 """
 
 from fp8booster.comm.automatic_scaling import AutomaticScaling
-from fp8booster.comm.coalesced import all_reduce_coalesced, reduce_scatter_coalesced
+from fp8booster.comm.collectives import (
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_single,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    broadcast,
+    reduce_scatter,
+    reduce_scatter_coalesced,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+)
 from fp8booster.comm.ddp import DDPState, ddp_hook
 from fp8booster.comm.encoding import Encoding
-from fp8booster.comm.exchanges import all_to_all, all_to_all_single
 from fp8booster.comm.fsdp import FlatFSDPState, compress_fsdp, flat_fsdp_hook, reduce_flat_fsdp
-from fp8booster.comm.gathers import all_gather, all_gather_into_tensor, all_gather_single, broadcast
+from fp8booster.comm.observer import Statistics, reset_statistics, statistics
 from fp8booster.comm.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from fp8booster.comm.reductions import all_reduce, reduce_scatter, reduce_scatter_single, reduce_scatter_tensor
-from fp8booster.comm.statistics import Statistics, reset_statistics, statistics
 
 __all__ = [
     "AutomaticScaling",

@@ -22,23 +22,24 @@ differ by design; point-to-point messages; a `broadcast` on its arrival, which p
 other.
 
 The last rank to read that all agree deletes the keys of the call. Where a call was refused, or a rank did not look,
-each rank deletes those of its calls when the group ends: another may come that has its name and numbers calls anew.
+each rank deletes those of its calls when the group ends: a program may destroy its groups and make others, with the
+same names, on the same store, which number calls anew.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
-
-from fp8booster.comm.group_end import LeftKeys
-from fp8booster.comm.replays import note
 
 PATIENCE = timedelta(seconds=10)
 """How long a blocking call that is new waits for the other ranks before it sends."""
@@ -47,8 +48,41 @@ _AGREED = "agreed"
 _KEYS = ("first", "came", "verdict", "read")
 
 
-class _Calls:
-    """What a rank has called in a group."""
+class LeftKeys:
+    """The keys of a store that are to be deleted when a group ends, unless that was done before."""
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store) -> None:
+        self.keys: set[str] = set()
+        self._store = store
+        _left.setdefault(group, []).append(self)
+
+    def delete(self) -> None:
+        """Delete them; the store's host may have gone."""
+        with contextlib.suppress(RuntimeError):  # another rank, which had the store, ended before
+            for key in self.keys:
+                self._store.delete_key(key)
+
+
+_left: weakref.WeakKeyDictionary[dist.ProcessGroup, list[LeftKeys]] = weakref.WeakKeyDictionary()
+
+
+def _deleting_keys(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def end(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        for left in _left.pop(group, ()):
+            left.delete()
+        return method(group, *args, **kwargs)
+
+    return end
+
+
+# `destroy_process_group` goes through these for each group, by whatever name a program imported it
+for _name in ("shutdown", "abort"):
+    setattr(dist.ProcessGroup, _name, _deleting_keys(getattr(dist.ProcessGroup, _name)))
+
+
+class GroupCalls:
+    """The calls that this rank has made in a group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.lock = threading.Lock()
@@ -66,25 +100,47 @@ class _Calls:
 
 
 class Claim:
-    """One rank's part in the comparison of a call."""
+    """One rank's part in the comparison of a call. Its methods raise ValueError where the ranks do not agree."""
 
-    def __init__(self, calls: _Calls, number: int, signature: tuple, text: str, on_arrival: bool) -> None:
-        self.calls, self.on_arrival = calls, on_arrival
+    def __init__(self, calls: GroupCalls, number: int, signature: tuple, text: str, on_arrival: bool) -> None:
+        self._calls, self._on_arrival = calls, on_arrival
         self._number, self._signature, self._text = number, signature, text
+
+    def begin(self, asynchronous: bool) -> Claim | None:
+        """Compare with the ranks that came before, and give the others their time; return None once all agree."""
+        return self._try(lambda: self._post() or (not asynchronous and self._wait()))
+
+    def wait(self) -> Claim | None:
+        """Give the other ranks their time, now that the caller of an asynchronous call waits; return as `begin`."""
+        return self._try(self._wait)
+
+    def settle(self, device: torch.device) -> None:
+        """Look again, once the data arrived or will in the order of the current stream."""
+        if not (self._calls.compares and self._on_arrival):
+            return
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return
+            torch.cuda.current_stream(device).synchronize()
+        self._try(self._arrived)
+
+    def _try(self, agrees: Callable[[], bool]) -> Claim | None:
+        """Return None where nothing is left to compare. Without a store nothing is compared from then on."""
+        if not self._calls.compares:
+            return None
+        try:
+            return None if agrees() else self
+        except RuntimeError as error:  # the store's host has gone, or it is a stand-in
+            warnings.warn(f"collectives are not compared: the group's store fails with {error}", stacklevel=4)
+            self._calls.compares = False
+            return None
 
     def _key(self, name: str) -> str:
         return f"{self._number}/{name}"
 
-    def post(self) -> bool:
-        """Compare with who came first.
-
-        Returns:
-            whether all ranks have come and agree.
-
-        Raises:
-            ValueError: they do not agree.
-        """
-        calls = self.calls
+    def _post(self) -> bool:
+        """Compare with who came first; return True where all ranks have come and agree."""
+        calls = self._calls
         calls.left.keys.update(map(self._key, _KEYS))
         mine = f"rank {calls.rank} calls {self._text}"
         first = calls.store.compare_set(self._key("first"), "", mine).decode()
@@ -94,131 +150,42 @@ class Claim:
             self._refuse(differ)  # its own sentence, whatever another rank that differs writes meanwhile
         if calls.store.add(self._key("came"), 1) == calls.ranks:
             calls.store.set(self._key("verdict"), _AGREED)
-            self._heed()
-            return True
+            return self._heed()
         return False
 
-    def wait(self) -> bool:
-        """Wait for the others, at most `PATIENCE`; returns and raises as `post`."""
+    def _wait(self) -> bool:
+        """Wait for the others, at most `PATIENCE`; return as `_post`."""
         try:
-            self.calls.store.wait([self._key("verdict")], PATIENCE)
+            self._calls.store.wait([self._key("verdict")], PATIENCE)
         except RuntimeError:  # each store has another for it: one is late, or in a call that it knows
             return False
-        self._heed()
-        return True
+        return self._heed()
 
-    def arrived(self) -> None:
-        """Look again, once the data of all ranks is there.
-
-        Raises:
-            ValueError: the ranks do not agree.
-        """
-        calls = self.calls
+    def _arrived(self) -> bool:
+        calls = self._calls
         if not calls.store.check([self._key("verdict")]):
             absent = calls.ranks - int(calls.store.add(self._key("came"), 0))
             self._refuse(
                 f"rank {calls.rank} calls {self._text} for the first time; {absent} of the {calls.ranks} ranks make a "
                 "call that is not new to them"
             )
-        self._heed()
+        return self._heed()
 
-    def _heed(self) -> None:
-        """Raise where the verdict is against it; the last to read a good one takes the keys away."""
-        store = self.calls.store
+    def _heed(self) -> bool:
+        """Return True, or raise where the verdict is against it; the last to read a good one takes the keys away."""
+        store = self._calls.store
         verdict = store.get(self._key("verdict")).decode()
         if verdict != _AGREED:
             self._refuse(verdict)
-        if store.add(self._key("read"), 1) == self.calls.ranks:
+        if store.add(self._key("read"), 1) == self._calls.ranks:
             for name in _KEYS:
                 store.delete_key(self._key(name))
-        self.calls.left.keys.difference_update(map(self._key, _KEYS))
+        self._calls.left.keys.difference_update(map(self._key, _KEYS))
+        return True
 
     def _refuse(self, what: str) -> NoReturn:
-        self.calls.known.discard(self._signature)
+        self._calls.known.discard(self._signature)
         raise ValueError(
             f"ranks of a group disagree about a collective: {what}; give all ranks of a call the same sizes, dtype, "
             "op, encoding and min_bytes"
         )
-
-
-_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Calls] = weakref.WeakKeyDictionary()
-
-
-def claim(
-    group: dist.ProcessGroup, name: str, *, async_op: bool = False, on_arrival: bool = True, **what: object
-) -> Claim | None:
-    """Compare a call with those of the group's other ranks where it is new to this one.
-
-    Args:
-        group: of the call.
-        name: the collective.
-        async_op: whether the caller may have to go on before the others come.
-        on_arrival: whether data arrives only where all ranks have entered the call.
-        what: all that ranks have to give alike.
-
-    Returns:
-        None where nothing is left to compare; else what must be told when the data has arrived.
-
-    Raises:
-        ValueError: the ranks do not agree.
-    """
-    if not isinstance(group, dist.ProcessGroup) or group.size() < 2:
-        return None
-    calls = _calls.get(group)
-    if calls is None:
-        calls = _calls[group] = _Calls(group)
-    if not calls.compares:
-        return None
-    signature = (name, *what.values())
-    with calls.lock:
-        number = calls.count
-        is_called = note(calls.enter)
-        if signature in calls.known and not (calls.always and is_called):
-            return None
-        calls.known.add(signature)
-    text = f"{name}({', '.join(f'{key}={value}' for key, value in what.items())})"
-    made = Claim(calls, number, signature, text, on_arrival)
-    try:
-        agreed = made.post() or (not async_op and made.wait())
-    except RuntimeError as error:
-        _give_up(calls, error)
-        return None
-    return None if agreed else made
-
-
-def wait_for_others(claimed: Claim | None) -> Claim | None:
-    """Give the other ranks their time, now that the caller of an asynchronous call waits for what they send.
-
-    Returns and raises as `claim`.
-    """
-    if claimed is None or not claimed.calls.compares:
-        return None
-    try:
-        return None if claimed.wait() else claimed
-    except RuntimeError as error:
-        _give_up(claimed.calls, error)
-        return None
-
-
-def settle(claimed: Claim | None, device: torch.device) -> None:
-    """Tell a claim, if there is one, that the data arrived, or will in the order of the current stream.
-
-    Raises:
-        ValueError: the ranks do not agree.
-    """
-    if claimed is None or not (claimed.calls.compares and claimed.on_arrival):
-        return
-    if device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return
-        torch.cuda.current_stream(device).synchronize()
-    try:
-        claimed.arrived()
-    except RuntimeError as error:
-        _give_up(claimed.calls, error)
-
-
-def _give_up(calls: _Calls, error: RuntimeError) -> None:
-    """Compare no more: the store's host has gone, or it is a stand-in."""
-    warnings.warn(f"collectives are not compared: the group's store fails with {error}", stacklevel=4)
-    calls.compares = False

@@ -9,7 +9,7 @@ Where more than 0.001 % of the values sit at the format's largest, mu is halved 
 twice its value in 1000 steps. The paper applies s' to a gradient that mu has multiplied already; with a real-time s'
 mu would cancel, so here it multiplies s after amax is known.
 
-It saves no bytes over blocks (`reductions`), and a sum in FP8 rounds once more for every rank. It is an option because
+It saves no bytes over blocks (`collectives`), and a sum in FP8 rounds once more for every rank. It is an option because
 NCCL can run it as one collective, with nothing to decode in between.
 """
 
@@ -23,10 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8booster import formats
-from fp8booster.comm.agreement import settle
 from fp8booster.comm.call import Call
-from fp8booster.comm.reductions import factor_of, reduce_scatter_uncompressed
-from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.collectives import factor_of, reduce_scatter_uncompressed
+from fp8booster.comm.observer import observer
 from fp8booster.comm.threshold import Op, ReduceOp
 from fp8booster.comm.transport import flat, one_tensor, require_multiple
 from fp8booster.kernels.cast import saturate
@@ -83,7 +82,7 @@ class AutomaticScaling:
         """`torch.distributed.reduce_scatter_tensor`: each rank's part of the sum or mean over ranks, added in FP8.
 
         Args:
-            output, input, op, group, min_bytes: as in `reductions.reduce_scatter_tensor`.
+            output, input, op, group, min_bytes: as in `collectives.reduce_scatter_tensor`.
             sizes: values of each tensor in a part, which share a scale in all parts; None for one scale.
 
         An infinity or a NaN arrives as NaN, with the tensor that shares its scale.
@@ -99,7 +98,7 @@ class AutomaticScaling:
             claimed_as="AutomaticScaling.reduce_scatter_tensor",
         )
         group, ranks = call.group, call.ranks
-        if call.goes_uncompressed():
+        if call.uncompressed:
             reduce_scatter_uncompressed(call, output, input)
             return
         sums, values = flat(output, "output"), flat(input, "input")
@@ -107,7 +106,7 @@ class AutomaticScaling:
         sizes = [sums.numel()] if sizes is None else list(sizes)
         transport = "reduce_scatter_tensor" if input.is_cuda else "all_to_all_single"
         wire = {"all_reduce": 4 * len(sizes), transport: values.numel()}
-        count_encoded("reduce_scatter_tensor", ranks, input.nbytes, wire)
+        observer.count_encoded("reduce_scatter_tensor", ranks, input.nbytes, wire)
 
         values = values.view(ranks, -1)
         amax = torch.stack([amax_of(tensor) for tensor in values.split(sizes, 1)])
@@ -118,7 +117,7 @@ class AutomaticScaling:
         scales, inverse_scales = scales_of(amax, self.mu)
         encoded = cast_tensors(values, sizes, scales)
         total = _sum_in_fp8(encoded, group)
-        settle(call.claimed, input.device)
+        call.settle(input.device)
         self._count(encoded)
         self._count(total)
         inverse_scales = inverse_scales * factor_of(op, ranks)
@@ -131,7 +130,9 @@ class AutomaticScaling:
         All of its ranks call this at once. Nothing waits for a GPU.
         """
         counts = self._taken_counts()
-        count_plain("gradient scale", dist.get_world_size(group), counts.nbytes, "count of saturated", "all_reduce")
+        observer.count_plain(
+            "gradient scale", dist.get_world_size(group), counts.nbytes, "count of saturated", "all_reduce"
+        )
         dist.all_reduce(counts, group=group)
         self._set_mu(counts)
         if self.mu.is_cuda:

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8booster.comm.coalesced import copy_parts
+from fp8booster.comm.collectives import all_reduce, copy_parts
 from fp8booster.comm.encoding import DEFAULT, Encoding
-from fp8booster.comm.reductions import all_reduce
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
@@ -19,19 +18,10 @@ LARGEST_BLOCK = 4096
 
 
 Observer = Callable[[str, Callable[[], Tensor | Sequence[Tensor]], Tensor, MessageLayout, torch.dtype], None]
-"""Sees what was cast for a message: what it is for, what gives the values, the message, its layout and format."""
+"""Sees a cast for a message: its purpose, a function that gives the values, the message, its layout and format."""
 
 observers: list[Observer] = []
 """Called after each cast to a message."""
-
-
-class _Purpose(threading.local):
-    """What this thread encodes messages for."""
-
-    name = "send"
-
-
-purpose = _Purpose()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,18 +53,25 @@ class Encoding:
             )
 
     def even(self, count: int, pieces: int = 1) -> MessageLayout:
-        """The message of `pieces` pieces of `count` values each."""
+        """Return the layout of `pieces` pieces of `count` values each."""
         return MessageLayout.even(count, pieces, self.block_size)
 
     def uneven(self, counts: Sequence[int]) -> MessageLayout:
-        """The message of pieces of these many values."""
+        """Return the layout of pieces of these many values."""
         return MessageLayout.of(tuple(counts), self.block_size)
 
-    def encode(self, values: Tensor | Sequence[Tensor], message: Tensor, layout: MessageLayout) -> None:
-        """Cast values and write them with their scales to a message (`block_cast.encode`)."""
+    def encode(
+        self, values: Tensor | Sequence[Tensor], message: Tensor, layout: MessageLayout, purpose: str = "send"
+    ) -> None:
+        """Cast values and write them with their scales to a message (`block_cast.encode`).
+
+        Args:
+            values, message, layout: as in `block_cast.encode`.
+            purpose: the collective that sends the message, for observers.
+        """
         block_cast.encode(values, message, layout, self.format, self.power_of_two)
         for observe in observers:
-            observe(purpose.name, lambda: values, message, layout, self.format)
+            observe(purpose, lambda: values, message, layout, self.format)
 
     def decode(self, message: Tensor, values: Tensor, layout: MessageLayout) -> None:
         """Write the values of a message to a tensor (`block_cast.decode`)."""
@@ -84,8 +81,10 @@ class Encoding:
         """Add the values of all ranks' messages in FP32, times a factor (`block_cast.decode_sum`)."""
         block_cast.decode_sum(messages, values, layout, self.format, factor)
 
-    def decode_sum_encode(self, messages: Tensor, message: Tensor, layout: MessageLayout, factor: float = 1.0) -> None:
-        """The same, and encode the sum in a message again (`block_cast.decode_sum_encode`)."""
+    def decode_sum_encode(
+        self, messages: Tensor, message: Tensor, layout: MessageLayout, factor: float = 1.0, purpose: str = "send"
+    ) -> None:
+        """Add as `decode_sum`, and encode the sum in a message again (`block_cast.decode_sum_encode`)."""
         block_cast.decode_sum_encode(messages, message, layout, self.format, self.power_of_two, factor)
 
         def sums() -> Tensor:
@@ -94,18 +93,18 @@ class Encoding:
             return found
 
         for observe in observers:
-            observe(f"{purpose.name} sums", sums, message, layout.piece, self.format)
+            observe(f"{purpose} sums", sums, message, layout.piece, self.format)
 
 
 DEFAULT = Encoding()
-"""What every function uses where it is not told otherwise."""
+"""The encoding of every function that is given no other."""
 
 
 class Options(TypedDict, total=False):
-    """What collectives and sends take besides torch's arguments. All ranks of a call must give the same."""
+    """Arguments of collectives and sends besides torch's. All ranks of a call must give the same."""
 
     encoding: Encoding
-    """The format of what is sent; `DEFAULT` where it is not given."""
+    """Format and scales; `DEFAULT` where it is not given."""
 
     min_bytes: int | None
     """The payload, in bytes of the uncompressed call's larger side, from which a call is sent in FP8; where it is None
@@ -113,19 +112,21 @@ class Options(TypedDict, total=False):
 
 
 def settings(encoding: Encoding = DEFAULT, min_bytes: int | None = None) -> tuple[Encoding, int | None]:
-    """What options say. Raises TypeError for an encoding that is none."""
+    """Return options with their defaults. Raises TypeError for an encoding that is none."""
     if not isinstance(encoding, Encoding):
         raise TypeError(f"encoding is {encoding!r}; give an fp8booster.comm.Encoding, as Encoding(format=...)")
     return encoding, min_bytes
 
 
-def encode_pieces(tensors: Sequence[Tensor], message: Tensor, layout: MessageLayout, encoding: Encoding) -> None:
+def encode_pieces(
+    tensors: Sequence[Tensor], message: Tensor, layout: MessageLayout, encoding: Encoding, purpose: str
+) -> None:
     """Encode one tensor, of which a message has all pieces, or several, one for each piece."""
     if len(tensors) == 1:
-        encoding.encode(tensors[0], message, layout)
+        encoding.encode(tensors[0], message, layout, purpose)
         return
     for tensor, part in zip(tensors, message.split(layout.sizes), strict=True):
-        encoding.encode(tensor, part, encoding.even(tensor.numel()))
+        encoding.encode(tensor, part, encoding.even(tensor.numel()), purpose)
 
 
 def decode_pieces(message: Tensor, tensors: Sequence[Tensor], layout: MessageLayout, encoding: Encoding) -> None:

@@ -24,9 +24,8 @@ from torch.distributed.distributed_c10d import Work
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from fp8booster.comm.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from fp8booster.comm.encoding import DEFAULT, Encoding, Options
-from fp8booster.comm.gathers import all_gather_into_tensor
-from fp8booster.comm.reductions import all_reduce, reduce_scatter_tensor
 from fp8booster.comm.threshold import Op
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 from typing_extensions import Unpack
 
+from fp8booster.comm.call import FinishingWork, Transfer, run
 from fp8booster.comm.encoding import DEFAULT, Encoding, Options, settings
-from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.observer import observer
 from fp8booster.comm.threshold import Group, uncompressed_reason
 from fp8booster.comm.transport import flat, new_message
-from fp8booster.comm.work import FinishingWork, Transfer, run
 
 
 def send(
@@ -64,7 +64,9 @@ def isend(
         message = _outgoing(tensor, group, encoding, reason)
         return Transfer(dist.isend(message, dst, group, tag, group_dst), messages=(message,))
 
-    return begin(True).work if reason is not None else run(begin, [tensor], [], group, async_op=True)
+    if reason is not None:
+        return begin(True).work
+    return _handle(run(begin, [tensor], [], group, async_op=True), [])
 
 
 def irecv(
@@ -82,10 +84,7 @@ def irecv(
         message, finish = _incoming(tensor, encoding, reason)
         return Transfer(dist.irecv(message, src, group, tag, group_src), finish, (message,))
 
-    if reason is None:
-        return run(begin, [], [tensor], group, async_op=True)
-    transfer = begin(True)
-    return None if transfer.work is None else FinishingWork(transfer.work, transfer, [tensor])
+    return _handle(begin(True) if reason is not None else run(begin, [], [tensor], group, async_op=True), [tensor])
 
 
 class P2POp(dist.P2POp):
@@ -152,32 +151,37 @@ def batch_isend_irecv(p2p_op_list: list[P2POp]) -> list[Work]:
     return [FinishingWork(joined, Transfer(joined, finish_all, messages), [out for each in outputs for out in each])]
 
 
+def _handle(transfer: Transfer, outputs: list[Tensor]) -> Work | None:
+    """Return the handle of a transfer; torch gives none to a rank outside the group."""
+    return None if transfer.work is None else FinishingWork(transfer.work, transfer, outputs)
+
+
 def _decide(tensor: Tensor, group: Group, options: Options) -> tuple[Encoding, str | None]:
-    """The encoding, and why the tensor goes uncompressed nevertheless."""
+    """Return the encoding, and the reason for which the tensor goes uncompressed nevertheless, or None."""
     encoding, min_bytes = settings(**options)
     return encoding, _reason(tensor, group, min_bytes)
 
 
 def _reason(tensor: Tensor, group: Group, min_bytes: int | None) -> str | None:
-    """Why a tensor goes uncompressed, which its receiver finds too."""
+    """Return the reason for which a tensor goes uncompressed; its receiver finds the same."""
     return uncompressed_reason("send", tensor, tensor.nbytes, group, min_bytes)
 
 
 def _outgoing(tensor: Tensor, group: Group, encoding: Encoding, reason: str | None) -> Tensor:
-    """What is sent for a tensor, which is counted: its message, or itself where there is a reason."""
+    """Count a send and return its message, or the tensor itself where there is a reason."""
     if reason is not None:
-        count_plain("send", dist.get_world_size(group), tensor.nbytes, reason)
+        observer.count_plain("send", dist.get_world_size(group), tensor.nbytes, reason)
         return tensor
     values = flat(tensor, "tensor")
     layout = encoding.even(values.numel())
     message = new_message(values, layout.bytes)
     encoding.encode(values, message, layout)
-    count_encoded("send", dist.get_world_size(group), tensor.nbytes, {"send": layout.bytes})
+    observer.count_encoded("send", dist.get_world_size(group), tensor.nbytes, {"send": layout.bytes})
     return message
 
 
 def _incoming(tensor: Tensor, encoding: Encoding, reason: str | None) -> tuple[Tensor, Callable[[], None]]:
-    """What is received for a tensor, and what to do once it is there."""
+    """Return the memory to receive a tensor in, and the function to call once it is there."""
     if reason is not None:
         return tensor, lambda: torch.autograd.graph.increment_version(tensor)
     values = flat(tensor, "tensor")

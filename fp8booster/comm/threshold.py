@@ -1,4 +1,4 @@
-"""Which calls go uncompressed, and why.
+"""Decides which calls go uncompressed, and why.
 
 A message in FP8 costs two passes over memory and a kernel's launch for each. Below some size that takes longer than the
 bytes it saves, and the plain collective runs instead. Every rank must decide alike, so the decision uses only what all
@@ -66,7 +66,7 @@ def uncompressed_reason(
     *,
     alike: bool = True,
 ) -> str | None:
-    """Why a call goes uncompressed, or None where it is sent in FP8.
+    """Return the reason for which a call goes uncompressed, or None where it is sent in FP8.
 
     Args:
         name: the collective.
@@ -75,7 +75,7 @@ def uncompressed_reason(
         group: its group.
         min_bytes: the smallest payload to send in FP8; None takes `minimum_bytes`.
         op: its reduction.
-        alike: whether all ranks have the same payload. Where they need not, nothing is too small by itself.
+        alike: all ranks have the same payload. Where they need not, nothing is too small by itself.
     """
     ranks = ranks_of(group)
     if ranks < 1:
@@ -94,12 +94,12 @@ def uncompressed_reason(
 
 
 def minimum_bytes(name: str, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """The payload from which a collective of a group goes in FP8; arguments as in `uncompressed_reason`."""
+    """Return the payload from which a collective of a group goes in FP8; arguments as in `uncompressed_reason`."""
     return MINIMUM_BYTES[topology(device, group)][name]
 
 
 def group_or_all(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group, or that of all ranks for None.
+    """Return a group, or that of all ranks for None.
 
     Raises:
         ValueError: there are no process groups yet.
@@ -116,7 +116,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> int:
 
 
 def topology(device: torch.device, group: dist.ProcessGroup | None) -> str:
-    """The topology class of a group: what its slowest link is."""
+    """Return the class of a group's slowest link."""
     if device.type == "cpu":
         return ON_THE_CPU
     group = group_or_all(group)

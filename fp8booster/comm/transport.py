@@ -13,12 +13,12 @@ from fp8booster.comm.threshold import ranks_of
 
 
 def new_message(like: Tensor, size: int) -> Tensor:
-    """Memory for a message of `size` bytes, on the device of a tensor."""
+    """Return memory for a message of `size` bytes, on the device of a tensor."""
     return torch.empty(size, dtype=torch.uint8, device=like.device)
 
 
 def flat(tensor: Tensor, what: str) -> Tensor:
-    """A tensor's values in one dimension, without a copy.
+    """Return a tensor's values in one dimension, without a copy.
 
     Raises:
         ValueError: they do not lie one after the other.
@@ -46,7 +46,7 @@ def require_one_for_each(tensors: Sequence[Tensor], ranks: int, what: str) -> No
 
 
 def one_tensor(collective: str) -> Callable[..., Work | None]:
-    """`all_gather` or `reduce_scatter` of one tensor: torch 2.13 deprecates the name that torch before it has."""
+    """Return `all_gather` or `reduce_scatter` of one tensor, whose names torch 2.13 deprecates for others."""
     return getattr(dist, _NAMES[collective])
 
 

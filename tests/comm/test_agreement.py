@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from fp8booster import comm, formats
 from fp8booster.comm import Encoding, agreement
+from fp8booster.comm.observer import observer
 from tests.distributed import run_ranks
 
 RANKS = 3
@@ -150,7 +151,7 @@ def left_in_the_store() -> list[bool]:
     values = torch.ones(5000)
     comm.all_reduce(values)
     dist.barrier()
-    calls = agreement._calls[dist.group.WORLD]
+    calls = observer._groups[dist.group.WORLD]
     store, calls.store = calls.store, Mock(spec=[])
     comm.all_reduce(values, dist.ReduceOp.SUM)  # known: a question would raise
     return [store.check([f"0/{name}"]) for name in ("first", "came", "verdict", "read")]

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster.comm import Encoding, coalesced, ddp, fsdp
+from fp8booster.comm import Encoding, collectives, ddp, fsdp
 from fp8booster.comm.encoding import settings
 
 GROUP, REPLICAS = object(), object()
@@ -78,10 +78,10 @@ def test_ddp_averages_each_message_as_it_is_told(monkeypatch, apart) -> None:
 
 
 def test_each_message_of_many_tensors_goes_as_told(monkeypatch) -> None:
-    calls = observe(monkeypatch, coalesced, "all_reduce")
+    calls = observe(monkeypatch, collectives, "all_reduce")
     tensors = [torch.ones(3), torch.ones(3), torch.ones(3).bfloat16()]
     how = {"encoding": HOW["encoding"]}
-    coalesced.all_reduce_coalesced(tensors, dist.ReduceOp.AVG, GROUP, bucket_bytes=12, **how)
+    collectives.all_reduce_coalesced(tensors, dist.ReduceOp.AVG, GROUP, bucket_bytes=12, **how)
     assert calls == [("all_reduce", [dist.ReduceOp.AVG, GROUP], how)] * 3
 
 

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import comm
-from fp8booster.comm import agreement
-from fp8booster.comm.replays import noted_at_replays
+from fp8booster.comm.observer import observer
 from tests.distributed import run_ranks
 
 
@@ -28,10 +27,10 @@ def one_rank_replays() -> list[int]:
             comm.all_reduce(values)
         counted += [1, calls()]
     else:
-        with noted_at_replays() as note_calls:
+        with observer.noted_at_replays() as note_calls:
             comm.all_reduce(values)
         counted.append(calls())
-        with noted_at_replays():  # what a replay does, without its Python
+        with observer.noted_at_replays():  # what a replay does, without its Python
             comm.all_reduce(values)
         note_calls()
         note_calls()
@@ -49,10 +48,10 @@ def numbers_of_a_capture() -> list[int]:
     dist.set_debug_level(dist.DebugLevel.INFO)  # every call is compared, but those that a graph holds
     values = torch.ones(3000)
     comm.all_reduce(values)
-    of_group = agreement._calls[dist.group.WORLD]
+    of_group = observer._groups[dist.group.WORLD]
     numbers = [of_group.count]
     of_group.store = Mock(spec=[])  # a comparison would raise
-    with noted_at_replays() as note_calls:
+    with observer.noted_at_replays() as note_calls:
         comm.all_reduce(values)
     for _ in range(3):
         numbers.append(of_group.count)

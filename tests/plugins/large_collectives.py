@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
+from fp8booster.comm.observer import observer
 from fp8booster.monitor import traffic
-
-statistics = import_module("fp8booster.comm.statistics")  # `comm.statistics` is its function
 
 MIB = 2**20
 AT_MOST = 0.52
@@ -45,7 +43,7 @@ class Calls:
 def each_call() -> Iterator[Calls]:
     """The collectives that are called while the context lasts, one by one, or those that are counted together."""
     calls = Calls()
-    count, add = statistics._count, traffic._add
+    count, add = observer._add, traffic._add
 
     def counting(name: str, number: int, raw: int, wire: int, reason: str | None) -> None:
         calls.counted.append(Call(name, raw, wire, reason))
@@ -57,7 +55,7 @@ def each_call() -> Iterator[Calls]:
             calls.seen.append((name, dtype, sum(tensor.nbytes for tensor in tensors if tensor.dtype is dtype)))
         add(into, lock, name, handed, group)
 
-    with patch.object(statistics, "_count", counting), patch.object(traffic, "_add", adding), traffic.count_traffic():
+    with patch.object(observer, "_add", counting), patch.object(traffic, "_add", adding), traffic.count_traffic():
         yield calls
 
 

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 from fp8booster import comm
 from fp8booster.colossal.temporarily import temporarily
 from fp8booster.comm import Encoding
-from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import gather_bytes
 from fp8booster.config import FP8Config
 from fp8booster.nn.modules import change_class
@@ -129,7 +129,7 @@ class ReducedChunk(Chunk):
 
     def _Chunk__gather(self, async_op: bool = False) -> dist.Work | None:
         if not self.is_gathered:
-            count_plain(NAME, self.pg_size, self.cuda_shard.nbytes, self.why_in_16_bits, _GATHER)
+            observer.count_plain(NAME, self.pg_size, self.cuda_shard.nbytes, self.why_in_16_bits, _GATHER)
         return super()._Chunk__gather(async_op)
 
 
@@ -267,7 +267,7 @@ class FP8Chunk(ReducedChunk):
             return super().init_grad_chunk()
 
     def _gather_bytes(self, async_op: bool = False) -> dist.Work | None:
-        count_encoded(
+        observer.count_encoded(
             NAME, self.pg_size, self.shard_size * self.gradient_dtype.itemsize, {_GATHER: self.shard_size}, _GATHER
         )
         return gather_bytes(self.cuda_global_chunk, self.cuda_shard, self.torch_pg, async_op)

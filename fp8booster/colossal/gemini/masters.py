@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fp8booster.colossal.gemini.chunks import FP8Chunk
-from fp8booster.comm.statistics import count_plain
+from fp8booster.comm.observer import observer
 from fp8booster.kernels.scales import new_inverse_scales
 from fp8booster.nn.fused.merged_layers import MergedLayers
 from fp8booster.nn.linear.layer import FP8Layer
@@ -71,7 +71,7 @@ class Masters:
         group, ranks = self._chunks[0].torch_pg, self._chunks[0].pg_size
         amaxes = self._sharded.agree(shards, group, told)
         if ranks > 1:
-            count_plain(NAME, ranks, amaxes.nbytes, "FP32, one for each weight", "all_reduce")
+            observer.count_plain(NAME, ranks, amaxes.nbytes, "FP32, one for each weight", "all_reduce")
         outs = [values[chunk][begin:end] for chunk, begin, end in self._parts]
         self._sharded.cast(shards, amaxes, outs, self._inverse_scales)
         for chunk in self._chunks:

@@ -25,7 +25,7 @@ from torch.distributed import Work, get_world_size
 from torch.utils._pytree import tree_unflatten
 
 from fp8booster import comm, formats
-from fp8booster.comm.statistics import count_plain
+from fp8booster.comm.observer import observer
 
 Received = tuple[Any, list[Work]]
 """What arrives, or None, and the handles to wait for before it is used."""
@@ -142,7 +142,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
         receive_metadata = source is not None and metadata is None
         if send_metadata:
             size = len(pickle.dumps(sent_metadata)) + torch.int64.itemsize
-            count_plain("send", get_world_size(group), size, "metadata")
+            observer.count_plain("send", get_world_size(group), size, "metadata")
         if send_metadata or receive_metadata:
             message, receiver = (sent_metadata, to) if send_metadata else (None, None)
             sender = source if receive_metadata else None

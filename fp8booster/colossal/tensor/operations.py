@@ -19,7 +19,7 @@ from colossalai.shardformer.layer import _operation
 from torch.nn import functional as F
 
 from fp8booster import comm
-from fp8booster.comm.statistics import count_plain
+from fp8booster.comm.observer import observer
 from fp8booster.comm.threshold import minimum_bytes
 from fp8booster.nn.autograd import once_differentiable
 
@@ -79,7 +79,7 @@ class _GatherFeatures(torch.autograd.Function):
         ctx.group, ctx.grad_scale = group, grad_scale
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(group.size())]
-        count_plain("all_gather", group.size(), part.nbytes, "features such as logits")
+        observer.count_plain("all_gather", group.size(), part.nbytes, "features such as logits")
         dist.all_gather(parts, part, group)
         return torch.cat(parts, -1)
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 from torch import nn
 
-from fp8booster.comm.statistics import bytes_of_encoded, count_calls, count_plain
+from fp8booster.comm.observer import bytes_of_encoded, observer
 from fp8booster.comm.threshold import ranks_of
 from fp8booster.comm.transport import gather_many
 from fp8booster.kernels.shard_cast import unpack
@@ -104,7 +104,7 @@ class WeightBatch:
         counts = [max(0, min(size, values - rank * size)) for values, size in sizes]
         self.sharded = ShardedCast(self.groups, self.parameters[0].device, counts)
         sent = [
-            bytes_of_encoded(NAME, ranks, size * weight.element_size(), {_GATHER: size, "all_reduce": 4}, _GATHER)
+            bytes_of_encoded(_GATHER, ranks, size * weight.element_size(), ((_GATHER, size), ("all_reduce", 4)))
             for weight, (_, size) in zip(self.parameters, sizes, strict=True)
         ]
         self._bytes = [sum(column) for column in zip(*sent, strict=True)]
@@ -117,7 +117,7 @@ class WeightBatch:
     def cast(self, given: Mapping[GatheredWeight, Shard], amaxes: torch.Tensor) -> None:
         """Cast this rank's shards of the master weights, into `messages`."""
         self.sharded.cast([given[each].values for each in self.weights], amaxes, self._own, self.inverse_scales)
-        count_calls(NAME, len(self.weights), *self._bytes)
+        observer.count(NAME, len(self.weights), *self._bytes)
 
     def unpack(self) -> None:
         """Make of the gathered bytes what else is read: transposes, and values in 16 bits."""
@@ -212,7 +212,7 @@ class GatheredWeights:
                 payloads[ranks, reason] += payload
                 payload *= ranks
         for (ranks, reason), count in calls.items():
-            count_plain(NAME, ranks, payloads[ranks, reason], reason, _GATHER, calls=count)
+            observer.count_plain(NAME, ranks, payloads[ranks, reason], reason, _GATHER, calls=count)
 
     def _why_not_cast(self, weight: nn.Parameter) -> str | None:
         if not self._optimizer._master_weights:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from colossalai.checkpoint_io import CheckpointIO
 from torch import nn
 
-from fp8booster.comm.group_end import LeftKeys
+from fp8booster.comm.agreement import LeftKeys
 from fp8booster.listing import first_of
 
 PATIENCE = 30.0

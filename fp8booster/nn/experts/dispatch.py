@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from fp8booster.comm.collectives import all_to_all_single
 from fp8booster.comm.encoding import DEFAULT, Encoding
-from fp8booster.comm.exchanges import all_to_all_single
 from fp8booster.nn.experts.grouped import GroupedExperts
 from fp8booster.nn.linear_map import linear_map
 

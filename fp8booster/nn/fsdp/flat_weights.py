@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp._flat_param import FlatParameter
 
 from fp8booster import formats
-from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import gather_bytes, new_message
 from fp8booster.kernels.alignment import aligned
 from fp8booster.kernels.scales import new_inverse_scales
@@ -175,10 +175,10 @@ class FlatWeights:
         count = self._fp8_counts[self._rank]
         plain = (self._shard_size - count) * shard.element_size()
         sent = {_GATHER: size - plain, "all_reduce": amax_bytes}
-        count_encoded(NAME, self._ranks, count * shard.element_size(), sent, _GATHER)
+        observer.count_encoded(NAME, self._ranks, count * shard.element_size(), sent, _GATHER)
         if plain:
             reason = ", ".join([NOT_FP8, *sorted(set(self.reasons.values()))])
-            count_plain(NAME, self._ranks, plain, reason, _GATHER)
+            observer.count_plain(NAME, self._ranks, plain, reason, _GATHER)
 
     def _unpack(
         self, messages: torch.Tensor, scales: Sequence[torch.Tensor], shard: torch.Tensor, whole: torch.Tensor

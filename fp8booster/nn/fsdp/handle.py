@@ -26,7 +26,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 from fp8booster.comm.encoding import DEFAULT, Encoding
 from fp8booster.comm.fsdp import reduce_flat_fsdp
-from fp8booster.comm.statistics import count_plain
+from fp8booster.comm.observer import observer
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fsdp.flat_weights import NAME, FlatWeights
 from fp8booster.nn.fused.causal_lm_loss import fused_head
@@ -63,7 +63,7 @@ class FP8FlatParamHandle(FlatParamHandle):
         shard = self.flat_param.data
         reason = self._uncompressed_reason(shard)
         if reason is not None:
-            count_plain(NAME, self.world_size, shard.nbytes, reason, "all_gather_into_tensor")
+            observer.count_plain(NAME, self.world_size, shard.nbytes, reason, "all_gather_into_tensor")
             return super()._all_gather_flat_param(padded_unsharded_flat_param)
         self.fp8_weights.gather(shard, padded_unsharded_flat_param, self.process_group)
         self.is_rounded = True

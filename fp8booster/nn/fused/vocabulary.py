@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from fp8booster.comm.statistics import count_plain
+from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import gather_bytes
 from fp8booster.kernels.cross_entropy import cross_entropy, logsumexp, write_gradient
 
@@ -96,7 +96,7 @@ class VocabularyPart:
             own = torch.full_like(at_column, -torch.inf)
         values, ranks = torch.stack((own, torch.where(here, at_column, 0.0))), dist.get_world_size(self.group)
         gathered = values.new_empty((ranks, *values.shape))
-        count_plain(NAME, ranks, values.nbytes, UNCOMPRESSED_REASON, "all_gather_into_tensor")
+        observer.count_plain(NAME, ranks, values.nbytes, UNCOMPRESSED_REASON, "all_gather_into_tensor")
         gather_bytes(gathered.view(-1), values.view(-1), self.group)
         known = (targets >= 0) & (targets < self.tokens)
         # a row whose target is no token is NaN, as the kernel has it

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from fp8booster.comm.replays import noted_at_replays
+from fp8booster.comm.observer import observer
 
 Made = TypeVar("Made")
 
@@ -44,7 +44,7 @@ class Recorder:
                 # other threads, such as NCCL's watchdog, may ask for events meanwhile
                 graph.capture_begin(pool=self._passing if passing else None, capture_error_mode="thread_local")
                 try:
-                    with noted_at_replays() as note_calls:
+                    with observer.noted_at_replays() as note_calls:
                         made = work()
                 except BaseException:
                     with suppress(RuntimeError):  # it was invalid by then

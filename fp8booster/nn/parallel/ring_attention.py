@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fp8booster import comm
 from fp8booster.comm.encoding import DEFAULT
-from fp8booster.comm.statistics import count_encoded, count_plain
+from fp8booster.comm.observer import observer
 from fp8booster.comm.threshold import uncompressed_reason
 from fp8booster.comm.transport import new_message
 from fp8booster.nn.autograd import once_differentiable
@@ -113,9 +113,9 @@ class _Ring:
         for step in range(self.ranks):
             if step < self.ranks - 1:
                 if reason:
-                    count_plain(KEYS_AND_VALUES, self.ranks, pair.nbytes, reason, "send")
+                    observer.count_plain(KEYS_AND_VALUES, self.ranks, pair.nbytes, reason, "send")
                 else:
-                    count_encoded(KEYS_AND_VALUES, self.ranks, pair.nbytes, {"send": message.nbytes}, "send")
+                    observer.count_encoded(KEYS_AND_VALUES, self.ranks, pair.nbytes, {"send": message.nbytes}, "send")
                 arriving = torch.empty_like(message)
                 works = dist.batch_isend_irecv(
                     [

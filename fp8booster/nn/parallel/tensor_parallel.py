@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import comm
-from fp8booster.comm.statistics import count_encoded
+from fp8booster.comm.observer import observer
 from fp8booster.comm.transport import gather_bytes
 from fp8booster.config import FP8Config
 from fp8booster.kernels.scales import amax_of
@@ -132,7 +132,7 @@ class _SequenceParallel(_Parallel):
         own = data[: matrix.shape[0]].view(torch.uint8)  # without the rows that fill up to 16
         gathered = own.new_empty((self.ranks, *own.shape))
         sent = {_GATHER: own.nbytes, "all_reduce": amax.nbytes}
-        count_encoded(_ROWS[role], self.ranks, part.nbytes, sent, _GATHER)
+        observer.count_encoded(_ROWS[role], self.ranks, part.nbytes, sent, _GATHER)
         gather_bytes(gathered.view(-1), own.reshape(-1), self.group)
         outer = part.shape[: self._sequence(part.dim())].numel()  # 1 where ranks' parts follow each other
         layouts = gathered_layouts(gathered, outer, plain=plain, transposed=transposed)

@@ -208,7 +208,7 @@ def test_gathers_in_16_bits_are_counted_by_group_and_reason(monkeypatch: pytest.
     counted = []
     monkeypatch.setattr(gathered_weights, "ranks_of", lambda group: group)
     monkeypatch.setattr(
-        gathered_weights,
+        gathered_weights.observer,
         "count_plain",
         lambda name, ranks, payload, reason, collective, calls: counted.append((ranks, payload, reason, calls)),
     )

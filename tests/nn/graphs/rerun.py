@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fp8booster.comm.replays import noted_at_replays
+from fp8booster.comm.observer import observer
 from fp8booster.nn.weights.pinned import are_copies_held, copies_are_held
 
 
@@ -25,7 +25,7 @@ class Rerun:
         self.captured += 1
         held = copies_are_held if are_copies_held() else nullcontext
         casts = torch.is_autocast_enabled("cpu")
-        with noted_at_replays() as note_calls:
+        with observer.noted_at_replays() as note_calls:
             places = work()
         _overwrite(places)  # a capture computes nothing
         if passing:
@@ -34,7 +34,7 @@ class Rerun:
         def replay() -> None:
             self.replayed += 1
             as_captured = torch.autocast("cpu", enabled=casts)
-            with torch.enable_grad(), held(), as_captured, noted_at_replays():  # a graph runs no Python
+            with torch.enable_grad(), held(), as_captured, observer.noted_at_replays():  # a graph runs no Python
                 results = work()
             note_calls()
             if passing:

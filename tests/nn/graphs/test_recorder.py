@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp8booster.comm.replays import note
+from fp8booster.comm.observer import observer
 from fp8booster.nn.graphs.recorder import Recorder, recorder_for
 
 GPU = torch.device("cuda", 0)
@@ -68,7 +68,7 @@ def test_work_is_captured_on_a_stream_that_waits_and_is_waited_for(calls: list[A
     def work() -> str:
         collects.append(gc.isenabled())
         calls.append("work")
-        note(lambda: calls.append("noted"))
+        observer.note(lambda: calls.append("noted"))
         return "made"
 
     replay, made = recorder(work, passing=passing)
@@ -110,7 +110,7 @@ def test_a_capture_that_breaks_off_is_ended_and_says_why(calls: list[Any], broke
     finally:
         gc.enable()
     assert "end" in calls
-    assert note(lambda: None)  # the next call is noted at once again
+    assert observer.note(lambda: None)  # the next call is noted at once again
 
 
 def test_a_gpu_alone_has_graphs(calls: list[Any]) -> None:

@@ -1,0 +1,239 @@
+"""What is noted around every collective: its agreement with other ranks, its bytes, and its replays by CUDA graphs.
+
+The route of the data (encode, send, decode) notes nothing itself. A capture sends nothing, and a replay runs no Python:
+what a captured call notes is kept, and noted again at each replay. So ranks that replay and ranks that do not count
+alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from fp8booster.comm.agreement import Claim, GroupCalls
+from fp8booster.monitor.traffic import bytes_sent
+
+Note = Callable[[], None]
+
+
+@dataclass
+class Row:
+    """One collective. Bytes are those that leave this process (`monitor.traffic.bytes_sent`)."""
+
+    calls: int = 0
+    raw_bytes: int = 0
+    """Bytes that the plain collective would have sent."""
+
+    wire_bytes: int = 0
+    """Bytes sent: values, scales and padding of FP8 calls, all bytes of uncompressed ones."""
+
+    uncompressed: Counter[str] = field(default_factory=Counter)
+    """Calls that went uncompressed, by reason."""
+
+    @property
+    def ratio(self) -> float:
+        """Wire bytes over raw bytes; 1 where nothing was sent."""
+        return self.wire_bytes / self.raw_bytes if self.raw_bytes else 1.0
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Counts by collective. `str()` gives a table."""
+
+    rows: dict[str, Row]
+
+    def __getitem__(self, collective: str) -> Row:
+        return self.rows.get(collective, Row())
+
+    def table(self) -> Table:
+        """Return the rows as a rich table."""
+        table = Table(title="FP8 communication")
+        table.add_column("collective")
+        for column in ("calls", "raw MiB", "wire MiB", "wire / raw"):
+            table.add_column(column, justify="right")
+        table.add_column("uncompressed")
+        for name, row in self.rows.items():
+            reasons = ", ".join(f"{count} {reason}" for reason, count in row.uncompressed.most_common())
+            table.add_row(
+                name,
+                str(row.calls),
+                f"{row.raw_bytes / 2**20:.2f}",
+                f"{row.wire_bytes / 2**20:.2f}",
+                f"{row.ratio:.3f}",
+                reasons,
+            )
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=120, no_color=True)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+
+class Observer:
+    """Notes the collectives of this process; `observer` is the one that there is."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+        self._lock = threading.Lock()
+        self._groups: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupCalls] = weakref.WeakKeyDictionary()
+        # of the process, not of the thread: the backward of a capture runs on another one
+        self._kept: list[Note] | None = None
+
+    def enter(
+        self,
+        group: dist.ProcessGroup,
+        name: str,
+        *,
+        asynchronous: bool = False,
+        on_arrival: bool = True,
+        what: Mapping[str, object],
+    ) -> Claim | None:
+        """Number a call among those of its group, and compare it with the other ranks' where it is new to this one.
+
+        Args:
+            group: of the call.
+            name: the collective.
+            asynchronous: the caller may have to go on before the others come.
+            on_arrival: data arrives only where all ranks have entered the call.
+            what: all that ranks have to give alike.
+
+        Returns:
+            None where nothing is left to compare; else the claim to settle when the data has arrived.
+
+        Raises:
+            ValueError: the ranks do not agree.
+        """
+        if not isinstance(group, dist.ProcessGroup) or group.size() < 2:
+            return None
+        calls = self._groups.get(group)
+        if calls is None:
+            calls = self._groups[group] = GroupCalls(group)
+        if not calls.compares:
+            return None
+        signature = (name, *what.values())
+        with calls.lock:
+            number = calls.count
+            kept = self._kept
+            if kept is None:
+                calls.count += 1
+            else:
+                kept.append(calls.enter)
+            # one that a graph holds is compared when it is new alone: its replays run no Python
+            if signature in calls.known and not (calls.always and kept is None):
+                return None
+            calls.known.add(signature)
+        text = f"{name}({', '.join(f'{key}={value}' for key, value in what.items())})"
+        return Claim(calls, number, signature, text, on_arrival).begin(asynchronous)
+
+    def count_encoded(
+        self, name: str, ranks: int, payload: int, transports: Mapping[str, int], collective: str | None = None
+    ) -> None:
+        """Count a call that goes in FP8.
+
+        Args:
+            name: the row.
+            ranks: of its group.
+            payload: bytes that the plain collective would have been given.
+            transports: bytes given to each collective of torch.distributed that it uses.
+            collective: the plain one, where the row has another name.
+        """
+        raw, wire = bytes_of_encoded(collective or name, ranks, payload, tuple(transports.items()))
+        self.count(name, 1, raw, wire)
+
+    def count_plain(
+        self, name: str, ranks: int, payload: int, reason: str, collective: str | None = None, *, calls: int = 1
+    ) -> None:
+        """Count calls that go uncompressed.
+
+        Args:
+            name, ranks, collective: as in `count_encoded`.
+            payload: of all calls.
+            reason: why they do.
+            calls: how many.
+        """
+        sent = bytes_sent(collective or name, payload, max(ranks, 1))
+        self.count(name, calls, sent, sent, reason)
+
+    def count(self, name: str, calls: int, raw: int, wire: int, reason: str | None = None) -> None:
+        """Count calls whose bytes are known together, now or at each replay."""
+        self.note(partial(self._add, name, calls, raw, wire, reason))
+
+    def _add(self, name: str, calls: int, raw: int, wire: int, reason: str | None) -> None:
+        with self._lock:
+            row = self.rows.get(name)
+            if row is None:
+                row = self.rows[name] = Row()
+            row.calls += calls
+            row.raw_bytes += raw
+            row.wire_bytes += wire
+            if reason is not None:
+                row.uncompressed[reason] += calls
+
+    def note(self, what: Note) -> bool:
+        """Note something of a call; return False where it is kept for replays."""
+        if self._kept is None:
+            what()
+            return True
+        self._kept.append(what)
+        return False
+
+    @contextmanager
+    def noted_at_replays(self) -> Iterator[Note]:
+        """Keep the notes made inside; calling what this yields makes them, once for each replay."""
+        kept: list[Note] = []
+        before, self._kept = self._kept, kept
+
+        def make() -> None:
+            for what in kept:
+                what()
+
+        try:
+            yield make
+        finally:
+            self._kept = before
+
+    def statistics(self) -> Statistics:
+        """As the function `statistics`."""
+        with self._lock:
+            return Statistics(copy.deepcopy(self.rows))
+
+    def reset(self) -> None:
+        """As `reset_statistics`."""
+        with self._lock:
+            self.rows.clear()
+
+
+# a step repeats its calls: their bytes are computed once
+@functools.lru_cache(maxsize=4096)
+def bytes_of_encoded(
+    collective: str, ranks: int, payload: int, transports: tuple[tuple[str, int], ...]
+) -> tuple[int, int]:
+    """Return the bytes that the plain collective would send of a payload, and those that its transports send."""
+    wire = sum([bytes_sent(transport, given, ranks) for transport, given in transports])
+    return bytes_sent(collective, payload, ranks), wire
+
+
+observer = Observer()
+
+
+def statistics() -> Statistics:
+    """Return what this process sent since it began, or since `reset_statistics`."""
+    return observer.statistics()
+
+
+def reset_statistics() -> None:
+    """Forget what was counted, so that `statistics` shows what comes next alone."""
+    observer.reset()
