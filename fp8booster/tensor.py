@@ -35,21 +35,21 @@ class QuantizedMatrix(NamedTuple):
     this undoes and `inverse_scale` does not (`kernels.rowwise_cast`)."""
 
     def scale_of_transpose(self) -> torch.Tensor:
-        """The inverse scale of `transpose`, its own or the one that serves both layouts."""
+        """Return the inverse scale of `transpose`, its own or the one that serves both layouts."""
         return self.inverse_scale if self.transpose_inverse_scale is None else self.transpose_inverse_scale
 
     @property
     def has_factors(self) -> bool:
-        """Whether columns were multiplied by factors before the cast."""
+        """Tell whether columns were multiplied by factors before the cast."""
         return self.inverse_scale.dim() == 0 and self.transpose_inverse_scale is not None
 
     @property
     def has_row_scales(self) -> bool:
-        """Whether each row of `data` has a scale."""
+        """Tell whether each row of `data` has a scale."""
         return self.inverse_scale.dim() == 1
 
     def dequantize(self, rows: int, columns: int) -> torch.Tensor:
-        """The values in FP32, [rows, columns], from `data`, or from the transpose where only that was asked for."""
+        """Return the values in FP32, [rows, columns], from `data`, or from the transpose where there is no `data`."""
         if self.data.numel() and self.has_factors:
             values = self.data.float() * self.scale_of_transpose()
         elif self.data.numel():
@@ -60,7 +60,7 @@ class QuantizedMatrix(NamedTuple):
 
 
 def stored_scale(inverse_scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The inverse scale of a plain layout, as checkpoints hold that of a weight of [rows, columns].
+    """Return the inverse scale of a plain layout, as checkpoints hold that of a weight of [rows, columns].
 
     Returns:
         float32: [] for one scale, [rows, 1], or [ceil(rows / 128), ceil(columns / 128)]; a copy.

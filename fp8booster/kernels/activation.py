@@ -33,7 +33,7 @@ LINEAR, CUBIC = 2 * math.sqrt(2 / math.pi), 0.044715
 
 
 class Activated(NamedTuple):
-    """What `activate` gives."""
+    """Results of `activate`."""
 
     y: Tensor
     """[M, F]"""
@@ -50,7 +50,7 @@ class Activated(NamedTuple):
 def activate(
     x: Tensor | GroupCodes, up: Tensor | GroupCodes | None = None, *, kind: str = "silu", encoded: bool = False
 ) -> Activated:
-    """The activation of x, times `up`.
+    """Return the activation of x, times `up`.
 
     Args:
         x: [M, F], each row contiguous, BF16, FP16 or FP32; or as an earlier call encoded it.
@@ -74,7 +74,7 @@ def activate_transposed(
     dtype: torch.dtype,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The transpose of `activate`'s y in FP8, in one pass, for who has cast y before.
+    """Return the transpose of `activate`'s y in FP8, in one pass, where y was cast before.
 
     Args:
         x, up, kind: as in `activate`.
@@ -92,7 +92,7 @@ def activate_transposed(
 def activate_backward(
     dy: Tensor, x: Tensor | GroupCodes, up: Tensor | GroupCodes | None = None, *, kind: str = "silu"
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x and up, side by side.
+    """Return the gradients of x and up, side by side.
 
     Args:
         dy: [M, F], contiguous.
@@ -109,14 +109,14 @@ def activate_backward(
 
 
 def _value(x: Tensor, kind: str) -> Tensor:
-    """f(x)."""
+    """Return f(x)."""
     if kind == "gelu":
         return x * _gaussian_share(x)
     return x / (1 + (-_exponent(x, kind)).exp())
 
 
 def _value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """f(x) and its derivative."""
+    """Return f(x) and its derivative."""
     if kind == "gelu":
         share = _gaussian_share(x)
         return x * share, share + x * (x.square() / -2).exp() / math.sqrt(2 * math.pi)
@@ -127,10 +127,10 @@ def _value_and_slope(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _gaussian_share(x: Tensor) -> Tensor:
-    """Of a normal distribution, what is less than x."""
+    """Return the part of a normal distribution that is less than x."""
     return (1 + (x * math.sqrt(0.5)).erf()) / 2
 
 
 def _exponent(x: Tensor, kind: str) -> Tensor:
-    """z, where f(x) = x s(z)."""
+    """Return z, where f(x) = x s(z)."""
     return x if kind == "silu" else LINEAR * (x + CUBIC * x**3)

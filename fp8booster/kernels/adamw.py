@@ -102,7 +102,7 @@ def update_by_torch(
     max_exp_avg_sqs: Sequence[Tensor] = (),
     maximize: bool = False,
 ) -> None:
-    """The step of `update` in torch's fused operator, without the amaxes; gradients are widened first.
+    """Take the step of `update` by torch's fused operator, without the amaxes; gradients are widened first.
 
     Args:
         shards, rates, divisor: as in `update`.

@@ -8,10 +8,10 @@ BLOCK = 128
 
 
 def multiple_for(granularity: str) -> int:
-    """The multiple for scales of `FP8Config.granularity`."""
+    """Return the multiple for scales of `FP8Config.granularity`."""
     return BLOCK if granularity == "blockwise" else ALIGNMENT
 
 
 def aligned(size: int, multiple: int = ALIGNMENT) -> int:
-    """`size`, rounded up to the next multiple."""
+    """Return `size`, rounded up to the next multiple."""
     return (size + multiple - 1) // multiple * multiple

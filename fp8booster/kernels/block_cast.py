@@ -37,6 +37,7 @@ def encode(
     A block with an infinity or a NaN arrives as NaN: its inverse scale is.
     """
     values = values if isinstance(values, Tensor) else side_by_side(values, len(layout.counts))
+    # one scale over all pieces: a rank that gets one of them multiplies by the scale of the whole tensor
     amax = amax_of(values) if layout.block_size is None else None
     for start, count, offset, size in zip(layout.starts, layout.counts, layout.offsets, layout.sizes, strict=True):
         if count == 0:
@@ -95,7 +96,7 @@ def decode_sum_encode(
     power_of_two: bool = False,
     factor: float = 1.0,
 ) -> None:
-    """What `decode_sum` gives in FP32, cast again into a message of one piece.
+    """Cast the sum of `decode_sum`, in FP32, again into a message of one piece.
 
     Args:
         messages, layout, dtype, factor: as in `decode_sum`.
@@ -108,8 +109,9 @@ def decode_sum_encode(
 def _piece(
     message: Tensor, offset: int, count: int, layout: MessageLayout, dtype: torch.dtype, factor: float = 1.0
 ) -> Tensor:
-    """The values of one piece in FP32, times `factor`."""
+    """Return the values of one piece in FP32, times `factor`."""
     payload, size = layout.payload_bytes(count), layout.piece_bytes(count)
+    # the factor before the scale, as in the kernel, whose order the bits follow
     bits = message[offset : offset + count].view(dtype).float() * factor
     inverse_scale = message[offset + payload : offset + size].view(torch.float32)
     return bits * inverse_scale.repeat_interleave(layout.block_size or count)[:count]

@@ -38,7 +38,7 @@ SLOTS_ALIGNMENT = tl.constexpr(SCALES_ALIGNMENT)
 
 @triton.jit
 def piece_place(piece, table, count, size, EVEN: tl.constexpr, UNIT: tl.constexpr):
-    """(first value, values, first byte) of a piece, in 64 bits; the first two multiples of UNIT."""
+    """Return (first value, values, first byte) of a piece, in 64 bits; the first two multiples of UNIT."""
     if EVEN:
         length = tl.cast(count, tl.int64)
         start, offset = piece * length, piece * size
@@ -51,20 +51,20 @@ def piece_place(piece, table, count, size, EVEN: tl.constexpr, UNIT: tl.constexp
 
 @triton.jit
 def scales_behind(message, place):
-    """The scales that begin at a byte of a message, a multiple of 16."""
+    """Return a pointer to the scales that begin at a byte of a message, a multiple of 16."""
     return (message + place).to(tl.pointer_type(tl.float32), bitcast=True)
 
 
 @triton.jit
 def tile_place(tile, BLOCK: tl.constexpr, TILE_BLOCKS: tl.constexpr):
-    """(blocks [TILE_BLOCKS], values [TILE_BLOCKS, BLOCK]) of a tile, counted from the piece's first."""
+    """Return (blocks [TILE_BLOCKS], values [TILE_BLOCKS, BLOCK]) of a tile, counted from the piece's first."""
     block = tile.to(tl.int64) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
     return block, block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
 
 
 @triton.jit
 def payload_bytes(count):
-    """`MessageLayout.payload_bytes`."""
+    """Return `MessageLayout.payload_bytes`."""
     return (count + PAYLOAD_ALIGNMENT - 1) // PAYLOAD_ALIGNMENT * PAYLOAD_ALIGNMENT
 
 
@@ -72,13 +72,11 @@ def payload_bytes(count):
 def load_piece(
     message, offset, count, block, within, factor, E4M3: tl.constexpr, TENSORWISE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """A tile of a piece in FP32, times a factor; `count` has 64 bits.
-
-    Behind the piece's end lie the zeros of its padding, which keep the load whole.
-    """
-    payload = payload_bytes(count)
+    """Load a tile of a piece in FP32, times a factor; `count` has 64 bits."""
+    payload = payload_bytes(count)  # behind the piece's end lie the zeros of its padding, which keep the load whole
     bits = tl.load(message + offset + within, mask=within < payload, other=0)
     values = bits.to(tl.float8e4nv if E4M3 else tl.float8e5, bitcast=True).to(tl.float32) * factor
+    # the factor first: FP8 values are small, so no sum of pieces with a finite mean overflows
     scales = scales_behind(message, offset + payload)
     if TENSORWISE:
         values = values * tl.load(scales)
@@ -103,10 +101,8 @@ def store_piece(
     TENSORWISE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Cast a tile by the amax of its blocks and store it and its inverse scales, up to block `end`.
-
-    `count` has 64 bits: from 2^31 - 1024 values on, what it is rounded up to no longer fits in 32.
-    """
+    """Cast a tile by the amax of its blocks and store it and its inverse scales, up to block `end`."""
+    # `count` has 64 bits: from 2^31 - 1024 values on, what it is rounded up to no longer fits in 32
     scale, inverse = scale_from_bits(amax_bits, LIMIT, POWER_OF_TWO)
     payload = payload_bytes(count)
     bits = to_bits(values * scale[:, None], E4M3, LIMIT)
@@ -115,9 +111,11 @@ def store_piece(
     else:
         slots = (count + SLOTS_ALIGNMENT * BLOCK - 1) // (SLOTS_ALIGNMENT * BLOCK) * SLOTS_ALIGNMENT
     tl.store(message + offset + within, bits, mask=(within < payload) & (block < end)[:, None])
+    # the padding of the scales is stored too: all bytes of a message are sent
     tl.store(scales_behind(message, offset + payload) + block, inverse, mask=block < tl.minimum(slots, end))
 
 
+# numbers that change from call to call: each of their alignments would be another variant to compile
 @triton.jit(do_not_specialize=["partial_count", "first", "end"])
 def encode_kernel(
     x,
@@ -154,6 +152,7 @@ def encode_kernel(
     if TENSORWISE:
         amax_bits = tl.zeros([TILE_BLOCKS], tl.int32) + largest_partial(partials, partial_count, PARTIALS_BLOCK)
     else:
+        # in registers, of the values that are cast next: one read of memory, where a matrix's cast takes two
         amax_bits = tl.max(magnitude_bits(values), 1)
     if EVEN:
         block, within = block + first, within + first.to(tl.int64) * BLOCK
@@ -207,25 +206,13 @@ def sum_kernel(
     count = tl.cast(count, tl.int64)
     block, within = tile_place(tl.program_id(0), BLOCK, TILE_BLOCKS)
     values = tl.zeros([TILE_BLOCKS, BLOCK], tl.float32)
+    # in the order of pieces, which all ranks share: replicas stay equal bit for bit
     for piece in tl.static_range(PIECES):
         offset = tl.full([], piece, tl.int64) * size
         values += load_piece(message, offset, count, block, within, factor, E4M3, TENSORWISE, BLOCK)
     if ENCODE:
-        store_piece(
-            values,
-            tl.max(magnitude_bits(values), 1),
-            out,
-            0,
-            count,
-            block,
-            within,
-            end,
-            E4M3,
-            LIMIT,
-            POWER_OF_TWO,
-            TENSORWISE,
-            BLOCK,
-        )
+        amax_bits = tl.max(magnitude_bits(values), 1)
+        store_piece(values, amax_bits, out, 0, count, block, within, end, E4M3, LIMIT, POWER_OF_TWO, TENSORWISE, BLOCK)
     else:
         tl.store(out + within, values.to(out.dtype.element_ty), mask=within < total)
 
@@ -238,13 +225,12 @@ SUM_WARPS = 8
 TENSORWISE_BLOCK = 1024
 """Row of a tile where one scale serves all blocks."""
 
-
 LAUNCHES = 4096
 """How many are remembered of each kind: enough for the gradients of a step, encoded from where they lie."""
 
 
 class _Tiling(NamedTuple):
-    """How the kernels divide a layout among programs."""
+    """Division of a layout among the programs of a kernel."""
 
     tiles: int
     """Of the longest piece, its unused scales included."""
@@ -257,7 +243,7 @@ class _Tiling(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The block behind the last tile."""
+        """Return the block behind the last tile."""
         return self.tiles * self.tile["TILE_BLOCKS"]
 
 
@@ -293,10 +279,8 @@ _known_table = functools.lru_cache(maxsize=TABLES)(_new_table)
 
 
 def _without_ones(values: Tensor, part: int, pieces: int) -> tuple[Tensor, int]:
-    """Values that lie in pieces of `part`, and that number, with zeros behind them where one of the counts is one.
-
-    They become the padding of the pieces, which is zero anyway. See `cast_triton.widened`.
-    """
+    """Return values in pieces of `part`, and that number, with zeros behind them where one of the counts is one."""
+    # for the reason of `cast_triton.widened`; the zeros become the padding of the pieces, which is zero anyway
     if part == 1:
         column = F.pad(values.flatten(), (0, pieces - values.numel()))
         return F.pad(column.unsqueeze(1), (0, 1)).flatten(), 2
@@ -314,7 +298,7 @@ def _encode_launch(
     dtype: torch.dtype,
     power_of_two: bool,
 ) -> Launch:
-    """Of `encode_kernel`; up to the last tile where `end` is None."""
+    """Return the launch of `encode_kernel`; up to the last tile where `end` is None."""
     tiling = _tiling(layout)
     end = tiling.end if end is None else end
     return Launch(
@@ -336,7 +320,7 @@ def encode_triton(
     dtype: torch.dtype,
     power_of_two: bool = False,
 ) -> None:
-    """`encode`, byte for byte."""
+    """Compute `encode`, byte for byte."""
     if not isinstance(values, Tensor):
         if len(values) > 1 and layout.block_size is not None:
             _encode_side_by_side(values, message, layout, dtype, power_of_two)
@@ -372,7 +356,7 @@ def _encode_side_by_side(
         tensor, part = _without_ones(tensor, part, pieces)
         launch = _encode_launch(layout, tensor.numel(), part, first, end, 1, dtype, power_of_two)
         launch(tensor, message, message, message)
-        first = end
+        first = end  # the next tensor's blocks follow in each piece
 
 
 @functools.lru_cache(maxsize=LAUNCHES)
@@ -390,7 +374,7 @@ def _decode_launch(layout: MessageLayout, total: int, dtype: torch.dtype) -> Lau
 
 
 def decode_triton(message: Tensor, values: Tensor, layout: MessageLayout, dtype: torch.dtype) -> None:
-    """`decode`, byte for byte."""
+    """Compute `decode`, byte for byte."""
     if layout.bytes == 0:
         return
     launch = _decode_launch(layout, values.numel(), dtype)
@@ -400,7 +384,7 @@ def decode_triton(message: Tensor, values: Tensor, layout: MessageLayout, dtype:
 def decode_sum_triton(
     messages: Tensor, values: Tensor, layout: MessageLayout, dtype: torch.dtype, factor: float = 1.0
 ) -> None:
-    """`decode_sum`, byte for byte."""
+    """Compute `decode_sum`, byte for byte."""
     _sum_launch(layout, values.numel(), dtype, factor, False, False)(messages, values)
 
 
@@ -412,7 +396,7 @@ def decode_sum_encode_triton(
     power_of_two: bool = False,
     factor: float = 1.0,
 ) -> None:
-    """`decode_sum_encode`, byte for byte."""
+    """Compute `decode_sum_encode`, byte for byte."""
     if layout.block_size is None:  # the scale needs the whole sum first
         total = torch.empty(layout.counts[0], dtype=torch.float32, device=message.device)
         decode_sum_triton(messages, total, layout, dtype, factor)

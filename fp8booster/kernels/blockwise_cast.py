@@ -20,7 +20,7 @@ COLUMNS_OF_SCALES = 4
 
 
 def scales_shape(rows: int, columns: int, square: bool) -> tuple[int, int]:
-    """Of the inverse scales of an FP8 matrix of R128 rows and C128 columns; see `blockwise_cast`."""
+    """Return the shape of the inverse scales of an FP8 matrix of R128 rows and C128 columns."""
     if square:
         return rows // BLOCK, aligned(columns // BLOCK, COLUMNS_OF_SCALES)
     return columns // BLOCK, rows
@@ -29,7 +29,7 @@ def scales_shape(rows: int, columns: int, square: bool) -> tuple[int, int]:
 def blockwise_outputs(
     matrix: Tensor, dtype: torch.dtype, *, square: bool, plain: bool = True, transposed: bool = False, **_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Memory for what `blockwise_cast` gives."""
+    """Return memory for the results of `blockwise_cast`."""
     rows, columns = (aligned(size, BLOCK) for size in matrix.shape)
     data, transpose, inverse_scale, transpose_inverse_scale = (0,), (0,), (0,), (0,)
     if plain:
@@ -70,22 +70,20 @@ def blockwise_cast(
         up to a multiple of 4] for blocks, with zeros beyond. They are empty where their layout is.
     """
     cast = _by_blocks if square else _by_groups
-    data, inverse_scale = cast(matrix, dtype, power_of_two, wanted=plain)
-    transpose, transpose_inverse_scale = cast(matrix.t(), dtype, power_of_two, wanted=transposed)
+    nothing = matrix.new_empty(0, dtype=dtype), matrix.new_empty(0, dtype=torch.float32)
+    data, inverse_scale = cast(matrix, dtype, power_of_two) if plain else nothing
+    transpose, transpose_inverse_scale = cast(matrix.t(), dtype, power_of_two) if transposed else nothing
     return data, transpose, inverse_scale, transpose_inverse_scale
 
 
-def _by_groups(matrix: Tensor, dtype: torch.dtype, power_of_two: bool, wanted: bool) -> tuple[Tensor, Tensor]:
-    if not wanted:
-        return _nothing(matrix, dtype)
+def _by_groups(matrix: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    # [R128, groups, 128]; scales are transposed last, for cuBLAS reads those of a column of groups one after the other
     groups = padded(matrix, BLOCK).contiguous().unflatten(1, (-1, BLOCK))
     scale, inverse_scale = scale_of(groups.abs().amax(2), dtype, power_of_two)
     return saturate(groups * scale[:, :, None], dtype).flatten(1), inverse_scale.t().contiguous()
 
 
-def _by_blocks(matrix: Tensor, dtype: torch.dtype, power_of_two: bool, wanted: bool) -> tuple[Tensor, Tensor]:
-    if not wanted:
-        return _nothing(matrix, dtype)
+def _by_blocks(matrix: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
     blocks = padded(matrix, BLOCK).contiguous().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scale, inverse_scale = scale_of(blocks.abs().amax((1, 3)), dtype, power_of_two)
     data = saturate(blocks * scale[:, None, :, None], dtype).flatten(2).flatten(0, 1)
@@ -94,30 +92,26 @@ def _by_blocks(matrix: Tensor, dtype: torch.dtype, power_of_two: bool, wanted: b
     return data, inverse_scales
 
 
-def _nothing(matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return matrix.new_empty(0, dtype=dtype), matrix.new_empty(0, dtype=torch.float32)
-
-
 def are_groups(data: Tensor, inverse_scale: Tensor) -> bool:
-    """Whether these are the inverse scales of groups of an FP8 matrix, not of its blocks: no shape is both."""
+    """Tell whether these are the inverse scales of groups of an FP8 matrix, not of its blocks: no shape is both."""
     return inverse_scale.shape == scales_shape(*data.shape, square=False)
 
 
 def scales_of_groups(data: Tensor, inverse_scale: Tensor) -> Tensor:
-    """The inverse scale of each 128 values of each row of one layout: [r, c / 128], whatever shares it."""
+    """Return the inverse scale of each 128 values of each row of one layout: [r, c / 128], whatever shares it."""
     if are_groups(data, inverse_scale):
         return inverse_scale.t()
     return inverse_scale[:, : data.shape[1] // BLOCK].repeat_interleave(BLOCK, 0)
 
 
 def decoded(data: Tensor, inverse_scale: Tensor) -> Tensor:
-    """The values of one layout in FP32, as it lies."""
+    """Return the values of one layout in FP32, as it lies."""
     groups = data.float().unflatten(1, (-1, BLOCK))
     return (groups * scales_of_groups(data, inverse_scale)[:, :, None]).flatten(1)
 
 
 def transposed_blocks(inverse_scale: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse scales of the transpose of a matrix of [rows, columns] FP8 values, from those of its blocks."""
+    """Return the inverse scales of the transpose of FP8 values, [rows, columns], from those of their blocks."""
     transposed = inverse_scale.new_zeros(scales_shape(columns, rows, square=True))
     transposed[:, : rows // BLOCK] = inverse_scale[:, : columns // BLOCK].t()
     return transposed

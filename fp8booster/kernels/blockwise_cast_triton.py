@@ -38,6 +38,7 @@ def blockwise_cast_kernel(
     BLOCK: tl.constexpr,
 ):
     """Each program casts one block of BLOCK x BLOCK values."""
+    # one pass: a group or block lies within a tile, so its amax is found in registers
     tile = tl.program_id(0)
     row_tile, column_tile = (tile // column_tiles).to(tl.int64), (tile % column_tiles).to(tl.int64)
     row = row_tile * BLOCK + tl.arange(0, BLOCK)
@@ -48,7 +49,7 @@ def blockwise_cast_kernel(
     magnitudes = magnitude_bits(values)
     plain_place = as_bytes(plain) + row[:, None] * out_columns + column[None, :]
     transpose_place = as_bytes(transpose) + column[:, None] * out_rows + row[None, :]
-    if SQUARE:
+    if SQUARE:  # the same block in the transpose: one scale, the same bytes
         scale, inverse = scale_from_bits(tl.max(tl.max(magnitudes, 1), 0), LIMIT, POWER_OF_TWO)
         bits = to_bits(values * scale, E4M3, LIMIT)
         if PLAIN:
@@ -57,7 +58,7 @@ def blockwise_cast_kernel(
         if TRANSPOSED:
             tl.store(transpose_place, tl.trans(bits))
             tl.store(transpose_inverse_scale + column_tile * transpose_scale_columns + row_tile, inverse)
-    else:
+    else:  # groups lie along the rows of each layout, so each is rounded by itself
         if PLAIN:
             scale, inverse = scale_from_bits(tl.max(magnitudes, 1), LIMIT, POWER_OF_TWO)
             tl.store(plain_place, to_bits(values * scale[:, None], E4M3, LIMIT))
@@ -77,7 +78,7 @@ def blockwise_cast_triton(
     transposed: bool = False,
     power_of_two: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`blockwise_cast`, byte for byte."""
+    """Compute `blockwise_cast`, byte for byte."""
     if matrix.stride(1) != 1 and matrix.stride(0) == 1:  # a transposed view: cast what it is a view of
         one, other, one_scale, other_scale = blockwise_cast_triton(
             matrix.t(), dtype, square=square, plain=transposed, transposed=plain, power_of_two=power_of_two
@@ -87,21 +88,12 @@ def blockwise_cast_triton(
     out_rows, out_columns = aligned(rows, BLOCK), aligned(columns, BLOCK)
     outputs = blockwise_outputs(matrix, dtype, square=square, plain=plain, transposed=transposed)
     matrix = widened(matrix)
-    column_tiles = out_columns // BLOCK
+    column_tiles, scale_columns = out_columns // BLOCK, (scales.shape[-1] for scales in outputs[2:])
     launch(
         blockwise_cast_kernel,
         column_tiles * (out_rows // BLOCK),
         (matrix, *outputs),
-        (
-            rows,
-            max(columns, 2),
-            *matrix.stride(),
-            out_rows,
-            out_columns,
-            outputs[2].shape[-1],
-            outputs[3].shape[-1],
-            column_tiles,
-        ),
+        (rows, max(columns, 2), *matrix.stride(), out_rows, out_columns, *scale_columns, column_tiles),
         num_warps=8,
         **rounding(dtype, power_of_two),
         SQUARE=square,

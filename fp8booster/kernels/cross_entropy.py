@@ -32,7 +32,7 @@ def cross_entropy(
     scale: float = 1.0,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The loss of every row; with a factor, the gradient takes the place of the logits.
+    """Return the loss of every row; with a factor, the gradient takes the place of the logits.
 
     Args:
         logits: [R, V], each row contiguous, BF16, FP16 or FP32.
@@ -70,7 +70,7 @@ def cross_entropy(
 
 @operator()
 def logsumexp(logits: Tensor, targets: Tensor, *, ignore_index: int) -> Tensor:
-    """The logarithm of the sum of exponentials of every row's part that lies here.
+    """Return the logarithm of the sum of exponentials of every row's part that lies here.
 
     Args:
         logits: [R, V], each row contiguous, BF16, FP16 or FP32; V is 1 or more.
@@ -113,7 +113,7 @@ def write_gradient(
 
 
 def _softmax_parts(logits: Tensor) -> tuple[Tensor, ...]:
-    """(logits in FP32, the largest of each row, exponentials relative to it, their sum)."""
+    """Return (logits in FP32, the largest of each row, exponentials relative to it, their sum)."""
     values = logits.float()
     largest = values.amax(1, keepdim=True)
     # a row of minus infinity alone has no largest value to subtract; its sum is zero and its softmax NaN

@@ -32,7 +32,8 @@ _MULTIPLY_PROGRAMS, _MULTIPLY_BLOCK = 8, 4096
 @triton.jit
 def add_exponentials(values, largest, total):
     """Take values [L, W] into the largest value and the sum of exponentials relative to it of each of L lanes."""
-    # tl.max passes over NaN, which the sum keeps
+    # tl.max passes over NaN, which the sum keeps. The sum so far is scaled to the new largest value: one read of the
+    # row finds both, and no exponential overflows.
     new = tl.maximum(largest, tl.max(values, 1))
     base = finite_base(new)
     return new, total * tl.exp(largest - base) + tl.sum(tl.exp(values - base[:, None]), 1)
@@ -40,20 +41,20 @@ def add_exponentials(values, largest, total):
 
 @triton.jit
 def finite_base(largest):
-    """What exponentials are relative to: minus infinity alone has no largest value to subtract."""
+    """Return the base of exponentials: the largest value, or 0 in place of minus infinity."""
     return tl.where(largest == -float("inf"), 0.0, largest)
 
 
 @triton.jit
 def gradient_of(values, column, target, base, inverse_total, factor):
-    """(softmax - onehot) * factor."""
+    """Return (softmax - onehot) * factor."""
     softmax = tl.exp(values - base) * inverse_total
     return tl.where(column == target, softmax - 1.0, softmax) * factor
 
 
 @triton.jit
 def adjust(values, inside, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """Logits as the loss has them; what is not inside stays minus infinity."""
+    """Return logits as the loss has them; what is not inside stays minus infinity."""
     if CAP > 0:
         return tl.where(inside, CAP * tanh(values * (SCALE / CAP)), -float("inf"))
     return values if SCALE == 1.0 else values * SCALE
@@ -61,7 +62,7 @@ def adjust(values, inside, SCALE: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def slope_of(values, gradient, SCALE: tl.constexpr, CAP: tl.constexpr):
-    """The gradient of values from that of what `adjust` makes of them."""
+    """Return the gradient of values from that of the adjusted ones."""
     if CAP > 0:
         y = tanh(values * (SCALE / CAP))
         return gradient * (SCALE * (1.0 - y * y))
@@ -117,7 +118,8 @@ def cross_entropy_kernel(
             if GRADIENT:
                 write_zeros(x, lane, blocks, columns, TAIL, BLOCK)
         else:
-            # before the row is overwritten: the reductions over lanes are barriers between
+            # before the row is overwritten: the reductions over lanes are barriers between. NaN of a target that is no
+            # column makes the row's loss NaN.
             inside = (target >= 0) & (target < columns)
             at_target = 0.0
             if LOSS:
@@ -148,6 +150,7 @@ def cross_entropy_kernel(
                     tl.store(x + tail, out, mask=tail < columns)
                     # beyond the last column minus infinity was read: the gradient there is zero, or NaN as in all
                     amax_bits = tl.maximum(amax_bits, tl.max(magnitude_bits(out), 1))
+                # from the end, for what was read last is still in a cache
                 for back in tl.range(0, blocks):
                     column = (blocks - 1 - back) * BLOCK + lane
                     values = tl.load(x + column).to(tl.float32)
@@ -169,7 +172,7 @@ def cross_entropy_triton(
     scale: float = 1.0,
     cap: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`cross_entropy`, up to the order of sums, with the gradient's amax."""
+    """Compute `cross_entropy`, up to the order of sums, with the gradient's amax."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits) == 0:
         return losses, None if factor is None else losses.new_zeros(1)
@@ -181,7 +184,7 @@ def cross_entropy_triton(
 
 
 def logsumexp_triton(logits: Tensor, targets: Tensor, *, ignore_index: int) -> Tensor:
-    """`logsumexp`, up to the order of sums."""
+    """Compute `logsumexp`, up to the order of sums."""
     sums = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     if len(logits):
         _launch(logits, targets, sums, ignore_index, None, None, loss=False)
@@ -206,6 +209,7 @@ def _launch(
 ) -> None:
     rows, columns = logits.shape
     width = 16 // logits.element_size()
+    # a lane is as wide as one load of a thread; fewer lanes for short rows, which would leave threads idle
     lanes = min(BLOCK // width, max(1, 1 << (ceil_div(columns, width) - 1).bit_length()))
     # pointers that are not read need some tensor
     of_gradient = [out if tensor is None else tensor for tensor in (factor, partials)]
@@ -253,6 +257,7 @@ def cross_entropy_gradient_kernel(
         if target == ignore_index:
             write_zeros(x, lane, blocks, columns, TAIL, BLOCK)
         else:
+            # a target that lies on another rank is -1, no column's number: this part has no one-hot to take off
             place = tl.where((target >= 0) & (target < columns), target, -1).to(tl.int32)
             logsumexp = tl.load(totals + row)
             for block in tl.range(0, blocks):
@@ -273,7 +278,7 @@ def cross_entropy_gradient_kernel(
 def write_gradient_triton(
     logits: Tensor, targets: Tensor, logsumexp: Tensor, *, ignore_index: int, factor: Tensor
 ) -> Tensor:
-    """`write_gradient`, with the gradient's amax."""
+    """Compute `write_gradient`, with the gradient's amax."""
     rows, columns = logits.shape
     if rows == 0 or columns == 0:
         return torch.zeros(1, dtype=torch.float32, device=logits.device)

@@ -1,4 +1,4 @@
-"""Which devices run FP8 products."""
+"""Devices that run FP8 products, and reasons of those that do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MINIMUM_CAPABILITY = (8, 9)
 
 
 def why_no_fp8(device: torch.device) -> str | None:
-    """Why a device cannot run FP8 products, or None where it can. The CPU always can."""
+    """Return why a device cannot run FP8 products, or None where it can. The CPU always can."""
     # a compiler traces through the examination, and would warn of the cache
     return _examine(device) if torch.compiler.is_compiling() else known_why_no_fp8(device)
 
@@ -37,17 +37,17 @@ known_why_no_fp8 = functools.cache(_examine)
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Whether an elementwise kernel runs in Triton here; code that is being compiled is left to the compiler."""
+    """Tell whether an elementwise kernel runs in Triton here; the compiler makes its own of code that it compiles."""
     return tensor.is_cuda and not torch.compiler.is_compiling()
 
 
 def current_stream(tensor: Tensor) -> int | None:
-    """The handle of the stream on which work on a tensor is being queued; None for the CPU."""
+    """Return the handle of the stream on which work on a tensor is being queued; None for the CPU."""
     return torch._C._cuda_getCurrentRawStream(tensor.device.index) if tensor.is_cuda else None
 
 
 def why_no_blockwise(device: torch.device) -> str | None:
-    """Why a device has FP8 products, but none of blockwise scales; None where it has them."""
+    """Return why a device has FP8 products, but none of blockwise scales; None where it has them."""
     if device.type == "cpu":
         return None
     instead = 'use FP8Config(granularity="rowwise"), or emulate=True to have the rounding without the speed'

@@ -106,7 +106,7 @@ def add_to_sums_kernel(codes, amaxes, gradients, count, VALUES: tl.constexpr):
 
 @triton.jit
 def read_sums_kernel(codes, amaxes, gradients, totals, count, ADDS: tl.constexpr, VALUES: tl.constexpr):
-    """As `add_to_sums_kernel`, but encodes nothing."""
+    """Each program decodes VALUES values of a sum, and adds a gradient where ADDS."""
     index, inside, group, exists = _place(count, VALUES)
     amax = tl.load(amaxes + group, mask=exists, other=0.0)
     total = decode_tile(tl.load(codes + index, mask=inside, other=0), amax, 1, VALUES)

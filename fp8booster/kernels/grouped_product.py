@@ -23,20 +23,20 @@ CAPABILITY = (9, 0)
 
 
 class Groups(NamedTuple):
-    """How many rows each of G groups has: multiples of 16, and not 0."""
+    """Numbers of rows of G groups: multiples of 16, and not 0."""
 
     rows: tuple[int, ...]
     ends: Tensor
     """int32 [G], on the device of the operands: the row behind each group's last."""
 
     def slices(self) -> list[slice]:
-        """The rows of each group."""
+        """Return the rows of each group."""
         ends = list(accumulate(self.rows))
         return [slice(end - rows, end) for rows, end in zip(self.rows, ends, strict=True)]
 
 
 def why_no_grouped_product(device: torch.device, emulate: bool) -> str | None:
-    """Why grouped products do not run on a device, or None where they do."""
+    """Return why grouped products do not run on a device, or None where they do."""
     return None if emulate else _examined(device)
 
 
@@ -61,7 +61,7 @@ def grouped_product(
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
-    """Each group of a's rows times the transpose of its own matrix: `a[group] @ b[group].T`.
+    """Multiply each group of a's rows by the transpose of its own matrix: `a[group] @ b[group].T`.
 
     Args:
         a: [M, K] E4M3, each row contiguous.
@@ -93,7 +93,7 @@ def summed_product(
     fast_accumulation: bool,
     emulate: bool,
 ) -> Tensor:
-    """For each group the sum over its columns: `a[:, group] @ b[:, group].T`.
+    """Return for each group the sum over its columns: `a[:, group] @ b[:, group].T`.
 
     Args:
         a: [N, M] E4M3, contiguous.
@@ -128,7 +128,7 @@ def _by_kernel(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, groups: G
 
 
 def _one_by_one(products: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], fast: bool, emulate: bool) -> list[Tensor]:
-    """The product of each (a, b, inverse scale of a, inverse scale of b)."""
+    """Return the product of each (a, b, inverse scale of a, inverse scale of b)."""
     return [
         product(
             _contiguous(a),

@@ -1,4 +1,4 @@
-"""Where the pieces of an FP8 message lie, in one buffer of bytes or in the memory of other GPUs.
+"""The layout of an FP8 message: its pieces in one buffer of bytes.
 
     piece     [values: one byte each, padded to 16][inverse scales: float32, padded to 16 bytes]
     message   the pieces, one after the other, nothing between them
@@ -26,7 +26,7 @@ SCALES_ALIGNMENT = 4
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """Where the pieces of a message lie.
+    """Places of the pieces of a message.
 
     Piece p holds `counts[p]` values, which follow those of piece p - 1 in the tensor. A tensor that ends before its
     last pieces do is as if followed by zeros.
@@ -41,35 +41,35 @@ class MessageLayout:
     @staticmethod
     @lru_cache(maxsize=1024)
     def of(counts: tuple[int, ...], block_size: int | None) -> MessageLayout:
-        """The layout, made once: calls repeat their sizes."""
+        """Return the layout, made once: calls repeat their sizes."""
         return MessageLayout(counts, block_size)
 
     @staticmethod
     def even(count: int, pieces: int, block_size: int | None) -> MessageLayout:
-        """Pieces of one size."""
+        """Return the layout of pieces of one size."""
         return MessageLayout.of((count,) * pieces, block_size)
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether the pieces have one size."""
+        """Tell whether the pieces have one size."""
         return len(set(self.counts)) == 1
 
     @cached_property
     def piece(self) -> MessageLayout:
-        """The message of the first piece alone, which of even pieces is that of any."""
+        """Return the layout of the first piece alone, which of even pieces is that of any."""
         return MessageLayout.of(self.counts[:1], self.block_size)
 
     def payload_bytes(self, count: int) -> int:
-        """Bytes of the values of a piece, padding included."""
+        """Return the bytes of the values of a piece, padding included."""
         return aligned(count)
 
     def scale_count(self, count: int) -> int:
-        """Scales of a piece, padding included."""
+        """Count the scales of a piece, padding included."""
         blocks = min(count, 1) if self.block_size is None else math.ceil(count / self.block_size)
         return math.ceil(blocks / SCALES_ALIGNMENT) * SCALES_ALIGNMENT
 
     def piece_bytes(self, count: int) -> int:
-        """Bytes of a piece of `count` values."""
+        """Return the bytes of a piece of `count` values."""
         return self.payload_bytes(count) + 4 * self.scale_count(count)
 
     @cached_property
@@ -94,7 +94,7 @@ class MessageLayout:
 
 
 def side_by_side(tensors: Sequence[Tensor], pieces: int) -> Tensor:
-    """[N]: the first of `pieces` even parts of each tensor, then the second of each, and so on."""
+    """Return [N]: the first of `pieces` even parts of each tensor, then the second of each, and so on."""
     if len(tensors) == 1:
         return tensors[0].reshape(-1)
     return torch.cat([tensor.reshape(pieces, -1) for tensor in tensors], dim=1).view(-1)

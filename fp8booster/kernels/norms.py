@@ -16,7 +16,7 @@ from fp8booster.kernels.operators import operator
 
 @operator()
 def norms_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each tensor: float32 [], on its device; squares are added in FP32, in the same order each time.
+    """Return the norm of each tensor: float32 [], on its device; squares are added in FP32, in one order each time.
 
     Args:
         tensors: BF16, FP16 or FP32, of any shapes; NaN and infinity in one reach its norm.

@@ -49,7 +49,7 @@ def squares_kernel(
 
 
 def norms_of_triton(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """`norms_of`, but for the last bits; of tensors that are not contiguous or lie on several devices, by torch."""
+    """Compute `norms_of`, but for the last bits; of tensors that are not contiguous or on several devices, by torch."""
     device = tensors[0].device
     if any(tensor.device != device or not tensor.is_contiguous() for tensor in tensors):
         return norms_of.reference(tensors)

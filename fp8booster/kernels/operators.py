@@ -34,6 +34,7 @@ class Operator(Generic[P, R]):
 
     def _register(self, fake: Callable[..., Any]) -> Callable[..., Any]:
         """Make the operator one of torch's: its compiler then looks no further."""
+        # a compiler that saw the definition would round otherwise: it fuses a product and a sum, and divides faster
         kinds = [parameter.kind for parameter in inspect.signature(self.reference).parameters.values()]
         positional = len(kinds) - kinds.count(inspect.Parameter.KEYWORD_ONLY)
 
@@ -52,29 +53,29 @@ class Operator(Generic[P, R]):
             if self._as_whole is not None:
                 return self._as_whole(*args, **kwargs)
             if not self._rounds_to_fp8:
-                return self.reference(*args, **kwargs)
+                return self.reference(*args, **kwargs)  # whose code the compiler fuses with what is around it
         return self.run(*args, **kwargs)
 
     def run(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """What eager code does, and the operator in compiled code."""
+        """Run the kernels or the definition; compiled code meets this inside the operator."""
         first = args[0] if args and isinstance(args[0], Tensor) else _first_tensor(args)
         if not self.uses_triton(first):
             return self.reference(*args, **kwargs)
         result = self.triton(*args, **kwargs)
-        if self._writes:
+        if self._writes:  # autograd and caches of FP8 weights tell by a version what was written since
             written = [args[place] if place < len(args) else kwargs[name] for place, name in self._writes]
             torch.autograd.graph.increment_version(_tensors(written))
         return result
 
     def uses_triton(self, tensor: Tensor | None) -> bool:
-        """Whether the kernels run for arguments of which this is the first tensor."""
+        """Tell whether the kernels run for arguments of which this is the first tensor."""
         if tensor is None or not tensor.is_cuda:
             return False
         return not self._rounds_to_fp8 or known_why_no_fp8(tensor.device) is None
 
     @functools.cached_property
     def triton(self) -> Callable[P, R]:
-        """The function that launches the kernels; Triton is imported here, and nowhere else."""
+        """Return the function that launches the kernels; Triton is imported here, and nowhere else."""
         function = self.reference
         return getattr(import_module(f"{function.__module__}_triton"), f"{function.__name__.rstrip('_')}_triton")
 
@@ -98,7 +99,7 @@ def operator(
 
 
 def _first_tensor(arguments: tuple[Any, ...] | list[Any]) -> Tensor | None:
-    """The first tensor among arguments, or in those that are lists and tuples of tensors."""
+    """Return the first tensor among arguments, or in those that are lists and tuples of tensors."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             return argument
@@ -110,7 +111,7 @@ def _first_tensor(arguments: tuple[Any, ...] | list[Any]) -> Tensor | None:
 
 
 def _tensors(arguments: list[Any]) -> list[Tensor]:
-    """The tensors that arguments are, or hold in lists."""
+    """Return the tensors that arguments are, or hold in lists."""
     found = []
     for argument in arguments:
         found += argument if isinstance(argument, (tuple, list)) else [argument]

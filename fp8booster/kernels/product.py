@@ -29,7 +29,7 @@ def product(
     emulate: bool = False,
     shape: tuple[int, int] | None = None,
 ) -> Tensor:
-    """`(a @ b.T) * inverse_scale_a[:, None] * inverse_scale_b + bias`, summed in FP32 or what the hardware has for it.
+    """Return `(a @ b.T) * inverse_scale_a[:, None] * inverse_scale_b + bias`, summed in FP32 or as the hardware does.
 
     Args:
         a: [M, K] FP8, contiguous.
@@ -106,7 +106,7 @@ LARGE_PRODUCT = 2e11
 
 
 def _is_faster_by_rows(device: torch.device) -> bool:
-    """Whether a large product with fast accumulation is faster if each row is given the tensor's scale.
+    """Tell whether a large product with fast accumulation is faster if each row is given the tensor's scale.
 
     cuBLAS takes another kernel for it, whose sums have as few bits. With it fast products of an H200 are 6 % faster
     than exact ones in the median over the fprops in benchmarks/results/h200/gemm (from 1 % slower to 10 %), where
@@ -117,7 +117,7 @@ def _is_faster_by_rows(device: torch.device) -> bool:
 
 
 def _repeated(scale: Tensor, operand: Tensor) -> Tensor:
-    """The scale once for each row of an operand."""
+    """Return the scale once for each row of an operand."""
     rows, device = len(operand), operand.device
     # memory that is allocated during a capture belongs to its graph
     if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
@@ -141,7 +141,7 @@ _known_capability = functools.cache(_capability)
 
 
 def _scaled_mm_on_cpu(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, **options: Any) -> Tensor:
-    """`torch._scaled_mm` of operands that decode to finite values, with PyTorch's own kernel, and without autocast."""
+    """Call `torch._scaled_mm` on operands that decode to finite values, in PyTorch's own kernel, without autocast."""
     scale_a, scale_b = _decodable(a, b, scale_a, scale_b)
     one_scale_each = scale_a.numel() == scale_b.numel() == 1
     with _without_autocast("cpu"), _without_unfit_onednn(one_scale_each):
@@ -149,7 +149,7 @@ def _scaled_mm_on_cpu(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor,
 
 
 def _decodable(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales that give the same product, by which both operands decode to finite values.
+    """Return scales that give the same product, by which both operands decode to finite values.
 
     The CPU's kernels decode the operands, then multiply. Under a power of two a value next to FP32's largest, rounded
     up to FP8, decodes to 2**128, which is infinite. So such an operand is halved, and the other doubled: both exact.
@@ -165,7 +165,7 @@ def _decodable(a: Tensor, b: Tensor, inverse_scale_a: Tensor, inverse_scale_b: T
 @torch.compiler.assume_constant_result
 @functools.cache
 def _cpu_multiplies_by_rows() -> bool:
-    """Whether PyTorch's own kernel for the CPU takes a scale for each row: torch 2.11's does not, and 2.13's does."""
+    """Tell whether PyTorch's own kernel for the CPU takes a scale for each row: torch 2.11's does not, 2.13's does."""
     operand, scale = torch.zeros(16, 16, dtype=formats.E4M3), torch.ones(16, 1, dtype=torch.float32)
     with _disable_current_modes():  # whoever counts products does not mean this one
         try:
@@ -180,7 +180,7 @@ ONEDNN_INSTRUCTIONS = "ONEDNN_MAX_CPU_ISA"
 
 
 def _without_unfit_onednn(one_scale_each: bool) -> contextlib.AbstractContextManager:
-    """Where PyTorch multiplies FP8 on the CPU itself, for a product that oneDNN refuses or is slow at.
+    """Let PyTorch multiply FP8 on the CPU itself, for a product that oneDNN refuses or is slow at.
 
     PyTorch leaves the product to oneDNN where the CPU advertises AMX. torch 2.11 does so with a scale for each row too,
     which oneDNN then refuses (pytorch/pytorch#179118). Held to instructions before AMX, oneDNN takes 30 ms and more for
@@ -204,7 +204,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager:
-    """Where operators keep their dtypes: autocast turns FP32 sums, the emulated product's and the CPU's, to 16 bits."""
+    """Let operators keep their dtypes: autocast turns FP32 sums, the emulated product's and the CPU's, to 16 bits."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()

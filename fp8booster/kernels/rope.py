@@ -65,7 +65,7 @@ def rotate_back(
     groups: int = 1,
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of `qkv` from those of what it was split into after `rotate`.
+    """Return the gradient of `qkv` from those of what it was split into after `rotate`.
 
     Args:
         dq: [B, S, Hq, D], any strides with contiguous heads.
@@ -86,7 +86,7 @@ def rotate_back(
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
-    """The first and the second of all pairs along the last dimension."""
+    """Return the first and the second of all pairs along the last dimension."""
     return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
 
 

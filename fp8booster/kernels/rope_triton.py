@@ -154,7 +154,7 @@ def back_rotated_heads(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """`back_heads` of whole heads, of which 2 `half` values were rotated."""
+    """Call `back_heads` for whole heads, of which 2 `half` values were rotated."""
     if PARTIAL:
         rest, rest_target = source, target
         if LAST:

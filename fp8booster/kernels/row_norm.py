@@ -24,7 +24,7 @@ from fp8booster.kernels.scales import amax_of
 
 
 class Normalized(NamedTuple):
-    """What `row_norm` gives for M rows."""
+    """Results of `row_norm` for M rows."""
 
     y: Tensor
     """[M, K]"""
@@ -43,7 +43,7 @@ class Normalized(NamedTuple):
 
 
 class NormGradients(NamedTuple):
-    """What `row_norm_backward` gives."""
+    """Results of `row_norm_backward`."""
 
     dx: Tensor
     """[M, K]: of x, and of the residual."""
@@ -101,7 +101,7 @@ def row_norm_transposed(
     dtype: torch.dtype,
     power_of_two: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The transpose of an RMS norm's y in FP8, in one pass, for who has cast y before.
+    """Return the transpose of an RMS norm's y in FP8, in one pass, where y was cast before.
 
     Args:
         h: of `Normalized`, or its codes.
@@ -129,7 +129,7 @@ def row_norm_backward(
     unit_offset: bool = False,
     biased: bool = False,
 ) -> NormGradients:
-    """Gradients of what `row_norm` was given.
+    """Return the gradients of the arguments of `row_norm`.
 
     Args:
         dy: [M, K], contiguous: the gradient of y.
@@ -154,7 +154,7 @@ def _centered(values: Tensor, centered: bool) -> Tensor:
 
 
 def _by_kind(rows: Tensor, weight: Tensor) -> Tensor:
-    """Rows whose last dimensions are the weight's."""
+    """Return rows whose last dimensions are the weight's."""
     return rows.view(-1, *weight.shape)
 
 

@@ -43,14 +43,13 @@ def rowwise_cast(
         Both layouts as in `kernels.cast.cast`, and their inverse scales: float32 [R16] for the rows of the plain one
         and [C16] for the rows of the transpose, each empty where its layout is.
     """
-    data, inverse_scale = _by_rows(matrix, dtype, power_of_two, wanted=plain)
-    transpose, transpose_inverse_scale = _by_rows(matrix.t(), dtype, power_of_two, wanted=transposed)
+    nothing = matrix.new_empty(0, dtype=dtype), matrix.new_empty(0, dtype=torch.float32)
+    data, inverse_scale = _by_rows(matrix, dtype, power_of_two) if plain else nothing
+    transpose, transpose_inverse_scale = _by_rows(matrix.t(), dtype, power_of_two) if transposed else nothing
     return data, transpose, inverse_scale, transpose_inverse_scale
 
 
-def _by_rows(matrix: Tensor, dtype: torch.dtype, power_of_two: bool, wanted: bool) -> tuple[Tensor, Tensor]:
-    if not wanted:
-        return matrix.new_empty(0, dtype=dtype), matrix.new_empty(0, dtype=torch.float32)
+def _by_rows(matrix: Tensor, dtype: torch.dtype, power_of_two: bool) -> tuple[Tensor, Tensor]:
     values = padded(matrix).contiguous()
     low, high = values.aminmax(dim=1)  # not abs().amax(): that would write the magnitudes to memory first
     scale, inverse_scale = scale_of(torch.maximum(-low, high), dtype, power_of_two)

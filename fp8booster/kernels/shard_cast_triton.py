@@ -86,7 +86,7 @@ def cast_shards_triton(
     inverse_scales: Sequence[Tensor],
     power_of_two: bool = False,
 ) -> None:
-    """`cast_shards`, byte for byte."""
+    """Compute `cast_shards`, byte for byte."""
     require_contiguous(shards, outs)
     columns = shards, outs, amaxes, inverse_scales
     for dtype in dict.fromkeys(out.dtype for out in outs):
@@ -111,7 +111,7 @@ def unpack_triton(
     transposes: Sequence[Tensor | None],
     weights: Sequence[Tensor | None],
 ) -> None:
-    """`unpack`, byte for byte."""
+    """Compute `unpack`, byte for byte."""
     wanted = [
         (matrix.dtype, transpose is not None, weight is not None)
         for matrix, transpose, weight in zip(matrices, transposes, weights, strict=True)

@@ -30,7 +30,7 @@ MOST_FIELDS = 10
 
 @triton.jit
 def own_entry(entries, owners, FIELDS: tl.constexpr):
-    """Whose part this program does.
+    """Find this program's part of the work.
 
     Returns:
         (the entry, its place in the list, the program's number among those of the entry).
@@ -42,14 +42,14 @@ def own_entry(entries, owners, FIELDS: tl.constexpr):
 
 @triton.jit
 def own_pointer(entry, field, like, ALIGNED: tl.constexpr):
-    """The address in a field of an entry, as a pointer of the type of another."""
+    """Load the address in a field of an entry, as a pointer of the type of another."""
     pointer = tl.load(entry + field).to(like.dtype)
     return tl.multiple_of(pointer, 16) if ALIGNED else pointer
 
 
 @triton.jit
 def own_size(entry, field, ALIGNED: tl.constexpr):
-    """The size in a field of an entry, int64."""
+    """Load the size in a field of an entry, int64."""
     size = tl.load(entry + field)
     return tl.multiple_of(size, 16) if ALIGNED else size
 
@@ -125,7 +125,7 @@ def launch_over(
 
 
 def _table(rows: np.ndarray, runs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The entries, int64, and the entry of each run, int32; the host does not wait.
+    """Return the entries, int64, and the entry of each run, int32; the host does not wait.
 
     Args:
         rows: of each entry, its fields: int64.
@@ -144,7 +144,7 @@ def _owners(runs: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def _captured_table(rows: np.ndarray, runs: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """As `_table`, while a CUDA graph is captured, which would copy from memory of the host at each replay.
+    """Return the results of `_table` while a CUDA graph is captured.
 
     The numbers are arguments of launches, so that the graph holds them itself.
     """

@@ -16,7 +16,7 @@ from fp8booster.kernels.operators import operator
 
 @operator()
 def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The weighted sum of each token's rows.
+    """Return the weighted sum of each token's rows.
 
     Args:
         rows: [R, H], contiguous, BF16, FP16 or FP32.
@@ -34,7 +34,7 @@ def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Ten
 
 @operator()
 def sum_rows_backward(gradient: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of rows and weights.
+    """Return the gradients of rows and weights.
 
     Args:
         gradient: [T, H], contiguous: of the sums.

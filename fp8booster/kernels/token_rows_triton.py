@@ -89,7 +89,7 @@ def _constants(rows: Tensor, places: Tensor, weights: Tensor | None) -> dict[str
 
 
 def sum_rows_triton(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
-    """`sum_rows`."""
+    """Compute `sum_rows`."""
     tokens, features = len(places), rows.shape[1]
     sums = rows.new_empty((tokens, features))
     constants = _constants(rows, places, weights)
@@ -106,7 +106,7 @@ def sum_rows_triton(rows: Tensor, places: Tensor, weights: Tensor | None = None)
 
 
 def sum_rows_backward_triton(gradient: Tensor, rows: Tensor, places: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`sum_rows_backward`; weights' gradients are summed in another order."""
+    """Compute `sum_rows_backward`; weights' gradients are summed in another order."""
     drows, dweights = torch.empty_like(rows), torch.empty_like(weights)
     if rows.numel():
         launch(

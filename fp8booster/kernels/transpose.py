@@ -10,7 +10,7 @@ from fp8booster.kernels.operators import operator
 
 
 def gathered_layouts(gathered: Tensor, outer: int, *, plain: bool, transposed: bool) -> tuple[Tensor, Tensor]:
-    """The matrix whose rows ranks hold in pieces, and its transpose.
+    """Return the matrix whose rows ranks hold in pieces, and its transpose.
 
     With `outer` 1 the ranks' rows follow each other. Else each rank holds a piece of every one of `outer` groups of
     rows, as it does of a batch of sequences: [P, outer, r, C] becomes [outer, P, r, C].
@@ -40,7 +40,7 @@ def gathered_layouts(gathered: Tensor, outer: int, *, plain: bool, transposed: b
 
 
 def transposed(matrix: Tensor) -> Tensor:
-    """The transpose of one FP8 matrix [R, C]: [C, R16], the bytes that a cast under one scale would give."""
+    """Return the transpose of one FP8 matrix [R, C]: [C, R16], the bytes that a cast under one scale would give."""
     _, transpose = gathered_layouts(matrix.view(torch.uint8).unsqueeze(0), 1, plain=False, transposed=True)
     return transpose.view(matrix.dtype)
 

@@ -43,7 +43,7 @@ def order_kernel(
 
 
 def order_triton(gathered: Tensor, outer: int, data: Tensor | None, transpose: Tensor | None) -> None:
-    """`order`, byte for byte."""
+    """Compute `order`, byte for byte."""
     ranks, rows, columns = gathered.shape
     padded, column_tiles = aligned(ranks * rows), ceil_div(columns, _TILE)
     launch(
