@@ -1,1 +1,1 @@
-"""What fp8booster costs and gains on this machine, compared with its peers, each benchmark one command."""
+"""Measure what fp8booster costs and gains on this machine, compared with its peers; each benchmark is one command."""

@@ -1,4 +1,4 @@
-"""What the sums of Hopper's FP8 products lose, fast and exact, compared with what the rounding to FP8 loses.
+"""Measure the errors of fast and exact sums in Hopper's FP8 products, compared with those of rounding to FP8.
 
     python -m benchmarks.accumulation --out results --json results/accumulation.json
 
@@ -29,7 +29,7 @@ ROWS = 256
 
 
 class Data(NamedTuple):
-    """How operands are drawn."""
+    """A distribution of operands."""
 
     name: str
     draw: Callable[..., torch.Tensor]

@@ -42,7 +42,7 @@ ONE_PASS, EIGHT_BIT = "one pass", "8-bit moments, BF16 weights with 16 bits more
 
 
 def shards_of(ranks: int, layers: int, device: torch.device) -> AdamShards:
-    """What one of so many ranks holds of some layers, with gradients of FP32."""
+    """Return one rank's shards of some layers, with gradients in FP32."""
     counts = [count // ranks for count in LAYER] * layers
 
     def drawn() -> list[torch.Tensor]:
@@ -100,7 +100,7 @@ def narrow_of(shards: AdamShards) -> Iterator[tuple[str, Optimizer]]:
 
 
 def fewest_bytes(way: str) -> int:
-    """What a step has to read and write of a value."""
+    """Return the fewest bytes that a step reads and writes for a value."""
     return EIGHT_BIT_BYTES if way == EIGHT_BIT else FP32_BYTES
 
 

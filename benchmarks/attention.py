@@ -1,4 +1,4 @@
-"""How fast attention is, forward and backward, by each kernel that PyTorch has for it, and of packed sequences.
+"""Time attention, forward and backward, by each kernel that PyTorch has for it, and of packed sequences.
 
     python -m benchmarks.attention --out results --json results/attention.json
 
@@ -36,7 +36,9 @@ FORWARD = ": forward"
 
 
 def uneven(tokens: int, mean: int) -> list[int]:
-    """Where sequences begin and end whose lengths are half, once and one and a half times a mean, in turns."""
+    """Return where sequences begin and end whose lengths alternate between half, once and one and a half times a
+    mean.
+    """
     boundaries = [0]
     while boundaries[-1] < tokens:
         length = mean * (1 + len(boundaries) % 3) // 2
@@ -45,7 +47,7 @@ def uneven(tokens: int, mean: int) -> list[int]:
 
 
 def mask_of(boundaries: list[int], device: torch.device) -> torch.Tensor:
-    """Which tokens attend to which, [1, 1, tokens, tokens], bool."""
+    """Return the mask of tokens that attend to each other, [1, 1, tokens, tokens], bool."""
     lengths = torch.tensor([end - begin for begin, end in pairwise(boundaries)], device=device)
     sequence = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
     return (sequence[:, None] == sequence).tril()[None, None]

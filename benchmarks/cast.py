@@ -1,4 +1,4 @@
-"""How much of the memory's bandwidth the casts to FP8 reach, compared with torch.compile's.
+"""Measure the share of the memory's bandwidth that casts to FP8 reach, compared with torch.compile's.
 
     python -m benchmarks.cast --out results --json results/cast.json
 
@@ -96,7 +96,7 @@ def _delayed(device: torch.device, *, transposed: bool) -> Work:
 
 
 def _compiled_cast(*, transposed: bool) -> Work:
-    """What one writes in torch for the compiler to fuse."""
+    """Cast as one writes it in torch, for the compiler to fuse."""
 
     def amax_and_cast(matrix: torch.Tensor, amax: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scale = formats.MAX[formats.E4M3] / matrix.abs().amax().float().clamp(min=1e-12)

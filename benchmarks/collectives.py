@@ -1,4 +1,4 @@
-"""How fast collectives are in FP8, encoding and decoding included, compared with NCCL in BF16 in the same run.
+"""Time collectives in FP8, encoding and decoding included, compared with NCCL in BF16 in the same run.
 
     torchrun --nproc-per-node 8 -m benchmarks.collectives --out results --json results/collectives.json
 

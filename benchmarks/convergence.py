@@ -1,4 +1,4 @@
-"""Whether FP8 learns as BF16 does: the loss of both on the same text, over several seeds.
+"""Compare the losses of FP8 and BF16 on the same text, over several seeds.
 
     python -m benchmarks.convergence --model 160m --data packages --seeds 4 --at-once 6 --minutes 8 --runs /tmp/runs
     python -m benchmarks.convergence --model 7b --layers 8 --data corpus.txt --variant bf16 --variant fp8 --out results

@@ -1,4 +1,4 @@
-"""What products take where power holds the clock down: time, clock and energy of each kind by itself.
+"""Measure products where power limits the clock: time, clock and energy of each kind alone.
 
     python -m benchmarks.energy --models 13b --out results --json results/energy.json
 
@@ -52,7 +52,7 @@ NOTE = (
 def product_record(
     kind: ProductKind, rows: int, inner: int, columns: int, *, meter: PowerMeter, device: torch.device, seconds: float
 ) -> Record:
-    """What one kind of product of one shape takes, or why it does not run."""
+    """Measure one kind of product of one shape, or return the reason why it does not run."""
     sets = input_sets(inner * (rows + columns), device)
     operands = [Operands.random(rows, inner, columns, device) for _ in range(sets)]
     try:

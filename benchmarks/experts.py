@@ -1,4 +1,4 @@
-"""How fast the products of a mixture's experts are: expert by expert or grouped, in BF16 or in FP8.
+"""Time the products of a mixture's experts: expert by expert or grouped, in BF16 or in FP8.
 
     python -m benchmarks.experts --out results --json results/experts.json
 

@@ -233,7 +233,7 @@ class LinearProducts(TorchDispatchMode):
 
     @property
     def share(self) -> float:
-        """Of the operations in FP8, from 0 to 1."""
+        """The share of the operations in FP8, from 0 to 1."""
         return self.operations["FP8"] / sum(self.operations.values())
 
 
@@ -250,7 +250,7 @@ def batches(vocabulary: int, steps: int, seed: int = 0) -> Iterator[torch.Tensor
 
 
 def losses_of(model: nn.Module, steps: int, seed: int) -> list[float]:
-    """Of training on new tokens at each step."""
+    """Return the losses of training on new tokens at each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     losses = []
     for ids in batches(SMALL["vocab_size"], steps, seed):
@@ -271,7 +271,7 @@ def small_model(family: str, seed: int = 0, *, fp8: bool) -> nn.Module:
 
 
 def small_record(family: str, steps: int, seeds: int) -> Record:
-    """What is converted and fused of a small model, and its losses in BF16 and in FP8."""
+    """Record what is converted and fused of a small model, and its losses in BF16 and in FP8."""
     model = small_model(family, fp8=True)
     with torch.no_grad(), LinearProducts(model.eval()) as products:
         model(input_ids=next(batches(SMALL["vocab_size"], 1)))
@@ -336,19 +336,19 @@ def timed(family: str, layers: int, rows: int, tokens: int, device: torch.device
 
 
 def show_converted(record: Record) -> str:
-    """How many linear layers are FP8 layers, and how many other weights of products are in FP8."""
+    """Show the number of linear layers in FP8, and of other weights of products in FP8."""
     of_all, others = f"{record['converted']} of {record['layers']}", record["outside"]
     return of_all + (f"; {record['outside_in_fp8']} of {others} weights of routers and experts" if others else "")
 
 
 def show_unfused(record: Record) -> str:
-    """What of a model is not fused."""
+    """Name what is not fused of a model."""
     left = [f"{count} not: {part}" for part, count in record["unfused"].items()]
     return "; ".join(left) or "all parts"
 
 
 def show_loss(record: Record) -> str:
-    """Whether FP8's loss follows that of BF16, and how far it is from it."""
+    """Tell whether FP8's loss follows that of BF16, and by how much it differs."""
     if "apart" not in record:
         return "left out (--steps 0)"
     verdict = "yes" if abs(record["apart"]) <= MOST_APART else "no"
@@ -375,7 +375,7 @@ def show_speedup(record: Record) -> str:
 
 
 def show(what: Any) -> Any:
-    """What a column shows of a record, or why the family has none."""
+    """Show a column's value of a record, or the reason why the family has none."""
     return lambda record: record["absent"] if "absent" in record else what(record)
 
 

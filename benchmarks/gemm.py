@@ -1,4 +1,4 @@
-"""How fast BF16 and FP8 products are, over the layers of models and over squares.
+"""Time BF16 and FP8 products, over the layers of models and over squares.
 
     python -m benchmarks.gemm --out results --json results/gemm.json
 
@@ -40,7 +40,7 @@ def time_products(
 
 
 def product_record(timings: dict[str, Timing], rows: int, inner: int, columns: int, floor: ProductFloor) -> Record:
-    """What one shape's products took, their rates, and the roofline."""
+    """Time the products of one shape; return times, rates and the roofline."""
     flops = 2 * rows * inner * columns
     record: Record = {"rows": rows, "inner": inner, "columns": columns, "copy_bytes_per_second": floor.bytes_per_second}
     for kind in KINDS:

@@ -1,4 +1,4 @@
-"""What each way of sending gradients in FP8 loses, on the gradients of a real run.
+"""Measure the errors of each way to send gradients in FP8, on the gradients of a real run.
 
     python -m benchmarks.gradient_formats --device cpu --out results --curves 100
 
@@ -65,7 +65,9 @@ def main(
 
 
 def _finding(records: list[Record]) -> str:
-    """Which way loses least, and where the default stands, by the mean over steps of the error of what arrives."""
+    """Name the way with the least error and the place of the default, by the mean over steps of the error that
+    arrives.
+    """
     default = name_of(Encoding())
     names = list(dict.fromkeys(record["way"] for record in records))
 

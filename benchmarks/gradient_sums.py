@@ -1,4 +1,4 @@
-"""What sums of gradients over micro-batches lose in 16 and in 8 bits, on the gradients of a real run.
+"""Measure the errors of sums of gradients over micro-batches in 16 and in 8 bits, on the gradients of a real run.
 
     python -m benchmarks.gradient_sums --device cpu --out results
 
@@ -28,7 +28,7 @@ Gradients = torch.Tensor
 
 
 def summed(kind: str, gradients: Gradients, *, last_in_fp32: bool) -> torch.Tensor:
-    """What the optimizer reads: AdamW adds the last gradient in FP32, ZeRO adds it as those before."""
+    """Return the sum that the optimizer reads: AdamW adds the last gradient in FP32, ZeRO adds it as those before."""
     total: GradientSum | None = None
     for gradient in gradients[:-1] if last_in_fp32 else gradients:
         total = added(total, gradient.clone(), kind)  # of which the first is changed in place

@@ -1,4 +1,4 @@
-"""What Python does for a whole training step under `LowLevelZeroPlugin`, without a GPU.
+"""Measure Python's time and calls for a training step under `LowLevelZeroPlugin`, without a GPU.
 
     python -m benchmarks.host_step --out results --json results/host-step.json
 

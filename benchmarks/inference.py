@@ -1,4 +1,4 @@
-"""How fast a model of transformers reads a prompt and makes tokens, in BF16 and in FP8, and what memory it takes.
+"""Time prefill and decode of a model of transformers, in BF16 and in FP8, and measure its memory.
 
     python -m benchmarks.inference --model 7b --out results --json results/inference.json
     python -m benchmarks.inference --model llama3-8b --prefill 1x2048 --batch 1 --batch 64 --compile
@@ -93,7 +93,7 @@ WAYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is timed: one call of a model."""
+    """One call of a model, which is timed."""
 
     batch: int
     tokens: int
@@ -157,7 +157,7 @@ def _states_of(cache: Any, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Of parameters and buffers, those of a tensor subclass by what it is made of."""
+    """Return the bytes of parameters and buffers; a tensor subclass counts as the tensors in it."""
     return sum(_bytes(tensor) for tensor in [*model.parameters(), *model.buffers()])
 
 
@@ -254,7 +254,9 @@ def measure(
 
 
 def _peak(call: Call, kept: int, device: torch.device) -> int | None:
-    """What is kept, and what the call takes at most beyond it; None on the CPU, which counts nothing."""
+    """Return the bytes that are kept, and the most that the call takes in addition; None on the CPU, which counts
+    nothing.
+    """
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""How fast a linear layer trains: forward and backward, casts included, compared with BF16, the peers and the roofline.
+"""Time the training of a linear layer: forward and backward with casts, compared with BF16, the peers and the roofline.
 
     python -m benchmarks.linear --out results --json results/linear.json
 

@@ -1,4 +1,5 @@
-"""How fast language models train: fp8booster compared with Colossal-AI's own plugins, FSDP2 and torchao, in one run.
+"""Time training steps of language models: fp8booster compared with Colossal-AI's plugins, FSDP2 and torchao, in one
+run.
 
     python -m benchmarks.llama --model 7b --against colossal-low_level_zero --against torchao --out results
     torchrun --nproc-per-node 8 -m benchmarks.llama --model 7b --profile --out results

@@ -1,4 +1,5 @@
-"""What backward makes again and casts, in one pass and in two: `FP8Config.recompute` and 8-bit saved activations.
+"""Time inputs that backward computes again and casts, in one pass and in two: recomputation and 8-bit saved
+activations.
 
     python -m benchmarks.made_again --out results --json results/made-again.json
 

@@ -1,4 +1,4 @@
-"""How fast each parallel mode trains in FP8, compared with the same plugin in BF16: one table.
+"""Time each parallel mode in FP8, compared with the same plugin in BF16: one table.
 
     python -m benchmarks.modes --out results                              # on all GPUs of the machine
     python -m benchmarks.modes --only tp --only pp-zbv --processes 2 --out results

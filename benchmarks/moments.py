@@ -1,4 +1,4 @@
-"""What each code of Adam's moments loses, on the moments of a real run.
+"""Measure the error of each code of Adam's moments, on the moments of a real run.
 
     python -m benchmarks.moments --device cpu --out results
 

@@ -1,4 +1,4 @@
-"""What FP8 on the wire saves between nodes: time of a training step, and bytes that the network interface sent.
+"""Measure FP8 on the wire between nodes: time of a training step, and bytes that the network interface sent.
 
     scripts/two_nodes.sh --rate 1gbit -m benchmarks.nodes --link "1 Gbit/s" --out results
 
@@ -84,7 +84,7 @@ class Measured:
 
 
 def bytes_sent_by(interface: str) -> int:
-    """What the kernel counted at a network interface of this process's namespace."""
+    """Return the bytes that the kernel counted at a network interface of this process's namespace."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, numbers = line.partition(":")
         if name.strip() == interface:

@@ -1,4 +1,4 @@
-"""What a large channel of SwiGLU's output costs the others, by the scales of the down projection.
+"""Measure the errors of other channels beside a large channel of SwiGLU's output, by the scales of the down projection.
 
     python -m benchmarks.outliers --device cpu --out results
 

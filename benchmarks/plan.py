@@ -1,4 +1,4 @@
-"""How close `fp8booster plan` comes to the peaks of torch's allocator that other results measured on GPUs.
+"""Compare `fp8booster plan` with the peaks of torch's allocator that other results measured on GPUs.
 
     python -m benchmarks.plan --out results
 
@@ -70,7 +70,7 @@ class Case:
 
 
 def cases(folder: Path) -> Iterator[Case]:
-    """What the result files of H200s measured and a plan can count.
+    """Return the cases that result files of H200s measured and a plan can count.
 
     Args:
         folder: for configs of models with other numbers of layers.

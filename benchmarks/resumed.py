@@ -1,4 +1,4 @@
-"""Whether a resumed run of `fp8booster train` repeats the uninterrupted one bit for bit.
+"""Tell whether a resumed run of `fp8booster train` repeats the uninterrupted one bit for bit.
 
     python -m benchmarks.resumed runs/whole/fp8 runs/resumed/fp8 --json resumed.json
 

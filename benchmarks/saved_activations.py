@@ -1,4 +1,4 @@
-"""What a decoder layer of LLaMA saves for backward, tensor by tensor, what that costs, and what 8-bit codes lose of it.
+"""List the tensors that a decoder layer of LLaMA saves for backward, their cost, and the errors of 8-bit codes of them.
 
     python -m benchmarks.saved_activations --device cpu --out results
     python -m benchmarks.saved_activations --steps 0 --out results
@@ -55,7 +55,7 @@ class SavedTensor:
 
 
 def saved_by(model: nn.Module, forward: Callable[[], torch.Tensor]) -> list[SavedTensor]:
-    """What a forward saves, in its order."""
+    """Return the tensors that a forward saves, in order."""
     names = {module: name for name, module in model.named_modules()}
     saved: list[SavedTensor] = []
 
@@ -225,7 +225,9 @@ CODES: dict[str, tuple[float, Callable[[torch.Tensor], torch.Tensor]]] = {
 
 
 def activations_of(options: TrainOptions, tokens: TokenFile, device: torch.device) -> dict[str, torch.Tensor]:
-    """What the layers' norms and SwiGLU read after the options' steps, in BF16: [M, K], all layers side by side."""
+    """Return the inputs of the layers' norms and SwiGLU after the options' steps, in BF16: [M, K], all layers side by
+    side.
+    """
     read: dict[str, list[torch.Tensor]] = {}
 
     def keep(kind: str, tensor: torch.Tensor) -> None:

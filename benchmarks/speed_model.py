@@ -71,7 +71,7 @@ def measure(rows: int, inputs: int, outputs: int, device: torch.device, rounds: 
 
 
 def record_of(rows: int, inputs: int, outputs: int, bf16_us: float, fp8_us: float, model: float | None) -> Record:
-    """What the table shows of one size."""
+    """Return the table's values of one size."""
     return {
         "rows": rows,
         "inputs": inputs,

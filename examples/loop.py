@@ -1,4 +1,6 @@
-"""What both scripts share: their options, the loop, checkpoints that are whole or not there, and a stop that saves."""
+"""Share between both scripts: their options, the loop, checkpoints that are whole or not there, and a stop that
+saves.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def parallel_of(args: argparse.Namespace) -> Parallel:
-    """How the ranks share model and data."""
+    """Return how the ranks share model and data."""
     sizes = {name: getattr(args, name) for name in ("plugin", "tp", "pp", "sp", "sp_mode", "ep", "micro_batches")}
     return Parallel(**sizes)
 
@@ -80,7 +82,7 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str] | None
 
 
 def what_files_miss(args: argparse.Namespace) -> str | None:
-    """What of the files is not as the arguments say, in a sentence; None where all are."""
+    """Return a sentence about files that are not as the arguments say; None if all are."""
     if args.data is not None and not Path(args.data).is_file():
         return f"--data {args.data} is not a file"
     done = bool(checkpoints_in(Path(args.out)))

@@ -66,7 +66,7 @@ def _links(page: str, markdown: str) -> Iterator[Path]:
 
 
 def _uri(file: Path) -> str:
-    """Where a file or folder of the repository lies on the site, as mkdocs names sources."""
+    """Return the place of a repository's file or folder on the site, as mkdocs names sources."""
     path = file.relative_to(ROOT).as_posix()
     if file.is_dir():
         return f"{path}/README.md" if (file / "README.md").exists() else f"{path}/index.md"

@@ -1,4 +1,4 @@
-"""What each way of sending gradients in FP8 does to a bucket of them."""
+"""Measure the errors that each way to send gradients in FP8 leaves in a bucket of them."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _encoded(bucket: Bucket, encoding: Encoding) -> Sent:
 
 
 def _clipped(values: torch.Tensor, message: torch.Tensor, encoding: Encoding) -> torch.Tensor:
-    """How many values lie beyond what the scales in a message leave of the format's range."""
+    """Count the values beyond the range that the scales of a message leave."""
     ranks, part = values.shape
     layout = encoding.even(part, ranks)
     largest = message.clone()

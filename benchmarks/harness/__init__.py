@@ -1,1 +1,1 @@
-"""What the benchmarks share: timing, floors, shapes, the head of a result and how it is written."""
+"""Share between benchmarks: timing, floors, shapes, the head of a result and how it is written."""

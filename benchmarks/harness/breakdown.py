@@ -1,4 +1,4 @@
-"""Where the GPU's time goes in a piece of work, by torch's profiler."""
+"""Divide the GPU's time in a piece of work into parts, by torch's profiler."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def us_of_kernels(events: Iterable[FunctionEventAvg], repeats: int) -> dict[str,
 
 
 def part_of(kernel: str) -> str:
-    """What a kernel does: "products", "casts" or "other"."""
+    """Return the part that a kernel belongs to: "products", "casts" or "other"."""
     lower = kernel.lower()
     return next((part for part, marks in PARTS.items() if any(mark in lower for mark in marks)), "other")
 

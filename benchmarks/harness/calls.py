@@ -1,4 +1,4 @@
-"""What Python does for a piece of work: how many functions it calls, also where no GPU is there to work for."""
+"""Count the functions that Python calls for a piece of work, also without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8booster.kernels import product
 
 
 def python_calls(work: Callable[[], object]) -> int:
-    """How many Python functions a piece of work calls, its backward included; a generator counts for each item.
+    """Count the Python functions that a piece of work calls, its backward included; a generator counts for each item.
 
     Args:
         work: what caches, compiles or collects garbage has done so; stand-ins of this file are not counted.

@@ -1,4 +1,4 @@
-"""What a result was measured on and with: the head of every result file."""
+"""Describe the machine and the versions of a result: the head of every result file."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Sample(NamedTuple):
 
 
 class Draw(NamedTuple):
-    """What a GPU took over a span of time."""
+    """The power and clock of a GPU over a span of time."""
 
     mhz: float
     """Median clock of its processors."""
@@ -103,7 +103,7 @@ def parse(line: str, seconds: float) -> Sample | None:
 
 
 def draw_of(samples: Sequence[Sample]) -> Draw | None:
-    """What these samples come to; None of none."""
+    """Summarize samples; return None without any."""
     if not samples:
         return None
     return Draw(

@@ -56,7 +56,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Result:
-    """What one benchmark found."""
+    """The findings of one benchmark."""
 
     benchmark: str
     title: str

@@ -1,4 +1,4 @@
-"""How long variants of one piece of work take, measured interleaved: A B C A B C ...
+"""Time variants of one piece of work, interleaved: A B C A B C ...
 
 A sample is a burst of calls between two CUDA events, with nothing that waits for the GPU inside. One call runs ahead of
 the first event, so that a sample sees the steady state of a training loop: where the host is slower than the GPU, its
@@ -50,7 +50,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Alone:
-    """What `time_alone` found."""
+    """The times that `time_alone` found."""
 
     ms: float
     """Of one call."""
@@ -69,7 +69,8 @@ class _Pass:
 
 
 def input_sets(bytes_read: int, device: torch.device) -> int:
-    """How many input sets of `bytes_read` fill the GPU's L2 cache twice: none is still in it when it is read again.
+    """Return the number of input sets of `bytes_read` that fill the GPU's L2 cache twice, so that none is in it when it
+    is read again.
 
     One on the CPU, which is not measured in earnest.
     """

@@ -1,4 +1,4 @@
-"""What a linear layer under measurement is, and one step of it."""
+"""Define a linear layer under measurement, and one step of it."""
 
 from __future__ import annotations
 

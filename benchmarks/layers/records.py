@@ -25,7 +25,7 @@ def casts_ms(work: Workload, layer: Layer, bytes_per_second: float) -> float:
 def layer_record(
     work: Workload, timings: dict[str, Timing], kernels: dict[str, dict[str, float]], bytes_per_second: float
 ) -> Record:
-    """What one shape's layers took, over BF16 and compared with their rooflines, and what these are made of."""
+    """Record the times of one shape's layers, compared with BF16 and with their rooflines, and the parts of these."""
     products = {direction: timings[direction].ms for direction in DIRECTIONS}
     products_ms = sum(samples.median for samples in products.values())
     measured = {name: timings[name] for name in LAYERS if name in timings}
@@ -80,7 +80,7 @@ def _extremes(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def breakdown_records(records: Sequence[Record]) -> list[Record]:
-    """Of each profiled layer: its parts' time compared with the roofline's, and how long the GPU had nothing to do."""
+    """Record each profiled layer: its parts' time compared with the roofline's, and the time without a kernel."""
     return [
         {
             "name": LAYERS[name].name,

@@ -1,4 +1,4 @@
-"""How the records of linear layers are shown."""
+"""Show the records of linear layers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _product_column(direction: str) -> Column:
 
 
 def _roofline(record: Record, key: str) -> float:
-    """Of the baseline, whose amax nobody delivers."""
+    """Return the baseline's roofline, to which nobody delivers an amax."""
     return record["layers"][BASELINE][key]
 
 

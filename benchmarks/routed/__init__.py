@@ -1,3 +1,3 @@
-"""What `benchmarks.experts` times: routed tokens (`work.py`), products of all experts
-(`implementations.py`), whole experts (`whole.py`).
+"""Hold what `benchmarks.experts` times: routed tokens (`work.py`), products of all experts (`implementations.py`),
+whole experts (`whole.py`).
 """

@@ -51,7 +51,7 @@ class Implementation(ABC):
         return y.detach(), x.grad
 
     def products(self) -> Products:
-        """What a step gives, to be compared with the reference."""
+        """Return the products of a step, to be compared with the reference."""
         y, dx = self.step()
         gradients = [parameter.grad for parameter in self.parameters()]
         dw = torch.stack(gradients) if len(gradients) > 1 else gradients[0].view(self.work.weight.shape)

@@ -47,7 +47,7 @@ def uneven_loads(tokens: int, experts: int) -> list[int]:
 
 
 class Products(NamedTuple):
-    """What the three products of all experts give."""
+    """The three products of all experts."""
 
     y: torch.Tensor
     """[T, N]"""
@@ -105,7 +105,7 @@ class Work:
         return permute(rows, self._layout())
 
     def without_padding(self, padded: torch.Tensor) -> torch.Tensor:
-        """What `padded` was made from."""
+        """Undo `padded`."""
         return unpermute(padded, self._layout())
 
     def reference(self) -> Products:

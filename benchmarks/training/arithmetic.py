@@ -1,4 +1,4 @@
-"""How many weights a model has, and how many floating-point operations a step is worth."""
+"""Count the weights of a model, and the floating-point operations of a step."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def model_flops(model: Architecture, *, sequence: int, lora: int | None = None) 
 
 
 def native_flops(model: Architecture, *, checkpointing: bool) -> int | None:
-    """What Colossal-AI's benchmark counts for one token (examples/language/performance_evaluator.py, on_step_end).
+    """Count the operations of one token as Colossal-AI's benchmark does (examples/language/performance_evaluator.py,
+    on_step_end).
 
     None for a mixture of experts, of which it would count those too that a token does not go through.
     """

@@ -1,4 +1,4 @@
-"""What an engine gives to be measured."""
+"""Define an engine that is built and can be measured."""
 
 from __future__ import annotations
 

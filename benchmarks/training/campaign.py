@@ -62,7 +62,7 @@ class Place:
             )
 
     def ended(self) -> tuple[bool, str | None]:
-        """Whether the run's processes have ended, and why it failed, where it did."""
+        """Return whether the run's processes have ended, and the reason if it failed."""
         for rank, host in enumerate(self._hosts):
             if rank not in self._statuses and (status := host.ended(0)) is not None:
                 self._statuses[rank] = status
@@ -92,7 +92,7 @@ class Place:
 
 
 def places(count: int | None, ranks: int, device: str, worker: str = "benchmarks.training.learner") -> list[Place]:
-    """Where runs are trained: `count` at once, or as many as there are GPUs for, `ranks` processes each.
+    """The places where runs train: `count` at once, or as many as there are GPUs for, `ranks` processes each.
 
     Raises:
         ValueError: a run wants more GPUs than there are.

@@ -27,7 +27,7 @@ Ends = Mapping[int, Mapping[str, Mapping[str, float]]]
 
 @dataclass
 class Findings:
-    """What the runs of a campaign that have ended found, by seed and variant."""
+    """The findings of a campaign's runs that have ended, by seed and variant."""
 
     losses: dict[int, dict[str, list[float]]] = field(default_factory=dict)
     """Where all were finite."""
@@ -42,7 +42,7 @@ class Findings:
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> tuple[Findings, dict[str, str]]:
-        """What is in their folders, and by name how far those are that have no loss to compare."""
+        """Return the findings in their folders, and by name the progress of those that have no loss to compare."""
         found, left_out = cls(), {}
         for run in runs:
             label, end = run.variant.label, run.folder.end()
@@ -79,7 +79,7 @@ class Difference:
 
     @classmethod
     def of(cls, differences: Sequence[float]) -> Difference:
-        """Of one value for each seed."""
+        """Return the mean and its error of one value for each seed."""
         count = len(differences)
         error = float(np.std(differences, ddof=1)) / math.sqrt(count) if count > 1 else math.nan
         return cls(float(np.mean(differences)), error)
@@ -151,7 +151,7 @@ def tenths(losses: Sequence[float]) -> list[float]:
 
 
 def differences(losses: Losses, variant: str, reference: str = BF16) -> list[Difference]:
-    """Of each tenth, over the seeds that have both the variant and the reference."""
+    """Return the differences of each tenth, over the seeds that have both the variant and the reference."""
     both = [by_variant for by_variant in losses.values() if variant in by_variant and reference in by_variant]
     if not both:
         return []
@@ -194,7 +194,7 @@ def _end(record: Record, variant: str) -> str:
 
 
 def part_table(found: Findings, variants: Sequence[str]) -> Table:
-    """What each part costs: a variant less what it is compared with, a row each."""
+    """Show the cost of each part: a variant less the one that it is compared with, a row each."""
     records: list[Record] = []
     kinds = _kinds(found)
     for name in variants:
@@ -267,7 +267,7 @@ def _kinds(found: Findings) -> list[str]:
 
 
 def _of_kind(found: Findings, kind: str) -> Ends:
-    """What was found on text of one kind, in the form of `Findings.held_out`."""
+    """Return the findings on text of one kind, in the form of `Findings.held_out`."""
     return {
         seed: {name: by_kind[kind] for name, by_kind in by_variant.items() if kind in by_kind}
         for seed, by_variant in found.kinds.items()

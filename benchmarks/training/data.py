@@ -1,4 +1,4 @@
-"""What the engines are fed: the same tokens for each of them."""
+"""Give each engine the same tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared: fp8booster, and the peers by the names that `--against` takes."""
+"""List the engines that are compared: fp8booster, and the peers by the names that `--against` takes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Engine:
     """What it can train."""
 
     def why_missing(self) -> str | None:
-        """Why it cannot run here, or None."""
+        """Return the reason why it cannot run here, or None."""
         missing = [package for package in self.needs if find_spec(package) is None]
         return f"{', '.join(missing)} is not installed" if missing else None
 

@@ -1,4 +1,4 @@
-"""What every engine of one run trains, and how."""
+"""Describe what every engine of one run trains, and how."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Job:
 
     @property
     def recomputed(self) -> bool | int:
-        """Whether layers compute their activations again in backward, or how many."""
+        """Return whether layers compute their activations again in backward, or how many do."""
         return self.checkpointed_layers or self.checkpointing
 
     @property
@@ -145,7 +145,7 @@ class Job:
         return self.warm_up + self.steps
 
     def parallel(self, plugin: str) -> Parallel:
-        """How a plugin's ranks share model and data; the ZeRO stage is for the job's own plugin alone."""
+        """Return how a plugin's ranks share model and data; the ZeRO stage is for the job's own plugin alone."""
         return Parallel(
             plugin=plugin,
             zero=self.zero if plugin == self.plugin else None,

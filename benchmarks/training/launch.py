@@ -34,7 +34,7 @@ CPU_PROCESSES = 2
 
 
 def is_launched() -> bool:
-    """Whether this process is a rank that torchrun, or srun with the same variables, has started."""
+    """Tell whether torchrun, or srun with the same variables, has started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -72,7 +72,7 @@ def meeting_at(address: str, port: int | str) -> dict[str, str]:
 
 
 def ending_of(rank: int, code: int, log: Path) -> str:
-    """How a rank's process ended, for one that did not say why."""
+    """Say how a rank's process ended that did not say why."""
     how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
     lines = log.read_text(errors="replace").strip().splitlines()[-_LOG_LINES:]
     return f"rank {rank} ended {how}" + (f": {' '.join(lines)}" if lines else "")
@@ -80,7 +80,7 @@ def ending_of(rank: int, code: int, log: Path) -> str:
 
 @dataclass(frozen=True)
 class Turn:
-    """What one turn of an engine gave."""
+    """The outcome of one turn of an engine."""
 
     outcome: dict[str, Any] | None
     """Rank 0's `measure.Outcome`, on every rank; None if the turn failed."""
@@ -187,7 +187,7 @@ class Crew:
 
 
 def _address() -> str:
-    """Where this machine is reached; torchrun's rank 0 need not be on the machine that MASTER_ADDR names."""
+    """Return the address of this machine; torchrun's rank 0 need not be on the machine that MASTER_ADDR names."""
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
     return "127.0.0.1" if one_machine else socket.gethostname()
 

@@ -1,4 +1,4 @@
-"""What one engine's steps take: timed, counted and profiled on every rank of its own processes."""
+"""Measure one engine's steps: timed, counted and profiled on every rank of its own processes."""
 
 from __future__ import annotations
 

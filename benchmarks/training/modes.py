@@ -46,7 +46,7 @@ NOTE = (
 
 
 def why_not(name: str, ranks: int) -> str | None:
-    """Why so many ranks cannot run a mode, or None."""
+    """Return the reason why so many ranks cannot run a mode, or None."""
     changes = MODES[name]
     group = math.prod(changes.get(size, 1) for size in ("tp", "pp", "sp"))
     return f"it needs a multiple of {group} ranks, and there are {ranks}" if ranks % group else None
@@ -68,7 +68,7 @@ def job_of(name: str, base: Job, mixture: str, ranks: int) -> Job:
 
 
 def mode_record(name: str, findings: Mapping[str, Findings], base: Job, fp8: Setting) -> Record:
-    """What a mode's turns found so far.
+    """Record what a mode's turns have found so far.
 
     Args:
         name: of the mode.
@@ -112,7 +112,7 @@ def mode_table(records: Sequence[Record]) -> Table:
 
 
 def layer_table(records: Sequence[Record]) -> Table:
-    """What ran in FP8 in each mode, and what became of its loss."""
+    """Show what ran in FP8 in each mode, and its loss."""
     return Table(
         None,
         "What ran in FP8",
@@ -157,7 +157,7 @@ def _options(job: Job, base: Job) -> str:
 
 
 def _of(record: Record, engine: str, show: Any) -> str:
-    """What is shown of an engine that was measured."""
+    """Return the columns of an engine that was measured."""
     found = record["engines"][engine]
     return show(found) if "ms" in found else "-"
 

@@ -25,7 +25,7 @@ from benchmarks.training.tables import loss_table, power_table, profile_tables, 
 
 @dataclass(frozen=True)
 class Output:
-    """Where a result goes."""
+    """The files that a result is written to."""
 
     folder: Path | None
     json_file: Path | None
@@ -74,7 +74,7 @@ def deliver(findings: dict[str, Findings], setting: Setting, baseline: str, outp
 
 
 def head_of(setting: Setting, output: Output) -> dict[str, str]:
-    """Where and with what it was measured."""
+    """Describe the machine and the versions of a result."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if setting.job.device == "cuda" else "gloo"
     return environment.head(setting.gpu, commit=output.commit) | {"ranks": str(setting.ranks), "NCCL": nccl}
 
@@ -98,7 +98,7 @@ def _caption(record: dict[str, Any], baseline: str) -> str:
 
 
 def describe(job: Job) -> str:
-    """What is trained, for the head: equal for runs that differ in the number of GPUs alone."""
+    """Describe the training for the head: equal for runs that differ in the number of GPUs alone."""
     shown = {
         key: value
         for key, value in job.as_record().items()
@@ -110,7 +110,7 @@ def describe(job: Job) -> str:
 
 
 def gpu_facts(device: str) -> environment.Gpu:
-    """Of the first GPU, asked in a process that ends, so that this one holds no memory there."""
+    """Return facts about the first GPU, asked in a process that ends, so that this one holds no memory there."""
     if device == "cpu":
         return environment.gpu_of(torch.device("cpu"))
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

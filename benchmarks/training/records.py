@@ -1,4 +1,4 @@
-"""What the turns found, as one record for each engine."""
+"""Put what the turns found into one record for each engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.training.rounds import Findings
 
 @dataclass(frozen=True)
 class Setting:
-    """What all engines of a run share."""
+    """The setting that all engines of a run share."""
 
     job: Job
     ranks: int
@@ -27,7 +27,7 @@ class Setting:
 
     @property
     def place(self) -> str:
-        """Where it ran, for titles."""
+        """The machine, for titles."""
         return place_of(self.ranks, on_gpus=self.job.device == "cuda")
 
 

@@ -11,7 +11,7 @@ from benchmarks.training.measure import Outcome
 
 @dataclass
 class Findings:
-    """What the turns of one engine gave so far."""
+    """The findings of one engine's turns so far."""
 
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     """By round, counted from 0."""

@@ -27,7 +27,7 @@ HELD_OUT, NOT_FINITE = "held out", "not finite"
 
 
 class RunFolder:
-    """What a run has written down."""
+    """The files that a run has written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,7 +70,7 @@ class RunFolder:
         write_whole(self._record, "".join(json.dumps(line) + "\n" for line in kept))
 
     def losses(self) -> list[float]:
-        """Of every step so far."""
+        """The losses of every step so far."""
         return [loss for line in self.lines() for loss in line.get("losses", ())]
 
     @property

@@ -1,4 +1,4 @@
-"""How the records of whole training steps are shown."""
+"""Show the records of whole training steps."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def why_no_power(records: Sequence[Record]) -> str | None:
 
 
 def wire_tables(records: Sequence[Record]) -> list[Table]:
-    """What was sent, by collective, and what fp8booster says of it."""
+    """Show the bytes sent, by collective, and fp8booster's statistics of them."""
     sent = [
         {"label": record["label"], **row} for record in records if "wire" in record for row in record["wire"]["rows"]
     ]
@@ -123,7 +123,7 @@ def wire_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def loss_table(records: Sequence[Record], reference: str) -> Table:
-    """How the losses compare."""
+    """Compare the losses."""
     return Table(
         "losses",
         "Loss",
@@ -145,7 +145,9 @@ def loss_table(records: Sequence[Record], reference: str) -> Table:
 
 
 def profile_tables(records: Sequence[Record]) -> list[Table]:
-    """Where the time goes, a column for each engine whose kernels were profiled, and the longest kernels of each."""
+    """Show the time of each part, a column for each engine whose kernels were profiled, and the longest kernels of
+    each.
+    """
     parts = part_records(records, [*ROWS, "step", "hidden communication"])
     names = list(parts[0]["ms"])
     if not names:

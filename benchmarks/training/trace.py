@@ -1,4 +1,4 @@
-"""Where the time of one step goes, from a trace of torch's profiler: every microsecond belongs to one part."""
+"""Divide the time of one step, from a trace of torch's profiler: every microsecond belongs to one part."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Kernel:
 
 
 def part_of(name: str, *, in_optimizer: bool = False) -> str:
-    """What a kernel does: one of `PARTS`, or "communication"."""
+    """Return the part that a kernel belongs to: one of `PARTS`, or "communication"."""
     part = next((part for part, pattern in _PATTERNS if pattern.search(name)), POINTWISE)
     return OPTIMIZER if in_optimizer and part in (POINTWISE, "copies") else part
 

@@ -1,4 +1,6 @@
-"""What `benchmarks.convergence` trains: one precision each, with an optimizer and what is saved in fewer bits."""
+"""List the variants that `benchmarks.convergence` trains: one precision each, with an optimizer and what is saved in
+fewer bits.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,7 @@ def chosen(keys: Sequence[str], also: Sequence[str]) -> list[Variant]:
 
 
 def base_of(label: str) -> str | None:
-    """What a variant is compared with, by labels, as results have them."""
+    """Return the variant that one is compared with, by labels, as results have them."""
     for variant in VARIANTS.values():
         if variant.label == label:
             return variant.base

@@ -43,12 +43,12 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def facts_of(model: torch.nn.Module) -> dict[str, str | None]:
-    """What of it computes in FP8, and what is fused."""
+    """Say what of a model computes in FP8, and what is fused."""
     return {"layers": _layers(model), "fused": _fused(model)}
 
 
 def _layers(model: torch.nn.Module) -> str | None:
-    """What computes in FP8, where fp8booster's layers do."""
+    """Say which of fp8booster's layers compute in FP8, if there are any."""
     from fp8booster import report
 
     found = report(model)
@@ -56,7 +56,7 @@ def _layers(model: torch.nn.Module) -> str | None:
 
 
 def _fused(model: torch.nn.Module) -> str | None:
-    """What is fused, where anything is."""
+    """Say what is fused, if anything is."""
     from fp8booster.nn.fused import fused_summary
     from fp8booster.nn.fused.decoder import FusedDecoderLayer
 
@@ -88,7 +88,7 @@ def do(task: dict[str, Any]) -> int:
 
 
 def cuda_begins_in_a_fork() -> bool:
-    """Whether it does: torch refuses where this process has asked for a GPU."""
+    """Tell whether it does: torch refuses if this process has asked for a GPU."""
     child = os.fork()
     if child == 0:
         os._exit(torch.cuda._is_in_bad_fork())

@@ -1,1 +1,1 @@
-"""What the benchmark of collectives measures: the calls, and how ranks take turns."""
+"""Define the calls that the benchmark of collectives measures, and how ranks take turns."""

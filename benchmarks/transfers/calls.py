@@ -22,7 +22,7 @@ Call = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how the calls run."""
+    """The group and the device on which the calls run."""
 
     ranks: int
     rank: int
@@ -41,7 +41,7 @@ class Bench:
         return values.to(dtype)
 
     def options(self, module: ModuleType) -> dict[str, object]:
-        """What `fp8booster.comm` takes on top of torch's arguments: FP8 at any size."""
+        """Return the arguments of `fp8booster.comm` beyond torch's: FP8 at any size."""
         if module is dist:
             return {}
         return {"encoding": self.encoding, "min_bytes": 0}
