@@ -24,20 +24,24 @@ def equal_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("syncs", [(1, 1, 1), (1, 0, 1), (0, 0, 1), (1, 0, 0, 1), (1, 1, 0, 0, 0, 1)])
 def test_each_backwards_part_is_added_once(equal_parts, syncs) -> None:
     """Whether ranks add after a backward, or leave that to a later one (`no_sync`)."""
-    summed, parameter = sums.SummedGradients("group"), nn.Parameter(torch.zeros(3))
+    parameter = nn.Parameter(torch.zeros(3))
+    summed = sums.SummedGradients("group", [parameter])
     parameter.grad = torch.zeros(3)
     for sync in syncs:
-        summed.spread({parameter: parameter.grad})
+        summed.spread()
         parameter.grad += 1  # backward
         if sync:
-            summed.sum({parameter: parameter.grad})
+            summed.sum()
     assert parameter.grad.tolist() == [float(RANKS * len(syncs))] * 3
 
 
 def test_gradients_that_were_set_to_zero_are_not_divided(equal_parts) -> None:
-    summed, parameter = sums.SummedGradients("group"), nn.Parameter(torch.zeros(3))
-    summed.sum({parameter: torch.ones(3)})
-    summed.spread({parameter: None})
-    gradient = torch.ones(3)
-    summed.spread({parameter: gradient})
-    assert gradient.tolist() == [1.0] * 3
+    parameter = nn.Parameter(torch.zeros(3))
+    summed = sums.SummedGradients("group", [parameter, nn.Parameter(torch.zeros(3))])
+    parameter.grad = torch.ones(3)
+    summed.sum()
+    parameter.grad = None
+    summed.spread()
+    parameter.grad = torch.ones(3)
+    summed.spread()
+    assert parameter.grad.tolist() == [1.0] * 3

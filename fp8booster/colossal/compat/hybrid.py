@@ -104,34 +104,37 @@ def parts_of_gradients_are_added_once(module: ModuleType, replacements: Replacem
     Without it what has accumulated is added after each backward: with two ranks, the first of two micro-batches counts
     twice in the gradients of normalization weights, and of weights that pipeline stages share.
     """
-    from fp8booster.colossal.hybrid.gradients import gradients_to_sum, shared_between_stages
+    from fp8booster.colossal.hybrid.gradients import partial_sums, stage_sums
 
-    def sums_of(owner: Any, find: Callable[[nn.Module], list], model: nn.Module) -> list:
-        return owner.__dict__.setdefault(f"_{find.__name__}", find(model))
+    def sums_of(owner: Any, find: Callable[..., list], *arguments: Any) -> list:
+        name = f"_{find.__name__}"
+        if name not in vars(owner):
+            vars(owner)[name] = find(*arguments)
+        return vars(owner)[name]
 
-    def part(optimizer: Any, parameter: nn.Parameter) -> torch.Tensor | None:
-        known = id(parameter) in optimizer.pid_to_grad_store
-        return optimizer.get_working_grad_by_param_id(id(parameter)) if known else None
+    def sums_of_zero(optimizer: Any) -> list:
+        def part(parameter: nn.Parameter) -> torch.Tensor | None:
+            known = id(parameter) in optimizer.pid_to_grad_store
+            return optimizer.get_working_grad_by_param_id(id(parameter)) if known else None
+
+        return sums_of(optimizer, partial_sums, optimizer.model, part)
 
     def backward(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-        for find in (gradients_to_sum, shared_between_stages):
-            for parameters, sums in sums_of(self.model, find, self.model):
-                sums.spread({parameter: parameter.grad for parameter in parameters})
-        if isinstance(self, module.HybridParallelZeroOptimizer):
-            for parameters, sums in sums_of(self, gradients_to_sum, self.model):
-                sums.spread({parameter: part(self, parameter) for parameter in parameters})
+        of_zero = sums_of_zero(self) if isinstance(self, module.HybridParallelZeroOptimizer) else ()
+        of_model = (sums for find in (partial_sums, stage_sums) for sums in sums_of(self.model, find, self.model))
+        for sums in (*of_model, *of_zero):
+            sums.spread()
         upstream(self, *args, **kwargs)
 
     def sync(upstream: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
         upstream(self, *args, **kwargs)
-        find = gradients_to_sum if upstream.__name__ == "sync_sp_grads" else shared_between_stages
-        for parameters, sums in sums_of(self, find, self):
-            sums.mark(parameters)
+        for sums in sums_of(self, partial_sums if upstream.__name__ == "sync_sp_grads" else stage_sums, self):
+            sums.are_summed = True
 
     def sync_of_zero(upstream: Callable[..., None], self: Any) -> None:
         upstream(self)
-        for parameters, sums in sums_of(self, gradients_to_sum, self.model) if self.require_grad_sync else ():
-            sums.mark(parameters)
+        for sums in sums_of_zero(self) if self.require_grad_sync else ():
+            sums.are_summed = True
 
     for optimizer in ("HybridParallelNaiveOptimizer", "HybridParallelAMPOptimizer", "HybridParallelZeroOptimizer"):
         for name in ("backward", "backward_by_grad"):

@@ -14,7 +14,7 @@ from colossalai.interface import OptimizerWrapper
 from colossalai.zero.low_level import LowLevelZeroOptimizer
 
 from fp8booster import comm
-from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated, shared_between_stages
+from fp8booster.colossal.hybrid.gradients import is_replicated, partial_sums, stage_sums
 from fp8booster.colossal.hybrid.sums import SummedGradients
 from fp8booster.colossal.zero.model import SavesMasters
 from fp8booster.colossal.zero.optimizer import FP8ZeroOptimizer
@@ -24,11 +24,8 @@ from fp8booster.nn.modules import change_class
 class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
     """The model wrapper of a plugin that sends gradients in FP8."""
 
-    partial_sums: list[tuple[list[torch.nn.Parameter], SummedGradients]]
-    """Parameters whose gradients are parts of a sum under sequence parallelism."""
-
-    stage_sums: list[tuple[list[torch.nn.Parameter], SummedGradients]]
-    """Parameters that another pipeline stage holds too."""
+    partial_sums: list[SummedGradients]
+    stage_sums: list[SummedGradients]
 
     @classmethod
     def convert_in_place(cls, model: HybridParallelModule, optimizer: OptimizerWrapper | None) -> None:
@@ -48,27 +45,26 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
             # gradients that ZeRO has taken
             model.module, model.use_ddp = model.module.module, False
         model.set_zero_optimizer(optimizer if isinstance(optimizer, FP8ZeroOptimizer) else None)
-        model.partial_sums = gradients_to_sum(model)
-        model.stage_sums = shared_between_stages(model)
+        model.partial_sums, model.stage_sums = partial_sums(model), stage_sums(model)
         if is_new and model.use_ddp:
             apart = is_replicated if dist.get_world_size(model.tp_group) > 1 else None
             model.module.register_comm_hook(comm.DDPState(group=model.dp_group, apart=apart), comm.ddp_hook)
 
     def spread_sums(self) -> None:
         """Prepare gradients that are sums over ranks for a backward that adds to them."""
-        for parameters, sums in (*self.partial_sums, *self.stage_sums):
-            sums.spread(_gradients(parameters))
+        for sums in (*self.partial_sums, *self.stage_sums):
+            sums.spread()
 
     def sync_sp_grads(self, grads: list[torch.Tensor] | None = None) -> None:
         """Add, over the ranks of sequence parallelism, gradients of which each has a part."""
         if grads is not None:
             comm.all_reduce_coalesced(grads, dist.ReduceOp.SUM, self.tp_group)
             return
-        for parameters, sums in self.partial_sums:
-            sums.sum(_gradients(parameters))
+        for sums in self.partial_sums:
+            sums.sum()
 
     def sync_shared_params(self) -> None:
-        """Nothing: pipeline stages add the gradients that they share at the end of `sync_dp_grads`."""
+        """Do nothing: pipeline stages add the gradients that they share at the end of `sync_dp_grads`."""
 
     def sync_dp_grads(self) -> None:
         """Average gradients over data parallel ranks, then add those that pipeline stages share."""
@@ -80,9 +76,5 @@ class FP8HybridParallelModule(SavesMasters, HybridParallelModule):
                     dist.ReduceOp.AVG,
                     self.dp_group,
                 )
-        for parameters, sums in self.stage_sums:
-            sums.sum(_gradients(parameters))
-
-
-def _gradients(parameters: list[torch.nn.Parameter]) -> dict[torch.Tensor, torch.Tensor | None]:
-    return {parameter: parameter.grad for parameter in parameters}
+        for sums in self.stage_sums:
+            sums.sum()

@@ -14,8 +14,7 @@ from colossalai.zero.low_level.bookkeeping import BucketStore
 from torch import nn
 
 from fp8booster.colossal.boosted_optimizer import BoostedOptimizer
-from fp8booster.colossal.hybrid.gradient_norm import SharedSquares
-from fp8booster.colossal.hybrid.gradients import gradients_to_sum, is_replicated, shared_between_stages
+from fp8booster.colossal.hybrid.gradients import SharedSquares, is_replicated, partial_sums, stage_sums
 from fp8booster.colossal.hybrid.model import FP8HybridParallelModule
 from fp8booster.colossal.hybrid.sums import SummedGradients
 from fp8booster.colossal.zero.noted_norms import forget_norm, noted_norms
@@ -30,22 +29,21 @@ class _SpreadsSums:
     """A mixin before an optimizer over an `FP8HybridParallelModule`."""
 
     model: FP8HybridParallelModule
-
     shared_squares: SharedSquares
 
     def spread_sums(self) -> None:
         """Prepare gradients that are sums over ranks for a backward that adds to them."""
         self.model.spread_sums()
 
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward from a loss; errors and arguments as in Colossal-AI's."""
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """Run backward from a loss; errors and arguments as in Colossal-AI's."""
         self.spread_sums()
-        super().backward(loss, *args, **kwargs)
+        super().backward(*args, **kwargs)
 
-    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward from a tensor's gradient, as pipelines do it."""
+    def backward_by_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Run backward from a tensor's gradient, as pipelines do it."""
         self.spread_sums()
-        super().backward_by_grad(tensor, grad, *args, **kwargs)
+        super().backward_by_grad(*args, **kwargs)
 
 
 class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParallelAMPOptimizer):
@@ -61,7 +59,7 @@ class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParall
     def _compute_grad_norm(
         self, param_gradient_pairs: list[tuple[nn.Parameter, torch.Tensor]], norm_type: float = 2
     ) -> torch.Tensor | float:
-        """The norm of (parameter, gradient of its master) over all ranks: float32 [], on the device."""
+        """Return the norm of (parameter, gradient of its master) over all ranks: float32 [], on the device."""
         if norm_type != 2:
             return super()._compute_grad_norm(param_gradient_pairs, norm_type)
         parameters = [parameter for parameter, _ in param_gradient_pairs]
@@ -86,16 +84,16 @@ class FP8HybridParallelAMPOptimizer(_SpreadsSums, BoostedOptimizer, HybridParall
 class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParallelZeroOptimizer):
     """The optimizer of ZeRO stages 1 and 2 within tensor, sequence and pipeline parallelism."""
 
-    partial_sums: list[tuple[list[nn.Parameter], SummedGradients]]
-    stage_sums: list[tuple[list[nn.Parameter], SummedGradients]]
-    """As of the model, for gradients that are reduced already."""
+    partial_sums: list[SummedGradients]
+    stage_sums: list[SummedGradients]
+    """As of the model, for this rank's parts of gradients that are reduced already."""
 
     @classmethod
     def convert_in_place(cls, optimizer: HybridParallelZeroOptimizer, model: nn.Module, config: FP8Config) -> None:
-        """As in `FP8ZeroOptimizer`; `optimizer.model` is the model's wrapper."""
+        """Convert as in `FP8ZeroOptimizer`; `optimizer.model` is the model's wrapper."""
         super().convert_in_place(optimizer, model, config)
-        optimizer.partial_sums = gradients_to_sum(optimizer.model)
-        optimizer.stage_sums = shared_between_stages(optimizer.model)
+        optimizer.partial_sums = partial_sums(optimizer.model, optimizer._part)
+        optimizer.stage_sums = stage_sums(optimizer.model, optimizer._part)
         optimizer.shared_squares = SharedSquares(optimizer)
         if optimizer.tp_pg.size() > 1:
             optimizer._put_replicated_apart()
@@ -109,32 +107,27 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
                 self.pid_to_bucket_store[id(parameter)] = bucket
 
     def spread_sums(self) -> None:
-        """This rank's parts of reduced gradients too."""
         super().spread_sums()
-        for parameters, sums in (*self.partial_sums, *self.stage_sums):
-            sums.spread(self._parts(parameters))
+        for sums in (*self.partial_sums, *self.stage_sums):
+            sums.spread()
 
     def _sync_sp_grads(self) -> None:
         """Add, over the ranks of sequence parallelism, gradients of which each has a part."""
         if self.require_grad_sync:
-            for parameters, sums in self.partial_sums:
-                self._sum(parameters, sums)
+            self._sum(self.partial_sums)
 
     def sync_dp_grads(self) -> None:
         """Average what a pipeline's backward left over data parallel ranks, then add what its stages share."""
         super().sync_dp_grads()
-        for parameters, sums in self.stage_sums:
-            self._sum(parameters, sums)
+        self._sum(self.stage_sums)
 
-    def _sum(self, parameters: list[nn.Parameter], sums: SummedGradients) -> None:
-        parts = self._parts(parameters)
-        sums.sum(parts)
-        for part in parts.values():
-            if part is not None:
+    def _sum(self, all_sums: list[SummedGradients]) -> None:
+        for sums in all_sums:
+            for part in sums.sum():
                 forget_norm(part)  # kernels write past torch's count of changes
 
     def _norm(self) -> torch.Tensor:
-        """The norm of all gradients over all ranks, times the loss scale: float32 [], on the device.
+        """Return the norm of all gradients over all ranks, times the loss scale: float32 [], on the device.
 
         Colossal-AI adds up norms where there are two process groups, as with experts, and leaves out those that other
         ranks hold (low_level_optim.py:575), so that ranks clip by different norms. Here it is one norm.
@@ -154,10 +147,8 @@ class FP8HybridParallelZeroOptimizer(_SpreadsSums, FP8ZeroOptimizer, HybridParal
         self.shared_squares.add_over_ranks(squares)
         return squares.sqrt()
 
-    def _parts(self, parameters: list[nn.Parameter]) -> dict[torch.Tensor, torch.Tensor | None]:
-        """This rank's part of the reduced gradient of each parameter that this optimizer trains."""
-        return {
-            parameter: self.get_working_grad_by_param_id(id(parameter))
-            for parameter in parameters
-            if id(parameter) in self.pid_to_grad_store
-        }
+    def _part(self, parameter: nn.Parameter) -> torch.Tensor | None:
+        """Return this rank's part of the reduced gradient of a parameter; None where this optimizer trains none."""
+        if id(parameter) not in self.pid_to_grad_store:
+            return None
+        return self.get_working_grad_by_param_id(id(parameter))

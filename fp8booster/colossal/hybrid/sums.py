@@ -8,38 +8,48 @@ accumulated, after each backward without `no_sync`: earlier micro-batches, which
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fp8booster import comm
 
-Gradients = Mapping[torch.Tensor, torch.Tensor | None]
-"""The gradient of each parameter, or None where it has none."""
+GradientOf = Callable[[nn.Parameter], torch.Tensor | None]
 
 
 class SummedGradients:
-    """Sums gradients over a group, each micro-batch's once."""
+    """Sums the gradients of some parameters over a group, each micro-batch's once.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._summed: set[torch.Tensor] = set()
+    Args:
+        group: the ranks, each with a part of every gradient.
+        parameters: whose gradients are sums.
+        gradient_of: returns the gradient of a parameter, or None where it has none.
+    """
 
-    def sum(self, gradients: Gradients) -> None:
-        """Add gradients over the ranks, in place; all hold the same bits then."""
-        found = {parameter: gradient for parameter, gradient in gradients.items() if gradient is not None}
-        comm.all_reduce_coalesced(list(found.values()), dist.ReduceOp.SUM, self._group)
-        self.mark(found)
+    def __init__(
+        self, group: dist.ProcessGroup, parameters: list[nn.Parameter], gradient_of: GradientOf = attrgetter("grad")
+    ) -> None:
+        self._group, self._parameters, self._gradient_of = group, parameters, gradient_of
+        self.are_summed = False
+        """No backward has added to the gradients since they were added over the ranks."""
 
-    def mark(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note that the gradients of parameters were added over the ranks."""
-        self._summed.update(parameters)
+    def sum(self) -> list[torch.Tensor]:
+        """Add the gradients over the ranks, in place, and return them; all ranks hold the same bits then."""
+        gradients = self._gradients()
+        comm.all_reduce_coalesced(gradients, dist.ReduceOp.SUM, self._group)
+        self.are_summed = True
+        return gradients
 
-    def spread(self, gradients: Gradients) -> None:
+    def spread(self) -> None:
         """Before a backward adds to gradients: divide those that are sums, so that the next sum gives them back."""
-        spread = [gradient for parameter, gradient in gradients.items() if parameter in self._summed]
-        spread = [gradient for gradient in spread if gradient is not None]  # None: it was set to zero since
-        if spread:
-            torch._foreach_mul_(spread, 1.0 / dist.get_world_size(self._group))
-        self._summed.clear()
+        gradients = self._gradients() if self.are_summed else []
+        if gradients:
+            torch._foreach_mul_(gradients, 1.0 / dist.get_world_size(self._group))
+        self.are_summed = False
+
+    def _gradients(self) -> list[torch.Tensor]:
+        found = (self._gradient_of(parameter) for parameter in self._parameters)
+        return [gradient for gradient in found if gradient is not None]

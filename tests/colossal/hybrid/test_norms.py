@@ -112,7 +112,7 @@ def test_without_a_limit_there_is_no_norm_and_gradients_stay() -> None:
 @ranks(2)
 def test_a_square_counts_once_over_tensor_and_pipeline_parallel_ranks() -> None:
     """Both at once, which takes four ranks, by two groups of these two."""
-    from fp8booster.colossal.hybrid.gradient_norm import SharedSquares
+    from fp8booster.colossal.hybrid.gradients import SharedSquares
 
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     lone, shared = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
