@@ -85,33 +85,34 @@ ONLY_WAITS = "fp8_only_waits"
 PASSES_ON = "fp8_passes_on"
 """Attribute of a forward that makes parameters ready, and passes all that it is given to its base class's."""
 
-_HOOKS = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+hooks_of = attrgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The hooks of a module, a dictionary of each kind."""
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Tell whether a module has hooks of its own, forward or backward, which only a call runs; not those marked."""
     # every part is asked at every call, and most have none
-    return any(_HOOKS(module)) and not _are_marked(module, LOOKS_AT_NOTHING)
+    return any(hooks_of(module)) and not _are_marked(module, LOOKS_AT_NOTHING)
 
 
 def is_looked_at(module: nn.Module) -> bool:
     """Tell whether a module has hooks that may read what it is given or gives: all but those marked to only wait."""
-    return any(_HOOKS(module)) and not _are_marked(module, ONLY_WAITS, LOOKS_AT_NOTHING)
+    return any(hooks_of(module)) and not _are_marked(module, ONLY_WAITS, LOOKS_AT_NOTHING)
 
 
 def _are_marked(module: nn.Module, *marks: str) -> bool:
-    hooks = (hook for of_kind in _HOOKS(module) for hook in of_kind.values())
+    hooks = (hook for of_kind in hooks_of(module) for hook in of_kind.values())
     return all(any(getattr(hook, mark, False) for mark in marks) for hook in hooks)
 
 
 def must_be_called(module: nn.Module) -> bool:
     """Tell whether a module has hooks, or a forward of its own in place of its class's."""
-    return "forward" in module.__dict__ or (any(_HOOKS(module)) and has_hooks(module))
+    return "forward" in module.__dict__ or (any(hooks_of(module)) and has_hooks(module))
 
 
 def may_be_bypassed(module: nn.Module) -> bool:
     """Tell whether nobody sees how a module is called: its class's forward runs, and its hooks, if any, only wait."""
-    return "forward" not in module.__dict__ and not (any(_HOOKS(module)) and is_looked_at(module))
+    return "forward" not in module.__dict__ and not (any(hooks_of(module)) and is_looked_at(module))
 
 
 def forward_of_class(module: nn.Module) -> Callable[..., Any]:

@@ -255,7 +255,7 @@ def report(model: nn.Module) -> Report:
         tuple(name for name, is_dropped in dropped.items() if is_dropped),
         tuple(_counted(count, part) for part, count in _saving_in_8_bits(model).items()),
         tuple(_counted(count, part) for part, count in _recomputed(model).items()),
-        sum(isinstance(module, FusedAttention) and module.casts_output_again for module in model.modules()),
+        sum(isinstance(module, FusedAttention) and module.recast_by is not None for module in model.modules()),
         any(id(layer) in heads for layer in layers),
         _attention(model),
         unfused_calls=tuple(unfused_calls(model).items()),

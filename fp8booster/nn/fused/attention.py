@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,12 @@ _READ_BY_SDPA = ("is_causal", "position_bias", "cache", "softcap", "head_mask")
 
 
 def why_unlike(implementation: str, arguments: Mapping[str, Any]) -> str | None:
-    """Why `attend` does not compute what transformers' attention of this name does with a layer's arguments, if so."""
+    """Return why `attend` computes something else than transformers' attention of this name; None: it does not.
+
+    Args:
+        implementation: `attn_implementation`.
+        arguments: of the layer, by name.
+    """
     if implementation != "sdpa":
         return f"attn_implementation={implementation!r}"
     for name in _READ_BY_SDPA:
@@ -37,7 +42,7 @@ def attend(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention, causal where no mask says more.
+    """Attend by PyTorch's SDPA, causally where no mask says more.
 
     Args:
         query: [B, Hq, S, D].
@@ -67,7 +72,7 @@ def attend(
 
 
 def takes_mask_and_groups(query: torch.Tensor) -> bool:
-    """Whether SDPA has a kernel for a mask and heads that share keys, but the one that holds all scores in memory.
+    """Tell whether SDPA has a kernel for a mask and heads that share keys, but the one that holds all scores in memory.
 
     cuDNN's is, which PyTorch prefers on Hopper and Blackwell. Flash attention takes no mask, the memory-efficient
     kernel no shared keys.
@@ -86,7 +91,7 @@ def attend_packed(
     dropout: float = 0.0,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of each sequence to itself.
+    """Attend causally within each sequence.
 
     Args:
         query: [B, Hq, S, D].
@@ -103,21 +108,22 @@ def attend_packed(
     """
     rows = query.shape[0]
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    how = _Scores(sequences, window, dropout, scale)
     if why_one_by_one(query) is not None:
-        attended = _one_by_one(q, k, v, sequences, window, sinks, dropout, scale)
+        attended = _one_by_one(q, k, v, sinks, how)
     else:
         size = v.shape[-1]
         v = F.pad(v, (0, q.shape[-1] - size))  # the kernel's heads have one size
         if sinks is None:
-            attended, *_ = _flash_forward(q, k, v, sequences, window, dropout, scale)
+            attended, *_ = _flash_forward(q, k, v, how)
         else:
-            attended = _WithSinks.apply(q, k, v, sinks, sequences, window, dropout, scale)
+            attended = _WithSinks.apply(q, k, v, sinks, how)
         attended = attended[..., :size]
     return attended.unflatten(0, (rows, -1)).transpose(1, 2)
 
 
 def why_one_by_one(query: torch.Tensor) -> str | None:
-    """Why no kernel attends within the sequences of a batch, but one call for each; None where one does.
+    """Return why no kernel attends within the sequences of a batch, but one call for each; None where one does.
 
     Args:
         query: [..., D].
@@ -133,50 +139,41 @@ def why_one_by_one(query: torch.Tensor) -> str | None:
     return None
 
 
-def _flash_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sequences: Sequences,
-    window: int | None,
-    dropout: float,
-    scale: float | None,
-) -> tuple[torch.Tensor, ...]:
-    """PyTorch's flash attention; q is [tokens, Hq, D], k and v are [tokens, Hkv, D].
+class _Scores(NamedTuple):
+    """Which scores count in the attention within sequences, and how."""
+
+    sequences: Sequences
+    window: int | None
+    dropout: float
+    scale: float | None
+
+    def of_kernel(self) -> tuple:
+        """Return boundaries and lengths of queries and of keys, dropout, and whether all before a token count."""
+        boundaries, longest = self.sequences.boundaries, self.sequences.longest
+        return boundaries, boundaries, longest, longest, self.dropout, self.window is None
+
+    def named(self) -> dict[str, Any]:
+        """Return the scale, and how many tokens on each side a token attends to; -1: all."""
+        left, right = (-1, -1) if self.window is None else (self.window - 1, 0)
+        return {"scale": self.scale, "window_size_left": left, "window_size_right": right}
+
+
+def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: _Scores) -> tuple[torch.Tensor, ...]:
+    """Attend by PyTorch's flash attention; q is [tokens, Hq, D], k and v are [tokens, Hkv, D].
 
     Returns:
         As q; the logarithm of the sum of the exponentials of each token's scores, FP32 [Hq, tokens]; the generator's
         state, in two tensors; and one for debugging.
     """
     # `torch.nn.attention.varlen.varlen_attn` calls the same, with arguments that each version of PyTorch has its own of
-    return torch.ops.aten._flash_attention_forward(
-        q, k, v, *_of_kernel(sequences), dropout, window is None, False, scale=scale, **_sides(window)
-    )
+    return torch.ops.aten._flash_attention_forward(q, k, v, *how.of_kernel(), False, **how.named())
 
 
 def _flash_backward(
-    dy: torch.Tensor,
-    saved: tuple[torch.Tensor, ...],
-    state: tuple[torch.Tensor, ...],
-    sequences: Sequences,
-    window: int | None,
-    dropout: float,
-    scale: float | None,
+    dy: torch.Tensor, saved: Sequence[torch.Tensor], state: Sequence[torch.Tensor], how: _Scores
 ) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k and v; `saved` is q, k, v, and what `_flash_forward` gave first, `state` the generator's."""
-    return torch.ops.aten._flash_attention_backward(
-        dy, *saved, *_of_kernel(sequences), dropout, window is None, *state, scale=scale, **_sides(window)
-    )
-
-
-def _of_kernel(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """As the kernel takes them, of queries and of keys."""
-    return sequences.boundaries, sequences.boundaries, sequences.longest, sequences.longest
-
-
-def _sides(window: int | None) -> dict[str, int]:
-    """How many tokens on each side a token attends to; -1: all."""
-    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": -1 if window is None else 0}
+    """Return gradients of q, k and v, which `saved` has with what `_flash_forward` gave; `state` is the generator's."""
+    return torch.ops.aten._flash_attention_backward(dy, *saved, *how.of_kernel(), *state, **how.named())
 
 
 class _WithSinks(torch.autograd.Function):
@@ -189,21 +186,13 @@ class _WithSinks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor,
-        sequences: Sequences,
-        window: int | None,
-        dropout: float,
-        scale: float | None,
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, how: _Scores
     ) -> torch.Tensor:
-        attended, sums, *state = _flash_forward(q, k, v, sequences, window, dropout, scale)
+        attended, sums, *state = _flash_forward(q, k, v, how)
         with_sinks = torch.logaddexp(sums, sinks.float()[:, None])
         y = (attended * (sums - with_sinks).exp().t()[..., None]).to(attended.dtype)
         ctx.save_for_backward(q, k, v, y, with_sinks, sinks, *state[:2])
-        ctx.options = sequences, window, dropout, scale
+        ctx.how = how
         return y
 
     @staticmethod
@@ -211,36 +200,29 @@ class _WithSinks(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple:
         *saved, sinks, seed, offset = ctx.saved_tensors
         y, with_sinks = saved[3:]
-        gradients = _flash_backward(dy, tuple(saved), (seed, offset), *ctx.options)
+        gradients = _flash_backward(dy, saved, (seed, offset), ctx.how)
         parts = (sinks.float()[:, None] - with_sinks).exp()  # of the softmax, [Hq, tokens]
         dsinks = -(parts * (dy.float() * y.float()).sum(-1).t()).sum(1).to(sinks.dtype)
-        return *gradients, dsinks, None, None, None, None
+        return *gradients, dsinks, None
 
 
 def _one_by_one(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sequences: Sequences,
-    window: int | None,
-    sinks: torch.Tensor | None,
-    dropout: float,
-    scale: float | None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, how: _Scores
 ) -> torch.Tensor:
-    """By `attend`: what the kernel computes. Bit for bit what each sequence gives that is a batch of its own."""
-    attended = []
-    for begin, end in pairwise(sequences.on_host):
+    """Attend by `attend`, which defines what the kernel computes, bit for bit as each sequence by itself."""
+    attended, options = [], {"dropout": how.dropout, "scale": how.scale}
+    for begin, end in pairwise(how.sequences.on_host):
         if begin == end:
             continue
         mask, length = None, end - begin
-        if sinks is not None or (window is not None and length > window):
-            before = length if window is None else window
+        if sinks is not None or (how.window is not None and length > how.window):
+            before = length if how.window is None else how.window
             mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - before)
         query, key, value = (each[begin:end].transpose(0, 1).unsqueeze(0) for each in (q, k, v))
         if sinks is None:
-            one = attend(query, key, value, mask, dropout=dropout, scale=scale)
+            one = attend(query, key, value, mask, **options)
         else:
-            one = _attend_with_sinks(query, key, value, cast(torch.Tensor, mask), sinks, dropout, scale)
+            one = _attend_with_sinks(query, key, value, cast(torch.Tensor, mask), sinks, **options)
         attended.append(one[0].transpose(0, 1))
     return torch.cat(attended)
 
@@ -251,10 +233,11 @@ def _attend_with_sinks(
     value: torch.Tensor,
     mask: torch.Tensor,
     sinks: torch.Tensor,
+    *,
     dropout: float,
     scale: float | None,
 ) -> torch.Tensor:
-    """`attend` with a sink for each head, all scores in memory; `mask` is bool [S, S]."""
+    """Attend as `attend` with a sink for each head, all scores in memory; `mask` is bool [S, S]."""
     groups = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -273,7 +256,7 @@ def kernels(
     features: int = 128,
     value_features: int | None = None,
 ) -> str:
-    """Which kernels attend on a device, and why not faster ones, in a phrase.
+    """Name the kernels that attend on a device, and why not faster ones, in a phrase.
 
     Args:
         device: one with `attend`'s tensors.
@@ -298,7 +281,7 @@ def kernels(
 
 
 def _flash_version(device: torch.device) -> tuple[str, str]:
-    """What PyTorch's flash attention is now, and what stands against a faster one."""
+    """Name PyTorch's flash attention as it is now, and what stands against a faster one."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     if current is not None:
         return f"flash attention ({current})", ""

@@ -45,19 +45,19 @@ class FusedDecoderLayer(nn.Module):
 
     name_prefix = "Fused"
 
+    attention_name: str
+
     def norms(self) -> list[FusedNorm]:
-        """Those that are fused."""
+        """Return its fused norms."""
         return [each for each in self.children() if isinstance(each, FusedNorm)]
 
     @property
     def fused_config(self) -> FP8Config | None:
-        """What is asked of its norms: that of its attention's FP8 layers; None: it has none."""
-        parts: Any = self._modules.values()
-        attention = next(filter(is_attention, parts))
+        """The configuration of its norms, that of its attention's FP8 layers; None: there are none."""
+        attention: Any = self._modules[self.attention_name]
         return config_around(attention._modules.values())
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As transformers'."""
         if torch.compiler.is_compiling():  # the compiler sees sums and norms by itself
             return super().forward(hidden_states, *args, **kwargs)
         parts = parts_with_lazy_sums(self, FusedNorm, saving=Saving.of_norm(self.fused_config))
@@ -85,8 +85,8 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
         The number of decoder layers fused.
     """
     fused = 0
-    # inner modules first: a layer is fused if it has norms that are
-    for module in reversed(list(model.modules())):
+    inner_first = list(model.modules())[::-1]  # a layer is fused if it has norms that are
+    for module in inner_first:
         if not is_known(type(module)) or not (any(True for _ in module.parameters()) or _is_whole_norm(module)):
             continue
         part = part_of(module)
@@ -97,7 +97,7 @@ def fuse_blocks(model: nn.Module, replaced_attention: ReplacedAttention | None =
         elif any(map(is_attention, module.children())):
             fused += _fuse_layer(module)
     _smooth(model)
-    for module in reversed(list(model.modules())):
+    for module in inner_first:
         if any(isinstance(part, FusedAttention) for part in module.modules()):
             let_pack(module)
     return fused
@@ -134,17 +134,19 @@ def mix(mixin: type[nn.Module], module: nn.Module) -> None:
         vars(module)["unfused_calls"] = {}
     if issubclass(mixin, FusedMLP):
         vars(module)["activation"] = activation_name(module)
+    if issubclass(mixin, FusedDecoderLayer):
+        vars(module)["attention_name"] = next(name for name, each in module.named_children() if is_attention(each))
     change_class(module, mixed_class(mixin, type(module)))
 
 
 def unfused_parts(model: nn.Module) -> Counter[str]:
-    """How many parts of decoder layers are not fused, by what they are and why."""
+    """Count the parts of decoder layers that are not fused, by what they are and why."""
     left_alone = Counter(module.__dict__[_WHY_NOT] for module in model.modules() if _WHY_NOT in module.__dict__)
     return left_alone + changed_parts(model)
 
 
 def changed_parts(model: nn.Module) -> Counter[str]:
-    """How many parts that `fuse_blocks` fused run as transformers wrote them now, by what they are and why."""
+    """Count the parts that `fuse_blocks` fused and that run as transformers wrote them now, by name and reason."""
     found: Counter[str] = Counter()
     for module in model.modules():
         if isinstance(module, (FusedMLP, FusedNorm, FusedAttention)) and (reason := module.why_not_now) is not None:
@@ -164,7 +166,7 @@ def _fuse(module: nn.Module, name: str, mixin: type[nn.Module] | str) -> None:
 
 
 def _fuse_layer(layer: nn.Module) -> bool:
-    """Whether a decoder layer could be fused, which now is."""
+    """Fuse a decoder layer if it has a fused norm, and tell whether it has."""
     if "forward" in vars(layer):
         layer.__dict__[_WHY_NOT] = f"residuals: {REPLACED}"
         return False
@@ -178,13 +180,13 @@ def _fuse_layer(layer: nn.Module) -> bool:
 
 
 def _is_whole_norm(module: nn.Module) -> bool:
-    """Whether a module without parameters is a norm that needs none."""
+    """Tell whether a module without parameters is a norm that needs none."""
     computes = norm_of(type(module)) if type(module).__name__.endswith("Norm") else None
     return computes is not None and not computes.weighted
 
 
 def _norm_mixin(norm: nn.Module) -> type[nn.Module] | str:
-    """What a norm is fused by, or why it is not."""
+    """Return the mixin of a norm, or why it is not fused."""
     if "forward" in vars(norm):
         return REPLACED
     weight = getattr(norm, "weight", None)
@@ -197,7 +199,7 @@ def _norm_mixin(norm: nn.Module) -> type[nn.Module] | str:
 
 
 def _mixin(module: nn.Module, part: Part, replaced_attention: ReplacedAttention | None) -> type[nn.Module] | str:
-    """What a part of a decoder layer is fused by, or why it is not."""
+    """Return the mixin of a part of a decoder layer, or why it is not fused."""
     layers = _layers(module, part)
     if len(layers) > 1 and not _in_fp8(layers) and not all(type(layer) is nn.Linear for layer in layers):
         return f"{', '.join(part.merged)} are neither all FP8 layers nor all nn.Linear"
@@ -220,15 +222,20 @@ def _mixin(module: nn.Module, part: Part, replaced_attention: ReplacedAttention 
 def _attention_mixin(
     attention: nn.Module, part: Part, replaced_attention: ReplacedAttention | None
 ) -> type[nn.Module] | str:
-    """What an attention is fused by, or why it is not."""
+    """Return the mixin of an attention, or why it is not fused."""
     if "forward" in vars(attention):
         return REPLACED if replaced_attention is None else replaced_attention(attention)
     config: Any = attention.config
     kind = config._attn_implementation
-    form = _form_of_fused(attention, part) if kind == (WITH_SINKS if has_sinks(attention) else "sdpa") else None
+    mixin = LatentAttention if part.of_latents else FusedAttention
+    norms_are_fused = all(isinstance(norm, (FusedNorm, HeadNorms)) for norm in head_norms(attention))
+    form: Form | None = None
+    if norms_are_fused and hasattr(attention, "attention_dropout"):
+        if kind == (WITH_SINKS if has_sinks(attention) else "sdpa"):
+            form = form_of(attention, part, mixed_class(mixin, type(attention)))
     if form is not None:
         vars(attention)["form"] = form
-        return _attention_class(part)
+        return mixin
     what = type(attention).__name__ if kind == "sdpa" else f"attn_implementation={kind!r}"
     if len(part.merged) == 1:
         return f"{what} has no fused form"
@@ -236,22 +243,8 @@ def _attention_mixin(
     return MergedAttention
 
 
-def _form_of_fused(attention: Any, part: Part) -> Form | None:
-    """The form of an attention that `FusedAttention` may stand for; None: it may not."""
-    norms = head_norms(attention)
-    if not hasattr(attention, "attention_dropout") or not all(
-        isinstance(norm, (FusedNorm, HeadNorms)) for norm in norms
-    ):
-        return None
-    return form_of(attention, part, mixed_class(_attention_class(part), type(attention)))
-
-
-def _attention_class(part: Part) -> type[FusedAttention]:
-    return LatentAttention if part.of_latents else FusedAttention
-
-
 def _layers(module: nn.Module, part: Part) -> list[Any]:
-    """The layers of one input, without adapters of peft's around them."""
+    """Return the layers of one input, without adapters of peft's around them."""
     return [without_adapter(getattr(module, name)) for name in part.merged]
 
 

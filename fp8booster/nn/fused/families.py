@@ -94,7 +94,7 @@ PARTS = (
 
 
 def part_of(module: nn.Module) -> Part | None:
-    """The part of a decoder layer that a module is, by the layers that it has."""
+    """Return the part of a decoder layer that a module is, by the layers that it has."""
     held = module._modules
     return next(
         (part for part in PARTS if all(held.get(name) is not None for name in (*part.merged, part.output))), None
@@ -102,12 +102,12 @@ def part_of(module: nn.Module) -> Part | None:
 
 
 def is_known(cls: type[nn.Module]) -> bool:
-    """Whether a class is one of transformers' for the language models of these families."""
+    """Tell whether a class is one of transformers' for the language models of these families."""
     return cls.__module__ in _MODULES and "Vision" not in cls.__name__
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention, fused or not."""
+    """Tell whether a module is an attention, fused or not."""
     return "Attention" in type(module).__name__
 
 
@@ -116,6 +116,6 @@ WITH_SINKS = "eager"
 
 
 def has_sinks(module: nn.Module) -> bool:
-    """Whether a module is an attention with a sink for each head, as gpt-oss has them."""
+    """Tell whether a module is an attention with a sink for each head, as gpt-oss has them."""
     # FSDP makes a view of its flat parameter of it, which is none
     return is_attention(module) and getattr(module, "sinks", None) is not None

@@ -21,12 +21,12 @@ class FusedMLP(FusedPart):
 
     @property
     def kind(self) -> str | None:
-        """What the kernel computes in the activation's place, as that is now; None: the activation runs itself."""
+        """The kernel's name of the activation as it is now; None: the activation runs itself."""
         return fused_kind(getattr(self, self.activation))
 
     @property
     def why_not_now(self) -> str | None:
-        """Why what was fused of it is not as it is now; None: it is."""
+        """Why it is not fused as it is now; None: it is."""
         if not self.is_as_tried:
             return "the forward of its class was replaced"
         activation = getattr(self, self.activation)

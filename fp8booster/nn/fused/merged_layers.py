@@ -26,7 +26,7 @@ from fp8booster.nn.linear.linear import FP8Linear
 from fp8booster.nn.linear.recompute import delivered_recipe
 from fp8booster.nn.linear.shared_input import share_input
 from fp8booster.nn.linear.speed_model import computes_in_fp8
-from fp8booster.nn.modules import held_by_modules, must_be_called
+from fp8booster.nn.modules import held_by_modules, hooks_of, must_be_called
 from fp8booster.nn.weights.cached import CachedWeight
 from fp8booster.nn.weights.casting import Casts
 from fp8booster.nn.weights.freshness import reusable
@@ -34,6 +34,7 @@ from fp8booster.nn.weights.source import WeightSource
 from fp8booster.nn.weights.stacking import are_stacked, stacked_view
 
 _in_training = attrgetter("training")
+_may_be_filled = attrgetter("fp8_weight.may_be_filled")
 
 
 class Merged:
@@ -56,16 +57,16 @@ class Merged:
 
     @property
     def why_not_merged(self) -> str | None:
-        """Why the layers' products run one by one in training, as far as it is known; None where they run as one."""
+        """Why the products run one by one in training, as far as it is known; None where they run as one."""
         return self._why_never()
 
     @property
     def fused_config(self) -> FP8Config | None:
-        """What is asked of what is fused around the layers; None: they are not in FP8."""
+        """The configuration of what is fused around the layers; None: they are not in FP8."""
         return None
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor | None:
-        """All outputs side by side, [..., sum of output features], or None: call the layers one by one.
+        """Return all outputs side by side, [..., sum of output features], or None: call the layers one by one.
 
         They are, where `why_not_merged` has a reason; in evaluation; under autocast, which would cast them as one anew;
         and in compiled code, where the compiler sees the layers themselves.
@@ -73,7 +74,7 @@ class Merged:
         raise NotImplementedError
 
     def stands_for(self, *called: nn.Module) -> bool:
-        """Whether these are the layers still; one may have been replaced since, or have an adapter of peft's now.
+        """Tell whether these are the layers still: one may be replaced, or have an adapter of peft's, since.
 
         Args:
             called: what the module that has the layers would call one by one now.
@@ -92,7 +93,7 @@ class Merged:
         return torch.cat([layer.bias for layer in self.layers])
 
     def _why_never(self) -> str | None:
-        """Why the layers, as they are, cannot run as one on any input."""
+        """Return why the layers, as they are, cannot run as one on any input."""
         if self._why_replaced is not None:
             return self._why_replaced
         first = self.layers[0]
@@ -148,14 +149,35 @@ class MergedLayers(Merged):
             return None
         if FrozenFP8Linear in map(type, self.layers):  # it has no merged form, and to look at its weight decodes it
             return None
-        weights = self.weights
+        # a layer of eight times as many tokens costs the host as much: so the usual case is told by one look
+        weights = None if torch.compiler.is_compiling() else self._weights_of_usual_layers()
+        never = None
+        if weights is None:
+            weights, never = self.weights, self._why_never()
         if not reusable(input, weights[0]):
             return None
-        reason = self._why_never() or self._why_not(input, weights)
+        reason = never or self._why_not(input, weights)
         if reason is not None:
             self._reasons[reason] = None
             return None
         return self._product(input, weights)
+
+    def _weights_of_usual_layers(self) -> list[torch.Tensor] | None:
+        """Return the weights of layers for which `_why_never` has no reason at first sight: None: it must be asked."""
+        if self._why_replaced is not None or self.fp8_weight.refusal is not None:
+            return None
+        first = self.layers[0]
+        config, biased = vars(first).get("fp8_config"), first._parameters.get("bias") is not None
+        weights = []
+        for layer in self.layers:
+            held = vars(layer)
+            weight, bias = map(held["_parameters"].get, ("weight", "bias"))
+            if type(layer) is not FP8Linear or weight is None or (bias is not None) != biased:
+                return None
+            if held["fp8_config"] is not config or "forward" in held or any(hooks_of(layer)):
+                return None
+            weights.append(weight)
+        return None if first.fp8_config.rowwise else weights
 
     def _product(self, input: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
         first = self.layers[0]
@@ -191,7 +213,7 @@ class MergedLayers(Merged):
         )
 
     def _defer(self) -> Defer | None:
-        """What hands each layer its rows of the one gradient, later."""
+        """Return what hands each layer its rows of the one gradient, later."""
         by_layer: list[Defer] = []
         for layer in self.layers:
             if (give := layer.fp8_defer()) is None:
@@ -199,23 +221,24 @@ class MergedLayers(Merged):
             by_layer.append(give)
 
         def defer(compute: Callable[[], torch.Tensor]) -> None:
-            late = _LateRows(compute, [len(weight) for weight in self.weights])
+            rows = _DeferredRows(compute, [len(weight) for weight in self.weights])
             for number, (layer, give) in enumerate(zip(self.layers, by_layer, strict=True)):
                 if layer.held_weight.requires_grad:
-                    give(partial(late.take, number))
+                    give(partial(rows.take, number))
 
         return defer
 
     def _why_not(self, input: torch.Tensor, weights: Sequence[torch.Tensor]) -> str | None:
-        """Why the layers, which can run as one in training, cannot on this input."""
+        """Return why the layers, which can run as one in training, cannot on this input."""
         if torch.is_autocast_enabled(input.device.type):
             return "under autocast"
-        together = self.fp8_weight.is_provided(weights)
-        for layer, weight in zip(self.layers, weights, strict=True):
+        for weight in weights:
             if weight.dtype != input.dtype:
                 return "the input's dtype is not the weight's"
-            if not together and layer.fp8_weight.is_provided([weight]):
-                return "the FP8 weights do not lie together"
+        if any(map(_may_be_filled, self.layers)) and not self.fp8_weight.is_provided(weights):
+            for layer, weight in zip(self.layers, weights, strict=True):
+                if layer.fp8_weight.is_provided([weight]):
+                    return "the FP8 weights do not lie together"
         return None
 
     def _why_never(self) -> str | None:
@@ -277,7 +300,7 @@ _MOVED = "their weights have moved since; fuse the model when it has its dtype a
 
 
 def _lay_together(weights: Sequence[torch.Tensor]) -> str:
-    """Move weights stacked by rows; returns why they do not lie so, if ever they do not."""
+    """Move weights stacked by rows; return why they do not lie so, if ever they do not."""
     for weight in weights:
         if type(weight) is not nn.Parameter or weight.is_meta:
             return "their weights are not plain parameters"
@@ -295,12 +318,12 @@ def _lay_together(weights: Sequence[torch.Tensor]) -> str:
 
 
 def merged_layers(model: nn.Module) -> list[MergedLayers]:
-    """Those that the modules of a model hold as attributes."""
+    """Return the groups of FP8 layers that the modules of a model hold."""
     return held_by_modules(model, MergedLayers)
 
 
 def merged_linears(model: nn.Module) -> list[MergedLinears]:
-    """Those that the modules of a model hold as attributes."""
+    """Return the groups of nn.Linear layers that the modules of a model hold."""
     return held_by_modules(model, MergedLinears)
 
 
@@ -319,7 +342,7 @@ class _Stacked(torch.autograd.Function):
         return None, *((None,) * len(ctx.rows) if gradient is None else gradient.split(ctx.rows))
 
 
-class _LateRows:
+class _DeferredRows:
     """A gradient that is computed when the first of its rows are asked for."""
 
     def __init__(self, compute: Callable[[], torch.Tensor], rows: list[int]) -> None:
@@ -328,7 +351,7 @@ class _LateRows:
         self._parts: dict[int, torch.Tensor] = {}
 
     def take(self, number: int) -> torch.Tensor:
-        """The rows of one weight, once."""
+        """Return the rows of one weight, once."""
         if self._compute is not None:
             self._parts, self._compute = dict(enumerate(self._compute().split(self._rows))), None
         return self._parts.pop(number)

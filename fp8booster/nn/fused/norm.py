@@ -35,7 +35,7 @@ class FusedNorm(Fused):
 
     @property
     def takes_terms(self) -> bool:
-        """Whether its forward is the one here, and not that of a class derived from its own afterwards."""
+        """Tell whether its forward is the one here, and not that of a class derived from its own afterwards."""
         ours = FusedNorm.forward
         return type(self).forward is ours or forward_of_class(self) is ours
 
@@ -47,7 +47,7 @@ class FusedNorm(Fused):
         both: bool = False,
         saving: Saving = PLAIN,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The norm of `hidden_states + residual`; with `both`, that sum too. `saving`: how the sum is saved."""
+        """Return the norm of `hidden_states + residual`; with `both`, that sum too. `saving`: how the sum is saved."""
         if self.why_not_now is not None:
             h = hidden_states if residual is None else hidden_states + residual
             y = super().forward(h)
@@ -82,7 +82,7 @@ class HeadNorms:
 
     @classmethod
     def of(cls, module: nn.Module) -> HeadNorms | None:
-        """Those that a module holds in a list, and nothing else; None: it does not."""
+        """Return those that a module holds in a list, and nothing else; None: it does not."""
         inside = list(module.modules())
         norms = [each for each in inside if type(each) is nn.LayerNorm]
         if not norms or len(norms) != len(inside) - 2 or any(each.bias is not None for each in norms):
@@ -91,7 +91,7 @@ class HeadNorms:
         return cls(norms) if alike and norms[0].weight is not None else None
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        """The norms of heads, [..., H, D]."""
+        """Return the norms of heads, [..., H, D]."""
         if not all(map(may_be_bypassed, self.norms)):
             return torch.cat([norm(each) for norm, each in zip(self.norms, heads.split(1, -2), strict=True)], -2)
         for norm in self.norms:

@@ -1,4 +1,4 @@
-"""What the parts of a decoder layer that have linear layers of one input share: these layers as one product."""
+"""Mixins of modules of transformers' that are fused, and of parts whose linear layers of one input are one product."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Fused(nn.Module):
 
     @property
     def is_as_tried(self) -> bool:
-        """Whether that class has this forward still: someone may have replaced it for all its modules."""
+        """Tell whether that class has this forward still: someone may replace it for all its modules."""
         original, forward = self.tried
         return original.forward is forward
 
@@ -44,37 +44,35 @@ class FusedPart(Fused):
     """None where there is one layer, whose product is that of all, and where they run one by one."""
 
     def merged_product(self, input: torch.Tensor) -> torch.Tensor | None:
-        """What the merged layers make of an input; None: call the layers, which the part has now, one by one."""
-        layers = self._merged_now()
-        if self.fp8_merged is None:
+        """Return what the merged layers make of an input; None: call the layers, which the part has now, one by one."""
+        layers: list[Any] = list(map(self._modules.get, self.part.merged))
+        merged = self.fp8_merged
+        if merged is None:
             if not self.training or torch.compiler.is_compiling():
                 return None
             return own_product(layers[0], input)
-        if self.fp8_merged.stands_for(*layers):
-            return self.fp8_merged(input)
+        if merged.stands_for(*layers):
+            return merged(input)
         return low_rank_product(input, layers) if self.training else None
 
     @property
     def fused_config(self) -> FP8Config | None:
-        """What is asked of what is fused behind the product; None: the product is not in FP8."""
+        """The configuration of what is fused behind the product; None: the product is not in FP8."""
         if self.fp8_merged is None:
             return config_around([getattr(self, self.part.merged[0])])
         return self.fp8_merged.fused_config
 
     @property
     def is_fused(self) -> bool:
-        """Whether something is, as far as it is known."""
+        """Tell whether its layers of one input are one product, as far as it is known."""
         merged = self.fp8_merged
-        return merged is None or merged.why_not_merged is None or all(map(low_rank_of, self._merged_now()))
-
-    def _merged_now(self) -> list[Any]:
-        return list(map(self._modules.get, self.part.merged))
+        if merged is None or merged.why_not_merged is None:
+            return True
+        return all(low_rank_of(getattr(self, name)) for name in self.part.merged)
 
 
 def own_product(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    """What a linear layer makes of an input, to be written over; a copy of it where a hook saw it, or an adapter or a
-    forward of the layer's own may keep it.
-    """
+    """Return what a linear layer makes of an input, to be written over: a copy where a hook or an adapter has it too."""
     product = layer(input)
     is_own = isinstance(layer, (nn.Linear, FP8Layer)) and may_be_bypassed(layer)
     return product if is_own else product.clone()

@@ -45,7 +45,7 @@ class MergedAttention(FusedPart):
         return super().forward(*args, **kwargs)
 
     def _projections(self, input: torch.Tensor, product: torch.Tensor) -> dict[str, Callable]:
-        """What stands in for the merged layers: it gives their parts of the one product of their input."""
+        """Return what stands in for the merged layers: it gives their parts of the one product of their input."""
         names = self.part.merged
         layers = [getattr(self, name) for name in names]
         # of the product, not of the layers: ranks may hold parts of these
@@ -117,20 +117,20 @@ class FusedAttention(MergedAttention):
         else:
             raise ValueError("packed sequences cannot go on from a cache; give none to the model")
         heads = self.after_attention(attended.transpose(1, 2)).flatten(2)
-        recasts = self._recasts() if torch.is_grad_enabled() else None
-        if recasts is not None and heads.data_ptr() == attended.data_ptr():  # of a copy attention saves nothing
-            deliver_as_saved(heads, one_scale=recasts.scale_for == "tensor")
+        recast_by = self.recast_by if torch.is_grad_enabled() else None
+        if recast_by is not None and heads.data_ptr() == attended.data_ptr():  # of a copy attention saves nothing
+            deliver_as_saved(heads, one_scale=recast_by.scale_for == "tensor")
         output = getattr(self, self.part.output)(heads)
         return (output, None, cache)[: self.form.outputs]
 
     def look_at_attributes(self) -> None:
         """Find the form anew where attributes have changed."""
-        if not is_of_form(self, self.form):
+        if self.form.hangs_on and not is_of_form(self, self.form):
             self.form = form_after_changes(self, self.part)
 
     @property
     def takes_rows(self) -> bool:
-        """Whether it can be told that each row is a sequence, as it is now."""
+        """Tell whether it can be told that each row is a sequence, as it is now."""
         self.look_at_attributes()
         return self.why_not_now is None and getattr(self, "is_causal", True)
 
@@ -139,30 +139,22 @@ class FusedAttention(MergedAttention):
         """Why it is not fused as it is now; None: it is."""
         if not self.is_as_tried:
             return "the forward of its class was replaced"
-        norms = head_norms(self)
-        if not all(isinstance(norm, (FusedNorm, HeadNorms)) for norm in norms) or any(
-            isinstance(norm, FusedNorm) and norm.why_not_now is not None for norm in norms
-        ):
-            return "a norm of its heads was replaced by one that has no fused form"
+        for norm in head_norms(self):
+            if not (isinstance(norm, HeadNorms) or (isinstance(norm, FusedNorm) and norm.why_not_now is None)):
+                return "a norm of its heads was replaced by one that has no fused form"
         return None if self.form.fused else "its attributes have changed, and it computes something else now"
 
     @property
-    def casts_output_again(self) -> bool:
-        """Whether backward casts again what attention gives its output projection."""
-        return self._recasts() is not None
-
-    def _recasts(self) -> FP8Config | None:
-        """By what; None: it does not.
-
-        Nor where ranks exchange it in between: attention saves what it gave itself.
-        """
+    def recast_by(self) -> FP8Config | None:
+        """By what backward casts again what attention gives its output projection; None: it does not."""
+        # nor where ranks exchange it in between: then attention saves another tensor than the projection reads
         if torch.compiler.is_compiling() or type(self).after_attention is not FusedAttention.after_attention:
             return None
         config = config_around([getattr(self, self.part.output)])
         return config if config is not None and config.recasts_attention else None
 
     def rotated(self, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor] | None) -> tuple[torch.Tensor, ...]:
-        """q, k and v, [B, S, H, D], of which q and k have gone through their norms and were rotated.
+        """Return q, k and v, [B, S, H, D], of which q and k have gone through their norms and were rotated.
 
         Args:
             qkv: [B, S, features].
@@ -195,7 +187,7 @@ class FusedAttention(MergedAttention):
         return query, key, value.unflatten(-1, (-1, size))
 
     def _normal(self, norms: list[Any], heads: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What the norms of queries and of keys give of these heads, [B, S, H, D]."""
+        """Return what the norms of queries and of keys give of these heads, [B, S, H, D]."""
         first = norms[0]
         of_all = not isinstance(first, HeadNorms) and (
             first.computes.weighted and first.weight.shape[-1] != head_size(self)
@@ -205,23 +197,27 @@ class FusedAttention(MergedAttention):
         ]
 
     def takes_places(self, places: int) -> bool:
-        """Whether so many places of a head can be rotated."""
+        """Tell whether so many places of a head can be rotated."""
         return places <= head_size(self)
 
     @property
     def is_tempered(self) -> bool:
-        """Whether queries from token `floor_scale` on are scaled by their place, as in LLaMA 4 (arXiv 2501.19399)."""
+        """Tell whether queries from token `floor_scale` on are scaled by place, as in LLaMA 4 (arXiv 2501.19399)."""
         return bool(getattr(self, "attn_temperature_tuning", False)) and not self.use_rope
 
     def cache_in(self, arguments: dict[str, Any]) -> Any:
-        """The cache that a layer is given, if any; also in training, where `use_cache` was left on."""
-        own = next((place for place, name in enumerate(CACHES) if name in self.native_arguments), len(CACHES))
-        return next((arguments[name] for name in CACHES[own:] if arguments.get(name) is not None), None)
+        """Return the cache that a layer is given, if any; also in training, where `use_cache` was left on."""
+        taken = False
+        for name in CACHES:  # the layer takes the first of its names, and those that are older
+            taken |= name in self.native_arguments
+            if taken and arguments.get(name) is not None:
+                return arguments[name]
+        return None
 
     def cached(
         self, key: torch.Tensor, value: torch.Tensor, cache: Any, arguments: dict[str, Any]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values, [B, H, S, D], with those before them."""
+        """Return keys and values, [B, H, S, D], with those before them."""
         if "cache_position" not in self.native_arguments:  # the cache counts by itself
             return cache.update(key, value, self.layer_idx)
         place = {"cache_position": arguments.get("cache_position")}
@@ -235,19 +231,19 @@ class FusedAttention(MergedAttention):
         return cache.update(key, value, self.layer_idx, place)
 
     def key_heads_in(self, qkv: torch.Tensor) -> int:
-        """Heads of keys in q, k and v side by side, [..., features]."""
+        """Count the heads of keys in q, k and v side by side, [..., features]."""
         return qkv.shape[-1] // head_size(self) // (heads_of_a_key(self) + 2)
 
     def before_attention(self, qkv: torch.Tensor) -> torch.Tensor:
-        """q, k and v, [B, S, features], of the tokens and heads that attend here; nothing else may read them."""
+        """Return q, k and v, [B, S, features], of the tokens and heads that attend here; nothing else may read them."""
         return qkv
 
     def after_attention(self, attended: torch.Tensor) -> torch.Tensor:
-        """What attention gave, [B, S, H, D], as [B, S', H', D] of the tokens and heads that `o_proj` takes here."""
+        """Return what attention gave, [B, S, H, D], as [B, S', H', D] of the tokens and heads that `o_proj` takes."""
         return attended
 
     def why_unlike(self, **arguments: Any) -> str | None:
-        """Why `attend` does not compute what the unfused forward does with these arguments; None: it does."""
+        """Return why `attend` computes something else than the unfused forward; None: the same."""
         implementation = self.config._attn_implementation
         if has_sinks(self):
             if implementation != WITH_SINKS:
@@ -262,14 +258,14 @@ class FusedAttention(MergedAttention):
         return why_unlike(implementation, arguments)
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any) -> torch.Tensor:
-        """The attention of query [B, Hq, S, D] to key and value [B, Hkv, S', D]: [B, Hq, S, D]."""
+        """Attend from query [B, Hq, S, D] to key and value [B, Hkv, S', D]: [B, Hq, S, D]."""
         dropout = dropout_of(self) if self.training else 0.0
         return attend(query, key, value, attention_mask, dropout=dropout, scale=getattr(self, "scaling", None))
 
     def attend_packed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: Sequences
     ) -> torch.Tensor:
-        """The attention, [B, Hq, S, D], of each sequence to itself; keys and values are [B, Hkv, S, D]."""
+        """Attend within each sequence, [B, Hq, S, D]; keys and values are [B, Hkv, S, D]."""
         dropout = dropout_of(self) if self.training else 0.0
         scale = getattr(self, "scaling", None)
         limit = self.floor_scale - 1 if self.is_tempered else getattr(self.config, "attention_chunk_size", None)
@@ -284,7 +280,7 @@ class FusedAttention(MergedAttention):
         return attend_packed(query, key, value, sequences, window=window, sinks=sinks, dropout=dropout, scale=scale)
 
     def forward_unfused(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What runs where `forward` does not cover a case."""
+        """Run where `forward` does not cover a case."""
         return super().forward(*args, **kwargs)
 
 
@@ -326,16 +322,17 @@ class LatentAttention(FusedAttention):
 
 
 def unfused_calls(model: nn.Module) -> Counter[str]:
-    """How many fused attentions ran as transformers wrote them for some calls in training, by the reason."""
+    """Count the fused attentions that ran as transformers wrote them for some calls in training, by the reason."""
     fused = (module for module in model.modules() if isinstance(module, FusedAttention))
     return Counter(reason for module in fused for reason in module.unfused_calls)
 
 
 def head_norms(attention: nn.Module) -> list[Any]:
-    """The norms of queries and of keys, each head's or all heads'; they may be one. Empty where there are none."""
-    modules = attention._modules
-    norms = [modules.get("qk_norm"), modules.get("qk_norm")]
-    for names in (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm")):
-        norms = [modules.get(name) or norm for name, norm in zip(names, norms, strict=True)]
-    found = [norm for norm in norms if norm is not None]
+    """Return the norms of queries and of keys, each head's or all heads'; they may be one. Empty: there are none."""
+    held = attention._modules.get
+    both = held("qk_norm")
+    norms = held("q_layernorm") or held("q_norm") or both, held("k_layernorm") or held("k_norm") or both
+    if norms == (None, None):  # of most families, at every call
+        return []
+    found = (norm for norm in norms if norm is not None)
     return [norm if isinstance(norm, FusedNorm) else HeadNorms.of(norm) or norm for norm in found]

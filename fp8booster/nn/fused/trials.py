@@ -459,11 +459,9 @@ def _same(found: tuple | None, right: tuple) -> bool:
 
 
 def head_size(attention: Any) -> int:
-    """Features of a head of queries and keys; 0: unknown."""
-    return next((size for name in _HEAD_SIZES if (size := getattr(attention, name, 0))), 0)
-
-
-_HEAD_SIZES = ("head_dim", "head_size", "qk_head_dim")
+    """Return the features of a head of queries and keys; 0: unknown."""
+    held = vars(attention).get
+    return held("head_dim") or held("head_size") or held("qk_head_dim") or 0
 
 
 def value_size(attention: Any) -> int:

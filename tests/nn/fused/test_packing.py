@@ -454,16 +454,16 @@ def test_sinks_around_a_kernel_that_knows_none(window: int | None, monkeypatch: 
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         return torch.einsum("ihd,jhd->hij", q, k).mul(q.shape[-1] ** -0.5).masked_fill(~inside, -torch.inf)
 
-    def forward(q, k, v, sequences, window, dropout, scale):
-        found = scores(q, k, sequences)
+    def forward(q, k, v, how):
+        found = scores(q, k, how.sequences)
         v = v.repeat_interleave(q.shape[1] // v.shape[1], 1)
         none = torch.zeros(0)
         return torch.einsum("hij,jhd->ihd", found.softmax(-1), v), found.logsumexp(-1), none, none, none
 
-    def backward(dy, saved, state, sequences, window, dropout, scale):
+    def backward(dy, saved, state, how):
         q, k, v, y, sums = saved
         groups = q.shape[1] // k.shape[1]
-        softmax = (scores(q, k, sequences) - sums[..., None]).exp()
+        softmax = (scores(q, k, how.sequences) - sums[..., None]).exp()
         dv = torch.einsum("hij,ihd->jhd", softmax, dy)
         given = torch.einsum("ihd,jhd->hij", dy, v.repeat_interleave(groups, 1))
         back = softmax * (given - (dy * y).sum(-1).t()[..., None]) * q.shape[-1] ** -0.5
