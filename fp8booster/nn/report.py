@@ -20,11 +20,11 @@ from fp8booster.nn.convert import Kept, heads_among, kept_reason, linear_layers,
 from fp8booster.nn.experts.grouped import grouped_experts
 from fp8booster.nn.experts.held_as_one import FP8Experts
 from fp8booster.nn.fused.attention import kernels
+from fp8booster.nn.fused.attention_form import head_size, heads_of_a_key, value_size
 from fp8booster.nn.fused.decoder import FusedDecoderLayer, changed_parts
 from fp8booster.nn.fused.feed_forward import FusedMLP
 from fp8booster.nn.fused.merged_layers import MergedLayers, merged_layers
 from fp8booster.nn.fused.self_attention import FusedAttention, unfused_calls
-from fp8booster.nn.fused.trials import head_size, heads_of_a_key, value_size
 from fp8booster.nn.graphs import captured_layers
 from fp8booster.nn.linear.frozen import FrozenLayer
 from fp8booster.nn.linear.layer import FP8Layer

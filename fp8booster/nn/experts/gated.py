@@ -7,8 +7,9 @@ from typing import Any, cast
 
 from torch import nn
 
+from fp8booster.nn.fused.activations import activation_kind
 from fp8booster.nn.fused.families import Part
-from fp8booster.nn.fused.trials import activation_kind, is_gated
+from fp8booster.nn.fused.trials import is_gated
 from fp8booster.nn.linear.layer import FP8Layer
 from fp8booster.nn.modules import cached_by_class, may_be_bypassed, must_be_called
 

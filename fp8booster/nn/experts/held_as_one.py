@@ -26,8 +26,9 @@ from fp8booster.nn.experts import routing
 from fp8booster.nn.experts.grouped import EXPERTS_THAT_PAY
 from fp8booster.nn.experts.grouped_linear import grouped_linear, under_one_scale
 from fp8booster.nn.experts.row_layout import RowLayout, permute, unpermute
+from fp8booster.nn.fused.activations import fused_kind
 from fp8booster.nn.fused.pointwise import Saving, activate
-from fp8booster.nn.fused.trials import fused_kind, gates_by_activation
+from fp8booster.nn.fused.trials import gates_by_activation
 from fp8booster.nn.linear.speed_model import computes_in_fp8
 from fp8booster.nn.modules import change_class, mixed_class
 from fp8booster.nn.weights.cached import CachedWeight

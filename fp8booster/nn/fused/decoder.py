@@ -25,6 +25,8 @@ import torch
 from torch import nn
 
 from fp8booster.config import FP8Config
+from fp8booster.nn.fused.activations import activation_kind, activation_name
+from fp8booster.nn.fused.attention_form import Form, form_of
 from fp8booster.nn.fused.families import ATTENTION, WITH_SINKS, Part, has_sinks, is_attention, is_known, part_of
 from fp8booster.nn.fused.feed_forward import FusedGatedMLP, FusedMLP
 from fp8booster.nn.fused.lazy import LazySum, made, parts_with_lazy_sums
@@ -34,7 +36,7 @@ from fp8booster.nn.fused.packing import let_pack
 from fp8booster.nn.fused.part import FusedPart
 from fp8booster.nn.fused.pointwise import Saving
 from fp8booster.nn.fused.self_attention import FusedAttention, LatentAttention, MergedAttention, head_norms
-from fp8booster.nn.fused.trials import Form, activation_kind, activation_name, form_of, is_gated, norm_of
+from fp8booster.nn.fused.trials import is_gated, norm_of
 from fp8booster.nn.linear.layer import FP8Layer, config_around, without_adapter
 from fp8booster.nn.modules import change_class, mixed_class, run_with
 from fp8booster.nn.weights.channels import ChannelCasts
@@ -230,9 +232,9 @@ def _attention_mixin(
     mixin = LatentAttention if part.of_latents else FusedAttention
     norms_are_fused = all(isinstance(norm, (FusedNorm, HeadNorms)) for norm in head_norms(attention))
     form: Form | None = None
-    if norms_are_fused and hasattr(attention, "attention_dropout"):
-        if kind == (WITH_SINKS if has_sinks(attention) else "sdpa"):
-            form = form_of(attention, part, mixed_class(mixin, type(attention)))
+    is_kind = kind == (WITH_SINKS if has_sinks(attention) else "sdpa")
+    if is_kind and norms_are_fused and hasattr(attention, "attention_dropout"):
+        form = form_of(attention, part, mixed_class(mixin, type(attention)))
     if form is not None:
         vars(attention)["form"] = form
         return mixin

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from fp8booster.nn.fused.activations import activation_kind, fused_kind
 from fp8booster.nn.fused.part import FusedPart
 from fp8booster.nn.fused.pointwise import Saving, activate
-from fp8booster.nn.fused.trials import activation_kind, fused_kind
 from fp8booster.nn.modules import run_with
 
 

@@ -72,7 +72,7 @@ class FusedPart(Fused):
 
 
 def own_product(layer: nn.Module, input: torch.Tensor) -> torch.Tensor:
-    """Return what a linear layer makes of an input, to be written over: a copy where a hook or an adapter has it too."""
+    """Return what a linear layer makes of an input, to be written over: a copy where a hook or adapter has it too."""
     product = layer(input)
     is_own = isinstance(layer, (nn.Linear, FP8Layer)) and may_be_bypassed(layer)
     return product if is_own else product.clone()

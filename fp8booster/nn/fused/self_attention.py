@@ -12,12 +12,7 @@ from torch import nn
 
 from fp8booster.config import FP8Config
 from fp8booster.nn.fused.attention import attend, attend_packed, why_unlike
-from fp8booster.nn.fused.families import WITH_SINKS, has_sinks
-from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
-from fp8booster.nn.fused.packing import CACHES, Sequences, sequences_of
-from fp8booster.nn.fused.part import FusedPart, own_product
-from fp8booster.nn.fused.pointwise import latent_heads, rotate_heads, split_and_rotate
-from fp8booster.nn.fused.trials import (
+from fp8booster.nn.fused.attention_form import (
     Form,
     cos_and_sin,
     dropout_of,
@@ -26,6 +21,11 @@ from fp8booster.nn.fused.trials import (
     heads_of_a_key,
     is_of_form,
 )
+from fp8booster.nn.fused.families import WITH_SINKS, has_sinks
+from fp8booster.nn.fused.norm import FusedNorm, HeadNorms
+from fp8booster.nn.fused.packing import CACHES, Sequences, sequences_of
+from fp8booster.nn.fused.part import FusedPart, own_product
+from fp8booster.nn.fused.pointwise import latent_heads, rotate_heads, split_and_rotate
 from fp8booster.nn.linear.layer import config_around
 from fp8booster.nn.linear.recompute import deliver_as_saved
 from fp8booster.nn.modules import may_be_bypassed, run_with

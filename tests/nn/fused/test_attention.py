@@ -10,8 +10,8 @@ import torch
 
 from fp8booster.nn.fused import attention
 from fp8booster.nn.fused.attention import attend, why_unlike
+from fp8booster.nn.fused.attention_form import Form
 from fp8booster.nn.fused.self_attention import FusedAttention
-from fp8booster.nn.fused.trials import Form
 
 QUERIES, PAST = 5, 3
 """Tokens that attend, and those of a cache before them."""

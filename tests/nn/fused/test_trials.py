@@ -17,8 +17,9 @@ from transformers.models.llama import modeling_llama
 from fp8booster import fuse
 from fp8booster.kernels import activation as kernel
 from fp8booster.nn.fused import trials
+from fp8booster.nn.fused.activations import activation_kind
 from fp8booster.nn.fused.families import PARTS
-from fp8booster.nn.fused.trials import activation_kind, gates_by_activation, is_gated, norm_of
+from fp8booster.nn.fused.trials import gates_by_activation, is_gated, norm_of
 from tests.nn.fused.models import build
 from tests.nn.fused.test_decoder import step
 
