@@ -1,4 +1,4 @@
-"""Whether the ranks of a group make the same call: compared when a rank makes a call for the first time.
+"""Compares the calls that the ranks of a group make, when a rank makes a call for the first time.
 
 Padding hides what plain collectives notice: messages of 5000 and of 5001 values can have the same bytes. So a call that
 is new to a rank (another collective, count, dtype, reduction, encoding or threshold) is compared through the group's

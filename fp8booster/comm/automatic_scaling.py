@@ -44,7 +44,7 @@ _LARGEST_BITS = int(torch.tensor(formats.MAX[FORMAT], dtype=torch.float32).to(FO
 
 
 class _Counts(NamedTuple):
-    """What was cast on one stream since the last step."""
+    """Values cast on one stream since the last step."""
 
     values: Tensor
     """int64 [2]: saturated, cast."""
@@ -54,7 +54,7 @@ class _Counts(NamedTuple):
 
 
 class AutomaticScaling:
-    """What FP8-LM's scaling keeps between steps: mu, and how many values saturated since the last one.
+    """FP8-LM's scaling with its state between steps: mu, and the number of values that saturated since the last one.
 
     It is not part of a checkpoint: a resumed run begins with the first mu again.
     """
@@ -143,7 +143,7 @@ class AutomaticScaling:
         self._counts = {}
 
     def _taken_counts(self) -> Tensor:
-        """The sum over streams, int64 [2], which are counted from zero again."""
+        """Return the sum over streams, int64 [2], and count from zero again."""
         total = torch.zeros(2, dtype=torch.int64, device=self.mu.device)
         taken, self._counts = self._counts, {}
         for values, stream in taken.values():

@@ -21,7 +21,7 @@ from fp8booster.comm.encoding import DEFAULT, Encoding
 
 @dataclass(frozen=True, kw_only=True)
 class DDPState:
-    """What `register_comm_hook` hands to `ddp_hook`."""
+    """Settings that `register_comm_hook` hands to `ddp_hook`."""
 
     group: dist.ProcessGroup | None = None
     """The group that the gradients are averaged over; None is the default group."""
@@ -33,8 +33,8 @@ class DDPState:
     """The smallest bucket that is sent in FP8; None takes `threshold.MINIMUM_BYTES`."""
 
     apart: Callable[[Tensor], bool] | None = None
-    """Whether a parameter's gradient goes in a message that it shares with others of these alone: those of a parameter
-    that ranks outside the group hold too, and whose rounding must not depend on theirs, which differ."""
+    """Tells parameters that ranks outside the group hold too. Their gradients share a message with one another alone:
+    their rounding must not depend on gradients that differ between those ranks."""
 
 
 def ddp_hook(state: DDPState | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -1,4 +1,4 @@
-"""How values are communicated: FP8 with one scale a block, scales and values in one message."""
+"""The form of values on the wire: FP8 with one scale a block, scales and values in one message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is noted around every collective: its agreement with other ranks, its bytes, and its replays by CUDA graphs.
+"""The observer around every collective: its agreement with other ranks, its bytes, and its replays by CUDA graphs.
 
 The route of the data (encode, send, decode) notes nothing itself. A capture sends nothing, and a replay runs no Python:
 what a captured call notes is kept, and noted again at each replay. So ranks that replay and ranks that do not count

@@ -20,20 +20,8 @@ INSIDE_A_NODE = "inside a node"
 BETWEEN_NODES = "between nodes"
 ON_THE_CPU = "on the CPU"
 
-_KIB, _MIB = 2**10, 2**20
-
-MINIMUM_BYTES: dict[str, dict[str, int]] = {
-    INSIDE_A_NODE: {
-        "all_reduce": 64 * _MIB,
-        "reduce_scatter_tensor": 64 * _MIB,
-        "all_gather_into_tensor": 64 * _MIB,
-        "all_to_all_single": 64 * _MIB,
-        "all_gather": 64 * _MIB,
-        "broadcast": 64 * _MIB,
-        "send": 64 * _MIB,
-    }
-}
-"""The payload from which FP8 is sent, in bytes of the plain collective's larger side, by the way and the collective.
+MINIMUM_BYTES = {INSIDE_A_NODE: 64 * 2**20, BETWEEN_NODES: 2**20, ON_THE_CPU: 2**10}
+"""The payload from which FP8 is sent, in bytes of the plain collective's larger side, by a group's slowest link.
 
 Inside a node (NVLink): the smallest of the sizes in benchmarks/results/h200 at which the median time in FP8 is under
 NCCL's in BF16 among 4 H200 (collectives-4; at 64 MiB that rests with the host's launches, which took longer in
@@ -44,8 +32,6 @@ under a tenth of the message.
 An all-to-all of uneven parts has none: its sizes may differ by rank, so one rank cannot tell what the others decide.
 Give it `min_bytes` where they do not.
 """
-MINIMUM_BYTES[BETWEEN_NODES] = dict.fromkeys(MINIMUM_BYTES[INSIDE_A_NODE], _MIB)
-MINIMUM_BYTES[ON_THE_CPU] = dict.fromkeys(MINIMUM_BYTES[INSIDE_A_NODE], _KIB)
 
 Group = dist.ProcessGroup | None
 """None is all ranks."""
@@ -57,7 +43,6 @@ _ADDING = (ReduceOp.SUM, ReduceOp.AVG)
 
 
 def uncompressed_reason(
-    name: str,
     tensor: Tensor,
     payload: int,
     group: dist.ProcessGroup | None,
@@ -69,10 +54,9 @@ def uncompressed_reason(
     """Return the reason for which a call goes uncompressed, or None where it is sent in FP8.
 
     Args:
-        name: the collective.
-        tensor: one of its tensors.
+        tensor: one of the collective's tensors.
         payload: bytes of its larger side.
-        group: its group.
+        group: of the collective.
         min_bytes: the smallest payload to send in FP8; None takes `minimum_bytes`.
         op: its reduction.
         alike: all ranks have the same payload. Where they need not, nothing is too small by itself.
@@ -89,13 +73,13 @@ def uncompressed_reason(
     if payload == 0 and alike:
         return "empty"
     if min_bytes is None:
-        min_bytes = minimum_bytes(name, tensor.device, group) if alike else 0
+        min_bytes = minimum_bytes(tensor.device, group) if alike else 0
     return "small" if payload < min_bytes else None
 
 
-def minimum_bytes(name: str, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Return the payload from which a collective of a group goes in FP8; arguments as in `uncompressed_reason`."""
-    return MINIMUM_BYTES[topology(device, group)][name]
+def minimum_bytes(device: torch.device, group: dist.ProcessGroup | None) -> int:
+    """Return the payload from which a collective of a group goes in FP8."""
+    return MINIMUM_BYTES[topology(device, group)]
 
 
 def group_or_all(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

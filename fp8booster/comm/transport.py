@@ -1,4 +1,4 @@
-"""Messages on their way: memory for them, and the collectives that carry bytes as they are."""
+"""Memory for messages, and the collectives that carry bytes, or amaxes in FP32, as they are."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from fp8booster.comm.threshold import ranks_of
+from fp8booster.kernels.scales import amaxes_of
 
 
 def new_message(like: Tensor, size: int) -> Tensor:
@@ -80,3 +81,32 @@ def gather_many(messages: Sequence[tuple[Tensor, Tensor]], group: dist.ProcessGr
         for message, own in messages:
             gather_bytes(message, own, group, asynchronous=True)
     return [coalesced]
+
+
+def agree_on_amax(
+    shards: Sequence[Tensor], group: dist.ProcessGroup | None, known: Sequence[Tensor | None] | None = None
+) -> Tensor:
+    """Return the largest magnitude of each tensor over all its shards: float32 [len(shards)], by one reduction.
+
+    Args:
+        shards: this rank's part of each tensor, in the same order on every rank; empty where it has none of it.
+        group: the ranks that hold the parts.
+        known: the largest magnitude of each shard, float32 [], or None where it is to be found. None: all are.
+    """
+    known = known or [None] * len(shards)
+    found = iter(amaxes_of([shard for shard, amax in zip(shards, known, strict=True) if amax is None]))
+    amaxes = torch.stack([next(found) if amax is None else amax for amax in known])
+    # a MAX reduction drops NaN; an infinite amax makes the scale NaN as well
+    amaxes.nan_to_num_(nan=float("inf"), posinf=float("inf"))
+    dist.all_reduce(amaxes, dist.ReduceOp.MAX, group=group)
+    return amaxes
+
+
+def largest_of_each(amaxes: Tensor, first: Tensor) -> Tensor:
+    """Return the amaxes [N] of weights, where those that share a scale have the largest of theirs.
+
+    Args:
+        amaxes: float32 [N].
+        first: int64 [N], for each weight the place of the first one that it shares a scale with, or its own.
+    """
+    return torch.zeros_like(amaxes).scatter_reduce(0, first, amaxes, "amax")[first]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fp8booster.comm.amax import agree_on_amax, largest_of_each
+from fp8booster.comm.transport import agree_on_amax, largest_of_each
 from fp8booster.kernels.alignment import ALIGNMENT
 from fp8booster.kernels.scales import amaxes_of, scale_of
 from fp8booster.kernels.shard_cast import cast_shards

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8booster.comm.amax import agree_on_amax, largest_of_each
+from fp8booster.comm.transport import agree_on_amax, largest_of_each
 from tests.distributed import ranks
 
 

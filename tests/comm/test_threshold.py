@@ -5,7 +5,6 @@ import os
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -60,54 +59,30 @@ def test_a_group_inside_a_node_is_told_from_one_between_nodes() -> None:
     }
 
 
-SENT = {
-    "all_reduce",
-    "reduce_scatter_tensor",
-    "all_gather_into_tensor",
-    "all_to_all_single",
-    "all_gather",
-    "broadcast",
-    "send",
-}
-
-
-@pytest.mark.parametrize("way", MINIMUM_BYTES)
-def test_every_collective_whose_ranks_share_a_size_has_a_threshold(way: str) -> None:
-    assert set(MINIMUM_BYTES[way]) == SENT
-    assert all(minimum > 0 for minimum in MINIMUM_BYTES[way].values())
-
-
-def numbers_taken() -> dict[tuple[str, str], bool]:
-    """Whether the right one is taken from a table without two equal numbers."""
-    numbers = iter(range(1, 100))
-    table = {way: {name: next(numbers) for name in names} for way, names in MINIMUM_BYTES.items()}
-    with patch.dict(MINIMUM_BYTES, table):
-        return {
-            (name, device): minimum_bytes(name, torch.device(device), None)
-            == table[INSIDE_A_NODE if device == "cuda" else ON_THE_CPU][name]
-            for device in ("cuda", "cpu")
-            for name in SENT
-        }
+def numbers_taken() -> list[int]:
+    """The numbers of a GPU's link inside a node and of the CPU's."""
+    with patch.dict(MINIMUM_BYTES, {INSIDE_A_NODE: 1, BETWEEN_NODES: 2, ON_THE_CPU: 3}):
+        return [minimum_bytes(torch.device(device), None) for device in ("cuda", "cpu")]
 
 
 def reasons() -> list[str | None]:
     values = torch.ones(100)
     sum_, max_ = dist.ReduceOp.SUM, dist.ReduceOp.MAX
-    smallest = MINIMUM_BYTES[ON_THE_CPU]["all_reduce"]
+    smallest = MINIMUM_BYTES[ON_THE_CPU]
     alone = dist.new_subgroups(1)[0]
     return [
-        threshold.uncompressed_reason("all_reduce", values, smallest, None, None, sum_),
-        threshold.uncompressed_reason("all_reduce", values, smallest - 1, None, None, sum_),
-        threshold.uncompressed_reason("all_reduce", values, 100, None, 101, sum_),
-        threshold.uncompressed_reason("all_reduce", values, 100, None, 100, sum_),
-        threshold.uncompressed_reason("all_reduce", values, smallest, None, None, max_),
-        threshold.uncompressed_reason("all_reduce", values.double(), smallest, None, None, sum_),
-        threshold.uncompressed_reason("all_reduce", values, smallest, alone, None, sum_),
-        threshold.uncompressed_reason("broadcast", values, 0, None, 0),
-        threshold.uncompressed_reason("all_to_all_single", values, 4, None, None),
-        threshold.uncompressed_reason("all_to_all_single", values, 0, None, None, alike=False),
-        threshold.uncompressed_reason("all_to_all_single", values, 4, None, None, alike=False),
-        threshold.uncompressed_reason("all_to_all_single", values, 4, None, 5, alike=False),
+        threshold.uncompressed_reason(values, smallest, None, None, sum_),
+        threshold.uncompressed_reason(values, smallest - 1, None, None, sum_),
+        threshold.uncompressed_reason(values, 100, None, 101, sum_),
+        threshold.uncompressed_reason(values, 100, None, 100, sum_),
+        threshold.uncompressed_reason(values, smallest, None, None, max_),
+        threshold.uncompressed_reason(values.double(), smallest, None, None, sum_),
+        threshold.uncompressed_reason(values, smallest, alone, None, sum_),
+        threshold.uncompressed_reason(values, 0, None, 0),
+        threshold.uncompressed_reason(values, 4, None, None),
+        threshold.uncompressed_reason(values, 0, None, None, alike=False),
+        threshold.uncompressed_reason(values, 4, None, None, alike=False),
+        threshold.uncompressed_reason(values, 4, None, 5, alike=False),
     ]
 
 
@@ -121,10 +96,9 @@ def decided() -> list[dict[str, Any]]:
     return run_ranks(decisions, 2)
 
 
-def test_each_way_has_numbers_of_its_own() -> None:
+def test_each_link_has_a_number_of_its_own() -> None:
     for found in decided():
-        assert len(found["numbers_taken"]) == 2 * len(SENT)
-        assert all(found["numbers_taken"].values())
+        assert found["numbers_taken"] == [1, 3]
 
 
 def test_reasons() -> None:

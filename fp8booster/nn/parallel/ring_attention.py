@@ -108,7 +108,7 @@ class _Ring:
     def rotate(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """(rank, its keys and values [2, B, H, S, D]) for all ranks from this one backwards, the next on its way."""
         pair = torch.stack((k, v))
-        reason = uncompressed_reason("send", pair, pair.nbytes, self.group, self.min_bytes)
+        reason = uncompressed_reason(pair, pair.nbytes, self.group, self.min_bytes)
         message = pair if reason else self._encoded(pair)
         for step in range(self.ranks):
             if step < self.ranks - 1:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fp8booster import FP8Config, comm, report
 from fp8booster.colossal.gemini.chunks import ReducedChunk
-from fp8booster.comm.amax import agree_on_amax
+from fp8booster.comm.transport import agree_on_amax
 from fp8booster.monitor.traffic import bytes_sent, count_traffic
 from fp8booster.nn import sharding
 from fp8booster.nn.linear import speed_model

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fp8booster.comm.amax import agree_on_amax
+from fp8booster.comm.transport import agree_on_amax
 from fp8booster.nn import sharding
 from fp8booster.optim import HybridAdam, one_pass
 from tests.colossal.models import tiny_llama

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fp8booster import FP8Config
-from fp8booster.comm.amax import agree_on_amax
+from fp8booster.comm.transport import agree_on_amax
 from fp8booster.nn.linear.delivered_amax import deliver_amax
 from fp8booster.nn.parallel.tensor_parallel import SequenceColumn, SequenceRow
 
