@@ -28,7 +28,7 @@ from fp8booster import comm, formats
 from fp8booster.comm.observer import observer
 
 Received = tuple[Any, list[Work]]
-"""What arrives, or None, and the handles to wait for before it is used."""
+"""The object that arrives, or None, and the handles to wait for before it is used."""
 
 NOT_ROUNDED = ("mask", "bias", "router", "logits")
 """Parts of names of tensors that are sent as they are. Beside the least value of a mask, as T5's position bias holds
@@ -42,42 +42,36 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
     decide by the message's metadata: names, shapes and dtypes.
     """
 
+    # Colossal-AI's signatures. Activations go from the stage before to the next, and gradients the other way.
+
     def recv_forward(self, prev_rank: int | None = None, metadata_recv: P2PMetadata | None = None) -> Received:
-        """Receive what the stage before gives: its activations."""
         return self._exchange(source=self._previous(prev_rank), metadata=metadata_recv)
 
     def recv_backward(self, next_rank: int | None = None, metadata_recv: P2PMetadata | None = None) -> Received:
-        """Receive the gradients of what this stage sent to the next."""
         return self._exchange(source=self._next(next_rank), metadata=metadata_recv)
 
     def send_forward(self, output_object: Any, next_rank: int | None = None, send_metadata: bool = True) -> list[Work]:
-        """Send this stage's activations to the next."""
         return self._exchange(output_object, self._next(next_rank), send_metadata=send_metadata)[1]
 
     def send_backward(self, input_object: Any, prev_rank: int | None = None, send_metadata: bool = True) -> list[Work]:
-        """Send the gradients of what this stage received to the stage before."""
         return self._exchange(input_object, self._previous(prev_rank), send_metadata=send_metadata)[1]
 
     def send_forward_recv_forward(
         self, output_object: Any, is_send: bool, is_recv: bool, *options: Any, **named: Any
     ) -> Received:
-        """Send activations to the next stage, and receive those of the stage before."""
         to, source = self._next() if is_send else None, self._previous() if is_recv else None
         return self._pass_on(output_object, to, source, *options, **named)
 
     def send_backward_recv_backward(
         self, input_object: Any, is_send: bool, is_recv: bool, *options: Any, **named: Any
     ) -> Received:
-        """Send gradients to the stage before, and receive those of the next."""
         to, source = self._previous() if is_send else None, self._next() if is_recv else None
         return self._pass_on(input_object, to, source, *options, **named)
 
     def send_forward_recv_backward(self, input_object: Any, *options: Any, **named: Any) -> Received:
-        """Send activations to the next stage, and receive their gradients of an earlier micro-batch."""
         return self._swap(input_object, self._next(), *options, **named)
 
     def send_backward_recv_forward(self, input_object: Any, *options: Any, **named: Any) -> Received:
-        """Send gradients to the stage before, and receive its activations of a later micro-batch."""
         return self._swap(input_object, self._previous(), *options, **named)
 
     def _pass_on(
@@ -168,7 +162,6 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
     def _operations(
         self, op: Any, tensors: Sequence[torch.Tensor], peer: int, metadata: P2PMetadata
     ) -> list[comm.P2POp]:
-        """One operation for each tensor of a message."""
         group = self.stage_manager.get_p2p_process_group()
         return [
             comm.P2POp(op, tensor.contiguous(), peer, group, uncompressed=_uncompressed_reason(name, tensor.dtype))
@@ -177,7 +170,7 @@ class FP8PipelineCommunication(PipelineP2PCommunication):
 
 
 def _joined(tensors: list[torch.Tensor], metadata: P2PMetadata) -> Any:
-    """The object that metadata describes, with these tensors."""
+    """Return the object that metadata describes, with these tensors."""
     others = dict(zip(metadata.non_tensor_obj_idx, metadata.non_tensor_objs, strict=True))
     coming = iter(tensors)
     leaves = [others[place] if place in others else next(coming) for place in range(metadata.tree_spec.num_leaves)]
@@ -185,7 +178,7 @@ def _joined(tensors: list[torch.Tensor], metadata: P2PMetadata) -> Any:
 
 
 def _names(metadata: P2PMetadata) -> list[str]:
-    """Where in the object each of its tensors lies, such as ".past_router_logits.0"."""
+    """Return the place in the object of each of its tensors, such as ".past_router_logits.0"."""
     places = range(metadata.tree_spec.num_leaves)
     names = dict(_named(tree_unflatten(places, metadata.tree_spec)))
     others = set(metadata.non_tensor_obj_idx)
@@ -193,21 +186,31 @@ def _names(metadata: P2PMetadata) -> list[str]:
 
 
 def _named(node: Any, name: str = "") -> Iterator[tuple[int, str]]:
-    """The leaves, each a number, of nested containers."""
+    """Yield the leaves, each a number, of nested containers."""
     if isinstance(node, int):
         yield node, name
-    elif isinstance(node, Mapping):
-        for key, child in node.items():
+    elif isinstance(node, (Mapping, list, tuple)):
+        for key, child in node.items() if isinstance(node, Mapping) else enumerate(node):
             yield from _named(child, f"{name}.{key}")
-    elif isinstance(node, (list, tuple)):
-        for place, child in enumerate(node):
-            yield from _named(child, f"{name}.{place}")
 
 
 def _uncompressed_reason(name: str, dtype: torch.dtype) -> str | None:
-    """Why a tensor is not to be rounded, or None."""
+    """Return why a tensor is not to be rounded, or None."""
     if dtype == torch.float32:
         return "float32"  # where all else is in 16 bits, it is so for its precision
     if dtype in formats.HIGH_PRECISION:
         return next((f"a {part}" for part in NOT_ROUNDED if part in name), None)
     return None  # the count names its dtype
+
+
+def compress_pipeline(plugin: Any) -> None:
+    """Let the stages of a plugin's pipeline send each other FP8, whichever its schedule; without a pipeline, nothing.
+
+    Args:
+        plugin: a HybridParallelPlugin made by Colossal-AI's constructor.
+    """
+    scheduler = plugin.scheduler
+    if scheduler is not None:
+        native = scheduler.comm
+        scheduler.comm = FP8PipelineCommunication(native.stage_manager, native.overlap_p2p)
+        scheduler.fp8_communication = False  # Colossal-AI's own casts, before and after the transport
