@@ -20,7 +20,7 @@ from torch import nn
 
 from fp8booster.colossal.compressed_groups import is_compressed
 from fp8booster.colossal.tensor.head_exchange import heads_to_sequence, sequence_to_heads
-from fp8booster.colossal.tensor.linear import FP8PaddingLMHead
+from fp8booster.colossal.tensor.layers import FP8PaddingLMHead
 from fp8booster.colossal.tensor.loss import use_sharded_loss
 from fp8booster.nn.fused import fuse
 from fp8booster.nn.fused.attention import attend_packed

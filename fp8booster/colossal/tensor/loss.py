@@ -27,7 +27,7 @@ from colossalai.shardformer.layer.utils import is_share_sp_tp
 from colossalai.shardformer.shard import ShardConfig
 from torch import nn
 
-from fp8booster.colossal.tensor.linear import FP8Linear1DCol, FP8PaddingLMHead, FP8VocabParallelLMHead1D
+from fp8booster.colossal.tensor.layers import FP8Linear1DCol, FP8PaddingLMHead, FP8VocabParallelLMHead1D
 from fp8booster.nn.fused.causal_lm_loss import (
     FusedLoss,
     language_model_in,
